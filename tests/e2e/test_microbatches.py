@@ -189,56 +189,35 @@ def test_rows_of_one_length_are_padded_behind_the_last_sequence(lengths, more):
 IDS = torch.ones((2, 4), dtype=torch.int64)
 
 
-@pytest.mark.parametrize(
-    ("fields", "lengths", "says"),
-    [
-        ({"input_ids": IDS, "rewards": torch.ones(3)}, [1, 2], "field rewards has 3 entries, but the batch has 2"),
-        ({"input_ids": IDS}, [1, 5], "a sequence has 5 tokens, but the batch is 4 wide"),
-        *(
-            ({"input_ids": IDS}, lengths, "whole numbers of at least 1 token")
-            for lengths in (
-                [1.0, 2],
-                [0, 2],
-                [[1], [2]],
-                [True, True],
-                ["a", "b"],
-                [1, [2]],
-                torch.tensor([1j, 2]),
-            )
-        ),
-        *((fields, [1, 2], "a batch has input_ids") for fields in ({}, {"input_ids": [1, 2]}, {"input_ids": IDS[0]})),
-        ({"input_ids": IDS}, [], "field input_ids has 2 entries, but the batch has 0 sequences"),
-        *(({"input_ids": IDS, "x": x}, [1, 2], "field x has no entries") for x in (None, torch.tensor(3))),
-        ({"input_ids": IDS}, None, "give them as lengths, or as the field input_lengths"),
-        ({"input_ids": IDS, "input_lengths": [1, 2]}, [2, 2], "lengths differ from the field input_lengths"),
-    ],
-)
-def test_a_batch_that_is_none_is_refused(fields, lengths, says):
-    """Fields of other sizes; sequences longer than the batch is wide, or of no length."""
-    with pytest.raises(ArgumentError, match=says):
-        BatchedData.from_fields(fields, lengths=lengths)
+FIELDS = {
+    "input_ids": IDS, "texts": ["a", "b"], "scores": torch.ones(2, 3), "x": torch.ones(2), "mrope": torch.ones(2, 3, 5),
+}  # fmt: skip
 
-
-FIELDS = {"input_ids": IDS, "texts": ["a", "b"], "scores": torch.ones(2, 3), "x": torch.ones(2)}
-FIELDS["mrope"] = torch.ones(2, 3, 5)
+NO_LENGTHS = ([1.0, 2], [0, 2], [[1], [2]], [True, True], ["a", "b"], [1, [2]], torch.tensor([1j, 2]))
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("fields", "options", "says"),
     [
-        ({"pad_values": {"gone": 1}}, "pad_values names gone, which is no tensor"),
-        ({"pad_values": {"texts": 1}}, "pad_values names texts, which is no tensor"),
-        ({"pad_values": {"input_ids": 0.5}}, "the pad value of input_ids is 0.5, which int64 cannot hold"),
-        ({"pad_values": {"input_ids": "x"}}, "the pad value of input_ids is 'x', which int64 cannot hold"),
-        *(({"sequence_dims": {name: dim}}, f"dimension {dim} of {name} is not as long as input_ids are wide, 4")
+        ({**FIELDS, "rewards": torch.ones(3)}, {}, "rewards has 3 entries"),
+        *(({**FIELDS, "x": x}, {}, "x has no entries") for x in (None, torch.tensor(3))),
+        *((fields, {}, "a batch has input_ids") for fields in ({}, {"input_ids": [1, 2]}, {"input_ids": IDS[0]})),
+        *((FIELDS, {"lengths": lengths}, "whole numbers of at least 1 token") for lengths in NO_LENGTHS),
+        (FIELDS, {"lengths": [1, 5]}, "5 tokens, but the batch is 4 wide"),
+        (FIELDS, {"lengths": []}, "has 2 entries, but the batch has 0 sequences"),
+        (FIELDS, {"lengths": None}, "give them as lengths, or as the field input_lengths"),
+        ({**FIELDS, "input_lengths": [1, 2]}, {"lengths": [2, 2]}, "lengths differ from the field input_lengths"),
+        *((FIELDS, {"pad_values": {name: 1}}, f"pad_values names {name}") for name in ("gone", "texts")),
+        *((FIELDS, {"pad_values": {"input_ids": pad}}, "which int64 cannot hold") for pad in (0.5, "x")),
+        *((FIELDS, {"sequence_dims": {name: dim}}, f"dimension {dim} of {name} is not as long")
           for name, dim in (("x", 1), ("gone", 1), ("texts", 1), ("scores", 1), ("input_ids", 0), ("input_ids", None),
                             ("mrope", 3))),
     ],
 )  # fmt: skip
-def test_what_a_field_does_not_have_is_refused(options, says):
-    """Pad values that it cannot hold; dimensions that are none of a sequence."""
+def test_a_batch_that_is_none_is_refused(fields, options, says):
+    """Fields, lengths, pad values and dimensions that do not go together."""
     with pytest.raises(ArgumentError, match=says):
-        BatchedData.from_fields(FIELDS, lengths=[1, 2], **options)
+        BatchedData.from_fields(fields, **{"lengths": [1, 2], **options})
 
 
 def test_what_a_batch_cannot_be_asked_for_is_refused():

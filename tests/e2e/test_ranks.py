@@ -81,16 +81,6 @@ def losses(history: list[dict]) -> list[float]:
     return [entry[key] for entry in history for key in ("loss", "eval_loss") if key in entry]
 
 
-def test_ranks_drop_the_remainder(start_ranks, write_run, tmp_path):
-    """Where the run says so: no pack is repeated."""
-    path = write_run("qwen2", training={**KEYS, "dataloader_drop_last": True})
-    assert [0, 0] == finished(start_ranks(2, path, tmp_path))
-
-    ranks = rank_main.seen(tmp_path, 2)
-    check_run(ranks, epochs=2, accumulation=2)
-    assert ranks[0]["num_aligned"] == ranks[0]["num_raw"] // 2 * 2
-
-
 def test_torchrun_gives_its_ranks_the_variables_of_these(server, tmp_path):
     """Whether an interpreter of its own or the server of these tests starts a rank."""
     launched = subprocess.run(

@@ -105,21 +105,6 @@ def test_an_epoch_is_the_aligned_plan_in_another_order(schedule):
         assert sorted(packs_of(steps[:1])) == packs_of(steps[:1]) or schedule.world_size > 1
 
 
-@given(schedules(), st.integers(0, 9))
-def test_another_epoch_and_another_seed_have_another_order(schedule, epoch):
-    """Unless the order is that of the plan; twenty packs do not fall into the same order twice."""
-    schedule = attrs.evolve(schedule, num_packs=20, world_size=1, works=None)
-    orders = [
-        schedule.order(epoch),
-        schedule.order(epoch + 1),
-        attrs.evolve(schedule, seed=schedule.seed + 1).order(epoch),
-    ]
-
-    different = {tuple(order.tolist()) for order in orders}
-
-    assert (3 if schedule.shuffle else 1) == len(different)
-
-
 @given(schedules(), ranks, st.data())
 def test_works_decide_who_trains_a_pack_and_never_in_which_step(schedule, world_size, data):
     """Steps keep their packs, also after a resume on other ranks."""
@@ -148,23 +133,6 @@ def test_steps_and_epochs_are_counted_as_transformers_counts_them(schedule):
     assert math.ceil(schedule.num_train_epochs) == schedule.num_epochs
 
     assert 7 == attrs.evolve(schedule, max_steps=7).total_steps == len(trained(attrs.evolve(schedule, max_steps=7)))
-
-
-@given(schedules(), st.data())
-def test_a_resume_on_as_many_ranks_goes_on_where_it_stopped(schedule, data):
-    """The rest equals that of an uninterrupted run, batch for batch."""
-    whole = trained(schedule)
-    stop = data.draw(st.integers(0, len(whole)))
-    event(f"mid-epoch: {schedule.at(stop).epoch_step > 0}")
-
-    resumed = attrs.evolve(schedule, start=schedule.at(stop))
-
-    assert resumed.start_fault() is None
-    assert whole[stop:] == trained(resumed)
-    assert schedule.total_steps == resumed.total_steps
-    assert all(schedule.at(step) == resumed.at(step) for step in range(stop, len(whole) + 3))
-    before = Counter(packs_of(step for step in whole[:stop] if step[0] == schedule.at(stop).epoch))
-    assert before == Counter(resumed.consumed(schedule.at(stop).epoch).tolist())
 
 
 @given(schedules(), st.lists(st.tuples(ranks, st.integers(1, 3)), min_size=1, max_size=3), st.data())
@@ -329,9 +297,7 @@ def test_a_schedule_of_an_aligned_plan_trains_that_plan(plan, world_size, batch_
     options = {"gradient_accumulation_steps": 2, "num_train_epochs": 1.5, "max_steps": 9, "seed": 3, "shuffle": shuffle}
     schedule = EpochSchedule.from_plan(aligned, **options)
 
-    trained_packs = plan.packs.take(schedule.order(0)).tolist()
-    assert shuffle or aligned.packs.tolist() == trained_packs
-    assert Counter(map(tuple, aligned.packs)) == Counter(map(tuple, trained_packs))
+    assert shuffle or aligned.packs.tolist() == plan.packs.take(schedule.order(0)).tolist()
     assert len(aligned.packs) == schedule.packs_per_epoch
     assert schedule == plain_schedule(
         len(plan.packs), world_size, batch_size=batch_size, dataloader_drop_last=drop_last, **options
@@ -373,27 +339,32 @@ def test_epochs_of_their_own_are_each_the_epoch_of_a_plan(schedule):
     assert 5 == attrs.evolve(schedule, max_steps=5).total_steps
 
 
-@given(differing(), st.data())
-def test_epochs_of_their_own_resume_at_every_step(schedule, data):
-    """The rest is that of a whole run; on other ranks, what is left of the epoch is trained."""
+@given(schedules() | differing(), st.data())
+def test_a_resume_on_as_many_ranks_goes_on_where_it_stopped(schedule, data):
+    """The rest equals that of an uninterrupted run, batch for batch."""
     whole = trained(schedule)
     stop = data.draw(st.integers(0, len(whole)))
+    event(f"mid-epoch: {schedule.at(stop).epoch_step > 0}, epochs differ: {schedule.epochs_differ}")
+
     resumed = attrs.evolve(schedule, start=schedule.at(stop))
 
+    assert resumed.start_fault() is None
     assert whole[stop:] == trained(resumed)
     assert schedule.total_steps == resumed.total_steps
     assert all(schedule.at(step) == resumed.at(step) for step in range(stop, len(whole) + 1))
     epoch = schedule.at(stop).epoch
-    done = Counter(packs_of(step for step in whole[:stop] if step[0] == epoch))
-    assert epoch == 3 or done == Counter(resumed.consumed(epoch).tolist())
-    other = attrs.evolve(
-        schedule, world_size=1, batch_size=1, dataloader_drop_last=False, start=schedule.at(stop), num_train_epochs=3
-    )
-    later = Counter(packs_of(step for step in trained(other) if step[0] == epoch))
-    if epoch < 3 and not schedule.dataloader_drop_last and schedule.world_size > 1:
-        assert set(range(schedule.num_packs[epoch])) == set(done) | set(later)
-        assert not done & later
-    for batches in range(schedule.num_batches(0) + 1):
-        progress = schedule.after(0, batches)
-        whole_steps = batches // schedule.gradient_accumulation_steps
-        assert progress.step == (schedule.steps_in(0) if batches == schedule.num_batches(0) else whole_steps)
+    before = Counter(packs_of(step for step in whole[:stop] if step[0] == epoch))
+    assert before == Counter(resumed.consumed(epoch).tolist() if resumed.packs_in(epoch) else [])
+
+
+@given(differing(), st.data())
+def test_epochs_of_their_own_go_on_with_what_they_have_left_on_other_ranks(schedule, data):
+    """Every pack of the epoch once, before the resume or after it."""
+    assume(not schedule.dataloader_drop_last and schedule.world_size > 1)
+    whole = trained(schedule)
+    start = schedule.at(data.draw(st.integers(0, len(whole) - 1)))
+    resumed = attrs.evolve(schedule, world_size=1, batch_size=1, start=start, num_train_epochs=3)
+
+    done = set(resumed.consumed(start.epoch).tolist())
+    later = packs_of(step for step in trained(resumed) if step[0] == start.epoch)
+    assert sorted({*range(schedule.num_packs[start.epoch])} - done) == sorted(later)
