@@ -4,6 +4,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import binpacking
+import numpy as np
+
 from packplan.core.lengths import IntArray
 
 Lengths = Sequence[int] | IntArray
@@ -40,8 +43,20 @@ def first_fit_decreasing(lengths: Lengths, capacity: int) -> list[list[int]]:
     return fit(lengths, capacity, longest_first(lengths), lambda _: 0)
 
 
-def next_fit(lengths: Lengths, capacity: int) -> list[list[int]]:
-    """A new bin where the next does not fit the last."""
+def constant_volume(lengths: Lengths, capacity: int) -> list[list[int]]:
+    """The library's, by its `weight_pos`."""
+    bins = binpacking.to_constant_volume(list(enumerate(lengths)), capacity, weight_pos=1)
+    return sorted(sorted(index for index, _ in members) for members in bins if members)
+
+
+def first_fit_shuffle(lengths: Lengths, capacity: int, seed: int) -> list[list[int]]:
+    """The first, in the order of PCG64's raw stream."""
+    keys = list(np.random.PCG64(seed).random_raw(len(lengths)))
+    return fit(lengths, capacity, sorted(range(len(lengths)), key=keys.__getitem__), lambda _: 0)
+
+
+def concatenative(lengths: Lengths, capacity: int) -> list[list[int]]:
+    """Next fit: a new bin where the next does not fit the last."""
     bins: list[list[int]] = []
     for index, length in enumerate(lengths):
         if not bins or sum(lengths[i] for i in bins[-1]) + length > capacity:

@@ -40,18 +40,23 @@ def narrow(num=300, capacity=8192):
     return np.random.default_rng(7).normal(capacity / 5.4, capacity / 50, num).astype(int), capacity
 
 
-@given(case=packable_arrays(), limit=st.sampled_from([0, 500, 30_000, 3_000_000]))
-def test_a_search_holds_each_sample_once(case, limit):
+@given(
+    case=packable_arrays(),
+    num_groups=st.integers(1, 9),
+    guides=st.sampled_from([0, 30_000, 300_000]),
+    limit=st.sampled_from([0, 500, 30_000, 3_000_000]),
+)
+def test_a_search_holds_each_sample_once(case, num_groups, guides, limit):
     """No bin exceeds the capacity, however early it ends; room is gathered and never made."""
     lengths, capacity = case
     tally = LengthCounts.from_lengths(np.array(lengths))
-    guided = fill_guided(tally, capacity=capacity, num_groups=9, effort=Effort(300_000))
+    guided = fill_guided(tally, capacity=capacity, num_groups=num_groups, effort=Effort(guides))
 
     full, partial = gather_room(guided, tally, capacity=capacity, effort=Effort(limit))
     found = find_filling(tally, capacity=capacity, enough=1, effort=Effort(limit))
     improved = _Search(tally, capacity, 1, Effort(limit)).improve(guided, 1)
 
-    for filling in (full + partial, found, improved):
+    for filling in (guided, full + partial, found, improved):
         assert_each_sample_once(filling, tally, capacity)
     assert num_packs(improved) <= num_packs(full + partial) <= num_packs(guided)
     saved = num_packs(guided) - num_packs(full + partial)
@@ -60,16 +65,6 @@ def test_a_search_holds_each_sample_once(case, limit):
     assert 0 not in {room for room, _ in rooms(partial, tally, capacity)}
     before, after = (sum(num * room**2 for room, num in rooms(one, tally, capacity)) for one in (guided, partial))
     assert before <= after + saved * capacity**2
-
-
-@given(case=packable_arrays(), num_groups=st.integers(1, 9), limit=st.sampled_from([0, 30_000, 300_000]))
-def test_guided_filling_holds_each_sample_once(case, num_groups, limit):
-    """No bin exceeds the capacity, however few groups and steps there are."""
-    lengths, capacity = case
-    tally = LengthCounts.from_lengths(np.array(lengths))
-    found = fill_guided(tally, capacity=capacity, num_groups=num_groups, effort=Effort(limit))
-
-    assert_each_sample_once(found, tally, capacity)
 
 
 def test_a_program_takes_no_column_that_rounding_alone_makes_look_better():
@@ -91,27 +86,28 @@ def test_room_that_bins_share_saves_a_bin():
     assert [3, 4] == [num_packs(full), num_packs(full + partial)]
 
 
-@given(case=packable(min_size=1, max_size=8))
-def test_the_relaxation_is_a_bound_and_no_weaker_than_the_one_it_is_given(case):
-    """Against exhaustive search, however early the search ends."""
+@given(case=packable(min_size=1, max_size=8), efforts=st.lists(st.integers(0, 100_000), min_size=2, max_size=2))
+def test_bounds_and_certified_packs_agree_with_exhaustive_search(case, efforts):
+    """However early a search ends; more effort never weakens a bound, and its kind is so."""
     lengths, capacity = case
-    tally = LengthCounts.from_lengths(np.array(lengths))
-    best = references.fewest(lengths, capacity)
+    tally, fewest = LengthCounts.from_lengths(np.array(lengths)), references.fewest(lengths, capacity)
+    less, more = (find_bound(lengths, capacity=capacity, effort=effort) for effort in sorted(efforts))
+    event(f"{less.kind}, then {more.kind}")
 
-    for enough in (1, best, 99):
-        assert relax(tally, capacity=capacity, filling=[], bound=0, enough=enough, effort=Effort())[0] <= best
-    assert best == relax(tally, capacity=capacity, filling=[], bound=best, enough=99, effort=Effort())[0]
-
-
-@given(case=packable(max_size=8, min_size=1))
-def test_quick_bounds_are_bounds(case):
-    """Against exhaustive search; in 64 bits and beyond."""
-    lengths, capacity = case
-    small = quick_bound(LengthCounts.from_lengths(np.array(lengths)), capacity=capacity)
+    assert fewest == len(pack(lengths, capacity=capacity, algorithm="certified"))
+    for bound, enough in ((0, 1), (0, fewest), (0, 99), (fewest, 99)):
+        found, _ = relax(tally, capacity=capacity, filling=[], bound=bound, enough=enough, effort=Effort())
+        assert bound <= found <= fewest
+    whole = lower_bound(lengths, capacity=capacity)
+    assert less.packs <= more.packs <= whole <= fewest
+    assert lower_bound(lengths, capacity=capacity, known=fewest) in {whole, fewest}
+    for found in (less, more):
+        assert found.kind != "reached" or found.packs == fewest
+    assert less.best >= more.best >= fewest
+    quick = quick_bound(tally, capacity=capacity)
+    assert Bound(quick, "quick", len(lengths)) == find_bound(lengths, capacity=capacity, effort=0)
     huge = LengthCounts.from_lengths(np.array(lengths) * 2**52)
-
-    assert small <= references.fewest(lengths, capacity)
-    assert small == quick_bound(huge, capacity=capacity * 2**52)
+    assert quick == quick_bound(huge, capacity=capacity * 2**52)
     assert 0 == quick_bound(LengthCounts([], []), capacity=capacity)
 
 
@@ -162,19 +158,25 @@ def test_certified_closes_a_gap_that_all_others_leave():
     assert lower_bound(lengths, capacity=capacity) == found
 
 
-def test_certified_packs_whatever_the_solver_and_the_iterations_give():
-    """Every sample is packed once, in no more packs than best fit needs."""
-    lengths, capacity = np.random.default_rng(0).normal(1135, 220, 90).astype(int), 3000
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "gap"),
+    [
+        (np.random.default_rng(0).normal(1135, 220, 90).astype(int), 3000, 0),
+        ([13, 14, 16, 17, 17, 21, 27, 28, 28, 33, 34, 35, 35, 35, 37], 79, 1),
+    ],
+)
+def test_certified_packs_whatever_the_solver_and_the_iterations_give(lengths, capacity, gap):
+    """Every sample once, in no more packs than best fit; a gap that stays is not hidden."""
     best_fit = len(pack(lengths, capacity=capacity, algorithm="best_fit_decreasing"))
     solved = []
 
-    def once(*args, **options):
+    def solve_twice(*args, **options):
         solved.append(1)
         return solve_master(*args, **options) if len(solved) < 3 else None
 
     for change in (
         patch("packplan.core.patterns.relaxation.solve_master", return_value=None),
-        patch("packplan.core.packers.fewest.solve_master", side_effect=once),
+        patch("packplan.core.packers.fewest.solve_master", side_effect=solve_twice),
         patch("packplan.core.packers.fewest.MAX_DIVES", 1),
         patch("packplan.core.patterns.search.MAX_REFILLS", 1),
         patch("packplan.core.patterns.relaxation.MAX_ROUNDS", 1),
@@ -185,31 +187,9 @@ def test_certified_packs_whatever_the_solver_and_the_iterations_give():
         with change:
             packs = pack(lengths, capacity=capacity, algorithm="certified")
             bound = lower_bound(lengths, capacity=capacity)
-        assert list(range(lengths.size)) == sorted(packs.indices.tolist())
-        assert packs.loads(lengths).max() <= capacity
-        assert bound <= len(packs) <= best_fit
-
-
-def test_a_gap_that_stays_is_not_hidden():
-    """Fifteen samples for which neither a packing nor a bound is found that would close it."""
-    lengths, capacity = [13, 14, 16, 17, 17, 21, 27, 28, 28, 33, 34, 35, 35, 35, 37], 79
-
-    for change in (
-        patch("packplan.core.packers.fewest.MAX_DIVES", 1),
-        patch("packplan.core.patterns.relaxation.MAX_ROUNDS", 1),
-        patch("packplan.core.packers.fewest.solve_master", return_value=None),
-    ):
-        with change:
-            packs = pack(lengths, capacity=capacity, algorithm="certified")
-            assert len(lengths) == packs.num_samples
-            assert len(packs) == lower_bound(lengths, capacity=capacity) + 1
-
-
-@given(case=packable(min_size=1, max_size=7))
-def test_certified_is_the_best_of_few_samples(case):
-    lengths, capacity = case
-
-    assert references.fewest(lengths, capacity) == len(pack(lengths, capacity=capacity, algorithm="certified"))
+        assert list(range(len(lengths))) == sorted(packs.indices.tolist())
+        assert packs.loads(np.asarray(lengths)).max() <= capacity
+        assert bound + gap <= len(packs) <= best_fit
 
 
 def test_a_solver_that_reports_no_solution_is_believed():
@@ -230,22 +210,6 @@ def test_a_certificate_holds(case):
     event(f"relaxed: {bool(certificate.patterns)}")
     assert certificate.bound <= num_packs(certificate.filling)
     assert_each_sample_once(certificate.filling, tally, capacity)
-
-
-@given(case=packable(min_size=1, max_size=8), efforts=st.lists(st.integers(0, 100_000), min_size=2, max_size=2))
-def test_a_bound_of_any_effort_is_one_and_more_effort_never_weakens_it(case, efforts):
-    """Against exhaustive search; what it says of itself is so."""
-    lengths, capacity = case
-    fewest = references.fewest(lengths, capacity)
-    less, more = (find_bound(lengths, capacity=capacity, effort=effort) for effort in sorted(efforts))
-    event(f"{less.kind}, then {more.kind}")
-
-    assert less.packs <= more.packs <= lower_bound(lengths, capacity=capacity) <= fewest
-    for found in (less, more):
-        assert found.kind != "reached" or found.packs == fewest
-    quick = quick_bound(LengthCounts.from_lengths(np.array(lengths)), capacity=capacity)
-    assert less.best >= more.best >= fewest
-    assert Bound(quick, "quick", len(lengths)) == find_bound(lengths, capacity=capacity, effort=0)
 
 
 @pytest.mark.parametrize("limit", [0, 1_000, 20_000, 150_000, pytest.param(1_000_000, marks=pytest.mark.untraced)])

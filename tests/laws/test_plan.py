@@ -1,6 +1,5 @@
 """A raw plan accounts for every sample, obeys its policy, and depends on its arguments alone."""
 
-from collections import Counter
 from decimal import Decimal
 from fractions import Fraction
 
@@ -37,79 +36,40 @@ def planned(lengths, packing_length, **fields):
         reject()
 
 
-@given(case=raw_lengths(), ratio=ratios, drop=st.booleans(), allow=st.booleans())
-def test_every_sample_is_trained_dropped_or_skipped_and_counted(case, ratio, drop, allow):
-    """Once each, in exactly one of the three, in canonical order; tokens add up."""
+forms = st.sampled_from([str, float, Decimal])
+
+
+@given(case=raw_lengths(), ratio=ratios, form=forms, drop=st.booleans(), allow=st.booleans(), packing=st.booleans())
+@example(case=([55, 54, 90, 90], 100), ratio="0.55", form=float, drop=True, allow=True, packing=True)
+def test_every_sample_is_planned_by_the_policy_dropped_or_skipped(case, ratio, form, drop, allow, packing):  # noqa: PLR0917
+    """
+    Once each, in canonical order; tokens add up. Long samples are alone or skipped, packs fit their
+    budget, underfilled ones are dropped, compared exactly. Without packing all are alone.
+    """
     lengths, packing_length = case
-    plan = planned(lengths, packing_length, min_fill_ratio=ratio, drop_last=drop, allow_single_long=allow)
+    options = {"min_fill_ratio": form(ratio), "drop_last": drop, "allow_single_long": allow, "packing": packing}
+    plan = planned(lengths, packing_length, **options)
+    long = [index for index, length in enumerate(lengths) if length >= packing_length]
     event(f"something dropped: {len(plan.dropped_packs) > 0}, skipped: {bool(plan.skipped_long)}")
 
-    places = Counter(plan.packs.indices.tolist())
-    places.update(plan.dropped_packs.indices.tolist())
-    places.update(plan.skipped_long)
-
-    assert Counter(range(len(lengths))) == places
+    packed, dropped = plan.packs.indices.tolist(), plan.dropped_packs.indices.tolist()
+    assert sorted([*packed, *dropped, *plan.skipped_long]) == list(range(len(lengths))) == [*range(plan.num_samples)]
     assert plan.packs.tolist() == sorted(sorted(pack) for pack in plan.packs)
-    assert sum(lengths) == plan.num_tokens == plan.planned_tokens + plan.dropped_tokens + plan.skipped_tokens
-    assert plan.planned_tokens == sum(lengths[i] for i in plan.packs.indices.tolist())
-    assert len(lengths) == plan.num_samples
-    assert 0 < plan.fill <= 1
-    assert plan.lower_bound <= len(plan.packs) + len(plan.dropped_packs)
-
-
-@given(case=raw_lengths(), ratio=ratios, drop=st.booleans(), allow=st.booleans())
-def test_policies_are_obeyed(case, ratio, drop, allow):
-    """Long samples are alone or skipped, packs fit their budget, underfilled ones are dropped."""
-    lengths, packing_length = case
-    plan = planned(lengths, packing_length, min_fill_ratio=ratio, drop_last=drop, allow_single_long=allow)
-    long = [index for index, length in enumerate(lengths) if length >= packing_length]
-
-    assert (long if allow else []) == list(plan.single_long)
-    assert ([] if allow else long) == list(plan.skipped_long)
+    assert (long, []) == (list(plan.single_long), list(plan.skipped_long))[:: 1 if allow else -1]
     for pack in plan.packs:
-        load = sum(lengths[index] for index in pack)
-        if pack[0] in long:
-            assert 1 == len(pack)
-        else:
-            assert load <= packing_length
-            assert not drop or Fraction(load, packing_length) >= Fraction(ratio)
+        load = Fraction(sum(lengths[index] for index in pack), packing_length)
+        assert len(pack) == 1 if not packing or pack[0] in long else load <= 1
+        assert load >= Fraction(ratio) or not drop or not packing
     for pack in plan.dropped_packs:
         assert drop
+        assert packing
         assert Fraction(sum(lengths[index] for index in pack), packing_length) < Fraction(ratio)
-
-
-@given(case=raw_lengths(), drop=st.booleans())
-def test_a_plan_survives_being_taken_apart(case, drop):
-    lengths, packing_length = case
-    plan = planned(lengths, packing_length, drop_last=drop)
-
+    assert sum(lengths) == plan.num_tokens == plan.planned_tokens + plan.dropped_tokens + plan.skipped_tokens
+    assert plan.planned_tokens == sum(lengths[i] for i in packed)
+    assert plan.long_tokens == sum(lengths[i] for i in plan.single_long)
+    assert 0 < plan.fill <= 1
+    assert plan.lower_bound <= len(plan.packs) + len(plan.dropped_packs)
     assert plan == plan_from_arrays(plan_to_arrays(plan))
-
-
-@given(case=raw_lengths(), allow=st.booleans())
-def test_without_packing_each_sample_is_alone(case, allow):
-    """In the order of the data; long ones kept or skipped."""
-    lengths, packing_length = case
-    kept = [[i] for i, length in enumerate(lengths) if allow or length < packing_length]
-    if not kept:
-        with pytest.raises(ArgumentError):
-            build_raw_plan(lengths, packing_length=packing_length, allow_single_long=allow, packing=False)
-        return
-
-    plan = build_raw_plan(lengths, packing_length=packing_length, allow_single_long=allow, packing=False)
-
-    assert kept == plan.packs.tolist()
-    assert plan.num_tokens == plan.planned_tokens + plan.skipped_tokens
-    assert len(lengths) == plan.planned_samples + len(plan.skipped_long)
-
-
-@pytest.mark.parametrize("ratio", [0.55, "0.55", Decimal("0.55")])
-def test_a_pack_at_exactly_the_ratio_stays(ratio):
-    """55 of 100 at 0.55 is kept, 54 goes, though 0.55 is no binary fraction."""
-    plan = build_raw_plan([55, 54, 90, 90], packing_length=100, min_fill_ratio=ratio)
-
-    assert [[0], [2], [3]] == plan.packs.tolist()
-    assert [[1]] == plan.dropped_packs.tolist()
 
 
 @example(case=([60, 60, 90, 90, 90, 90], 100), ratio="0.65", share="0.25")  # exactly reached: 120 of 480
@@ -211,14 +171,11 @@ def test_an_empty_plan_names_the_lengths_and_a_ratio_that_leaves_a_pack(lengths,
         build_raw_plan(lengths, packing_length=100, min_fill_ratio=Decimal(str(named)) + Decimal("0.01"))
 
 
-@given(st.integers(0, 2**32 - 1))
-def test_the_seed_reaches_the_algorithm_that_draws(seed):
+def test_the_seed_reaches_the_algorithm_that_draws():
     """The packs are those of `pack` with that seed."""
-    lengths = list(range(1, 40))
+    lengths, options = list(range(1, 40)), {"algorithm": "first_fit_shuffle", "seed": 7}
 
-    plan = build_raw_plan(lengths, packing_length=60, algorithm="first_fit_shuffle", seed=seed, drop_last=False)
-
-    assert packers.pack(lengths, capacity=60, algorithm="first_fit_shuffle", seed=seed) == plan.packs
+    assert packers.pack(lengths, capacity=60, **options) == build_raw_plan(lengths, packing_length=60, **options).packs
 
 
 def test_a_long_sample_does_not_weaken_the_bound_of_the_others():

@@ -9,7 +9,7 @@ from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from benchmarks.work import image_flops
-from packplan.core.errors import ArgumentError, ModelError
+from packplan.core.errors import ModelError
 from packplan.core.packs import Packs
 from packplan.core.work.model import SampleWorks, WorkModel
 from packplan.core.work.text import LocalAttention
@@ -41,33 +41,28 @@ def window_pairs(rows: int, columns: int, window: int) -> int:
     return sum(size**2 for size in sizes.values())
 
 
-@given(st.lists(st.tuples(st.integers(1, 500), st.integers(0, 3), st.integers(1, 40)), min_size=1, max_size=9))
-def test_counts_give_what_images_of_equal_size_take(samples):
-    """Where a sample's images are alike and its windows whole; the works are whole numbers."""
-    grids = [[(1, 8, 8 * side)] * images for _, images, side in samples]
-    lengths, images = [length for length, _, _ in samples], [images for _, images, _ in samples]
-    patches = [64 * side * images for _, images, side in samples]
+HELD = st.tuples(st.integers(1, 500), st.integers(0, 3), st.integers(1, 40), st.integers(0, 4))
+"""Tokens, images and 8 patches of their width, and pairs of frames of a video of the same size."""
 
-    works = SampleWorks.from_lengths(MODEL, lengths, images=images, patches=patches)
+
+@given(st.lists(HELD, min_size=1, max_size=9))
+def test_counts_give_what_images_of_equal_size_take(samples):
+    """Two frames of a video are as an image; a model that sees nothing has no work with either."""
+    lengths, images, sides, pairs = map(list, zip(*samples, strict=True))
+    grids = [[(1, 8, 8 * side)] * num + [(frames, 8, 8 * side)] * bool(frames) for _, num, side, frames in samples]
+    counts = {
+        "images": images,
+        "patches": [64 * side * num for _, num, side, _ in samples],
+        "frames": [2 * num for num in pairs],
+        "video_patches": [64 * side * num for side, num in zip(sides, pairs, strict=True)],
+    }
+
+    works = SampleWorks.from_lengths(MODEL, lengths, **counts)
 
     assert flops_of(lengths, grids) == pytest.approx(works.flops.tolist())
     assert all(work.is_integer() for work in works.flops.tolist())
-    blind = SampleWorks.from_lengths(TOWERLESS, lengths, images=images, patches=patches)
+    blind = SampleWorks.from_lengths(TOWERLESS, lengths, **counts)
     assert TOWERLESS.sample_flops(lengths).tolist() == blind.flops.tolist()
-
-
-@given(st.integers(1, 500), st.integers(0, 2), st.integers(1, 4), st.integers(1, 9))
-def test_two_frames_of_a_video_take_what_an_image_of_their_size_takes(length, images, pairs, side):
-    """Beside images; a model that sees nothing has no work with either."""
-    patches = 64 * side
-
-    held = {"images": images, "patches": images * patches, "frames": 2 * pairs, "video_patches": pairs * patches}
-    works = SampleWorks.from_lengths(MODEL, [length], **held)
-
-    grids = [(1, 8, 8 * side)] * images + [(pairs, 8, 8 * side)]
-    assert flops_of([length], [grids]) == pytest.approx(works.flops.tolist())
-    blind = SampleWorks.from_lengths(TOWERLESS, [length], **held)
-    assert TOWERLESS.sample_flops([length]).tolist() == blind.flops.tolist()
 
 
 def test_a_backward_pass_takes_twice_as_many_where_weights_are_trained():
@@ -234,12 +229,6 @@ def test_what_is_not_known_is_named(config, named):
     """Unknown layers, keys and sizes are errors, never a number that looks right."""
     with pytest.raises(ModelError, match=named):
         WorkModel.from_config(config)
-
-
-def test_samples_that_cannot_be_are_refused():
-    """A length of nothing."""
-    with pytest.raises(ArgumentError):
-        MODEL.sample_flops([3, 0])
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=9), st.booleans())

@@ -72,8 +72,9 @@ class Column(UserList):
 @pytest.mark.parametrize(
     "lengths",
     [
-        [np.int32(2), 1], np.array([2, 1], dtype=object), range(2, 0, -1), np.ma.array([2, 1]), Column([2, 1]),
+        [np.int32(2), 1], (2, 1), range(2, 0, -1), np.ma.array([2, 1]), Column([2, 1]),
         deque([2, 1]),  # it has no slices
+        np.array([2, 2, 1, 1])[::2], *(np.array([2, 1], dtype) for dtype in ("O", "i4", "i8", "u2", "u8", ">i8")),
     ],
     ids=lambda lengths: type(lengths).__name__,
 )  # fmt: skip
