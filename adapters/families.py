@@ -23,7 +23,7 @@ def _families() -> dict[str, Any]:
     return dict(json.loads((Path(__file__).parent / "families.json").read_text(encoding="utf-8")))
 
 
-def settled_types(architecture: str) -> tuple[str, str] | None:
+def default_types(architecture: str) -> tuple[str, str] | None:
     """Return the default model type and template of an architecture; None if there is none."""
     found = _families()["swift"].get(architecture)
     return None if found is None else (found[0], found[1])
@@ -34,7 +34,7 @@ def embeds_itself(template: str) -> bool:
     return template in _families()["embeds"]
 
 
-def is_shown(template: str) -> bool:
+def may_probe_template(template: str) -> bool:
     """Return whether the model of a template may be probed."""
     return template not in _families()["unshown"]
 

@@ -23,7 +23,7 @@ from packplan.core.errors import ConfigError, Fault, counted
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def is_id(name: str) -> bool:
+def is_hub_id(name: str) -> bool:
     """Return whether a name can be a hub id: `owner/name`, and no local path."""
     return _ID.fullmatch(name) is not None and not name.startswith((".", "/")) and not Path(name).exists()
 
@@ -45,9 +45,9 @@ def find_model(name: str) -> Path:
     path = Path(name)
     if path.is_file() or (path / "config.json").is_file():
         return path
-    folder = find_cached(name) if is_id(name) else None
+    folder = find_cached(name) if is_hub_id(name) else None
     if folder is None:
-        remedy = f" or in a local cache: download it with `{download_command(name)}`" if is_id(name) else ""
+        remedy = f" or in a local cache: download it with `{download_command(name)}`" if is_hub_id(name) else ""
         raise ConfigError.at("MODEL", f"is {name}, which is no folder with a config.json{remedy}")
     return folder
 
@@ -116,7 +116,7 @@ PROCESSING_FILES = (
 
 def config_model_type(model: ModelConfig) -> str:
     """Return the `model_type` of the model's config.json; ConfigError if it cannot be read."""
-    return str(model_sizes(model)["model_type"])
+    return str(config_content(model)["model_type"])
 
 
 def model_faults(model: ModelConfig, *, loads: bool = False) -> tuple[Fault, ...]:
@@ -128,7 +128,7 @@ def model_faults(model: ModelConfig, *, loads: bool = False) -> tuple[Fault, ...
         loads: Whether the weights are loaded, and have to be complete.
     """
     try:
-        model_sizes(model)
+        config_content(model)
         if loads:
             require_whole_weights(model)
     except ConfigError as error:
@@ -136,14 +136,14 @@ def model_faults(model: ModelConfig, *, loads: bool = False) -> tuple[Fault, ...
     return ()
 
 
-def model_sizes(model: ModelConfig) -> Mapping[str, Any]:
+def config_content(model: ModelConfig) -> Mapping[str, Any]:
     """Return the content of the model's config.json; ConfigError if it names no `model_type`."""
     path = Path(model.model) / "config.json"
     try:
         sizes: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         sizes["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
-        if is_id(model.model):
+        if is_hub_id(model.model):
             reason = (
                 f"is {model.model}, which is no folder here, and no local cache holds it: download it with "
                 f"`{download_command(model.model)}`, or set model.download: true"
@@ -158,7 +158,7 @@ def model_sizes(model: ModelConfig) -> Mapping[str, Any]:
 
 def config_architecture(model: ModelConfig) -> str:
     """Return the first architecture in the model's config.json, or its model type without one."""
-    content = model_sizes(model)
+    content = config_content(model)
     return str((content.get("architectures") or [content["model_type"]])[0])
 
 
@@ -166,7 +166,7 @@ _NUMBERED = re.compile(r"(.*?)\.(\d+)\.")
 """Name of a weight up to its layer: the prefix, and the number of the layer."""
 
 
-def refuse_other_layers(model: ModelConfig) -> None:
+def refuse_missing_layers(model: ModelConfig) -> None:
     """
     Refuse a config.json that has more layers than the weights beside it.
 
@@ -175,7 +175,7 @@ def refuse_other_layers(model: ModelConfig) -> None:
     Raises:
         ConfigError: The config.json has more layers.
     """
-    sizes = model_sizes(model)
+    sizes = config_content(model)
     sizes = sizes.get("thinker_config") or sizes
     part = sizes.get("text_config")
     configured = (part if isinstance(part, Mapping) else sizes).get("num_hidden_layers")
@@ -300,7 +300,7 @@ def config_digest(model: ModelConfig) -> str:
 
     Raises ConfigError if there is no config.json.
     """
-    digest = hashlib.sha256(json.dumps(model_sizes(model), sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(config_content(model), sort_keys=True).encode())
     if model.trust_remote_code:
         for file in sorted(Path(model.model).glob("*.py")):
             digest.update(file.name.encode() + b"\0" + file.read_bytes())
@@ -311,7 +311,7 @@ _SAMPLED, _MOST_SAMPLED = 256, 256
 """Bytes of a weight by which a file of weights is known, and weights of a file, evenly spread."""
 
 
-def model_facts(folder: Path, *, also: Sequence[str] = ("config.json",)) -> dict[str, str]:
+def model_file_facts(folder: Path, *, also: Sequence[str] = ("config.json",)) -> dict[str, str]:
     """
     Return size and digest of a model's files by name: its weights and adapters, of which each
     weight is read in part, and others. There are none of what is no folder.

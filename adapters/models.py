@@ -33,7 +33,7 @@ _MIN_SIZE = 0.01
 
 
 @contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     """Turn off dropout until the block ends; each module then has its own mode again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -63,7 +63,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def same_state(model: torch.nn.Module) -> Iterator[None]:
+def restore_state(model: torch.nn.Module) -> Iterator[None]:
     """Restore a model's buffers, and the random state of Python, numpy and torch, at the end."""
     drawn, drawn_by_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # that of others
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
@@ -78,7 +78,7 @@ def same_state(model: torch.nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def mean_size(weights: Iterable[torch.Tensor], *, sharded: bool = False) -> float:
+def root_mean_square(weights: Iterable[torch.Tensor], *, sharded: bool = False) -> float:
     """
     Return the root mean square of the trained weights; nan or inf if one of them is not finite.
 

@@ -81,8 +81,8 @@ def _be_rank(rank: int, ranks: int, port: int, options: argparse.Namespace, told
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from benchmarks.memory import allocator_peak
-    from packplan.adapters.attention import attend_as
-    from packplan.adapters.attention.shared_rows import share_attention, share_rows, sharing_group
+    from packplan.adapters.attention import set_attention
+    from packplan.adapters.attention.shared_rows import attention_for_shared_rows, row_group, share_rows
     from packplan.core.equality import VARLEN, AttentionChoice
 
     end_with_parent()
@@ -93,9 +93,9 @@ def _be_rank(rank: int, ranks: int, port: int, options: argparse.Namespace, told
     sizes = {"hidden_size": options.width, "intermediate_size": 4 * options.width, "vocab_size": options.vocabulary}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}
     model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, max_position_embeddings=options.tokens)).train()
-    attend_as(model, share_attention(AttentionChoice(VARLEN)))
+    set_attention(model, attention_for_shared_rows(AttentionChoice(VARLEN)))
     if ranks > 1:
-        share_rows(model, sharing_group(ranks, timedelta(minutes=10)))
+        share_rows(model, row_group(ranks, timedelta(minutes=10)))
     positions = torch.arange(options.tokens)[None] % -(-options.tokens // 8)
     ids = torch.randint(0, options.vocabulary, positions.shape)
     batch = {"input_ids": ids, "position_ids": positions, "use_cache": False}

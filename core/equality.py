@@ -198,7 +198,7 @@ _SUMS = 32
 """Steps that the sums of a layer add to a number if they are taken in the type's own steps."""
 
 
-def loaded_limit(epsilon: float, *, layers: int) -> float:
+def rounding_limit(epsilon: float, *, layers: int) -> float:
     """
     Return the limit of relative differences of logits between packed and alone that rounding
     explains, for the loaded model.
@@ -211,7 +211,7 @@ def loaded_limit(epsilon: float, *, layers: int) -> float:
         epsilon: Step between 1 and the next number of the type.
         layers: Layers of the text model, >= 1.
 
-    >>> [round(loaded_limit(2.0**-step, layers=36), 6) for step in (7, 10, 23)]
+    >>> [round(rounding_limit(2.0**-step, layers=36), 6) for step in (7, 10, 23)]
     [0.07164, 0.008955, 3.5e-05]
     """
     sums = _SUMS if epsilon < _SUMMED_ALIKE else 1

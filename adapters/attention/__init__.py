@@ -1,7 +1,7 @@
 """
 Attention over packed rows, in which samples attend to themselves alone.
 
-`attend_by_varlen` makes a model use the attention functions of this package. `native_attention`
+`set_varlen_attention` makes a model use the attention functions of this package. `native_attention`
 makes it use transformers' own for a while, to compute references. `layout` finds the blocks of a
 row, and `varlen` attends within them. `vision` projects the patches of a vision tower.
 """
@@ -17,7 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from packplan.adapters.attention.rows import follow_rows, split_states
-from packplan.adapters.attention.varlen import attend, attend_to_patches, row_mask, told_row_mask
+from packplan.adapters.attention.varlen import attend, attend_to_patches, build_mask, build_mask_of_known_row
 from packplan.adapters.families import trained_part
 from packplan.core.equality import FLEX, NATIVE, VARLEN, AttentionChoice
 
@@ -38,13 +38,13 @@ For a name with the word flash, towers pass the starts of images and windows, in
 # Compiled models run these uncompiled, or each row's layout would need a program of its own.
 _uncompiled: Any = torch.compiler.disable
 AttentionInterface.register(NAME, _uncompiled(attend))
-AttentionMaskInterface.register(NAME, _uncompiled(row_mask))
+AttentionMaskInterface.register(NAME, _uncompiled(build_mask))
 AttentionInterface.register(ROWS_NAME, _uncompiled(attend))
-AttentionMaskInterface.register(ROWS_NAME, _uncompiled(told_row_mask))
+AttentionMaskInterface.register(ROWS_NAME, _uncompiled(build_mask_of_known_row))
 AttentionInterface.register(PATCHES_NAME, _uncompiled(attend_to_patches))
 
 
-def attend_as(model: Any, attention: AttentionChoice) -> None:
+def set_attention(model: Any, attention: AttentionChoice) -> None:
     """
     Set the attention of a run on a model.
 
@@ -56,7 +56,7 @@ def attend_as(model: Any, attention: AttentionChoice) -> None:
     """
     follows, part = attention.follows_rows or bool(attention.split), trained_part(model)
     if attention.name == VARLEN:
-        attend_by_varlen(part, name=ROWS_NAME if follows else NAME)
+        set_varlen_attention(part, name=ROWS_NAME if follows else NAME)
     elif attention.name == FLEX:
         functorch_config.donated_buffer = False  # probes ask its compiled graph for more than one gradient
     if follows:
@@ -64,7 +64,7 @@ def attend_as(model: Any, attention: AttentionChoice) -> None:
     split_states(model, attention.split)
 
 
-def attend_by_varlen(model: Any, *, name: str = NAME) -> None:
+def set_varlen_attention(model: Any, *, name: str = NAME) -> None:
     """
     Make a model and its vision tower use varlen attention.
 

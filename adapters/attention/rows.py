@@ -29,7 +29,7 @@ from packplan.core.errors import PackplanError
 class PackedRow:
     """The samples of a row, one after the other."""
 
-    own: torch.Tensor
+    sample_ids: torch.Tensor
     """Sample of each token, counted from 0; int64 of shape (tokens,)."""
 
     columns: torch.Tensor | None = None
@@ -44,19 +44,21 @@ class PackedRow:
     @cached_property
     def first(self) -> torch.Tensor:
         """First token of each token's sample; int64 of shape (tokens,)."""
-        return torch.searchsorted(self.own, self.own)
+        return torch.searchsorted(self.sample_ids, self.sample_ids)
 
     @cached_property
     def boundaries(self) -> torch.Tensor:
         """Starts of the samples, and the row's end; int64 of shape (samples + 1,)."""
-        return torch.searchsorted(self.own, torch.arange(int(self.own[-1]) + 2, device=self.own.device))
+        return torch.searchsorted(
+            self.sample_ids, torch.arange(int(self.sample_ids[-1]) + 2, device=self.sample_ids.device)
+        )
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each sample; padding of a row that ranks share is one more."""
         return tuple(stop - start for start, stop in pairwise(self.boundaries.tolist()))
 
-    def together(self, batch: Any, head: Any, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:  # noqa: ARG002  # transformers passes them
+    def same_sample(self, batch: Any, head: Any, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:  # noqa: ARG002  # transformers passes them
         """
         Return whether tokens belong to one sample: a mask function like transformers' own.
 
@@ -66,13 +68,15 @@ class PackedRow:
             queries: Token positions in the row.
             keys: Token positions in the row; of a shape that broadcasts with the queries.
         """
-        return self.own[queries] == self.own[keys]
+        return self.sample_ids[queries] == self.sample_ids[keys]
 
-    def chunks_of(self, size: int) -> Callable[..., torch.Tensor]:
+    def same_chunk(self, size: int) -> Callable[..., torch.Tensor]:
         """
         Return a mask function for chunks of *size* tokens, counted from the start of each sample.
         """
-        columns = torch.arange(len(self.own), device=self.own.device) if self.columns is None else self.columns
+        columns = (
+            torch.arange(len(self.sample_ids), device=self.sample_ids.device) if self.columns is None else self.columns
+        )
         begins = columns[self.first]
 
         def together(_: Any, __: Any, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -163,7 +167,7 @@ class RealTokens:
         return {side for side, there in sides.items() if there}
 
     @property
-    def restarting(self) -> torch.Tensor:
+    def restarting_positions(self) -> torch.Tensor:
         """Positions that begin at 0 with each sample; int64 of shape (1, tokens)."""
         return (torch.arange(len(self.places), device=self.places.device) - self.row.first)[None]
 
@@ -171,23 +175,32 @@ class RealTokens:
 _ROW: ContextVar[PackedRow | None] = ContextVar("row")
 
 
-def row_of(position_ids: torch.Tensor | None) -> PackedRow | None:
+def read_row(position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None = None) -> PackedRow | None:
     """
-    Return the row whose samples begin where positions do not go on by one; None if it is not
-    packed.
+    Return the row of a model's call, whose samples begin where positions do not go on by one.
 
     Args:
         position_ids: Shape (1, tokens), or (4, 1, tokens) with the positions of the text first.
+        attention_mask: Mask of the call.
+
+    Returns:
+        The row; None if the call is not packed.
+
+    Raises:
+        PackplanError: Without a mask, positions of images lack the row of the text.
     """
     if position_ids is None or position_ids.dim() not in (2, 3) or position_ids.shape[-2] != 1:
         return None
     if position_ids.dim() == 3 and position_ids.shape[0] != 4:
+        if position_ids.shape[0] == 3 and attention_mask is None:
+            message = "the positions of a packed row lack their first row, the text's, which tells its samples apart"
+            raise PackplanError(message)
         return None
     text = position_ids.reshape(-1, position_ids.shape[-1])[0]
     return PackedRow(torch.cat([text.new_zeros(1), (text.diff() != 1).cumsum(0)]).long())
 
 
-def with_text_row(inputs: dict[str, Any]) -> dict[str, Any]:
+def add_text_row(inputs: dict[str, Any]) -> dict[str, Any]:
     """
     Return the inputs of ms-swift's trainer with the positions of the text as their first row.
 
@@ -201,36 +214,14 @@ def with_text_row(inputs: dict[str, Any]) -> dict[str, Any]:
     return {**inputs, "position_ids": torch.cat([text[None], positions])}
 
 
-def _row_of_call(position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None) -> PackedRow | None:
-    """Return the row of a call; PackplanError if it is one whose samples cannot be told."""
-    if position_ids is not None and tuple(position_ids.shape[:2]) == (3, 1) and attention_mask is None:
-        message = "the positions of a packed row lack their first row, the text's, which tells its samples apart"
-        raise PackplanError(message)
-    return row_of(position_ids)
-
-
-def packed_row(tokens: int) -> PackedRow | None:
-    """
-    Return the current row if it has this many tokens; None outside of models that follow rows.
-    """
-    row = _ROW.get(None)
-    return row if row is not None and len(row.own) == tokens else None
-
-
 def current_row() -> PackedRow | None:
     """Return the current row; None outside of models that follow rows, and where none is packed."""
     return _ROW.get(None)
 
 
-def share_of_row() -> RowShare | None:
-    """Return this rank's part of the current row; None where no ranks share one."""
-    row = current_row()
-    return None if row is None else row.share
-
-
-def row_of_layers() -> PackedRow | None:
+def require_row() -> PackedRow | None:
     """
-    Return the current row, for layers and masks that need it.
+    Return the current row, for layers and masks that need it; None where none is packed.
 
     Raises:
         PackplanError: They run outside of their model.
@@ -243,7 +234,7 @@ def row_of_layers() -> PackedRow | None:
 
 
 @contextmanager
-def computing(row: PackedRow | None) -> Iterator[None]:
+def use_row(row: PackedRow | None) -> Iterator[None]:
     """Make *row* the current row until the block ends."""
     token = _ROW.set(row)
     try:
@@ -262,13 +253,13 @@ def _checkpoint_with_row(
         return checkpoint(function, *arguments, **options)
 
     def compute_with_row(*inner: Any, **keywords: Any) -> Any:
-        with computing(row):
+        with use_row(row):
             return function(*inner, **keywords)
 
     return checkpoint(compute_with_row, *arguments, **options)
 
 
-def keep_rows(modules: Iterable[Any]) -> None:
+def keep_rows_in_checkpoints(modules: Iterable[Any]) -> None:
     """Let layers that these modules checkpoint from now on be computed again with their row."""
     for module in modules:
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
@@ -283,9 +274,9 @@ def follow_rows(model: torch.nn.Module) -> None:
 
     @wraps(original)
     def forward(*arguments: Any, **options: Any) -> Any:
-        keep_rows(checkpointed)
+        keep_rows_in_checkpoints(checkpointed)
         given = {**signature.bind_partial(*arguments).arguments, **options}
-        with computing(_row_of_call(given.get("position_ids"), given.get("attention_mask"))):
+        with use_row(read_row(given.get("position_ids"), given.get("attention_mask"))):
             return original(*arguments, **options)
 
     model.forward = forward
@@ -313,7 +304,7 @@ def _by_samples(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(plain)
     def forward(*arguments: Any, **options: Any) -> Any:
-        row = row_of_layers()
+        row = require_row()
         if row is not None and row.share is not None:
             message = "the model has layers that carry a state along the row, which ranks cannot share"
             raise PackplanError(message)
@@ -321,7 +312,7 @@ def _by_samples(plain: Callable[..., Any]) -> Callable[..., Any]:
             return plain(*arguments, **options)
         options = {name: value for name, value in options.items() if not name.startswith(_BOUNDARIES)}
         samples = zip(_split(arguments, row), _split(options, row), strict=True)
-        with computing(None):  # each part is a row of one sample
+        with use_row(None):  # each part is a row of one sample
             return _join_outputs([plain(*part, **named) for part, named in samples], row)
 
     return forward
@@ -332,9 +323,9 @@ def _split(value: Any, row: PackedRow) -> list[Any]:
     Return each sample's part of a tensor whose first or second axis is the row's; others as they
     are.
     """
-    if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == len(row.own):
+    if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == len(row.sample_ids):
         return list(torch.split(value, list(row.lengths), 1))
-    if isinstance(value, torch.Tensor) and value.dim() >= 1 and value.shape[0] == len(row.own):
+    if isinstance(value, torch.Tensor) and value.dim() >= 1 and value.shape[0] == len(row.sample_ids):
         return list(torch.split(value, list(row.lengths), 0))
     if type(value) in (tuple, list) and value:
         return [type(value)(items) for items in zip(*(_split(item, row) for item in value), strict=True)]

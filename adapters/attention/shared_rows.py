@@ -30,7 +30,7 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from packplan.adapters.attention import NAME, ROWS_NAME
-from packplan.adapters.attention.rows import PackedRow, computing, current_row, keep_rows, row_of
+from packplan.adapters.attention.rows import PackedRow, current_row, keep_rows_in_checkpoints, read_row, use_row
 from packplan.adapters.attention.shares import RowShare, gather_rows
 from packplan.adapters.families import trained_part
 from packplan.core.context_parallel import PackedLayout
@@ -59,7 +59,7 @@ def _setting(flag: ContextVar[bool]) -> Iterator[None]:
         flag.reset(token)
 
 
-def whole_rows() -> AbstractContextManager[None]:
+def compute_whole_rows() -> AbstractContextManager[None]:
     """Let each rank compute whole rows by itself, inside, to compare with rows that it shares."""
     return _setting(_COMPUTES_WHOLE)
 
@@ -68,9 +68,9 @@ def share_rows(model: Any, group: dist.ProcessGroup) -> SharedRows:
     """
     Let the ranks of a group share the packed rows that a model is given; every rank calls this.
 
-    The model has to attend by this project's attention (`attend_as`, `unpad`). Losses, logits and
-    hidden states are those of the whole row on every rank, and the mean of the ranks' gradients is
-    the row's gradient. In a call with labels, for a model with the usual loss, logits are None:
+    The model has to attend by this project's attention (`set_attention`, `unpad`). Losses, logits
+    and hidden states are those of the whole row on every rank, and the mean of the ranks' gradients
+    is the row's gradient. In a call with labels, for a model with the usual loss, logits are None:
     no rank has those of the whole row.
 
     Args:
@@ -96,7 +96,7 @@ def share_rows(model: Any, group: dist.ProcessGroup) -> SharedRows:
         if not shared.attends:
             return original(*arguments, **options)
         _require_same_rows(given, group)
-        row = row_of(given.get("position_ids"))
+        row = read_row(given.get("position_ids"), given.get("attention_mask"))
         if row is None or not _has_usual_loss(part, given):
             return original(*arguments, **options)
         _, share = divide_row(row, group)
@@ -124,7 +124,7 @@ def _require_same_rows(given: dict[str, Any], group: dist.ProcessGroup) -> None:
         raise MismatchError("ranks_disagree", fact)
 
 
-def share_attention(choice: AttentionChoice) -> AttentionChoice:
+def attention_for_shared_rows(choice: AttentionChoice) -> AttentionChoice:
     """Return the attention for shared rows; ModelError if it is none that knows them."""
     if choice.name != VARLEN or choice.split:
         fact = f"rows are shared by ranks under {VARLEN}, without layers that carry a state, but this takes {choice}"
@@ -132,7 +132,7 @@ def share_attention(choice: AttentionChoice) -> AttentionChoice:
     return attrs.evolve(choice, follows_rows=True)
 
 
-def sharing_group(size: int, timeout: timedelta) -> dist.ProcessGroup:
+def row_group(size: int, timeout: timedelta) -> dist.ProcessGroup:
     """
     Return the group of consecutive ranks that this rank is in; every rank calls this.
 
@@ -165,10 +165,10 @@ def _targets_of_part(given: dict[str, Any], share: RowShare) -> tuple[torch.Tens
     targets = following.new_full((share.num_positions,), _IGNORED)
     if not isinstance(keep, torch.Tensor):
         targets[: share.tokens] = following
-        return None, targets[share.own]
+        return None, targets[share.positions]
     targets[: share.tokens][keep] = following
-    kept = F.pad(keep, (0, share.num_positions - share.tokens))[share.own]
-    return kept, targets[share.own][kept]
+    kept = F.pad(keep, (0, share.num_positions - share.tokens))[share.positions]
+    return kept, targets[share.positions][kept]
 
 
 def divide_row(row: PackedRow, group: dist.ProcessGroup | None) -> tuple[PackedRow, RowShare]:
@@ -176,11 +176,11 @@ def divide_row(row: PackedRow, group: dist.ProcessGroup | None) -> tuple[PackedR
     Return a row with padding, as a sample of its own at the end, and this rank's equal part of it.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    part = -(-len(row.own) // size)
-    padding = part * size - len(row.own)
-    own = torch.cat([row.own, (row.own[-1:] + 1).expand(padding)])
+    part = -(-len(row.sample_ids) // size)
+    padding = part * size - len(row.sample_ids)
+    own = torch.cat([row.sample_ids, (row.sample_ids[-1:] + 1).expand(padding)])
     columns = row.columns if row.columns is None else F.pad(row.columns, (0, padding))
-    share = RowShare(group, torch.arange(part, device=own.device) + rank * part, len(row.own))
+    share = RowShare(group, torch.arange(part, device=own.device) + rank * part, len(row.sample_ids))
     return PackedRow(own, columns, share), share
 
 
@@ -231,8 +231,8 @@ class SharedRows:
             # Embedded whole, so that each rank has the gradients of all embeddings.
             given["inputs_embeds"] = self._decoder.get_input_embeddings()(given.pop("input_ids"))
         options = _cut_arguments(given, row, share)
-        keep_rows(self._decoder.modules())
-        inside.enter_context(computing(row))
+        keep_rows_in_checkpoints(self._decoder.modules())
+        inside.enter_context(use_row(row))
         self._open[get_ident()].append((share, inside))
         return (), options
 
@@ -260,8 +260,10 @@ def _cut_arguments(given: dict[str, Any], row: PackedRow, share: RowShare) -> di
         raise ModelError("attention", "the model makes masks outside of its decoder, so ranks cannot share its rows")
     if mask is not None and not bool(mask.all()):
         raise ValueError("a mask is given, but the samples of the row are known")
-    if num not in (share.tokens, len(share.own)):
-        message = f"the row has {share.tokens} positions, of which a rank has {len(share.own)}, but {num} are given"
+    if num not in (share.tokens, len(share.positions)):
+        message = (
+            f"the row has {share.tokens} positions, of which a rank has {len(share.positions)}, but {num} are given"
+        )
         raise ValueError(message)
     cut = {**given, "use_cache": False}
     for name, value in given.items():
@@ -270,14 +272,14 @@ def _cut_arguments(given: dict[str, Any], row: PackedRow, share: RowShare) -> di
         if is_by_token and not name.startswith(_NOT_BY_TOKEN):
             cut[name] = share.take(value, axis)
     if cut.get("position_ids") is None:
-        cut["position_ids"] = (share.own - row.first[share.own])[None]
+        cut["position_ids"] = (share.positions - row.first[share.positions])[None]
     # With a mask of ones, transformers does not look for samples in the positions.
-    cut["attention_mask"] = torch.ones(1, len(share.own), dtype=torch.long, device=share.own.device)
+    cut["attention_mask"] = torch.ones(1, len(share.positions), dtype=torch.long, device=share.positions.device)
     images = given.get("visual_pos_masks")
     if images is not None:
-        cut["visual_pos_masks"] = cut["visual_pos_masks"] & (share.own < share.tokens)
+        cut["visual_pos_masks"] = cut["visual_pos_masks"] & (share.positions < share.tokens)
         # Features of image tokens that deeper layers add, one for each token of an image.
-        kept = torch.isin(images[0].nonzero()[:, 0], share.own)
+        kept = torch.isin(images[0].nonzero()[:, 0], share.positions)
         cut["deepstack_visual_embeds"] = [features[kept] for features in given["deepstack_visual_embeds"]]
     return cut
 
@@ -292,7 +294,7 @@ def _joined(value: Any, share: RowShare) -> Any:
         return type(value)(_joined(one, share) for one in value)
     if not isinstance(value, torch.Tensor) or value.dim() < 2:
         return value
-    axes = [axis for axis in (1, 0) if value.shape[axis] == len(share.own)]
+    axes = [axis for axis in (1, 0) if value.shape[axis] == len(share.positions)]
     return share.gather(value, axes[0]).narrow(axes[0], 0, share.tokens) if axes else value
 
 

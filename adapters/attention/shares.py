@@ -28,7 +28,7 @@ class RowShare:
     group: dist.ProcessGroup | None
     """Ranks that share the row; None for all ranks."""
 
-    own: torch.Tensor
+    positions: torch.Tensor
     """Row positions of this rank's tokens; int64 of shape (part,), equally long on every rank."""
 
     tokens: int
@@ -53,7 +53,7 @@ class RowShare:
     @property
     def num_positions(self) -> int:
         """Positions of the row, padding included."""
-        return len(self.own) * self.size
+        return len(self.positions) * self.size
 
     def heads(self, num_heads: int) -> list[range]:
         """Return the heads that each rank attends with: as equally many as there can be."""
@@ -61,7 +61,7 @@ class RowShare:
         ends = [number * least + min(number, rest) for number in range(self.size + 1)]
         return [range(*span) for span in pairwise(ends)]
 
-    def keeps_groups(self, num_heads: int, num_keys: int) -> bool:
+    def keeps_head_groups(self, num_heads: int, num_keys: int) -> bool:
         """Return whether no rank has a part of the query heads of one key head."""
         together = num_heads // num_keys
         return not any(own.start % together or own.stop % together for own in self.heads(num_heads))
@@ -109,7 +109,7 @@ class RowShare:
         row, mine = output[0], output.shape[2]
         if self.restore is not None:
             row = row.index_select(0, self.restore.argsort())
-        parts = row.reshape(self.size, len(self.own), *row.shape[1:]).transpose(1, 2).flatten(0, 1)
+        parts = row.reshape(self.size, len(self.positions), *row.shape[1:]).transpose(1, 2).flatten(0, 1)
         counts = [*map(len, self.heads(num_heads))]
         received = _exchange_rows(parts, [mine] * self.size, counts, self.group)
         return received.transpose(0, 1).contiguous()[None]
@@ -135,7 +135,7 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, share: RowShare) -> torch.Tensor:
         ctx.share = share
-        return values.index_select(0, share.own.clamp(max=share.tokens - 1))
+        return values.index_select(0, share.positions.clamp(max=share.tokens - 1))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -28,7 +28,7 @@ from transformers.masking_utils import (
 )
 
 from packplan.adapters.attention.layout import Layout, MaskFunction, read_layout
-from packplan.adapters.attention.rows import PackedRow, packed_row, row_of_layers, share_of_row
+from packplan.adapters.attention.rows import PackedRow, current_row, require_row
 from packplan.core.errors import PackplanError
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ _CAPABILITY = (8, 0)
 """Lowest compute capability of GPUs with the kernel."""
 
 
-def row_mask(
+def build_mask(
     *,
     batch_size: int,
     q_length: int,
@@ -59,11 +59,13 @@ def row_mask(
     batch of one, without padding and earlier keys, whose mask is more than one causal triangle.
     Where ranks share a row, it is the layout of the whole row.
     """
-    if (share := share_of_row()) is not None:
-        q_length = kv_length = share.num_positions
+    row = current_row()
+    if row is not None and row.share is not None:
+        q_length = kv_length = row.share.num_positions
     offsets = (options.get(name, 0) for name in ("q_offset", "kv_offset"))
     starts_at_zero = all(isinstance(offset, int) and offset == 0 for offset in offsets)
-    row = packed_row(q_length) if batch_size == 1 else None
+    if row is not None and (batch_size != 1 or len(row.sample_ids) != q_length):
+        row = None
     if row is not None and attention_mask is not None and bool(attention_mask.all()):
         attention_mask = None  # some models pass a mask without effect
     is_square = batch_size == 1 and attention_mask is None and starts_at_zero and q_length == kv_length
@@ -72,7 +74,7 @@ def row_mask(
             options["allow_is_bidirectional_skip"] = False
             if mask_function is bidirectional_mask_function:
                 return Layout.from_boundaries(row.boundaries, is_causal=False)
-            mask_function, allow_is_causal_skip = within_samples(mask_function, row, local_size), False
+            mask_function, allow_is_causal_skip = mask_within_samples(mask_function, row, local_size), False
         is_triangle = allow_is_causal_skip and (local_size is None or q_length < local_size)
         if not is_triangle and not options.get("use_vmap"):
             return read_layout(mask_function, length=q_length, window=local_size, device=device)
@@ -90,10 +92,10 @@ def row_mask(
     return mask
 
 
-def told_row_mask(**options: Any) -> Layout | torch.Tensor | None:
-    """Return the result of `row_mask`, in models that follow rows; PackplanError outside of one."""
-    row_of_layers()
-    return row_mask(**options)
+def build_mask_of_known_row(**options: Any) -> Layout | torch.Tensor | None:
+    """Return the result of `build_mask` in a model that follows rows; PackplanError elsewhere."""
+    require_row()
+    return build_mask(**options)
 
 
 def attend(
@@ -116,7 +118,7 @@ def attend(
         key: Shape (batch, key heads, tokens, size), as *value*. The number of heads is a multiple
             of the key heads.
         value: See *key*.
-        attention_mask: Result of `row_mask`.
+        attention_mask: Result of `build_mask`.
         dropout: Share of attention weights to drop.
         scaling: Factor of the products; default by the head's size.
         **options: Further arguments that transformers passes to attention functions.
@@ -125,10 +127,10 @@ def attend(
         The output, of shape (batch, tokens, heads, size), and no weights.
     """
     options |= {"dropout": dropout, "scaling": scaling}
-    share = share_of_row()
-    if share is None:
+    row = current_row()
+    if row is None or (share := row.share) is None:
         return _attend_whole(module, (query, key, value), attention_mask, options), None
-    if own_attention(module, options) is not None and not share.keeps_groups(query.shape[1], key.shape[1]):
+    if own_attention(module, options) is not None and not share.keeps_head_groups(query.shape[1], key.shape[1]):
         kind = type(module).__name__
         message = (
             f"{share.size} ranks do not divide the {key.shape[1]} key heads of {kind}, whose own code attends to whole "
@@ -151,7 +153,7 @@ def _attend_whole(
     if isinstance(mask, Layout):
         if own is None:
             return attend_within(*parts, mask, dropout=options["dropout"], scaling=options["scaling"])
-        return _own_by_blocks(own, parts, mask)
+        return _attend_by_own_code(own, parts, mask)
     if own is None:
         output: torch.Tensor = sdpa_attention_forward(module, *parts, mask, **options)[0]
         return output
@@ -163,7 +165,7 @@ def _attend_no_head(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
     return ((query @ key.mT) @ value).transpose(1, 2)
 
 
-def within_samples(mask_function: MaskFunction, row: PackedRow, local_size: int | None) -> MaskFunction:
+def mask_within_samples(mask_function: MaskFunction, row: PackedRow, local_size: int | None) -> MaskFunction:
     """
     Return a mask function under which tokens attend within their own sample alone.
 
@@ -175,10 +177,10 @@ def within_samples(mask_function: MaskFunction, row: PackedRow, local_size: int 
         local_size: Tokens of the mask's window or chunk, if any.
     """
     if local_size is not None and _mentions(mask_function, chunked_overlay):
-        mask_function = and_masks(causal_mask_function, row.chunks_of(local_size))
+        mask_function = and_masks(causal_mask_function, row.same_chunk(local_size))
     else:
         mask_function = row.by_columns(mask_function)
-    together: MaskFunction = and_masks(mask_function, row.together)
+    together: MaskFunction = and_masks(mask_function, row.same_sample)
     return together
 
 
@@ -240,7 +242,7 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def _own_by_blocks(own: OwnAttention, parts: Iterable[torch.Tensor], layout: Layout) -> torch.Tensor:
+def _attend_by_own_code(own: OwnAttention, parts: Iterable[torch.Tensor], layout: Layout) -> torch.Tensor:
     """Attend block by block with the model's own code; *parts* are query, key and value."""
     outputs = []
     blocks = zip(*(torch.split(part, list(layout.lengths), 2) for part in parts), strict=True)
@@ -301,7 +303,7 @@ def attend_within(
         fused: torch.Tensor = varlen_attn(**fused_arguments(query, key, value, layout, scaling=scaling))  # type: ignore[assignment]  # no lse is asked for
         return fused[None]
     if capability is not None:
-        _say_once(why_not)
+        _log_reason_once(why_not)
     return _by_blocks(query, key, value, layout, dropout=dropout, scaling=scaling)
 
 
@@ -317,7 +319,7 @@ def why_not_fused(
         dropout: Share of attention weights to drop.
         capability: Compute capability of the GPU; None on other devices.
     """
-    dtype, size = computing_dtype(query), query.shape[-1]
+    dtype, size = compute_dtype(query), query.shape[-1]
     half = dtype in (torch.bfloat16, torch.float16)
     reasons = {
         "the model is on no CUDA GPU": capability is None,
@@ -339,7 +341,7 @@ def fused_arguments(
     Tensors have the shape (tokens, heads, size); see `attend`.
     """
     # Autocast does not support the operator, so its casts are done here.
-    parts = (part[0].transpose(0, 1).to(computing_dtype(query)) for part in (query, key, value))
+    parts = (part[0].transpose(0, 1).to(compute_dtype(query)) for part in (query, key, value))
     # The left side of the window counts the tokens before the query, without the query.
     left = -1 if layout.window is None else layout.window - 1
     return {
@@ -355,7 +357,7 @@ def fused_arguments(
 
 
 @contextmanager
-def traced_as_on_gpu() -> Iterator[None]:
+def trace_as_on_gpu() -> Iterator[None]:
     """Take tensors without numbers for those of a GPU with the kernel, inside."""
     token = _TRACED.set(_CAPABILITY)
     try:
@@ -373,14 +375,14 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else _TRACED.get()
 
 
-def computing_dtype(tensor: torch.Tensor) -> torch.dtype:
+def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
     """Return the type that products of a tensor are computed in: that of autocast, or its own."""
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
 @cache
-def _say_once(why: str) -> None:
+def _log_reason_once(why: str) -> None:
     log.info("attention of variable length runs block by block on this GPU, since %s", why)
 
 

@@ -19,7 +19,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Trainer
 
-from packplan.adapters.attention.varlen import traced_as_on_gpu
+from packplan.adapters.attention.varlen import trace_as_on_gpu
 from packplan.adapters.forecast.tracing import MemoryTracer, empty_weights
 from packplan.adapters.loaders.positions import TYPES
 from packplan.adapters.loaders.rows import PackOfRows
@@ -164,7 +164,7 @@ class StepTracer:
         given = {
             key: tracer.without_content(one) if isinstance(one, torch.Tensor) else one for key, one in batch.items()
         }
-        with traced_as_on_gpu() if self.on_gpu else nullcontext(), trainer.media_hook():
+        with trace_as_on_gpu() if self.on_gpu else nullcontext(), trainer.media_hook():
             inputs = trainer._prepare_inputs(given)  # noqa: SLF001  # its own
             count = torch.tensor(batch["loss_normaliser"])
             loss = trainer.compute_loss(trainer.model_wrapped, inputs, num_items_in_batch=count)

@@ -21,7 +21,7 @@ from transformers.trainer_callback import ExportableState
 
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches, saved_progress
 from packplan.adapters.loaders.rows import PACK, learned, refuse_other_packs
-from packplan.adapters.model_folder import model_facts
+from packplan.adapters.model_folder import model_file_facts
 from packplan.adapters.models import replace_attributes
 from packplan.adapters.trainer_state import save_with_digest
 from packplan.core.config.identity import FIXED_ARGUMENTS, flat_values
@@ -267,7 +267,7 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
         """Return the model, loss and settings that a resumed run has to share."""
         settings = {name: getattr(self.args, name) for name in FIXED_ARGUMENTS if hasattr(self.args, name)}
         name = getattr(self.model.config, "name_or_path", "")
-        model = (model_facts(Path(name)) or {"model.model": name}) if name else {}  # a folder, or a name of a hub
+        model = (model_file_facts(Path(name)) or {"model.model": name}) if name else {}  # a folder, or a name of a hub
         return RunIdentity(Fingerprint(flat_values(settings) | model))
 
     def get_train_dataloader(self, *_: Any, **__: Any) -> Any:

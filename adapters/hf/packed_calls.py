@@ -25,7 +25,7 @@ import attrs
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from packplan.adapters.attention.rows import Padding, RealTokens, computing
+from packplan.adapters.attention.rows import Padding, RealTokens, use_row
 from packplan.adapters.loaders.rows import IGNORED_LABEL
 from packplan.adapters.models import replace_attributes
 from packplan.core.errors import PackplanError
@@ -113,7 +113,7 @@ class TextStack:
         if not self.by_positions:
             return False
         text = self._packed_positions(given, tokens).reshape(-1, len(tokens.places))[0]
-        return bool(((text.diff() == 1) & (tokens.row.own.diff() == 1)).any())
+        return bool(((text.diff() == 1) & (tokens.row.sample_ids.diff() == 1)).any())
 
     def _restarts(self, positions: torch.Tensor | None, tokens: RealTokens) -> bool:
         """Return whether positions begin again within a row, so that it is packed already."""
@@ -121,7 +121,7 @@ class TextStack:
             return False
         text = positions[0] if positions.dim() == 3 else positions
         steps = tokens.take(text.expand(tokens.shape))[0].diff()
-        return bool(((steps < 0) & (tokens.row.own.diff() == 0)).any())
+        return bool(((steps < 0) & (tokens.row.sample_ids.diff() == 0)).any())
 
     def pack(self, given: dict[str, Any], tokens: RealTokens) -> dict[str, Any]:
         """Return the arguments of a call with the real tokens as one row."""
@@ -145,7 +145,7 @@ class TextStack:
         taken = tokens.take(positions.expand(-1, *tokens.shape), axis=1)
         if not self.text_row:
             return taken
-        return torch.cat([tokens.restarting[None], taken[-3:]])
+        return torch.cat([tokens.restarting_positions[None], taken[-3:]])
 
     def _own_positions(self, given: dict[str, Any]) -> torch.Tensor:
         """Return the positions that the model would count; int64 of the mask's shape."""
@@ -267,7 +267,7 @@ class Unpadding:
         self._open[get_ident()].append((tokens, inside))
         if tokens is None:
             return None
-        inside.enter_context(computing(tokens.row))
+        inside.enter_context(use_row(tokens.row))
         self.counts.calls += 1
         self.counts.real += len(tokens.places)
         self.counts.padded += tokens.shape[0] * tokens.shape[1]

@@ -18,16 +18,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
-from packplan.adapters.attention import NAME, attend_as, native_attention
+from packplan.adapters.attention import NAME, native_attention, set_attention
 from packplan.adapters.attention.rows import PADDINGS
-from packplan.adapters.attention.shared_rows import share_attention, share_rows
+from packplan.adapters.attention.shared_rows import attention_for_shared_rows, share_rows
 from packplan.adapters.families import trained_config, trained_part
 from packplan.adapters.hf.packed_calls import HOOKED, POSITIONS, TextStack, Unpadding
-from packplan.adapters.models import evaluating
+from packplan.adapters.models import evaluation_mode
 from packplan.adapters.probe.probe import probe_config
-from packplan.adapters.probe.rows import plain_ids, probe_loaded
+from packplan.adapters.probe.rows import ordinary_ids, probe_loaded
 from packplan.adapters.proof.batches import PackedBatch
-from packplan.adapters.proof.comparison import compare_values, limit_of, rounds_choices, watch_pass
+from packplan.adapters.proof.comparison import compare_values, difference_limit, may_choose_other_experts, watch_pass
 from packplan.adapters.proof.gradients import logit_reaches
 from packplan.core.equality import AUTO, VARLEN, AttentionChoice, ProbeResult, choose_attention
 from packplan.core.errors import ArgumentError, ModelError
@@ -68,7 +68,7 @@ def unpad(model: Any, *, logits: bool = True, group: ProcessGroup | None = None)
         raise ArgumentError("host", "the model computes no padding already: `remove` its hooks first")
     if group is None and reads_both_ways(inner.config):
         attention = AttentionChoice(VARLEN)
-        attend_as(inner, attention)
+        set_attention(inner, attention)
     else:
         attention = attend_apart(inner, named=NAME, group=group)
     return _hook(inner, native=attention.native, logits=logits)
@@ -124,8 +124,8 @@ def attend_apart(model: Any, *, named: str, group: ProcessGroup | None = None) -
     if attn_impl == AUTO and choice.backend != config._attn_implementation:  # noqa: SLF001  # has no public name
         model.set_attn_implementation(choice.backend)
     if group is not None:
-        choice = share_attention(choice)
-    attend_as(model, choice)
+        choice = attention_for_shared_rows(choice)
+    set_attention(model, choice)
     if group is not None:
         share_rows(model, group)
     return choice
@@ -199,7 +199,7 @@ def _why_not(model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tensor,
     """Return why a hooked model does not compute padded rows as before; None if it does."""
     ids, own = _draw_ids(model), mask.bool()
     batch = {"input_ids": ids, "attention_mask": mask}
-    with evaluating(model):
+    with evaluation_mode(model):
         try:
             calls = hooks.counts.calls
             with torch.no_grad():
@@ -225,7 +225,9 @@ def _run(model: Any, module: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, 
     The limit is asked for inside of the call, since accelerate turns on autocast there.
     """
     run: list[tuple[torch.Tensor, float, bool]] = []
-    hook = module.register_forward_hook(lambda _, __, out: run.append((out[0], limit_of(model), rounds_choices(model))))
+    hook = module.register_forward_hook(
+        lambda _, __, out: run.append((out[0], difference_limit(model), may_choose_other_experts(model)))
+    )
     try:
         model(**batch, use_cache=False)
     finally:
@@ -245,7 +247,7 @@ def _isolation(module: Any, ids: torch.Tensor, mask: torch.Tensor) -> float:
 
 def _draw_ids(model: Any) -> torch.Tensor:
     """Return rows of random tokens; int64 of shape (rows, positions)."""
-    plain = torch.tensor(plain_ids(trained_config(model.config)))
+    plain = torch.tensor(ordinary_ids(trained_config(model.config)))
     generator = torch.Generator().manual_seed(_SEED)
     drawn = plain[torch.randint(len(plain), (len(_LENGTHS) + 1, _longest(model.config) + 2), generator=generator)]
     return drawn.to(next(model.parameters()).device)

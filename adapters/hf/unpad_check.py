@@ -9,8 +9,8 @@ import attrs
 from packplan.adapters.hf.packed_calls import HOOKED
 from packplan.adapters.hf.unpad import unpad
 from packplan.adapters.models import Gradients, add_gradients, weight_gradients
-from packplan.adapters.proof.comparison import Outcome, compare, limit_of
-from packplan.adapters.proof.steps import leave_untouched, restore_attributes
+from packplan.adapters.proof.comparison import Outcome, compare, difference_limit
+from packplan.adapters.proof.steps import keep_training_state, restore_attributes
 from packplan.core.errors import ArgumentError, MismatchError
 
 
@@ -57,7 +57,7 @@ def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> Unpadd
         for one in models if not hooks else ():
             hooks.append(unpad(one))
             stack.callback(hooks[-1].remove)
-        stack.enter_context(leave_untouched(model))
+        stack.enter_context(keep_training_state(model))
         stack.enter_context(restore_attributes(trainer))
         vars(trainer).update(_metrics=copy.deepcopy(getattr(trainer, "_metrics", None)))  # TRL's, which grow in place
         vars(trainer).setdefault("current_gradient_accumulation_steps", trainer.args.gradient_accumulation_steps)
@@ -74,7 +74,7 @@ def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> Unpadd
         raise ArgumentError("packed_batch", "the trainer's batch has no padding, so there is nothing to compare")
     apart = compare(Outcome(loss, gradients), Outcome(due, expected, add_gradients({}, expected)))
     found = UnpaddedStep(loss, due, apart.gradients, real, padded)
-    limit = limit_of(model) if limit is None else limit
+    limit = difference_limit(model) if limit is None else limit
     if not max(apart.loss, apart.gradients) <= limit:
         fact = (
             f"without padding the loss is {loss:.7g} where {due:.7g} is due, and gradients differ by "

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import torch
 
-from packplan.adapters.attention import NAME, ROWS_NAME, attend_as, takes_grids
+from packplan.adapters.attention import NAME, ROWS_NAME, set_attention, takes_grids
 from packplan.adapters.attention.rows import split_states
 from packplan.adapters.attention.vision import project_patches
 from packplan.adapters.families import trained_config
@@ -27,9 +27,9 @@ from packplan.adapters.probe.shrink import (
     shrink_by_trial,
     unknown_places,
 )
-from packplan.adapters.probe.small_model import SmallModels, error_text, quiet
+from packplan.adapters.probe.small_model import SmallModels, error_text, hide_warnings
 from packplan.adapters.proof.comparison import Outcome, compare_values, run_alone
-from packplan.adapters.proof.modules import MixingModule, first_different, first_leak
+from packplan.adapters.proof.modules import NamedModule, first_different_module, first_leak
 from packplan.core.equality import (
     AUTO,
     EQUAL,
@@ -138,7 +138,7 @@ class _Copies:
         attention = AttentionChoice(trial.attention, native=self.native, split=split, follows_rows=trial.follows_rows)
         if attention.backend != self.native:
             model.set_attn_implementation(trial.attention)
-        attend_as(model, attention)
+        set_attention(model, attention)
         if model.config._attn_implementation not in (trial.attention, NAME, ROWS_NAME):  # noqa: SLF001  # no public question
             raise ModelError("probe", f"its code takes no attention but its own, not {trial.attention}")
         return model
@@ -175,7 +175,7 @@ class SmallProbe:
 
     def verdict(self, attn_impl: str) -> PackingVerdict:
         """Return the verdict on a model under a value of `model.attn_impl`."""
-        with quiet(), _one_thread():
+        with hide_warnings(), _one_thread():
             try:
                 return self._verdict(attn_impl)
             except ModelError as error:
@@ -187,7 +187,7 @@ class SmallProbe:
         First module in which the model as it comes mixes samples, or computes something else than
         alone, with its class; None if none is found.
         """
-        with quiet(), _one_thread():
+        with hide_warnings(), _one_thread():
             try:
                 copies = self._copies_for()
                 where = _where(copies.build(copies.native), copies)
@@ -233,7 +233,7 @@ class SmallProbe:
         return min(measured, key=lambda one: (one[0].isolation, one[0].equality))[1]
 
 
-def split_found_states(model: Any, row: ProbeRow) -> tuple[str, ...]:
+def split_state_layers(model: Any, row: ProbeRow) -> tuple[str, ...]:
     """
     Run a model's layers that carry a state sample by sample, the first one first, and return their
     classes.
@@ -270,13 +270,13 @@ def _class_to_split(model: Any, name: str, found: set[str]) -> str | None:
     return None if not name or hasattr(module, "get_input_embeddings") else type(module).__name__
 
 
-def _where(model: Any, copies: _Copies) -> MixingModule | None:
+def _where(model: Any, copies: _Copies) -> NamedModule | None:
     packed = copies.row.packed
     leak = first_leak(model, packed)
     if leak is not None:
         return leak[1]
     pairs = zip(packed.places, copies.row.samples, strict=True)
-    found = (first_different(model, packed, one.inputs, place, limit=copies.limit) for place, one in pairs)
+    found = (first_different_module(model, packed, one.inputs, place, limit=copies.limit) for place, one in pairs)
     return next(filter(None, found), None)
 
 
@@ -333,7 +333,7 @@ def _try(copies: _Copies, trial: Trial, refused: PackingVerdict) -> PackingVerdi
     if why_not and trial.follows_rows:
         # Where its layers cannot be split, the numbers without stand.
         with contextlib.suppress(Exception):
-            carriers = split_found_states(model, copies.row)
+            carriers = split_state_layers(model, copies.row)
             if carriers:
                 model, measured, why_not = copies.measure(trial, carriers)
                 carriers, split = (), carriers

@@ -16,17 +16,17 @@ import torch
 
 from packplan.adapters.attention import native_attention
 from packplan.adapters.families import trained_config
-from packplan.adapters.models import evaluating
+from packplan.adapters.models import evaluation_mode
 from packplan.adapters.probe.small_model import error_text
-from packplan.adapters.proof.batches import PackedBatch, Sample, places_in_row
+from packplan.adapters.proof.batches import PackedBatch, Sample, places_by_lengths
 from packplan.adapters.proof.comparison import (
     Outcome,
     compare,
     compare_values,
-    limit_of,
-    outcome_of,
-    precision_of,
-    rounds_choices,
+    compute_precision,
+    difference_limit,
+    may_choose_other_experts,
+    read_outcome,
     run_alone,
     watch_pass,
 )
@@ -71,7 +71,7 @@ class ProbeRow:
         if any(hasattr(module, "get_rope_index") for module in model.modules()):  # with those of images
             positions = positions.expand(4, 1, -1)
         inputs = {"input_ids": drawn, "position_ids": positions, "use_cache": False}
-        row = PackedBatch(inputs, None, (1, sum(lengths)), places_in_row(lengths))
+        row = PackedBatch(inputs, None, (1, sum(lengths)), places_by_lengths(lengths))
         parts = [drawn[:, span] for _, span in row.places]
         alone = [{"input_ids": own, "attention_mask": torch.ones_like(own), "use_cache": False} for own in parts]
         return cls(row, row.samples(alone))
@@ -91,7 +91,7 @@ def compare_row(model: Any, row: ProbeRow, alone: Outcome, *, typical: bool = Fa
     watched, logits = watch_pass(model, packed)
     isolation = max(reach.isolation for reach in logit_reaches(watched, logits))
     own = [logits[place] for place in packed.places]
-    found = outcome_of(model, own, row.samples, with_gradients=bool(alone.gradients))
+    found = read_outcome(model, own, row.samples, with_gradients=bool(alone.gradients))
     apart = compare(found, alone, typical=typical)
     return ProbeResult(isolation, max(apart.logits), max(apart.losses, default=0.0), apart.gradients)
 
@@ -109,31 +109,31 @@ def probe_loaded(model: Any, *, native: str, named: str) -> ProbeResult:
         ModelError: Samples are not apart, or not equal to themselves alone.
     """
     config = trained_config(model.config)
-    row = ProbeRow.draw(model, LOADED_LENGTHS, ids=plain_ids(config))
-    with evaluating(model):  # dropout is no difference
+    row = ProbeRow.draw(model, LOADED_LENGTHS, ids=ordinary_ids(config))
+    with evaluation_mode(model):  # dropout is no difference
         with native_attention(model, native):
             alone = run_alone(model, row.samples, with_gradients=False)
         try:
-            measured = compare_row(model, row, alone, typical=rounds_choices(model))
-            why_not = measured.why_not(limit=limit_of(model))
+            measured = compare_row(model, row, alone, typical=may_choose_other_experts(model))
+            why_not = measured.why_not(limit=difference_limit(model))
         except PackplanError:
             raise
         except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
             why_not = f"it raises {error_text(error)}"
     if why_not is not None:
-        reason = f"the loaded model ({place_of(model)}) was asked, and {why_not}"
+        reason = f"the loaded model ({device_and_precision(model)}) was asked, and {why_not}"
         raise ModelError.isolation(config.model_type, named, reason)
     return measured
 
 
-def place_of(model: torch.nn.Module) -> str:
+def device_and_precision(model: torch.nn.Module) -> str:
     """Return the device and precision of a model in words: `cpu, float32`."""
     weight = next(model.parameters())
     device = torch.cuda.get_device_name(weight.device) if weight.device.type == "cuda" else weight.device.type
-    return f"{device}, {precision_of(model)}"
+    return f"{device}, {compute_precision(model)}"
 
 
-def plain_ids(config: Any) -> list[int]:
+def ordinary_ids(config: Any) -> list[int]:
     """Return ids of tokens that no key of the configuration names."""
     parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
     special = {

@@ -30,7 +30,7 @@ _PLAIN_STD = 0.05
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def hide_warnings() -> Iterator[None]:
     """
     Hide warnings of libraries about missing kernels and unusual sizes.
     """
@@ -112,7 +112,7 @@ class SmallModels:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_SEED)
             model = build_one(small).float().eval()
-            enliven(model)
+            spread_weights(model)
         return model
 
 
@@ -133,7 +133,7 @@ def _small(kind: Any, small: Any, *, attention: str, trust_remote_code: bool) ->
     return kind.from_config(small, attn_implementation=attention, trust_remote_code=trust_remote_code)
 
 
-def enliven(model: torch.nn.Module) -> None:
+def spread_weights(model: torch.nn.Module) -> None:
     """
     Let no weights be constant, which might keep a mechanism still, and attention tell tokens apart.
     """

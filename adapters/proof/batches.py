@@ -74,13 +74,13 @@ class PackedBatch:
         Raises:
             ArgumentError: It has no packed rows, or its parts disagree on where samples begin.
         """
-        inputs = inputs_of(batch)
+        inputs = without_labels(batch)
         shape = _shape_of(inputs)
-        filled = _filled(inputs, shape)
+        filled = _find_real_tokens(inputs, shape)
         first = filled & (filled.cumsum(1) == 1)
-        told = {key: found & filled | first for key, found in _told_begins(inputs, shape)}
+        told = {key: found & filled | first for key, found in _begins_by_key(inputs, shape)}
         if starts is not None:
-            begins = _given_begins(starts, filled) | first
+            begins = _begins_by_starts(starts, filled) | first
         elif "position_ids" in told or len(filled) > 1:
             begins = told.get("position_ids", first)
         else:
@@ -148,7 +148,7 @@ class PackedBatch:
             own = batch.get("input_ids")
             if ids is not None and own is not None and ids[place].tolist() != own.flatten().tolist():
                 raise _wrong(f"has other tokens in sample {number} than alone[{number}]: both need one order")
-        return [Sample(inputs_of(batch), own) for batch, own in zip(alone, targets, strict=True)]
+        return [Sample(without_labels(batch), own) for batch, own in zip(alone, targets, strict=True)]
 
 
 def shape_text(shape: Shape) -> str:
@@ -157,12 +157,12 @@ def shape_text(shape: Shape) -> str:
     return f"{counted(rows, 'row')} of {tokens:,} tokens"
 
 
-def places_in_row(lengths: Iterable[int]) -> tuple[Place, ...]:
+def places_by_lengths(lengths: Iterable[int]) -> tuple[Place, ...]:
     """Return the places of samples that follow each other in one row, by their lengths."""
     return tuple((0, slice(*span)) for span in pairwise(accumulate(lengths, initial=0)))
 
 
-def inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:
+def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a batch's arguments of the model, without labels."""
     return {key: value for key, value in batch.items() if key not in ("labels", PACK) and value is not None}
 
@@ -183,7 +183,7 @@ def _shape_of(inputs: Mapping[str, Any]) -> Shape:
     raise _wrong("has neither input_ids nor inputs_embeds as a tensor")
 
 
-def _filled(inputs: Mapping[str, Any], shape: Shape) -> torch.Tensor:
+def _find_real_tokens(inputs: Mapping[str, Any], shape: Shape) -> torch.Tensor:
     """Return which positions are no padding, by a mask of the tokens; bool of the batch's shape."""
     mask = inputs.get("attention_mask")
     if not isinstance(mask, torch.Tensor) or mask.shape != shape:
@@ -195,7 +195,7 @@ def _filled(inputs: Mapping[str, Any], shape: Shape) -> torch.Tensor:
     return filled
 
 
-def _told_begins(inputs: Mapping[str, Any], shape: Shape) -> Iterator[tuple[str, torch.Tensor]]:
+def _begins_by_key(inputs: Mapping[str, Any], shape: Shape) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each key that says at which tokens samples begin; bool of the batch's shape."""
     for key, value in inputs.items():
         begins = torch.zeros(shape, dtype=torch.bool)
@@ -212,7 +212,7 @@ def _told_begins(inputs: Mapping[str, Any], shape: Shape) -> Iterator[tuple[str,
             yield key, begins
 
 
-def _given_begins(starts: Starts, filled: torch.Tensor) -> torch.Tensor:
+def _begins_by_starts(starts: Starts, filled: torch.Tensor) -> torch.Tensor:
     """Return at which tokens samples begin as they were given; ArgumentError if they cannot."""
     of_rows: Sequence[Any] = starts if starts and isinstance(starts[0], Sequence) else [starts]
     if len(of_rows) != len(filled):

@@ -9,19 +9,19 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from packplan.adapters.loaders.rows import IGNORED_LABEL
-from packplan.adapters.models import evaluating
+from packplan.adapters.models import evaluation_mode
 from packplan.adapters.proof.batches import PackedBatch, Starts, shape_text
 from packplan.adapters.proof.comparison import (
     Comparison,
     compare,
-    limit_of,
-    outcome_of,
-    rounds_choices,
+    difference_limit,
+    may_choose_other_experts,
+    read_outcome,
     run_alone,
     watch_pass,
 )
 from packplan.adapters.proof.gradients import logit_reaches
-from packplan.adapters.proof.modules import MixingModule, first_different, first_mixing
+from packplan.adapters.proof.modules import NamedModule, first_different_module, first_mixing_module
 from packplan.core.errors import ArgumentError, MismatchError, ModelError
 
 
@@ -46,7 +46,7 @@ def assert_isolated(model: torch.nn.Module, batch: Mapping[str, Any], starts: St
     """
     row = PackedBatch.read(batch, starts)
     refuse_hidden_weights(model)
-    with evaluating(model), torch.enable_grad():
+    with evaluation_mode(model), torch.enable_grad():
         watched, logits = watch_pass(model, row)
         for reach in logit_reaches(watched, logits):
             if math.isinf(reach.isolation):
@@ -57,7 +57,7 @@ def assert_isolated(model: torch.nn.Module, batch: Mapping[str, Any], starts: St
                 fact += f"{reach.isolation:.2g} of its own, where 0 is due"
                 if getattr(getattr(model, "config", None), "use_cache", False) and "use_cache" not in row.inputs:
                     fact += " (its config.use_cache is true, with which transformers takes a row as one sample)"
-                where = first_mixing(model, row, reach.reader)
+                where = first_mixing_module(model, row, reach.reader)
                 details = {"samples": (reach.reader, reach.source), "module": where and where.name}
                 raise MismatchError("leak", f"samples of the row are not apart: {fact}{_first(where)}", details)
 
@@ -95,18 +95,18 @@ def assert_equal_to_alone(
     row = PackedBatch.read(batch, starts)
     _refuse_crossing_labels(row)
     samples = row.samples(alone)
-    limit = limit_of(model) if limit is None else limit
+    limit = difference_limit(model) if limit is None else limit
     refuse_hidden_weights(model)
     if not any(one.requires_grad for one in model.parameters()):
         raise ModelError("probe", "none of its weights trains (requires_grad), so it has no gradients to compare")
-    with evaluating(model), torch.enable_grad():
+    with evaluation_mode(model), torch.enable_grad():
         _, logits = watch_pass(model, row)
-        packed = outcome_of(model, [logits[place] for place in row.places], samples)
-        apart = compare(packed, run_alone(model, samples), typical=rounds_choices(model))
+        packed = read_outcome(model, [logits[place] for place in row.places], samples)
+        apart = compare(packed, run_alone(model, samples), typical=may_choose_other_experts(model))
         for number, different in enumerate(apart.logits):
             if not different <= limit:
                 fact = f"the logits of sample {number} differ from those of the sample alone by {different:.2g}"
-                where = first_different(model, row, samples[number].inputs, row.places[number], limit=limit)
+                where = first_different_module(model, row, samples[number].inputs, row.places[number], limit=limit)
                 raise _unlike(f"{fact}, where {limit:.0e} is allowed", where, sample=number)
     for number, different in enumerate(apart.losses):
         if not different <= limit:
@@ -127,12 +127,12 @@ def refuse_hidden_weights(model: torch.nn.Module) -> None:
             raise ModelError("probe", reason)
 
 
-def _unlike(fact: str, where: MixingModule | None = None, **details: Any) -> MismatchError:
+def _unlike(fact: str, where: NamedModule | None = None, **details: Any) -> MismatchError:
     """Return the error of a difference, which names the first module that computes it."""
     return MismatchError("unlike_alone", f"{fact}{_first(where)}", {**details, "module": where and where.name})
 
 
-def _first(where: MixingModule | None) -> str:
+def _first(where: NamedModule | None) -> str:
     return "" if where is None else f"; first in {where}"
 
 

@@ -1,10 +1,10 @@
 """
 The comparator: what a model computes of samples that are packed, and of the same samples alone.
 
-`watch_pass` computes packed rows, and `outcome_of` reads values, losses and gradients of each
+`watch_pass` computes packed rows, and `read_outcome` reads values, losses and gradients of each
 sample off their logits. `run_alone` computes each sample by itself, and `compare` returns the
-differences. A caller gives the model, its samples, and how its host calls the model. `limit_of`
-returns the largest difference that is allowed, for a model of any size.
+differences. A caller gives the model, its samples, and how its host calls the model.
+`difference_limit` returns the largest difference that is allowed, for a model of any size.
 """
 
 import math
@@ -15,12 +15,12 @@ import attrs
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 
-from packplan.adapters.attention.varlen import computing_dtype
+from packplan.adapters.attention.varlen import compute_dtype
 from packplan.adapters.loaders.rows import IGNORED_LABEL
 from packplan.adapters.models import Gradients, add_gradients, difference_norms, weight_gradients
 from packplan.adapters.proof.batches import PackedBatch, Sample, Shape, shape_text
-from packplan.adapters.proof.gradients import Watched, watching
-from packplan.core.equality import EQUAL, Precision, loaded_limit, loss_difference
+from packplan.adapters.proof.gradients import Watched, watch_embeddings
+from packplan.core.equality import EQUAL, Precision, loss_difference, rounding_limit
 from packplan.core.errors import ModelError
 
 _ENOUGH = 8
@@ -97,11 +97,11 @@ def watch_pass(
     Raises:
         ModelError: There are no logits for each token.
     """
-    with watching(model, packed) as watched:
-        return watched, logits_of((call or model)(**watched.inputs), packed.shape)
+    with watch_embeddings(model, packed) as watched:
+        return watched, read_logits((call or model)(**watched.inputs), packed.shape)
 
 
-def outcome_of(
+def read_outcome(
     model: torch.nn.Module,
     logits: Sequence[torch.Tensor],
     samples: Sequence[Sample],
@@ -159,8 +159,8 @@ def run_alone(
     norms, found = 0.0, []
     for sample in reversed(samples):
         with torch.set_grad_enabled(with_gradients):
-            logits = logits_of((call or model)(**sample.inputs), (1, len(sample.targets)))
-            one = outcome_of(model, [logits[0]], [sample], with_gradients=with_gradients, keep=keep)
+            logits = read_logits((call or model)(**sample.inputs), (1, len(sample.targets)))
+            one = read_outcome(model, [logits[0]], [sample], with_gradients=with_gradients, keep=keep)
         norms += add_gradients(total, one.gradients)
         found.append(attrs.evolve(one, gradients={}))
     found.reverse()
@@ -182,7 +182,7 @@ def compare(found: Outcome, expected: Outcome, *, typical: bool = False) -> Comp
         found: Outcome of packed samples.
         expected: Outcome of the same samples alone.
         typical: Compare each sample's typical token, not the worst, and no losses; see
-            `rounds_choices`.
+            `may_choose_other_experts`.
     """
     by_weight = difference_norms(found.gradients, expected.gradients)
     difference = math.hypot(*by_weight.values())
@@ -209,10 +209,10 @@ def compare_values(
     """
     scale = max((float(own.abs().max()) for own in expected), default=0.0) or 1.0
     pairs = zip(found, expected, strict=True)
-    return [difference_of((_widened(mine) - own).abs().amax(-1) / scale, typical=typical) for mine, own in pairs]
+    return [token_difference((_widened(mine) - own).abs().amax(-1) / scale, typical=typical) for mine, own in pairs]
 
 
-def difference_of(tokens: torch.Tensor, *, typical: bool) -> float:
+def token_difference(tokens: torch.Tensor, *, typical: bool) -> float:
     """
     Return the difference of a sample's worst token, or of its typical one if it has enough.
 
@@ -227,7 +227,7 @@ def difference_of(tokens: torch.Tensor, *, typical: bool) -> float:
     return float(tokens.median()) if len(tokens) >= _ENOUGH else 0.0
 
 
-def logits_of(output: Any, shape: Shape) -> torch.Tensor:
+def read_logits(output: Any, shape: Shape) -> torch.Tensor:
     """
     Return the logits in a model's output; shape (rows, tokens, vocabulary).
 
@@ -249,13 +249,13 @@ def logits_of(output: Any, shape: Shape) -> torch.Tensor:
     return logits.reshape(rows, tokens, -1)
 
 
-def precision_of(model: torch.nn.Module) -> Precision:
+def compute_precision(model: torch.nn.Module) -> Precision:
     """Return the precision of a model's products: of autocast inside of it, else of its weights."""
     names: dict[torch.dtype, Precision] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
-    return names.get(computing_dtype(next(model.parameters())), "float32")
+    return names.get(compute_dtype(next(model.parameters())), "float32")
 
 
-def limit_of(model: torch.nn.Module, precision: Precision | None = None, *, experts: bool = True) -> float:
+def difference_limit(model: torch.nn.Module, precision: Precision | None = None, *, experts: bool = True) -> float:
     """
     Return the largest relative difference of packed samples from themselves alone.
 
@@ -264,18 +264,18 @@ def limit_of(model: torch.nn.Module, precision: Precision | None = None, *, expe
         precision: Precision of its products; None takes that of the weights.
         experts: Whether rounding may choose other experts, where typical tokens are compared.
     """
-    precision = precision or precision_of(model)
-    rounding = loaded_limit(_epsilon_of(precision), layers=_layers_of(model))
-    return max(EQUAL[precision], rounding + (_OTHER_EXPERTS if experts and rounds_choices(model) else 0))
+    precision = precision or compute_precision(model)
+    rounding = rounding_limit(_epsilon_of(precision), layers=_layers_of(model))
+    return max(EQUAL[precision], rounding + (_OTHER_EXPERTS if experts and may_choose_other_experts(model) else 0))
 
 
-def rounds_choices(model: torch.nn.Module) -> bool:
+def may_choose_other_experts(model: torch.nn.Module) -> bool:
     """
     Return whether rounding may change the weights that a token passes.
 
     This holds for experts chosen by scores of 16 bits.
     """
-    return _epsilon_of(precision_of(model)) >= _TF32 and any("expert" in name for name, _ in model.named_modules())
+    return _epsilon_of(compute_precision(model)) >= _TF32 and any("expert" in name for name, _ in model.named_modules())
 
 
 def _layers_of(model: torch.nn.Module) -> int:

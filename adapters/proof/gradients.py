@@ -23,7 +23,7 @@ _SEED = 11
 """Decides the weights of the numbers in a result."""
 
 
-def by_token(value: Any, shape: Shape) -> torch.Tensor | None:
+def view_by_token(value: Any, shape: Shape) -> torch.Tensor | None:
     """
     Return a view of a tensor with rows and tokens first; None if it does not have the batch's.
 
@@ -57,7 +57,7 @@ class Result:
         """
         Return the result that a value is; None if it has no gradient, or not the batch's tokens.
         """
-        if by_token(value, shape) is None or not value.requires_grad or not value.is_floating_point():
+        if view_by_token(value, shape) is None or not value.requires_grad or not value.is_floating_point():
             return None
         return cls(get_gradient_edge(value), value.new_empty(1).expand(value.shape))
 
@@ -133,27 +133,27 @@ class Watched:
                 continue
             size = gradient.detach().abs().float()
             if sample is None:
-                by_token = self._by_token(size).flatten(2).amax(2).to(sizes)
-                sizes = torch.maximum(sizes, torch.stack([by_token[place].max() for place in places]))
+                view_by_token = self._by_token(size).flatten(2).amax(2).to(sizes)
+                sizes = torch.maximum(sizes, torch.stack([view_by_token[place].max() for place in places]))
             else:
                 sizes[sample] = torch.maximum(sizes[sample], size.max().to(sizes))
         largest: list[float] = sizes.tolist()
         return largest
 
     def _by_token(self, value: torch.Tensor) -> torch.Tensor:
-        view = by_token(value, self.packed.shape)
+        view = view_by_token(value, self.packed.shape)
         assert view is not None  # noqa: S101  # a `Result` and its gradient have the tokens
         return view
 
 
 @contextmanager
-def watching(model: torch.nn.Module, packed: PackedBatch) -> Iterator[Watched]:
+def watch_embeddings(model: torch.nn.Module, packed: PackedBatch) -> Iterator[Watched]:
     """Watch the embeddings of a model's next forward pass, of packed rows."""
     watched = Watched(packed, dict(packed.inputs))
 
     def collect(_: Any, __: Any, output: Any) -> Any:
         """Keep embeddings of the tokens, which have a gradient from here on."""
-        if by_token(output, packed.shape) is None or not torch.is_grad_enabled():
+        if view_by_token(output, packed.shape) is None or not torch.is_grad_enabled():
             return output
         embedded = output if output.requires_grad else output.detach().requires_grad_()
         watched.sources.append((get_gradient_edge(embedded), None))

@@ -16,11 +16,11 @@ import torch
 
 from packplan.adapters.proof.batches import PackedBatch, Place, Shape
 from packplan.adapters.proof.comparison import watch_pass
-from packplan.adapters.proof.gradients import Reach, Result, by_token, logit_reaches, watching
+from packplan.adapters.proof.gradients import Reach, Result, logit_reaches, view_by_token, watch_embeddings
 
 
 @attrs.frozen
-class MixingModule:
+class NamedModule:
     """A module, named as `named_modules` does."""
 
     name: str
@@ -37,12 +37,12 @@ class MixingModule:
 class _Call:
     """One call of a module, with what it was given and returned."""
 
-    module: MixingModule
+    module: NamedModule
     given: list[Any]
     returned: list[Any]
 
 
-def first_leak(model: torch.nn.Module, packed: PackedBatch) -> tuple[Reach, MixingModule | None] | None:
+def first_leak(model: torch.nn.Module, packed: PackedBatch) -> tuple[Reach, NamedModule | None] | None:
     """
     Return the first sample whose logits depend on another one, and the module that mixes them; None
     if there is no such sample.
@@ -53,7 +53,7 @@ def first_leak(model: torch.nn.Module, packed: PackedBatch) -> tuple[Reach, Mixi
     """
     watched, logits = watch_pass(model, packed)
     leak = next((reach for reach in logit_reaches(watched, logits) if reach.size != 0), None)
-    return None if leak is None else (leak, first_mixing(model, packed, leak.reader))
+    return None if leak is None else (leak, first_mixing_module(model, packed, leak.reader))
 
 
 @contextmanager
@@ -71,12 +71,12 @@ def _calls(model: torch.nn.Module, keep: Callable[[Any], Any | None]) -> Iterato
     def begin(_: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         running.append(_kept((arguments, options), keep))
 
-    def end(module: MixingModule, _: Any, __: Any, output: Any) -> None:
+    def end(module: NamedModule, _: Any, __: Any, output: Any) -> None:
         calls.append(_Call(module, running.pop(), _kept(output, keep)))
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
-            named = MixingModule(name, type(module).__name__)
+            named = NamedModule(name, type(module).__name__)
             hooks.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
             hooks.enter_context(module.register_forward_hook(partial(end, named)))
         yield calls
@@ -92,7 +92,7 @@ def _kept(value: Any, keep: Callable[[Any], Any | None]) -> list[Any]:
     return [] if kept is None else [kept]
 
 
-def first_mixing(model: torch.nn.Module, packed: PackedBatch, reader: int) -> MixingModule | None:
+def first_mixing_module(model: torch.nn.Module, packed: PackedBatch, reader: int) -> NamedModule | None:
     """
     Return the first module in which a sample's numbers come to depend on another sample.
 
@@ -103,7 +103,7 @@ def first_mixing(model: torch.nn.Module, packed: PackedBatch, reader: int) -> Mi
     """
     with (
         torch.enable_grad(),
-        watching(model, packed) as watched,
+        watch_embeddings(model, packed) as watched,
         _calls(model, lambda value: Result.of(value, packed.shape)) as calls,
     ):
         model(**watched.inputs)
@@ -147,9 +147,9 @@ def _is_mixed_around(call: _Call, calls: list[_Call], mixed: Callable[[Sequence[
     return True
 
 
-def first_different(
+def first_different_module(
     model: torch.nn.Module, packed: PackedBatch, alone: Mapping[str, Any], place: Place, *, limit: float
-) -> MixingModule | None:
+) -> NamedModule | None:
     """
     Return the first module whose output for a sample differs from that for the sample alone.
 
@@ -176,7 +176,7 @@ def first_different(
 
 def _part(value: Any, *, shape: Shape, place: Place) -> torch.Tensor | None:
     """Return a copy of a tensor's part of one sample, with the tokens first."""
-    view = by_token(value, shape)
+    view = view_by_token(value, shape)
     if view is None or not view.is_floating_point():
         return None
     part = view.detach()[place]

@@ -20,12 +20,12 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from packplan.adapters.attention.shared_rows import whole_rows
+from packplan.adapters.attention.shared_rows import compute_whole_rows
 from packplan.adapters.loaders.rows import IGNORED_LABEL
-from packplan.adapters.models import Gradients, replace_attributes, same_state
-from packplan.adapters.proof.batches import Sample, inputs_of, next_tokens
+from packplan.adapters.models import Gradients, replace_attributes, restore_state
+from packplan.adapters.proof.batches import Sample, next_tokens, without_labels
 from packplan.adapters.proof.checks import refuse_hidden_weights
-from packplan.adapters.proof.comparison import Outcome, compare, limit_of, run_alone
+from packplan.adapters.proof.comparison import Outcome, compare, difference_limit, run_alone
 from packplan.core.errors import ArgumentError, MismatchError, ModelError, counted
 
 _ENGINES = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
@@ -90,20 +90,20 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
     if is_trainer:
         _refuse_engines(trainer)
     computing = trainer.accelerator.autocast if is_trainer else nullcontext
-    with leave_untouched(model), torch.enable_grad():
+    with keep_training_state(model), torch.enable_grad():
         loss, gradients, batches = (_of_trainer if is_trainer else _of_function)(trainer, model)
         samples = [_whole(batch) for rank in _gathered([*map(_on_cpu, batches)]) for batch in rank]
         tokens = sum(int((one.targets != IGNORED_LABEL).sum()) for one in samples)
         if not tokens:
             raise ArgumentError("packed_batch", "the step learns no token, so it has no loss to compare")
         model.eval()
-        with whole_rows():  # a rank that shares rows has a part of their gradients
+        with compute_whole_rows():  # a rank that shares rows has a part of their gradients
             expected = _mean(model, samples, tokens, computing)
     if not gradients:
         raise ArgumentError("host", "the step left no gradients: the function has to leave them in the weights")
     if limit is None:
         with computing():
-            limit = limit_of(model)
+            limit = difference_limit(model)
     apart = compare(Outcome(expected.loss if loss is None else loss, gradients), expected)
     along = sum(
         float((gradients[name].double() * one).sum()) for name, one in expected.gradients.items() if name in gradients
@@ -208,7 +208,7 @@ def _whole(batch: Mapping[str, Any]) -> Sample:
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor):
         raise ArgumentError("packed_batch", "the model is given no labels, so nothing says what the step learns")
-    return Sample(inputs_of(batch), next_tokens(labels).flatten())
+    return Sample(without_labels(batch), next_tokens(labels).flatten())
 
 
 def _mean(model: torch.nn.Module, samples: list[Sample], tokens: int, computing: Callable[[], Any]) -> Outcome:
@@ -234,7 +234,7 @@ def _gathered(value: Any) -> list[Any]:
 
 
 @contextmanager
-def leave_untouched(model: torch.nn.Module) -> Iterator[None]:
+def keep_training_state(model: torch.nn.Module) -> Iterator[None]:
     """
     Turn dropout off in training too, and restore gradients, buffers, modes and random state at the
     end.
@@ -248,7 +248,7 @@ def leave_untouched(model: torch.nn.Module) -> Iterator[None]:
             if isinstance(module, torch.nn.modules.dropout._DropoutNd):  # noqa: SLF001  # base of all of them
                 names.append("p")
             stack.enter_context(replace_attributes(module, training=module.training, **dict.fromkeys(names, 0.0)))
-        stack.enter_context(same_state(model))
+        stack.enter_context(restore_state(model))
         yield
 
 

@@ -12,8 +12,8 @@ from swift.loss_scale import ALL_BASE_STRATEGY, loss_scale_map
 from swift.model import MODEL_MAPPING, get_matched_model_meta
 from swift.template import Template
 
-from packplan.adapters.families import embeds_itself, is_shown, settled_types
-from packplan.adapters.model_folder import config_architecture, damaged_json_reason, model_sizes
+from packplan.adapters.families import default_types, embeds_itself, may_probe_template
+from packplan.adapters.model_folder import config_architecture, config_content, damaged_json_reason
 from packplan.adapters.samples.video_reading import prepare_videos
 from packplan.core.config.run import ModelConfig, TemplateConfig
 from packplan.core.errors import ConfigError, Fault
@@ -74,11 +74,11 @@ def _candidates(model: ModelConfig) -> tuple[Sequence[str | None], Sequence[str]
     if named is not None and model.model_type in (None, named.model_type):
         return [named.model_type], [named.template] if named.template else list(named.candidate_templates)
     architecture = config_architecture(model)
-    settled = settled_types(architecture)
+    settled = default_types(architecture)
     if settled is not None and model.model_type in (None, settled[0]):
         return [settled[0]], [settled[1]]
     types = [model.model_type] if model.model_type else _types_of(architecture)
-    if not types and not any(f"{part}_config" in model_sizes(model) for part in _MEDIA):
+    if not types and not any(f"{part}_config" in config_content(model) for part in _MEDIA):
         return [None], []
     return types, _templates_of(types)
 
@@ -110,7 +110,7 @@ def _refuse_unshown(name: str) -> None:
     Raises:
         ConfigError: It is one of them.
     """
-    if not is_shown(name):
+    if not may_probe_template(name):
         reason = (
             f"is {name}, whose model keeps text, images and sound in a model of its own, its thinker, and was not "
             "shown to pack: set training.packing: false"

@@ -6,8 +6,8 @@ from swift.trainers import Seq2SeqTrainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from packplan.adapters.attention import NAME
-from packplan.adapters.attention.rows import with_text_row
-from packplan.adapters.attention.shared_rows import sharing_group
+from packplan.adapters.attention.rows import add_text_row
+from packplan.adapters.attention.shared_rows import row_group
 from packplan.adapters.hf.following import ServesPacks, add_base, require_same_rows
 from packplan.adapters.hf.packed_calls import Unpadding
 from packplan.adapters.hf.refusals import refuse
@@ -46,7 +46,7 @@ def follow_plan(trainer: Any, *, attn_impl: str | None, row_ranks: int) -> Epoch
     digest = packs.facts.digest
     require_same_rows(packs.plan, digest)
     schedule = schedule_of(packs.plan, trainer.args, world_size=count_row_groups(trainer.args.world_size, row_ranks))
-    group = sharing_group(row_ranks, trainer.args.ddp_timeout_delta) if row_ranks > 1 else None
+    group = row_group(row_ranks, trainer.args.ddp_timeout_delta) if row_ranks > 1 else None
     # Heads of other tasks pool each sample of a row, so no logits of tokens can be compared.
     whole = trainer.task_type == "causal_lm" and not (trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled())
     for model in (trainer.model, getattr(trainer, "ref_model", None)):
@@ -117,7 +117,7 @@ class _PlannedSwiftTraining(ServesPacks):
     is_deepspeed_enabled: bool
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        return with_text_row(super()._prepare_inputs(inputs))  # type: ignore[misc]  # of the trainer's class
+        return add_text_row(super()._prepare_inputs(inputs))  # type: ignore[misc]  # of the trainer's class
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         plain = self.accelerator.unwrap_model(model or self.model)

@@ -18,9 +18,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from packplan.adapters.attention import native_attention
 from packplan.adapters.families import trained_config
 from packplan.adapters.loaders.positions import rope_of, takes
-from packplan.adapters.models import evaluating, replace_attributes, weight_gradients
-from packplan.adapters.proof.batches import PackedBatch, Place, Sample, next_tokens, places_in_row
-from packplan.adapters.proof.comparison import Outcome, compare, limit_of, outcome_of, run_alone, watch_pass
+from packplan.adapters.models import evaluation_mode, replace_attributes, weight_gradients
+from packplan.adapters.proof.batches import PackedBatch, Place, Sample, next_tokens, places_by_lengths
+from packplan.adapters.proof.comparison import Outcome, compare, difference_limit, read_outcome, run_alone, watch_pass
 from packplan.adapters.proof.gradients import Watched, logit_reaches
 from packplan.adapters.samples.encoder import IGNORED_LABEL
 from packplan.adapters.samples.media import IMAGES, VIDEOS
@@ -56,7 +56,7 @@ class PackComparison:
     @property
     def limit(self) -> float:
         """Largest difference of logits and gradients, with the same experts."""
-        return limit_of(self.trainer.model, self.trainer.precision, experts=False)
+        return difference_limit(self.trainer.model, self.trainer.precision, experts=False)
 
     def findings(self, pack: int) -> Iterator[Deviation]:
         """
@@ -68,7 +68,7 @@ class PackComparison:
         Raises:
             PackplanError: A sample is not the one that was planned.
         """
-        with evaluating(self.trainer.model):  # dropout is no difference
+        with evaluation_mode(self.trainer.model):  # dropout is no difference
             yield from self._findings(pack)
 
     def _findings(self, pack: int) -> Iterator[Deviation]:
@@ -77,7 +77,7 @@ class PackComparison:
         if isinstance(served, PackplanError):
             raise served
         encoded = [self.encode(index) for index in indices]
-        places = places_in_row(len(one["input_ids"]) for one in encoded)
+        places = places_by_lengths(len(one["input_ids"]) for one in encoded)
         collated = _on(trainer.accelerator.device, trainer.data_collator([served]))
         samples = self._samples(encoded)
         gradients = self.without_gradients is None
@@ -92,7 +92,7 @@ class PackComparison:
             yield Deviation("labels", int((collated["labels"][0, span].cpu() != labels).sum()), pack, index)
         targets = next_tokens(collated["labels"][0])  # a label that crosses a border counts to the sample before it
         packed = [attrs.evolve(one, targets=targets[span]) for one, (_, span) in zip(samples, places, strict=True)]
-        found = outcome_of(trainer.model, [logits[place] for place in places], packed, with_gradients=False)
+        found = read_outcome(trainer.model, [logits[place] for place in places], packed, with_gradients=False)
         if gradients:
             readers = torch.linspace(0, len(places) - 1, min(_READERS, len(places))).round().int().tolist()
             for reach in logit_reaches(watched, logits, readers):

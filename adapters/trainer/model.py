@@ -12,7 +12,7 @@ from swift.utils import HfConfigFactory
 from transformers import modeling_utils, set_seed
 from transformers.utils.logging import disable_progress_bar
 
-from packplan.adapters.attention import attend_as
+from packplan.adapters.attention import set_attention
 from packplan.adapters.attention.vision import project_patches
 from packplan.adapters.files import name_load_errors
 from packplan.adapters.model_folder import require_whole_weights
@@ -73,7 +73,7 @@ def open_model(
             )
             raise ConfigError.at("model.model", reason) from error
     project_patches(opened)
-    attend_as(opened, attention)
+    set_attention(opened, attention)
     # With a cache, transformers builds no block-diagonal mask, and packed samples would attend to
     # each other.
     HfConfigFactory.set_config_attr(opened.config, "use_cache", False)  # noqa: FBT003  # its signature

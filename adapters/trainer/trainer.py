@@ -45,12 +45,12 @@ from swift.trainers.patcher import PrinterCallbackNew, ProgressCallbackNew
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from packplan.adapters.attention.rows import with_text_row
+from packplan.adapters.attention.rows import add_text_row
 from packplan.adapters.files import name_load_errors, name_save_errors
 from packplan.adapters.hf.following import EvaluatesPacks, FollowsSchedule
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches
 from packplan.adapters.loaders.rows import PACK
-from packplan.adapters.models import is_ruined, load_strictly, mean_size, replace_attributes
+from packplan.adapters.models import is_ruined, load_strictly, replace_attributes, root_mean_square
 from packplan.adapters.processes import name_lost_processes
 from packplan.adapters.trainer.checkpoints import CHECKPOINT_KEY, attention_to_state, remove_digests, write_digests
 from packplan.adapters.trainer.loader import (
@@ -328,7 +328,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         self.group.any(False)  # noqa: FBT003  # only its arrival counts
 
     def _mean_size(self) -> float:
-        return mean_size(self.model.parameters(), sharded=self.group.world_size > 1)
+        return root_mean_square(self.model.parameters(), sharded=self.group.world_size > 1)
 
     def _load_optimizer_and_scheduler(self, *arguments: Any, **options: Any) -> None:
         needed = {*chain(*self.optimizer.param_groups)}
@@ -366,7 +366,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         rest = {key: value for key, value in inputs.items() if key not in _NO_INPUTS}
-        return with_text_row(super()._prepare_inputs(rest))
+        return add_text_row(super()._prepare_inputs(rest))
 
     def _weight(self, inputs: dict[str, Any]) -> float:
         return float(inputs[NORMALISER])

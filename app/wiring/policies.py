@@ -5,7 +5,7 @@ Settings that a run's plans follow from: policy, work of its model, and the mixe
 from collections.abc import Iterable
 
 from packplan.adapters.config.run import load_mixes
-from packplan.adapters.model_folder import model_sizes
+from packplan.adapters.model_folder import config_content
 from packplan.core.config.identity import plan_policy
 from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecipe
@@ -43,7 +43,7 @@ def trained_work(config: RunConfig) -> tuple[WorkModel, str | None]:
 def _model_work(config: RunConfig) -> tuple[WorkModel, str | None]:
     """Return the model's work, and why it is only estimated, if it is."""
     try:
-        sizes = model_sizes(config.model)
+        sizes = config_content(config.model)
     except ConfigError as error:
         return WorkModel.estimated({}), error.faults[0].reason
     try:

@@ -8,9 +8,9 @@ from typing import Any
 import attrs
 from transformers.utils.logging import disable_progress_bar
 
-from packplan.adapters.attention.shared_rows import share_rows, sharing_group
+from packplan.adapters.attention.shared_rows import row_group, share_rows
 from packplan.adapters.loaders.batches import PackBatches
-from packplan.adapters.model_folder import PROCESSING_FILES, model_facts
+from packplan.adapters.model_folder import PROCESSING_FILES, model_file_facts
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.template import swift_types
 from packplan.adapters.samples.video_reading import sees_videos_apart
@@ -110,7 +110,7 @@ def open_checkpoint(
 
 def identity_of(config: RunConfig) -> RunIdentity:
     """Return the model, samples, loss and settings of a run, as its checkpoints keep them."""
-    model = model_facts(Path(config.model.model), also=PROCESSING_FILES)
+    model = model_file_facts(Path(config.model.model), also=PROCESSING_FILES)
     model["template.template"] = swift_types(config.model, config.template)[1]
     return run_identity(config, files=settings_files(config), model=model)
 
@@ -172,7 +172,7 @@ def _open_model(
     if not shards_weights(arguments):
         require_same_weights(group, model)
     if config.training.sequence_parallel_size > 1:
-        share_rows(model, sharing_group(config.training.sequence_parallel_size, arguments.ddp_timeout_delta))
+        share_rows(model, row_group(config.training.sequence_parallel_size, arguments.ddp_timeout_delta))
     if config.training.packing and attention.verdict is not None:
         probe_loaded_model(config, model, attention.verdict, whole=not shards_weights(arguments), keep=group.rank == 0)
     template.model = plain_model(model)

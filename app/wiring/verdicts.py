@@ -13,10 +13,10 @@ from typing import Any
 
 import attrs
 
-from packplan.adapters.attention.shared_rows import share_attention
-from packplan.adapters.model_folder import config_digest, config_model_type, refuse_other_layers
+from packplan.adapters.attention.shared_rows import attention_for_shared_rows
+from packplan.adapters.model_folder import config_digest, config_model_type, refuse_missing_layers
 from packplan.adapters.probe.probe import probe_config
-from packplan.adapters.probe.rows import place_of, probe_loaded
+from packplan.adapters.probe.rows import device_and_precision, probe_loaded
 from packplan.adapters.probe.small_model import open_model_config
 from packplan.adapters.samples.template import refuse_remote_code
 from packplan.adapters.stores.plans import DiskVerdictStore
@@ -53,7 +53,7 @@ def decide_attention(config: RunConfig, *, isolated: bool) -> AttentionChoice:
         attention = _attention(config, find_verdict(config), on_cpu=on_cpu)
     if isolated:
         _refuse_leak(config, attention)
-    return share_attention(attention) if config.training.sequence_parallel_size > 1 else attention
+    return attention_for_shared_rows(attention) if config.training.sequence_parallel_size > 1 else attention
 
 
 def require_packing_model(config: RunConfig) -> PackingVerdict | None:
@@ -77,7 +77,7 @@ def find_verdict(config: RunConfig) -> PackingVerdict:
     if stored is not None and not (stored.strategy == "flash" and on_cpu):
         return stored
     refuse_remote_code(config.model)
-    refuse_other_layers(config.model)
+    refuse_missing_layers(config.model)
     return _probe_once(verdict_key(config).digest, config.model, config.model.attn_impl, on_cpu=on_cpu)
 
 
@@ -107,7 +107,7 @@ def probe_loaded_model(config: RunConfig, model: Any, verdict: PackingVerdict, *
     Raises:
         ModelError: Samples are not apart, or not equal to themselves alone.
     """
-    place, size = place_of(model), config.training.sequence_parallel_size
+    place, size = device_and_precision(model), config.training.sequence_parallel_size
     if size > 1:
         place += f", {size} ranks to a row"
     if not whole:

@@ -17,7 +17,7 @@ MANY = 3
 """Arguments from which on each is documented."""
 
 CALLED_BY_TRANSFORMERS = {"on_log", "sample_mask",
-    "attend_to_patches", "evaluation_loop", "get_batch_samples", "log", "on_epoch_end", "on_step_end", "row_mask",
+    "attend_to_patches", "evaluation_loop", "get_batch_samples", "log", "on_epoch_end", "on_step_end", "build_mask",
     "training_step",
 }  # fmt: skip
 """Their arguments are the library's, which documents them."""

@@ -9,8 +9,13 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from packplan.adapters.attention import attend_as
-from packplan.adapters.attention.shared_rows import context_parallel, share_attention, share_rows, whole_rows
+from packplan.adapters.attention import set_attention
+from packplan.adapters.attention.shared_rows import (
+    attention_for_shared_rows,
+    compute_whole_rows,
+    context_parallel,
+    share_rows,
+)
 from packplan.adapters.probe.rows import probe_loaded
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.equality import VARLEN, AttentionChoice
@@ -122,7 +127,7 @@ def be_sharing(out: str, cases: dict[str, dict]) -> None:
 def differences(*, family: str, checkpointing: bool = False, **sizes: int) -> list[float]:
     """Return the isolation of a model that shares rows, and its differences from whole rows."""
     model = build(family, **sizes).train()
-    attend_as(model, share_attention(AttentionChoice(VARLEN)))
+    set_attention(model, attention_for_shared_rows(AttentionChoice(VARLEN)))
     model.config.use_cache = False
     share_rows(model, dist.group.WORLD)
     if checkpointing:
@@ -140,7 +145,7 @@ def differences(*, family: str, checkpointing: bool = False, **sizes: int) -> li
         loss.backward()
         return loss.detach(), {name: weight.grad.clone() for name, weight in model.named_parameters()}
 
-    with whole_rows():
+    with compute_whole_rows():
         expected, gradients = taken(labels=labels)
         padded = model(input_ids=ids.view(2, -1)).logits
         logits = model(**batch).logits.detach()

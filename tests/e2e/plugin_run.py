@@ -83,7 +83,7 @@ def changed(words: list[str], out: str, fault: str) -> int:
     """Train data of which a row gets `longer`, or is `gone`, after it was measured."""
     from packplan.adapters.swift import packs
 
-    row_of = packs.PlannedPacks._row
+    read_row = packs.PlannedPacks._row
 
     def row(self: Any, index: int) -> Any:
         if index == 4:
@@ -97,10 +97,10 @@ def changed(words: list[str], out: str, fault: str) -> int:
 
             self._encode = other
             try:
-                return row_of(self, index)
+                return read_row(self, index)
             finally:
                 self._encode = encode
-        return row_of(self, index)
+        return read_row(self, index)
 
     packs.PlannedPacks._row = row
     return main("sft", words, str(Path(out).parent))

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from packplan.adapters.attention import attend_as
+from packplan.adapters.attention import set_attention
 from packplan.adapters.probe.rows import probe_loaded
 from packplan.adapters.probe.shrink import shrink
-from packplan.adapters.probe.small_model import SmallModels, enliven, quiet
-from packplan.adapters.proof.comparison import limit_of
+from packplan.adapters.probe.small_model import SmallModels, hide_warnings, spread_weights
+from packplan.adapters.proof.comparison import difference_limit
 from packplan.app import check
 from packplan.app.wiring.runs import read_config
 from packplan.core.equality import CHECKS, EQUAL, PackingVerdict, choose_attention
@@ -47,10 +47,10 @@ def sections(demo, text_jsonl, tmp_path):
         own = {key: sizes[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
         plain = default_config(family)
         config = type(plain)(**{**shrink(plain.to_dict()), **own})
-        with quiet(), torch.random.fork_rng(devices=[]):
+        with hide_warnings(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        enliven(model)
+        spread_weights(model)
         model.save_pretrained(folder)
         model_type, template, _ = FAMILIES[family]
         # The templates of some families say much before the first message.
@@ -85,13 +85,13 @@ def test_a_family_packs_the_whole_way_of_training(write_run, sections, tmp_path,
 
 def require_equal_in_16_bits(family, verdict):
     """Rounding stays within the limit of the type and of the depth."""
-    with quiet():
+    with hide_warnings():
         model = SmallModels(default_config(family)).build(attention=verdict.native).bfloat16()
-    attend_as(model, choose_attention("auto", verdict))
+    set_attention(model, choose_attention("auto", verdict))
 
     probe_loaded(model, native=verdict.native, named="auto")
 
-    assert limit_of(model) < 0.16
+    assert difference_limit(model) < 0.16
 
 
 @pytest.mark.parametrize(

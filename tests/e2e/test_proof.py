@@ -10,7 +10,7 @@ from torch import nn
 from transformers import DataCollatorWithFlattening, LlamaConfig
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from packplan.adapters.attention import attend_as
+from packplan.adapters.attention import set_attention
 from packplan.adapters.attention.rows import split_states
 from packplan.adapters.probe.small_model import SmallModels
 from packplan.core.equality import AttentionChoice
@@ -100,7 +100,7 @@ def test_a_family_that_positions_do_not_keep_apart_is_found():
 def test_layers_that_are_reset_pass():
     """The state of linear attention, by Packplan's own way to run it."""
     sound = model_of("qwen3_next", "sdpa")
-    attend_as(sound, AttentionChoice("varlen", split=("Qwen3NextGatedDeltaNet",), follows_rows=True))
+    set_attention(sound, AttentionChoice("varlen", split=("Qwen3NextGatedDeltaNet",), follows_rows=True))
 
     assert_isolated(sound, positions_alone(batch_of()))
     assert_equal_to_alone(sound, positions_alone(batch_of()))
@@ -109,7 +109,7 @@ def test_layers_that_are_reset_pass():
 def half_reset():
     """A layer whose convolution is told its rows, and whose state is not."""
     model = model_of("qwen3_next", "sdpa")
-    attend_as(model, AttentionChoice("varlen", follows_rows=True))
+    set_attention(model, AttentionChoice("varlen", follows_rows=True))
     split_states(model, ["Conv1d"])
     return model
 

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from packplan.adapters.attention.shared_rows import context_parallel, share_attention
+from packplan.adapters.attention.shared_rows import attention_for_shared_rows, context_parallel
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.equality import VARLEN, AttentionChoice
 from packplan.core.errors import ModelError
@@ -146,7 +146,7 @@ def test_what_cannot_be_computed_is_refused(group_of_one, qwen3):
         with pytest.raises(ValueError, match="a mask is given"):
             model(tokens, attention_mask=torch.zeros_like(tokens))
     with pytest.raises(ModelError, match="layers that carry a state"):
-        share_attention(AttentionChoice(VARLEN, split=("Mamba",)))
+        attention_for_shared_rows(AttentionChoice(VARLEN, split=("Mamba",)))
 
 
 SHARED = {

@@ -304,7 +304,9 @@ def test_what_cannot_be_packed_is_refused_by_name(named):
 FAULTS = {
     "order": lambda given, tokens: {"input_ids": tokens.take(given["input_ids"]).flip(1)},
     "positions": lambda _, tokens: {"position_ids": torch.arange(len(tokens.places))[None]},
-    "mask": lambda given, tokens: {"attention_mask": tokens.take(given["attention_mask"]) * (tokens.restarting != 1)},
+    "mask": lambda given, tokens: {
+        "attention_mask": tokens.take(given["attention_mask"]) * (tokens.restarting_positions != 1)
+    },
 }
 """Fault -> arguments of the packed call in its place."""
 

@@ -57,7 +57,7 @@ def opened(loaded):
 
     def open_one(name: str, *, checkpointing: str = "", lora: bool = False):
         model = copy.deepcopy(loaded(name))
-        attention.attend_by_varlen(model)
+        attention.set_varlen_attention(model)
         model.config.get_text_config().use_cache = False
         if lora:
             from peft import LoraConfig, get_peft_model
@@ -138,7 +138,7 @@ def windowed_model():
         )
     )  # fmt: skip
     assert ["full_attention", "sliding_attention"] == model.config.layer_types
-    attention.attend_by_varlen(model)
+    attention.set_varlen_attention(model)
     return model
 
 
@@ -321,7 +321,7 @@ def test_a_gpu_takes_the_fused_kernel_or_says_once_why_not(monkeypatch, caplog, 
     monkeypatch.setattr(varlen, "_capability", lambda _: (9, 0))
     asked = []
     monkeypatch.setattr(varlen, "varlen_attn", lambda **o: asked.append(o) or reference_varlen_attn(**o))
-    varlen._say_once.cache_clear()
+    varlen._log_reason_once.cache_clear()
 
     def found(dtype):
         parts = [part.bfloat16().to(dtype) for part in tensors(37, key_heads=key_heads)]
@@ -436,8 +436,8 @@ def test_one_plain_sample_needs_no_layout():
     """A sample alone is causal by torch itself; within a window, it is a row of one block."""
     options = {"batch_size": 1, "q_length": 9, "kv_length": 9, "mask_function": causal_mask_function, "device": "cpu"}
 
-    assert varlen.row_mask(**options) is None
-    assert (9,) == varlen.row_mask(**options, local_size=4).lengths
+    assert varlen.build_mask(**options) is None
+    assert (9,) == varlen.build_mask(**options, local_size=4).lengths
 
 
 @pytest.mark.filterwarnings(

@@ -13,9 +13,9 @@ from packplan.core.equality import (
     Deviation,
     judge,
     kind,
-    loaded_limit,
     loss_difference,
     packs_to_compare,
+    rounding_limit,
 )
 from packplan.core.packs import Packs
 from packplan.core.samples.tables import COLUMNS
@@ -104,7 +104,7 @@ def test_rounding_of_deep_models_excuses_logits_and_gradients_alone():
 @given(st.sampled_from([7, 10, 23]), st.integers(1, 200))
 def test_the_limit_of_rounding_grows_with_the_step_and_slowly_with_depth(bits, layers):
     """At twice the depth by a fifth at most; and no type's limit is near what a fault gives."""
-    limit = loaded_limit(2.0**-bits, layers=layers)
+    limit = rounding_limit(2.0**-bits, layers=layers)
 
-    assert limit < loaded_limit(2.0**-bits, layers=2 * layers) <= 1.25 * limit
-    assert loaded_limit(2.0 ** -(bits + 1), layers=layers) < limit < 0.1
+    assert limit < rounding_limit(2.0**-bits, layers=2 * layers) <= 1.25 * limit
+    assert rounding_limit(2.0 ** -(bits + 1), layers=layers) < limit < 0.1

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from packplan.adapters.model_folder import config_model_type, download_command, find_cached, is_id
+from packplan.adapters.model_folder import config_model_type, download_command, find_cached, is_hub_id
 from packplan.core.config.run import ModelConfig
 from packplan.core.errors import ConfigError
 
@@ -62,9 +62,9 @@ def test_the_revision_of_main_and_the_preferred_hub_come_first(tmp_path, monkeyp
 def test_what_is_missing_comes_with_the_command_that_downloads_it(tmp_path, monkeypatch):
     """Of the hub that comes first, and never for a path."""
     monkeypatch.chdir(tmp_path)
-    assert [True, False, False, False] == [is_id(name) for name in ("org/name", "/org/name", "./org", "org/a/b")]
+    assert [True, False, False, False] == [is_hub_id(name) for name in ("org/name", "/org/name", "./org", "org/a/b")]
     hold(tmp_path / "org" / "name")
-    assert not is_id("org/name")
+    assert not is_hub_id("org/name")
     with pytest.raises(ConfigError, match=r"`modelscope download --model org/other`, or set model.download: true"):
         config_model_type(ModelConfig(model="org/other"))
     monkeypatch.setenv("USE_HF", "true")
