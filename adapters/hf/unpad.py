@@ -27,7 +27,7 @@ from packplan.adapters.models import evaluation_mode
 from packplan.adapters.probe.probe import probe_config
 from packplan.adapters.probe.rows import ordinary_ids, probe_loaded
 from packplan.adapters.proof.batches import PackedBatch
-from packplan.adapters.proof.comparison import compare_values, difference_limit, may_choose_other_experts, watch_pass
+from packplan.adapters.proof.comparison import compare_values, difference_limit, experts_may_differ, watch_pass
 from packplan.adapters.proof.gradients import logit_reaches
 from packplan.core.equality import AUTO, VARLEN, AttentionChoice, ProbeResult, choose_attention
 from packplan.core.errors import ArgumentError, ModelError
@@ -225,13 +225,12 @@ def _run(model: Any, module: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, 
     The limit is asked for inside of the call, since accelerate turns on autocast there.
     """
     run: list[tuple[torch.Tensor, float, bool]] = []
-    hook = module.register_forward_hook(
-        lambda _, __, out: run.append((out[0], difference_limit(model), may_choose_other_experts(model)))
-    )
-    try:
+
+    def note(_: Any, __: Any, output: Any) -> None:
+        run.append((output[0], difference_limit(model), experts_may_differ(model)))
+
+    with module.register_forward_hook(note):
         model(**batch, use_cache=False)
-    finally:
-        hook.remove()
     return run[-1]
 
 

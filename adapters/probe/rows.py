@@ -25,7 +25,7 @@ from packplan.adapters.proof.comparison import (
     compare_values,
     compute_precision,
     difference_limit,
-    may_choose_other_experts,
+    experts_may_differ,
     read_outcome,
     run_alone,
     watch_pass,
@@ -114,7 +114,7 @@ def probe_loaded(model: Any, *, native: str, named: str) -> ProbeResult:
         with native_attention(model, native):
             alone = run_alone(model, row.samples, with_gradients=False)
         try:
-            measured = compare_row(model, row, alone, typical=may_choose_other_experts(model))
+            measured = compare_row(model, row, alone, typical=experts_may_differ(model))
             why_not = measured.why_not(limit=difference_limit(model))
         except PackplanError:
             raise

@@ -15,7 +15,7 @@ from packplan.adapters.proof.comparison import (
     Comparison,
     compare,
     difference_limit,
-    may_choose_other_experts,
+    experts_may_differ,
     read_outcome,
     run_alone,
     watch_pass,
@@ -102,7 +102,7 @@ def assert_equal_to_alone(
     with evaluation_mode(model), torch.enable_grad():
         _, logits = watch_pass(model, row)
         packed = read_outcome(model, [logits[place] for place in row.places], samples)
-        apart = compare(packed, run_alone(model, samples), typical=may_choose_other_experts(model))
+        apart = compare(packed, run_alone(model, samples), typical=experts_may_differ(model))
         for number, different in enumerate(apart.logits):
             if not different <= limit:
                 fact = f"the logits of sample {number} differ from those of the sample alone by {different:.2g}"

@@ -182,7 +182,7 @@ def compare(found: Outcome, expected: Outcome, *, typical: bool = False) -> Comp
         found: Outcome of packed samples.
         expected: Outcome of the same samples alone.
         typical: Compare each sample's typical token, not the worst, and no losses; see
-            `may_choose_other_experts`.
+            `experts_may_differ`.
     """
     by_weight = difference_norms(found.gradients, expected.gradients)
     difference = math.hypot(*by_weight.values())
@@ -266,10 +266,10 @@ def difference_limit(model: torch.nn.Module, precision: Precision | None = None,
     """
     precision = precision or compute_precision(model)
     rounding = rounding_limit(_epsilon_of(precision), layers=_layers_of(model))
-    return max(EQUAL[precision], rounding + (_OTHER_EXPERTS if experts and may_choose_other_experts(model) else 0))
+    return max(EQUAL[precision], rounding + (_OTHER_EXPERTS if experts and experts_may_differ(model) else 0))
 
 
-def may_choose_other_experts(model: torch.nn.Module) -> bool:
+def experts_may_differ(model: torch.nn.Module) -> bool:
     """
     Return whether rounding may change the weights that a token passes.
 
