@@ -101,12 +101,6 @@ def test_padding_is_the_least_that_the_ranks_can_share(length, cp_size, tp_size)
     assert [0, padded] == cu_seqlens([length], pad_to_multiple_of=unit)
 
 
-def test_chunks_of_one_sequence():
-    assert [[0, 1, 6, 7], [2, 3, 4, 5]] == [chunk_positions(8, cp_size=2, cp_rank=r) for r in range(2)]
-    assert [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]] == [chunk_positions(12, cp_size=3, cp_rank=r) for r in range(3)]
-    assert [0, 1, 2] == chunk_positions(3, cp_size=1, cp_rank=0)
-
-
 @pytest.mark.parametrize(
     ("call", "says"),
     [
