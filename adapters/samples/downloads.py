@@ -1,12 +1,11 @@
 """
-Copies of files at places of other machines, in folders of this one: data files, and media of
-records.
+Downloads of remote files, in folders of this machine: data files, and media of records.
 
-Training needs no network, and reads records in shuffled order: so files are copied whole. Each copy
-stands under the digest of its content, beside a note of its place. A data file is asked for again
-at each start, and copied again where it changed. A medium is fetched once: whoever asks again, in
-another process or years later, gets the same bytes without a network, or is told that they are
-gone. Queries and names in places may be credentials: no message and no note has them.
+Training needs no network, and reads records in shuffled order: so files are downloaded whole. Each
+download stands under the digest of its content, beside a note of its URL. The server is asked at
+each start whether a data file changed. A medium is fetched once: later processes get the same
+bytes without a network, or an error if they are gone. Queries and user names in URLs may be
+credentials: no message and no note has them.
 """
 
 import contextlib
@@ -22,47 +21,40 @@ from packplan.adapters.samples.media_files import read_size
 from packplan.adapters.samples.remote_files import FetchError, FileVersion, Timeouts, fetch, list_urls, read_version
 from packplan.core.errors import CorruptArtefactError, DataSetError, counted
 from packplan.core.samples.media import Image, Video
-from packplan.core.samples.urls import (
-    is_url,
-    join_url,
-    mask_credentials,
-    scheme_of,
-    strip_signature,
-    url_folder,
-)
+from packplan.core.samples.urls import is_url, join_url, mask_credentials, scheme_of, strip_signature, url_folder
 from packplan.core.samples.values import UnusableRecordError
 
 log = logging.getLogger(__name__)
 
 MAX_BYTES = {"file": 2**36, "video": 2**33, "image": 2**26}
-"""Kind of a copy -> bytes that it may have; a file holds records."""
+"""Kind of a download -> largest size in bytes; a `file` holds records."""
 
 _FILE_TIMEOUTS = Timeouts(total_s=None)
-"""Times to wait for a data file."""
+"""Timeouts of a data file."""
 
 _SCHEMA, _MEDIUM_SCHEMA = "packplan.place/1", "packplan.medium/1"
 
 _FOLDER, _NOTE = "place-", "note.json"
 
 
-def _url_key(place: str) -> str:
-    """Return the name of a place in a folder of copies, however it is signed."""
-    return hashlib.sha256(strip_signature(place).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+def _url_key(url: str) -> str:
+    """Return the name of a URL in a folder of downloads, whatever its signature."""
+    return hashlib.sha256(strip_signature(url).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def _read_note(path: Path, schema: str) -> dict[str, Any] | None:
-    """Return the note of a copy; None if there is none, or a damaged one."""
+    """Return the note of a download; None if there is none, or a damaged one."""
     with contextlib.suppress(CorruptArtefactError), files.name_write_errors(path):
         return files.read_manifest(path, schema)
     return None
 
 
-def _publish(fetched: Path, copy: Path) -> None:
-    """Move what was fetched to its place under its digest."""
-    files.make_folder(copy.parent)
-    with files.name_write_errors(copy):
-        fetched.replace(copy)
-        files.sync_folder(copy.parent)
+def _move_download(fetched: Path, target: Path) -> None:
+    """Move a download to its name by digest, so that it survives a crash."""
+    files.make_folder(target.parent)
+    with files.name_write_errors(target):
+        fetched.replace(target)
+        files.sync_folder(target.parent)
 
 
 # Data files.
@@ -70,15 +62,15 @@ def _publish(fetched: Path, copy: Path) -> None:
 
 def fetch_data_files(name: str, cache: Path) -> list[Path]:
     """
-    Return copies of the file at a place, or of those of a pattern, made where there are none.
+    Return the downloads of the files at a URL or a pattern of URLs, fetched where that is needed.
 
     Args:
-        name: Place, or pattern of places where its kind lists files.
-        cache: Folder of copies.
+        name: URL; or pattern of URLs, if the scheme can list files.
+        cache: Folder of downloads.
 
     Raises:
-        DataSetError: A file is not to be had, or no file matches.
-        OutputError: There is no room for a copy.
+        DataSetError: A file cannot be fetched, or no file matches.
+        OutputError: There is no room for a download.
     """
     if scheme_of(name) in {"http", "https"} or not glob.has_magic(name):
         return [_fetch_data_file(name, cache)]
@@ -88,13 +80,13 @@ def fetch_data_files(name: str, cache: Path) -> list[Path]:
         raise _unreadable_error(name, error) from None
     if not found:
         raise DataSetError(f"{mask_credentials(name)} matches no file: name existing data files")
-    return [_fetch_data_file(place, cache) for place in found]
+    return [_fetch_data_file(url, cache) for url in found]
 
 
 def remote_origin(path: Path) -> tuple[str, str] | None:
     """
-    Return the place that a file is a copy of, without credentials, and its folder; None for other
-    files.
+    Return the URL that a file was downloaded from, without credentials, and its folder; None for
+    other files.
     """
     if not path.parent.parent.name.startswith(_FOLDER):
         return None
@@ -106,44 +98,44 @@ def _unreadable_error(name: str, error: Exception) -> DataSetError:
     return DataSetError(f"{mask_credentials(name)} cannot be read: {error}")
 
 
-def _fetch_data_file(place: str, cache: Path) -> Path:
-    """Return the copy of the file at a place, as it is now."""
-    folder = cache / f"{_FOLDER}{_url_key(place)}"
+def _fetch_data_file(url: str, cache: Path) -> Path:
+    """Return the download of a data file in its current version."""
+    folder = cache / f"{_FOLDER}{_url_key(url)}"
     files.make_folder(folder)
-    with files.hold_lock(folder / "lock", f"for a copy of {mask_credentials(place)}"):
+    with files.hold_lock(folder / "lock", f"for a copy of {mask_credentials(url)}"):
         note = _read_note(folder / _NOTE, _SCHEMA)
         copy = folder / note["sha256"] / note["name"] if note else folder
         known = FileVersion(note["size"], note["version"]) if note else FileVersion(0, "")
         has_copy = copy.is_file() and copy.stat().st_size == known.size
         try:
-            current = read_version(place, most=MAX_BYTES["file"], timeouts=_FILE_TIMEOUTS)
+            current = read_version(url, max_bytes=MAX_BYTES["file"], timeouts=_FILE_TIMEOUTS)
         except FetchError as error:
             if not has_copy:
-                raise _unreadable_error(place, error) from None
-            log.warning("%s cannot be asked: %s; its copy of before is read", mask_credentials(place), error)
+                raise _unreadable_error(url, error) from None
+            log.warning("%s cannot be asked: %s; its copy of before is read", mask_credentials(url), error)
             return copy
         if has_copy and current.version and current == known:
             return copy
-        fetched = _fetch_file(place, folder, current)
+        fetched = _download_version(url, folder, current)
         if has_copy and fetched != copy:
-            log.warning("%s is another file than before: it was fetched again", mask_credentials(place))
+            log.warning("%s is another file than before: it was fetched again", mask_credentials(url))
         return fetched
 
 
-def _fetch_file(place: str, folder: Path, current: FileVersion) -> Path:
-    """Return a new copy of the file at a place."""
-    target, shown = folder / "fetched", mask_credentials(place)
+def _download_version(url: str, folder: Path, version: FileVersion) -> Path:
+    """Download a version of a data file; DataSetError if the file changes meanwhile."""
+    target, shown = folder / "fetched", mask_credentials(url)
     # Its end says which format it has.
-    name = re.sub(r"[^\w.-]", "_", re.sub(r"[?#].*", "", place).rpartition("/")[2])[-100:].lstrip(".") or "data"
+    name = re.sub(r"[^\w.-]", "_", re.sub(r"[?#].*", "", url).rpartition("/")[2])[-100:].lstrip(".") or "data"
     try:
-        sha256 = fetch(place, target, most=MAX_BYTES["file"], timeouts=_FILE_TIMEOUTS)
-        if current != read_version(place, most=MAX_BYTES["file"], timeouts=_FILE_TIMEOUTS):
+        sha256 = fetch(url, target, max_bytes=MAX_BYTES["file"], timeouts=_FILE_TIMEOUTS)
+        if version != read_version(url, max_bytes=MAX_BYTES["file"], timeouts=_FILE_TIMEOUTS):
             raise FetchError("it changed while it was fetched: start again when it is complete")  # noqa: TRY301
     except FetchError as error:
-        raise _unreadable_error(place, error) from None
-    _publish(target, copy := folder / sha256 / name)
-    note = {"schema": _SCHEMA, "place": shown, "folder": url_folder(place), "sha256": sha256, "name": name}
-    files.write_manifest(folder / _NOTE, {**note, "size": copy.stat().st_size, "version": current.version})
+        raise _unreadable_error(url, error) from None
+    _move_download(target, copy := folder / sha256 / name)
+    note = {"schema": _SCHEMA, "place": shown, "folder": url_folder(url), "sha256": sha256, "name": name}
+    files.write_manifest(folder / _NOTE, {**note, "size": copy.stat().st_size, "version": version.version})
     log.info("%s is copied once: %s", shown, copy)
     return copy
 
@@ -153,57 +145,57 @@ def _fetch_file(place: str, folder: Path, current: FileVersion) -> Path:
 
 def fetch_medium(medium: Image | Video, folder: str, cache: "MediaCache | None", *, is_video: bool = False) -> Any:
     """
-    Return a medium of a record by its path on this machine, and one that stands in the record as it
-    is.
+    Return the path of a record's medium on this machine, fetched where that is needed; an image
+    inside the record as it is.
 
     Args:
         medium: Image or video, or the frames of one.
-        folder: Folder or place that relative media of the record start at.
-        cache: Media that are at places; None refuses those.
+        folder: Folder or URL that relative media of the record start at.
+        cache: Downloads of media; None refuses remote media.
         is_video: Whether it is a video.
 
     Raises:
-        ValueError: It is at a place, and cannot be had.
+        ValueError: It is remote, and cannot be fetched.
         OutputError: There is no room for it.
     """
     if isinstance(medium, bytes):
         return medium
     if isinstance(medium, tuple):
         return tuple(fetch_medium(frame, folder, cache) for frame in medium)
-    place = medium if is_url(medium) or not is_url(folder) else join_url(folder, medium)
-    if not is_url(place):
-        return str(Path(folder, place))
+    url = medium if is_url(medium) or not is_url(folder) else join_url(folder, medium)
+    if not is_url(url):
+        return str(Path(folder, url))
     if cache is None:
         reason = f"the record names {medium[:60]!r} at a place of another machine: name a folder for what is fetched"
         raise UnusableRecordError(reason, "media_cache")
-    return cache.path(place, is_video=is_video)
+    return cache.path(url, is_video=is_video)
 
 
 class MediaCache:
-    """Fetches images and videos from URLs into a folder, once each."""
+    """Downloads images and videos into a folder, once each."""
 
     def __init__(self, folder: Path, *, timeouts: Timeouts | None = None) -> None:
         """
         Keep media in a folder, which several processes may share.
 
         Args:
-            folder: Made if there is none.
-            timeouts: Times to wait for a medium.
+            folder: Folder of downloads; made if there is none.
+            timeouts: Timeouts of a medium; by default, those of `Timeouts`.
         """
         self.folder, self._timeouts = folder, timeouts or Timeouts()
         self._failed: dict[str, str] = {}
-        """Place -> why its medium is not to be had; asked once in a process."""
+        """URL -> reason why it cannot be fetched; a process asks once."""
 
     def path(self, url: str, *, is_video: bool = False) -> str:
         """
         Return the file of a medium, fetched if it is not there yet.
 
         Args:
-            url: Place of the medium.
+            url: URL of the medium.
             is_video: Whether it is a video, which may be larger.
 
         Raises:
-            ValueError: It cannot be had, or is no image, and why.
+            ValueError: It cannot be fetched, or is no image.
             OutputError: There is no room for it.
         """
         if (found := self._find_file(url)) is not None:
@@ -229,23 +221,23 @@ class MediaCache:
         return self.folder / sha256[:2] / sha256
 
     def _find_file(self, url: str) -> str | None:
-        """Return the file of a place's medium; None if it is not there whole."""
+        """Return the file of a medium; None if it is not there whole."""
         if (note := _read_note(self._note_file(url), _MEDIUM_SCHEMA)) is None:
             return None
         path = self._content_file(note["sha256"])
         return str(path) if path.is_file() and path.stat().st_size == int(note["bytes"]) else None
 
     def _fetch(self, url: str, kind: str) -> str:
-        """Fetch a medium, keep it and return its file; FetchError if it cannot be had."""
+        """Download a medium, and return its file; FetchError if it cannot be fetched."""
         note_file = self._note_file(url)
         known, fetched = _read_note(note_file, _MEDIUM_SCHEMA), note_file.with_suffix(".fetched")
         try:
-            sha256 = fetch(url, fetched, most=MAX_BYTES[kind], timeouts=self._timeouts)
+            sha256 = fetch(url, fetched, max_bytes=MAX_BYTES[kind], timeouts=self._timeouts)
             if kind == "image":
                 _require_image(fetched)
             if known is not None and known["sha256"] != sha256:
                 raise FetchError("it was fetched before, its file is gone, and the server has another one now")
-            _publish(fetched, target := self._content_file(sha256))
+            _move_download(fetched, target := self._content_file(sha256))
         finally:
             fetched.unlink(missing_ok=True)
         note = {"schema": _MEDIUM_SCHEMA, "url": mask_credentials(url)[:500], "sha256": sha256}
@@ -254,7 +246,7 @@ class MediaCache:
 
 
 def _require_image(fetched: Path) -> None:
-    """Refuse what came if it is no image whose pixels can be read."""
+    """Refuse a download that is no image, or whose pixels cannot be read; FetchError."""
     try:
         read_size(held := fetched.read_bytes(), decode=True)
     except ValueError as error:

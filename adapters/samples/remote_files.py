@@ -1,5 +1,5 @@
 """
-Files at places of other machines, read by fsspec: http, S3, Google Cloud, hubs, Azure.
+Files of other machines, read by fsspec: http, S3, Google Cloud, Hugging Face, Azure.
 
 Credentials are found as the libraries do, and are in no message.
 """
@@ -27,156 +27,155 @@ T = TypeVar("T")
 
 _HTTP = frozenset({"http", "https"})
 
-_MOST_REDIRECTS = 5
+_MAX_REDIRECTS = 5
 
 _UNQUOTED = "%/:=&?~#+!$,;'@()*[]|"
-"""Signs of a URL that stay as they are; blanks and letters beyond ASCII are quoted."""
+"""Characters of a URL that stay as they are; blanks and letters beyond ASCII are quoted."""
 
 _RETRIED = (429, 500, 502, 503, 504)
-"""Answers of a server that may do better a moment later."""
+"""Status codes of a server that may succeed a moment later."""
 
 _VERSIONS = (
     "ETag", "etag", "md5Hash", "generation", "oid", "blob_id", "LastModified", "Last-Modified", "last_modified",
     "created",
 )  # fmt: skip
-"""Entries of what file systems say of a file, the first of which is its version."""
+"""Keys of a file system's `info`, the first of which is the version of a file."""
 
 _DENIED = ("Credential", "Forbidden", "Unauthorized", "AccessDenied", "NoAuth")
-"""Parts of the names of errors where credentials are missing, or do not suffice."""
+"""Parts of the names of errors that are raised if credentials are missing or do not suffice."""
 
-_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
-"""Errors of this machine's disk, and of no server."""
+_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
+"""Error numbers of this machine's disk."""
 
 _SECRET = re.compile(r"SECRET|TOKEN|PASSWORD|CREDENTIAL|ACCESS_KEY|ACCOUNT_KEY")
 """Names of environment variables whose values no message may have."""
 
 _file_systems: dict[tuple[object, ...], Any] = {}
 """
-Process, scheme and times -> file system, with its connections for all threads. A process that is
-forked makes its own, and keeps those of its parent, whose connections it must not close.
+Process, scheme and timeouts -> file system, with its connections for all threads. A forked process
+makes its own, and keeps those of its parent, whose connections it must not close.
 """
 
 
 @attrs.frozen
 class Timeouts:
-    """Seconds to wait for a server of http; other file systems have times of their own."""
+    """Seconds to wait for an http server; other file systems have timeouts of their own."""
 
     total_s: float | None = 60.0
-    """For all of an answer; None takes as long as bytes come."""
+    """Limit of a whole answer; None waits as long as bytes arrive."""
 
     read_s: float = 10.0
-    """For the next bytes."""
+    """Limit of the wait for the next bytes."""
 
     retry_waits_s: tuple[float, ...] = (0.5, 2.0)
-    """Before each further attempt, where another one may do better."""
+    """Pause before each retry of a request that may succeed later."""
 
 
 class FetchError(Exception):
-    """A file is not to be had; asking again would not help."""
+    """A file cannot be fetched, and a retry would not help."""
 
 
 class FileVersion(NamedTuple):
-    """Size and version of a file at a place."""
+    """Size and version of a remote file."""
 
     size: int | None
-    """Bytes; None where a server does not say."""
+    """Bytes; None if the server does not say."""
 
     version: str
-    """Tag of the content, or the time of its last change; empty where the place says neither."""
+    """Tag of the content, or time of the last change; empty if the server says neither."""
 
 
-def read_version(place: str, *, most: int, timeouts: Timeouts) -> FileVersion:
+def read_version(url: str, *, max_bytes: int, timeouts: Timeouts) -> FileVersion:
     """
-    Return the size and version of a file.
+    Return the size and version of a remote file.
 
     Args:
-        place: Place of the file.
-        most: Bytes that it may have.
-        timeouts: Times to wait.
+        url: URL of the file.
+        max_bytes: Largest size that is accepted.
+        timeouts: Timeouts of http.
 
     Raises:
-        FetchError: There is none, or it is too large.
+        FetchError: There is no such file, or it is too large.
     """
-    about = _call_with_retries(place, timeouts, lambda system, path: system.info(path))
-    if about.get("type") == "directory":
+    info = _call_with_retries(url, timeouts, lambda system, path: system.info(path))
+    if info.get("type") == "directory":
         raise FetchError("it is no file, but a folder")
-    size = None if about.get("size") is None else int(about["size"])
-    _require_size(size or 0, most)
-    return FileVersion(size, str(next((about[name] for name in _VERSIONS if about.get(name)), "")))
+    size = None if info.get("size") is None else int(info["size"])
+    _require_size(size or 0, max_bytes)
+    return FileVersion(size, str(next((info[name] for name in _VERSIONS if info.get(name)), "")))
 
 
-def fetch(place: str, target: Path, *, most: int, timeouts: Timeouts) -> str:
+def fetch(url: str, target: Path, *, max_bytes: int, timeouts: Timeouts) -> str:
     """
-    Write all of a file at a place to *target*, and return its SHA-256.
+    Download a remote file, and return the SHA-256 of its content.
 
     Args:
-        place: Place of the file.
-        target: File to write; what is there after an error is not whole.
-        most: Bytes that the file may have.
-        timeouts: Times to wait.
+        url: URL of the file.
+        target: File to write; after an error it may hold a part.
+        max_bytes: Largest size that is accepted.
+        timeouts: Timeouts of http.
 
     Raises:
-        FetchError: It is not to be had.
+        FetchError: The file cannot be fetched.
         OutputError: There is no room for it.
     """
-    bar = progress(desc=f"fetching {mask_credentials(place)}", unit=" bytes", delay=BRIEF_S, leave=False)
+    bar = progress(desc=f"fetching {mask_credentials(url)}", unit=" bytes", delay=BRIEF_S, leave=False)
+    limit = _SizeLimit(max_bytes, bar)
     with files.name_write_errors(target), bar:
         target.touch()
-        _call_with_retries(
-            place, timeouts, lambda system, path: system.get_file(path, str(target), callback=_SizeLimit(most, bar))
-        )
+        _call_with_retries(url, timeouts, lambda system, path: system.get_file(path, str(target), callback=limit))
         with target.open("rb") as file:
             os.fsync(file.fileno())
-            _require_size(os.fstat(file.fileno()).st_size, most)
+            _require_size(os.fstat(file.fileno()).st_size, max_bytes)
             return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def list_urls(pattern: str) -> list[str]:
-    """Return the places of a pattern's files, by name; FetchError if that cannot be asked."""
+    """Return the URLs that match a pattern, sorted; FetchError if they cannot be listed."""
 
-    def ask(system: Any, path: str) -> list[str]:
+    def list_matching(system: Any, path: str) -> list[str]:
         return sorted(system.unstrip_protocol(one) for one in system.glob(path))
 
-    return _call_with_retries(pattern, Timeouts(), ask)
+    return _call_with_retries(pattern, Timeouts(), list_matching)
 
 
 class _SizeLimit(Callback):  # type: ignore[misc]  # fsspec has no types
     """Refuses a file that is too large, before it is written or while it is."""
 
-    def __init__(self, most: int, bar: Any) -> None:
+    def __init__(self, max_bytes: int, bar: Any) -> None:
         super().__init__()
-        self._most, self._bar, self._done = most, bar, 0
+        self._max_bytes, self._bar, self._done = max_bytes, bar, 0
 
     def set_size(self, size: int | None) -> None:
         self._done, self._bar.total = 0, size
-        _require_size(size or 0, self._most)
+        _require_size(size or 0, self._max_bytes)
 
     def relative_update(self, inc: int = 1) -> None:
         self._done += inc
-        _require_size(self._done, self._most)
+        _require_size(self._done, self._max_bytes)
         self._bar.update(inc)
 
 
-def _require_size(size: int, most: int) -> None:
-    if size > most:
-        raise FetchError(f"it has more than {most:,} bytes")
+def _require_size(size: int, max_bytes: int) -> None:
+    if size > max_bytes:
+        raise FetchError(f"it has more than {max_bytes:,} bytes")
 
 
-def _call_with_retries(place: str, timeouts: Timeouts, call: Callable[[Any, str], T]) -> T:
+def _call_with_retries(url: str, timeouts: Timeouts, call: Callable[[Any, str], T]) -> T:
     """
-    Call a function with a file system and a path there, in a few attempts; FetchError if none
-    succeeds.
+    Call a function with the file system of a URL and the path there, with retries; FetchError if no
+    attempt succeeds.
     """
     for wait in (*timeouts.retry_waits_s, None):
         try:
-            return call(*_open_file_system(place, timeouts))
+            return call(*_open_file_system(url, timeouts))
         except (FetchError, MemoryError):
             raise
         except Exception as error:  # file systems raise errors of their own libraries
-            if isinstance(error, OSError) and error.errno in _DISK:
+            if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
                 raise
-            reason, may_help = _describe_error(error, timeouts)
-            if not may_help:
+            reason, may_succeed = _describe_error(error, timeouts)
+            if not may_succeed:
                 raise FetchError(reason) from None
             if wait is None:
                 raise FetchError(f"{reason}, in {counted(len(timeouts.retry_waits_s) + 1, 'attempt')}") from None
@@ -184,12 +183,12 @@ def _call_with_retries(place: str, timeouts: Timeouts, call: Callable[[Any, str]
     raise AssertionError  # the last attempt raises, or returns
 
 
-def _open_file_system(place: str, timeouts: Timeouts) -> tuple[Any, str]:
-    """Return the file system of a place, and its path there."""
+def _open_file_system(url: str, timeouts: Timeouts) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path there."""
     import fsspec
 
-    scheme = scheme_of(place)
-    assert scheme is not None  # noqa: S101  # it is a place
+    scheme = scheme_of(url)
+    assert scheme is not None  # noqa: S101  # callers pass URLs
     key = (os.getpid(), "http", timeouts) if scheme in _HTTP else (os.getpid(), scheme)
     try:
         if (system := _file_systems.get(key)) is None:
@@ -199,51 +198,52 @@ def _open_file_system(place: str, timeouts: Timeouts) -> tuple[Any, str]:
         package = PACKAGES[scheme]
         raise FetchError(f"{scheme}:// is read by another package: pip install {package or error.name}") from None
     if scheme not in _HTTP:
-        return system, str(system._strip_protocol(place))  # noqa: SLF001  # each file system's public way to take names
-    if "@" in place.partition("://")[2].partition("/")[0]:
+        return system, str(system._strip_protocol(url))  # noqa: SLF001  # each file system's public way to take names
+    if "@" in url.partition("://")[2].partition("/")[0]:
         raise FetchError("it holds a name or a password, with which no server is asked: leave that out")
-    return system, urllib.parse.quote(place, safe=_UNQUOTED)
+    return system, urllib.parse.quote(url, safe=_UNQUOTED)
 
 
 def _http_options(timeouts: Timeouts) -> dict[str, Any]:
     """Return options of fsspec's file system of http."""
     import aiohttp
 
-    times = aiohttp.ClientTimeout(timeouts.total_s, sock_connect=timeouts.read_s, sock_read=timeouts.read_s)
     client = {
         "headers": {"User-Agent": "packplan", "Accept-Encoding": "identity"},
         "requote_redirect_url": False,  # a signature is of the URL as it is written
-        "timeout": times,
+        "timeout": aiohttp.ClientTimeout(timeouts.total_s, sock_connect=timeouts.read_s, sock_read=timeouts.read_s),
         "trust_env": True,
     }
-    # An instance of other timeouts has another session.
-    return {"client_kwargs": client, "encoded": True, "max_redirects": _MOST_REDIRECTS, "skip_instance_cache": True}
+    # Other timeouts need another instance, with a session of its own.
+    return {"client_kwargs": client, "encoded": True, "max_redirects": _MAX_REDIRECTS, "skip_instance_cache": True}
 
 
 def _describe_error(error: Exception, timeouts: Timeouts) -> tuple[str, bool]:
-    """Return why a file system gives nothing, and whether another attempt may do better."""
+    """Return the reason of a file system's error, and whether a retry may succeed."""
     import aiohttp
 
     cause = error.__cause__
     error = cause if isinstance(cause, (aiohttp.ClientError, FetchError, TimeoutError)) else error
     status, text = getattr(error, "status", 0), f"{type(error).__name__}: {mask_secrets(error)}"
-    may_help = isinstance(error, aiohttp.ClientError) and not isinstance(error, (ValueError, aiohttp.TooManyRedirects))
+    may_succeed = isinstance(error, aiohttp.ClientError) and not isinstance(
+        error, (ValueError, aiohttp.TooManyRedirects)
+    )
     if isinstance(error, FetchError):
         text = str(error)
     elif isinstance(error, FileNotFoundError) or status == http.HTTPStatus.NOT_FOUND:
-        text, may_help = "there is no such file", False
+        text, may_succeed = "there is no such file", False
     elif isinstance(error, aiohttp.ClientResponseError) and status:
         asks = ": it asks for credentials, or a signature is no longer valid" if status in {401, 403} else ""
-        text, may_help = f"the server answers {status} {error.message}{asks}", status in _RETRIED
+        text, may_succeed = f"the server answers {status} {error.message}{asks}", status in _RETRIED
     elif type(error) is TimeoutError:
         text = f"it took more than {timeouts.total_s:g} s"
     elif isinstance(error, PermissionError) or any(part in text.partition(":")[0] for part in _DENIED):
         text = f"it asks for credentials, or for other ones ({text})"
-    return text, may_help
+    return text, may_succeed
 
 
 def mask_secrets(error: object) -> str:
-    """Return the text of an error in one line, without what may be credentials."""
+    """Return the text of an error in one line of at most 300 characters, without credentials."""
     text = mask_credentials(" ".join(str(error).split()))
     for name, value in os.environ.items():
         if len(value) >= 8 and _SECRET.search(name.upper()):

@@ -228,25 +228,6 @@ def test_more_ranks_than_gpus_are_named(monkeypatch):
         TorchGroup(use_cpu=False)
 
 
-def test_a_store_that_does_not_fit_the_run_ends_it(write_run, tmp_path, execute, capfd):
-    """A changed system prompt with status 2; a changed byte of the plan with status 3."""
-    path = write_run("qwen3", training={"max_steps": 1})
-    execute(path)
-    capfd.readouterr()
-
-    assert 2 == sft.main([str(path), "template.system=Another prompt."])
-    said = capfd.readouterr().err
-    assert "template.system: stored 'You look at scenes.', now 'Another prompt.'" in said
-    assert "training.output_dir" in said
-
-    indices = tmp_path / "run" / "static_packing" / "train" / "raw_plan.indices.bin"
-    damaged = bytearray(indices.read_bytes())
-    damaged[0] ^= 1
-    indices.write_bytes(damaged)
-    assert 3 == sft.main([str(path)])
-    assert "raw_plan.indices.bin is damaged" in capfd.readouterr().err
-
-
 def test_yaml_that_is_shipped_is_valid():
     """What the pages run; `test_demo.py` runs the other one."""
     for name in ("rl", "rl_vision"):
