@@ -1,9 +1,9 @@
 """
-Data files -> records: the one place that knows which format a file has.
+Data files -> records: finds files by names and patterns, and opens each in its format.
 
-What a file begins with decides, then its name: the first bytes of compressed files, Parquet and
-Arrow are their own; CSV is known by its name; of other text, a JSON array begins with `[`, and JSON
-Lines are what is left. JSON Lines and Arrow are read where they are, all else from a copy.
+Compressed files, Parquet and Arrow are recognised by their first bytes, CSV and TSV by their names.
+Of other text, a JSON array begins with `[`, and the rest is JSON Lines. JSON Lines and Arrow are
+read where they are, all other formats from a copy.
 """
 
 import glob
@@ -32,7 +32,7 @@ _COMPRESSED = {".gz", ".zst", ".zstd"}
 _ARROW = b"ARROW1"
 
 _SHARD = re.compile(r"[-_.]?\d+(?:-of-\d+)?$")
-"""End of the name of a file that is one of several parts."""
+"""Number at the end of the name of a shard."""
 
 _ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[")
 _ARRAY_OF_OBJECTS = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
@@ -47,8 +47,8 @@ def open_records(
     Args:
         paths: Names of the files, or patterns of names (`data/*.parquet`), or folders of
             `datasets.save_to_disk`.
-        max_line_bytes: A record of more text is refused when it is asked for; None reads all.
-        cache: Folder for copies of files that cannot be read in any order; None refuses those.
+        max_line_bytes: A record of more text is refused when it is read; None accepts all.
+        cache: Folder for copies of files that cannot be read in any order; None refuses such files.
 
     Raises:
         DataSetError: A file cannot be read, or holds no record.
@@ -67,11 +67,11 @@ def open_records(
 
 def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple[str, str]]:
     """
-    Yield each file that is not what its copy holds, or what is kept about it, and why; all of both
-    is read.
+    Yield each file that differs from its copy or from what is cached of it, and how; both are read
+    completely.
 
     Args:
-        paths: As `open_records` takes them.
+        paths: Names and patterns of data files.
         cache: Folder of copies.
     """
     for path in (file for name in paths for file in _match_files(name)):
@@ -156,12 +156,12 @@ def _find_shards(folder: Path) -> list[Path]:
 
 def source_names(paths: tuple[str, ...], names: Mapping[str, str]) -> dict[str, str]:
     """
-    Return the source of each file: its name, or the last part of the path or pattern that stands
-    for it, or all of that where another one ends alike.
+    Return the name of the source of each file: the given one, else the last part of its path or
+    pattern, or all of that if another one ends alike.
 
     Args:
-        paths: As `open_records` takes them.
-        names: Some of them -> names of their sources.
+        paths: Names and patterns of data files.
+        names: Path or pattern -> name of its source.
     """
     unnamed = short_names(paths)
     return {_name_and_folder(file)[0]: names.get(path, unnamed[path]) for path in paths for file in _match_files(path)}
@@ -175,8 +175,7 @@ def short_names(paths: Sequence[str]) -> dict[str, str]:
 
 def _refuse_duplicates(files: list[Path]) -> None:
     """
-    Refuse a file that is named twice, and files that are the same but for compression: their
-    records would be there twice.
+    Refuse a file that is named twice, and a file beside its compressed form: DataSetError.
     """
     known: dict[Path, Path] = {}
     for path in files:
@@ -188,7 +187,7 @@ def _refuse_duplicates(files: list[Path]) -> None:
 
 
 def _name_and_folder(path: Path) -> tuple[str, str]:
-    """Return the name and the media's folder of a file; of a copy, those of its place."""
+    """Return the name and the media folder of a file; for a download, those of its URL."""
     return remote_origin(path) or (str(path), str(path.parent))
 
 
@@ -211,7 +210,7 @@ def _open_file(path: Path, max_bytes: int | None, cache: Path | None) -> RecordF
 
 def _detect_format(path: Path, name: str) -> tuple[str, bool]:
     """
-    Return what a file holds, as `make_copy` takes it, or `arrow`, and whether it is compressed;
+    Return the format of a file, `arrow` or a kind of `make_copy`, and whether it is compressed;
     DataSetError if it holds no records.
     """
     head, is_compressed = read_head(path)

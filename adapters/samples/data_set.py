@@ -1,4 +1,4 @@
-"""Data files of any formats, one behind the other, as one data set."""
+"""Records of several data files of any formats as one data set."""
 
 import bisect
 import hashlib
@@ -27,7 +27,7 @@ _SHOWN_DIGITS = 12
 
 @cache
 def absolute_folder(folder: str) -> str:
-    """Return the absolute path of a folder, or the place that it is, as digests have it."""
+    """Return the absolute path of a folder, or the URL that it is."""
     return folder if is_url(folder) else str(Path(folder).resolve())
 
 
@@ -86,10 +86,10 @@ class FileRecords:
 
     def add_digests(self, indices: range, digests: NDArray[np.uint8]) -> None:
         """
-        Take over digests of records that were read, so that they need not be read for them again.
+        Take over digests of records that were read, so that `digest` need not read them again.
 
         Args:
-            indices: Records, one behind the other.
+            indices: Records, all of a range.
             digests: Their digests, all zero where there is none; shape (num_records, DIGEST_BYTES).
         """
         if len(digests):
@@ -98,7 +98,7 @@ class FileRecords:
 
     @property
     def files(self) -> list[tuple[str, int]]:
-        """Each file, and how many records it has."""
+        """Name and number of records of each file."""
         return [(file.name, len(file)) for file in self._files]
 
     def __getitem__(self, index: int) -> Any:
@@ -114,11 +114,11 @@ class FileRecords:
     @contextmanager
     def name_errors(self, index: int, before: str = "") -> Iterator[None]:
         """
-        Raise each ValueError as a RecordError that names the place of a record.
+        Raise each ValueError as a RecordError with the file and line of a record.
 
         Args:
             index: Index of the record.
-            before: Text before the reason.
+            before: Text to put before the reason.
         """
         try:
             yield

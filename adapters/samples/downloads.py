@@ -166,7 +166,7 @@ def fetch_medium(medium: Image | Video, folder: str, cache: "MediaCache | None",
     if not is_url(url):
         return str(Path(folder, url))
     if cache is None:
-        reason = f"the record names {medium[:60]!r} at a place of another machine: name a folder for what is fetched"
+        reason = f"the record names {medium[:60]!r} at a URL: name a folder for downloads"
         raise UnusableRecordError(reason, "media_cache")
     return cache.path(url, is_video=is_video)
 

@@ -37,7 +37,7 @@ from packplan.core.samples.tools import CALL, RESPONSE
 IGNORED_LABEL = -100
 
 _SOUNDS = frozenset({"audio", "tts"})
-"""Tags of ms-swift for models that take nothing but text and sound."""
+"""ms-swift's tags of models that take text and sound only."""
 
 _SEEING = "name a model that sees in model.model, as Qwen2.5-VL"
 
@@ -45,15 +45,15 @@ _FETCHED_AT_ONCE = 16
 """Records whose media are fetched at the same time."""
 
 _TRIED = 1000
-"""Records of a file, from its first, that may be none before its shape is said to be unknown."""
+"""Number of first records of a file that are tried to find its shape."""
 
 
 class SwiftEncoder:
     """
-    Encodes samples for training, where `adapters.samples.measurer` measured them.
+    Encodes records as samples, by ms-swift's template.
 
     Attributes:
-        num_parts: Samples that belong together: 2 where they are halves of pairs.
+        num_parts: Records of a sample: 2 if records are halves of pairs, else 1.
     """
 
     num_parts = 1
@@ -81,15 +81,15 @@ class SwiftEncoder:
 
     @property
     def sees_images(self) -> bool:
-        """Whether the model takes images; one that hears alone does not."""
+        """Whether the model takes images."""
         meta = self.template.model_meta
         return bool(meta.is_multimodal) and not (meta.tags and _SOUNDS.issuperset(meta.tags))
 
     @cached_property
     def image_tokens(self) -> ImageTokens | None:
         """
-        How images become tokens, None for a model of text; ConfigError if the template cannot
-        encode one.
+        Token of images; None for a model of text. Raises ConfigError if the template cannot encode
+        an image.
         """
         return ImageTokens.from_template(self.template) if self.sees_images else None
 
@@ -121,8 +121,8 @@ class SwiftEncoder:
 
     def decode_text(self, index: int) -> list[tuple[bool, str]]:
         """
-        Return the text of sample *index* as the model gets it, in runs of tokens that are trained,
-        or are not; RecordError if it cannot become a sample.
+        Return the decoded tokens of sample *index*, in runs of tokens that are all trained or all
+        not; RecordError if it cannot become a sample.
         """
         encoded = self.encode(index)
         pairs = zip(encoded["labels"], encoded["input_ids"], strict=True)
@@ -140,7 +140,7 @@ class SwiftEncoder:
         return self.to_sample(index, self.records.read(index)[0])
 
     def to_sample(self, index: int, record: object) -> dict[str, Any]:
-        """Return the sample of a record that was read already, as `read` does."""
+        """Return a record that was read already as a sample; see `read`."""
         with self.records.name_errors(index, "the record "):
             known = to_shape(record, self.config.custom.columns)
             self._refuse_mixed(index, known.shape)
@@ -156,8 +156,8 @@ class SwiftEncoder:
 
     def fetch_media(self, indices: Sequence[int]) -> None:
         """
-        Fetch the media of these samples that are at places, several at a time; those that fail say
-        so when they are read.
+        Fetch the remote media of samples, several at a time; reading a sample raises the error of a
+        medium that failed.
         """
         if self._media is not None:
             bar = progress(total=len(indices), desc="fetching media", unit=" records", delay=BRIEF_S)
@@ -176,7 +176,7 @@ class SwiftEncoder:
         return None
 
     def _refuse_unsupported(self, index: int, sample: dict[str, Any]) -> None:
-        """Refuse what this template, or this machine, would not read of a sample."""
+        """Refuse media, tools or weights that the template or this machine does not support."""
         name = self.template.template_meta.template_type
         for kind in ("images", "videos"):
             if kind in sample and not self.sees_images:
@@ -212,12 +212,12 @@ class SwiftEncoder:
 
     @cached_property
     def _first_shapes(self) -> list[tuple[int, str]]:
-        """First sound record of each file, and its shape."""
+        """Index and shape of the first valid record of each file."""
         ends = [*self.records.firsts[1:], len(self.records)]
         return [self._first_shape(range(*place)) for place in zip(self.records.firsts, ends, strict=True)]
 
     def _first_shape(self, indices: range) -> tuple[int, str]:
-        """Return the first sound record of a file, and its shape."""
+        """Return the index and shape of the first valid record of a file."""
         for index in indices[:_TRIED]:
             with contextlib.suppress(ValueError, RecordError):
                 known = to_shape(self.records[index], self.config.custom.columns)
@@ -249,7 +249,7 @@ class SwiftEncoder:
 
         Args:
             index: Index of the sample.
-            images: Paths of its images, or what their files would hold.
+            images: Paths or contents of its images.
             decode: Read their pixels too, to find damage behind the header.
 
         Raises:
@@ -260,8 +260,7 @@ class SwiftEncoder:
 
     def encode_messages(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
         """
-        Encode what `read` gave of sample *index*, or what stands in for it; RecordError if the
-        template cannot.
+        Encode a sample that `read` returned; RecordError if the template cannot.
         """
         if videos := sample.get("videos"):
             sample = {**sample, "videos": [list(video) if isinstance(video, tuple) else video for video in videos]}
@@ -285,7 +284,7 @@ class SwiftEncoder:
             raise self.record_error(index, f"the record cannot be encoded: {type(error).__name__}: {error}") from error
 
     def _drop_uniform_weights(self, index: int, encoded: dict[str, Any]) -> dict[str, Any]:
-        """Return an encoded sample that has weights of its tokens only where they are not all 1."""
+        """Return an encoded sample without weights of its tokens if all of them are 0 or 1."""
         weights = encoded.pop("loss_scale", None)
         if weights is None or set(weights) <= {0, 1}:
             return encoded
@@ -300,7 +299,7 @@ class SwiftEncoder:
 
     @cached_property
     def video_lengths(self) -> VideoLengths | None:
-        """Costs of videos by the facts of their containers; None where each is to be decoded."""
+        """Costs of videos by their containers; None if each video has to be decoded."""
         return None if reader_fault() else VideoLengths.from_template(self.template, self.config.template)
 
     def video_facts(self, index: int, video: Video) -> VideoFacts:
@@ -322,7 +321,7 @@ class SwiftEncoder:
         return facts
 
     def stored_facts(self, facts: VideoFacts) -> MediaFacts:
-        """Return the facts of a video that are stored."""
+        """Return the facts of a video as they are stored."""
         lengths = self.video_lengths
         seconds = facts.num_frames / float(facts.rate) if facts.rate else 0.0
         return facts.stored(seconds if lengths is None else lengths.seconds(facts))
@@ -382,13 +381,13 @@ class SwiftEncoder:
 
     def fetch(self, index: int, planned: Table) -> dict[str, Any]:
         """
-        Encode sample *index* for training; StaleError if it is not the one that was planned.
+        Encode sample *index* for training; StaleError if it differs from the planned one.
         """
         return self.require_planned(index, self.encode(index), planned)
 
     def require_planned(self, index: int, encoded: dict[str, Any], planned: Table) -> dict[str, Any]:
         """
-        Return an encoded sample; StaleError if it is not the one that was planned.
+        Return an encoded sample; StaleError if it differs from the planned one.
 
         Args:
             index: Index of the sample.
@@ -403,7 +402,7 @@ class SwiftEncoder:
 
 
 def to_swift_images(images: Iterable[Image]) -> list[Any]:
-    """Return images as ms-swift takes them: paths, and what files would hold."""
+    """Return images as ms-swift takes them: paths, and objects with the bytes of others."""
     return [{"bytes": image, "path": None} if isinstance(image, bytes) else image for image in images]
 
 

@@ -1,4 +1,4 @@
-"""Encoded samples and their images' headers -> measurements: what plans are made from."""
+"""Measurements of all samples of an encoder, in several processes: the input of plans."""
 
 import gc
 import hashlib
@@ -30,7 +30,7 @@ from packplan.core.samples.identity import DIGEST_BYTES
 from packplan.core.samples.tables import NOTHING, MeasuredSample, Measurement, MediaFacts, RecordOutcome
 
 MeasuredBatch = tuple[range, list[RecordOutcome], bytes]
-"""Records, their outcomes, and their digests one behind the other, all zero where unknown."""
+"""Records, their outcomes, and their joined digests, all zero where unknown."""
 
 _PROCESSING_PACKAGES = ("ms-swift", "transformers", "tokenizers", "qwen_vl_utils", "pillow", "torchvision")
 
@@ -65,33 +65,32 @@ PROCESSING_VARIABLES = (
 
 MEASURING_VERSION = 4
 """
-Version of this project's own part in a length: records to messages, headers to patches. A change
-that moves one raises it.
+Version of our own part in a length: records to messages, headers to patches. Raise it with each
+change of a length.
 """
 
 AT_ONCE = 32
 """Samples that a process measures at once."""
 
 _TRIED = 16
-"""Samples that this process measures at once, to see how long all would take it."""
+"""Samples that this process measures at once, to estimate the time of all."""
 
 _AHEAD = 4
-"""Batches of each process that are measured before they are asked for."""
+"""Batches of each process that are measured ahead."""
 
 _LOADER_TIMEOUT_S = 600.0
-"""A sample that another process has not encoded by then never will be."""
+"""Seconds after which a sample in a loader's worker counts as stuck."""
 
 
 class SwiftMeasurer:
     """
-    A `core.ports.LengthSource` over the samples of an encoder, each the sum of its parts: a pair,
-    for example, of two sequences.
+    A `core.ports.LengthSource` over the samples of an encoder. A sample of several records, such as
+    a pair, is measured as their sum.
     """
 
     pool_start_s = 1.0
     """
-    Seconds that a pool of processes takes to start: where what is left takes less in this one,
-    there is none.
+    Seconds that a pool of processes takes to start. No pool is started if it would save less.
     """
 
     def __init__(self, encoder: SwiftEncoder, *, workers: int = 1) -> None:
@@ -141,12 +140,12 @@ class SwiftMeasurer:
         return self._encoder.records.record_digest(first), absolute_folder(self._encoder.records.folder(first))
 
     def _part_indices(self, index: int, number: int = 1) -> range:
-        """Return the records of samples from *index* on, so many."""
+        """Return the records of so many samples, from *index* on."""
         num_parts = self._encoder.num_parts
         return range(index * num_parts, (index + number) * num_parts)
 
     def part_lengths(self, index: int) -> list[int]:
-        """Return the tokens of each part of sample *index*, which can be encoded."""
+        """Return the tokens of each record of sample *index*, a valid one."""
         outcomes, _ = self.shortcut.measure(self._part_indices(index))
         return [one.measurement.length for one in outcomes if isinstance(one, MeasuredSample)]
 
@@ -225,7 +224,7 @@ class SwiftMeasurer:
         Measure samples.
 
         Args:
-            indices: Samples, one behind the other.
+            indices: Consecutive samples.
             in_full: Encode each by itself, without a shortcut.
 
         Raises:
@@ -272,7 +271,7 @@ class SwiftMeasurer:
         return (*facts, *map(self._encoder.stored_facts, found))
 
     def measure_in_full(self, index: int) -> RecordOutcome:
-        """Encode and measure sample *index* and its media, or say why it cannot become a sample."""
+        """Measure sample *index* by a full encode; return the error of a bad record."""
         try:
             return MeasuredSample(self.measure(index), self.media_facts(index))
         except RecordError as error:
@@ -280,7 +279,7 @@ class SwiftMeasurer:
 
 
 def _join_parts(parts: Sequence[RecordOutcome]) -> RecordOutcome:
-    """Return the outcome of a sample: bad if a part of it is."""
+    """Return the outcome of a sample of several records: bad if one of them is."""
     samples = [one for one in parts if isinstance(one, MeasuredSample)]
     if len(samples) < len(parts):
         return next(one for one in parts if isinstance(one, RecordError))
@@ -289,7 +288,7 @@ def _join_parts(parts: Sequence[RecordOutcome]) -> RecordOutcome:
 
 
 class _LoaderSamples(Dataset[RecordOutcome]):
-    """Samples encoded in full, as a loader's worker would."""
+    """Data set whose items are outcomes of full encodes."""
 
     def __init__(self, samples: SwiftMeasurer) -> None:
         self._samples = samples

@@ -1,9 +1,8 @@
 """
-The media in an encoded sample: their number, their patches and their tokens.
+Number, patches and tokens of the media in an encoded sample.
 
-Templates hold images as patches with a grid for each image, as slices with a grid for each, or as
-tiles of one size. All of it is read off the encoding itself, so that images are counted for every
-template.
+Templates encode images as patches with a grid for each image, as slices with a grid for each, or as
+tiles of one size. All are counted from the encoding itself, for every template.
 """
 
 from __future__ import annotations
@@ -30,27 +29,27 @@ Encoded = Mapping[str, Any]
 
 @attrs.frozen
 class Medium:
-    """A kind of media, as encodings hold it."""
+    """Keys of a kind of media in encodings."""
 
     name: str
-    """The column of a record."""
+    """Column of a record, `images` or `videos`."""
 
     pixels: str
     """Key of the pixels."""
 
     grids: tuple[str, ...]
-    """Keys of patches in each dimension, a row for each one in the record."""
+    """Keys of grids: the number of patches in each dimension, a row for each medium."""
 
     slices: tuple[str, ...]
-    """The same, a row for each part that one is cut into."""
+    """Keys of grids with a row for each slice of a medium."""
 
     @property
     def count_key(self) -> str:
-        """Key under which an encoding notes how many of them its record has."""
+        """Key of the number of media of the record, which `SwiftEncoder` adds to an encoding."""
         return f"num_{self.name}"
 
     def count(self, encoded: Encoded) -> int | None:
-        """Return the number of them in an encoding; None if it does not tell."""
+        """Return the number of media in an encoding; None if it has no grid for each."""
         found = next((encoded[key] for key in self.grids if encoded.get(key) is not None), None)
         return None if found is None else len(found)
 
@@ -78,8 +77,8 @@ IMAGES = Medium("images", "pixel_values", ("image_grid_thw", "image_grid_hws", "
 
 def drop_partial_masks(encoded: dict[str, Any]) -> None:
     """
-    Take out of an encoding what some templates leave of its images' tokens alone, and not of all:
-    the model would take it for the sample's.
+    Remove masks and token types that cover only a part of an encoding's tokens, as some templates
+    leave them; the model would take them for those of the whole sample.
     """
     for key in ("attention_mask", "mm_token_type_ids", "token_type_ids"):
         if isinstance(held := encoded.get(key), torch.Tensor) and held.numel() != len(encoded["input_ids"]):
@@ -117,7 +116,7 @@ def measure_encoded(template: Template, encoded: Encoded, *, images: int, videos
 
 @contextlib.contextmanager
 def without_truncation(template: Template) -> Iterator[None]:
-    """Let a template keep samples whole for a while."""
+    """Let a template truncate nothing inside this context."""
     limit, template.max_length = template.max_length, None
     try:
         yield
@@ -156,13 +155,13 @@ DUMMY_SIZE = (56, 56)
 
 @attrs.frozen
 class ImageTokens:
-    """How a template writes images into a sample's tokens."""
+    """Token that a template writes for parts of images."""
 
     token: int
-    """The token that stands for parts of an image."""
+    """Id of the token."""
 
     patches: int | None
-    """Patches of a token; None where it is no whole number."""
+    """Patches for each token; None if that is no whole number."""
 
     @classmethod
     def from_template(cls, template: Template) -> ImageTokens:

@@ -1,10 +1,10 @@
 """
-Facts of images and videos that need no decoding: sizes by the headers of images, frames and their
-rate by the containers of videos, and what tells a file from another.
+Facts of images and videos without decoding them: sizes from the headers of images, frames and their
+rate from the containers of videos, and digests that reveal a changed file.
 
-Frames are counted by a container's index, or by its packets where it has none (mkv, webm). What a
-container does not promise (a constant rate, that all frames are shown) is its `doubt`: such a video
-is decoded to be measured. A file that cannot be trained is refused, with the reason.
+Frames are counted by a container's index, or by its packets if it has none (mkv, webm). A container
+may not promise that the rate is constant, or that all frames are shown. That is its `doubt`: such a
+video is decoded to be measured. A file that cannot be trained is refused, with the reason.
 """
 
 import hashlib
@@ -32,8 +32,8 @@ CONTAINERS = {"mov,mp4,m4a,3gp,3g2,mj2": "mp4", "matroska,webm": "mkv", "avi": "
 
 TRUSTED_CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "mpeg4", "mjpeg"})
 """
-Codecs whose videos are measured without decoding; of another one, decoding shows whether it is
-read.
+Codecs whose videos are measured without decoding. Videos of others are decoded, which shows whether
+they can be read.
 """
 
 MAX_PIXELS = 2**26
@@ -53,11 +53,11 @@ def read_size(image: ImageSource, *, decode: bool = False) -> tuple[int, int]:
     Return the width and height that an image's header gives, in pixels.
 
     Args:
-        image: Path of the file, or what it would hold.
-        decode: Read the pixels too, to find damage behind the header.
+        image: Path of the file, or its content.
+        decode: Whether pixels are read too, to find damage behind the header.
 
     Raises:
-        ValueError: The image cannot be used, and why.
+        ValueError: The image cannot be used; the text is the reason.
     """
     path = image if isinstance(image, str) else f"of {counted(len(image), 'byte')} in the record"
     try:
@@ -86,14 +86,14 @@ def read_size(image: ImageSource, *, decode: bool = False) -> tuple[int, int]:
 
 def image_facts(image: ImageSource, *, decode: bool = False) -> MediaFacts:
     """
-    Return the facts that tell an image from another.
+    Return the size of an image in bytes and pixels, and a digest of its head.
 
     Args:
-        image: Path of the file, or what it would hold.
-        decode: Read the pixels too, to find damage behind the header.
+        image: Path of the file, or its content.
+        decode: Whether pixels are read too, to find damage behind the header.
 
     Raises:
-        ValueError: The image cannot be used, and why.
+        ValueError: The image cannot be used; the text is the reason.
     """
     width, height = read_size(image, decode=decode)
     if isinstance(image, bytes):
@@ -106,24 +106,24 @@ def image_facts(image: ImageSource, *, decode: bool = False) -> MediaFacts:
 
 @attrs.frozen
 class VideoFacts:
-    """A video as it is now."""
+    """Size, frames and rate of a video, by its container or its list of frames."""
 
     num_bytes: int
 
     width: int
-    """Pixels of a row of its frames as they are decoded: turned, where the container says so."""
+    """Width of the frames in pixels, after the turn that the container asks for."""
 
     height: int
     num_frames: int
 
     rate: Fraction
-    """Frames a second; 0 of frames that are listed, which have none of their own."""
+    """Frames a second; 0 for listed frames, which have no rate."""
 
     head: int
-    """The first eight bytes of the SHA-256 of its first and last 64 KiB, as a signed number."""
+    """First eight bytes of the SHA-256 of the first and last 64 KiB, as a signed number."""
 
     doubt: str | None = None
-    """Promise that its container lacks; None where it need not be decoded to be measured."""
+    """Reason to decode the video to measure it; None if its container is enough."""
 
     def stored(self, seconds: float) -> MediaFacts:
         """Return the facts to store of a video that is *seconds* long."""
@@ -139,10 +139,10 @@ def video_facts(video: Video, *, max_seconds: float) -> VideoFacts:
 
     Args:
         video: Path of a file, or the paths of frames.
-        max_seconds: A longer one is refused.
+        max_seconds: Longest duration that is accepted.
 
     Raises:
-        ValueError: It cannot be used, and why.
+        ValueError: The video cannot be used; the text is the reason.
     """
     return _read_frame_files(video) if isinstance(video, tuple) else _read_container(video, max_seconds)
 
@@ -198,7 +198,7 @@ def _read_container(path: str, max_seconds: float) -> VideoFacts:
 
 @attrs.frozen
 class _Container:
-    """An open file."""
+    """An open video file."""
 
     path: str
     opened: Any
@@ -305,14 +305,14 @@ class _Container:
             return any(float(time) > seconds - _LOST_S for time in times)
 
     def _rate_doubt(self, stream: Any, times: list[int]) -> str | None:
-        """Return why frames are not promised to come at one rate; None if they are."""
+        """Return the doubt that frames come at one rate, or None."""
         distances = np.diff(times)
         is_even = stream.average_rate == stream.base_rate and (not distances.size or np.ptp(distances) <= _JITTER)
         return None if is_even else "its rate of frames varies"
 
 
 def quarter_turns(path: str) -> int:
-    """Return by how many quarters, counter-clockwise, a video's frames are turned to be shown."""
+    """Return the quarter turns, counter-clockwise, by which a video's frames are shown."""
     with open_video(path) as container:
         first = next(container.decode(container.streams.best("video")))
         return _turns(first)

@@ -2,16 +2,16 @@
 Tokens and patches of images and videos, by their sizes alone, without their pixels.
 
 For images there are two ways: the arithmetic of qwen_vl_utils, by which ms-swift resizes for
-templates of Qwen-VL's kind, and what a processor says of itself. A template's way is the first that
-gives the lengths of images of several sizes as they encode. Nobody turns an image by its EXIF
-orientation on the way, so the stored width and height count.
+templates like Qwen-VL's, and the numbers that a processor gives for sizes. A template's way is the
+first that agrees with encodings of images of several sizes. ms-swift ignores EXIF orientation, so
+the stored width and height count.
 
-For videos, it is the arithmetic of qwen_vl_utils: how many frames are sampled, to which size each
-is scaled. Two frames make one layer of patches. Qwen3-VL writes the time of each layer before it,
-as text whose tokens are counted.
+For videos, the arithmetic of qwen_vl_utils gives the number of sampled frames and their scaled
+size. Two frames make one layer of patches. Qwen3-VL writes the time of each layer before it, as
+text whose tokens are counted.
 
-What media have in common (marks around them, a constant that a processor adds) falls out, since
-only differences from a stand-in count, which is encoded with the sample.
+All costs are differences from a stand-in of the same kind, so that the marks around media and
+constants of a processor cancel out.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from packplan.core.samples.tables import NOTHING, Measurement
 log = logging.getLogger(__name__)
 
 PROOF_SIZES = ((28, 28), (9, 150), (37, 411), (571, 24), (500, 333), (640, 480), (1100, 90))
-"""Widths and heights of the images that a way is compared with encodings of."""
+"""Widths and heights of images on which a way has to agree with encodings."""
 
 
 def shrink_size(width: int, height: int, max_pixels: int | None) -> tuple[int, int]:
@@ -52,7 +52,7 @@ def shrink_size(width: int, height: int, max_pixels: int | None) -> tuple[int, i
         max_pixels: Limit of the template; None shrinks nothing.
 
     Raises:
-        ValueError: It leaves one side of a narrow image no pixel.
+        ValueError: A side of a narrow image would have no pixel.
     """
     if max_pixels is None or not 0 < max_pixels < width * height:
         return width, height
@@ -67,10 +67,10 @@ def shrink_size(width: int, height: int, max_pixels: int | None) -> tuple[int, i
 
 @attrs.frozen
 class ImageLengths:
-    """A way to know the costs of images from their sizes."""
+    """A way to compute the costs of images from their sizes."""
 
     name: str
-    """The way in words, for the log."""
+    """Name of the way in the log."""
 
     cost: Callable[[int, int], Measurement]
     """Width and height -> cost of an image; ValueError if its shape is refused."""
@@ -80,14 +80,14 @@ class ImageLengths:
         return self.cost(width, height) - self.cost(*DUMMY_SIZE)
 
     def agrees_with(self, encoded: Mapping[tuple[int, int], Measurement]) -> bool:
-        """Return whether images, by size, cost beyond the stand-in what their encodings do."""
+        """Return whether the costs beyond the stand-in are those of encodings, by size."""
         return all(self.beyond_stand_in(*size) == cost for size, cost in encoded.items())
 
 
 def prove_image_lengths(template: Template) -> ImageLengths | None:
     """
-    Return the first way that gives the lengths of images by their sizes, as full encodes of
-    `PROOF_SIZES` have them; None if there is none.
+    Return the first way that agrees with full encodes of images of `PROOF_SIZES`; None if there is
+    none.
     """
     try:
         stand_in, *costs = (
@@ -138,7 +138,7 @@ def _image_lengths(template: Template, stand_in: Measurement) -> Iterator[ImageL
 
 
 _LARGE = (150, 70)
-"""Width and height of the frames that the arithmetic is tried on."""
+"""Width and height of the larger frames on which the arithmetic is checked."""
 
 
 @attrs.frozen
@@ -150,7 +150,7 @@ class VideoLengths:
     sampling: Sampling
 
     tokenizer: Any
-    """Counts the tokens of times; None for a template that writes none."""
+    """Tokenizer of the times of layers; None for a template that writes none."""
 
     @classmethod
     def from_template(cls, template: Template, config: TemplateConfig) -> VideoLengths | None:

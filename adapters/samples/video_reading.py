@@ -1,10 +1,10 @@
 """
-How frames of videos are sampled and read: by qwen_vl_utils, with decord, as the run's template
+Sampling and reading of frames of videos, by qwen_vl_utils with decord, as `template` in the YAML
 says.
 
-decord 0.6 fails for videos that their container turns by a quarter; those are read by PyAV, which
-gives the same frames. Another reader of qwen_vl_utils (torchcodec, where it is installed) is left
-as it is, and every video is decoded to be measured.
+decord 0.6 fails for videos that their container turns by a quarter. Those are read by PyAV, which
+gives the same frames. If qwen_vl_utils uses another reader (torchcodec, if it is installed), every
+video is decoded to be measured.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ from packplan.core.errors import ConfigError
 READER = "decord"
 
 Sampling = Mapping[str, Any]
-"""Arguments of qwen_vl_utils' `fetch_video` -> what the run's template says."""
+"""Argument of qwen_vl_utils' `fetch_video` -> value in the run's section `template`."""
 
 _FINDS_ALL = "packplan plan verify --decode finds all such videos"
 
@@ -53,7 +53,7 @@ def sees_videos_apart(template: Template) -> bool:
 
 def reader_fault() -> str | None:
     """
-    Return why frames are not read by the reader whose counts are known; None if they are.
+    Return why `READER` is not used, whose counts of frames are known; None if it is.
     """
     found = vision_process.get_video_reader_backend()
     if found == READER:
@@ -64,13 +64,13 @@ def reader_fault() -> str | None:
 
 
 def video_sampling(config: TemplateConfig) -> Sampling:
-    """Return the arguments of sampling that the run names."""
+    """Return the arguments of sampling that a run sets."""
     named = {argument: getattr(config, key) for argument, key in _SAMPLING.items()}
     return {argument: value for argument, value in named.items() if value is not None}
 
 
 def prepare_videos(template: Template, config: TemplateConfig) -> None:
-    """Let a template read videos as the run says, if it reads any by qwen_vl_utils."""
+    """Let a template that reads videos by qwen_vl_utils sample them as the run says."""
     if not reads_videos(template):
         return
     if not hasattr(template.processor, "image_processor"):  # transformers takes the tokenizer alone for one

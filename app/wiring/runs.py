@@ -79,7 +79,7 @@ def resolve_inputs(config: Run) -> Run:
 
 
 def _copy_remote_data(custom: CustomConfig, cache: Path, run: str) -> CustomConfig:
-    """Return the data of a run, those at places as copies on this machine."""
+    """Return the data of a run, those at URLs as copies on this machine."""
     copies, faults = {}, []
     for key in ("train_jsonl", "val_jsonl"):
         for name in filter(is_url, getattr(custom, key)):

@@ -178,7 +178,7 @@ class CustomConfig:
 
     train_jsonl: tuple[PathText, ...] = key((), lengths="otherwise")
     """
-    Data files, patterns (`data/*.parquet`), folders of `datasets`; also at places, as `s3://…`.
+    Data files, patterns (`data/*.parquet`), folders of `datasets`; also at URLs, as `s3://…`.
     Relative media paths start at their file's folder. Needed without `fusion_config`.
     """
 
@@ -241,7 +241,7 @@ class CustomConfig:
     """Folder for copies of data files; unset, `records` in `training.output_dir`."""
 
     media_cache: PathText | None = key(None, neither=_COPIES)
-    """Folder for images and videos at places, fetched once. Unset, such media are refused."""
+    """Folder for images and videos at URLs, fetched once. Unset, such media are refused."""
 
     @property
     def planned_mix(self) -> str | None:

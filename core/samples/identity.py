@@ -30,21 +30,21 @@ _BASE64_START = re.compile(r"(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9
 _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 
 _WRITTEN = ("tools", "arguments", "parameters", "input", "content")
-"""Keys whose objects reach the model as they are written. `tools` may be a list of objects."""
+"""Keys whose objects become text in their written order. `tools` may be a list of objects."""
 
 _MEDIA = frozenset({*IMAGE_KEYS, *VIDEO_KEYS, *PARTS, *PATH_KEYS})
 """Keys of a record, in small letters, that hold media."""
 
 _MAY_DIFFER = re.compile(rf'"(?:data:|/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3]|(?:{"|".join(_WRITTEN)})":\{{|tools":\[)')
 """
-Text in a plain form that may differ from the canonical one, apart from `null`. It begins with one
+Text in plain JSON for which the canonical form may differ, apart from `null`. It begins with one
 fixed character, which is found five times as fast as one of two.
 """
 
 _LONG, _FIRST = 4096, 2
 """
-Characters beyond which a text, perhaps an image, is encoded once; entries of a list that are
-examined.
+Characters beyond which a text may be an image, so that plain JSON is not tried first; and entries
+of a list that are examined for such texts.
 """
 
 

@@ -20,26 +20,26 @@ PARTS = {"image": "images", "image_url": "images", "video": "videos", "video_url
 """Types of message parts that show a medium -> the record's key for it."""
 
 PATH_KEYS = ("path", "url")
-"""Keys of an object that name its medium."""
+"""Keys of an object that hold the path or URL of its medium."""
 
 _NAMING = (*PATH_KEYS, *PARTS, "source")
-"""Keys of a part or an object under which its medium may stand."""
+"""Keys of a part of a message that may hold its medium."""
 
-_OF_ONE_MEDIUM = (
+_MEDIUM_SETTINGS = (
     "min_pixels", "max_pixels", "resized_height", "resized_width", "total_pixels", "fps", "nframes", "min_frames",
     "max_frames", "video_start", "video_end",
 )  # fmt: skip
 """
-Keys by which qwen_vl_utils scales and samples one medium. ms-swift reads none of them in records.
+Keys by which qwen_vl_utils scales and samples a single medium; ms-swift ignores them in records.
 """
 
 _DATA_URI = re.compile(r"data:(?P<type>[^;,]*)(?P<coded>;base64)?,")
 
 _BASE64_START = re.compile(r"\s*(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9+/\s]{60}")
-"""Beginning of an image in base64. It is decoded; `_BASE64` checks all of it if that fails."""
+"""Beginning of an image in base64; `_BASE64` tells a damaged one from a path."""
 
 INLINE_IMAGE = re.compile(f'"(?:data:image/|{_BASE64_START.pattern})')
-"""Start of an image that stands in JSON."""
+"""Beginning of an image inside JSON text."""
 
 _BASE64 = re.compile(r"\s*(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9+/\s]{60,}={0,2}\s*\Z")
 """JPEG, PNG, GIF, WebP or BMP in base64. A path differs by the dot before its extension."""
@@ -56,13 +56,13 @@ def to_images(value: object, *, urls: bool = False) -> list[Image]:
 
     Args:
         value: Value under the record's `images`.
-        urls: Whether places of other machines are read.
+        urls: Whether URLs are accepted.
 
     >>> to_images([{"path": "a.png"}, "b.png"])
     ['a.png', 'b.png']
 
     Raises:
-        ValueError: One is neither, or of another kind than it says.
+        ValueError: An image is invalid, or at a URL that is not accepted.
     """
     if value is None or (isinstance(value, (str, bytes, list, Mapping)) and not value):
         return []
@@ -88,15 +88,15 @@ def _to_image(image: Any, *, urls: bool) -> Image:
 
 
 def refuse_media_settings(described: Mapping[str, Any]) -> None:
-    """Refuse an object of a medium that would scale or sample it by itself."""
-    if name := next((name for name in _OF_ONE_MEDIUM if described.get(name) is not None), None):
+    """Refuse settings of a single medium, such as `max_pixels`, which would be ignored."""
+    if name := next((name for name in _MEDIUM_SETTINGS if described.get(name) is not None), None):
         fail(f"has {name!r} of one image or video, which would be ignored: remove it; the template's holds for all")
 
 
 def shows_medium(part: Any) -> bool:
     """
-    Return whether a part of a message shows an image or a video: has it, names it, or is nothing
-    but its type, and shows the record's next one.
+    Return whether a part of a message shows an image or a video: it holds or names one, or has only
+    a type, and shows the next medium of its record.
     """
     held = {name for name, value in part.items() if not is_empty(value)} if isinstance(part, Mapping) else set()
     kind = part["type"] if "type" in held else None
@@ -165,7 +165,7 @@ def to_videos(value: object, *, urls: bool = False) -> list[Video]:
 
     Args:
         value: Value under the record's `videos`.
-        urls: Whether places of other machines are read.
+        urls: Whether URLs are accepted.
 
     >>> to_videos(["a.mp4", ["1.png", "2.png"], {"path": "b.webm"}])
     ['a.mp4', ('1.png', '2.png'), 'b.webm']

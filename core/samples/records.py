@@ -55,7 +55,7 @@ supported here. All other unknown keys are ignored.
 _READ_OF_MESSAGES = ("role", "content", "loss", "loss_scale")
 
 _NOTES_IN_MESSAGES = ("id", "index", "source", "model", "language", "timestamp")
-"""Keys of a message that carry nothing for the model, and are left out."""
+"""Keys of a message that say nothing to the model, and are ignored."""
 
 _KNOWN_IN_MESSAGES = {*_READ_OF_MESSAGES, *_NOTES_IN_MESSAGES}
 
@@ -65,7 +65,7 @@ _KNOWN_OF_RESPONSES = {"name", "tool_call_id"}
 _KNOWN_ROLES = ("system", "user", "assistant", CALL, RESPONSE)
 
 _TRAINED = {"assistant", CALL}
-"""Roles of messages that the model writes."""
+"""Roles of messages that the model learns to write."""
 
 _WEIGHED = ("loss", "loss_scale")
 
@@ -108,7 +108,7 @@ def to_messages(
         object_field_order: Whether each object's description or its geometry comes first.
         use_summary: Answer a dense caption with its `summary` instead of its objects.
         columns: Names of the record's keys -> the names that they have here.
-        urls: Whether images and videos may be at places of other machines.
+        urls: Whether images and videos may be URLs.
         literal_image_tags: Whether `<image>` is text in a record without images.
 
     Raises:

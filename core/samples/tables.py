@@ -1,6 +1,6 @@
 """
-Measurements of samples, which are stored with the plan and compared when a sample is fetched; and
-the data files, places and bad records that are stored with them.
+Measurements of samples, and tables of them. They are stored with the plan and compared when a
+sample is fetched; data files and bad records are stored beside them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from packplan.core.lengths import IntArray
 
 @attrs.frozen
 class Measurement:
-    """One record, as its template encodes it."""
+    """Size of one encoded sample, in tokens, images, frames and patches."""
 
     length: int
     """Tokens in the forward pass, image tokens included."""
@@ -146,7 +146,7 @@ class MeasuredSample:
     measurement: Measurement
 
     media: tuple[MediaFacts, ...] = ()
-    """Images of the sample, then its videos."""
+    """Facts of the images of the sample, then of its videos."""
 
 
 class ShortcutError(Exception):
@@ -308,13 +308,13 @@ class DataFile:
     """Path of the file in messages."""
 
     source: str
-    """Name of its source. Files of one source are counted together."""
+    """Name of the source; files of one source are counted together."""
 
     shape: str
-    """Shape of its records, as it is logged."""
+    """Shape of the records, as it is logged."""
 
     records: int
-    """Number of its records, bad ones included."""
+    """Number of records, bad ones included."""
 
 
 def records_by_source(files: Iterable[DataFile]) -> list[tuple[str, int]]:
@@ -331,7 +331,7 @@ def records_by_source(files: Iterable[DataFile]) -> list[tuple[str, int]]:
 
 @attrs.frozen
 class RecordLocation:
-    """Place of a record in a file; printed, it is the beginning of a message."""
+    """File and line or row of a record; printed at the beginning of messages."""
 
     file: str
 
@@ -346,16 +346,16 @@ class RecordLocation:
 
 @attrs.frozen
 class BadRecord:
-    """Why a record is no sample, kept with its row, which is flagged."""
+    """A record that cannot become a sample, with the reason; its row in the table is flagged."""
 
     index: int
     """Index of the record in the data, from 0."""
 
     where: str
-    """File of the record, and its line or row there, as `RecordLocation` prints it."""
+    """Text of its `RecordLocation`."""
 
     reason: str
     """Reason why it cannot become a sample."""
 
     sha256: str
-    """Digest of its content: a record that changed since is measured again."""
+    """Digest of the content; a record that has changed is measured again."""

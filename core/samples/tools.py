@@ -101,7 +101,7 @@ def _call_message(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_text_content(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its tool call or answer as text; ValueError if it is invalid."""
+    """Return a message with its tool call or answer as text; ValueError if that is invalid."""
     if message.get("role") == CALL:
         return {**message, "content": call_text(message.get("content"))}
     if message.get("role") != RESPONSE:

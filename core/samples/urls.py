@@ -1,5 +1,5 @@
 """
-Places of files that are not on this machine, as `s3://bucket/data.jsonl`.
+URLs of remote files, as `s3://bucket/data.jsonl`.
 
 Only the schemes of `PACKAGES` are read: others, and chains as `zip://a::s3://b`, could name files
 of this machine. A query, a fragment and a user name may be credentials; no message has them.
@@ -23,27 +23,27 @@ PACKAGES: Mapping[str, str | None] = MappingProxyType(
         "memory": None,
     }
 )
-"""Schemes of places -> package that reads them beside fsspec; None needs no other."""
+"""Scheme -> package that reads its URLs beside fsspec; None if fsspec is enough."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 _CREDENTIALS = re.compile(r"(?<=//)(?P<user>[^/?#\s]*@)|[?#][^\s'\"]*")
-"""Parts of a place that may be credentials: a name with a password, and all behind the path."""
+"""Parts of a URL that may be credentials: a user name with a password, and all behind the path."""
 
 _SIGNED = re.compile(r"(?:X-Amz-|X-Goog-|X-OSS-)?(?:Signature|Credential|Security-Token)=|[?&]sig=", re.IGNORECASE)
-"""Text that a signed URL has in its query."""
+"""Parameters by which a signed URL is recognised."""
 
 _LIMITS = re.compile(
     r"(?:X-(?:Amz|Goog|OSS)-.*|Signature|Expires|AWSAccessKeyId|GoogleAccessId|OSSAccessKeyId|Key-Pair-Id|Policy"
     r"|Security-Token|sig|se|st|sp|sv|sr|skoid|sktid|skt|ske|sks|skv|spr)",
     re.IGNORECASE,
 )
-"""Names of query parameters that a signature adds: they say who may read, and not what."""
+"""Query parameters that a signature adds; they do not change which file is read."""
 
 
 def scheme_of(name: str) -> str | None:
     """
-    Return the scheme of a name in small letters; None for a path of this machine.
+    Return the scheme of a URL in small letters; None for a path of this machine.
 
     >>> scheme_of("S3://bucket/a.jsonl"), scheme_of("data/a.jsonl")
     ('s3', None)
@@ -53,50 +53,50 @@ def scheme_of(name: str) -> str | None:
 
 
 def is_url(name: object) -> bool:
-    """Return whether a name is that of a place whose scheme is read, and no chain of several."""
+    """Return whether a name is a URL of a scheme that is read, and no chain of several."""
     return isinstance(name, str) and scheme_of(name) in PACKAGES and "::" not in name.partition("?")[0]
 
 
 def url_fault(name: str) -> str | None:
     """
-    Return why a name with a scheme is not read; None for a place, or a path of this machine.
+    Return why a name with a scheme is refused; None for a URL that is read, or a path.
 
     >>> url_fault("ftp://host/a.jsonl")
-    'is at ftp://, which is not read: name a file, or a place at https, s3, gs, hf, az or oss'
+    'is at ftp://, which is not read: name a file, or a URL of https, s3, gs, hf, az or oss'
     """
     scheme = scheme_of(name) or scheme_of(name.rpartition("::")[2])
     if scheme is None or is_url(name):
         return None
-    kind = "a chain of places" if "::" in name else f"at {scheme}://"
-    return f"is {kind}, which is not read: name a file, or a place at https, s3, gs, hf, az or oss"
+    kind = "a chain of URLs" if "::" in name else f"at {scheme}://"
+    return f"is {kind}, which is not read: name a file, or a URL of https, s3, gs, hf, az or oss"
 
 
 def mask_credentials(text: str) -> str:
     """
-    Return a text whose places have no user names, queries and fragments.
+    Return a text without the user names, queries and fragments of its URLs.
 
     >>> mask_credentials("https://me:secret@host/a.png?token=secret cannot be read")
     'https://host/a.png?… cannot be read'
     """
     return re.sub(
         r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"]*",
-        lambda place: _CREDENTIALS.sub(lambda found: "" if found["user"] else "?…", place[0]),
+        lambda url: _CREDENTIALS.sub(lambda found: "" if found["user"] else "?…", url[0]),
         text,
     )
 
 
-def strip_signature(place: str) -> str:
+def strip_signature(url: str) -> str:
     """
-    Return a place without the parameters of its query that a signature adds.
+    Return a URL without the query parameters that a signature adds.
 
-    The same object has the same name however often its URL is signed.
+    A file has the same stripped URL however often it is signed.
 
     >>> strip_signature("https://host/a.png?id=5&X-Amz-Signature=1f&X-Amz-Date=2026")
     'https://host/a.png?id=5'
     """
-    path, mark, query = place.partition("?")
+    path, mark, query = url.partition("?")
     if not mark or not _SIGNED.search(mark + query):
-        return place
+        return url
     kept = [part for part in query.partition("#")[0].split("&") if not _LIMITS.fullmatch(part.partition("=")[0])]
     return path + ("?" + "&".join(kept) if kept else "")
 
@@ -106,23 +106,23 @@ def may_hold_signature(text: str) -> bool:
     return "ignature=" in text or "sig=" in text or "IGNATURE=" in text
 
 
-def url_folder(place: str) -> str:
+def url_folder(url: str) -> str:
     """
-    Return the folder of a place, without credentials; relative paths of media start there.
+    Return the folder of a URL, without credentials; relative paths of media start there.
 
     >>> url_folder("s3://bucket/data/a.jsonl")
     's3://bucket/data'
     """
-    scheme, _, rest = _CREDENTIALS.sub("", place).partition("://")
+    scheme, _, rest = _CREDENTIALS.sub("", url).partition("://")
     return f"{scheme.lower()}://{rest.rpartition('/')[0] or rest}"
 
 
 def join_url(folder: str, path: str) -> str:
     """
-    Return the place of a relative path, or *path* itself where it is absolute or a place.
+    Return the URL of a relative path; *path* itself if it is absolute or a URL.
 
     Args:
-        folder: Folder of a place, as `url_folder` gives it.
+        folder: Result of `url_folder`.
         path: Path in a record.
 
     >>> join_url("s3://bucket/data", "../images/a.png")

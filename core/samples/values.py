@@ -7,12 +7,12 @@ from typing import Any, NoReturn
 
 
 class UnusableRecordError(ValueError):
-    """A record cannot become a sample; the text goes on where its place has been named."""
+    """A record cannot become a sample. The text continues a message that names the record."""
 
     def __init__(self, reason: str, argument: str = "") -> None:
         super().__init__(reason)
         self.argument = argument
-        """Name of the argument that would accept the record; empty where none would."""
+        """Key of `custom` that would accept the record; empty if none would."""
 
 
 def fail(reason: str, *, argument: str = "") -> NoReturn:
@@ -21,7 +21,7 @@ def fail(reason: str, *, argument: str = "") -> NoReturn:
 
 
 def is_empty(value: object) -> bool:
-    """Return whether a value is empty, as exports write absent values."""
+    """Return whether a value is null or empty, as exports write absent values."""
     return value is None or (isinstance(value, (str, list, Mapping)) and not value)
 
 
@@ -31,7 +31,7 @@ def has(record: Mapping[str, Any], name: str) -> bool:
 
 
 def parse_text(value: Any, name: str) -> Any:
-    """Return the list or object of a text, as tables write them."""
+    """Return the list or object that a text holds as JSON or Python; other values as they are."""
     if not isinstance(value, str):
         return value
     try:
@@ -47,7 +47,7 @@ def parse_text(value: Any, name: str) -> Any:
 
 
 def require_whole(value: Any, name: str) -> None:
-    """Refuse half of a surrogate pair, which texts in texts may write, and no file can hold."""
+    """Refuse half of a surrogate pair, which JSON inside a text may write but no file can hold."""
     try:
         json.dumps(value, ensure_ascii=False, skipkeys=True, default=str).encode()
     except UnicodeEncodeError:

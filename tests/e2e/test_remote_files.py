@@ -270,7 +270,7 @@ def test_what_could_name_files_of_this_machine_is_refused(objects, run, tmp_path
     """Schemes of local files, chains, playlists; and what no file system reads."""
     (tmp_path / "mine.jsonl").write_text(json.dumps(asked("mine")))
     for place in (f"file://{tmp_path}/mine.jsonl", f"{objects.url}/a::file://{tmp_path}/mine.jsonl"):
-        assert "which is not read: name a file, or a place" in run(place, status=2, model="qwen2")
+        assert "which is not read: name a file, or a URL" in run(place, status=2, model="qwen2")
     assert "gs:// is read by another package: pip install gcsfs" in run("gs://a/b.jsonl", status=2, model="qwen2")
     MadeVideo(num_frames=5).write(tmp_path / "mine.ts.mp4")
     playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\nfile://{tmp_path}/mine.ts.mp4\n#EXT-X-ENDLIST\n"

@@ -87,10 +87,10 @@ def test_relative_media_stay_with_their_server(scheme, host, path, relative):
         ("file:///a.jsonl", "is at file://, which"),
         ("local://a.jsonl", "is at local://, which"),
         ("sftp://host/a.jsonl", "is at sftp://, which"),
-        ("zip://a.jsonl::s3://bucket/a.zip", "is a chain of places"),
-        ("zip://a.jsonl::/etc/a.zip", "is a chain of places"),
-        ("simplecache::s3://bucket/a.jsonl", "is a chain of places"),
-        ("s3://bucket/a::file:///b", "is a chain of places"),
+        ("zip://a.jsonl::s3://bucket/a.zip", "is a chain of URLs"),
+        ("zip://a.jsonl::/etc/a.zip", "is a chain of URLs"),
+        ("simplecache::s3://bucket/a.jsonl", "is a chain of URLs"),
+        ("s3://bucket/a::file:///b", "is a chain of URLs"),
     ],
 )
 def test_only_places_of_known_schemes_are_read(name, fault):

@@ -1,10 +1,9 @@
 """
-Copies of files that cannot be read in any order: Parquet as Arrow, all else as JSON Lines.
+Copies of files that cannot be read in any order: Parquet as Arrow, other formats as JSON Lines.
 
-A line of a copy is the file's own line, or a row of its array or table, so that messages name that.
-The copy is named by the content of its file, and published by a rename: a reader sees all of it or
-none. A file that was read whole once is known again by its size, times and inode, as version
-control does, so that a start need not read it again.
+A line of a copy is a line of its file, or a row of its array or table, so that messages can name
+it. A copy is named by the digest of its file, and published by a rename: a reader sees all of it or
+none. The digest is cached, so that a start need not read an unchanged file.
 """
 
 import contextlib
@@ -32,10 +31,10 @@ _SCHEMA = "packplan.copy/3"
 """Version of the copies; a change of what they hold raises it."""
 
 GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
-"""First bytes of what is rewritten, whatever it holds."""
+"""First bytes of files that are always rewritten."""
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}
-"""Kinds of tables -> what separates their fields."""
+"""Kind of a table -> delimiter of its fields."""
 
 MOST_CHARACTERS = 2**27
 """Characters of a field of a table."""
@@ -44,7 +43,7 @@ _COMPRESSIONS = {GZIP: "gzip", ZSTD: "zstd"}
 """First bytes of a compressed file -> pyarrow's name of its compression."""
 
 _FEED = 2**14
-"""Bytes that are unpacked at once; what comes before a fault is told to so many."""
+"""Bytes that are decompressed at once, within which the line of a fault is named."""
 
 _CHUNK = 2**20
 
@@ -56,12 +55,12 @@ _MOST_ROWS = 1000
 _AIM = 2**23
 
 _VALUES = json.JSONDecoder(strict=False, parse_int=str, parse_float=str, parse_constant=str)
-"""Finds the ends of values. Whether they are usable is asked of each when it is read."""
+"""Finds the ends of values; each is validated when it is read as a record."""
 
 _BLANKS = re.compile(r"[ \t\r\n]*")
 
 _LINE_ENDS = str.maketrans("\r\n", "\t\t")
-"""Blanks between values, and as invalid as before inside of a string."""
+"""Line ends -> tabs, which are blanks between values, and as invalid inside a string."""
 
 csv.field_size_limit(MOST_CHARACTERS)
 
@@ -102,7 +101,7 @@ def make_copy(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
 
 
 def copy_fault(path: Path, copy: Path) -> str | None:
-    """Return the difference of a file or its copy from what it was, or None; all is read."""
+    """Read a file and its copy; return how one of them changed, or None."""
     if not copy.name.startswith(_compute_digest(path)[:32]):
         return "the file is another one than its copy was made of, although its size and times are the same"
     written = files.read_manifest(copy.with_suffix(".json"), _SCHEMA)
@@ -125,7 +124,7 @@ def read_head(path: Path) -> tuple[bytes, bool]:
 
 
 def _file_digest(path: Path, cache: Path) -> str:
-    """Return the SHA-256 of a file, read where it is not known by how it stands on disk."""
+    """Return the SHA-256 of a file, cached while the file is unchanged."""
     cached = FileCache(cache, [path], kind="content")
     if (arrays := cached.load()) is not None:
         return arrays["sha256"].tobytes().hex()
@@ -137,7 +136,7 @@ def _file_digest(path: Path, cache: Path) -> str:
 
 
 def _compute_digest(path: Path) -> str:
-    """Return the SHA-256 of a file, all of which is read."""
+    """Read a file; return the SHA-256 of its content."""
     digest, size = hashlib.sha256(), path.stat().st_size
     bar = progress(total=size, desc=f"reading {path.name}", unit=" bytes", leave=False, delay=BRIEF_S)
     with path.open("rb") as file, bar:
@@ -148,7 +147,7 @@ def _compute_digest(path: Path) -> str:
 
 
 def _copy_lines(path: Path, kind: str, name: str) -> Iterator[bytes]:
-    """Yield the text of a copy; DataSetError if its file is damaged."""
+    """Yield the content of a copy; DataSetError if its file is damaged."""
     number, opened = 1, _open_decompressed(path)
     bar = progress(desc=f"rewriting {path.name}", unit=" bytes", delay=BRIEF_S, leave=False)
     try:
