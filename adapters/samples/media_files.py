@@ -209,7 +209,8 @@ class _Container:
         """Return the facts of the video, with *head*; ValueError if it cannot be trained."""
         import av
 
-        kind = self._kind()
+        if (kind := CONTAINERS.get(name := self.opened.format.name)) is None:
+            raise self._refusal(f"is a {name} file; read are mp4, mov, mkv, webm and avi: encode it again")
         stream = self.opened.streams.best("video")
         codec = None if stream is None else stream.codec_context
         if stream is None or stream.disposition & av.stream.Disposition.attached_pic:  # the cover of an album
@@ -238,12 +239,6 @@ class _Container:
 
     def _refusal(self, reason: str) -> ValueError:
         return ValueError(f"the video {self.path} {reason}")
-
-    def _kind(self) -> str:
-        name = self.opened.format.name
-        if name not in CONTAINERS:
-            raise self._refusal(f"is a {name} file; read are mp4, mov, mkv, webm and avi: encode it again")
-        return CONTAINERS[name]
 
     def _refuse_size(self, width: int, height: int) -> None:
         if not 0 < width * height <= MAX_PIXELS:

@@ -167,20 +167,11 @@ class VideoLengths:
         stamped = template.tokenizer if template.version == "v3" else None
         lengths = cls(images.patch_size, images.merge_size, video_sampling(config), stamped)
         try:
-            stand_in = lengths.cost(_black_video_facts(DUMMY_SIZE, 2))
-        except ValueError:  # the run's limits leave the stand-in no size
+            expected = lengths.beyond_stand_in(_black_video_facts(_LARGE, 5))
+        except ValueError:  # the run's limits leave such frames no size
             return None
-        size = _LARGE if lengths.accepts(_LARGE) else DUMMY_SIZE
-        small, large = _measure_black_video(template, DUMMY_SIZE, 2), _measure_black_video(template, size, 5)
-        return lengths if large - small == lengths.cost(_black_video_facts(size, 5)) - stand_in else None
-
-    def accepts(self, size: tuple[int, int]) -> bool:
-        """Return whether frames of a width and height are within the run's limits."""
-        try:
-            self.cost(_black_video_facts(size, 5))
-        except ValueError:
-            return False
-        return True
+        small, large = _measure_black_video(template, DUMMY_SIZE, 2), _measure_black_video(template, _LARGE, 5)
+        return lengths if large - small == expected else None
 
     def beyond_stand_in(self, facts: VideoFacts) -> Measurement:
         """Return the cost of a video beyond the stand-in; ValueError if its shape is refused."""
