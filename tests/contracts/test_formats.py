@@ -1,7 +1,6 @@
 """The same records are the same data set, whatever format their files have."""
 
 import csv
-import datetime as dt
 import gzip
 import hashlib
 import io
@@ -11,7 +10,6 @@ import pickle
 import re
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
-from decimal import Decimal
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -25,9 +23,7 @@ from hypothesis import strategies as st
 from packplan.adapters.samples import data_files
 from packplan.adapters.samples.data_files import file_faults, open_records
 from packplan.adapters.samples.formats import arrow_rows, record_file, rewriting
-from packplan.adapters.samples.formats.arrow_rows import drop_nulls
 from packplan.core.errors import DataSetError, OutputError, PackplanError, RecordError, StaleError
-from packplan.core.samples.records import to_messages
 from tests.records import json_values
 
 MESSAGES = [
@@ -391,36 +387,6 @@ def test_columns_of_one_name_are_refused(tmp_path, name):
         opened(path)
 
 
-OTHER_TYPES = {
-    "numbers": [1, 2.5], "true": [True], "days": [dt.date(2026, 1, 1)],
-    "times": [dt.datetime(2026, 1, 1, tzinfo=dt.UTC)],
-    "bytes": [b"\xff\xfe"], "objects": [{"a": None, "b": 1}], "lists": [[None, []]], "decimals": [Decimal("1.5")],
-    "durations": [dt.timedelta(1)], "words of a dictionary": pa.array(["a"]).dictionary_encode(),
-    "maps": pa.array([[("a", "b")]], pa.map_(pa.string(), pa.string())),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("column", ["messages", "query", "response", "system", "history", "images", "tools"])
-@pytest.mark.parametrize("kind", OTHER_TYPES)
-def test_a_column_of_another_type_is_refused_by_record(tmp_path, column, kind):
-    """It never ends the process, and is never taken for something else."""
-    rows = {"query": ["a"], "response": ["b"], column: OTHER_TYPES[kind][:1]}
-    if column == "messages":
-        rows = {column: rows[column]}
-    pq.write_table(pa.table(rows), tmp_path / "a.parquet")
-    records = opened(tmp_path / "a.parquet")
-
-    assert f"{tmp_path}/a.parquet, row 1" == str(records.location(0))
-    is_text = kind == "words of a dictionary" and column in {"query", "response", "system", "images"}
-    # Pairs of texts are a question and its answer, and bytes an image.
-    if is_text or (column, kind) in {("history", "maps"), ("images", "bytes")}:
-        assert to_messages(records[0])
-        return
-    with pytest.raises((ValueError, RecordError)) as refused:
-        to_messages(records[0])
-    assert len(str(refused.value)) < 500
-
-
 @pytest.mark.parametrize("name", COPIED)
 @pytest.mark.usefixtures("unsettled")
 def test_a_copy_is_made_once_and_knows_its_file(tmp_path, name):
@@ -498,23 +464,6 @@ def test_a_digest_without_some_records_is_as_if_they_were_not_there(tmp_path_fac
         assert [index - cut * (index >= cut) + 1 for index in kept] == [
             records.location(index).number for index in kept
         ]
-
-
-def test_texts_of_a_dictionary_at_any_depth_are_read_as_they_are(tmp_path):
-    """Texts stand in lists, structures and maps, and in lists of structures."""
-    texts, ends = pa.array(["a", None, "b", "a"]).dictionary_encode(), pa.array([0, 1, 1, 4], pa.int32())
-    structs = pa.StructArray.from_arrays([texts], ["content"])
-    columns = {
-        "lists": pa.ListArray.from_arrays(ends, texts),
-        "pairs": pa.FixedSizeListArray.from_arrays(pa.array(["c"] * 6).dictionary_encode(), 2),
-        "structs": structs.slice(0, 3),
-        "both": pa.ListArray.from_arrays(ends, structs),
-        "maps": pa.MapArray.from_arrays(ends, pa.array(["a", "b", "c", "d"]), texts),
-    }
-    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-
-    rows = [drop_nulls(row) for row in pa.table(columns).to_pylist()]
-    assert rows == list(opened(tmp_path / "a.parquet"))
 
 
 @pytest.mark.parametrize(

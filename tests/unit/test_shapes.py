@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packplan.core.samples.records import to_messages
-from packplan.core.samples.shapes import to_shape
-from tests.records import ANSWER, QUESTION, asked, chat
+from packplan.core.samples.shapes import READ, to_shape
+from packplan.core.samples.values import UnusableRecordError
+from tests.records import ANSWER, QUESTION, asked, chat, json_values
 
 ASKED = [QUESTION, ANSWER]
 
@@ -213,6 +214,23 @@ def answered(**more):
 def test_a_record_that_would_lose_something_is_refused(record, says):
     with pytest.raises(ValueError, match=says):
         to_messages(record)
+
+
+odd_values = st.recursive(
+    json_values | st.dates() | st.datetimes() | st.decimals() | st.binary(max_size=3) | st.timedeltas(),
+    lambda inner: st.lists(inner, max_size=2) | st.lists(st.tuples(st.text(max_size=2), inner), max_size=2),
+    max_leaves=4,
+)
+"""Values of JSON, and of types that columns of Parquet have."""
+
+
+@given(st.dictionaries(st.sampled_from(sorted(READ)), odd_values, min_size=1, max_size=4))
+def test_any_value_under_any_key_is_read_or_refused_as_a_record(record):
+    """No other error, and no message of more than a few hundred characters."""
+    try:
+        assert to_messages(record)["messages"]
+    except UnusableRecordError as refused:
+        assert len(str(refused)) < 500  # noqa: PT017
 
 
 def test_a_null_system_message_is_none():
