@@ -135,9 +135,9 @@ def remove_digests(folder: Path) -> None:
         file.unlink()
 
 
-def write_digests(folder: Path, *, share: int, num_shares: int) -> int:
+def write_digests(folder: Path, *, share: int, num_shares: int) -> None:
     """
-    Write the digests of a share of a checkpoint's files, and return the number of bytes read.
+    Write the digests of a share of a checkpoint's files.
 
     Args:
         folder: The checkpoint, complete except for the trainer's state.
@@ -147,19 +147,18 @@ def write_digests(folder: Path, *, share: int, num_shares: int) -> int:
     # The trainer's state is written last; an existing one belongs to an overwritten checkpoint.
     files = [file for file in folder.rglob("*") if file.is_file() and file != folder / STATE]
     names = [str(file.relative_to(folder)) for file in files if not fnmatch(file.name, _DIGESTS)]
-    digests, num_bytes = _digests_of(folder, names, share=share, num_shares=num_shares)
+    digests = _digests_of(folder, names, share=share, num_shares=num_shares)
     written = json.dumps({"files": num_shares, "digests": digests})
     (folder / _DIGESTS.replace("*", str(share))).write_text(written, encoding="utf-8")
-    return num_bytes
 
 
-def _digests_of(folder: Path, names: Iterable[str], *, share: int, num_shares: int) -> tuple[dict[str, str], int]:
-    """Return the digests of a share of a folder's files, and its bytes; show the progress."""
+def _digests_of(folder: Path, names: Iterable[str], *, share: int, num_shares: int) -> dict[str, str]:
+    """Return the digest of each file in a share of a folder's files, and show the progress."""
     # From the largest file to the smallest, so that shares have about equally many bytes.
     sizes = {name: (folder / name).stat().st_size for name in names}
     mine = sorted(sizes, key=lambda name: (-sizes[name], name))[share::num_shares]
-    num_bytes, digests = sum(sizes[name] for name in mine), {}
-    with progress(total=num_bytes, desc=f"hashing {folder.name}", unit=" bytes", leave=False, delay=BRIEF_S) as bar:
+    total, digests = sum(sizes[name] for name in mine), {}
+    with progress(total=total, desc=f"hashing {folder.name}", unit=" bytes", leave=False, delay=BRIEF_S) as bar:
         for name in mine:
             digest = hashlib.sha256()
             with (folder / name).open("rb") as content:
@@ -167,7 +166,7 @@ def _digests_of(folder: Path, names: Iterable[str], *, share: int, num_shares: i
                     digest.update(chunk)
                     bar.update(len(chunk))
             digests[name] = digest.hexdigest()
-    return digests, num_bytes
+    return digests
 
 
 def _damage(folder: Path, group: RankGroup) -> str | None:
@@ -180,7 +179,7 @@ def _damage(folder: Path, group: RankGroup) -> str | None:
             stored |= one["digests"]
         if len(shares) < shares[0]["files"]:
             return f"but it has {len(shares)} of {counted(shares[0]['files'], 'file')} of digests: {_AGAIN}"
-        found, _ = _digests_of(folder, stored, share=group.rank, num_shares=group.world_size)
+        found = _digests_of(folder, stored, share=group.rank, num_shares=group.world_size)
         damaged = [name for name, digest in found.items() if digest != stored[name]]
     except FileNotFoundError as error:
         return f"but its {Path(error.filename).name} is missing: {_AGAIN}"

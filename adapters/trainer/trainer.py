@@ -26,7 +26,6 @@ With a plan, the packs of a step pass these methods:
 """
 
 import contextlib
-import logging
 import math
 import os
 import signal
@@ -69,8 +68,6 @@ from packplan.core.equality import AttentionChoice, Precision
 from packplan.core.errors import ConfigError, RunError
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochStats, PackStats
-
-log = logging.getLogger(__name__)
 
 _NO_INPUTS = (PACK, NORMALISER, LENGTHS)
 """Keys of a batch that the trainer reads, and no model takes."""
@@ -184,7 +181,6 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         self._size_before: float | None = None
         self._lap_start = time.perf_counter()
         self.has_learned = False
-        self._digested = ""
         # Loaders of training; transformers opens another one for a resumed epoch.
         self._loaders: list[PackLoader] = []
         try:
@@ -302,8 +298,6 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         self.state.stateful_callbacks |= attention_to_state(self.attention.name)
         with name_save_errors(Path(self.args.output_dir)):
             super()._save_checkpoint(*arguments, **options)
-        if self._digested:  # the trainer's state, which makes it whole, was written since
-            log.info("%s", self._digested)
         self.saved = str(Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -314,14 +308,11 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         # Each rank reads files of other ranks. The trainer's state comes next, and makes the
         # checkpoint whole.
         self._wait_for_ranks()
-        started = time.perf_counter()
         # If every node writes its own checkpoint, the node's ranks share it.
         on_node = args.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         share, num_shares = on_node if args.save_on_each_node else (self.group.rank, self.group.world_size)
-        num_bytes = write_digests(folder, share=share, num_shares=num_shares)
+        write_digests(folder, share=share, num_shares=num_shares)
         self._wait_for_ranks()
-        size, seconds = f"{num_bytes / 1e6:.1f} MB (of this rank's share)", time.perf_counter() - started
-        self._digested = f"{folder.name}: digests of {size} took {seconds:.2f} s"
 
     def _wait_for_ranks(self) -> None:
         """Wait for all ranks."""
@@ -424,9 +415,8 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         """
         Load whole weights through the model's own class, which knows the names in the checkpoint.
         """
-        if checkpoint is None or self.is_sharded:
-            return False
-        return load_strictly(self.accelerator.unwrap_model(model), checkpoint)
+        plain = self.accelerator.unwrap_model(model)
+        return checkpoint is not None and not self.is_sharded and load_strictly(plain, checkpoint)
 
 
 class PlanTrainer(FollowsSchedule, CheckedTrainer):

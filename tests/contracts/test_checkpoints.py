@@ -50,10 +50,10 @@ def test_every_file_is_digested_by_one_rank(tmp_path_factory, contents, world_si
     (folder / "packplan_digests_7.json").write_text('{"model.safetensors": "old"}')
 
     remove_digests(folder)
-    read = [write_digests(folder, share=rank, num_shares=world_size) for rank in range(world_size)]
+    for rank in range(world_size):
+        write_digests(folder, share=rank, num_shares=world_size)
 
     kept = [json.loads(file.read_text()) for file in folder.glob("packplan_digests_*.json")]
-    assert sum(map(len, contents.values())) == sum(read)
     assert [world_size] * world_size == [one["files"] for one in kept]
     assert len(contents) == sum(len(one["digests"]) for one in kept)
     expected = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}

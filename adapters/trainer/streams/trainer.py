@@ -21,7 +21,7 @@ from typing import Any
 
 import attrs
 import torch
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers import Trainer
 
 from packplan.adapters.trainer.checkpoints import progress_entry
 from packplan.adapters.trainer.loader import LENGTHS, Batch, PackLoader, without_pack_rates, zero_weights
@@ -56,28 +56,6 @@ class StreamTotals:
             f"{counts.underfilled_packs:,} of {counted(counts.packs, 'pack')} "
             f"{agree(counts.underfilled_packs, 'was', 'were')} underfilled"
         )
-
-
-class FinishStream(TrainerCallback):
-    """Evaluates and saves when a stream's last epoch ends; only then is its last step known."""
-
-    def __init__(self, ends_training: Callable[[], bool]) -> None:
-        """
-        Finish a stream.
-
-        Args:
-            ends_training: Function that returns whether the last epoch is over.
-        """
-        self.ends_training = ends_training
-
-    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **__: Any) -> None:
-        """Evaluate and save if the last step has not."""
-        if not self.ends_training():
-            return
-        if args.eval_strategy == "steps" and state.global_step % state.eval_steps:
-            control.should_evaluate = True
-        if args.save_strategy == "steps" and state.global_step % state.save_steps:
-            control.should_save = True
 
 
 class StreamTrainer(CheckedTrainer):
@@ -115,7 +93,6 @@ class StreamTrainer(CheckedTrainer):
         super().__init__(**options)
         # ms-swift leaves a data set without a length one worker; this one shares its samples out.
         self.args.dataloader_num_workers = workers
-        self.add_callback(FinishStream(lambda: self._ends_training))
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # a stream resumes by itself
         """Return the loader of this rank's packs, which come as they fill."""
@@ -151,11 +128,19 @@ class StreamTrainer(CheckedTrainer):
                 raise DataSetError(self._no_step())
             self.control.should_epoch_stop = True
             self._epoch += 1  # now logged as done, as with a plan
+            if self._epoch >= self.num_epochs:
+                self._finish()
             return [], None
-        window += [self._weightless(window)] * (size - len(window))
+        window += [self._weightless_pack(window)] * (size - len(window))
         return window, self._get_num_items_in_batch(window, device)
 
-    def _weightless(self, window: list[Batch]) -> Batch:
+    def _finish(self) -> None:
+        """Evaluate and save when the epoch ends, unless the last step has: only now it is known."""
+        args, state, control = self.args, self.state, self.control
+        control.should_evaluate |= args.eval_strategy == "steps" and bool(state.global_step % state.eval_steps)
+        control.should_save |= args.save_strategy == "steps" and bool(state.global_step % state.save_steps)
+
+    def _weightless_pack(self, window: list[Batch]) -> Batch:
         """Return a pack that changes no weight, for a rank that has none left."""
         # It follows from the window and the data, so that a resumed run draws the same dropout.
         batch = window[-1] if window else self.data_collator([self.train_dataset.any_pack()])
@@ -169,11 +154,6 @@ class StreamTrainer(CheckedTrainer):
             f"epoch {self._epoch} has no step, since no step has {packs} on each rank; set training.packing_drop_last: "
             "false, lower training.effective_batch_size or training.packing_min_fill_ratio, or add data"
         )
-
-    @property
-    def _ends_training(self) -> bool:
-        """Whether the last epoch is over."""
-        return self._epoch >= self.num_epochs
 
     def _run_epoch(self, *, epoch: int, **options: Any) -> None:
         self._epoch, start = epoch, self.start
