@@ -241,7 +241,7 @@ def schedule_epochs(
         if epoch > start.epoch:
             total += attrs.evolve(plain, num_packs=records[-1].num_packs, start=Progress()).steps_per_epoch
         elif epoch == start.epoch:
-            total = attrs.evolve(plain, num_packs=tuple(one.num_packs for one in records)).end_of(epoch)
+            total = attrs.evolve(plain, num_packs=tuple(one.num_packs for one in records)).last_step(epoch)
         ends = total >= schedule.max_steps if schedule.max_steps > 0 else epoch + 1 >= wanted
         if ends and epoch >= start.epoch:
             return attrs.evolve(plain, num_packs=tuple(one.num_packs for one in records)), tuple(records)

@@ -152,7 +152,7 @@ class _LossSums:
     """Sum of losses and of learned tokens over this rank's batches, without repeated ones."""
 
     batches: EvalBatches
-    expected: Iterator[list[int]] = attrs.field(init=False)
+    expected: Iterator[list[int]] = attrs.field(default=attrs.Factory(lambda sums: iter(sums.batches), takes_self=True))
     """Packs of the batches that are left."""
 
     sums: torch.Tensor = attrs.field(factory=lambda: torch.zeros(2, dtype=torch.float64))
@@ -161,9 +161,6 @@ class _LossSums:
     done: int = 0
     weight: float = 0
     """Weight of the batch that is computed."""
-
-    def __attrs_post_init__(self) -> None:
-        self.expected = iter(self.batches)
 
     @property
     def repeats(self) -> bool:

@@ -110,7 +110,8 @@ class PackBatches:
             step: Optimizer steps done, where a loader reads ahead of training. None takes the
                 batches that were served.
         """
-        progress = self.schedule.after(self.epoch, self._served) if step is None else self.schedule.at(step)
+        schedule = self.schedule
+        progress = schedule.progress_after(self.epoch, self._served) if step is None else schedule.progress_at(step)
         return seal(to_plain(attrs.evolve(self.state, progress=progress)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -158,7 +158,7 @@ def _with_epochs(opened: StoredSplit, *, where: str) -> StoredSplit:
     records = opened.plan.epochs
     packs, last = tuple(one.num_packs for one in records), records[-1].epoch
     whole = attrs.evolve(opened.schedule, num_packs=packs, works=None)
-    if whole.end_of(last) < whole.max_steps if whole.max_steps > 0 else last + 1 < whole.num_train_epochs:
+    if whole.last_step(last) < whole.max_steps if whole.max_steps > 0 else last + 1 < whole.num_train_epochs:
         raise NotBuiltError(where, f"holds plans up to epoch {last:,}, and the run has more epochs")
     count = max(opened.epoch + 1, whole.num_epochs)
     plan, epochs = attrs.evolve(opened.plan, epochs=records[:count]), attrs.evolve(whole, num_packs=packs[:count])

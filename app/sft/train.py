@@ -149,7 +149,7 @@ def _log_resume(schedule: EpochSchedule, unit: str) -> None:
         "resuming after optimizer step %d, in epoch %d: %s of it %s consumed; the rest takes %s per rank and %s",
         start.step,
         start.epoch,
-        counted(consumed := schedule.consumed(start.epoch).size, unit),
+        counted(consumed := schedule.consumed_packs(start.epoch).size, unit),
         agree(consumed),
         counted(schedule.num_batches(start.epoch), "batch"),
         counted(schedule.num_steps(start.epoch), "step"),

@@ -291,7 +291,7 @@ class EpochSchedule:
         whole, share = divmod(wanted, 1)
         if whole > start.epoch:
             last = self.steps_in(int(whole)) if share else 0
-            return self.end_of(int(whole) - 1) + math.ceil(share * last)
+            return self.last_step(int(whole) - 1) + math.ceil(share * last)
         share = max(wanted - start.epoch, Fraction(0))
         return max(start.step, start.step - start.epoch_step + math.ceil(share * first_epoch))
 
@@ -302,10 +302,10 @@ class EpochSchedule:
             return self.start.epoch
         return self._epoch_after(self.total_steps - 1) + 1
 
-    def end_of(self, epoch: int) -> int:
+    def last_step(self, epoch: int) -> int:
         """
-        Return the optimizer steps at the end of *epoch*, that of `start` or a later one, those
-        before `start` included.
+        Return the number of the last optimizer step of *epoch*, which is that of `start` or a later
+        one. Steps count from 1, those before `start` included.
         """
         start = self.start
         end = start.step + self.num_steps(start.epoch)
@@ -320,7 +320,7 @@ class EpochSchedule:
     def _epoch_after(self, step: int) -> int:
         """Return the epoch in which training goes on after *step* steps, `start.step` or more."""
         start = self.start
-        beyond = step - self.end_of(start.epoch)
+        beyond = step - self.last_step(start.epoch)
         if beyond < 0:
             return start.epoch
         if isinstance(self.num_packs, int):
@@ -349,7 +349,7 @@ class EpochSchedule:
         """Return the remaining packs of *epoch*, before packs are assigned by work."""
         return self._orders(epoch)[-1][self._segments(epoch)[-1].pack_offset :]
 
-    def consumed(self, epoch: int) -> IntArray:
+    def consumed_packs(self, epoch: int) -> IntArray:
         """Return the packs of *epoch* that were consumed before `start`; shape (num_consumed,)."""
         segments = self._segments(epoch)
         if not any(segment.pack_offset for segment in segments):
@@ -362,7 +362,7 @@ class EpochSchedule:
         count = self.batches_of(len(mine) * self.world_size)
         return [mine[number * self.batch_size : (number + 1) * self.batch_size] for number in range(count)]
 
-    def trained(self, epoch: int, num_steps: int) -> IntArray:
+    def trained_packs(self, epoch: int, num_steps: int) -> IntArray:
         """
         Return the packs of the first remaining steps of *epoch*, over all ranks, repeated ones
         included; shape (num_trained,).
@@ -426,13 +426,13 @@ class EpochSchedule:
                 )
         return None
 
-    def at(self, step: int) -> Progress:
+    def progress_at(self, step: int) -> Progress:
         """Return the progress after *step* optimizer steps, `start.step` or more."""
         epoch = self._epoch_after(step)
-        before = self.start.step if epoch == self.start.epoch else self.end_of(epoch - 1)
+        before = self.start.step if epoch == self.start.epoch else self.last_step(epoch - 1)
         return self._progress(epoch, step, num_batches=(step - before) * self.gradient_accumulation_steps)
 
-    def after(self, epoch: int, num_batches: int) -> Progress:
+    def progress_after(self, epoch: int, num_batches: int) -> Progress:
         """
         Return the progress after each rank has consumed batches of *epoch*, also within a step.
 
@@ -441,7 +441,7 @@ class EpochSchedule:
             num_batches: Batches of each rank since `start`, or since the epoch began if that is
                 later.
         """
-        begun = self.start.step - self.start.epoch_step if epoch == self.start.epoch else self.end_of(epoch - 1)
+        begun = self.start.step - self.start.epoch_step if epoch == self.start.epoch else self.last_step(epoch - 1)
         if num_batches >= self.num_batches(epoch):
             return Progress(step=begun + self.steps_before(epoch) + self.num_steps(epoch), epoch=epoch + 1)
         steps = self.steps_before(epoch) + num_batches // self.gradient_accumulation_steps

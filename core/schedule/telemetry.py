@@ -129,8 +129,8 @@ class EpochStats:
             schedule: Epoch schedule.
             epoch: Epoch, from 0.
         """
-        before = schedule.consumed(epoch)
-        order = schedule.trained(epoch, schedule.num_steps(epoch))
+        before = schedule.consumed_packs(epoch)
+        order = schedule.trained_packs(epoch, schedule.num_steps(epoch))
         _, places = np.unique(np.concatenate([before, order]), return_index=True)
         first = np.zeros(before.size + order.size, dtype=np.int64)
         first[places] = 1

@@ -232,7 +232,7 @@ def test_a_killed_run_goes_on_where_it_was(of, before, after, words, start, trai
     found = ran.plan(LENGTH[of])
     options = {"packs_per_step": 2, "epochs": 4, "seed": 42}
     whole = found.schedule(world_size=before, **options)
-    rest.assert_planned(found, attrs.evolve(found.schedule(world_size=after, **options), start=whole.at(3)))
+    rest.assert_planned(found, attrs.evolve(found.schedule(world_size=after, **options), start=whole.progress_at(3)))
     for rank in range(before):
         done = [one for one in ran.trained(rank) if one[0] <= 3]
         assert [one for one in ran.planned(found, whole, rank) if one[0] <= 3] == done

@@ -180,7 +180,7 @@ def train(cell: dict[str, Any], rank: int) -> None:
     found = {
         "batches": watch.batches == wanted,
         "packs": [[step.epoch, pack] for step in steps for (pack,) in step.batches],
-        "consumed": schedule.consumed(schedule.start.epoch).tolist(),
+        "consumed": schedule.consumed_packs(schedule.start.epoch).tolist(),
         "order": schedule.order(schedule.start.epoch).tolist(),
         "epoch": schedule.start.epoch,
         "logged": [entry["epoch"] for entry in trainer.state.log_history if "loss" in entry],

@@ -22,7 +22,7 @@ def test_the_loop_goes_on_with_fewer_ranks(reader, made):
     plan = plan_of(made)
     whole = plan.schedule(world_size=2, packs_per_step=4, epochs=2)
     start = min(step for _, step, _ in rest) - 1
-    resumed = attrs.evolve(plan.schedule(packs_per_step=4, epochs=2), start=whole.at(start))
+    resumed = attrs.evolve(plan.schedule(packs_per_step=4, epochs=2), start=whole.progress_at(start))
     assert planned_packs(resumed) == rest
     assert trained_packs(first) <= planned_packs(whole)
 

@@ -127,7 +127,7 @@ def test_all_steps_are_counted_before_the_first(made, epochs, max_steps, ranks, 
     steps = list(whole.steps())
     assert whole.total_steps == len(steps)
     stop = data.draw(st.integers(0, len(steps)))
-    resumed, again = schedule_epochs(attrs.evolve(schedule, start=whole.at(stop)), record)
+    resumed, again = schedule_epochs(attrs.evolve(schedule, start=whole.progress_at(stop)), record)
     assert records == again[: len(records)]
     assert steps[stop:] == list(resumed.steps())
 
@@ -141,7 +141,7 @@ def test_a_resume_beyond_fewer_epochs_knows_the_epoch_it_is_in():
 
     schedule = plain_schedule(9, 1, num_train_epochs=3)
     whole, _ = schedule_epochs(schedule, record)
-    fewer = attrs.evolve(schedule, num_train_epochs=1, start=whole.at(4))
+    fewer = attrs.evolve(schedule, num_train_epochs=1, start=whole.progress_at(4))
     resumed, records = schedule_epochs(fewer, record)
 
     assert (2, 4, []) == (len(records), resumed.total_steps, list(resumed.steps()))

@@ -84,10 +84,10 @@ def test_a_term_that_does_not_vary_is_part_of_the_constant():
 def test_a_step_takes_as_long_as_its_busiest_ranks(training, time, sync_at, done):
     """One by one, over ranks and microbatches; an epoch, from where a run resumes."""
     lengths, plan, schedule, stats = training
-    schedule = attrs.evolve(schedule, sync_at=sync_at, start=schedule.at(done % schedule.total_steps))
+    schedule = attrs.evolve(schedule, sync_at=sync_at, start=schedule.progress_at(done % schedule.total_steps))
     images = np.arange(len(lengths)) % 3
     flops = SampleWorks.from_lengths(MODEL, lengths, images=images, patches=4 * images)
-    epoch = schedule.at(schedule.start.step).epoch
+    epoch = schedule.progress_at(schedule.start.step).epoch
     terms = StepTerms.from_epoch(EpochStats.from_schedule(stats, schedule, epoch), flops, sync_at=sync_at)
     event(f"packed: {stats.packed}, {sync_at}")
 

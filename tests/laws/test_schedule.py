@@ -48,7 +48,7 @@ def schedules(draw) -> EpochSchedule:
 def trained(schedule: EpochSchedule) -> list[tuple[int, list[list[list[int]]]]]:
     """Run a schedule as a trainer does: each step's epoch, and each rank's batches."""
     steps = []
-    begin = schedule.at(schedule.start.step)
+    begin = schedule.progress_at(schedule.start.step)
     for epoch in range(begin.epoch, schedule.num_epochs):
         batches = [schedule.batches(epoch, rank=rank) for rank in range(schedule.world_size)]
         assert len({len(mine) for mine in batches}) == 1, "ranks have different numbers of batches"
@@ -115,10 +115,10 @@ def test_works_decide_who_trains_a_pack_and_never_in_which_step(schedule, world_
 
     assert contents(plain) == contents(schedule)
     stop = data.draw(st.integers(0, schedule.total_steps))
-    assert plain.at(stop) == schedule.at(stop)
+    assert plain.progress_at(stop) == schedule.progress_at(stop)
     assume(not schedule.dataloader_drop_last or schedule.num_packs >= world_size * schedule.batch_size)
     event(f"other ranks in mid-epoch, by work: {world_size != schedule.world_size and schedule.works is not None}")
-    change = {"world_size": world_size, "start": schedule.at(stop)}
+    change = {"world_size": world_size, "start": schedule.progress_at(stop)}
     assert contents(attrs.evolve(plain, **change)) == contents(attrs.evolve(schedule, **change))
 
 
@@ -154,7 +154,7 @@ def test_resumes_on_other_ranks_finish_the_epoch_with_what_it_has_not_consumed(s
             schedule,
             world_size=world_size,
             gradient_accumulation_steps=accumulation,
-            start=schedule.at(schedule.start.step + len(steps)),
+            start=schedule.progress_at(schedule.start.step + len(steps)),
         )
         assert schedule.start_fault() is None
         event(f"the rest gives no batch: {not schedule.num_batches(0)}")
@@ -201,11 +201,11 @@ def test_an_epoch_whose_rest_gives_no_batch_takes_no_further_step(  # noqa: PLR0
     num_batches = per_rank // batch_size if drop_last else -(-per_rank // batch_size)
     event(f"the rest gives no batch: {not num_batches}")
 
-    resumed = attrs.evolve(schedule, world_size=after, batch_size=batch_size, start=schedule.at(stop))
+    resumed = attrs.evolve(schedule, world_size=after, batch_size=batch_size, start=schedule.progress_at(stop))
 
     assert resumed.start_fault() is None
     assert num_batches == resumed.num_batches(0) == resumed.num_steps(0)
-    assert (0 if num_batches else 1) == resumed.at(stop).epoch
+    assert (0 if num_batches else 1) == resumed.progress_at(stop).epoch
     steps = trained(resumed)
     assert [0] * num_batches + [1] * resumed.steps_per_epoch == [epoch for epoch, _ in steps]
     assert (stop + len(steps), 2) == (resumed.total_steps, resumed.num_epochs)
@@ -274,7 +274,7 @@ def test_the_golden_order():
     assert GOLDEN_ORDERS[ORDER_VERSION] == {
         "ranks": [schedule.batches(0, rank=rank) for rank in range(4)],
         "second epoch": schedule.order(1).tolist(),
-        "resumed on other ranks": attrs.evolve(schedule, world_size=3, start=schedule.at(1)).order(0).tolist(),
+        "resumed on other ranks": attrs.evolve(schedule, world_size=3, start=schedule.progress_at(1)).order(0).tolist(),
         "padded batches": [padded.batches(3, rank=rank) for rank in range(4)],
         **{
             name: plan_checksum([one.order(epoch).tolist() for epoch in range(3)])
@@ -344,17 +344,17 @@ def test_a_resume_on_as_many_ranks_goes_on_where_it_stopped(schedule, data):
     """The rest equals that of an uninterrupted run, batch for batch."""
     whole = trained(schedule)
     stop = data.draw(st.integers(0, len(whole)))
-    event(f"mid-epoch: {schedule.at(stop).epoch_step > 0}, epochs differ: {schedule.epochs_differ}")
+    event(f"mid-epoch: {schedule.progress_at(stop).epoch_step > 0}, epochs differ: {schedule.epochs_differ}")
 
-    resumed = attrs.evolve(schedule, start=schedule.at(stop))
+    resumed = attrs.evolve(schedule, start=schedule.progress_at(stop))
 
     assert resumed.start_fault() is None
     assert whole[stop:] == trained(resumed)
     assert schedule.total_steps == resumed.total_steps
-    assert all(schedule.at(step) == resumed.at(step) for step in range(stop, len(whole) + 1))
-    epoch = schedule.at(stop).epoch
+    assert all(schedule.progress_at(step) == resumed.progress_at(step) for step in range(stop, len(whole) + 1))
+    epoch = schedule.progress_at(stop).epoch
     before = Counter(packs_of(step for step in whole[:stop] if step[0] == epoch))
-    assert before == Counter(resumed.consumed(epoch).tolist() if resumed.packs_in(epoch) else [])
+    assert before == Counter(resumed.consumed_packs(epoch).tolist() if resumed.packs_in(epoch) else [])
 
 
 @given(differing(), st.data())
@@ -362,9 +362,9 @@ def test_epochs_of_their_own_go_on_with_what_they_have_left_on_other_ranks(sched
     """Every pack of the epoch once, before the resume or after it."""
     assume(not schedule.dataloader_drop_last and schedule.world_size > 1)
     whole = trained(schedule)
-    start = schedule.at(data.draw(st.integers(0, len(whole) - 1)))
+    start = schedule.progress_at(data.draw(st.integers(0, len(whole) - 1)))
     resumed = attrs.evolve(schedule, world_size=1, batch_size=1, start=start, num_train_epochs=3)
 
-    done = set(resumed.consumed(start.epoch).tolist())
+    done = set(resumed.consumed_packs(start.epoch).tolist())
     later = packs_of(step for step in trained(resumed) if step[0] == start.epoch)
     assert sorted({*range(schedule.num_packs[start.epoch])} - done) == sorted(later)

@@ -66,7 +66,7 @@ def test_what_follows_any_number_of_batches_is_the_rest_of_the_epoch(schedule, d
     epoch = data.draw(st.integers(0, 2))
     whole = schedule.num_batches(epoch)
     first = data.draw(st.integers(0, whole))
-    start = schedule.after(epoch, first)
+    start = schedule.progress_after(epoch, first)
     resumed = attrs.evolve(schedule, start=start, works=None)
     unassigned = attrs.evolve(schedule, works=None)
     event(f"within a step: {bool(first % schedule.gradient_accumulation_steps)}")
@@ -76,12 +76,12 @@ def test_what_follows_any_number_of_batches_is_the_rest_of_the_epoch(schedule, d
         return
     assert unassigned.batches(epoch, rank=0)[first:] == resumed.batches(epoch, rank=0)
     second = data.draw(st.integers(0, whole - first))
-    assert schedule.after(epoch, first + second).segments == resumed.after(epoch, second).segments
+    assert schedule.progress_after(epoch, first + second).segments == resumed.progress_after(epoch, second).segments
     if not first % schedule.gradient_accumulation_steps:
-        assert start == schedule.at(start.step)
+        assert start == schedule.progress_at(start.step)
     later = epoch + 1
-    assert schedule.after(later, 0).step == schedule.after(epoch, whole).step
-    assert schedule.after(later, 0).epoch == later
+    assert schedule.progress_after(later, 0).step == schedule.progress_after(epoch, whole).step
+    assert schedule.progress_after(later, 0).epoch == later
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_an_epoch_covers_what_the_plan_does(training):
         assert summarise(plan, lengths).fill_worst == statistics["epoch_fill_min"]
         assert plan.fill == pytest.approx(statistics["epoch_fill_mean"])
     for stop in range(1, num_steps):
-        resumed = EpochStats.from_schedule(pack_stats, attrs.evolve(schedule, start=schedule.at(stop)), 0)
+        resumed = EpochStats.from_schedule(pack_stats, attrs.evolve(schedule, start=schedule.progress_at(stop)), 0)
         rest = num_steps - stop
         assert statistics == pytest.approx(resumed.epoch_statistics(rest))
         assert whole.num_tokens(0, stop) + resumed.num_tokens(0, rest) == whole.num_tokens(0, num_steps)
