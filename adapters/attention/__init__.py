@@ -74,6 +74,12 @@ def set_varlen_attention(model: Any, *, name: str = NAME) -> None:
     model.set_attn_implementation({"": name, **parts})
 
 
+def attention_names(config: Any) -> dict[str, str]:
+    """Return the attention of a configuration, under an empty name, and of each of its parts."""
+    parts = {"": config, **{name: getattr(config, name, None) for name in config.sub_configs}}
+    return {name: part._attn_implementation for name, part in parts.items() if part is not None}  # noqa: SLF001  # has no public name
+
+
 def takes_grids(model: Any, part: str) -> bool:
     """Return whether a part of a model is a tower that takes all images of a row in one pass."""
     config = getattr(model.config, part, None)
@@ -93,10 +99,7 @@ def native_attention(model: Any, native: str = NATIVE) -> Iterator[None]:
         native: Name of the native attention: sdpa or eager.
     """
     model = trained_part(model)
-    config = model.config
-    before = {"": config._attn_implementation}  # noqa: SLF001  # has no public name
-    parts = {part: getattr(config, part, None) for part in config.sub_configs}
-    before |= {name: part._attn_implementation for name, part in parts.items() if part is not None}  # noqa: SLF001
+    before = attention_names(model.config)
     model.set_attn_implementation(native)
     try:
         yield

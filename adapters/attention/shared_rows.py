@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # its usual name
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from packplan.adapters.attention import NAME, ROWS_NAME
+from packplan.adapters.attention import NAME, ROWS_NAME, attention_names
 from packplan.adapters.attention.rows import PackedRow, current_row, keep_rows_in_checkpoints, read_row, use_row
 from packplan.adapters.attention.shares import RowShare, gather_rows
 from packplan.adapters.families import trained_part
@@ -171,7 +171,7 @@ def _targets_of_part(given: dict[str, Any], share: RowShare) -> tuple[torch.Tens
     return kept, targets[share.positions][kept]
 
 
-def divide_row(row: PackedRow, group: dist.ProcessGroup | None) -> tuple[PackedRow, RowShare]:
+def divide_row(row: PackedRow, group: dist.ProcessGroup) -> tuple[PackedRow, RowShare]:
     """
     Return a row with padding, as a sample of its own at the end, and this rank's equal part of it.
     """
@@ -317,18 +317,17 @@ def context_parallel(model: Any, *, layout: PackedLayout, group: dist.ProcessGro
         ValueError: The layout is for another number of ranks. Inside: the part has another size, or
             a mask is given.
     """
-    if layout.cp_size != dist.get_world_size(group):
-        raise ValueError(f"the layout is for {layout.cp_size} ranks, but the group has {dist.get_world_size(group)}")
-    device, rank = model.device, dist.get_rank(group)
-    own, restore = (torch.as_tensor(part, device=device) for part in (layout.positions(rank), layout.restore))
-    share = RowShare(group, own, layout.num_positions, restore)
-    row = PackedRow(torch.as_tensor(layout.sequence, device=device), share=share)
-    decoder, config = model.get_decoder(), model.config
-    parts = {name: getattr(config, name) for name in config.sub_configs}
+    ranks: Any = group or dist.group.WORLD
+    if layout.cp_size != ranks.size():
+        raise ValueError(f"the layout is for {layout.cp_size} ranks, but the group has {ranks.size()}")
+    arrays = (layout.positions(ranks.rank()), layout.restore, layout.sequence)
+    own, restore, sequence = (torch.as_tensor(array, device=model.device) for array in arrays)
+    share = RowShare(ranks, own, layout.num_positions, restore)
+    row = PackedRow(sequence, share=share)
+    decoder, before = model.get_decoder(), attention_names(model.config)
     # A vision tower attends as before, on every rank to all patches.
-    before = {name: part._attn_implementation for name, part in {"": config, **parts}.items() if part is not None}  # noqa: SLF001  # has no public name
-    text = {name: ROWS_NAME for name in parts if parts[name] is decoder.config}
-    model.set_attn_implementation(before | {"": ROWS_NAME} | text)
+    text = {name: ROWS_NAME for name in before if not name or getattr(model.config, name) is decoder.config}
+    model.set_attn_implementation(before | text)
     shared = SharedRows(decoder, lambda: (row, share), joins=False)
     try:
         yield

@@ -19,14 +19,15 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives  # which have gradients
 
 
 @attrs.frozen(eq=False)
 class RowShare:
     """Part of a row that a rank computes between attention."""
 
-    group: dist.ProcessGroup | None
-    """Ranks that share the row; None for all ranks."""
+    group: dist.ProcessGroup
+    """Ranks that share the row."""
 
     positions: torch.Tensor
     """Row positions of this rank's tokens; int64 of shape (part,), equally long on every rank."""
@@ -43,12 +44,12 @@ class RowShare:
     @cached_property
     def size(self) -> int:
         """Ranks that share the row."""
-        return dist.get_world_size(self.group)
+        return self.group.size()
 
     @cached_property
     def rank(self) -> int:
         """Rank in the group."""
-        return dist.get_rank(self.group)
+        return self.group.rank()
 
     @property
     def num_positions(self) -> int:
@@ -143,51 +144,13 @@ class _Take(torch.autograd.Function):
         return share.gather(gradients[0], 0)[: share.tokens] / share.size, None
 
 
-class _AllToAll(torch.autograd.Function):
-    """See `_exchange_rows`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None
-    ) -> torch.Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        result = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (received,) = gradients
-        return _exchange_rows(received, ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def _exchange_rows(
-    rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None
-) -> torch.Tensor:
+def _exchange_rows(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Send each rank its count of rows, one after the other; return those received, by rank."""
-    result: torch.Tensor = _AllToAll.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = collectives.all_to_all_single(rows.contiguous(), received, sent, group)
     return result
 
 
-def gather_rows(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def gather_rows(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the ranks' rows, one rank after the other."""
-    result: torch.Tensor = _AllGather.apply(part, group)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = collectives.all_gather_single_autograd(part.contiguous(), 0, group)
     return result
-
-
-class _AllGather(torch.autograd.Function):
-    """See `gather_rows`."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        ctx.group = group
-        whole = part.new_empty(part.shape[0] * dist.get_world_size(group), *part.shape[1:])
-        dist.all_gather_single(whole, part.contiguous(), group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (whole,) = gradients
-        part = whole.new_empty(whole.shape[0] // dist.get_world_size(ctx.group), *whole.shape[1:])
-        dist.reduce_scatter_single(part, whole.contiguous(), group=ctx.group)
-        return part, None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -184,7 +184,7 @@ def _input_forms(model: Any) -> list[list[dict[str, torch.Tensor]]]:
     parameters = {name for function in parts for name in inspect.signature(function).parameters}
     vision, weight = model.config.vision_config, next(model.parameters())
     side: int = getattr(vision, "patch_size", 1)
-    grids = torch.tensor(_GRIDS, device=weight.device)
+    grids, generator = torch.tensor(_GRIDS, device=weight.device), torch.Generator().manual_seed(_SEED)
     if "image_grid_thw" in parameters:  # rows of patches, flat or as pictures
         channels: int = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", None) or 3
         depth = getattr(vision, "temporal_patch_size", 1)
@@ -201,16 +201,10 @@ def _input_forms(model: Any) -> list[list[dict[str, torch.Tensor]]]:
     return [
         [
             {"pixel_values": pixels.to(weight).requires_grad_(), **{key: one[n : n + 1] for key, one in sizes.items()}}
-            for n, pixels in enumerate(_drawn(form))
+            for n, pixels in enumerate(torch.randn(shape, generator=generator) for shape in form)
         ]
         for form in shapes
     ]
-
-
-def _drawn(shapes: Iterable[tuple[int, ...]]) -> list[torch.Tensor]:
-    """Return random pixels, one tensor for each shape."""
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
 def _features(model: Any, images: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:

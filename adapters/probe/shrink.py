@@ -9,6 +9,7 @@ beyond the probe's reach. Such a model is refused, and the key named.
 """
 
 import copy
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,9 @@ _WINDOW, _CHUNK, _BLOCK, _ROPE = 24, 16, 8, 48
 
 FIRST_ID, VOCABULARY = 16, 96
 """First id of ordinary tokens, and the size of the vocabulary; the probe uses no special tokens."""
+
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+"""Ids of special tokens; those under other keys count on."""
 
 _MAX_LAYERS = 16
 
@@ -93,9 +97,10 @@ def _heads(_: int, context: _Context) -> int:
 _RULES: tuple[tuple[str, _Rule], ...] = (
     (r"vocab_size(_per_layer_input)?", _exactly(VOCABULARY)),
     ("|".join(_LAYERS), lambda _, c: c.kept),
-    (r"num_mem_blocks", _few(1)),
-    (r"hidden_size|n_embd|d_model|embedding_dim|embed_dim|word_embed_proj_dim|lru_width", _exactly(HIDDEN)),
-    (r"out_hidden_size|router_hidden_size", _exactly(HIDDEN)),
+    (
+        r"((out|router)_)?hidden_size|n_embd|d_model|embed(ding)?_dim|word_embed_proj_dim|lru_width",
+        _exactly(HIDDEN),
+    ),
     (r"attention_hidden_size", lambda v, c: HIDDEN * max(1, round(v / c.config.get("hidden_size", v)))),
     ("|".join(_HEADS), _heads),
     (r"(encoder|decoder|swa_num)_attention_heads", _exactly(HEADS)),
@@ -103,47 +108,30 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
     (r"num_key_value_heads|num_kv_heads|num_query_groups", _shared_heads),
     (r"swa_num_key_value_heads", _exactly(HEADS // 2)),
     (r"head_dim", lambda v, c: HEAD // 2 if v == c.config.get("qk_rope_head_dim") else c.head),
-    (r"swa_head_dim|global_head_dim|dim_head|kv_channels|swa_v_head_dim", lambda v, c: c.head if v else v),
-    (
-        r"attention_head_dim",
-        lambda _, c: (
-            HIDDEN * max(1, round(c.config["attention_hidden_size"] / c.config["hidden_size"])) // HEADS
-            if "attention_hidden_size" in c.config
-            else HEAD
-        ),
-    ),
     (r"qk_rope_head_dim|rotary_dim", _exactly(HEAD // 2)),
-    (r"qk_nope_head_dim|v_head_dim|index_head_dim|query_pre_attn_scalar", _exactly(HEAD)),
+    (r"(qk_nope|v|index)_head_dim|query_pre_attn_scalar|hidden_size_per_layer_input", _exactly(HEAD)),
     (r"qk_head_dim", _exactly(HEAD + HEAD // 2)),
     (r"kv_lora_rank|q_lora_rank|o_lora_rank|gated_norm_rank|laurel_rank|adapter_rank|d_rel", _exactly(HEAD)),
     # With few heads, scores of zero tie, and the position in the row breaks ties.
     (r"index_n_heads", _few(32)),
     (r".*intermediate_size(_mlp)?|ffn_dim|.*ffn_hidden_size|dim_ff|dff|n_inner", _exactly(HIDDEN)),
-    (r"hidden_size_per_layer_input", _exactly(HEAD)),
     (r"attn_logit_softcapping|attention_logits_soft_cap", _exactly(2.0)),
     # Experts.
     (r"num_experts|n_routed_experts|num_local_experts|moe_num_experts|num_routed_experts", _few(4)),
     (r"num_experts_per_tok|num_experts_per_token|moe_topk|moe_k", _few(2)),
-    (r"n_shared_experts|num_shared_experts|moe_num_shared_experts", _few(1)),
     (r"n_group|num_expert_group", _few(2)),
     (r"topk_group", _few(1)),
     # State-carrying layers.
-    (r"mamba_d_state|state_size|ssm_state_size", _exactly(8)),
     (r"mamba_n_heads|mamba_num_heads", _exactly(_INNER // HEAD)),
     (r"mamba_d_head|mamba_head_?dim", _exactly(HEAD)),
-    (r"n_mamba_heads", lambda v, c: _INNER // HEAD if "mamba_headdim" in c.config else min(v, 2)),
     (r"mamba_d_ssm", _exactly(_INNER)),
-    (r"mamba_expand|expand", _exactly(2)),
-    (r"mamba_n_groups|n_groups|mamba_ngroups", _few(2)),
-    (r"mamba_dt_rank|time_step_rank", _exactly(4)),
     (r"linear_num_key_heads|linear_num_heads", _exactly(2)),
-    (r"linear_num_value_heads", lambda v, c: 2 * max(1, min(2, v // c.config["linear_num_key_heads"]))),
     (r"linear_key_head_dim|linear_value_head_dim|linear_head_dim", _exactly(HEAD)),
     # Lengths that have to be shorter than a sample.
     # A tower's windows are counted in pixels; its patches keep their size.
     (r"window_size", lambda v, c: v if "patch_size" in c.config else _WINDOW),
-    (r"sliding_window(_size)?|attention_window_size|local_attention|keep_window_size", _exactly(_WINDOW)),
-    (r"attention_chunk_size|floor_scale|rel_extent|position_bias_max_distance", _exactly(_WINDOW)),
+    (r"sliding_window(_size)?|attention_(window|chunk)_size|local_attention|keep_window_size", _exactly(_WINDOW)),
+    (r"floor_scale|rel_extent|position_bias_max_distance", _exactly(_WINDOW)),
     (r"(mamba_)?chunk_size|block_size", _exactly(_CHUNK)),
     (r"index_topk|index_block_size", _exactly(_BLOCK)),
     (r"index_topk_blocks", _few(2)),
@@ -156,14 +144,10 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
         r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|context_length)",
         lambda _, c: _ROPE if c.is_dynamic else 512,
     ),
-    (r"position_bias_num_buckets", _few(16)),
-    (r"prompt_length|prompt_types|segment_types", _few(4)),
     (r"num_kv_shared_layers", _few(1)),
     (r"max_window_layers", lambda v, c: min(v, c.kept)),
-    (r"num_nextn_predict_layers", _exactly(0)),
     # Index of a layer that something follows: an existing layer that is not the last.
     (r"(.+_)?layer_(id|idx|index)", lambda v, c: min(v, max(0, c.fewest - 2))),
-    (r"block_multiple_of|ffn_round_up_to_multiple_of", _exactly(HEAD)),
 )
 
 _COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _RULES)
@@ -182,16 +166,10 @@ def shrink(config: Mapping[str, Any], *, times: int = 1) -> dict[str, Any]:
     fewest = after or min(filter(None, (_depth(one, times)[1] for one in parts)), default=0)
     context = _Context(config, layers, after, fewest, _head(config))
     small: dict[str, Any] = {}
-    special = 3
+    special = itertools.count(len(_TOKENS))
     for key, value in config.items():
-        if key.endswith("_token_id") or key in ("image_token_index", "video_token_index"):
-            known = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-            if value is None:
-                small[key] = None
-            elif key in known:
-                small[key] = known[key]
-            else:
-                small[key], special = special, special + 1
+        if value is not None and key.endswith(("_token_id", "image_token_index", "video_token_index")):
+            small[key] = _TOKENS[key] if key in _TOKENS else next(special)
         elif key in {"rope_parameters", "rope_scaling"}:
             small[key] = _rope(value, context)
         elif key == "per_layer_config" and isinstance(value, Mapping):

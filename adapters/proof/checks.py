@@ -20,8 +20,7 @@ from packplan.adapters.proof.comparison import (
     run_alone,
     watch_pass,
 )
-from packplan.adapters.proof.gradients import logit_reaches
-from packplan.adapters.proof.modules import NamedModule, first_different_module, first_mixing_module
+from packplan.adapters.proof.modules import NamedModule, first_different_module, first_leak
 from packplan.core.errors import ArgumentError, MismatchError, ModelError
 
 
@@ -47,19 +46,19 @@ def assert_isolated(model: torch.nn.Module, batch: Mapping[str, Any], starts: St
     row = PackedBatch.read(batch, starts)
     refuse_hidden_weights(model)
     with evaluation_mode(model), torch.enable_grad():
-        watched, logits = watch_pass(model, row)
-        for reach in logit_reaches(watched, logits):
-            if math.isinf(reach.isolation):
-                reason = f"no gradient reaches sample {reach.reader} from its own logits, so nothing can be said"
-                raise ModelError("probe", reason)
-            if reach.size != 0:
-                fact = f"sample {reach.reader} depends on sample {reach.source}, by a gradient of "
-                fact += f"{reach.isolation:.2g} of its own, where 0 is due"
-                if getattr(getattr(model, "config", None), "use_cache", False) and "use_cache" not in row.inputs:
-                    fact += " (its config.use_cache is true, with which transformers takes a row as one sample)"
-                where = first_mixing_module(model, row, reach.reader)
-                details = {"samples": (reach.reader, reach.source), "module": where and where.name}
-                raise MismatchError("leak", f"samples of the row are not apart: {fact}{_first(where)}", details)
+        leak = first_leak(model, row)
+    if leak is None:
+        return
+    reach, where = leak
+    if math.isinf(reach.isolation):
+        reason = f"no gradient reaches sample {reach.reader} from its own logits, so nothing can be said"
+        raise ModelError("probe", reason)
+    fact = f"sample {reach.reader} depends on sample {reach.source}, by a gradient of "
+    fact += f"{reach.isolation:.2g} of its own, where 0 is due"
+    if getattr(getattr(model, "config", None), "use_cache", False) and "use_cache" not in row.inputs:
+        fact += " (its config.use_cache is true, with which transformers takes a row as one sample)"
+    details = {"samples": (reach.reader, reach.source), "module": where and where.name}
+    raise MismatchError("leak", f"samples of the row are not apart: {fact}{_first(where)}", details)
 
 
 def assert_equal_to_alone(

@@ -1,15 +1,17 @@
 """
-The module in which samples are mixed.
+The module in which samples are mixed, or computed otherwise than alone.
 
-Modules are walked in the order in which they finish, so inner ones come first. A module mixes
-samples if its output for one of them depends on another, and its inputs do not. If it does but the
-modules around it do not, it orders tokens otherwise, as experts do, and is passed over.
+The calls of a model's modules are a tree. The search goes down from the model: of the calls inside
+a call, it takes the first whose output shows the fault while its inputs do not. Calls beside that
+one, such as those that only order tokens for experts, are not looked into.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -18,10 +20,12 @@ from packplan.adapters.proof.batches import PackedBatch, Place, Shape
 from packplan.adapters.proof.comparison import watch_pass
 from packplan.adapters.proof.gradients import Reach, Result, logit_reaches, view_by_token, watch_embeddings
 
+C = TypeVar("C")
+
 
 @attrs.frozen
 class NamedModule:
-    """A module, named as `named_modules` does."""
+    """A module, with its name by `named_modules`."""
 
     name: str
     """Empty for the model itself."""
@@ -35,59 +39,71 @@ class NamedModule:
 
 @attrs.frozen(eq=False)
 class _Call:
-    """One call of a module, with what it was given and returned."""
+    """One call of a module."""
 
     module: NamedModule
     given: list[Any]
-    returned: list[Any]
+    """Kept parts of its arguments."""
+
+    returned: list[Any] = attrs.field(factory=list)
+    """Kept parts of its output."""
+
+    inside: list[_Call] = attrs.field(factory=list)
+    """Calls of other modules during this one, in their order."""
 
 
 def first_leak(model: torch.nn.Module, packed: PackedBatch) -> tuple[Reach, NamedModule | None] | None:
     """
     Return the first sample whose logits depend on another one, and the module that mixes them; None
-    if there is no such sample.
+    if there is no such sample. Logits without a gradient to their own sample count too.
 
     Args:
         model: Model in evaluation mode.
         packed: Packed rows.
     """
     watched, logits = watch_pass(model, packed)
-    leak = next((reach for reach in logit_reaches(watched, logits) if reach.size != 0), None)
+    leak = next((reach for reach in logit_reaches(watched, logits) if reach.isolation != 0), None)
     return None if leak is None else (leak, first_mixing_module(model, packed, leak.reader))
 
 
 @contextmanager
-def _calls(model: torch.nn.Module, keep: Callable[[Any], Any | None]) -> Iterator[list[_Call]]:
+def _record_calls(model: torch.nn.Module, keep: Callable[[Any], Any | None]) -> Iterator[list[_Call]]:
     """
-    Collect the calls of a model's modules, in the order in which they end.
+    Record the calls of a model's modules, inside; the list then has the calls of the model itself.
+
+    A call whose output has no kept part is left out, and those inside of it take its place.
 
     Args:
         model: Model that computes inside.
         keep: Function from a tensor that a module takes or returns to the part to keep, or None.
     """
     calls: list[_Call] = []
-    running: list[list[Any]] = []
+    running = [calls]
 
-    def begin(_: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        running.append(_kept((arguments, options), keep))
+    def begin(module: NamedModule, _: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        running[-1].append(call := _Call(module, _kept_parts((arguments, options), keep)))
+        running.append(call.inside)
 
-    def end(module: NamedModule, _: Any, __: Any, output: Any) -> None:
-        calls.append(_Call(module, running.pop(), _kept(output, keep)))
+    def end(_: Any, __: Any, ___: Any, output: Any) -> None:
+        inside = running.pop()
+        running[-1][-1].returned.extend(_kept_parts(output, keep))
+        if not running[-1][-1].returned:
+            running[-1][-1:] = inside
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             named = NamedModule(name, type(module).__name__)
-            hooks.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
-            hooks.enter_context(module.register_forward_hook(partial(end, named)))
+            hooks.enter_context(module.register_forward_pre_hook(partial(begin, named), with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(end, with_kwargs=True))
         yield calls
 
 
-def _kept(value: Any, keep: Callable[[Any], Any | None]) -> list[Any]:
+def _kept_parts(value: Any, keep: Callable[[Any], Any | None]) -> list[Any]:
     """Return the results of *keep* on nested arguments or outputs, those that are not None."""
     if isinstance(value, Mapping):
         value = tuple(value.values())
     if isinstance(value, (tuple, list)):
-        return [kept for one in value for kept in _kept(one, keep)]
+        return [kept for one in value for kept in _kept_parts(one, keep)]
     kept = keep(value)
     return [] if kept is None else [kept]
 
@@ -104,47 +120,23 @@ def first_mixing_module(model: torch.nn.Module, packed: PackedBatch, reader: int
     with (
         torch.enable_grad(),
         watch_embeddings(model, packed) as watched,
-        _calls(model, lambda value: Result.of(value, packed.shape)) as calls,
+        _record_calls(model, lambda value: Result.of(value, packed.shape)) as calls,
     ):
         model(**watched.inputs)
 
     def mixed(results: Sequence[Result]) -> bool:
         return any(reach.size != 0 for result in results for reach in watched.reaches(result, [reader]))
 
-    calls = [call for call in calls if call.returned]
-    for call in (*_from_first_block(calls, mixed), *calls):
-        if mixed(call.returned) and not mixed(call.given) and _is_mixed_around(call, calls, mixed):
-            return call.module
-    return None
+    found = _innermost(calls, lambda call: mixed(call.returned) and not mixed(call.given), lambda call: call.inside)
+    return None if found is None else found.module
 
 
-def _from_first_block(calls: list[_Call], mixed: Callable[[Sequence[Result]], bool]) -> list[_Call]:
-    """
-    Return the calls without those before the first block of layers that is mixed.
-
-    A block's output holds that of the blocks before it. So most modules are not looked at.
-    """
-    blocks = [place for place, call in enumerate(calls) if call.module.name.rpartition(".")[2].isdecimal()]
-    depths = {place: calls[place].module.name.count(".") for place in blocks}
-    outer = [place for place in blocks if depths[place] == min(depths.values())]
-    start = 0
-    for place in outer:
-        if mixed(calls[place].returned):
-            break
-        start = place + 1
-    return calls[start:]
-
-
-def _is_mixed_around(call: _Call, calls: list[_Call], mixed: Callable[[Sequence[Result]], bool]) -> bool:
-    """Return whether the modules around a call's, which end after it, are mixed too."""
-    later = calls[calls.index(call) + 1 :]
-    name = call.module.name
-    while name:
-        name = name.rpartition(".")[0]
-        around = next((one for one in later if one.module.name == name), None)
-        if around is not None and not mixed(around.returned):
-            return False
-    return True
+def _innermost(calls: Iterable[C], shows: Callable[[C], bool], inside: Callable[[C], Iterable[C]]) -> C | None:
+    """Return the innermost call that shows a fault: the first one, then the first inside of it."""
+    found = None
+    while (inner := next(filter(shows, calls), None)) is not None:
+        found, calls = inner, inside(inner)
+    return found
 
 
 def first_different_module(
@@ -162,16 +154,21 @@ def first_different_module(
     """
     tokens = place[1].stop - place[1].start
     with torch.no_grad():
-        with _calls(model, partial(_part, shape=(1, tokens), place=(0, slice(tokens)))) as expected:
+        with _record_calls(model, partial(_part, shape=(1, tokens), place=(0, slice(tokens)))) as expected:
             model(**alone)
-        with _calls(model, partial(_part, shape=packed.shape, place=place)) as found:
+        with _record_calls(model, partial(_part, shape=packed.shape, place=place)) as found:
             model(**packed.inputs)
-    for mine, own in zip(found, expected, strict=False):
-        if mine.module != own.module:
-            return None  # the row takes another way than the sample
-        if _differs(mine.returned, own.returned, limit) and not _differs(mine.given, own.given, limit):
-            return mine.module
-    return None
+
+    def shows(pair: tuple[_Call, _Call]) -> bool:
+        mine, own = pair
+        if mine.module != own.module:  # the row takes another way than the sample
+            return False
+        return _differs(mine.returned, own.returned, limit) and not _differs(mine.given, own.given, limit)
+
+    pair = _innermost(
+        zip(found, expected, strict=False), shows, lambda one: zip(*(call.inside for call in one), strict=False)
+    )
+    return None if pair is None else pair[0].module
 
 
 def _part(value: Any, *, shape: Shape, place: Place) -> torch.Tensor | None:
