@@ -1,8 +1,8 @@
 """
-Microbatches by tokens, in TRL's trainers that learn from answers of the model.
+Microbatches by tokens in GRPO and RLOO of TRL: `balance`.
 
-The trainer decides which answers an optimizer step trains, and computes the loss. Here its batches
-of a step are taken apart, cut by `core.shard`, and run as other microbatches:
+The trainer decides which answers an optimizer step trains, and computes the loss. Here the rows of
+its batches of a step are cut by `core.shard`, and run as other microbatches:
 
 - All ranks run equally many microbatches in a step.
 - The loss of a microbatch is weighed by its share of the divisor of the trainer's own batch: rows,
@@ -12,24 +12,26 @@ of a step are taken apart, cut by `core.shard`, and run as other microbatches:
 """
 
 from collections.abc import Sequence
-from io import BytesIO
 from itertools import chain
 from typing import Any, cast
 
 import attrs
 import numpy as np
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, recursively_apply, send_to_device
+from torch.nn.functional import pad
 from transformers import Trainer
 
-from packplan.adapters.hf.refusals import is_old_trl, refuse_cut
-from packplan.adapters.hf.rows import Counts, Row, Taken, join_rows, take_apart
+from packplan.adapters.hf.following import add_base
+from packplan.adapters.hf.refusals import is_old_trl, refuse_uncuttable
+from packplan.adapters.hf.rows import BatchCounts, Row, SplitBatch, join_rows, split_batch
 from packplan.core.errors import ArgumentError, ModelError
 from packplan.core.lengths import whole_number
 from packplan.core.shard import Sharding, shard_dynamic, shard_packed
 from packplan.core.work.model import WorkModel
 
 _EXTREMES = {"clip_ratio/low_min": min, "clip_ratio/high_max": max}
+"""Logged value that is no mean -> its reduction."""
 
 _DIVIDED_BY_STEP = ("dapo", "cispo", "vespo")
 """Losses of GRPO whose divisor is a constant of the step."""
@@ -37,7 +39,7 @@ _DIVIDED_BY_STEP = ("dapo", "cispo", "vespo")
 
 @attrs.define
 class BalanceCounts:
-    """Counts of what `balance` has cut so far, on this rank."""
+    """BatchCounts of what `balance` has cut so far, on this rank."""
 
     steps: int = 0
     """Optimizer steps."""
@@ -84,30 +86,31 @@ def balance(
     """
     if isinstance(trainer, _BalancedTraining):
         raise ArgumentError("host", "the trainer's microbatches are balanced already")
-    refuse_cut(trainer)
+    refuse_uncuttable(trainer)
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     pads = [getattr(one, "pad_token_id", None) for one in (tokenizer, trainer.model.config.get_text_config())]
     trainer._balance = balance = _Balance(  # noqa: SLF001  # its own
         next((pad for pad in pads if pad is not None), 0), whole_number("max_tokens", max_tokens),
         whole_number("logprob_max_tokens", logprob_max_tokens or max_tokens),
-        padded, algorithm, whole_number("length_multiple", length_multiple), move_rows, _work(trainer.model),
+        padded, algorithm, whole_number("length_multiple", length_multiple), move_rows, _work_of(trainer.model),
     )  # fmt: skip
-    trainer.__class__ = type(f"Balanced{type(trainer).__name__}", (_BalancedTraining, type(trainer)), {})
+    add_base(trainer, _BalancedTraining)
     return balance.counts
 
 
-def _work(model: Any) -> WorkModel | None:
+def _work_of(model: Any) -> WorkModel | None:
+    """Return the work model of a model; None, for squares of lengths, if its family has none."""
     try:
         return WorkModel.from_config(model.config.to_dict())
     except ModelError:
-        return None  # squares of lengths
+        return None
 
 
-def split_to(microbatches: list[list[int]], num: int) -> list[list[int]]:
+def split_microbatches(microbatches: list[list[int]], num: int) -> list[list[int]]:
     """
-    Split microbatches until there are *num*; empty ones follow where there are too few rows.
+    Return at least *num* microbatches by halving the largest; empty ones follow once rows run out.
 
-    >>> split_to([[0, 1, 2], [3]], 3), split_to([[0]], 2)
+    >>> split_microbatches([[0, 1, 2], [3]], 3), split_microbatches([[0]], 2)
     ([[0], [1, 2], [3]], [[0], []])
     """
     while len(microbatches) < num:
@@ -121,7 +124,7 @@ def split_to(microbatches: list[list[int]], num: int) -> list[list[int]]:
 
 @attrs.define
 class _Balance:
-    """Settings of a balanced trainer, and the state of its optimizer step."""
+    """Settings of `balance`, and the state of the trainer's current optimizer step."""
 
     pad_token_id: int
     max_tokens: int
@@ -133,22 +136,22 @@ class _Balance:
     work: WorkModel | None
     counts: BalanceCounts = attrs.field(factory=BalanceCounts)
     waiting: list[Any] = attrs.field(factory=list)
-    """Batches of this step that have arrived."""
+    """Batches of this step that were prepared and are not trained yet."""
 
     call: tuple[Any, Any] | None = None
-    """Model and learned tokens of the step, inside `training_step`."""
+    """Model and `num_items_in_batch` of the running `training_step`; None outside of it."""
 
-    share: float | None = None
-    """Weight of the microbatch that runs; None while none runs."""
+    weight: float | None = None
+    """Weight of the running microbatch in the loss of the step; None while none runs."""
 
-    done: Any = 0.0
-    """Losses of this step's microbatches but the last."""
+    loss: Any = 0.0
+    """Sum of the losses of this step's microbatches, without the last one."""
 
-    measured: list[tuple[Counts, dict[str, float]]] = attrs.field(factory=list)
-    """Numbers of this step's microbatches, and the values that they logged."""
+    logged: list[tuple[BatchCounts, dict[str, float]]] = attrs.field(factory=list)
+    """Counts of each microbatch of this step, and the values that it logged by name."""
 
     def cut(self, lengths: Sequence[int], *, shards: int = 1, max_tokens: int | None = None) -> Sharding:
-        """Return the microbatches of rows of these lengths."""
+        """Return rows of these lengths as microbatches of each shard."""
         common: Any = {
             "shards": shards, "batch_size": len(lengths), "work": self.work, "when_long": "alone",
             "max_tokens_per_microbatch": max_tokens or self.max_tokens,
@@ -158,28 +161,28 @@ class _Balance:
         multiple = self.length_multiple
         return shard_packed(lengths, algorithm=self.algorithm, sequence_length_pad_multiple=multiple, **common)
 
-    def cut_alike(self, lengths: Sequence[Sequence[int]], rank: int, max_tokens: int | None = None) -> list[list[int]]:
+    def cut_for_rank(self, lengths: Sequence[Sequence[int]], rank: int, limit: int | None = None) -> list[list[int]]:
         """
-        Return the microbatches of this rank, as many as of the rank that has most.
+        Return the rows of each microbatch of *rank*, which has as many as the rank with most.
 
         Args:
             lengths: Lengths of each rank's rows.
-            rank: This rank.
-            max_tokens: Tokens of a microbatch; None for those of training.
+            rank: A rank, whose rows stay on it.
+            limit: Tokens of a microbatch; None for those of training.
         """
-        cuts = [self.cut(own, max_tokens=max_tokens).shard(0)[0].microbatches for own in lengths]
-        return split_to(cuts[rank], max(map(len, cuts)))
+        cuts = [self.cut(own, max_tokens=limit).shard(0)[0].microbatches for own in lengths]
+        return split_microbatches(cuts[rank], max(map(len, cuts)))
 
-    def gather_lengths(self, taken: Sequence[Taken], *facts: Any) -> list[tuple[list[list[int]], Any]]:
+    def gather_lengths(self, batches: Sequence[SplitBatch], *facts: Any) -> list[tuple[list[list[int]], Any]]:
         """
-        Return of each rank the lengths of the rows of each of its batches, and further facts.
+        Return for each rank the lengths of the rows of each of its batches, and its *facts*.
 
         Args:
-            taken: Batches of this rank.
-            *facts: Facts of this rank.
+            batches: Batches of this rank.
+            *facts: Further values of this rank.
         """
-        own = [one.widths if self.padded else one.tokens for one in taken]
-        ranks = gather_object([(own, max(one.prompt for one in taken), facts)])
+        own = [one.widths if self.padded else one.tokens for one in batches]
+        ranks = gather_object([(own, max(one.prompt for one in batches), facts)])
         prompt = max(longest for _, longest, _ in ranks) if self.padded else 0
         return [
             ([[max(length + prompt, 1) for length in lengths] for lengths in batches], found)
@@ -187,8 +190,8 @@ class _Balance:
         ]
 
 
-class _Alone:
-    """An accelerator that gathers this rank's values alone, since ranks are joined once a step."""
+class _LocalAccelerator:
+    """An accelerator whose `gather` and `reduce` return this rank's values alone."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -203,7 +206,7 @@ class _Alone:
 
 
 class _BalancedTraining:
-    """A trainer of TRL that runs microbatches by tokens."""
+    """Methods of a trainer of TRL that cut an optimizer step into microbatches by tokens."""
 
     _balance: _Balance
     accelerator: Any
@@ -213,65 +216,67 @@ class _BalancedTraining:
     model: Any
 
     def get_batch_samples(self, *args: Any) -> Any:
-        """Return the batches of a step; those left waiting by a step that was cut short go."""
+        """Return the batches of a step, and forget those of a step that was not finished."""
         self._balance.waiting.clear()
         return super().get_batch_samples(*args)  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """Train a batch: the last one of a step trains all of them, the others wait."""
-        now, accelerator = self._balance, self.accelerator
-        now.call, now.done = (model, num_items_in_batch), 0.0
+        """Prepare a batch and return the loss 0; the last batch of a step trains all of them."""
+        step, accelerator = self._balance, self.accelerator
+        step.call, step.loss = (model, num_items_in_batch), 0.0
         try:
             loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         finally:
-            self.accelerator, now.call, now.share = accelerator, None, None
-        if now.measured:
+            self.accelerator, step.call, step.weight = accelerator, None, None
+        if step.logged:
             self._log_step()
-        return loss + now.done
+        return loss + step.loss
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Return the inputs of a microbatch, after all others of the step were trained."""
-        now = self._balance
-        if now.share is not None:
+        """Return the step's last microbatch, after all others were trained; {} before its end."""
+        step = self._balance
+        if step.weight is not None:
             return inputs
         prepared = super()._prepare_inputs(inputs)  # type: ignore[misc]
-        if now.call is None:
+        if step.call is None:
             return prepared
-        now.waiting.append(prepared)
-        if len(now.waiting) < self.current_gradient_accumulation_steps:
+        step.waiting.append(prepared)
+        if len(step.waiting) < self.current_gradient_accumulation_steps:
             return {}
-        batches, now.waiting = now.waiting, []
-        model, num_items = now.call
+        batches, step.waiting = step.waiting, []
+        model, num_items = step.call
         *others, last = self._microbatches(batches)
-        self.accelerator = _Alone(self.accelerator)
+        self.accelerator = _LocalAccelerator(self.accelerator)  # ranks are joined once a step
         for microbatch in others:
-            given = self._begin(*microbatch)
+            given = self._start_microbatch(*microbatch)
             with self.accelerator.no_sync(model):
-                now.done = now.done + Trainer.training_step(self, model, given, num_items)
-        return self._begin(*last)
+                step.loss = step.loss + Trainer.training_step(self, model, given, num_items)
+        return self._start_microbatch(*last)
 
-    def _begin(self, inputs: dict[str, Any], share: float, counts: Counts) -> dict[str, Any]:
-        self._balance.share = share
-        self._balance.measured.append((counts, {}))
+    def _start_microbatch(self, inputs: dict[str, Any], weight: float, counts: BatchCounts) -> dict[str, Any]:
+        """Return the inputs of a microbatch, whose loss is computed next."""
+        self._balance.weight = weight
+        self._balance.logged.append((counts, {}))
         return inputs
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """Return the loss of a microbatch, weighed; 0 for a batch that waits."""
-        now = self._balance
-        if now.call is None:
+        """Return the loss of a microbatch times its weight; 0 for a batch that waits."""
+        step = self._balance
+        if step.call is None:
             return super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]
-        if now.share is None:
+        if step.weight is None:
             return torch.zeros((), device=self.args.device, requires_grad=True)
         logged = self._logged()
         before = {name: len(values) for name, values in logged.items()}
         loss = super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]
-        now.measured[-1][1].update(
+        step.logged[-1][1].update(
             {name: values.pop() for name, values in logged.items() if len(values) > before.get(name, 0)}
         )
         # A mean over no learned token is not a number.
-        return (loss if now.share else torch.nan_to_num(loss)) * now.share
+        return (loss if step.weight else torch.nan_to_num(loss)) * step.weight
 
     def _logged(self) -> dict[str, list[float]]:
+        """Return the values that the trainer has collected since its last log entry, by name."""
         return cast(dict[str, list[float]], getattr(self, "_metrics", {}).get("train", {}))
 
     @property
@@ -280,35 +285,35 @@ class _BalancedTraining:
         loss = getattr(self, "loss_type", "")  # RLOO has one loss
         return "step" if loss in _DIVIDED_BY_STEP else "tokens" if loss == "bnpo" else "rows"
 
-    def _microbatches(self, batches: list[Any]) -> list[tuple[dict[str, Any], float, Counts]]:
-        """Return this rank's microbatches of a step: inputs, weight and numbers."""
-        now, rank, by = self._balance, self.args.process_index, self._divided_by
-        taken = [take_apart(batch) for batch in batches]
+    def _microbatches(self, batches: list[Any]) -> list[tuple[dict[str, Any], float, BatchCounts]]:
+        """Return inputs, weight and counts of each of this rank's microbatches of a step."""
+        step, rank, by = self._balance, self.args.process_index, self._divided_by
+        split = [split_batch(batch) for batch in batches]
         divisors = [
-            float(batch["num_items_in_batch"]) if by == "step" else max(getattr(Counts.from_batch(batch), by), 1)
+            float(batch["num_items_in_batch"]) if by == "step" else max(getattr(BatchCounts.from_batch(batch), by), 1)
             for batch in batches
         ]
-        ranks = now.gather_lengths(taken, divisors)
-        pools, lengths = [one.rows for one in taken], [own for own, _ in ranks]
+        ranks = step.gather_lengths(split, divisors)
+        pools, lengths = [one.rows for one in split], [own for own, _ in ranks]
         if len({divisor for _, (own,) in ranks for divisor in own}) == 1:
             pools, lengths = [list(chain(*pools))], [[list(chain(*own))] for own in lengths]
-        if len(pools) == 1 and len(ranks) > 1 and now.move_rows:
+        if len(pools) == 1 and len(ranks) > 1 and step.move_rows:
             cuts = [self._exchange([own for (own,) in lengths], pools[0])]
         else:
             cuts = [
-                [[rows[index] for index in indices] for indices in now.cut_alike(own, rank)]
+                [[rows[index] for index in indices] for indices in step.cut_for_rank(own, rank)]
                 for rows, own in zip(pools, zip(*lengths, strict=True), strict=True)
             ]
         found = []
         for microbatches, divisor in zip(cuts, divisors, strict=False):
             for rows in microbatches:
                 # One of weight 0 keeps ranks together.
-                inputs = join_rows(rows or pools[0][:1], pad_token_id=now.pad_token_id)
-                counts = Counts.from_batch(inputs) if rows else Counts(0, 0, 0)
+                inputs = join_rows(rows or pools[0][:1], pad_token_id=step.pad_token_id)
+                counts = BatchCounts.from_batch(inputs) if rows else BatchCounts(0, 0, 0)
                 found.append((inputs, bool(rows) if by == "step" else getattr(counts, by) / divisor, counts))
-                now.counts.tokens += int(counts.attended)
-        now.counts.steps += 1
-        now.counts.microbatches += len(found)
+                step.counts.tokens += int(counts.attended)
+        step.counts.steps += 1
+        step.counts.microbatches += len(found)
         return found
 
     def _exchange(self, lengths: list[list[int]], rows: list[Row]) -> list[list[Row]]:
@@ -319,32 +324,27 @@ class _BalancedTraining:
             lengths: Lengths of each rank's rows.
             rows: Rows of this rank.
         """
-        rank, flat = self.args.process_index, list(chain(*lengths))
-        owners = np.repeat(np.arange(len(lengths)), [len(own) for own in lengths])
-        sharding = self._balance.cut(flat, shards=len(lengths))
-        held = [sharding.shard(other)[0] for other in range(len(lengths))]
-        first = int(np.searchsorted(owners, rank))
-        leaving = [
-            {int(index): rows[index - first] for index in np.unique(one.indices) if owners[index] == rank}
-            for one in held
+        rank, sizes = self.args.process_index, list(map(len, lengths))
+        owners, first = np.repeat(np.arange(len(sizes)), sizes), sum(sizes[:rank])
+        sharding = self._balance.cut(list(chain(*lengths)), shards=len(sizes))
+        shards = [sharding.shard(other)[0] for other in range(len(sizes))]
+        outgoing = [
+            {int(index): rows[index - first] for index in np.unique(shard.indices) if owners[index] == rank}
+            for shard in shards
         ]
-        mine = leaving[rank]
-        leaving[rank] = {}
-        arrived = _send_rows(leaving, self.args.device)
-        self._balance.counts.moved += len(arrived)
-        mine |= arrived
-        own = held[rank]
+        held, own = _exchange_rows(outgoing, self.args.device), shards[rank]
+        self._balance.counts.moved += sum(bool(owners[index] != rank) for index in held)
         return [
-            [mine[index] for index, weight in zip(own.indices[a:b].tolist(), own.weights[a:b], strict=True) if weight]
+            [held[index] for index, weight in zip(own.indices[a:b].tolist(), own.weights[a:b], strict=True) if weight]
             for a, b in own.boundaries
         ]
 
     def _log_step(self) -> None:
-        """Log means over the step's microbatches of all ranks, once for each batch."""
-        now, logged = self._balance, self._logged()
+        """Log the means over the step's microbatches of all ranks, as often as it has batches."""
+        step, logged = self._balance, self._logged()
         sums: dict[str, tuple[float, float]] = {}
         extremes: dict[str, list[float]] = {}
-        for counts, values in now.measured:
+        for counts, values in step.logged:
             for name, value in values.items():
                 if name in _EXTREMES and counts.rows and not is_old_trl():
                     extremes.setdefault(name, []).append(value)
@@ -361,76 +361,59 @@ class _BalancedTraining:
                 totals, weights = zip(*(found.get(name, (0.0, 0.0)) for found, _ in ranks), strict=True)
                 mean = sum(totals) / sum(weights)
             logged[name].extend([mean] * self.current_gradient_accumulation_steps)
-        now.measured.clear()
+        step.logged.clear()
 
     def _weighed_by(self, name: str) -> str:
-        """Return which of the counts of a batch a logged mean is over."""
+        """Return the field of `BatchCounts` that a logged mean is taken over."""
         by_token = "clip_ratio" in name and getattr(self, "importance_sampling_level", None) == "token"
         return "tokens" if by_token or name in {"entropy", "kl"} else "rows"
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, batch_size: Any = None, **given: Any
     ) -> Any:  # fmt: skip
-        """Return log-probabilities; those without gradients in microbatches by tokens."""
-        ask = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
+        """
+        Return log-probabilities and entropies of answers, by microbatches of tokens.
+
+        Only calls with *batch_size*, those without gradients, are cut; others pass through.
+        """
+        compute = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
         if batch_size is None:
-            return ask(model, input_ids, attention_mask, logits_to_keep, **given)
-        now, answer = self._balance, slice(-logits_to_keep, None)
+            return compute(model, input_ids, attention_mask, logits_to_keep, **given)
+        step, answer = self._balance, slice(-logits_to_keep, None)
         flags = {name: value for name, value in given.items() if isinstance(value, bool)}
         batch = {name: value for name, value in given.items() if name not in flags}
         batch |= {
             "prompt_ids": input_ids[:, :-logits_to_keep], "completion_ids": input_ids[:, answer],
             "prompt_mask": attention_mask[:, :-logits_to_keep], "completion_mask": attention_mask[:, answer],
         }  # fmt: skip
-        taken = take_apart(batch)
-        lengths = [own for (own,), _ in now.gather_lengths([taken])]
-        cuts = now.cut_alike(lengths, self.args.process_index, now.logprob_max_tokens)
+        split = split_batch(batch)
+        lengths = [own for (own,), _ in step.gather_lengths([split])]
+        cuts = step.cut_for_rank(lengths, self.args.process_index, step.logprob_max_tokens)
         parts = []
         for indices in cuts:
-            rows = join_rows([taken.rows[index] for index in indices or [0]], pad_token_id=now.pad_token_id)
-            masks = [rows.pop("prompt_mask"), rows.pop("completion_mask")]
-            ids = [rows.pop("prompt_ids"), rows.pop("completion_ids")]
-            found = ask(
-                model, torch.cat(ids, 1), torch.cat(masks, 1), ids[1].shape[1], batch_size=len(ids[1]), **rows, **flags
-            )
-            parts.append([one if one is None else padded_to(one, logits_to_keep)[: len(indices)] for one in found])
+            rows = join_rows([split.rows[index] for index in indices or [0]], pad_token_id=step.pad_token_id)
+            mask = torch.cat([rows.pop("prompt_mask"), rows.pop("completion_mask")], 1)
+            prompts, answers = rows.pop("prompt_ids"), rows.pop("completion_ids")
+            num, width = answers.shape
+            found = compute(model, torch.cat([prompts, answers], 1), mask, width, batch_size=num, **rows, **flags)
+            padding = (0, logits_to_keep - width)
+            parts.append([one if one is None else pad(one, padding)[: len(indices)] for one in found])
         order = torch.tensor(list(chain(*cuts))).argsort().to(input_ids.device)
         return tuple(one[0] if one[0] is None else torch.cat(one)[order] for one in zip(*parts, strict=True))
 
 
-def padded_to(rows: torch.Tensor, width: int) -> torch.Tensor:
-    """Return rows with zeros after their end."""
-    return torch.nn.functional.pad(rows, (0, width - rows.shape[1]))
-
-
-def _send_rows(leaving: list[dict[int, Row]], device: Any) -> dict[int, Row]:
+def _exchange_rows(outgoing: list[dict[int, Row]], device: Any) -> dict[int, Row]:
     """
-    Send rows to other ranks, and return those that arrived.
+    Send rows to each rank, this one among them, and return those that arrive, by their numbers.
 
     Args:
-        leaving: Rows for each rank.
-        device: Device of this rank.
+        outgoing: Rows for each rank by number, their tensors perhaps parts of larger ones.
+        device: Device of the rows that are returned.
     """
-    packed = []
-    for rows in leaving:
-        buffer = BytesIO()
-        torch.save({index: _copy(row, "cpu") for index, row in rows.items()}, buffer)
-        packed.append(torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8))
-    sizes = torch.tensor([len(part) for part in packed], device=device)
-    coming = torch.empty_like(sizes)
-    torch.distributed.all_to_all_single(coming, sizes)
-    given = torch.empty(int(coming.sum()), dtype=torch.uint8, device=device)
-    torch.distributed.all_to_all_single(given, torch.cat(packed).to(device), coming.tolist(), sizes.tolist())
+    copies = [send_to_device(recursively_apply(torch.clone, rows), "cpu") for rows in outgoing]
     arrived: dict[int, Row] = {}
-    for part in torch.split(given.cpu(), coming.tolist()):
-        arrived |= torch.load(BytesIO(part.numpy().tobytes()), weights_only=True)
-    return {index: _copy(row, device) for index, row in arrived.items()}
-
-
-def _copy(value: Any, device: Any) -> Any:
-    """Return a value on a device, without the rest of the tensor that it is a part of."""
-    if isinstance(value, dict):
-        return {key: _copy(one, device) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_copy(one, device) for one in value]
-    return value.clone().to(device) if torch.is_tensor(value) else value
+    for source in range(len(copies)):
+        received: list[Any] = [None]
+        torch.distributed.scatter_object_list(received, copies, src=source)
+        arrived |= received[0]
+    return cast(dict[int, Row], send_to_device(arrived, device))

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches, saved_progress
-from packplan.adapters.loaders.rows import PACK, learned, refuse_other_packs
+from packplan.adapters.loaders.rows import PACK, count_learned, refuse_other_packs
 from packplan.adapters.model_folder import model_file_facts
 from packplan.adapters.models import replace_attributes
 from packplan.adapters.trainer_state import save_with_digest
@@ -165,7 +165,7 @@ class _LossSums:
     @property
     def repeats(self) -> bool:
         """Whether the next batch only fills the ranks."""
-        return not self.batches.counts(self.done)
+        return not self.batches.is_counted(self.done)
 
     def add(self, loss: torch.Tensor) -> None:
         """Add the mean loss of a batch."""
@@ -186,7 +186,7 @@ class EvaluatesPacks:
 
     def _weight(self, inputs: dict[str, Any]) -> float:
         """Return the weight of a batch's mean loss: its learned tokens."""
-        return learned(inputs["labels"])
+        return count_learned(inputs["labels"])
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
         """Evaluate; over other batches than those of packs as before."""
@@ -288,9 +288,9 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
 
 
 def add_base(trainer: Any, base: type) -> None:
-    """Give a trainer the methods of a class before those of its own."""
+    """Let the methods of a class go before those of a trainer's own class, whose name stays."""
     kind = type(trainer)
-    trainer.__class__ = type(f"Planned{kind.__name__}", (base, kind), {})
+    trainer.__class__ = type(kind.__name__, (base, kind), {})
 
 
 def require_same_rows(plan: Plan, data: str) -> None:

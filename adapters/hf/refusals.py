@@ -1,4 +1,4 @@
-"""Settings and losses under which a trainer would not train a plan, or its step in parts."""
+"""Settings and losses with which a trainer cannot follow a plan, or train a step in parts."""
 
 import os
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 """Losses of GRPO that are sums or means over rows or tokens."""
 
 
-def refuse(trainer: Any, *, row_ranks: int = 1, evaluates: bool = True) -> None:
+def refuse_trainer(trainer: Any, *, row_ranks: int = 1, evaluates: bool = True) -> None:
     """
-    Check that a trainer will follow a plan.
+    Refuse a trainer that would not follow a plan.
 
     Args:
         trainer: Trainer of transformers.
@@ -22,13 +22,15 @@ def refuse(trainer: Any, *, row_ranks: int = 1, evaluates: bool = True) -> None:
         evaluates: Whether its evaluation has a plan too.
 
     Raises:
-        ArgumentError: A setting stands against it; all are named.
+        ArgumentError: Settings contradict the plan; all are named.
     """
-    if reasons := [*_of_plan(trainer), *of_sharing(trainer), *_of_rows(trainer, row_ranks, evaluates=evaluates)]:
+    sharing = [*sharing_conflicts(trainer), *_row_sharing_conflicts(trainer, row_ranks, evaluates=evaluates)]
+    if reasons := [*_plan_conflicts(trainer), *sharing]:
         raise ArgumentError("host", f"the trainer would not follow the plan: {'; '.join(reasons)}")
 
 
-def _of_plan(trainer: Any) -> Iterator[str]:
+def _plan_conflicts(trainer: Any) -> Iterator[str]:
+    """Yield each setting that changes what a plan decides."""
     args = trainer.args
     for refusal in refusals_of(args, "trainer"):
         yield f"{refusal.setting} is set, which {refusal.effect}"
@@ -42,7 +44,7 @@ def _of_plan(trainer: Any) -> Iterator[str]:
         yield "average_tokens_across_devices is off, so ranks with few tokens would weigh as much as others"
 
 
-def _of_rows(trainer: Any, row_ranks: int, *, evaluates: bool) -> Iterator[str]:
+def _row_sharing_conflicts(trainer: Any, row_ranks: int, *, evaluates: bool) -> Iterator[str]:
     """Yield reasons why the ranks of a trainer cannot share rows."""
     if row_ranks > 1 and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         yield "the model is sharded, which was not tried with rows that ranks share"
@@ -52,8 +54,8 @@ def _of_rows(trainer: Any, row_ranks: int, *, evaluates: bool) -> Iterator[str]:
         yield "compute_metrics is set, which would count the answers of each rank that shares a row"
 
 
-def of_sharing(trainer: Any) -> Iterator[str]:
-    """Yield what makes one process train on several GPUs, or ranks share rows."""
+def sharing_conflicts(trainer: Any) -> Iterator[str]:
+    """Yield settings by which a process trains on several GPUs, or ranks share rows."""
     if trainer.args.n_gpu > 1:
         yield f"one process trains on {trainer.args.n_gpu} GPUs: start one for each, with torchrun"
     sharing = getattr(trainer.accelerator, "parallelism_config", None)
@@ -67,12 +69,12 @@ def is_old_trl() -> bool:
     return int(version("trl").partition(".")[0]) < 1
 
 
-def refuse_cut(trainer: Any) -> None:
+def refuse_uncuttable(trainer: Any) -> None:
     """
-    Check that the batches of a trainer of answers can be cut without changing its loss.
+    Refuse a trainer whose loss would change if `balance` cut its batches.
 
     Raises:
-        ArgumentError: A setting or the loss stands against it; all are named.
+        ArgumentError: The trainer is none of TRL's, or settings forbid it; all are named.
     """
     kind = type(trainer)
     named = (one for one in kind.__mro__ if one.__name__ in {"GRPOTrainer", "RLOOTrainer"})
@@ -81,11 +83,12 @@ def refuse_cut(trainer: Any) -> None:
     if base is None or any(getattr(kind, name, None) is not getattr(base, name, None) for name in methods):
         fact = f"{kind.__name__} is not GRPOTrainer or RLOOTrainer of TRL with its own loss: unpad alone serves it"
         raise ArgumentError("host", fact)
-    if reasons := [*_of_losses(trainer), *of_sharing(trainer)]:
+    if reasons := [*_loss_conflicts(trainer), *sharing_conflicts(trainer)]:
         raise ArgumentError("host", f"the trainer's batches cannot be cut: {'; '.join(reasons)}")
 
 
-def _of_losses(trainer: Any) -> Iterator[str]:
+def _loss_conflicts(trainer: Any) -> Iterator[str]:
+    """Yield settings with which the loss of a batch is no sum over its rows or tokens."""
     args = trainer.args
     loss = getattr(args, "loss_type", None)
     if loss is not None and loss not in _LOSSES:

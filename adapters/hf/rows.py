@@ -1,4 +1,4 @@
-"""Rows of a batch of answers, taken apart and joined to other batches."""
+"""Rows of a batch of answers: split (`split_batch`), and joined to other batches (`join_rows`)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,8 +17,8 @@ _TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
 @attrs.frozen
-class Counts:
-    """Numbers of a batch, by which means over it are weighed."""
+class BatchCounts:
+    """Rows and tokens of a batch, by which means over it are weighed."""
 
     rows: float
     tokens: float
@@ -28,8 +28,8 @@ class Counts:
     """Tokens that are no padding."""
 
     @classmethod
-    def from_batch(cls, batch: Mapping[str, Any]) -> "Counts":
-        """Return the numbers of a batch."""
+    def from_batch(cls, batch: Mapping[str, Any]) -> "BatchCounts":
+        """Return the counts of a batch."""
         answers, tools = batch["completion_mask"], batch.get("tool_mask")
         learned = answers if tools is None else answers * tools
         attended = batch["prompt_mask"].sum() + answers.sum()
@@ -37,21 +37,21 @@ class Counts:
 
 
 @attrs.frozen
-class Taken:
-    """A batch, taken apart."""
+class SplitBatch:
+    """Rows of a batch, and their sizes."""
 
     rows: list[Row]
     tokens: list[int]
     """Tokens of each row that are no padding."""
 
     widths: list[int]
-    """Positions of each row's answer, without padding after its end."""
+    """Positions of each row's answer, without the padding after its end."""
 
     prompt: int
-    """Positions of the prompts."""
+    """Positions of each prompt, padding included."""
 
 
-def take_apart(batch: Mapping[str, Any]) -> Taken:
+def split_batch(batch: Mapping[str, Any]) -> SplitBatch:
     """
     Return the rows of a batch, without padding after their end.
 
@@ -71,7 +71,7 @@ def take_apart(batch: Mapping[str, Any]) -> Taken:
             if _has_columns(key, value) and not key.startswith("prompt_") and value.shape[1] in {width, prompt + width}:
                 row[key] = value[:, : value.shape[1] - width + stop]
         rows.append(row)
-    return Taken(rows, (prompts.sum(1) + answers.sum(1)).tolist(), stops, prompt)
+    return SplitBatch(rows, (prompts.sum(1) + answers.sum(1)).tolist(), stops, prompt)
 
 
 def join_rows(rows: Sequence[Row], *, pad_token_id: int) -> dict[str, Any]:

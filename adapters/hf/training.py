@@ -10,9 +10,17 @@ from transformers import DataCollatorWithPadding, Trainer, default_data_collator
 from packplan.adapters.attention.shared_rows import row_group
 from packplan.adapters.hf.following import ServesPacks, add_base, require_same_rows
 from packplan.adapters.hf.packed_calls import HOOKED, Unpadding
-from packplan.adapters.hf.refusals import refuse
-from packplan.adapters.hf.unpad import reads_both_ways, unpad, unwrap
-from packplan.adapters.loaders.rows import IGNORED_LABEL, Collate, PackInputs, RowsOfPacks, learned, pad_rows, types_of
+from packplan.adapters.hf.refusals import refuse_trainer
+from packplan.adapters.hf.unpad import is_bidirectional, unpad, unwrap
+from packplan.adapters.loaders.rows import (
+    IGNORED_LABEL,
+    Collate,
+    PackInputs,
+    RowsOfPacks,
+    count_learned,
+    pad_rows,
+    token_type_columns,
+)
 from packplan.adapters.models import replace_attributes
 from packplan.core.batch import count_row_groups
 from packplan.core.errors import ArgumentError, ModelError
@@ -52,7 +60,7 @@ def use_plan(
     """
     if isinstance(trainer, _PlannedTraining):
         raise ArgumentError("host", "the trainer follows a plan already")
-    refuse(trainer, row_ranks=sequence_parallel_size, evaluates=eval_plan is not None)
+    refuse_trainer(trainer, row_ranks=sequence_parallel_size, evaluates=eval_plan is not None)
     args, collate = trainer.args, _collator_of(trainer)
     train_rows = RowsOfPacks(trainer.train_dataset, plan, collate=collate)
     eval_rows = None
@@ -73,7 +81,7 @@ def use_plan(
     if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
         trainer.compute_loss_func = token_mean
     add_base(trainer, _PlannedTraining)
-    collator = PackInputs(collate or partial(pad_rows, types=types_of(trainer.model)))
+    collator = PackInputs(collate or partial(pad_rows, types=token_type_columns(trainer.model)))
     trainer.unpadding = unpadding
     trainer.serve(schedule, plan.checksum, data, packs=train_rows, collator=collator, eval_packs=eval_rows)
     return schedule
@@ -91,7 +99,7 @@ def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Ten
     """
     logits, targets = outputs["logits"][:, :-1].float(), labels[:, 1:].to(outputs["logits"].device)
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
-    return total / max(1, int(learned(labels) if num_items_in_batch is None else num_items_in_batch))
+    return total / max(1, int(count_learned(labels) if num_items_in_batch is None else num_items_in_batch))
 
 
 def _collator_of(trainer: Any) -> Collate | None:
@@ -110,7 +118,7 @@ def _unpad_for_loss(trainer: Any, *, row_ranks: int) -> Unpadding:
         ModelError: It cannot be shown to compute the same.
     """
     model = unwrap(trainer.model)
-    if reads_both_ways(model.config):
+    if is_bidirectional(model.config):
         raise ModelError("probe", f"{model.config.model_type} reads both ways, but a plan trains what follows")
     group = row_group(row_ranks, trainer.args.ddp_timeout_delta) if row_ranks > 1 else None
     own_loss = type(trainer).compute_loss is Trainer.compute_loss
@@ -137,16 +145,16 @@ class _PlannedTraining(ServesPacks):
         own = inputs.get("attention_mask")
         with replace_attributes(self.unpadding, reads_loss_alone=prediction_loss_only):
             outputs = super().prediction_step(model, inputs, prediction_loss_only, **options)
-        return outputs if own is None else _as_one_row(outputs, own.bool())
+        return outputs if own is None else _flatten_rows(outputs, own.bool())
 
     @property
     def _keeps_a_cache(self) -> bool:
         return hasattr(self.model.config.get_text_config(), "use_cache")
 
 
-def _as_one_row(value: Any, own: torch.Tensor) -> Any:
+def _flatten_rows(value: Any, own: torch.Tensor) -> Any:
     """Return what has the axes of a padded batch as one row, since ranks differ in their rows."""
     if isinstance(value, tuple):
-        return tuple(_as_one_row(one, own) for one in value)
+        return tuple(_flatten_rows(one, own) for one in value)
     has_rows = isinstance(value, torch.Tensor) and value.shape[:2] == own.shape
     return value[own.to(value.device)][None] if has_rows else value

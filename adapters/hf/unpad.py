@@ -66,11 +66,11 @@ def unpad(model: Any, *, logits: bool = True, group: ProcessGroup | None = None)
     inner = unwrap(model)
     if any(module in HOOKED for module in inner.modules()):
         raise ArgumentError("host", "the model computes no padding already: `remove` its hooks first")
-    if group is None and reads_both_ways(inner.config):
+    if group is None and is_bidirectional(inner.config):
         attention = AttentionChoice(VARLEN)
         set_attention(inner, attention)
     else:
-        attention = attend_apart(inner, named=NAME, group=group)
+        attention = set_isolating_attention(inner, named=NAME, group=group)
     return _hook(inner, native=attention.native, logits=logits)
 
 
@@ -95,13 +95,13 @@ def separate_samples(
         ModelError: It cannot be shown.
     """
     loaded = trained_config(model.config)._attn_implementation  # noqa: SLF001  # has no public name
-    choice = attend_apart(model, named=named or loaded, group=group)
+    choice = set_isolating_attention(model, named=named or loaded, group=group)
     if whole:
         probe_loaded(model, native=choice.native, named=named or loaded)
     return choice
 
 
-def attend_apart(model: Any, *, named: str, group: ProcessGroup | None = None) -> AttentionChoice:
+def set_isolating_attention(model: Any, *, named: str, group: ProcessGroup | None = None) -> AttentionChoice:
     """
     Set an attention by which a small copy of a model keeps samples apart, and return it.
 
@@ -131,7 +131,7 @@ def attend_apart(model: Any, *, named: str, group: ProcessGroup | None = None) -
     return choice
 
 
-def reads_both_ways(config: Any) -> bool:
+def is_bidirectional(config: Any) -> bool:
     """Return whether tokens attend to later ones too, as in BERT: no small copy writes text."""
     return type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
 
@@ -254,7 +254,7 @@ def _draw_ids(model: Any) -> torch.Tensor:
 
 def _longest(config: Any) -> int:
     """Return the tokens of the longest row, more than the window of a model without small copy."""
-    window = getattr(config, "local_attention", 0) if reads_both_ways(config) else 0
+    window = getattr(config, "local_attention", 0) if is_bidirectional(config) else 0
     return max(_LONGEST, window + 3)
 
 

@@ -142,23 +142,23 @@ class EvalBatches:
 
     def __init__(self, num_packs: int, batch_size: int, *, rank: int, world_size: int) -> None:
         self._num_packs, self._size = num_packs, batch_size
-        self.num_different = -(-num_packs // batch_size)
-        self._own = range(rank, -(-self.num_different // world_size) * world_size, world_size)
+        self.num_distinct = -(-num_packs // batch_size)
+        self._own = range(rank, -(-self.num_distinct // world_size) * world_size, world_size)
 
     def __len__(self) -> int:
         return len(self._own)
 
-    def counts(self, number: int) -> bool:
-        """Return whether this rank's batch *number* is no repetition."""
-        return self._own[number] < self.num_different
+    def is_counted(self, number: int) -> bool:
+        """Return whether this rank's batch *number* is the first with its packs."""
+        return self._own[number] < self.num_distinct
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self._own:
-            start = batch % self.num_different * self._size
+            start = batch % self.num_distinct * self._size
             yield list(range(start, min(start + self._size, self._num_packs)))
 
 
-def progress_in(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def find_progress(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the progress in the state of a trainer, sealed; None if it has none."""
     entry = state["stateful_callbacks"].get(PROGRESS)
     return None if entry is None else entry["attributes"]["progress"]
@@ -174,7 +174,7 @@ def saved_progress(folder: Path) -> Mapping[str, Any]:
     """
     try:
         state = read_state(folder)
-        progress = progress_in(state) or {}
+        progress = find_progress(state) or {}
         step = progress["progress"]["step"]
     except (OSError, KeyError, TypeError) as error:
         message = f"{folder} has no progress of a plan ({error!r}): it was trained without one"

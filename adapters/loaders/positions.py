@@ -11,7 +11,7 @@ TYPES = "mm_token_type_ids"
 """Key of the kind of each token: 0 for text, 1 for images, 2 for videos."""
 
 
-def takes(function: Callable[..., Any]) -> set[str]:
+def argument_names(function: Callable[..., Any]) -> set[str]:
     """Return the names of a function's arguments."""
     return set(inspect.signature(function).parameters)
 
@@ -35,7 +35,7 @@ def token_types(config: Any, input_ids: torch.Tensor) -> torch.Tensor:
     )
 
 
-def rope_of(model: nn.Module) -> Callable[..., Any] | None:
+def find_rope_index(model: nn.Module) -> Callable[..., Any] | None:
     """Return a model's own function for positions of tokens and images; None if it has none."""
     parts: Iterator[Any] = model.modules()
     return next((part.get_rope_index for part in parts if hasattr(part, "get_rope_index")), None)

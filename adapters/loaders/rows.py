@@ -153,7 +153,7 @@ class RowsOfPacks(Dataset[PackOfRows]):
                 raise block
             facts += block
         found = RowFacts.join(facts)
-        refuse_unlearned(found.learned)
+        refuse_unlearned(found.num_learned)
         return found
 
     def _facts_of(self, indices: range) -> list[tuple[bytes, int]] | PackplanError:
@@ -210,7 +210,7 @@ class RowFacts:
     digest: str
     """Digest of the tokens, labels and media of all rows, in their order."""
 
-    learned: IntArray
+    num_learned: IntArray
     """Learned tokens of each row; int64, shape (num_rows,)."""
 
     @classmethod
@@ -318,7 +318,7 @@ def _whole_numbers(values: Any, column: str, name: str) -> NDArray[np.int64]:
     return array.reshape(-1).astype(np.int64, copy=False)
 
 
-def types_of(model: torch.nn.Module) -> tuple[str, ...]:
+def token_type_columns(model: torch.nn.Module) -> tuple[str, ...]:
     """Return the columns of types of tokens that a model takes, whatever is around it."""
     taken = {name for part in model.modules() for name in inspect.signature(part.forward).parameters}
     return tuple(name for name in TYPES if name in taken)
@@ -349,7 +349,7 @@ def pad_rows(rows: Sequence[Row], *, types: Sequence[str] = (MEDIA_TYPES,)) -> d
         for name, filler in columns.items()
     }
     own = pad_sequence([torch.ones(row[_TOKENS].size, dtype=torch.int64) for row in rows], batch_first=True)
-    return {**batch, _ATTENTION: own, **joined_media(rows)}
+    return {**batch, _ATTENTION: own, **join_media(rows)}
 
 
 @attrs.frozen(eq=False)
@@ -422,7 +422,7 @@ def flatten(rows: Sequence[Row]) -> dict[str, Any]:
     own = torch.cat([torch.arange(row[_TOKENS].size) for row in rows])[None]
     flat = {name: torch.from_numpy(np.concatenate([row[name] for row in rows]))[None] for name in (_TOKENS, _LABELS)}
     flat[_LABELS] = flat[_LABELS].masked_fill(own == 0, IGNORED_LABEL)
-    return {**flat, _POSITIONS: own, **joined_media(rows)}
+    return {**flat, _POSITIONS: own, **join_media(rows)}
 
 
 def refuse_other_packs(batches: Sequence[Mapping[str, Any]], planned: Iterable[Sequence[int] | None]) -> None:
@@ -443,12 +443,12 @@ def refuse_other_packs(batches: Sequence[Mapping[str, Any]], planned: Iterable[S
             raise MismatchError("coverage", f"{fact}: another loader or epoch is served")
 
 
-def learned(labels: torch.Tensor) -> int:
+def count_learned(labels: torch.Tensor) -> int:
     """Return the number of tokens that a batch teaches, given its labels of shape (1, tokens)."""
     return int((labels[..., 1:] != IGNORED_LABEL).sum())
 
 
-def joined_media(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+def join_media(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
     """Return the tensors of images and videos that a processor made, joined over the rows."""
     found: dict[str, list[torch.Tensor]] = {}
     for row in rows:

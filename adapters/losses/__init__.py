@@ -3,7 +3,7 @@
 from packplan.adapters.losses.sequences import (
     FusedLoss,
     PackedLoss,
-    combined,
+    combine_metrics,
     normalisers,
     refuse_whole_batch,
 )

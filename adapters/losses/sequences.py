@@ -189,7 +189,7 @@ class PackedLoss(_Fields):
             loss, found = _call_loss(self.loss, part, entry, num_sequences=num_sequences, num_tokens=num_tokens)
             losses.append(loss.double())
             metrics.append(found)
-        return torch.stack(losses).sum(), combined(metrics)
+        return torch.stack(losses).sum(), combine_metrics(metrics)
 
 
 @attrs.frozen
@@ -282,8 +282,8 @@ def normalisers(token_mask: torch.Tensor) -> tuple[int, float]:
     return int((weights > 0).sum()), float(weights.sum())
 
 
-def combined(parts: Sequence[Metrics]) -> dict[str, torch.Tensor]:
-    """Return the combined metrics of parts, in float64: minimum, maximum or sum, by their names."""
+def combine_metrics(parts: Sequence[Metrics]) -> dict[str, torch.Tensor]:
+    """Return the metrics of parts combined, in float64: minimum, maximum or sum, by their names."""
     whole = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         values = torch.stack([torch.as_tensor(part[name]).detach().double() for part in parts if name in part])

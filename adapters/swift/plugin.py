@@ -119,7 +119,7 @@ class _PlannedPipeline:
             raise DataSetError(message)
         if not pipeline.args.packing:
             return packed
-        refuse_unlearned(packs.facts.learned)
+        refuse_unlearned(packs.facts.num_learned)
         found = plan_checksum(packs.plan.packs, lengths=packs.plan.lengths)
         if self.checksum not in (None, found):
             message = f"the plan is {found[:12]}, but {self.checksum[:12]} was planned: data or arguments have changed"

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import attrs
 
-from packplan.adapters.loaders.batches import PROGRESS, progress_in
+from packplan.adapters.loaders.batches import PROGRESS, find_progress
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.trainer_state import STATE, read_state, require_step
 from packplan.core.errors import ConfigError, CorruptArtefactError, Difference, StaleError, counted
@@ -199,7 +199,7 @@ def _read(folder: Path, kind: type) -> Checkpoint[Any] | str:
         return torn if folder.exists() else "but there is no such folder: name a checkpoint's"
     try:
         state = read_state(folder)
-        progress, attention = progress_in(state), state["stateful_callbacks"].get(_ATTENTION)
+        progress, attention = find_progress(state), state["stateful_callbacks"].get(_ATTENTION)
         if progress is None or attention is None:
             return _FOREIGN
         if ("plan" in progress) != (kind is ResumeState):

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from packplan.adapters.families import trained_config
-from packplan.adapters.loaders.positions import TYPES, rope_of, takes, token_types
+from packplan.adapters.loaders.positions import TYPES, argument_names, find_rope_index, token_types
 from packplan.adapters.samples.media import DUMMY_SIZE, IMAGES, VIDEOS, encode_image
 from packplan.core.errors import ConfigError
 
@@ -47,7 +47,7 @@ def model_media(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tenso
         encoded: Sample as its template encodes it, or a padded batch as its collator joins it.
     """
     plain = plain_model(model)
-    known = takes(plain.forward) - {"input_ids", "labels", "attention_mask", _POSITIONS}
+    known = argument_names(plain.forward) - {"input_ids", "labels", "attention_mask", _POSITIONS}
     # ms-swift creates them in inference mode: gradients need a copy.
     media = {key: value.clone() for key, value in encoded.items() if key in known and isinstance(value, torch.Tensor)}
     tokens = torch.as_tensor(encoded["input_ids"])
@@ -77,10 +77,10 @@ def add_model_inputs(batch: dict[str, Any], template: Template, samples: list[di
     text = batch.get(_POSITIONS)
     if text is not None and text.dim() == 3:
         return
-    rope = rope_of(template._get_model())  # noqa: SLF001  # has no weights in loader workers
+    rope = find_rope_index(template._get_model())  # noqa: SLF001  # has no weights in loader workers
     if rope is None:
         return
-    given, parts = takes(rope), []
+    given, parts = argument_names(rope), []
     for sample in samples:
         tokens = torch.tensor(sample["input_ids"])[None]
         named = {**sample, "input_ids": tokens, TYPES: token_types(trained_config(template.config), tokens)}
@@ -136,7 +136,7 @@ class DummyImage:
             )
             raise ConfigError.at("model.model", reason)
         inner: Any = found[-1][0]  # the innermost: others may call it
-        known = takes(inner.get_image_features)
+        known = argument_names(inner.get_image_features)
         encoded = encode_image(template, DUMMY_SIZE)
         return cls(inner, found[-1][1], {key: value for key, value in encoded.items() if key in known})
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from packplan.adapters.losses import (
     FusedLoss,
     PackedLoss,
-    combined,
+    combine_metrics,
     normalisers,
     refuse_whole_batch,
     token_statistics,
@@ -163,7 +163,7 @@ def test_every_way_gives_the_loss_of_the_sequences_alone(batch, loss):
     parts = of_ranks(FusedLoss(loss), row, fields, layout, **given)
     shared = (
         sum(part[0] for part in parts),
-        {name: float(value) for name, value in combined([part[1] for part in parts]).items()},
+        {name: float(value) for name, value in combine_metrics([part[1] for part in parts]).items()},
         torch.cat([part[2] for part in parts], dim=1)[:, layout.restore],
     )
 
@@ -222,8 +222,8 @@ def test_metrics_combine_as_their_names_say():
     """The least, the greatest, or the sum; one that is missing somewhere is that of the others."""
     parts = [{"kl": 1.0, "ratio_min": torch.tensor(0.5), "ratio_max": 2}, {"kl": 3, "ratio_min": 0.7, "ratio_max": 4.0}]
 
-    assert {"kl": 4, "ratio_min": 0.5, "ratio_max": 4, "rare": 7} == combined([*parts, {"rare": 7}])
-    assert {} == combined([])
+    assert {"kl": 4, "ratio_min": 0.5, "ratio_max": 4, "rare": 7} == combine_metrics([*parts, {"rare": 7}])
+    assert {} == combine_metrics([])
 
 
 def test_without_a_token_that_counts_there_is_no_loss():

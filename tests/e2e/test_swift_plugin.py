@@ -490,7 +490,7 @@ def test_rows_are_known_by_what_they_teach():
 
     found = packs_of(ENCODED)
 
-    assert [2, 1] == found.facts.learned.tolist()
+    assert [2, 1] == found.facts.num_learned.tolist()
     assert {"number", "lengths"} == set(found[0][0])
     assert found.facts.digest == packs_of(ENCODED).facts.digest
     assert found.facts.digest != packs_of(ENCODED[::-1]).facts.digest

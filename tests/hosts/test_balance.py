@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig
 
-from packplan.adapters.hf.balance import split_to
+from packplan.adapters.hf.balance import split_microbatches
 from packplan.adapters.hf.refusals import is_old_trl
-from packplan.adapters.hf.rows import Counts, join_rows, take_apart
+from packplan.adapters.hf.rows import BatchCounts, join_rows, split_batch
 from packplan.core.errors import ArgumentError
 from packplan.hf import balance
 from tests.hosts.balanced import NEAR, ROWS, batch_of, joined, nearness, step_of, trainer_of
@@ -170,7 +170,7 @@ def test_splitting_keeps_every_row_in_order(sizes, num):
     numbers = iter(range(100))
     microbatches = [[next(numbers) for _ in range(size)] for size in sizes]
 
-    split = split_to(microbatches, num)
+    split = split_microbatches(microbatches, num)
 
     assert [one for part in microbatches for one in part] == [one for part in split for one in part]
     assert max(len(sizes), num) == len(split)
@@ -181,14 +181,14 @@ def test_splitting_keeps_every_row_in_order(sizes, num):
 def test_rows_are_the_same_after_they_were_apart(seed, order, cut):
     """Any order of the rows; counts of parts add up to those of the whole."""
     batch, join = batch_of(seed), partial(join_rows, pad_token_id=0)
-    rows = take_apart(batch).rows
+    rows = split_batch(batch).rows
 
     back = join([join([rows[at]]) for at in order])
-    parts = [Counts.from_batch(join([rows[at] for at in part])) for part in (order[:cut], order[cut:])]
+    parts = [BatchCounts.from_batch(join([rows[at] for at in part])) for part in (order[:cut], order[cut:])]
 
     for key, value in batch.items():
         wanted = value[list(order)] if value.dim() else value
         width = back[key].shape[1] if value.dim() > 1 else None
         assert torch.equal(wanted[:, :width] if width else wanted, back[key]), key
         assert width is None or not wanted[:, width:].clamp(min=0).any()
-    assert attrs.astuple(Counts.from_batch(batch)) == tuple(map(sum, zip(*map(attrs.astuple, parts), strict=True)))
+    assert attrs.astuple(BatchCounts.from_batch(batch)) == tuple(map(sum, zip(*map(attrs.astuple, parts), strict=True)))

@@ -109,7 +109,7 @@ def test_evaluation_counts_each_pack_once(num_packs, batch_size, world_size):
     """Over all ranks, in as few batches of each as possible; those that repeat do not count."""
     ranks = [EvalBatches(num_packs, batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
 
-    counted = [pack for rank in ranks for number, batch in enumerate(rank) if rank.counts(number) for pack in batch]
+    counted = [pack for rank in ranks for number, batch in enumerate(rank) if rank.is_counted(number) for pack in batch]
 
     assert list(range(num_packs)) == sorted(counted)
     assert {-(-num_packs // (batch_size * world_size))} == {len(rank) for rank in ranks}
