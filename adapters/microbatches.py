@@ -201,7 +201,7 @@ class BatchedData:
         whole_number("width", width)
         lengths = self.lengths.clamp(max=width)
         fields = {
-            name: _fitted(field, self.sequence_dims[name], width, self.pad_value(name))
+            name: _resized(field, self.sequence_dims[name], width, self.pad_value(name))
             if isinstance(field, Tensor)
             else field
             for name, field in self.fields.items()
@@ -266,12 +266,12 @@ def concatenate(batches: Sequence[BatchedData]) -> BatchedData:
 def _differences(first: BatchedData, batch: BatchedData) -> Iterator[str]:
     """Yield each field of two batches whose entries cannot stand in one field."""
     for name in dict.fromkeys([*first.fields, *batch.fields]):
-        wanted, found = (_kind(one, name) for one in (first, batch))
+        wanted, found = (_describe_field(one, name) for one in (first, batch))
         if wanted != found:
             yield f"{name} is {found}, in batch 0 {wanted}"
 
 
-def _kind(batch: BatchedData, name: str) -> str:
+def _describe_field(batch: BatchedData, name: str) -> str:
     """Return in words what the entries of a field are."""
     field = batch.fields.get(name)
     if not isinstance(field, Tensor):
@@ -346,7 +346,7 @@ class Microbatch:
         source = self.data.tensor(name)
         flat = source.new_full((self.layout.num_positions,), IGNORED)
         counts = self.layout.is_token & (self.layout.position_ids > 0)
-        sequence, position = (_at(of, counts, source) for of in (self.layout.sequence, self.layout.position_ids))
+        sequence, position = (_pick(of, counts, source) for of in (self.layout.sequence, self.layout.position_ids))
         flat[torch.as_tensor(counts, device=flat.device)] = source[sequence, position]
         return flat.view(self.input_ids.shape)
 
@@ -392,7 +392,7 @@ class Microbatch:
             raise ArgumentError("batch", message)
         batch = values.new_full((len(self.data), self.data.width, *values.shape[1:]), pad_value)
         token = self.layout.is_token
-        sequence, position = (_at(of, token, values) for of in (self.layout.sequence, self.layout.position_ids))
+        sequence, position = (_pick(of, token, values) for of in (self.layout.sequence, self.layout.position_ids))
         batch[sequence, position] = values[torch.as_tensor(token, device=values.device)]
         return batch
 
@@ -430,12 +430,12 @@ def pack_row(batch: BatchedData, *, multiple: int, row_length: int | None = None
     layout = PackedLayout(cu_seqlens(lengths), ends)
     source = batch.tensor(batch.input_key)
     ids = source.new_full((layout.num_positions,), batch.pad_value(batch.input_key))
-    sequence, position = (_at(of, layout.is_token, ids) for of in (layout.sequence, layout.position_ids))
+    sequence, position = (_pick(of, layout.is_token, ids) for of in (layout.sequence, layout.position_ids))
     ids[torch.as_tensor(layout.is_token, device=ids.device)] = source[sequence, position]
     return Microbatch(ids[None], layout, batch)
 
 
-def _at(values: IntArray, mask: NDArray[np.bool_], like: Tensor) -> Tensor:
+def _pick(values: IntArray, mask: NDArray[np.bool_], like: Tensor) -> Tensor:
     """Return the values under a mask as indices into a tensor, on its device."""
     return torch.as_tensor(values[mask], device=like.device)
 
@@ -474,7 +474,7 @@ def _whole_numbers(values: Any, least: int, below: float, message: str) -> Tenso
     raise ArgumentError("batch", message)
 
 
-def _fitted(field: Tensor, dim: int | None, width: int, pad_value: float) -> Tensor:
+def _resized(field: Tensor, dim: int | None, width: int, pad_value: float) -> Tensor:
     if dim is None:
         return field
     have = field.shape[dim]

@@ -101,7 +101,7 @@ def training_arguments(
 
 def setting_faults(arguments: Any) -> Iterator[Fault]:
     """Yield the training arguments of ms-swift that cannot be used."""
-    for (key, *others), use in _USES.items():
+    for (key, *others), use in _TRIALS.items():
         try:
             use(arguments)
         except (ValueError, TypeError, ImportError, RuntimeError) as error:
@@ -145,7 +145,7 @@ def _check_shard_size(arguments: Any) -> None:
         raise ValueError(f"{arguments.max_shard_size!r} is no size, as 5GB is")
 
 
-_USES: dict[tuple[str, ...], Callable[[Any], None]] = {
+_TRIALS: dict[tuple[str, ...], Callable[[Any], None]] = {
     ("optim", "optim_args"): _build_optimizer,
     ("lr_scheduler_type", "lr_scheduler_kwargs"): _try_lr_scheduler,
     ("torch_compile", "torch_compile_backend", "torch_compile_mode"): _check_compilation,

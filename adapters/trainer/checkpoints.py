@@ -96,15 +96,15 @@ def find_checkpoint(
         ConfigError: There is no such checkpoint, it is damaged, or it has no resume state.
         StaleError: It is of another run, and so are all others.
     """
-    candidates = _newest_first(Path(output_dir)) if wanted == "last" else iter([Path(wanted)])
+    candidates = _list_newest_first(Path(output_dir)) if wanted == "last" else iter([Path(wanted)])
     stale: StaleError | None = None
     for folder in candidates:
-        found = _read(folder, kind)
+        found = _read_checkpoint(folder, kind)
         reason = found if isinstance(found, str) else None
         if isinstance(found, Checkpoint) and differences and (others := differences(found.resume_state)):
             stale = stale or StaleError.plan(str(folder), others)
             reason = f"of another run: {'; '.join(map(str, others[:_MOST_NAMED]))}"
-        reason = reason or _damage(folder, group)
+        reason = reason or _find_damage(folder, group)
         if not group.any(reason is not None) and isinstance(found, Checkpoint):
             return found
         if stale is not None and wanted != "last":
@@ -147,12 +147,12 @@ def write_digests(folder: Path, *, share: int, num_shares: int) -> None:
     # The trainer's state is written last; an existing one belongs to an overwritten checkpoint.
     files = [file for file in folder.rglob("*") if file.is_file() and file != folder / STATE]
     names = [str(file.relative_to(folder)) for file in files if not fnmatch(file.name, _DIGESTS)]
-    digests = _digests_of(folder, names, share=share, num_shares=num_shares)
+    digests = _hash_files(folder, names, share=share, num_shares=num_shares)
     written = json.dumps({"files": num_shares, "digests": digests})
     (folder / _DIGESTS.replace("*", str(share))).write_text(written, encoding="utf-8")
 
 
-def _digests_of(folder: Path, names: Iterable[str], *, share: int, num_shares: int) -> dict[str, str]:
+def _hash_files(folder: Path, names: Iterable[str], *, share: int, num_shares: int) -> dict[str, str]:
     """Return the digest of each file in a share of a folder's files, and show the progress."""
     # From the largest file to the smallest, so that shares have about equally many bytes.
     sizes = {name: (folder / name).stat().st_size for name in names}
@@ -169,7 +169,7 @@ def _digests_of(folder: Path, names: Iterable[str], *, share: int, num_shares: i
     return digests
 
 
-def _damage(folder: Path, group: RankGroup) -> str | None:
+def _find_damage(folder: Path, group: RankGroup) -> str | None:
     """Return a message about a damaged file in this rank's share of a checkpoint, or None."""
     started = time.perf_counter()
     stored: dict[str, str] = {}
@@ -179,7 +179,7 @@ def _damage(folder: Path, group: RankGroup) -> str | None:
             stored |= one["digests"]
         if len(shares) < shares[0]["files"]:
             return f"but it has {len(shares)} of {counted(shares[0]['files'], 'file')} of digests: {_AGAIN}"
-        found = _digests_of(folder, stored, share=group.rank, num_shares=group.world_size)
+        found = _hash_files(folder, stored, share=group.rank, num_shares=group.world_size)
         damaged = [name for name, digest in found.items() if digest != stored[name]]
     except FileNotFoundError as error:
         return f"but its {Path(error.filename).name} is missing: {_AGAIN}"
@@ -192,7 +192,7 @@ def _damage(folder: Path, group: RankGroup) -> str | None:
     return None
 
 
-def _read(folder: Path, kind: type) -> Checkpoint[Any] | str:
+def _read_checkpoint(folder: Path, kind: type) -> Checkpoint[Any] | str:
     """Read a checkpoint without its weights; return the reason if it cannot be resumed from."""
     if not (folder / STATE).is_file():
         torn = f"but it has no {STATE}: it is no checkpoint, or was being written when the run ended"
@@ -215,9 +215,9 @@ def _read(folder: Path, kind: type) -> Checkpoint[Any] | str:
 
 def newest_checkpoint(output_dir: str) -> Path | None:
     """Return the folder of the latest step, whole or not; None if there is none."""
-    return next(_newest_first(Path(output_dir)), None)
+    return next(_list_newest_first(Path(output_dir)), None)
 
 
-def _newest_first(output_dir: Path) -> Iterator[Path]:
+def _list_newest_first(output_dir: Path) -> Iterator[Path]:
     folders = [folder for folder in output_dir.glob("checkpoint-*") if folder.name.split("-")[-1].isdecimal()]
     yield from sorted(folders, key=lambda folder: int(folder.name.split("-")[-1]), reverse=True)

@@ -78,13 +78,13 @@ class PackComparison:
             raise served
         encoded = [self.encode(index) for index in indices]
         places = places_by_lengths(len(one["input_ids"]) for one in encoded)
-        collated = _on(trainer.accelerator.device, trainer.data_collator([served]))
-        samples = self._samples(encoded)
+        collated = _to_device(trainer.accelerator.device, trainer.data_collator([served]))
+        samples = self._model_samples(encoded)
         gradients = self.without_gradients is None
         with native_attention(trainer.model, trainer.attention.native):
-            alone = run_alone(trainer.model, samples, call=self._call, with_gradients=gradients)
+            alone = run_alone(trainer.model, samples, call=self._call_model, with_gradients=gradients)
         media = _own_pixels(encoded, collated) if gradients else []
-        prepared, watched, logits = self._packed(collated, places, with_gradients=gradients)
+        prepared, watched, logits = self._run_packed(collated, places, with_gradients=gradients)
         watched.sources.extend(media)
         for index, (_, span), sample, own in zip(indices, places, samples, encoded, strict=True):
             yield from _positions(pack, index, self._own_positions(sample.inputs), prepared["position_ids"][..., span])
@@ -99,7 +99,7 @@ class PackComparison:
                 detail = f"on sample {indices[reach.source]}" if reach.size else ""
                 yield Deviation("isolation", reach.isolation, pack, indices[reach.reader], detail)
             del watched, logits
-            found = self._step(collated, found)
+            found = self._run_step(collated, found)
         apart = compare(found, alone)
         for index, value, loss in zip(indices, apart.logits, apart.losses, strict=True):
             yield Deviation("logits", value, pack, index)
@@ -108,7 +108,7 @@ class PackComparison:
             yield Deviation("step loss", apart.loss, pack)
             yield Deviation("gradients", apart.gradients, pack, detail=f"most in {apart.weight}")
 
-    def _call(self, **inputs: Any) -> Any:
+    def _call_model(self, **inputs: Any) -> Any:
         with self.trainer.accelerator.autocast():
             return self.trainer.model(**inputs)
 
@@ -119,7 +119,7 @@ class PackComparison:
         with trainer.media_hook(), trainer.template.forward_context(trainer.model, dict(collated)):
             yield trainer._prepare_inputs(dict(collated))  # noqa: SLF001  # what training does, and no less
 
-    def _packed(
+    def _run_packed(
         self, collated: dict[str, Any], places: tuple[Place, ...], *, with_gradients: bool
     ) -> tuple[dict[str, Any], Watched, torch.Tensor]:
         """Return a pack's prepared inputs, its embeddings, and its logits."""
@@ -127,9 +127,9 @@ class PackComparison:
             inputs = model_inputs(prepared)
             inputs.pop("logits_to_keep", None)
             row = PackedBatch(inputs, None, (1, collated["labels"].shape[1]), places)
-            return prepared, *watch_pass(self.trainer.model, row, call=self._call)
+            return prepared, *watch_pass(self.trainer.model, row, call=self._call_model)
 
-    def _step(self, collated: dict[str, Any], found: Outcome) -> Outcome:
+    def _run_step(self, collated: dict[str, Any], found: Outcome) -> Outcome:
         """Return an outcome with the loss and gradients of the trainer's own step on a pack."""
         trainer = self.trainer
         with replace_attributes(trainer.args, **PLAIN_LOSS), self._prepared(collated) as inputs:
@@ -140,7 +140,7 @@ class PackComparison:
                 found, loss=float(loss.detach().double()), gradients=weight_gradients(trainer.model, loss)
             )
 
-    def _samples(self, encoded: Sequence[dict[str, Any]]) -> list[Sample]:
+    def _model_samples(self, encoded: Sequence[dict[str, Any]]) -> list[Sample]:
         """
         Return samples as the model's own inputs, with the weight of each target by the definition
         of the loss.
@@ -155,7 +155,7 @@ class PackComparison:
             ids = torch.tensor(one["input_ids"])[None]
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **model_media(self.trainer.model, one)}
             weights = counted * (float(counted.sum()) or 1.0) ** power
-            samples.append(Sample(_on(self.trainer.accelerator.device, inputs), targets, weights))
+            samples.append(Sample(_to_device(self.trainer.accelerator.device, inputs), targets, weights))
         total = sum(float(one.weights.sum()) for one in samples if one.weights is not None) or 1.0
         return [attrs.evolve(one, weights=one.weights / total) for one in samples if one.weights is not None]
 
@@ -175,7 +175,7 @@ class PackComparison:
         return torch.cat([text, positions[:, 0]])
 
 
-def _on(device: torch.device, batch: Mapping[str, Any]) -> dict[str, Any]:
+def _to_device(device: torch.device, batch: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
 
 

@@ -51,7 +51,7 @@ def open_model(
     with (
         torch.device("meta") if outline else contextlib.nullcontext(),
         name_load_errors("model.model", f"{model.model} cannot be loaded by ms-swift"),
-        _all_weights(model.model),
+        _refuse_missing_weights(model.model),
     ):
         try:
             opened, _ = get_model_processor(
@@ -77,14 +77,14 @@ def open_model(
     # With a cache, transformers builds no block-diagonal mask, and packed samples would attend to
     # each other.
     HfConfigFactory.set_config_attr(opened.config, "use_cache", False)  # noqa: FBT003  # its signature
-    _require_parts(opened, training)
+    _refuse_missing_parts(opened, training)
     set_seed(training.seed)  # adapters are drawn: ranks that measured, and those that did not, draw the same
     with torch.device("meta") if outline else contextlib.nullcontext():
         return typing.cast("torch.nn.Module", prepare_tuner(opened, training))
 
 
 @contextlib.contextmanager
-def _all_weights(folder: str) -> Iterator[None]:
+def _refuse_missing_weights(folder: str) -> Iterator[None]:
     """
     Refuse a model whose files lack some of its weights.
 
@@ -111,7 +111,7 @@ def _all_weights(folder: str) -> Iterator[None]:
         raise ConfigError.at("model.model", reason)
 
 
-def _require_parts(model: Any, training: TrainingConfig) -> None:
+def _refuse_missing_parts(model: Any, training: TrainingConfig) -> None:
     """Refuse to freeze a part that the model does not have."""
     arch = model.model_meta.model_arch
     parts = {"freeze_llm": "language_model", "freeze_vit": "vision_tower", "freeze_aligner": "aligner"}

@@ -7,7 +7,7 @@ import attrs
 
 from packplan.app.planning.epochs import EpochPlanner, plan_samples, samples_of
 from packplan.app.planning.log_lines import describe
-from packplan.app.planning.measure import left_out
+from packplan.app.planning.measure import bad_records_line
 from packplan.app.planning.schedule import ragged_window, require_static, split_schedule
 from packplan.app.planning.split import Split, alignment
 from packplan.app.planning.stored_lengths import open_lengths, refusals, stale_inputs
@@ -174,7 +174,7 @@ def _warnings(config: RunConfig, opened: StoredSplit) -> Iterator[str]:
     for difference in differences:
         yield f"this is the stored plan, but training would plan again: {difference}"
     if bad := lengths.origin.bad:
-        yield left_out(bad, lengths.origin.num_records)
+        yield bad_records_line(bad, lengths.origin.num_records)
     if lengths.rows.repeatability is None:
         yield "repeatability is not yet checked: no sample was encoded twice; build does it"
     ratio = str(plan.key.inputs.get("min_fill_ratio") or split.policy.min_fill_ratio)

@@ -14,7 +14,7 @@ from rich.table import Table
 from packplan.adapters.progress import progress
 from packplan.app.cli.command import add_config_arguments, plain_console, positive_numbers, world_sizes
 from packplan.app.plan.stored import measured_recipe
-from packplan.app.planning.epochs import plan_samples, samples_of, table_works
+from packplan.app.planning.epochs import plan_samples, record_works, samples_of
 from packplan.app.planning.schedule import require_static, split_schedule
 from packplan.app.planning.split import alignment
 from packplan.app.planning.stored_lengths import open_lengths, stale_inputs
@@ -120,7 +120,7 @@ def _alternatives(
 ) -> Iterator[Alternative]:
     """Yield every combination when it is planned, with its figures or the reason of none."""
     lengths, table = stored.tokens, stored.rows.table
-    works, options = table_works(trained_work(config)[0], table), alignment(config, "train")
+    works, options = record_works(trained_work(config)[0], table), alignment(config, "train")
     for packing_length in packing_lengths:
         other = attrs.evolve(config, template=attrs.evolve(config.template, max_length=packing_length))
         policy, name = split_policy(other, "train"), f"packs of {packing_length:,}"

@@ -28,7 +28,7 @@ SLOW_ALGORITHMS = {"certified", "balanced"}
 _BAR = "{desc}{postfix} [{elapsed}]"
 
 
-def table_works(model: WorkModel, table: Table) -> SampleWorks:
+def record_works(model: WorkModel, table: Table) -> SampleWorks:
     """
     Return the work of measured records.
 
@@ -49,7 +49,7 @@ def samples_of(policy: PlanPolicy, table: Table, files: Sequence[DataFile] = ())
         table: Measurements of the records; shape (num_records, num_columns).
         files: Files of the data, for mixes of them.
     """
-    works = table_works(policy.work, table).flops if policy.uses_works and policy.work is not None else None
+    works = record_works(policy.work, table).flops if policy.uses_works and policy.work is not None else None
     lengths = column(table, "length").astype(np.int64)
     if (empty := np.flatnonzero((lengths == 0) & (column(table, "bad") == 0))).size:
         fact = f"{counted(empty.size, 'sample')} of {len(lengths):,} {agree(empty.size, 'has', 'have')} no token"
@@ -137,12 +137,12 @@ class PlannedEpochs:
         """
         for old in self._held.keys() - {epoch, epoch + 1}:
             del self._held[old]
-        found = self._begun(epoch).result()
+        found = self._future_stats(epoch).result()
         if epoch < self.records[-1].epoch:
-            self._begun(epoch + 1)
+            self._future_stats(epoch + 1)
         return found
 
-    def _begun(self, epoch: int) -> Future[PackStats]:
+    def _future_stats(self, epoch: int) -> Future[PackStats]:
         if epoch not in self._held:
             self._held[epoch] = future = Future[PackStats]()
             # A run that ends does not wait for a plan that it will not train.
@@ -151,11 +151,11 @@ class PlannedEpochs:
 
     def _plan(self, epoch: int, future: Future[PackStats]) -> None:
         try:
-            future.set_result(self._checked(epoch))
+            future.set_result(self._plan_again(epoch))
         except Exception as error:  # noqa: BLE001  # raised where the plan is asked for
             future.set_exception(error)
 
-    def _checked(self, epoch: int) -> PackStats:
+    def _plan_again(self, epoch: int) -> PackStats:
         planner, counted_before = self.planner, self.records[epoch]
         plan = planner.plan(epoch)
         if (found := planner.record(plan)) != counted_before:

@@ -61,21 +61,21 @@ Tokens of stored samples that are encoded again before all of them are trusted, 
 for those of images. Fewer than `REPEATED_SAMPLES` are encoded where they have more.
 """
 
-CLOSE = 32
+MAX_KNOWN_BETWEEN = 32
 """
 Known records between two unknown ones are measured with these where there are fewer than so many:
 processes measure records that follow each other.
 """
 
-_AT_ONCE = 10_000
+_LOOKUP_BLOCK = 10_000
 """Records whose digests are looked up at once."""
 
 
-_SHOWN = 5
+_NAMED = 5
 """Bad records that the log names; `packplan plan show --all` names all."""
 
 
-_OTHERWISE = "custom.on_bad_record: skip leaves such records out, and plan show --all then names each"
+_SKIP_ADVICE = "custom.on_bad_record: skip leaves such records out, and plan show --all then names each"
 
 
 class BadRecords:
@@ -98,7 +98,7 @@ class BadRecords:
         """Indices of the bad records, ascending."""
         return [one.index for one in self.records]
 
-    def take_over(self, known: Sequence[BadRecord]) -> None:
+    def restore(self, known: Sequence[BadRecord]) -> None:
         """
         Take the bad records of an earlier start in place of those so far.
 
@@ -107,7 +107,7 @@ class BadRecords:
             DataSetError: They are too many.
         """
         if known and self._max_share is None:
-            raise RecordError(known[0].where, f"{known[0].reason} ({_OTHERWISE})")
+            raise RecordError(known[0].where, f"{known[0].reason} ({_SKIP_ADVICE})")
         self._set(tuple(known))
 
     def add(self, index: int, error: RecordError) -> None:
@@ -117,7 +117,7 @@ class BadRecords:
         """
         if self._max_share is None:
             # Where the run is to be changed, skipping records would lose all like this one.
-            raise error if error.remedy else RecordError(error.where, f"{error.reason} ({_OTHERWISE})")
+            raise error if error.remedy else RecordError(error.where, f"{error.reason} ({_SKIP_ADVICE})")
         self._set((*self.records, BadRecord(index, error.where, error.why, self._source.identity(index)[0])))
 
     def _set(self, records: tuple[BadRecord, ...]) -> None:
@@ -128,17 +128,17 @@ class BadRecords:
                 f"custom.max_bad_share ({self._max_share}): fix them, or raise it, and "
                 "plan show --all names each:"
             )
-            message = "\n  ".join([fact, *(f"{one.where}: {one.reason}" for one in records[:_SHOWN])])
+            message = "\n  ".join([fact, *(f"{one.where}: {one.reason}" for one in records[:_NAMED])])
             raise DataSetError(message)
         self.records = records
 
     def warn(self, name: str) -> None:
         """Log the bad records of a split."""
         if self.records:
-            log.warning("%s: %s", name, left_out(self.records, len(self._source)))
+            log.warning("%s: %s", name, bad_records_line(self.records, len(self._source)))
 
 
-def left_out(records: Sequence[BadRecord], total: int) -> str:
+def bad_records_line(records: Sequence[BadRecord], total: int) -> str:
     """
     Return a line with the number of bad records and the first of them.
 
@@ -146,8 +146,8 @@ def left_out(records: Sequence[BadRecord], total: int) -> str:
         records: Bad records, ascending.
         total: Number of all records of the data.
     """
-    first = "; ".join(f"{one.where}: {one.reason}" for one in records[:_SHOWN])
-    more = f"; and {len(records) - _SHOWN:,} more, which plan show --all names" if len(records) > _SHOWN else ""
+    first = "; ".join(f"{one.where}: {one.reason}" for one in records[:_NAMED])
+    more = f"; and {len(records) - _NAMED:,} more, which plan show --all names" if len(records) > _NAMED else ""
     return f"{len(records):,} of {counted(total, 'record')} cannot become samples and are left out: {first}{more}"
 
 
@@ -179,8 +179,8 @@ def _known_rows(source: LengthSource, indices: range, known: KnownLengths, *, wh
     """Return the row of each record in the table, or `UNKNOWN`."""
     found = []
     with progress(total=len(indices), desc=f"looking records up in {where}", delay=BRIEF_S) as bar:
-        for start in range(0, len(indices), _AT_ONCE):
-            part = indices[start : start + _AT_ONCE]
+        for start in range(0, len(indices), _LOOKUP_BLOCK):
+            part = indices[start : start + _LOOKUP_BLOCK]
             digests, folders = zip(*map(source.identity, part), strict=True)
             found.append(known.find_rows(digests, folders))
             bar.update(len(part))
@@ -191,7 +191,7 @@ def _unknown_parts(rows: IntArray) -> Iterator[tuple[int, int]]:
     """Yield start and end of each part of records that are unknown, or close to such."""
     unknown = np.flatnonzero(rows == UNKNOWN)
     if unknown.size:
-        for part in np.split(unknown, np.flatnonzero(np.diff(unknown) > CLOSE) + 1):
+        for part in np.split(unknown, np.flatnonzero(np.diff(unknown) > MAX_KNOWN_BETWEEN) + 1):
             yield int(part[0]), int(part[-1]) + 1
 
 
@@ -215,7 +215,7 @@ def measure(split: Split, report: ReportProgress) -> Table:
     """
     name, source, store = split.name, split.source, split.stores.lengths
     bad = BadRecords(source, max_share=split.max_bad_share)
-    stored = _resume(split, bad)
+    stored = _load_stored(split, bad)
     total, num_stored = len(source), len(stored.table)
     num_samples = num_stored - len(bad.records)
     _check_images(source, stored)
@@ -236,17 +236,17 @@ def measure(split: Split, report: ReportProgress) -> Table:
             done = _measure_rows(split, stored, bad=bad, report=report)
             bad.warn(name)
             report(f"the {name} samples are encoded again, some of them")
-            _complete(split, done, bad)
+            _check_and_complete(split, done, bad)
         except ShortcutError as error:
             log.warning("%s: %s: encoding every sample in full instead", name, error)
             store.discard()
-            bad.take_over(())
+            bad.restore(())
             stored = Stored(stored.table[:0], stored.media[:0], in_full=True)
         else:
             return done.table
 
 
-def _resume(split: Split, bad: BadRecords) -> Stored:
+def _load_stored(split: Split, bad: BadRecords) -> Stored:
     """
     Return the stored measurements that still hold: where a bad record changed, those before it.
     *bad* takes over the bad records that are stored.
@@ -262,7 +262,7 @@ def _resume(split: Split, bad: BadRecords) -> Stored:
     stored = store.resume(source.fingerprint(), len(source), data_digest)
     changed = {one.index for one in known if source.identity(one.index)[0] != one.sha256}
     count = min(changed, default=len(source))
-    bad.take_over([one for one in known if one.index < count])
+    bad.restore([one for one in known if one.index < count])
     if not changed:
         return stored
     log.info("%s: record %s was bad and has changed: records from it on are measured again", split.name, f"{count:,}")
@@ -272,7 +272,7 @@ def _resume(split: Split, bad: BadRecords) -> Stored:
     return first
 
 
-def _complete(split: Split, done: Stored, bad: BadRecords) -> None:
+def _check_and_complete(split: Split, done: Stored, bad: BadRecords) -> None:
     """Check that the measured samples are steady, and mark the store as complete."""
     source, store = split.source, split.stores.lengths
     if bad.records and len(bad.records) == len(done.table):
@@ -345,7 +345,7 @@ def _check_repeatability(source: LengthSource, stored: Stored) -> dict[str, Any]
         ShortcutError: It does not, but the shortcut measured it otherwise.
     """
     table, samples = stored.table, sample_indices(stored.table)
-    indices = sorted({*samples[_spread(samples.size)].tolist(), *_shape_classes(table, stored.media)}, reverse=True)
+    indices = sorted({*samples[_spread(samples.size)].tolist(), *_one_of_each_shape(table, stored.media)}, reverse=True)
     for index in indices:
         encoded, measured = source.measure(index), from_row(table, index)
         if stored.in_full:
@@ -353,7 +353,7 @@ def _check_repeatability(source: LengthSource, stored: Stored) -> dict[str, Any]
         elif encoded != measured:
             _require_same(index, encoded, source.measure(index), "later")
             raise ShortcutError(f"sample {index}", to_row(measured), to_row(encoded))
-    _compare_elsewhere(source, {index: from_row(table, index) for index in indices})
+    _compare_in_another_process(source, {index: from_row(table, index) for index in indices})
     return {"samples": indices, "orders": 3, "processes": 2, "epochs": [0, REPEATED_EPOCH]}
 
 
@@ -382,7 +382,7 @@ def _check_repeatability_first(source: LengthSource, known: int, *, report: Repo
                 raise
     for index in reversed(first):
         _require_same(index, first[index], source.measure(index), "later")
-    _compare_elsewhere(source, first)
+    _compare_in_another_process(source, first)
 
 
 def _compare_stored(source: LengthSource, stored: Stored) -> int:
@@ -413,7 +413,7 @@ def _compare_stored(source: LengthSource, stored: Stored) -> int:
     return len(few)
 
 
-def _compare_elsewhere(source: LengthSource, measured: Mapping[int, Measurement]) -> None:
+def _compare_in_another_process(source: LengthSource, measured: Mapping[int, Measurement]) -> None:
     """
     Encode samples in another process and epoch, in an order of their own; DataSetError if one
     differs.
@@ -443,7 +443,7 @@ def _spread(total: int) -> list[int]:
     return [index * (total - 1) // max(count - 1, 1) for index in range(count)]
 
 
-def _shape_classes(table: Table, media: MediaTable) -> list[int]:
+def _one_of_each_shape(table: Table, media: MediaTable) -> list[int]:
     """
     Return the first sample with so many images, or videos, and the first with one of each width and
     height, to powers of two.

@@ -184,7 +184,7 @@ def plan_epochs(split: Split, schedule: EpochSchedule, ranks: Ranks) -> EpochSch
     def build(report: ReportProgress) -> Arrays:
         key, plans = split.plan_key(split.stores.lengths.digest()), split.stores.plans
         known = {one.epoch: one for one in plans.load_epochs(key)}
-        whole, records = _counted(planner, split, schedule, known, report)
+        whole, records = _count_epochs(planner, split, schedule, known, report)
         plans.save_epochs(key, records, whole)
         told = json.dumps([attrs.asdict(one) for one in records])
         return {"records": np.frombuffer(told.encode(), dtype=np.uint8)}
@@ -195,7 +195,7 @@ def plan_epochs(split: Split, schedule: EpochSchedule, ranks: Ranks) -> EpochSch
     return attrs.evolve(schedule, num_packs=tuple(one.num_packs for one in epochs.records), works=by_work)
 
 
-def _counted(
+def _count_epochs(
     planner: EpochPlanner,
     split: Split,
     schedule: EpochSchedule,

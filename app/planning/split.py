@@ -13,7 +13,7 @@ import numpy as np
 
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
-from packplan.app.planning.epochs import PlannedEpochs, table_works
+from packplan.app.planning.epochs import PlannedEpochs, record_works
 from packplan.core.align import AlignedPlan, align_plan
 from packplan.core.checksum import plan_checksum
 from packplan.core.config.run import RunConfig
@@ -118,7 +118,7 @@ class Split:
     def works(self) -> SampleWorks:
         """Work of each record of a measured split, which balances ranks."""
         if self._works is None:
-            self._works = table_works(self.work, self.table)
+            self._works = record_works(self.work, self.table)
         return self._works
 
     def packs_of(self, epoch: int) -> Packs:

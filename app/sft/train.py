@@ -220,11 +220,11 @@ def log_outcome(config: RunConfig, trainer: CheckedTrainer) -> None:
     if trainer.saved is None:
         log.info("%s; no checkpoint was saved (training.save_strategy)", done)
         return
-    usage = "" if trainer.is_sharded else f"; to ask it: {_command(config, trainer, str(trainer.saved))}"
+    usage = "" if trainer.is_sharded else f"; to ask it: {_inference_command(config, trainer, str(trainer.saved))}"
     log.info("%s; the last checkpoint is %s%s", done, trainer.saved, usage)
 
 
-def _command(config: RunConfig, trainer: CheckedTrainer, checkpoint: str) -> str:
+def _inference_command(config: RunConfig, trainer: CheckedTrainer, checkpoint: str) -> str:
     """
     Return the command of ms-swift that loads a checkpoint, and is told what no folder of weights
     says.

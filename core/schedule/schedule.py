@@ -330,9 +330,9 @@ class EpochSchedule:
     def order(self, epoch: int) -> IntArray:
         """Return the remaining packs of *epoch* in order, over all ranks; shape (num_consumed,)."""
         if self.works is None:
-            return self._left(epoch)
+            return self._remaining(epoch)
         if epoch not in self._assigned:
-            left = self._left(epoch)
+            left = self._remaining(epoch)
             ranks = {"world_size": self.world_size, "accumulation": self.gradient_accumulation_steps}
             order = left[assign_steps(self._units(left, epoch), sync_at=self.sync_at, **ranks)]
             order.flags.writeable = False
@@ -345,7 +345,7 @@ class EpochSchedule:
         works = self.works(epoch) if callable(self.works) else self.works
         return to_units(checked_works(works, self.packs_in(epoch)))[packs]
 
-    def _left(self, epoch: int) -> IntArray:
+    def _remaining(self, epoch: int) -> IntArray:
         """Return the remaining packs of *epoch*, before packs are assigned by work."""
         return self._orders(epoch)[-1][self._segments(epoch)[-1].pack_offset :]
 
@@ -373,7 +373,7 @@ class EpochSchedule:
 
     def num_batches(self, epoch: int) -> int:
         """Return the number of remaining batches of each rank in *epoch*."""
-        return self.batches_of(self._left(epoch).size) if epoch == self.start.epoch else self.batches_in(epoch)
+        return self.batches_of(self._remaining(epoch).size) if epoch == self.start.epoch else self.batches_in(epoch)
 
     def num_steps(self, epoch: int) -> int:
         """Return the number of remaining optimizer steps of *epoch*."""
@@ -472,7 +472,7 @@ class EpochSchedule:
         orders = [self._whole_order(epoch, first)]
         for segment in later:
             consumed = [order[: before.pack_offset] for order, before in zip(orders, segments, strict=False)]
-            left = _not_yet(orders[-1], consumed)
+            left = _drop_consumed(orders[-1], consumed)
             orders.append(left[aligned_positions(left.size, segment.world_size, segment.dataloader_drop_last)])
         return orders
 
@@ -486,7 +486,7 @@ class EpochSchedule:
         return batches_of(num_packs // self.world_size, batch_size=self.batch_size, drop_last=self.dataloader_drop_last)
 
 
-def _not_yet(order: IntArray, consumed: list[IntArray]) -> IntArray:
+def _drop_consumed(order: IntArray, consumed: list[IntArray]) -> IntArray:
     """Return the packs of *order* that were not consumed, each once, by first occurrence."""
     _, first = np.unique(order, return_index=True)
     once = order[np.sort(first)]

@@ -229,7 +229,7 @@ class EpochStats:
 
         At least one pack has to be consumed.
         """
-        pack_stats, packs = self.pack_stats, self._different(stop)
+        pack_stats, packs = self.pack_stats, self._distinct_packs(stop)
         fills = self._fills(packs)
         spread = {"mean": fills.mean(), "min": fills.min(), "p5": np.percentile(fills, 5)} if fills.size else {}
         num_long = int(pack_stats.long[packs].sum())
@@ -268,10 +268,10 @@ class EpochStats:
         tokens = stats.tokens[packs if stats.packed else packs[:0]]
         return np.divide(filled_tokens(tokens, stats.packing_length), stats.packing_length)
 
-    def _different(self, stop: int) -> IntArray:
+    def _distinct_packs(self, stop: int) -> IntArray:
         """Return the distinct packs that the epoch has consumed before step *stop*."""
         packs, first = self._packs(0, stop)
         return np.concatenate([self.before, packs[first > 0]])
 
     def _coverage(self, stop: int) -> float:
-        return int(self.pack_stats.samples[self._different(stop)].sum()) / self.pack_stats.all_samples
+        return int(self.pack_stats.samples[self._distinct_packs(stop)].sum()) / self.pack_stats.all_samples

@@ -25,7 +25,7 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def fewer_rounds(packs: Packs, costs: IntArray, *, capacity: int, rounds_of: int) -> Packs:
+def pack_in_fewer_rounds(packs: Packs, costs: IntArray, *, capacity: int, rounds_of: int) -> Packs:
     """
     Return the certified packs if they save a whole round of microbatches, else *packs*.
 
@@ -93,13 +93,13 @@ def balance_items(costs: IntArray, works: IntArray, *, shards: int, per_shard: i
         for key in passed:
             heappush(heap, key)
     for shard, items in enumerate(held):
-        places = _level([sizes[item] for item in items], per_shard, capacity)
+        places = _place_evenly([sizes[item] for item in items], per_shard, capacity)
         for number, item in enumerate(items):
             labels[item] = shard * per_shard + (places[number] if places else labels[item])
     return np.array(labels)
 
 
-def _level(sizes: list[int], num: int, capacity: int) -> list[int] | None:
+def _place_evenly(sizes: list[int], num: int, capacity: int) -> list[int] | None:
     """
     Return the microbatch of each item, with about equal positions in each; None if one exceeds the
     capacity.

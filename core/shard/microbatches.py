@@ -16,7 +16,7 @@ from packplan.core.shard.assignment import (
     add_filler,
     assign_packs,
     balance_items,
-    fewer_rounds,
+    pack_in_fewer_rounds,
     rotate_to_least_loaded,
     round_up,
 )
@@ -30,7 +30,7 @@ from packplan.core.shard.inputs import (
     require_choice,
 )
 from packplan.core.shard.rounds import assign_rounds, spread
-from packplan.core.shard.sharding import Part, Sharding, join
+from packplan.core.shard.sharding import CutBatch, Sharding, join_batches
 from packplan.core.work.assignment import SyncPoint, to_units
 
 
@@ -99,7 +99,7 @@ def shard_packed(
         costs, works = costs_of[batch.start : batch.stop], units[batch.start : batch.stop]
         packs = pack(costs, capacity=capacity, algorithm=algorithm, seed=seed)
         if balance:
-            packs = fewer_rounds(packs, costs, capacity=capacity, rounds_of=shards)
+            packs = pack_in_fewer_rounds(packs, costs, capacity=capacity, rounds_of=shards)
         rounds = round_up(len(packs), shards) // shards
         items = fill_slots(costs, shards * rounds)
         costs, works = costs[items], works[items]
@@ -110,15 +110,15 @@ def shard_packed(
             labels, done = rotate_to_least_loaded(labels, works, done, rounds)
         largest_first = microbatch_order == "largest_first"
         loads = padded[items + batch.start] if largest_first else works if balance else None
-        labels = _ordered(labels, items, loads, rounds=rounds, by_round=loads is works)
-        parts.append(Part(items + batch.start, labels, rounds))
-    return join(
+        labels = _sort_labels(labels, items, loads, rounds=rounds, by_round=loads is works)
+        parts.append(CutBatch(items + batch.start, labels, rounds))
+    return join_batches(
         "packed", array, padded, parts, shards=shards, capacity=capacity, multiple=int(sequence_length_pad_multiple),
         work=works_of,
     )  # fmt: skip
 
 
-def _ordered(labels: IntArray, items: IntArray, loads: IntArray | None, *, rounds: int, by_round: bool) -> IntArray:
+def _sort_labels(labels: IntArray, items: IntArray, loads: IntArray | None, *, rounds: int, by_round: bool) -> IntArray:
     """
     Renumber the microbatches of each worker by falling loads, or else by first sequence; return the
     label of each slot. Rounds of similar loads are ordered by the first sequence of a round.
@@ -153,30 +153,30 @@ def _cut_evenly(
     None as *sync_at* assigns packs in turn.
     """
     if sync_at is None:
-        return assign_packs(_whole(packs, costs, shards * rounds), works, shards, balance=False)
+        return assign_packs(_split_to_number(packs, costs, shards * rounds), works, shards, balance=False)
     even = None
     by_round = spread(costs, works, shards=shards, rounds=rounds, capacity=capacity)
     if by_round is not None:
         even = assign_rounds(by_round, costs, works, shards=shards, capacity=capacity)
         # No cut has a busiest worker below the mean.
         mean = -(-int(works.sum()) // shards)
-        if sync_at == "microbatch" or _busiest(even, works, shards) <= _nearly(mean):
+        if sync_at == "microbatch" or _busiest_work(even, works, shards) <= _tolerated_work(mean):
             return even
     by_worker = balance_items(costs, works, shards=shards, per_shard=rounds, capacity=capacity)
     if by_worker is None:
-        by_worker = assign_packs(_whole(packs, costs, shards * rounds), works, shards, balance=True)
+        by_worker = assign_packs(_split_to_number(packs, costs, shards * rounds), works, shards, balance=True)
     if even is None:
         even = assign_rounds(by_worker, costs, works, shards=shards, capacity=capacity)
-    level_enough = _busiest(even, works, shards) <= _nearly(_busiest(by_worker, works, shards))
+    level_enough = _busiest_work(even, works, shards) <= _tolerated_work(_busiest_work(by_worker, works, shards))
     return even if sync_at == "microbatch" or level_enough else by_worker
 
 
-def _whole(packs: Packs, costs: IntArray, num: int) -> Packs:
+def _split_to_number(packs: Packs, costs: IntArray, num: int) -> Packs:
     """Return the packs with filler, split to *num* microbatches."""
     return with_bin_count(add_filler(packs, costs.size), costs, minimum=num, multiple=1)
 
 
-def _busiest(labels: IntArray, works: IntArray, shards: int) -> int:
+def _busiest_work(labels: IntArray, works: IntArray, shards: int) -> int:
     """Return the work of the busiest worker."""
     rounds = (int(labels.max()) + 1) // shards
     sums = np.zeros(shards, dtype=np.int64)
@@ -184,7 +184,7 @@ def _busiest(labels: IntArray, works: IntArray, shards: int) -> int:
     return int(sums.max())
 
 
-def _nearly(work: int) -> int:
+def _tolerated_work(work: int) -> int:
     """Return the work that counts as equal: even microbatches may add a thousandth."""
     return work + work // 1000
 
@@ -238,17 +238,17 @@ def shard_dynamic(
         # Microbatch of each row. A row is as wide as the longest sequence of any worker.
         rows = costs[ascending[shards - 1 :: shards]]
         # A row over the budget counts as a full microbatch, so that it is alone.
-        numbers = _numbers(np.minimum(rows, capacity).tolist(), capacity)
+        numbers = _number_rows(np.minimum(rows, capacity).tolist(), capacity)
         widths = rows[np.flatnonzero(np.diff(numbers, append=numbers[-1] + 1))]
         labels = np.tile(np.arange(shards) * widths.size, rows.size) + np.repeat(numbers, shards)
-        parts.append(Part(ascending + batch.start, labels, widths.size, widths))
-    return join(
+        parts.append(CutBatch(ascending + batch.start, labels, widths.size, widths))
+    return join_batches(
         "dynamic", array, padded, parts, shards=shards, capacity=capacity, multiple=int(sequence_length_round),
         work=works,
     )  # fmt: skip
 
 
-def _numbers(rows: Sequence[int], capacity: int) -> IntArray:
+def _number_rows(rows: Sequence[int], capacity: int) -> IntArray:
     """
     Return the microbatch of each row. A microbatch takes the rows that fit at the width of the
     last.

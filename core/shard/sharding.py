@@ -145,7 +145,7 @@ class Sharding:
 
 
 @attrs.frozen(eq=False)
-class Part:
+class CutBatch:
     """A global batch, cut into microbatches."""
 
     sequences: IntArray
@@ -167,11 +167,11 @@ class Part:
     """
 
 
-def join(
+def join_batches(
     mode: Mode,
     lengths: IntArray,
     padded: IntArray,
-    parts: Sequence[Part],
+    parts: Sequence[CutBatch],
     *,
     shards: int,
     capacity: int,

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.app.planning.measure import CLOSE, measure, merge_known
+from packplan.app.planning.measure import MAX_KNOWN_BETWEEN, measure, merge_known
 from packplan.app.planning.split import KnownTable
 from packplan.core.samples.tables import KnownLengths, media_identity, to_tables
 from tests.fakes import GuessingSource, ListSource
@@ -43,7 +43,7 @@ def test_only_what_a_table_lacks_is_measured_and_the_result_is_the_same(known, a
     event(f"unknown {bool(unknown)}, of all {len(unknown) == len(indices)}")
     assert found == list(ListSource(asked).measure_many(indices, in_full=False))
     assert set(unknown) <= set(source.measured)
-    assert all(min(abs(index - one) for one in unknown) <= CLOSE for index in source.measured)
+    assert all(min(abs(index - one) for one in unknown) <= MAX_KNOWN_BETWEEN for index in source.measured)
 
 
 def test_a_run_that_a_table_knows_encodes_some_samples_to_audit_it():

@@ -81,10 +81,10 @@ class StreamTrainer(CheckedTrainer):
         self.num_epochs = sys.maxsize if num_epochs is None else num_epochs
         if num_epochs is not None:
             options["args"].max_steps = sys.maxsize
-        self.start, self._begun = start
+        self.start, self._rank_start = start
         self.resume_state = resume_state
         self.options = options["train_dataset"].options
-        self._earlier, self._trained = self._begun.earlier, self._begun.trained
+        self._earlier, self._trained = self._rank_start.earlier, self._rank_start.trained
         self._lengths: list[tuple[int, ...]] = []
         self._epoch, self._first_step = self.start.epoch, self.start.step - self.start.epoch_step
         self._left_over: list[tuple[int, ...]] = []
@@ -158,7 +158,7 @@ class StreamTrainer(CheckedTrainer):
     def _run_epoch(self, *, epoch: int, **options: Any) -> None:
         self._epoch, start = epoch, self.start
         if epoch == start.epoch:
-            self.train_dataset.resume(self._begun, start.segments)
+            self.train_dataset.resume(self._rank_start, start.segments)
         else:
             self._first_step = self.state.global_step
             self.train_dataset.resume(RankState())
