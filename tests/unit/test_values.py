@@ -34,14 +34,16 @@ def test_a_remedy_names_a_key_with_its_value():
 PASSED = ProbeResult(0, 3e-7)
 
 
-def test_measurements_survive_the_table():
-    """Row by row; columns by name."""
+def test_measurements_survive_the_table_and_sums():
+    """Row by row; columns by name; a sum is truncated if a part of it is."""
     rows = [Measurement(9, 4, 2, 64), Measurement(5, 5, 0, 0, cut=True)]
     table = np.array([to_row(row) for row in rows], dtype=np.int32)
 
     assert rows == [from_row(table, index) for index in range(2)]
     assert [9, 5] == column(table, "length").tolist()
     assert len(COLUMNS) == table.shape[1]
+    together = rows[0] + rows[1]
+    assert (Measurement(14, 9, 2, 64, cut=True), rows[0]) == (together, together - rows[1])
     assert ("images", 2, 1) == attrs.astuple(rows[0].differences(attrs.evolve(rows[0], images=1))[0])
 
 
