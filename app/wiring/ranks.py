@@ -136,14 +136,11 @@ def require_same(group: RankGroup, values: Mapping[str, str]) -> None:
     """
     if group.world_size == 1:
         return
-    digests = group.gather(Fingerprint(values).digest)
-    if len(set(digests)) == 1:
+    if len(set(group.gather(Fingerprint(values).digest))) == 1:
         return
-    # One rank tells for all that have the same.
-    tells = digests.index(digests[group.rank]) == group.rank
-    told = group.gather(json.dumps(dict(values)) if tells else "")
+    by_rank = group.gather(json.dumps(dict(values)))
     group.any(False)  # noqa: FBT003  # all have read it: now a rank may end, and its store with it
-    differences = rank_differences([json.loads(told[digests.index(digest)]) for digest in digests])
+    differences = rank_differences([json.loads(one) for one in by_rank])
     fact = in_lines("ranks were given different runs", differences)
     if group.rank:  # one report is enough
         fact = f"ranks were given different runs: rank 0 lists {counted(len(differences), 'difference')}"
