@@ -28,8 +28,8 @@ RL_SECTIONS = ("policy", "grpo")
 _OWN_KEYS = {field.name for field in attrs.fields(TrainingConfig)} - {"trainer"}
 """Keys of `training.` that are not passed on to the trainer."""
 
-_REQUIRED = {"model": {"model": "unset"}, "training": {"output_dir": "unset"}}
-"""Keys without a default."""
+_REQUIRED = {"template": {}, "custom": {}, "model": {"model": "unset"}, "training": {"output_dir": "unset"}}
+"""Sections, and the keys without a default, in place of those with a fault."""
 
 _REFUSED = {f"training.{key}": str(refusal) for key, refusal in refused_settings("sft").items()}
 

@@ -104,6 +104,9 @@ def test_sources_of_a_mix_have_names(here):
     assert resolve_inputs(run(path, val_jsonl=["v.jsonl"], source_names=names))
     with pytest.raises(ConfigError, match=r"custom\.source_names\.b\.jsonl: is no entry of custom\.fusion_config"):
         resolve_inputs(run(path, source_names={"b.jsonl": "books"}))
+    both = resolve_inputs(run(written(here, [source("a"), source("b")])))
+    with pytest.raises(ConfigError, match=r"custom\.source_names: gives several files of the mix one name"):
+        require_mixes(both, [attrs.evolve(file, source="chats") for file in files_of(both)])
 
 
 @pytest.mark.parametrize(

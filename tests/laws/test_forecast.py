@@ -146,6 +146,7 @@ def test_exact_steps_leave_no_uncertainty_and_uneven_ones_do():
     time, terms = StepTime(1, 0, 2, 0, 0), [(1, number, 0, 0) for number in range(1, 25)]
     exact = Calibration(tuple(steps_of(time, terms)), MeasuredStep(1, 50, 0, 0, 25), 3.0).timing()
     uneven = Calibration(tuple(steps_of(time, terms, slowed=range(0, 24, 3)))).timing()
+    assert Calibration(tuple(steps_of(time, terms, slowed=(21, 22)))).timing().step_error > 0.3  # each is left out once
 
     assert (0, 0) == pytest.approx((exact.step_error, exact.uncertainty(2.0, [2.0] * 7)), abs=1e-6)
     assert (0.25, 3.0) == pytest.approx((exact.evaluation, exact.checkpoint))

@@ -71,7 +71,7 @@ def test_the_peak_is_the_largest_sum_of_blocks_at_one_time(trace, fused_loss):
 def test_kinds_follow_from_what_blocks_are_for_and_when_they_live():
     """What the forward pass leaves for the backward pass is an activation; the rest is not."""
     trace = StepTrace(
-        allocated=np.array([0, 1, 1, 6, 0]), freed=np.array([9, 9, 3, 9, 9]),
+        allocated=np.array([0, 5, 1, 6, 0]), freed=np.array([9, 9, 3, 9, 9]),
         sizes=np.array([1, 20, 300, 4000, 50000]), kinds=np.array([0, -1, -1, 1, 2]),
         logits=np.zeros(5, dtype=bool), forward_end=5, buckets=600000,
     )  # fmt: skip

@@ -16,12 +16,23 @@ from packplan.core.config.identity import (
     FIXED_ARGUMENTS,
     PATH_KEYS,
     PER_RANK,
+    UNCOMPARED,
     flat_values,
     rank_differences,
     run_identity,
     shared_values,
 )
-from packplan.core.config.run import CustomConfig, ModelConfig, PathText, RunConfig, TemplateConfig, TrainingConfig
+from packplan.core.config.run import (
+    LOADS,
+    TRAINS,
+    TUNES,
+    CustomConfig,
+    ModelConfig,
+    PathText,
+    RunConfig,
+    TemplateConfig,
+    TrainingConfig,
+)
 from packplan.core.errors import RankDifference
 from packplan.core.fingerprint import Fingerprint, RunIdentity
 
@@ -102,6 +113,17 @@ def test_a_key_that_decides_samples_is_refused_in_a_resumed_run(key):
 
     assert [key] == [one.key for one in then.fixed.differences(now.fixed)]
     assert then.told == now.told
+
+
+@pytest.mark.parametrize(("reason", "is_fixed"), [(LOADS, True), (TUNES, True), (TRAINS, False)])
+def test_a_resumed_run_keeps_how_weights_are_loaded_and_which_are_trained(reason, is_fixed):
+    """Other settings of a step may change, but for the listed ones, and are told."""
+    for key, field in keys.keys_of(RunConfig):
+        if keys.key_of(field).neither == reason and not UNCOMPARED.fullmatch(name := key.split(".")[1]):
+            other = run_identity(changed(RUN, tuple(key.split(".")), "b"), files={}, model={})
+            plain = run_identity(RUN, files={}, model={})
+            assert (other.fixed != plain.fixed) == (is_fixed or name in FIXED_ARGUMENTS), key
+            assert (other.told != plain.told) != (other.fixed != plain.fixed), key
 
 
 @pytest.mark.parametrize("path", keys_of(RunConfig), ids=".".join)

@@ -50,6 +50,7 @@ def test_a_number_has_its_bounds(value):
 
 NOT_TAKEN = [
     (TrainerKey(("int",)), True, "is True, but has to be a whole number of at least 0"),
+    (TrainerKey(("int",)), 10**12, "has to be a whole number of at least 0 and below 1e.12"),
     (TrainerKey(("float",)), 10**400, "but has to be a number of at least 0"),
     (TrainerKey(("float",)), None, "is None, but has to be a number"),
     (TrainerKey(("str", "list"), ("a", "b")), ["a", "c"], "has to be a list of texts or one of a, b"),

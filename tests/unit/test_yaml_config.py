@@ -180,8 +180,8 @@ def test_a_key_with_a_fault_contradicts_no_other(keys, refused):
         {"model.attn_impl": "paged|sdpa", "training.packing_buffer": 512},  # kernels' names are left to transformers
         {"template.fps": 0.5, "template.video_min_pixels": 9000, "training.num_train_epochs": 999_999},
         {**ROLLOUT, "training.train_dataloader_shuffle": False, "training.dataloader_drop_last": False},
-        {"training.num_train_epochs": 1e6, "training.max_steps": 3},
-        ENDLESS,
+        {"training.num_train_epochs": 1e6, "training.max_steps": 3, "training.optimizer": "muon"},
+        {**ENDLESS, "training.save_steps": 1},
         {"training.packing": False, "training.packing_buffer": 16, "training.packing_mode": "dynamic"},
     ],
 )
