@@ -72,57 +72,31 @@ def test_a_later_launch_on_the_same_store_takes_nothing_from_an_earlier_one(play
     assert first["arrays_of_ranks"] == second["arrays_of_ranks"]
 
 
-def test_rank_zeros_failure_is_told_in_its_own_words_within_seconds(play):
-    """The same sentence on both, with the key that helps on those that print no other."""
-    first, second = play("fails")
-
-    assert first["error"].startswith("ArgumentError: 3 packs cannot feed 8 ranks")
-    assert second["error"].startswith("RunError: rank 0 failed: 3 packs cannot feed 8 ranks; set training.")
-    assert abs(second["at"] - first["at"]) < 5
+LOST = r"RunError: another rank is gone, so rank 0 cannot go on: [A-Z][^.\n]* \[[\d.]+\]:\d+[^.\n]*"
+SHORT = "3 packs cannot feed 8 ranks; set training"
 
 
-@pytest.mark.parametrize("hosted", ["by the agent", "by rank 0"])
-def test_a_rank_zero_that_is_killed_is_noticed_within_seconds(play, agent, hosted):
-    """Whether its store goes with it or not; no deadline is waited for."""
-    first, second = play("killed", **(agent if hosted == "by the agent" else {}))
+@pytest.mark.parametrize(
+    ("scene", "by_agent", "rank", "says"),
+    [
+        ("fails", False, 1, f"RunError: rank 0 failed: {SHORT}.*"),
+        ("killed", True, 1, "RunError: rank 0 is gone: its process died.*"),
+        ("killed", False, 1, "RunError: rank 0 is gone.*"),
+        ("slow", False, 1, r"RunError: rank 1 waited \d+ s for rank 0 .*packing_wait_timeout_s.*: 3 of 4 are measured"),
+        *((scene, True, 0, LOST) for scene in ("lonely", "left", "backward")),
+        ("compares", False, 1, "RunError: another rank is gone.*"),
+        ("refuses", True, 0, f"RunError: rank 1 refuses the run: {SHORT}.*"),
+        ("tells", True, 0, f"RunError: rank 1 failed: {SHORT}.*"),
+    ],
+)
+def test_a_rank_that_ends_is_missed_within_seconds_with_its_reason(*, play, agent, scene, by_agent, rank, says):
+    """In one sentence, whether its store goes with it or an agent keeps that."""
+    ends = play(scene, **(agent if by_agent else {}))
 
-    assert first["building"]
-    assert second["error"].startswith("RunError: rank 0 is gone")
-    assert ("its process died" in second["error"]) == (hosted == "by the agent")
-    assert second["at"] - first["at"] < 5
-
-
-def test_waiting_has_one_deadline(play):
-    """Then the key that moves it is named, and what rank 0 was doing."""
-    _, second = play("slow")
-
-    assert re.search(r"rank 1 waited \d+ s for rank 0", second["error"])
-    assert "training.packing_wait_timeout_s" in second["error"]
-    assert "last heard: 3 of 4 are measured" in second["error"]
-
-
-@pytest.mark.parametrize("scene", ["lonely", "left", "backward"])
-def test_a_rank_that_is_killed_is_missed(play, agent, scene):
-    """Rank 0 says so in one sentence, without the library's own traceback."""
-    first, _ = play(scene, **agent)
-
-    said = r"RunError: another rank is gone, so rank 0 cannot go on: [A-Z][^.\n]* \[[\d.]+\]:\d+[^.\n]*"
-    assert re.fullmatch(said, first["error"])
-
-
-def test_a_rank_zero_that_is_killed_is_missed_by_who_compares(play):
-    """Its store is gone with it."""
-    _, second = play("compares")
-
-    assert second["error"].startswith("RunError: another rank is gone")
-
-
-@pytest.mark.parametrize(("scene", "says"), [("refuses", "rank 1 refuses the run"), ("tells", "rank 1 failed")])
-def test_a_rank_that_ends_tells_the_others_why(play, agent, scene, says):
-    """Before they have met, and those that wait for it afterwards, where no launcher ends them."""
-    first, _ = play(scene, **agent)
-
-    assert first["error"].startswith(f"RunError: {says}: 3 packs cannot feed 8 ranks; set training.")
+    assert re.fullmatch(says, ends[rank]["error"], re.DOTALL)
+    if scene in {"fails", "killed"}:
+        assert ends[1]["at"] - ends[0]["at"] < 5
+        assert scene == "killed" or ends[0]["error"].startswith("ArgumentError: 3 packs cannot feed 8 ranks")
 
 
 def silent_on(host: Host, folder: str) -> None:

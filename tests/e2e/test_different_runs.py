@@ -35,6 +35,16 @@ def other_model(folder: Path, to: Path) -> Path:
     return to
 
 
+def errors_of(server, cases, folder) -> dict[str, list[str]]:
+    """Run commands on two ranks, and return the errors of both by the name of the case."""
+    ported = {name: (*case, free_port()) for name, case in cases.items()}
+    both = server.ranks(2, different_runs_rank.main, ported, folder=folder)
+    assert [0, 0] == finished(both)
+    assert not any("Traceback" in one.said for one in both)
+    ends = {name: rf"<{name}>\n.*?error \(rank \d\): (.*)</{name}> 2\n" for name in cases}
+    return {name: [re.search(end, one.said, re.DOTALL)[1] for one in both] for name, end in ends.items()}
+
+
 def test_ranks_that_were_given_different_runs_all_end_and_one_says_how(server, write_run, demo, tmp_path):
     """Status 2 on all; rank 0 names each key with its values, the others their number."""
     other = other_model(demo / "models" / "qwen2", tmp_path / "other" / "qwen2")
@@ -43,24 +53,16 @@ def test_ranks_that_were_given_different_runs_all_end_and_one_says_how(server, w
     changed = write_run("qwen2", name="changed", template={"max_length": 200}, training=keys, custom=val)
     stream_keys = {"max_steps": 2, "packing_mode": "dynamic"}
     streamed = write_run("qwen2", name="stream", custom={"trainer_variant": "rollout"}, training=stream_keys)
-    plain = asked(write_run("qwen2"))
-    of_other = f"model.model={other}"
+    plain = str(asked(write_run("qwen2")))
     cases = {
-        "keys": ("sft", [[str(plain)], [str(changed)]]),
-        "stream": ("sft", [[str(plain)], [str(streamed)]]),
-        "weights": ("sft", [[str(plain)], [str(plain), of_other]]),
-        "build": ("plan", [["build", str(plain), "--world-size", "2"], ["build", str(plain)]]),
+        "keys": ("sft", [[plain], [str(changed)]]),
+        "stream": ("sft", [[plain], [str(streamed)]]),
+        "weights": ("sft", [[plain], [plain, f"model.model={other}"]]),
+        "build": ("plan", [["build", plain, "--world-size", "2"], ["build", plain]]),
     }
-    ported = {name: (*case, free_port()) for name, case in cases.items()}
-    both = server.ranks(2, different_runs_rank.main, ported, folder=tmp_path / "logs")
-    assert [0, 0] == finished(both)
 
     said = {}
-    for name in cases:
-        logs = [re.search(rf"<{name}>\n(.*)</{name}> 2\n", rank.said, re.DOTALL).group(1) for rank in both]
-        first, second = (
-            re.search(rf"error \(rank {rank}\): (.*)", log, re.DOTALL).group(1) for rank, log in enumerate(logs)
-        )
+    for name, (first, second) in errors_of(server, cases, tmp_path / "logs").items():
         head, *said[name], remedy = first.strip().split("\n  ")
         assert "ranks were given different runs:" == head
         counted = f"{len(said[name])} difference{'s' if len(said[name]) > 1 else ''}"
@@ -83,23 +85,17 @@ def test_no_rank_refuses_a_run_before_all_have_met(server, write_run, write_rl, 
     plain, reinforced = str(asked(write_run("qwen2"))), str(write_rl())
     wrong, measured = "custom.train_jsonl=absent.jsonl", ["--config", plain, "-o"]
     cases = {
-        "sft": ("sft", [[plain, wrong], [plain]], "absent.jsonl"),
-        "build": ("plan", [["build", plain], ["build", plain, wrong]], "absent.jsonl"),
-        "time": ("plan", [["time", plain, wrong], ["time", plain]], "absent.jsonl"),
-        "measure": ("measure", [[*measured, "absent/a.parquet"], [*measured, str(tmp_path / "a.parquet")]], "absent/"),
-        "rl": ("rl", [[reinforced], [reinforced, wrong]], "absent.jsonl"),
+        "sft": ("sft", [[plain, wrong], [plain]]),
+        "build": ("plan", [["build", plain], ["build", plain, wrong]]),
+        "time": ("plan", [["time", plain, wrong], ["time", plain]]),
+        "measure": ("measure", [[*measured, "absent/a.parquet"], [*measured, str(tmp_path / "a.parquet")]]),
+        "rl": ("rl", [[reinforced], [reinforced, wrong]]),
     }
-    ported = {name: (*case, free_port()) for name, (*case, _) in cases.items()}
-    both = server.ranks(2, different_runs_rank.main, ported, folder=tmp_path / "logs")
-    assert [0, 0] == finished(both)
 
-    for name, (_, words, why) in cases.items():
-        logs = [re.search(rf"<{name}>\n(.*)</{name}> 2\n", rank.said, re.DOTALL).group(1) for rank in both]
-        refuses = 1 if wrong in words[1] else 0
-        said = [re.search(rf"error \(rank {rank}\): (.*)", log, re.DOTALL).group(1) for rank, log in enumerate(logs)]
+    for name, said in errors_of(server, cases, tmp_path / "logs").items():
+        refuses = 1 if wrong in cases[name][1][1] else 0
         assert said[1 - refuses].startswith(f"rank {refuses} refuses the run: ")
-        assert all(why in one for one in said)
-        assert "Traceback" not in "".join(logs)
+        assert all("absent" in one for one in said)
 
 
 def test_a_lost_rank_is_one_sentence_wherever_torch_notices_it(write_run):

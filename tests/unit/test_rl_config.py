@@ -9,12 +9,8 @@ from packplan.core.config.rl import RlConfig
 from packplan.core.errors import ConfigError
 
 PACKING, DYNAMIC = {"sequence_packing": {"enabled": True}}, {"dynamic_batching": {"enabled": True}}
-
-LEAST = {
-    "model": {"model": "m"},
-    "custom": {"train_jsonl": "a.jsonl"},
-    "grpo": {"output_dir": "o", "reward_funcs": "m:f"},
-}
+GRPO = {"output_dir": "o", "reward_funcs": "m:f"}
+LEAST = {"model": {"model": "m"}, "custom": {"train_jsonl": "a.jsonl"}, "grpo": GRPO}
 
 
 @pytest.fixture
@@ -36,7 +32,7 @@ def test_each_mode_is_accepted(parsed, policy):
     config = parsed({"policy": policy, "grpo": grpo}, "policy.dynamic_batching.train_mb_tokens=9")
 
     assert 9 == config.policy.dynamic_batching.train_mb_tokens
-    assert {**grpo, "learning_rate": 1e-5, **LEAST["grpo"]} == config.grpo
+    assert {**grpo, "learning_rate": 1e-5, **GRPO} == config.grpo
     assert "o" == config.training.output_dir
 
 
