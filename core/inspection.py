@@ -430,9 +430,6 @@ def find_sample(plan: RawPlan, sample: int) -> SamplePlace:
     """
     Return the place of a sample in a plan.
 
-    Raises:
-        IndexError: It is no sample of the plan.
-
     >>> from packplan.core.plan import build_raw_plan
     >>> find_sample(build_raw_plan([60, 20, 90], packing_length=80), 1).pack_members
     (0, 1)
@@ -445,8 +442,7 @@ def find_sample(plan: RawPlan, sample: int) -> SamplePlace:
             return SamplePlace("long" if alone else kind, pack, tuple(packs[pack]))  # type: ignore[arg-type]
     if sample in plan.skipped_long:
         return SamplePlace("skipped", None, ())
-    message = f"record {sample} is no sample of the plan, which has {plan.num_samples:,}"
-    raise IndexError(message)
+    return SamplePlace("absent", None, ())
 
 
 def scheduled_steps(schedule: EpochSchedule, pack: int, *, epoch: int = 0) -> tuple[ScheduledStep, ...]:

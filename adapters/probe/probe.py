@@ -84,7 +84,7 @@ def _one_thread() -> Iterator[None]:
 
 @attrs.frozen(eq=False)
 class _Copies:
-    """Small copies of a model on one device and in one precision, and its samples alone."""
+    """Small copies of a model on one device and in one precision, and what each sample is alone."""
 
     build: Callable[[str], Any]
     """Builds a copy with an attention of transformers."""
@@ -93,12 +93,8 @@ class _Copies:
     """The attention of transformers that computes what the model means."""
 
     limit: float
-    """Largest relative difference of packed samples from themselves alone."""
-
     row: ProbeRow
-
     alone: Outcome
-    """Outcome of the row's samples, each alone."""
 
     @classmethod
     def from_builder(cls, build: Callable[..., Any], device: str, precision: Precision) -> _Copies:
@@ -200,6 +196,10 @@ class SmallProbe:
                 log.debug("the module that mixes samples was not found", exc_info=True)
                 return None
 
+    def _trials(self, attn_impl: str) -> Iterator[Trial]:
+        flash = not self.on_cpu and find_spec("flash_attn") is not None
+        return trials(attn_impl, native=self._copies_for().native, flash=flash)
+
     @cached_property
     def _builder(self) -> Callable[..., Any]:
         """Builds copies; ModelError if there are none that show everything."""
@@ -219,11 +219,10 @@ class SmallProbe:
         return self._copies[where]
 
     def _verdict(self, attn_impl: str) -> PackingVerdict:
-        refused, native = [], self._copies_for().native
-        flash = not self.on_cpu and find_spec("flash_attn") is not None
-        for trial in trials(attn_impl, native=native, flash=flash):
+        refused = []
+        for trial in self._trials(attn_impl):
             if trial not in self._verdicts:
-                before = _refused(self.config, trial.attention, native, "")
+                before = _refused(self.config, trial.attention, self._copies_for().native, "")
                 self._verdicts[trial] = _try(self._copies_for(trial), trial, before)
             if self._verdicts[trial].passes:
                 return self._verdicts[trial]

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     add_config_arguments(parser)
     parser.add_argument(
-        "--world-size", type=world_size, metavar="N", help="ranks to align for (default: those that build)"
+        "--world-size", type=world_size, metavar="N", help="ranks, row-sharing ones as one (default: those that run)"
     )
 
 

@@ -14,7 +14,7 @@ from packplan.app.plan.stored import StoredSplit
 from packplan.app.wiring.stores import open_split_records
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import DataSetError, counted
-from packplan.core.inspection import SamplePlace, find_sample, scheduled_steps
+from packplan.core.inspection import find_sample, scheduled_steps
 from packplan.core.samples.tables import from_tables
 
 
@@ -34,16 +34,10 @@ def explain_sample(config: RunConfig, opened: StoredSplit, sample: int) -> dict[
         if bad.index == sample:
             message = f"record {sample} is no sample: {bad.where}: {bad.reason}"
             raise DataSetError(message)
-    try:
-        place = find_sample(opened.split.raw, sample)
-    except IndexError as error:
-        lengths = opened.lengths.tokens
-        if opened.epochs is None:
-            raise DataSetError(str(error)) from None
-        if sample >= lengths.size:
-            message = f"the data have no record {sample}: {counted(lengths.size, 'record')} were measured, from 0"
-            raise DataSetError(message) from None
-        place = SamplePlace("absent", None, ())
+    if sample >= (num_records := opened.lengths.origin.num_measured):
+        message = f"the data have no record {sample}: {counted(num_records, 'record')} were measured, from 0"
+        raise DataSetError(message)
+    place = find_sample(opened.split.raw, sample)
     records = _measured_records(config, opened)
     document = {"split": opened.split.name, **_describe_sample(opened, records, sample), "place": place.kind}
     if place.kind == "dropped":

@@ -157,17 +157,14 @@ def forecast(config: RunConfig, *, memory: int | None, ranks: int) -> Fit:
     with open_step_tracer(
         config, train.encoder, attention=attention, sharding=sharding, world_size=ranks, accumulates=accumulates
     ) as tracer:
-        measured = [
-            PackMemory(f"pack {pack}", _count_tokens(samples), tracer.step(samples).peak(fused_loss=fused))
-            for pack, samples in encoded.items()
-        ]
-        heaviest = max(measured, key=lambda one: one.peak.total)
-        alike = encoded[int(heaviest.name.split()[1])]
+        peaks = {pack: tracer.step(samples).peak(fused_loss=fused) for pack, samples in encoded.items()}
+        pack = max(peaks, key=lambda one: peaks[one].total)
+        heaviest = PackMemory(f"pack {pack}", sum(one["length"] for one in encoded[pack]), peaks[pack])
         full = {heaviest.tokens: heaviest.peak}
 
         def peak_of_full(tokens: int) -> int:
             if tokens not in full:
-                full[tokens] = tracer.step(tracer.pack_of_length(alike, tokens)).peak(fused_loss=fused)
+                full[tokens] = tracer.step(tracer.pack_of_length(encoded[pack], tokens)).peak(fused_loss=fused)
             return full[tokens].total
 
         longest = (
@@ -192,10 +189,6 @@ def _notes(config: RunConfig) -> list[str]:
     if config.model.quant_method is not None:
         notes.append("weights are traced unquantised: model.quant_method is not counted")
     return notes
-
-
-def _count_tokens(samples: list[Any]) -> int:
-    return sum(one["length"] for one in samples)
 
 
 def _packs_to_trace(train: Split) -> dict[int, list[Any]]:

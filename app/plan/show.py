@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument("--split", choices=["train", "eval"], help="only this one (default: all that the run has)")
     parser.add_argument(
-        "--world-size", type=world_size, metavar="N", help="ranks (default: the most that were built for)"
+        "--world-size", type=world_size, metavar="N", help="ranks, row-sharing ones as one (default: most built for)"
     )
     parser.add_argument(
         "--epoch", type=whole_number, metavar="N", help="where epochs have plans of their own: this one (default: 0)"

@@ -9,7 +9,7 @@ from packplan.app.planning.epochs import EpochPlanner, plan_samples, samples_of
 from packplan.app.planning.log_lines import describe
 from packplan.app.planning.measure import bad_records_line
 from packplan.app.planning.schedule import ragged_window, require_static, split_schedule
-from packplan.app.planning.split import Split, alignment
+from packplan.app.planning.split import Split, Stores, alignment
 from packplan.app.planning.stored_lengths import open_lengths, refusals, stale_inputs
 from packplan.app.wiring.policies import epoch_recipe, split_policy, trained_work
 from packplan.app.wiring.stores import open_stores
@@ -65,25 +65,25 @@ def splits_of(config: RunConfig, split: str | None) -> list[str]:
     return having if split is None else [split]
 
 
-def measured_recipe(config: RunConfig, split: str, lengths: StoredLengths, *, where: str) -> EpochRecipe | None:
+def open_measured(config: RunConfig, split: str) -> tuple[StoredLengths, EpochRecipe | None, Stores]:
     """
-    Return the recipe of a split's epochs, whose sources are those that were measured.
+    Return the stored lengths of a split, the recipe of its epochs, and its stores.
 
     Args:
         config: The run.
         split: `train` or `eval`.
-        lengths: Stored lengths of the split.
-        where: Place of what was built, for errors.
 
     Raises:
         ConfigError: All faults of the mix.
-        NotBuiltError: Other sources were measured.
+        NotBuiltError: No lengths are stored, or not all, or those of other sources.
     """
-    recipe = epoch_recipe(config, split)
+    kept = open_stores(config, split)
+    lengths, recipe = open_lengths(kept.lengths), epoch_recipe(config, split)
     measured = len(list(records_by_source(lengths.origin.files)))
     if recipe is not None and recipe.mixes is not None and measured != (now := len(recipe.mixes.files)):
-        raise NotBuiltError(where, f"holds lengths of {counted(measured, 'source')}, but the mix now has {now:,}")
-    return recipe
+        reason = f"holds lengths of {counted(measured, 'source')}, but the mix now has {now:,}"
+        raise NotBuiltError(str(kept.plans.folder), reason)
+    return lengths, recipe, kept
 
 
 def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: int | None = None) -> StoredSplit:
@@ -99,10 +99,9 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
     Raises:
         PackplanError: It is not stored, or damaged, or not for so many ranks or epochs.
     """
-    kept, policy = open_stores(config, name), split_policy(config, name)
-    lengths, plan = open_lengths(kept.lengths), kept.plans.inspect()
-    where, origin = str(kept.plans.folder), lengths.origin
-    recipe = measured_recipe(config, name, lengths, where=where)
+    lengths, recipe, kept = open_measured(config, name)
+    plans, origin, policy = kept.plans, lengths.origin, split_policy(config, name)
+    plan, where = plans.inspect(), str(plans.folder)
     samples = samples_of(policy, lengths.rows.table, origin.files)
     if plan is None or plan.key.inputs["lengths"] != lengths.digest:
         # Where the lengths give no plan, building raises this too, and would not help.
@@ -122,9 +121,10 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
     )  # fmt: skip
     split.aligned = split.align(world_size or max(plan.world_sizes, default=1))
     schedule = split_schedule(config, name, split.aligned, split.pack_works)
-    opened = StoredSplit(lengths, plan, split, schedule, estimated, epoch or 0)
+    epochs = None
     if recipe is not None:
-        opened = _with_epochs(opened, where=where)
+        plan, epochs = _trained_epochs(plan, schedule, epoch or 0, where=where)
+    opened = StoredSplit(lengths, plan, split, schedule, estimated, epoch or 0, epochs)
     return attrs.evolve(opened, warnings=tuple(f"{name}: {line}" for line in _warnings(config, opened)))
 
 
@@ -150,19 +150,19 @@ def _plan_of_epoch(planner: EpochPlanner, stored: StoredPlan, epoch: int, digest
     return plan.raw
 
 
-def _with_epochs(opened: StoredSplit, *, where: str) -> StoredSplit:
+def _trained_epochs(
+    plan: StoredPlan, schedule: EpochSchedule, epoch: int, *, where: str
+) -> tuple[StoredPlan, EpochSchedule]:
     """
-    Return a split with the schedule over its epochs, and the records of those that are trained or
-    shown; NotBuiltError if the run has more epochs than were built.
+    Return a plan with the records of the epochs that are trained, up to *epoch* at least, and the
+    schedule over them; NotBuiltError if the run has more epochs than were built.
     """
-    records = opened.plan.epochs
-    packs, last = tuple(one.num_packs for one in records), records[-1].epoch
-    whole = attrs.evolve(opened.schedule, num_packs=packs, works=None)
+    packs, last = tuple(one.num_packs for one in plan.epochs), plan.epochs[-1].epoch
+    whole = attrs.evolve(schedule, num_packs=packs, works=None)
     if whole.last_step(last) < whole.max_steps if whole.max_steps > 0 else last + 1 < whole.num_train_epochs:
         raise NotBuiltError(where, f"holds plans up to epoch {last:,}, and the run has more epochs")
-    count = max(opened.epoch + 1, whole.num_epochs)
-    plan, epochs = attrs.evolve(opened.plan, epochs=records[:count]), attrs.evolve(whole, num_packs=packs[:count])
-    return attrs.evolve(opened, plan=plan, epochs=epochs)
+    count = max(epoch + 1, whole.num_epochs)
+    return attrs.evolve(plan, epochs=plan.epochs[:count]), attrs.evolve(whole, num_packs=packs[:count])
 
 
 def _warnings(config: RunConfig, opened: StoredSplit) -> Iterator[str]:

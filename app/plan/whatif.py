@@ -13,14 +13,13 @@ from rich.table import Table
 
 from packplan.adapters.progress import progress
 from packplan.app.cli.command import add_config_arguments, plain_console, positive_numbers, world_sizes
-from packplan.app.plan.stored import measured_recipe
+from packplan.app.plan.stored import open_measured
 from packplan.app.planning.epochs import plan_samples, record_works, samples_of
 from packplan.app.planning.schedule import require_static, split_schedule
 from packplan.app.planning.split import alignment
-from packplan.app.planning.stored_lengths import open_lengths, stale_inputs
+from packplan.app.planning.stored_lengths import stale_inputs
 from packplan.app.wiring.commands import command_ranks, read_run_or_command
 from packplan.app.wiring.policies import split_policy, trained_work
-from packplan.app.wiring.stores import open_stores
 from packplan.core.align import align_plan
 from packplan.core.config.faults import with_remedy
 from packplan.core.config.run import RunConfig
@@ -69,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-length", type=positive_numbers, metavar="N,N", help="template.max_length (default: the run's)"
     )
     parser.add_argument(
-        "--world-size", type=world_sizes, metavar="N,N", help="ranks (default: 1, or those of a command)"
+        "--world-size", type=world_sizes, metavar="N,N", help="ranks, row-sharing ones as one (default: 1, a command's)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
 
@@ -80,9 +79,7 @@ def run(options: argparse.Namespace) -> None:
     require_static(config)
     if not config.training.packing:
         raise ConfigError.at("training.packing", "is false: nothing is packed, so there is nothing to vary")
-    kept = open_stores(config, "train")
-    lengths = open_lengths(kept.lengths)
-    recipe = measured_recipe(config, "train", lengths, where=str(kept.plans.folder))
+    lengths, recipe, _ = open_measured(config, "train")
     if recipe is not None:
         print("train: figures and steps are as if all epochs had the plan of the first", file=sys.stderr)
     for line in stale_inputs(config, lengths):

@@ -207,7 +207,7 @@ def test_samples_in_no_pack_are_explained(store, said):
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
-    [("show RUN --sample 60", "record 60 is no sample of the plan"), ("show RUN --pack 99", "no pack 99"),
+    [("show RUN --sample 60", "the data have no record 60"), ("show RUN --pack 99", "no pack 99"),
      ("show RUN --split eval", "custom.val_jsonl"), ("show RUN --world-size 3", "not divisible by 3 ranks"),
      ("show RUN --world-size 50 training.dataloader_drop_last=true training.effective_batch_size=50",
       "cannot feed 50 ranks while the remainder is dropped"),
