@@ -251,7 +251,7 @@ class RunError(_FactError, UserError):
 
 
 class VerificationError(PackplanError):
-    """Something is not what it has to be."""
+    """Something stored or shared has failed its verification."""
 
 
 @attrs.define(eq=False)

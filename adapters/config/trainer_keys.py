@@ -196,8 +196,8 @@ def read_key_table(path: Path = SFT_KEYS_FILE) -> dict[str, TrainerKey] | None:
 
 def read_settings(named: Any) -> Mapping[str, Any]:
     """
-    Return the settings that a key of `SETTINGS_FILES` is, or that the file which it names holds;
-    none where that cannot be read, which the trainer refuses.
+    Return the settings of a key of `SETTINGS_FILES`: its section, or the content of the file that
+    it names. A file that cannot be read has none, and the trainer refuses it.
     """
     if isinstance(named, (str, Path)):
         with contextlib.suppress(OSError, ValueError):

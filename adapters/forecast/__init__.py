@@ -1,1 +1,1 @@
-"""Forecasts of a run: the memory of a step, traced; seconds of steps, measured and kept."""
+"""Measurements for forecasts of a run: the memory of a traced step, and the seconds of steps."""

@@ -1,6 +1,6 @@
 """
 Memory of one training step on one rank, traced: the trainer's own batch, loss, precision,
-checkpointing and optimizer on a model without numbers.
+checkpointing and optimizer on a model whose tensors have no content.
 
 Ranks under FSDP 2 are traced in a group that exchanges nothing, as accelerate wraps the model.
 """
@@ -34,7 +34,7 @@ _MOST_TOKENS = 131_072
 
 
 class OutlineTrainer(CheckedTrainer):
-    """Trainer of a model without numbers, which no device can take."""
+    """Trainer of a model whose tensors have no content, so that no device can take it."""
 
     def _move_model_to_device(self, *_: Any) -> None:
         """Leave the model where it is."""
@@ -159,7 +159,7 @@ class StepTracer:
         return batch | pixels
 
     def _passes(self, batch: Mapping[str, Any]) -> int:
-        """Run both passes on a batch without numbers, and return the time between them."""
+        """Run both passes on a batch without content, and return the time between them."""
         trainer, tracer = self.trainer, self._tracer
         given = {
             key: tracer.without_content(one) if isinstance(one, torch.Tensor) else one for key, one in batch.items()

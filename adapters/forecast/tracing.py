@@ -101,7 +101,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
 
     def trace(self, kinds: Mapping[int, Kind], *, start: int, forward_end: int) -> StepTrace:
         """
-        Return the blocks that were there from a time on.
+        Return the blocks that were in memory after a point in time.
 
         Args:
             kinds: Number of a block -> its kind, where it follows from what the block is for.

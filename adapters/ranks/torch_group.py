@@ -157,7 +157,7 @@ class TorchGroup:
             self._heartbeat.stop()
             self._heartbeat = None
 
-    def fail(self, error: Exception) -> None:
+    def report_failure(self, error: Exception) -> None:
         """Tell the ranks that wait for this one why it ends, as far as they can still be told."""
         with suppress(dist.DistError):
             self._store.set(DIED, f"rank {self.rank} failed: {_reason_of(error)}")

@@ -1,1 +1,4 @@
-"""Builds what a run needs from its configuration: `stores` without torch, `training` with it."""
+"""
+Builds what a run needs from its configuration. `commands`, `runs`, `policies`, `stores` and
+`length_tables` load no torch; the others do.
+"""

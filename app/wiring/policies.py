@@ -75,7 +75,7 @@ def epoch_recipe(config: RunConfig, split: str, files: Iterable[DataFile] | None
 
 def require_mixes(config: RunConfig, files: Iterable[DataFile]) -> Mixes:
     """
-    Return the mixes of a run, which its data allow.
+    Return the mixes of a run, checked against its open data files.
 
     Args:
         config: The run.

@@ -87,7 +87,7 @@ def open_rank_group(settings: Mapping[str, Any], *, use_cpu: bool = False) -> It
                 group.leave()
     except Exception as error:
         if isinstance(group, TorchGroup) and not isinstance(error, RunError):
-            group.fail(error)
+            group.report_failure(error)
         raise
 
 

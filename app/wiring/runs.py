@@ -113,8 +113,8 @@ def _find_model(model: ModelConfig) -> ModelConfig:
 @contextlib.contextmanager
 def share_refusals() -> Iterator[None]:
     """
-    Check torchrun's environment, and let what one rank refuses inside end all: it tells the others
-    when they meet, instead of leaving them to wait for it.
+    Check torchrun's environment, and end all ranks where one raises inside: the others get its
+    error when they meet, instead of waiting for it.
 
     Raises:
         ConfigError: The environment is incomplete, or contradicts itself.
@@ -133,8 +133,8 @@ def share_refusals() -> Iterator[None]:
 
 def require_inputs(config: RunConfig, *, loads: bool = False) -> None:
     """
-    Refuse a model or data that are not there, before libraries are imported that take seconds;
-    ms-swift has looked for those of a command.
+    Refuse a model or data that do not exist, before libraries are imported that take seconds.
+    ms-swift has found those of a command.
 
     Args:
         config: The run.

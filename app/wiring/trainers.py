@@ -117,7 +117,7 @@ def identity_of(config: RunConfig) -> RunIdentity:
 
 def resume_facts(config: RunConfig, train: Split) -> dict[str, Any]:
     """
-    Return the fields of a resume state by which a resumed run is compared, beside its schedule.
+    Return the fields of a resume state that say which plan, data and settings a run trains.
 
     Args:
         config: The run.

@@ -1,7 +1,7 @@
 """
 Verdict on a run's model, whether its samples may share packs, and the attention that follows.
 
-The model is asked as a small copy, and once more when it is loaded. A verdict is stored beside the
+The model is probed as a small copy, and once more when it is loaded. A verdict is stored beside the
 plans under all that it depends on.
 """
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 def decide_attention(config: RunConfig, *, isolated: bool) -> AttentionChoice:
     """
-    Decide the attention of a run, once, before anything is measured. The model is asked, unless
+    Decide the attention of a run, once, before anything is measured. The model is probed, unless
     its verdict is stored.
 
     Args:
@@ -59,8 +59,10 @@ def decide_attention(config: RunConfig, *, isolated: bool) -> AttentionChoice:
 def require_packing_model(config: RunConfig) -> PackingVerdict | None:
     """
     Refuse a model that may not pack, or an attention that is not installed, before hours of
-    measuring, and return the verdict on the model; None where nothing is packed, the attention runs
-    on a GPU alone and there is none, or ms-swift trains: the plugin asks then.
+    measuring, and return the verdict on the model.
+
+    It is None where no model is probed: nothing is packed, the attention needs a GPU that is not
+    here, or ms-swift trains, whose plugin probes the model.
     """
     if config.command is not None or not config.training.packing:
         return None
@@ -95,7 +97,7 @@ def _probe_once(digest: str, model: ModelConfig, attn_impl: str, *, on_cpu: bool
 
 def probe_loaded_model(config: RunConfig, model: Any, verdict: PackingVerdict, *, whole: bool, keep: bool) -> None:
     """
-    Ask the model that is about to train too, unless it was asked in this place before.
+    Probe the loaded model, unless it was probed on this device before; store the verdict.
 
     Args:
         config: The run.
@@ -141,8 +143,8 @@ def _refuse_leak(config: RunConfig, attention: AttentionChoice) -> None:
 
 def needs_verdict(config: RunConfig) -> bool:
     """
-    Return whether the model has to be asked: samples share packs, or the attention follows from it.
-    ms-swift's own is asked by the plugin.
+    Return whether the model has to be probed: samples share packs, or the attention follows from
+    it. The plugin probes that of a command.
     """
     return config.command is None and (config.training.packing or config.model.attn_impl in (AUTO, VARLEN))
 

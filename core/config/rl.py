@@ -67,7 +67,8 @@ class PolicyConfig:
 @attrs.frozen(kw_only=True)
 class RlConfig(RunConfig):
     """
-    Configuration of `packplan rl`. Its YAML has no `training:`, which holds the output folder.
+    Configuration of `packplan rl`. Its YAML has no section `training:`; that field holds the output
+    folder alone.
     """
 
     policy: PolicyConfig = attrs.field(factory=PolicyConfig)

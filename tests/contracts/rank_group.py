@@ -123,7 +123,7 @@ def _tell(group: TorchGroup) -> None:
     from packplan.core.errors import ArgumentError
 
     if group.rank == 1:
-        group.fail(ArgumentError("too_short", "3 packs cannot feed 8 ranks"))
+        group.report_failure(ArgumentError("too_short", "3 packs cannot feed 8 ranks"))
         os._exit(0)
     group.gather("mine")
 
