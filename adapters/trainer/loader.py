@@ -48,7 +48,7 @@ class PackedDataset(Dataset[PackOfRows | PackplanError]):
         self.packs = self.packs_of(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a loader's worker process needs, which serves one epoch."""
+        """Return the attributes for a loader's worker process, which serves one epoch."""
         return {**vars(self), "packs_of": None}
 
     def __len__(self) -> int:
@@ -192,7 +192,7 @@ def zero_weights(batch: Batch) -> Batch:
 
 
 def without_pack_rates(logs: dict[str, float]) -> dict[str, float]:
-    """Return what is logged without samples per second, for which trainers count packs."""
+    """Return the entries of a log without samples per second, which would count packs."""
     return {name: value for name, value in logs.items() if not name.endswith("_samples_per_second")}
 
 

@@ -105,14 +105,14 @@ class EpochPlanner:
         return plan
 
     def record(self, plan: EpochPlan) -> EpochRecord:
-        """Return what is kept of a plan."""
+        """Return the record of a plan: its counts, and the checksums of samples and packs."""
         return record_epoch(plan, self.samples)
 
 
 @attrs.frozen(eq=False)
 class PlannedEpochs:
     """
-    All epochs of a run: what is kept of each, and the packs of the one that is trained.
+    All epochs of a run: the record of each, and the packs of the one that is trained.
 
     While an epoch is trained, a thread plans the next one. It shares nothing with training, and
     takes part in nothing that ranks do together.

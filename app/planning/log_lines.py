@@ -58,8 +58,8 @@ def steps_line(planned: Split, schedule: EpochSchedule) -> str:
 
 def log_schedule(config: RunConfig, train: Split, schedule: EpochSchedule) -> None:
     """
-    Log what each epoch has drawn, where epochs have plans of their own; the optimizer steps of a
-    run, and which of them differ from what was asked for.
+    Log the epochs that have plans of their own, the optimizer steps of a run, and each setting of
+    its batches that packing changes.
 
     Args:
         config: The run.
@@ -88,7 +88,7 @@ def log_schedule(config: RunConfig, train: Split, schedule: EpochSchedule) -> No
 
 
 def _log_epochs(split: Split, schedule: EpochSchedule) -> None:
-    """Log what each epoch has drawn, its packs and steps, where epochs have plans of their own."""
+    """Log samples, packs and steps of each epoch, where epochs have plans of their own."""
     records, files = (() if split.epochs is None else split.epochs.records), split.encoder.data_files()
     for place, one in enumerate(records):
         if SHOWN // 2 <= place < len(records) - SHOWN // 2:

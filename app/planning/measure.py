@@ -83,7 +83,7 @@ class BadRecords:
 
     def __init__(self, source: LengthSource, *, max_share: Decimal | None) -> None:
         """
-        Know of none yet.
+        Begin without bad records.
 
         Args:
             source: All records.
@@ -273,14 +273,13 @@ def _load_stored(split: Split, bad: BadRecords) -> Stored:
 
 
 def _check_and_complete(split: Split, done: Stored, bad: BadRecords) -> None:
-    """Check that the measured samples are steady, and mark the store as complete."""
+    """Check that the samples encode the same each time, and mark the store as complete."""
     source, store = split.source, split.stores.lengths
     if bad.records and len(bad.records) == len(done.table):
         message = f"none of the {split.name} records can become a sample: fix them"
         raise DataSetError(message)
     repeatability = _check_repeatability(source, done)
-    # Complete only now that the samples have proved steady: otherwise the next run would trust
-    # them.
+    # Only now, since the next run trusts the lengths of a complete store.
     data_digest = source.data_digest(len(done.table), without=bad.indices)
     store.append(Stored(*to_tables([]), done.in_full, repeatability), data_digest, bad=bad.records)
 

@@ -66,7 +66,7 @@ class Ranks:
 
     def build(self, lock: Lock, make: Callable[[ReportProgress], Arrays]) -> Arrays:
         """
-        Return what rank 0 makes, on every rank; meanwhile no other job writes the same stores.
+        Return the arrays that rank 0 makes, on every rank. No other job writes the stores then.
 
         Args:
             lock: Lock of the stores.

@@ -39,7 +39,7 @@ def refusals(
     plan: RawPlan | None, lengths: IntArray, policy: PlanPolicy, *, supervised: Lengths | None = None
 ) -> Iterator[str]:
     """
-    Yield why training refuses stored lengths, or the plan of them.
+    Yield each reason for which training refuses stored lengths, or the plan of them.
 
     Args:
         plan: The stored plan; None leaves it out.

@@ -1,5 +1,7 @@
 """
-The way of a sample from a run's YAML to training steps, read from top to bottom.
+The way of a sample from a run's YAML to training steps, read from top to bottom:
+
+    config -> records and encoder -> lengths -> raw plan -> aligned plan -> schedule -> trainer
 
 Every rank runs this. Rank 0 alone measures and plans; the others wait for it and read the result.
 """
@@ -73,10 +75,10 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> t
     checkpoint = open_checkpoint(config, group, ResumeState)
     arguments = open_arguments(config, world_size=world_size)
 
-    splits = open_splits(config)
+    splits = open_splits(config)  # records, and their encoder
     ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
     for split in splits.values():
-        measure_and_plan(split, ranks, world_size=world_size)
+        measure_and_plan(split, ranks, world_size=world_size)  # lengths, raw plan, aligned plan
     schedule, checkpoint = _schedule_packs(config, splits["train"], checkpoint, ranks)
     group.stop_heartbeat()
     if group.rank == 0:
@@ -115,7 +117,7 @@ def _schedule_packs(
 
 
 def _log_plans(config: RunConfig, splits: dict[str, Split], schedule: EpochSchedule) -> None:
-    """Log what will be trained."""
+    """Log the plans and the schedule that are trained, the resume, and how works are known."""
     for split in splits.values():
         log_plan(split)
     log_schedule(config, splits["train"], schedule)
@@ -165,7 +167,7 @@ def _log_resume(schedule: EpochSchedule, unit: str) -> None:
 
 
 def _log_end(config: RunConfig, trainer: PlanTrainer) -> None:
-    """Log how training ended; RuntimeError if it did not train what was planned."""
+    """Log the end of training; RuntimeError if it took another number of steps than planned."""
     num_steps, schedule = trainer.state.global_step, trainer.schedule
     total = max(schedule.total_steps, schedule.start.step)
     if trainer.was_terminated and num_steps < total:
@@ -213,7 +215,7 @@ def log_termination(trainer: CheckedTrainer, end: str) -> None:
 def log_outcome(config: RunConfig, trainer: CheckedTrainer) -> None:
     """
     Log the steps of a run that was not ended early, the checkpoint that has them, and the command
-    that asks it. Every rank may call this; rank 0 is heard.
+    that loads it. The log shows such lines of rank 0 alone.
     """
     steps = trainer.state.global_step
     done = f"{counted(steps, 'optimizer step')} {agree(steps)} done"
