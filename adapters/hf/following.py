@@ -1,9 +1,9 @@
 """
-Methods of trainers that obey a schedule, as a base before the trainer's own class.
+Trainers that follow the schedule of a plan: classes whose methods go before the trainer's own.
 
-`FollowsSchedule` is for every trainer of transformers, those of TRL, of ms-swift and of `packplan
-sft` among them: steps, epochs, checked batches, resumed runs. `ServesPacks` adds the loaders and
-the evaluation for those that have none of ours.
+`FollowsSchedule` fits every trainer of transformers, TRL, ms-swift and `packplan sft`: steps,
+epochs, checked batches, resumed runs. `EvaluatesPacks` gives the mean loss over tokens.
+`ServesPacks` adds loaders of packs, for trainers of other projects.
 """
 
 import logging
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class RankLoader(DataLoader[Any]):
-    """Loader of a rank's batches, on its device, by the processes that arguments name."""
+    """Loader of a rank's batches onto its device, with the settings of training arguments."""
 
     def __init__(self, packs: Any, args: Any, **options: Any) -> None:
         self.device = args.device
@@ -61,7 +61,7 @@ class RankLoader(DataLoader[Any]):
 
 
 class PackplanProgress(TrainerCallback, ExportableState):
-    """Keeps the progress of a plan in the trainer's checkpoints, under the name of this class."""
+    """Callback that keeps the progress of a plan in checkpoints, under the name of this class."""
 
     def __init__(self, follower: Any = None) -> None:  # only a restored copy has none, and is not saved
         self.follower, self.step = follower, 0
@@ -81,7 +81,7 @@ class PackplanProgress(TrainerCallback, ExportableState):
 
 
 class FollowsSchedule:
-    """Methods of a trainer that trains the packs of a schedule; see the module."""
+    """Methods of a trainer that trains the packs of a schedule, in its order."""
 
     args: Any
     state: Any
@@ -91,7 +91,7 @@ class FollowsSchedule:
     follower: PackBatches
 
     def follow(self, follower: PackBatches) -> None:
-        """Obey a follower from now on."""
+        """Train the batches of *follower* from now on."""
         self.follower, self._progress = follower, PackplanProgress(follower)
         self._expected: Iterator[list[int]] = iter(())
         self.callback_handler.add_callback(self._progress)
@@ -113,8 +113,9 @@ class FollowsSchedule:
 
     def set_initial_training_values(self, *args: Any) -> Any:
         """
-        Return the trainer's counts, with the schedule's steps and epochs in their places; they
-        include steps that another number of ranks trained before a resume.
+        Return the trainer's counts, with the steps and epochs of the schedule.
+
+        Steps that another number of ranks trained before a resume are counted.
         """
         _, _, *others, _, _ = super().set_initial_training_values(*args)  # type: ignore[misc]
         schedule = self.schedule
@@ -149,7 +150,7 @@ class FollowsSchedule:
 
 @attrs.define(eq=False)
 class _LossSums:
-    """Sum of losses and of learned tokens over this rank's batches, without repeated ones."""
+    """Mean loss over learned tokens of this rank's batches, without repeated ones."""
 
     batches: EvalBatches
     expected: Iterator[list[int]] = attrs.field(default=attrs.Factory(lambda sums: iter(sums.batches), takes_self=True))
@@ -160,11 +161,11 @@ class _LossSums:
 
     done: int = 0
     weight: float = 0
-    """Weight of the batch that is computed."""
+    """Learned tokens of the running batch."""
 
     @property
     def repeats(self) -> bool:
-        """Whether the next batch only fills the ranks."""
+        """Whether the next batch repeats packs, to give ranks equally many batches."""
         return not self.batches.is_counted(self.done)
 
     def add(self, loss: torch.Tensor) -> None:
@@ -189,7 +190,7 @@ class EvaluatesPacks:
         return count_learned(inputs["labels"])
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
-        """Evaluate; over other batches than those of packs as before."""
+        """Evaluate packs by their token mean; other batches as the trainer does."""
         if not isinstance(getattr(dataloader, "batch_sampler", None), EvalBatches):
             return super().evaluation_loop(dataloader, *args, **options)  # type: ignore[misc]  # of the trainer's class
         self._evaluated = evaluated = _LossSums(dataloader.batch_sampler)
@@ -220,7 +221,7 @@ class EvaluatesPacks:
         return None if num_items is None else torch.as_tensor(num_items).clamp(min=1)
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
-        """Return loss, logits and labels of a batch, and count a pack once."""
+        """Return loss, logits and labels of a batch, and add its loss to the token mean."""
         if self._evaluated is None:
             return super().prediction_step(model, inputs, *args, **options)  # type: ignore[misc]
         refuse_other_packs([inputs], islice(self._evaluated.expected, 1))
@@ -231,7 +232,7 @@ class EvaluatesPacks:
 
 
 class ServesPacks(EvaluatesPacks, FollowsSchedule):
-    """Loaders and evaluation of packs, in a trainer of another project."""
+    """Loaders and evaluation of packs, for a trainer of another project."""
 
     accelerator: Any
     model: Any
@@ -282,7 +283,7 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
         return RankLoader(packs, self.args, batch_sampler=batches, collate_fn=self._collator)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
-        """Return the loss of a batch."""
+        """Return the loss of a batch, whose pack indices the model does not take."""
         inputs = {key: value for key, value in inputs.items() if key != PACK}
         return super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]
 
@@ -294,7 +295,7 @@ def add_base(trainer: Any, base: type) -> None:
 
 
 def require_same_rows(plan: Plan, data: str) -> None:
-    """Compare a plan, and the digest of its rows, between all ranks; MismatchError."""
+    """Refuse ranks with different plans, or different digests of rows; MismatchError."""
     checksums = gather_object([(plan.checksum, data)])
     if len(set(checksums)) > 1:
         fact = "the ranks have different packs or rows: give all the same rows, in the same order"

@@ -50,10 +50,10 @@ _NOT_BY_TOKEN = ("pixel", "image", "video", "attentions", "past_key_values", "po
 
 @attrs.define
 class UnpadCounts:
-    """Positions that a model was given, and how many of them it computed."""
+    """Positions that a hooked model was given, and how many of them it computed."""
 
     calls: int = 0
-    """Calls whose padding was left out."""
+    """Forward calls that ran as one packed row."""
 
     real: int = 0
     """Positions that these calls computed."""
@@ -64,22 +64,22 @@ class UnpadCounts:
 
 @attrs.define(eq=False)
 class TextStack:
-    """The module whose calls are packed, and how its arguments are read."""
+    """Module whose calls are packed, and how its arguments are read."""
 
     module: Any
     positions: Positions = "columns"
 
     padding_id: int = 0
-    """Id by which a model that counts ids knows padding."""
+    """Token id of padding, for `positions` of "ids"."""
 
     text_row: bool = False
-    """Whether positions of images have a first row with those of the text."""
+    """Whether multimodal positions are preceded by a row with those of the text."""
 
     by_positions: bool = False
-    """Whether the model's own attention tells samples apart, by positions that restart."""
+    """Whether the model's own attention separates samples where positions do not go on by one."""
 
     passing: frozenset[Padding] = frozenset()
-    """Padding that the model's own padded pass does not leave out: such calls pass through."""
+    """Sides of padding whose calls pass through, since the padding changes the padded results."""
 
     _signature: inspect.Signature = attrs.field(init=False)
 
@@ -95,7 +95,7 @@ class TextStack:
         return given
 
     def real_tokens(self, given: dict[str, Any]) -> RealTokens | None:
-        """Return the tokens of a padded batch; None if the call passes through."""
+        """Return the real tokens of a padded batch; None if the call is not to be packed."""
         mask, values = given.get("attention_mask"), given.get("input_ids")
         values = given.get("inputs_embeds") if values is None else values
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or values is None or values.shape[:2] != mask.shape:
@@ -109,14 +109,14 @@ class TextStack:
         return None if passes or self._joins_rows(given, tokens) else tokens
 
     def _joins_rows(self, given: dict[str, Any], tokens: RealTokens) -> bool:
-        """Return whether positions that tell samples apart go on by one from a row to the next."""
+        """Return whether positions would hide the boundary between two rows of the batch."""
         if not self.by_positions:
             return False
         text = self._packed_positions(given, tokens).reshape(-1, len(tokens.places))[0]
         return bool(((text.diff() == 1) & (tokens.row.sample_ids.diff() == 1)).any())
 
     def _restarts(self, positions: torch.Tensor | None, tokens: RealTokens) -> bool:
-        """Return whether positions begin again within a row, so that it is packed already."""
+        """Return whether positions restart within a row: it is packed already."""
         if positions is None or (positions.dim() == 3 and positions.shape[0] != 4):
             return False
         text = positions[0] if positions.dim() == 3 else positions
@@ -136,7 +136,7 @@ class TextStack:
         return packed
 
     def _packed_positions(self, given: dict[str, Any], tokens: RealTokens) -> torch.Tensor:
-        """Return the positions that the padded pass has for the real tokens."""
+        """Return the positions of the real tokens in the padded pass."""
         positions = given.get("position_ids")
         if positions is None:
             return tokens.take(self._own_positions(given))
@@ -148,7 +148,7 @@ class TextStack:
         return torch.cat([tokens.restarting_positions[None], taken[-3:]])
 
     def _own_positions(self, given: dict[str, Any]) -> torch.Tensor:
-        """Return the positions that the model would count; int64 of the mask's shape."""
+        """Return the positions that the model counts by itself; int64 of the mask's shape."""
         mask, ids = given["attention_mask"], given.get("input_ids")
         columns: torch.Tensor = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
         if self.positions == "counted":
@@ -179,17 +179,17 @@ class TextStack:
 
 
 def _generates(given: dict[str, Any]) -> bool:
-    """Return whether the caller gives a cache, or asks for one where nothing is trained."""
+    """Return whether a call generates: it has a cache, or asks for one without gradients."""
     return given.get("past_key_values") is not None or bool(given.get("use_cache") and not torch.is_grad_enabled())
 
 
 def _numbers_samples(mask: torch.Tensor) -> bool:
-    """Return whether a mask numbers the samples of rows that are packed already."""
+    """Return whether a mask has values above 1, the sample numbers of rows packed already."""
     return not mask.is_floating_point() and mask.dtype != torch.bool and bool((mask > 1).any())
 
 
 def _take(name: str, value: Any, tokens: RealTokens) -> Any:
-    """Return the real tokens' values of an argument; what is not by token as it is."""
+    """Return an argument's values of the real tokens; one without values by token unchanged."""
     if not isinstance(value, torch.Tensor) or name.startswith((*_NOT_BY_TOKEN, "position_ids", "attention_mask")):
         return value
     if name.endswith("token_type_ids"):  # one row may stand for all
@@ -198,7 +198,7 @@ def _take(name: str, value: Any, tokens: RealTokens) -> Any:
 
 
 def _put_back(value: Any, tokens: RealTokens) -> Any:
-    """Put back what has the packed row's tokens: shape (1, tokens, …), or (tokens, …)."""
+    """Return outputs of shape (1, tokens, …) or (tokens, …) at their places in the batch."""
     if isinstance(value, (tuple, list)):
         return type(value)(_put_back(one, tokens) for one in value)
     if not isinstance(value, torch.Tensor) or value.dim() < 2:
@@ -209,14 +209,14 @@ def _put_back(value: Any, tokens: RealTokens) -> Any:
 
 
 HOOKED: WeakKeyDictionary[torch.nn.Module, Unpadding] = WeakKeyDictionary()
-"""Text stack -> its hooks."""
+"""Module of a hooked text stack -> its hooks."""
 
 
 class Unpadding:
     """
-    Hooks that leave padding out of a model's calls; `unpad` makes them.
+    Hooks that leave padding out of a model's calls; `unpad` returns them.
 
-    `remove` takes them off, and inside `with paused():` calls pass through.
+    `remove` takes them off. Inside `with paused():` calls run padded.
     """
 
     def __init__(
@@ -226,10 +226,10 @@ class Unpadding:
         """Positions given and computed so far."""
 
         self.passing = passing
-        """Side of real tokens whose padding is computed -> the reason."""
+        """Side of real tokens whose padding is still computed -> the reason."""
 
         self.reads_loss_alone = False
-        """Whether logits of padding are left out in evaluation too; with `logits` as False."""
+        """Whether evaluation omits logits of padding too, where `logits` is False."""
 
         self._stack, self._paused = stack, False
         self._open: dict[int, list[tuple[RealTokens | None, ExitStack]]] = defaultdict(list)  # of each thread
@@ -254,7 +254,7 @@ class Unpadding:
         HOOKED.pop(self._stack.module, None)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Let calls pass through, inside."""
+        """Return a context in which calls run padded."""
         return replace_attributes(self, _paused=True)
 
     def _pack(self, module: Any, args: Any, kwargs: Any) -> Any:

@@ -53,10 +53,10 @@ def use_plan(
         sequence_parallel_size: Ranks that share each row of packed samples, one after the other.
 
     Raises:
-        ArgumentError: A setting, a data set or one of its rows stands against it.
-        StaleError: A row is not as long as it was planned.
+        ArgumentError: A setting contradicts the plan, or a row is no sample.
+        StaleError: A row has another length than planned.
         MismatchError: Ranks have different plans or rows.
-        ModelError: The model cannot be shown to compute the same without padding.
+        ModelError: The probe of `unpad` fails.
     """
     if isinstance(trainer, _PlannedTraining):
         raise ArgumentError("host", "the trainer follows a plan already")
@@ -89,7 +89,7 @@ def use_plan(
 
 def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None) -> Any:
     """
-    Return the sum of the losses of the learned tokens, over their number.
+    Return the mean loss of the learned tokens.
 
     Args:
         outputs: Outputs of a causal language model; `logits` of shape (rows, tokens, vocabulary).
@@ -103,7 +103,7 @@ def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Ten
 
 
 def _collator_of(trainer: Any) -> Collate | None:
-    """Return the collator of a trainer; None if it has none that pads labels."""
+    """Return the collator of a trainer; None if it is a default that does not pad labels."""
     collator = trainer.data_collator
     if collator is default_data_collator or type(collator) is DataCollatorWithPadding:
         return None
@@ -112,10 +112,10 @@ def _collator_of(trainer: Any) -> Collate | None:
 
 def _unpad_for_loss(trainer: Any, *, row_ranks: int) -> Unpadding:
     """
-    Let a trainer's model compute no padding, and no logits of padding where nobody reads them.
+    Unpad a trainer's model; logits of padding are left out if the trainer's own loss reads them.
 
     Raises:
-        ModelError: It cannot be shown to compute the same.
+        ModelError: The model reads both ways, or the probe of `unpad` fails.
     """
     model = unwrap(trainer.model)
     if is_bidirectional(model.config):
@@ -127,13 +127,13 @@ def _unpad_for_loss(trainer: Any, *, row_ranks: int) -> Unpadding:
 
 
 class _PlannedTraining(ServesPacks):
-    """A trainer of transformers or TRL; see `ServesPacks`."""
+    """Methods of a trainer of transformers or TRL that trains planned packs."""
 
     model: Any
     unpadding: Unpadding
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
-        """Return the loss of a batch; with a cache, samples would attend to each other."""
+        """Return the loss of a batch, computed without a cache, which would join samples."""
         if self._keeps_a_cache:
             inputs = {**inputs, "use_cache": False}
         return super().compute_loss(model, inputs, *args, **options)
@@ -153,7 +153,7 @@ class _PlannedTraining(ServesPacks):
 
 
 def _flatten_rows(value: Any, own: torch.Tensor) -> Any:
-    """Return what has the axes of a padded batch as one row, since ranks differ in their rows."""
+    """Return values of shape (rows, positions, …) as one row of real tokens; others unchanged."""
     if isinstance(value, tuple):
         return tuple(_flatten_rows(one, own) for one in value)
     has_rows = isinstance(value, torch.Tensor) and value.shape[:2] == own.shape

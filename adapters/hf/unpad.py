@@ -1,9 +1,9 @@
 """
-A model computes no padding of the batches that any trainer gives it (`unpad`), or is shown to keep
-the samples of packed rows apart (`separate_samples`).
+Models without padding (`unpad`), and models that keep the samples of packed rows apart
+(`separate_samples`).
 
-`unpad` finds where the model's calls are packed and by which positions, by asking the model for
-padded rows with and without the hooks of `packed_calls`.
+`unpad` tries each module whose calls may be packed and each way to count positions. It keeps the
+one whose results for padded rows are the same with and without the hooks of `packed_calls`.
 """
 
 import logging
@@ -44,12 +44,12 @@ _SEED = 5
 
 def unpad(model: Any, *, logits: bool = True, group: ProcessGroup | None = None) -> Unpadding:
     """
-    Let a model compute no padding: the real tokens of a batch run as one packed row.
+    Hook a model so that it computes no padding: the real tokens of a batch run as one packed row.
 
     Call it on each model that a trainer runs, after the trainer is built. Rows may be padded left,
     right, on both sides or between tokens. At positions whose mask is 1 results are those of the
-    padded pass; elsewhere they are 0. Generation passes through. The model attends by this
-    project's attention from here on; first it is probed in some seconds, as by `separate_samples`.
+    padded pass; elsewhere they are 0. Generation is not packed. From here on the model attends by
+    this project's attention. A probe of some seconds comes first, as in `separate_samples`.
 
     Args:
         model: Model of transformers, perhaps with adapters, perhaps wrapped for several ranks.
@@ -60,8 +60,8 @@ def unpad(model: Any, *, logits: bool = True, group: ProcessGroup | None = None)
             `adapters.attention.shared_rows`); None if each rank computes its own rows.
 
     Raises:
-        ModelError: The model cannot be shown to give the same.
-        ArgumentError: It is hooked already.
+        ModelError: The probe fails: results differ from those of the padded pass.
+        ArgumentError: The model is hooked already.
     """
     inner = unwrap(model)
     if any(module in HOOKED for module in inner.modules()):
@@ -71,19 +71,19 @@ def unpad(model: Any, *, logits: bool = True, group: ProcessGroup | None = None)
         set_attention(inner, attention)
     else:
         attention = set_isolating_attention(inner, named=NAME, group=group)
-    return _hook(inner, native=attention.native, logits=logits)
+    return _find_hooks(inner, native=attention.native, logits=logits)
 
 
 def separate_samples(
     model: Any, *, named: str | None = None, whole: bool = True, group: ProcessGroup | None = None
 ) -> AttentionChoice:
     """
-    Let a model attend within the samples of a packed row, and return how.
+    Let a model attend within the samples of a packed row, and return the attention that does it.
 
-    A model that was loaded with `attn_implementation="packplan"` takes the fastest attention that
-    is shown to work. Another one keeps its own. First a small copy of the model is probed, in some
-    seconds, and then the model itself: gradients between samples have to be exactly 0, and samples
-    equal to themselves alone.
+    A model loaded with `attn_implementation="packplan"` takes the fastest attention that passes the
+    probe. Another model keeps its own. The probe takes some seconds, on a small copy of the model
+    and then on the model itself: gradients between samples have to be exactly 0, and each sample's
+    results those of the sample alone.
 
     Args:
         model: Model of transformers, perhaps with adapters.
@@ -92,7 +92,7 @@ def separate_samples(
         group: See `unpad`.
 
     Raises:
-        ModelError: It cannot be shown.
+        ModelError: The probe fails.
     """
     loaded = trained_config(model.config)._attn_implementation  # noqa: SLF001  # has no public name
     choice = set_isolating_attention(model, named=named or loaded, group=group)
@@ -103,15 +103,15 @@ def separate_samples(
 
 def set_isolating_attention(model: Any, *, named: str, group: ProcessGroup | None = None) -> AttentionChoice:
     """
-    Set an attention by which a small copy of a model keeps samples apart, and return it.
+    Set an attention with which a small copy of the model keeps samples apart, and return it.
 
     Args:
         model: Model of transformers.
-        named: Attention; `packplan` takes the fastest that is shown to work.
+        named: Attention to probe; `packplan` takes the fastest one that passes.
         group: See `unpad`.
 
     Raises:
-        ModelError: It cannot be shown.
+        ModelError: The probe fails.
     """
     config = trained_config(model.config)
     attn_impl = AUTO if named == NAME else named
@@ -132,12 +132,12 @@ def set_isolating_attention(model: Any, *, named: str, group: ProcessGroup | Non
 
 
 def is_bidirectional(config: Any) -> bool:
-    """Return whether tokens attend to later ones too, as in BERT: no small copy writes text."""
+    """Return whether tokens attend to later ones too, as in BERT, which no small copy probes."""
     return type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
 
 
 def unwrap(model: Any) -> Any:
-    """Return the model of transformers inside of wrappers; ModelError if it cannot be packed."""
+    """Return the model of transformers within wrappers; ModelError if its kind cannot be packed."""
     while isinstance(model, DistributedDataParallel):
         model = model.module
     if type(model).__module__.startswith("deepspeed.") or any(hasattr(one, "ds_id") for one in model.parameters()):
@@ -154,9 +154,9 @@ def unwrap(model: Any) -> Any:
     return inner
 
 
-def _hook(model: Any, *, native: str, logits: bool) -> Unpadding:
+def _find_hooks(model: Any, *, native: str, logits: bool) -> Unpadding:
     """
-    Hook a model where its padded rows then give what they give without the hooks.
+    Hook a model at the first place and positions with which no result of padded rows changes.
 
     Args:
         model: Model of transformers without wrappers, set to keep samples of a row apart.
@@ -164,12 +164,14 @@ def _hook(model: Any, *, native: str, logits: bool) -> Unpadding:
         logits: See `unpad`.
 
     Raises:
-        ModelError: No place and positions give the same.
+        ModelError: There is no such place.
     """
     tried: list[tuple[TextStack, dict[str, str]]] = []
     for stack in _candidates(model):
         hooks = Unpadding(model, stack, logits=logits)
-        reasons = {side: _why_not(model, hooks, stack, mask, native=native) for side, mask in _masks(model)}
+        reasons = {
+            side: _explain_difference(model, hooks, stack, mask, native=native) for side, mask in _padded_masks(model)
+        }
         hooks.remove()
         tried.append((stack, {side: reason for side, reason in reasons.items() if reason is not None}))
         if not tried[-1][1]:
@@ -186,7 +188,7 @@ def _hook(model: Any, *, native: str, logits: bool) -> Unpadding:
 
 
 def _candidates(model: Any) -> Iterator[TextStack]:
-    """Yield the places of a model whose calls may be packed, with each way to count positions."""
+    """Yield the text stacks of a model that may be packed, with each way to count positions."""
     part = trained_part(model)
     padding = getattr(part.config.get_text_config(), "pad_token_id", None) or 0
     text_row = any(hasattr(module, "get_rope_index") for module in model.modules())
@@ -195,19 +197,21 @@ def _candidates(model: Any) -> Iterator[TextStack]:
             yield TextStack(module, positions, padding, text_row, by_positions)
 
 
-def _why_not(model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tensor, *, native: str) -> str | None:
-    """Return why a hooked model does not compute padded rows as before; None if it does."""
+def _explain_difference(
+    model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tensor, *, native: str
+) -> str | None:
+    """Return the reason why hooks change the results of padded rows; None if they do not."""
     ids, own = _draw_ids(model), mask.bool()
     batch = {"input_ids": ids, "attention_mask": mask}
     with evaluation_mode(model):
         try:
             calls = hooks.counts.calls
             with torch.no_grad():
-                found, limit, typical = _run(model, stack.module, batch)
+                found, limit, typical = _hidden_states(model, stack.module, batch)
                 if hooks.counts.calls == calls:
                     return "it is given no mask of rows and positions"
                 with native_attention(model, native), hooks.paused():
-                    expected, *_ = _run(model, stack.module, batch)
+                    expected, *_ = _hidden_states(model, stack.module, batch)
             is_sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
             isolation = 0.0 if is_sharded else _isolation(stack.module, ids, mask)
         except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
@@ -217,10 +221,10 @@ def _why_not(model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tensor,
     return ProbeResult(isolation, worst).why_not(limit=limit)
 
 
-def _run(model: Any, module: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, float, bool]:
+def _hidden_states(model: Any, module: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, float, bool]:
     """
-    Return the last hidden state of a model's text stack for a batch, its limit of differences, and
-    whether typical tokens are compared.
+    Return the last hidden state of *module* for a batch, the limit of its differences, and whether
+    typical tokens are compared instead of the worst ones.
 
     The limit is asked for inside of the call, since accelerate turns on autocast there.
     """
@@ -235,7 +239,7 @@ def _run(model: Any, module: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, 
 
 
 def _isolation(module: Any, ids: torch.Tensor, mask: torch.Tensor) -> float:
-    """Return the largest gradient between rows of a packed call, over one within a row."""
+    """Return the largest gradient between rows of a packed call, relative to those within a row."""
     inputs = {"inputs_embeds": module.get_input_embeddings()(ids), "attention_mask": mask}
     places = tuple((row, slice(0, ids.shape[1])) for row in range(len(ids)))
     packed = PackedBatch(inputs, None, (ids.shape[0], ids.shape[1]), places)
@@ -248,19 +252,19 @@ def _draw_ids(model: Any) -> torch.Tensor:
     """Return rows of random tokens; int64 of shape (rows, positions)."""
     plain = torch.tensor(ordinary_ids(trained_config(model.config)))
     generator = torch.Generator().manual_seed(_SEED)
-    drawn = plain[torch.randint(len(plain), (len(_LENGTHS) + 1, _longest(model.config) + 2), generator=generator)]
+    drawn = plain[torch.randint(len(plain), (len(_LENGTHS) + 1, _longest_row(model.config) + 2), generator=generator)]
     return drawn.to(next(model.parameters()).device)
 
 
-def _longest(config: Any) -> int:
-    """Return the tokens of the longest row, more than the window of a model without small copy."""
+def _longest_row(config: Any) -> int:
+    """Return the tokens of the longest row; a bidirectional model needs more than its window."""
     window = getattr(config, "local_attention", 0) if is_bidirectional(config) else 0
     return max(_LONGEST, window + 3)
 
 
-def _masks(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield masks by where their padding is; int64 of shape (rows, positions)."""
-    longest = _longest(model.config)
+def _padded_masks(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the side of real tokens that is padded, and such a mask; int64, (rows, positions)."""
+    longest = _longest_row(model.config)
     lengths = torch.tensor([*_LENGTHS, longest], device=next(model.parameters()).device)[:, None]
     columns = torch.arange(longest + 2, device=lengths.device)[None]
     right = (columns < lengths).long()

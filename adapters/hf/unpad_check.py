@@ -1,4 +1,4 @@
-"""Assertion that a trainer computes the same loss and gradients with and without padding."""
+"""Assertion that `unpad` keeps a trainer's loss and gradients."""
 
 import copy
 from contextlib import ExitStack
@@ -16,7 +16,7 @@ from packplan.core.errors import ArgumentError, MismatchError
 
 @attrs.frozen
 class UnpaddedStep:
-    """A batch of a trainer, computed with and without padding."""
+    """Loss and gradients of a trainer's batch with and without padding."""
 
     loss: float
     """Loss without padding."""
@@ -24,7 +24,7 @@ class UnpaddedStep:
     padded_loss: float
 
     gradients: float
-    """Norm of the gradients' difference, over their norm with padding."""
+    """Norm of the difference of gradients, relative to the norm with padding."""
 
     real: int
     """Positions that were computed without padding."""

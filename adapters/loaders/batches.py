@@ -1,5 +1,5 @@
 """
-The follower of a schedule, which every host obeys: this rank's batches, and the progress in them.
+Batches of a schedule for one rank, with the progress in them: every host trains from these.
 
     batches = PackBatches(schedule, rank, world_size)
     loader = DataLoader(RowsOfPacks(rows, plan), batch_sampler=batches, collate_fn=PackInputs())
@@ -27,9 +27,9 @@ class PackBatches:
     """
     Batches of pack indices of one rank, in the order of a schedule, epoch by epoch.
 
-    Each iteration serves `epoch`, or what a loaded state leaves of it, and moves on to the next.
-    The rest of an epoch that was not read to its end is never served as a whole one: `set_epoch`
-    serves an epoch again, or another one. `state_dict` has the progress at any batch.
+    Each iteration yields the batches of `epoch`, or those that a loaded state leaves, and then
+    moves on to the next epoch. After an iteration that stopped early, the next one is an error:
+    name an epoch with `set_epoch`, or load a state. `state_dict` has the progress at any batch, and
     `load_state_dict` goes on from it, also on another number of ranks.
     """
 
@@ -82,11 +82,11 @@ class PackBatches:
         self.set_epoch(start.epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Serve *epoch* from its start, or from the loaded progress if that lies in it."""
+        """Yield *epoch* next, from its start or from the loaded progress within it."""
         self.epoch, self._served = epoch, 0
 
     def __len__(self) -> int:
-        """Batches of the whole epoch on these ranks; a resumed one may have fewer."""
+        """Return the batches of the whole epoch on this rank; a resumed epoch may have fewer."""
         return self.schedule.batches_in(self.epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -116,11 +116,11 @@ class PackBatches:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
-        Go on from a state, perhaps of another number of ranks.
+        Go on from a state of `state_dict`, perhaps of another number of ranks.
 
         Raises:
-            StaleError: The state is of another plan, data, seed, order or run.
-            CorruptArtefactError: It is not what was saved, or its numbers contradict each other.
+            StaleError: The state belongs to another plan, data, seed, order or run.
+            CorruptArtefactError: The state was changed, or its numbers contradict each other.
         """
         try:
             then = from_plain(ResumeState, unseal(state))
@@ -159,7 +159,7 @@ class EvalBatches:
 
 
 def find_progress(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the progress in the state of a trainer, sealed; None if it has none."""
+    """Return the progress in a trainer's state, as `state_dict` made it; None without one."""
     entry = state["stateful_callbacks"].get(PROGRESS)
     return None if entry is None else entry["attributes"]["progress"]
 

@@ -1,4 +1,4 @@
-"""Kinds of tokens, and a model's own function for positions of tokens and images."""
+"""Types of tokens (text, image, video), and a model's own function for their positions."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 TYPES = "mm_token_type_ids"
-"""Key of the kind of each token: 0 for text, 1 for images, 2 for videos."""
+"""Key of the type of each token: 0 for text, 1 for images, 2 for videos."""
 
 
 def argument_names(function: Callable[..., Any]) -> set[str]:
-    """Return the names of a function's arguments."""
+    """Return the names of a function's parameters."""
     return set(inspect.signature(function).parameters)
 
 

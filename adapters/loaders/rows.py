@@ -1,14 +1,14 @@
 """
-Packs of rows, as a torch data set and a collator, for any loop that trains on tensors.
+Packs of rows as a torch data set (`RowsOfPacks`) with a collator (`PackInputs`).
 
-A row is a mapping with `input_ids`, perhaps `labels`, and perhaps the media that a processor gives
-beside them (`pixel_values`, `image_grid_thw`, …); or whatever a collator of the user's makes one
-of. Item k of the data set is pack k. The collator makes a padded batch of its samples, which a
-model with `packplan.hf.unpad` computes without padding. `flatten` joins them into one row of
-tokens, whose positions start again with every sample.
+A row is one sample: a mapping with `input_ids`, perhaps `labels`, and perhaps the tensors of a
+processor (`pixel_values`, `image_grid_thw`, …). With a collator of the user's, rows may be anything
+that it takes. Item k of the data set is pack k. `PackInputs` makes a padded batch of its samples,
+which a model with `packplan.hf.unpad` computes without padding. `flatten` joins them into one row,
+whose positions start again with every sample.
 
-Labels that a row has are learned as they are. Without labels, its tokens are learned where its
-masks let them. A row that is no sample is refused: see `read_row`.
+Labels are used as they are. Without labels, the tokens are labels, where no mask of TRL excludes
+them. `read_row` refuses rows that are no single sample.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _MASKS = ("completion_mask", "assistant_masks", "assistant_mask")
 _PACKED = {
     "seq_lengths": 1, "seq_lens": 1, "seq_start_id": 1, "cu_seqlens": 2, "cu_seq_lens_q": 2, "cu_seq_lens_k": 2,
 }  # fmt: skip
-"""Columns that tell the samples of a pack -> values that a single sample has."""
+"""Column with lengths or boundaries of a pack's samples -> its number of values for one sample."""
 
 _NUMBERED = ("seq_idx", "segment_ids")
 """Columns with the number of each token's sample in a pack."""
 
 TYPES = ("token_type_ids", MEDIA_TYPES)
-"""Columns of kinds of tokens."""
+"""Columns with the type of each token, as text or image."""
 
 BY_TOKEN = {
     _TOKENS, _LABELS, _POSITIONS, _ATTENTION, *_MASKS, *_PACKED, *_NUMBERED, *TYPES, "shift_labels",
@@ -85,20 +85,19 @@ class PackOfRows(list[Row]):
 
 
 class RowsOfPacks(Dataset[PackOfRows]):
-    """Rows of a data set by pack: `len` is the number of packs, and item k is pack k."""
+    """Data set of packs: item k has the rows of pack k."""
 
     def __init__(self, rows: Any, plan: Plan, *, collate: Collate | None = None) -> None:
         """
-        Serve the packs of *plan*.
+        Check that rows can be those of *plan*.
 
         Args:
             rows: Rows by index: a list, a `datasets.Dataset`, a torch data set.
             plan: Plan of the lengths of these rows.
-            collate: Collator that makes rows what is trained. None: they are tokenized.
+            collate: Collator that turns rows into padded batches; None if rows are tokenized.
 
         Raises:
-            ArgumentError: The number of rows is not that of the plan's samples, or rows have no
-                number, as those of a stream.
+            ArgumentError: The number of rows is not the plan's, or rows have no index.
         """
         if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
             fact = f"a plan needs rows by index, and a {type(rows).__name__} only yields them one after the other"
@@ -113,29 +112,31 @@ class RowsOfPacks(Dataset[PackOfRows]):
 
     def __getitem__(self, pack: int) -> PackOfRows:
         """
-        Return the rows of pack *pack*: as `read_row` gives them, or as a collator takes them.
+        Return the rows of pack *pack*: from `read_row`, or unchanged if there is a collator.
 
         Raises:
-            ArgumentError: A row is no sample. StaleError: It is not as long as it was planned.
+            ArgumentError: A row is no sample.
+            StaleError: A row has another length than planned.
         """
         lengths = {int(index): int(self.lengths[index]) for index in self.packs[pack]}
         read = self.row if self._collate is None else self.rows.__getitem__
         return PackOfRows(map(read, lengths), pack, lengths)
 
     def row(self, index: int) -> Row:
-        """Return row *index* as it is trained; errors are those of a pack."""
+        """Return row *index* as it is trained; it raises what a pack raises."""
         return self._read(self.rows[index], index)
 
     def inspect(self, *, num_workers: int = 0) -> RowFacts:
         """
-        Read all rows once, and return what identifies them and what they teach.
+        Read all rows once, and return their digest and learned tokens.
 
         Args:
-            num_workers: Processes that read, for rows that are computed when they are read.
+            num_workers: Processes that read rows; useful where rows are computed when read.
 
         Raises:
-            ArgumentError: A row is no sample, is another one when it is read again, or none
-                teaches a token. StaleError: A row is not as long as it was planned.
+            ArgumentError: A row is no sample, changes when it is read again, or no row has a token
+                to learn.
+            StaleError: A row has another length than planned.
         """
         if _facts(self.row(0)) != _facts(self.row(0)):
             fact = "row 0 is another one each time it is read, but a plan needs rows that stay: draw nothing in them"
@@ -157,7 +158,7 @@ class RowsOfPacks(Dataset[PackOfRows]):
         return found
 
     def _facts_of(self, indices: range) -> list[tuple[bytes, int]] | PackplanError:
-        """Return the facts of some rows; or the error of one, which a worker would wrap."""
+        """Return digest and learned tokens of some rows, or an error, which workers would wrap."""
         several = getattr(self.rows, "__getitems__", None)  # of `datasets`, which is slow row by row
         rows = [self.rows[index] for index in indices] if several is None else several(list(indices))
         try:
@@ -166,7 +167,7 @@ class RowsOfPacks(Dataset[PackOfRows]):
             return error
 
     def _read(self, row: Row, index: int) -> Row:
-        """Return row *index*, if it is a sample of its planned length."""
+        """Return row *index* as it is trained, after checking that it is a planned sample."""
         if _TOKENS in row or self._collate is None:
             read = read_row(row, index)
         if self._collate is not None:
@@ -176,7 +177,7 @@ class RowsOfPacks(Dataset[PackOfRows]):
 
 
 def _without_padding(batch: Mapping[str, Any]) -> Row:
-    """Return the row of a batch of one."""
+    """Return the row of a batch of one row."""
     mask = batch.get(_ATTENTION)
     if mask is None:
         return batch
@@ -189,15 +190,15 @@ def _without_padding(batch: Mapping[str, Any]) -> Row:
 
 def refuse_other_length(index: int, planned: int, length: int) -> None:
     """
-    Refuse a row that is not as long as it was planned.
+    Refuse a row whose length is not the planned one.
 
     Args:
-        index: Number of the row.
-        planned: Tokens that were planned.
-        length: Tokens that it has.
+        index: Index of the row.
+        planned: Planned tokens.
+        length: Tokens of the row now.
 
     Raises:
-        StaleError: They differ.
+        StaleError: The numbers differ.
     """
     if length != planned:
         raise StaleError.sample(index, f"row {index}", (Difference("length", planned, length),))
@@ -205,7 +206,7 @@ def refuse_other_length(index: int, planned: int, length: int) -> None:
 
 @attrs.frozen(eq=False)
 class RowFacts:
-    """Identity of all rows of a data set, and what they teach."""
+    """Digest and learned tokens of the rows of a data set."""
 
     digest: str
     """Digest of the tokens, labels and media of all rows, in their order."""
@@ -215,13 +216,13 @@ class RowFacts:
 
     @classmethod
     def join(cls, facts: Iterable[tuple[bytes, int]]) -> RowFacts:
-        """Return the facts of all rows, given digest and learned tokens of each, in order."""
+        """Return the facts of a data set from the digest and learned tokens of each row."""
         digests, learned = zip(*facts, strict=True)
         return cls(blake2b(b"".join(digests), digest_size=16).hexdigest(), np.array(learned, np.int64))
 
 
 def refuse_unlearned(learned: IntArray) -> None:
-    """Log the samples that teach nothing; ArgumentError if none teaches a token."""
+    """Log how many samples have no token to learn; ArgumentError if all have none."""
     unlearned = int((learned == 0).sum())
     if unlearned == learned.size:
         fact = f"none of {counted(learned.size, 'sample')} has a token to learn: all labels are {IGNORED_LABEL}"
@@ -231,7 +232,7 @@ def refuse_unlearned(learned: IntArray) -> None:
 
 
 def _facts(row: Row) -> tuple[bytes, int]:
-    """Return digest and learned tokens of a row of `read_row`."""
+    """Return the digest and the learned tokens of a row from `read_row`."""
     digest = blake2b(digest_size=16)
     for array in (row[_TOKENS], row[_LABELS]):
         digest.update(array.tobytes())
@@ -248,17 +249,17 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 def read_row(row: Row, index: int | None = None) -> Row:
     """
-    Return a row with `input_ids`, `labels` and types of tokens, and its media.
+    Return a row with `input_ids`, `labels`, types of tokens, and its media.
 
-    What it has by token is int64 of shape (tokens,).
+    Columns by token become int64 arrays of shape (tokens,).
 
     Args:
         row: Tokenized row.
-        index: Number of the row, for the message.
+        index: Index of the row, for messages.
 
     Raises:
-        ArgumentError: It has padding, is a pack already, has floats for ids, or a label or mask for
-            another number of tokens.
+        ArgumentError: The row has padding or several samples, its ids are no whole numbers, or
+            labels or masks have another number of values.
     """
     name = "a row" if index is None else f"row {index:,}"
     tokens = _whole_numbers(row.get(_TOKENS), _TOKENS, name)
@@ -289,7 +290,7 @@ def read_row(row: Row, index: int | None = None) -> Row:
 
 
 def _column_of_samples(row: Row, num_tokens: int) -> str | None:
-    """Return the column by which a row is a pack of several samples; None if it is one sample."""
+    """Return the column that shows several samples in a row; None if none does."""
     for column in (*_PACKED, *_NUMBERED):
         values = np.asarray(row[column]) if row.get(column) is not None else np.empty(0)
         if (values.size > _PACKED[column]) if column in _PACKED else (np.unique(values).size > 1):
@@ -319,14 +320,14 @@ def _whole_numbers(values: Any, column: str, name: str) -> NDArray[np.int64]:
 
 
 def token_type_columns(model: torch.nn.Module) -> tuple[str, ...]:
-    """Return the columns of types of tokens that a model takes, whatever is around it."""
+    """Return the columns with types of tokens that a model, or a part of it, takes."""
     taken = {name for part in model.modules() for name in inspect.signature(part.forward).parameters}
     return tuple(name for name in TYPES if name in taken)
 
 
 def pad_rows(rows: Sequence[Row], *, types: Sequence[str] = (MEDIA_TYPES,)) -> dict[str, Any]:
     """
-    Return a padded batch of rows: the collator of who has none.
+    Return a batch of rows, padded on the right: the default collator.
 
     Args:
         rows: Tokenized rows; at least one.
@@ -355,9 +356,7 @@ def pad_rows(rows: Sequence[Row], *, types: Sequence[str] = (MEDIA_TYPES,)) -> d
 @attrs.frozen(eq=False)
 class PackInputs:
     """
-    Collator of packs: returns the inputs of a model for one pack, a padded batch of its samples.
-
-    A model with `packplan.hf.unpad` computes no padding.
+    Collator of packs: makes one pack a padded batch of its samples.
 
     >>> rows = [{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}]
     >>> batch = PackInputs()([PackOfRows(rows, 0, {0: 2, 1: 3})])
@@ -370,14 +369,13 @@ class PackInputs:
 
     def __call__(self, packs: Sequence[PackOfRows]) -> dict[str, Any]:
         """
-        Return the inputs of a batch of one pack, its index under `PACK` among them.
+        Return the collator's batch of one pack, with the pack index under `PACK`.
 
-        They are those of the collator. The first token of each sample is not learned, since no
-        token of its sample is before it, and no padding is.
+        Labels of padding and of first tokens, which no token of their sample predicts, are -100.
 
         Raises:
-            ArgumentError: Nothing says which tokens are padding.
-            StaleError: A row is not as long as it was planned.
+            ArgumentError: There are several packs, or no mask says which tokens are padding.
+            StaleError: A row has another length than planned.
         """
         if len(packs) != 1:
             fact = (
@@ -402,7 +400,7 @@ class PackInputs:
 
 
 def _learned_labels(batch: Mapping[str, Any], own: torch.Tensor) -> torch.Tensor:
-    """Return the labels of a batch, without those of padding and of first tokens."""
+    """Return the labels of a batch, -100 for padding and first tokens of samples."""
     labels: torch.Tensor | None = batch.get(_LABELS)
     if labels is None:
         labels = batch[_TOKENS].clone()
@@ -427,14 +425,14 @@ def flatten(rows: Sequence[Row]) -> dict[str, Any]:
 
 def refuse_other_packs(batches: Sequence[Mapping[str, Any]], planned: Iterable[Sequence[int] | None]) -> None:
     """
-    Refuse batches that are not those of a schedule.
+    Refuse batches whose packs are not those of a schedule.
 
     Args:
-        batches: Batches with the index of their pack, or the list of their indices, as `PACK`.
-        planned: Pack indices of each batch by the schedule, as a `Step` has them.
+        batches: Batches with their pack index, or list of pack indices, under `PACK`.
+        planned: Scheduled pack indices of each batch, as in `Step.batches`.
 
     Raises:
-        MismatchError: One has another pack, or is missing.
+        MismatchError: A batch has other packs, or one batch is missing or too many.
     """
     for batch, pack in zip_longest(batches, planned):
         found: Any = None if batch is None else batch.get(PACK)
@@ -444,12 +442,12 @@ def refuse_other_packs(batches: Sequence[Mapping[str, Any]], planned: Iterable[S
 
 
 def count_learned(labels: torch.Tensor) -> int:
-    """Return the number of tokens that a batch teaches, given its labels of shape (1, tokens)."""
+    """Return the learned tokens of a batch, given its labels of shape (rows, tokens)."""
     return int((labels[..., 1:] != IGNORED_LABEL).sum())
 
 
 def join_media(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """Return the tensors of images and videos that a processor made, joined over the rows."""
+    """Return the tensors of images and videos of all rows, joined by name."""
     found: dict[str, list[torch.Tensor]] = {}
     for row in rows:
         for name, value in _media(row).items():
@@ -467,7 +465,7 @@ def _media(row: Row) -> dict[str, torch.Tensor]:
 
 
 def _is_tensor(value: Any) -> bool:
-    """Return whether a value is an array with a row for each image, video or patch; no texts."""
+    """Return whether a value is an array by image, video or patch, and no list of texts."""
     depth = 0
     while isinstance(value, list | tuple) and value:
         value, depth = value[0], depth + 1

@@ -1,11 +1,11 @@
 """
-Losses on packed logits: an ordinary loss on one sequence after the other, or a loss on all tokens
-of a row at once.
+Losses on packed logits: `PackedLoss` runs an ordinary loss sequence by sequence, and `FusedLoss` a
+loss by token on the whole row.
 
-Rules: data are fields of a batch of sequences, padded on the right. Which dimension of a field runs
-along the sequence is declared (`core.shard.inputs`). Entry t along it belongs to token t, which the
-logits at t - 1 predict. So the entry of a first token is never used. `token_mask` holds the weights
-of tokens in the loss.
+Data are fields of a batch of sequences, padded on the right. Each field declares which of its
+dimensions runs along the sequence (`core.shard.inputs`). Entry t along it belongs to token t, which
+the logits at t - 1 predict, so entries of first tokens are never used. `token_mask` holds the
+weights of tokens in the loss.
 
 Losses are divided by the number of sequences or tokens of the whole global batch. So losses and
 metrics of parts (sequences, microbatches, ranks) add up. Metrics named `…_min` and `…_max` combine
@@ -45,7 +45,7 @@ _PREFERENCES = {"bpo", "cpo", "dpo", "ipo", "kto", "orpo", "preference", "prefer
 
 
 class SequenceLoss(Protocol):
-    """Ordinary loss that knows nothing of packing; its batch may be one sequence."""
+    """Loss of a batch of sequences, which may be one sequence; packing is unknown to it."""
 
     def __call__(
         self, logits: torch.Tensor, data: Mapping[str, Any], *, num_sequences: float, num_tokens: float
@@ -62,17 +62,17 @@ class SequenceLoss(Protocol):
 
 
 class TokenLoss(Protocol):
-    """Loss in which the part of each token depends on that token alone."""
+    """Loss that is a sum over tokens of a function of each token's own fields."""
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Fields that the loss reads, of a token or of its sequence; see also `DERIVED`."""
+        """Names of the fields that the loss reads, by token or sequence; or names in `DERIVED`."""
 
     @property
     def normalisation(self) -> Normalisation:
         """
-        Mean over all tokens, over sequences of the mean over their tokens, or over sequences of
-        their sums divided by a constant.
+        Kind of mean: `token`, over all tokens; `sequence`, over sequences of their token means; or
+        `constant`, over sequences of their token sums divided by `divisor`.
         """
 
     @property
@@ -119,7 +119,7 @@ def _require_separable(_: Any, __: Any, loss: Any) -> None:
 
 @attrs.frozen(kw_only=True)
 class _Fields:
-    """Names and dimensions of the fields that a loss is given."""
+    """Names of the fields of the data, and their dimensions along the sequence."""
 
     input_key: str = "input_ids"
     """Field of the tokens, shape (num_sequences, width)."""
@@ -297,7 +297,7 @@ _EXTREMES = {"_min": (torch.amin, torch.inf), "_max": (torch.amax, -torch.inf)}
 
 @attrs.frozen(eq=False)
 class _Predicted:
-    """Target of each row of logits."""
+    """Token that each row of logits predicts."""
 
     sequence: torch.Tensor
     """Sequence of each row; shape (num_rows,)."""
