@@ -169,9 +169,7 @@ def _find_hooks(model: Any, *, native: str, logits: bool) -> Unpadding:
     tried: list[tuple[TextStack, dict[str, str]]] = []
     for stack in _candidates(model):
         hooks = Unpadding(model, stack, logits=logits)
-        reasons = {
-            side: _explain_difference(model, hooks, stack, mask, native=native) for side, mask in _padded_masks(model)
-        }
+        reasons = {side: _refusal(model, hooks, stack, mask, native=native) for side, mask in _masks(model)}
         hooks.remove()
         tried.append((stack, {side: reason for side, reason in reasons.items() if reason is not None}))
         if not tried[-1][1]:
@@ -197,9 +195,7 @@ def _candidates(model: Any) -> Iterator[TextStack]:
             yield TextStack(module, positions, padding, text_row, by_positions)
 
 
-def _explain_difference(
-    model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tensor, *, native: str
-) -> str | None:
+def _refusal(model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tensor, *, native: str) -> str | None:
     """Return the reason why hooks change the results of padded rows; None if they do not."""
     ids, own = _draw_ids(model), mask.bool()
     batch = {"input_ids": ids, "attention_mask": mask}
@@ -262,7 +258,7 @@ def _longest_row(config: Any) -> int:
     return max(_LONGEST, window + 3)
 
 
-def _padded_masks(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _masks(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the side of real tokens that is padded, and such a mask; int64, (rows, positions)."""
     longest = _longest_row(model.config)
     lengths = torch.tensor([*_LENGTHS, longest], device=next(model.parameters()).device)[:, None]

@@ -29,10 +29,9 @@ def token_types(config: Any, input_ids: torch.Tensor) -> torch.Tensor:
     >>> token_types(sees, torch.tensor([[7, 8, 9]])).tolist()
     [[0, 1, 2]]
     """
-    types: torch.Tensor = (input_ids == config.image_token_id).long()
-    return (
-        types if getattr(config, "video_token_id", None) is None else types + 2 * (input_ids == config.video_token_id)
-    )
+    images: torch.Tensor = (input_ids == config.image_token_id).long()
+    video = getattr(config, "video_token_id", None)
+    return images if video is None else images + 2 * (input_ids == video)
 
 
 def find_rope_index(model: nn.Module) -> Callable[..., Any] | None:

@@ -85,7 +85,6 @@ class PlannedPacks(Dataset[PackOfRows]):
             self._rows = dataset.remove_columns([_DIGEST, _LEARNED])
         lengths = [count_tokens(length) for length in dataset["lengths"]]
         self.plan: Plan = plan(lengths, packing_length or template.max_length, algorithm=ALGORITHMS[packing_strategy])
-        self.packed_idx: list[list[int]] = self.plan.packs.tolist()
         starts = self.plan.packs.offsets[:-1]
         tokens = np.add.reduceat(self.plan.lengths[self.plan.packs.indices], starts)
         self.packed_length: list[int] = tokens.tolist()
@@ -102,7 +101,7 @@ class PlannedPacks(Dataset[PackOfRows]):
         return RowFacts.join(zip(self._facts[_DIGEST], self._facts[_LEARNED], strict=True))
 
     def __len__(self) -> int:
-        return len(self.packed_idx)
+        return len(self.plan.packs)
 
     def __getitem__(self, item: int) -> PackOfRows:
         """
@@ -112,7 +111,7 @@ class PlannedPacks(Dataset[PackOfRows]):
             StaleError: A row has another length than planned.
             DataSetError: A row cannot be encoded any more.
         """
-        return PackOfRows([self._row(index) for index in self.packed_idx[item]], item)
+        return PackOfRows([self._row(index) for index in self.plan.packs[item]], item)
 
     def _row(self, index: int) -> Row:
         row: Row = self._rows[index]
