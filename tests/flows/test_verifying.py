@@ -47,6 +47,8 @@ def test_what_is_whole_has_no_findings(built):
     assert [] == found(built, source, num_samples=3)
     assert [0, 4, 7] == source.measured
     assert [] == found(built, source, num_samples=99, decode=True)
+    desk_in(built, source).plan(packing=False)
+    assert [] == found(built, source, packing=False)
 
 
 @pytest.mark.parametrize(
@@ -158,13 +160,6 @@ def test_samples_and_images_that_cannot_be_read_are_findings(built):
 
 def test_samples_that_measure_otherwise_each_time_are_findings(built):
     assert ["samples"] * 8 == kinds(found(built, OddSource(LENGTHS, UNSTEADY["each call"])))
-
-
-def test_padded_batches_are_verified_by_their_own_laws(tmp_path):
-    """Each sample alone, and nothing dropped."""
-    desk_in(tmp_path, ListSource(LENGTHS)).plan(packing=False)
-
-    assert [] == found(tmp_path, ListSource(LENGTHS), packing=False)
 
 
 def test_a_plan_that_training_refuses_is_a_finding(tmp_path):

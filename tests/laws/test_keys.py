@@ -138,20 +138,13 @@ def bases(tmp_path_factory):
 
 
 @pytest.mark.parametrize("path", DECLARED)
-def test_every_key_of_planning_and_measuring_declares_its_effect(path):
-    """It enters a fingerprint, or states why it enters neither."""
-    facts = key_of(DECLARED[path])
-
-    assert bool(facts.lengths or facts.plan) != bool(facts.neither), "its field needs lengths=, plan= or neither="
-
-
-@pytest.mark.parametrize("path", DECLARED)
 def test_fingerprints_depend_on_exactly_the_keys_that_declare_it(path, bases):
-    """Another value changes the fingerprint of some run, or of none."""
+    """Another value changes the fingerprint of some run, or of none, for a reason that is given."""
     facts, others = key_of(DECLARED[path]), [changed(config, path) for config, _, _ in bases]
     by_length = any(inputs != length_inputs(other) for (_, inputs, _), other in zip(bases, others, strict=True))
     by_plan = any(digests != digests_of_plans(other) for (_, _, digests), other in zip(bases, others, strict=True))
 
+    assert bool(facts.lengths or facts.plan) != bool(facts.neither), "its field needs lengths=, plan= or neither="
     assert by_plan == facts.plan
     assert (path in length_inputs(others[0])) == (facts.lengths in {"value", "value if set"})
     assert by_length == bool(facts.lengths) or "otherwise" == facts.lengths
@@ -170,24 +163,19 @@ READ_ELSEWHERE = {
 
 @pytest.mark.parametrize("path", DECLARED)
 def test_a_stream_reads_or_refuses_every_key(path):
-    """Another value changes samples or packs, is refused by name, or says that it does neither."""
+    """Another value changes samples or packs, is refused by name, or does neither."""
     facts, stream = key_of(DECLARED[path]), run(**STREAM)
     other = changed(stream, path)
     is_refused = path in {fault.path for fault in run_faults(other)}
     decides = length_inputs(stream) != length_inputs(other) or stream_inputs(stream) != stream_inputs(other)
 
     assert not (facts.stream and decides)
+    if facts.stream == "evaluation":  # whose lengths are those of a plan
+        evaluated = run(**{**STREAM, "custom": {**STREAM["custom"], "val_jsonl": "b.jsonl"}})
+        assert path not in {fault.path for fault in run_faults(changed(evaluated, path))}
     assert is_refused or not facts.stream
     if facts.plan and facts.lengths != "otherwise" and not path.startswith(tuple(READ_ELSEWHERE)):
         assert is_refused or decides
-
-
-@pytest.mark.parametrize("path", [path for path in DECLARED if key_of(DECLARED[path]).stream == "evaluation"])
-def test_a_stream_with_an_evaluation_reads_what_measures_it(path):
-    """Its lengths are those of a plan."""
-    evaluated = run(**{**STREAM, "custom": {**STREAM["custom"], "val_jsonl": "b.jsonl"}})
-
-    assert path not in {fault.path for fault in run_faults(changed(evaluated, path))}
 
 
 LEAST = {"training.seed": 0, "training.max_steps": -1, "template.fps_max_frames": 2}

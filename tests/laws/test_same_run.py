@@ -178,16 +178,12 @@ def test_every_key_of_a_path_is_said_to_be_one():
     assert last != one == two
 
 
-def test_a_secret_is_in_no_message():
-    """Nor in what ranks send each other."""
-    assert "hf_secret" not in str(shared_values(with_trainer(hub_token="hf_secret"), {}))  # noqa: S106
-
-
-def test_nothing_is_like_an_empty_section():
-    """And values keep their types: 1 is not true, and a text is no number."""
+def test_values_keep_their_types_and_tell_no_secret():
+    """1 is not true, a text is no number, and nothing is like an empty section."""
     assert flat_values({"a": {}, "b": None}) == {}
     assert 4 == len(set(flat_values({"a": 1, "b": True, "c": "1", "d": 1.5}).values()))
     assert "/" not in flat_values({"a": Path("x")})["a"]
+    assert "hf_secret" not in str(shared_values(with_trainer(hub_token="hf_secret"), {}))  # noqa: S106
 
 
 @given(st.integers(0, 5000), st.integers(0, 5000))
