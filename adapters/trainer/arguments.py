@@ -120,13 +120,8 @@ def _build_optimizer(arguments: Any) -> None:
 
 def _try_lr_scheduler(arguments: Any) -> None:
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
-    get_scheduler(
-        arguments.lr_scheduler_type,
-        optimizer,
-        num_warmup_steps=0,
-        num_training_steps=1,
-        scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
-    )
+    of_kind = {"scheduler_specific_kwargs": arguments.lr_scheduler_kwargs}
+    get_scheduler(arguments.lr_scheduler_type, optimizer, num_warmup_steps=0, num_training_steps=1, **of_kind)
 
 
 def _check_compilation(arguments: Any) -> None:

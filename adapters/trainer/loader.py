@@ -128,9 +128,8 @@ class Collator:
         if self.packed:
             positions: torch.Tensor = batch["text_position_ids" if "text_position_ids" in batch else "position_ids"]
             return positions == 0
-        starts = torch.zeros_like(batch["labels"], dtype=torch.bool)
-        starts[:, 0] = True
-        return starts
+        labels: torch.Tensor = batch["labels"]
+        return (torch.arange(labels.shape[1]) == 0).expand_as(labels)
 
 
 @contextmanager
@@ -191,9 +190,14 @@ def zero_weights(batch: Batch) -> Batch:
     return {**batch, "labels": labels, "loss_scale": weights, NORMALISER: 0.0}
 
 
-def without_pack_rates(logs: dict[str, float]) -> dict[str, float]:
-    """Return the entries of a log without samples per second, which would count packs."""
-    return {name: value for name, value in logs.items() if not name.endswith("_samples_per_second")}
+def drop_pack_rates(logs: dict[str, float]) -> dict[str, float]:
+    """
+    Remove samples per second, which would count packs, from a log, and return it: the same one, to
+    which ms-swift adds the metrics that an evaluation returns.
+    """
+    for name in [name for name in logs if name.endswith("_samples_per_second")]:
+        del logs[name]
+    return logs
 
 
 def open_worker(number: int, *, num_workers: int, rank: int) -> None:

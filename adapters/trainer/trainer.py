@@ -59,8 +59,8 @@ from packplan.adapters.trainer.loader import (
     PackedDataset,
     PackLoader,
     Reduction,
+    drop_pack_rates,
     open_worker,
-    without_pack_rates,
     zero_weights,
 )
 from packplan.core.batch import count_row_groups
@@ -219,15 +219,11 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> PackLoader:
         """Return the loader of this rank's evaluation packs, in the order of the plan."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        size = self.args.per_device_eval_batch_size
+        rank, world_size = self.group.rank // self.row_ranks, count_row_groups(self.group.world_size, self.row_ranks)
+        batches = EvalBatches(len(dataset), self.args.per_device_eval_batch_size, rank=rank, world_size=world_size)
         return self._loader(
             dataset,
-            batch_sampler=EvalBatches(
-                len(dataset),
-                size,
-                rank=self.group.rank // self.row_ranks,
-                world_size=count_row_groups(self.group.world_size, self.row_ranks),
-            ),
+            batch_sampler=batches,
             collate_fn=Collator(self.template, self.template.data_collator, dataset.packed),
             persistent_workers=False,  # each evaluation opens a loader, so they would pile up
         )
@@ -466,7 +462,7 @@ class PlanTrainer(FollowsSchedule, CheckedTrainer):
                 logs["useful_tokens_per_second"] = tokens / seconds
             waited = sum(loader.waited for loader in self._loaders)
             logs["data_wait_seconds"], self._waited = waited - self._waited, waited
-        super().log(without_pack_rates(logs), *arguments, **options)
+        super().log(drop_pack_rates(logs), *arguments, **options)
 
 
 def model_inputs(prepared: dict[str, Any]) -> dict[str, Any]:

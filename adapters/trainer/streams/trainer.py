@@ -24,7 +24,7 @@ import torch
 from transformers import Trainer
 
 from packplan.adapters.trainer.checkpoints import progress_entry
-from packplan.adapters.trainer.loader import LENGTHS, Batch, PackLoader, without_pack_rates, zero_weights
+from packplan.adapters.trainer.loader import LENGTHS, Batch, PackLoader, drop_pack_rates, zero_weights
 from packplan.adapters.trainer.trainer import CheckedTrainer
 from packplan.adapters.trainer_state import save_with_digest
 from packplan.core.errors import DataSetError, agree, counted
@@ -265,7 +265,7 @@ class StreamTrainer(CheckedTrainer):
             # The trainer's share of the epoch is a guess: the number of packs is unknown.
             self.state.epoch = float(self._epoch)
         with self._estimated_total():
-            super().log(without_pack_rates(logs), *arguments, **options)
+            super().log(drop_pack_rates(logs), *arguments, **options)
 
     @contextlib.contextmanager
     def _estimated_total(self) -> Iterator[None]:
