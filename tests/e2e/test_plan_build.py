@@ -86,24 +86,6 @@ def test_lengths_are_taken_over_from_another_run(write_run, run, tmp_path, monke
     assert "remove training.packing_lengths_from" in said
 
 
-def test_all_bad_records_are_named_in_one_go(write_run, run, demo, tmp_path):
-    """Each with file, line and reason, by a build that leaves them out; a torn image too."""
-    (tmp_path / "torn.jpg").write_bytes((next((demo / "data").rglob("*.jpg"))).read_bytes()[:600])
-    good = {"messages": [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "red dot"}]}
-    torn = {"messages": [{"role": "user", "content": "<image>what?"}, good["messages"][1]], "images": ["torn.jpg"]}
-    data = tmp_path / "data.jsonl"
-    data.write_text("\n".join([json.dumps(good), "{", json.dumps(good), json.dumps(torn), json.dumps({"id": 1})]))
-
-    skipping = ["custom.on_bad_record=skip", "custom.max_bad_share=1"]
-    path = write_run(custom={"train_jsonl": str(data)}, training={"packing_drop_last": False})
-    run("build", path, *skipping)
-
-    bad = json.loads(run("show", path, "--json", *skipping).out)["splits"]["train"]["bad_records"]
-    assert [f"{data}, line {line}" for line in (2, 4, 5)] == [one["where"] for one in bad]
-    said = run("show", path, "--all", *skipping).out
-    assert all(f"left out: {one['where']}: {one['reason'][:20]}" in said for one in bad)
-
-
 @pytest.mark.usefixtures("encodes_elsewhere")
 def test_samples_that_encode_otherwise_in_another_process_are_refused(write_run, run, monkeypatch):
     main, plain = os.getpid(), SwiftEncoder.encode_messages
@@ -161,6 +143,8 @@ def test_bad_records_are_left_out_by_every_command(write_run, run, tmp_path):
     bad = [(one["index"], one["where"]) for one in manifest["bad_records"]]
     assert [(4, f"{data}, line 5"), (21, f"{data}, line 22")] == bad
     assert "2 of 32 records cannot become samples and are left out: " in run("show", path, "--json").out
+    everything = run("show", path, "--all").out
+    assert all(f"left out: {one['where']}: {one['reason'][:20]}" in everything for one in manifest["bad_records"])
     assert "line 6" in run("show", path, "--sample", 5).out
     assert f"record 4 is no sample: {data}, line 5: " in run("show", path, "--sample", 4, status=2).err
     run("verify", path, "--samples", 30)

@@ -82,8 +82,9 @@ def in_words(table: str) -> str:
 
 
 def test_show_says_what_core_says(store, said):
-    """The same numbers as from a plain list of lengths, as one document."""
-    path = store(eval_lengths=LENGTHS[:9])
+    """The numbers of a plain list of lengths, by default for the most ranks that were built for."""
+    path = store(eval_lengths=LENGTHS[:9], world_sizes=(1, 4, 2))
+    assert 4 == json.loads(said("show", path, "--json"))["splits"]["train"]["schedule"]["world_size"]
     document = json.loads(said("show", path, "--json", "--world-size", "2"))["splits"]
     config, plan = read_config(path), build_raw_plan(LENGTHS, packing_length=80, min_fill_ratio="0.65")
     works = SampleWorks.from_lengths(WorkModel.estimated({}).trained(), LENGTHS)
@@ -98,14 +99,6 @@ def test_show_says_what_core_says(store, said):
     evaluated = build_raw_plan(LENGTHS[:9], packing_length=80, drop_last=False)
     assert attrs.asdict(summarise(evaluated, LENGTHS[:9], supervised=one[:9])) == document["eval"]["plan"]
     assert ["eval"] == list(json.loads(said("show", path, "--json", "--split", "eval"))["splits"])
-
-
-def test_show_takes_the_most_ranks_that_were_built_for(store, shown):
-    """Another number of ranks is looked at without building."""
-    path = store(world_sizes=(1, 4, 2))
-
-    assert 4 == shown(path)["schedule"]["world_size"]
-    assert 1 == shown(path, "--world-size", "1")["schedule"]["world_size"]
 
 
 def test_a_plan_is_broken_down_by_source(store, said, shown):
@@ -241,16 +234,6 @@ def test_lengths_that_give_no_plan_are_not_sent_back_to_build(store, refused, ch
 
     assert re.search(reason, message), message
     assert "packplan plan build" not in message
-
-
-def test_overrides_steer_what_is_shown(store, said, shown):
-    """As if the YAML said so; of the packing that would be, too."""
-    path = store()
-    steps = [shown(path, f"training.num_train_epochs={n}")["schedule"]["total_steps"] for n in (1, 2)]
-
-    assert steps[1] == 2 * steps[0]
-    (planned,) = json.loads(said("whatif", path, "template.max_length=100", "--json"))["alternatives"]
-    assert 100 == planned["packing_length"]
 
 
 def test_what_is_not_built_is_named(store, refused):

@@ -64,6 +64,15 @@ def mixes_by_tokens(draw) -> tuple[Mixes, list[int], list[int]]:
     return Mixes((mix,), is_curriculum=False), lengths, sizes
 
 
+ONE = Decimal(1)
+
+
+def mix_of(*sources: dict, **keys) -> Mix:
+    """A mix of sources a, b …, each of its keys."""
+    made = [Source(**{"jsonl": name, **one}) for name, one in zip("abc", sources, strict=False)]
+    return Mix(sources=tuple(made), **keys)
+
+
 def paths(faults) -> list[str]:
     return [fault.path for fault in faults]
 
@@ -205,34 +214,23 @@ def test_the_lowest_keys_sum_up_to_a_quota(samples, hundredths, room):
 
 
 @pytest.mark.parametrize(
-    ("by", "digest"),
-    [("samples", "03dc04dc9115da2a"), ("tokens", "022990bf25de196f")],
+    ("draw", "by", "digest"),
+    [
+        (select_records, "samples", "03dc04dc9115da2a"),
+        (select_records, "tokens", "022990bf25de196f"),
+        (draw_in_order, "samples", "9ae41f384afedbe2"),
+    ],
 )
-def test_golden_selections(by, digest):
+def test_golden_draws(draw, by, digest):
     """From seed and epoch alone, in every process; other draws would not resume those of before."""
-    sources = [("a", "0.5", None, False), ("b", "0.3", 4000, False), ("c", "0.2", None, True)]
-    mix = Mix(
-        sources=tuple(Source(jsonl=j, ratio=Decimal(r), cap=cap, replacement=again) for j, r, cap, again in sources),
-        by=by,
-    )
-    lengths = np.arange(30_000) * 7919 % 97
-    drawn = [select_records(Mixes((mix,)), lengths, [10_000] * 3, seed=3, epoch=epoch) for epoch in range(3)]
+    ordered = draw is draw_in_order
+    second = {"count": 3000} if ordered else {"ratio": Decimal("0.3"), "cap": 4000}
+    mix = mix_of({"ratio": Decimal("0.5")}, second, {"ratio": Decimal("0.2"), "replacement": True}, by=by)
+    lengths = [] if ordered else [np.arange(30_000) * 7919 % 97]
+    drawn = [draw(Mixes((mix,)), *lengths, [10_000] * 3, seed=3, epoch=epoch) for epoch in range(3)]
+    parts = [part for one in drawn for part in (divmod(one, 10_000) if ordered else [one])]
 
-    assert digest == hashlib.sha256(np.concatenate(drawn).tobytes()).hexdigest()[:16], "meant? CHANGELOG.md says so"
-
-
-def test_golden_orders():
-    """A stream has these samples in this order."""
-    sources = (
-        Source(jsonl="a", ratio=Decimal("0.5")),
-        Source(jsonl="b", count=3000),
-        Source(jsonl="c", ratio=Decimal("0.2"), replacement=True),
-    )
-    mix = Mix(sources=sources)
-    drawn = [draw_in_order(Mixes((mix,)), [10_000] * 3, seed=3, epoch=epoch) for epoch in range(3)]
-    joined = np.concatenate([values for one in drawn for values in divmod(one, 10_000)])
-
-    assert "9ae41f384afedbe2" == hashlib.sha256(joined.tobytes()).hexdigest()[:16]
+    assert digest == hashlib.sha256(np.concatenate(parts).tobytes()).hexdigest()[:16], "meant? CHANGELOG.md says so"
 
 
 def test_each_epoch_has_its_entry_and_the_last_stays():
@@ -247,15 +245,6 @@ def test_each_epoch_has_its_entry_and_the_last_stays():
             select_records(mixes, lengths, sizes, seed=0, epoch=epoch), draw_in_order(mixes, sizes, seed=0, epoch=epoch)
         ):  # fmt: skip
             assert counts == [part.sum() for part in in_files(sizes, np.bincount(drawn, minlength=10))]
-
-
-ONE = Decimal(1)
-
-
-def mix_of(*sources: dict, **keys) -> Mix:
-    """A mix of sources a, b …, each of its keys."""
-    made = [Source(**{"jsonl": name, **one}) for name, one in zip("abc", sources, strict=False)]
-    return Mix(sources=tuple(made), **keys)
 
 
 @pytest.mark.parametrize(
@@ -290,9 +279,18 @@ def test_what_is_wrong_with_a_mix_is_named_by_its_key(mix, path):
     assert [f"curriculum[2].{path}"] == paths(mixes_faults(mixes, [9] * len(mixes.files)))
 
 
-def test_sources_and_curricula_without_anything_are_refused():
-    assert ["curriculum"] == paths(mixes_faults(Mixes(()), []))
-    assert ["curriculum[0].sources[0]"] == paths(mixes_faults(Mixes((mix_of({"ratio": ONE}),)), [0]))
+@pytest.mark.parametrize(
+    ("faults", "path"),
+    [
+        (mixes_faults(Mixes(()), []), "curriculum"),
+        (mixes_faults(Mixes((mix_of({"ratio": ONE}),)), [0]), "curriculum[0].sources[0]"),
+        (stream_faults(Mixes((mix_of({"ratio": ONE}), mix_of({"ratio": ONE}, by="tokens")))), "curriculum[1].by"),
+    ],
+    ids=["no mix", "a source without records", "a stream by tokens"],
+)
+def test_what_gives_no_sample_is_refused(faults, path):
+    """A stream draws before it measures, so it cannot count tokens."""
+    assert [path] == paths(faults)
 
 
 @pytest.mark.parametrize(
@@ -323,13 +321,6 @@ def test_no_epoch_draws_more_than_memory_holds(by):
     for total, found in ((999_999_999, ["sources[0]"]), (10**8, [])):
         mix = mix_of({"ratio": ONE, "replacement": True}, by=by, **{f"{by}_per_epoch": total})
         assert found == paths(measured_faults(Mixes((mix,), is_curriculum=False), [4, 6], [2], 1))
-
-
-def test_streams_take_no_mix_by_tokens():
-    """Since nothing is measured before it is drawn."""
-    mixes = Mixes((mix_of({"ratio": ONE}), mix_of({"ratio": ONE}, by="tokens")))
-
-    assert ["curriculum[1].by"] == paths(stream_faults(mixes))
 
 
 @given(st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=3), min_size=1, max_size=3))
