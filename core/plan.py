@@ -22,7 +22,7 @@ from packplan.core.patterns.certificate import BoundKind
 from packplan.core.policy import PlanPolicy
 
 _SAVED = 500
-"""Packs of a plan for each one that `auto` has to save to be worth a line: 0.2 %."""
+"""`auto_packs` is set where `auto` saves more than one pack in so many, which is 0.2 %."""
 
 
 @attrs.frozen
@@ -201,7 +201,7 @@ def _bound_of_packs(
     tokens: IntArray, policy: PlanPolicy, *, known: int, effort: float, report: Callable[[str], None]
 ) -> Bound:
     """
-    Return the bound of the packs that an algorithm made.
+    Return the lower bound on the packs of samples; each sample that fills a pack needs one.
 
     Args:
         tokens: Tokens of each sample that was packed, at most those of a pack.

@@ -4,12 +4,16 @@ Balanced: packs of equal work within the capacity, at most one in two hundred mo
 Groups of some thousand packs are levelled separately, so time and memory are linear in the samples.
 Samples in order of length and work are dealt to the groups in turn, so groups are alike.
 
-Inside a group, samples go to the emptiest pack, longest first, without regard to the capacity.
-Exchanges then make the packs fit, and level their work. A sample of much work, beside which a full
-pack would exceed the mean work, also takes room for tokens that stay out of its pack. All unused
-room of the packs is kept for such samples. Where packs do not fit in this way, or best fit needs
-more packs than the limit, packs of `auto` are levelled instead, of a smaller capacity if their
-number allows.
+1. Start: inside a group, each sample goes to the pack with the fewest tokens so far, longest sample
+   first. A pack may exceed the capacity.
+2. Fit: samples are exchanged between packs until none exceeds the capacity.
+3. Level: samples are exchanged until packs have nearly equal work (`core.packers.exchange`).
+
+In step 1, a sample of much work reserves tokens that stay empty in its pack, since a full pack with
+it would exceed the mean work. Reserved are the tokens that the packs leave unused anyway.
+
+Where step 2 fails, or best fit needs more packs than the limit, packs of `auto` are levelled
+instead, of a smaller capacity if their number allows.
 """
 
 from bisect import bisect_left
@@ -31,18 +35,18 @@ from packplan.core.work.assignment import to_units
 from packplan.core.work.model import WorkModel
 
 MORE = 200
-"""Packs per extra pack, whose room serves to level work."""
+"""Packs for each extra pack beyond the fewest, which gives room to level work."""
 
 _GROUP_SAMPLES, _GROUP_PACKS = 1 << 15, 1 << 10
 """Least number of samples and of packs in a group."""
 
 _LIGHT = 4
-"""The quantile 1 / 4 of work per token, taken as the work of tokens beside heavy samples."""
+"""A quarter of samples has less work per token than is assumed beside heavy samples."""
 
 _KEPT_EMPTY = (80, 40, 0)
 """
-Percentages of the unused room of all packs to keep empty beside samples of much work. The first
-with which packs fit is taken.
+Percentages of the unused tokens of all packs that samples of much work may reserve. The first one
+with which all packs fit is taken.
 """
 
 _SHARE = 996
@@ -165,8 +169,8 @@ def _fit_group(
     lengths: IntArray, units: IntArray, keys: NDArray[np.uint16] | None, *, num: int, capacity: int
 ) -> Exchange | None:
     """
-    Return packs within the capacity, with room beside samples of much work if possible; None if
-    samples do not all fit.
+    Return packs within the capacity, in which samples of much work have reserved tokens if
+    possible; None if no packs are found that fit.
     """
     for share in _KEPT_EMPTY:
         rooms = _reserve_tokens(lengths, units, num=num, capacity=capacity, share=share)
@@ -180,11 +184,11 @@ def _fit_group(
 
 def _reserve_tokens(lengths: IntArray, units: IntArray, *, num: int, capacity: int, share: int) -> IntArray:
     """
-    Return the tokens that each sample takes of its pack: its own, and those that stay empty beside
-    it to keep the pack at the mean work.
+    Return the tokens of each sample together with those that it reserves, so that its pack stays at
+    the mean work.
 
-    Room that stays empty is lost to other packs. If there is not enough, all such samples give up
-    the same number of tokens, so that the heaviest packs are relieved first.
+    At most *share* percent of the unused tokens of all packs are reserved. If samples want more,
+    each reserves the same number less, so that the heaviest samples keep a reserve.
     """
     light = float(np.sort(units / lengths)[lengths.size // _LIGHT])
     if not light:
@@ -199,7 +203,7 @@ def _reserve_tokens(lengths: IntArray, units: IntArray, *, num: int, capacity: i
 
 
 def _cut_reserve(wanted: IntArray, beside: IntArray, given_up: int) -> IntArray:
-    """Return the tokens that stay empty beside each sample, after each gave up *given_up*."""
+    """Return the tokens that each sample reserves if it gives up *given_up* of those it wants."""
     left: IntArray = np.clip(wanted - given_up, 0, beside)
     return left
 

@@ -1,13 +1,14 @@
 """
 Redraw: another packing of the same samples, of equal quality, by a seeded draw.
 
-All samples are laid end to end in a random order, with a line after every *capacity* tokens. The
-samples between two lines are a group, which is packed as one item. Samples on a line are loose, and
-fill the room that they left in the groups. So nearly all samples share a pack with random others.
+All samples are put end to end in a random order, which is cut after every *capacity* tokens. The
+whole samples between two cuts are a group, which is packed as one item. Samples across a cut are
+items of their own, called loose, and fill the packs of the groups. So nearly all samples share a
+pack with random others.
 
-The limit is one pack in 200 more than the algorithm's own packing has. Above it, groups at the
-front of the order become loose samples too, the more the further above it. When all samples are
-loose, those of equal length change places, and the number of packs is the algorithm's own.
+If the draw has more than one pack in 200 above the algorithm's own packing, groups at the front of
+the order become loose samples too, and the items are packed again. If that is still too many with
+all samples loose, samples of equal length change places in the algorithm's own packs.
 
 An algorithm that starts from a random order needs no groups. `balanced` draws the start of its
 search. The groups of `certified` are packed by best fit, its first stage. Where that is not near
@@ -32,12 +33,12 @@ MORE = 200
 """Packs of the algorithm's own packing for each further pack that a draw may have."""
 
 _FIRST_LOOSE = 40
-"""One in so many tokens is loose at first, beside the samples on a line."""
+"""One in so many tokens is loose at first, beside samples across a cut."""
 
 
 @attrs.frozen
 class _Packing:
-    """Packing whose samples are looked up only if it is taken."""
+    """Packing of items; the pack of each is computed only if it is needed."""
 
     num: int
     """Number of packs."""

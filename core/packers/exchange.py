@@ -1,10 +1,10 @@
 """
-Packs of equal work by exchange of parts of about equal length between two packs.
+Exchanges of samples between packs, which make packs fit or give them equal work.
 
-All parts of all packs are sorted by tokens. A part is a single sample, or a few samples of a pack
-drawn together. Each part is compared with one a few places on, so parts of nearly equal length are
-exchanged and packs stay within the capacity. The exchanges that help most are made at once, at most
-one a pack.
+A part of a pack is a single sample, or up to four of its samples drawn at random. All parts of all
+packs are sorted by tokens. In each round, every part is compared with the one a random number of
+places further on. Both have about equal tokens, so that packs stay within the capacity when they
+change places. The exchanges that gain most are made at once, at most one a pack.
 
 Draws come from one stream of raw numbers, arithmetic is in whole numbers, and rounds are counted.
 So the packs are the same on every machine.
@@ -75,7 +75,7 @@ class _Parts:
 
 @attrs.define(eq=False)
 class Exchange:
-    """Packs between which samples are exchanged."""
+    """Packs of some samples, changed by exchanges between two of them at a time."""
 
     tokens: IntArray
     """Tokens of each sample; shape (num_samples,)."""
@@ -84,7 +84,7 @@ class Exchange:
     """Work of each sample, in whole units; shape (num_samples,)."""
 
     labels: IntArray
-    """Pack of each sample, changed in place; shape (num_samples,)."""
+    """Pack of each sample, changed by each exchange; shape (num_samples,)."""
 
     num: int
     """Number of packs."""

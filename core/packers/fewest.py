@@ -1,14 +1,15 @@
 """
 Auto and certified: the fewest packs that a search finds, bounded or until they meet the bound.
 
-Auto has the packs of constant volume, and fewer where a bounded search finds them. Certified goes
-on from that search, with whole bins from the linear relaxation over patterns. A dive takes the
-patterns with whole uses, and the best of the others until enough bins are fixed. A short search
-packs the remaining samples. Then the program is solved again for them.
+`auto` returns the packs of constant volume, or fewer if a bounded search finds them.
 
-All limits count iterations, so the result does not depend on the machine's speed. If a gap remains,
-packs in the order of the data and in a random one are tried: the plan is never worse than that of
-another algorithm.
+`certified` searches until its packs meet the lower bound, or a limit of iterations. It dives: it
+solves the linear relaxation over patterns, and fixes the bins of the most used patterns. A short
+search packs the remaining samples, and the program is solved again for them. If a gap to the bound
+remains, packs in the order of the data and in a random order are tried too. So its packs are never
+more than those of another algorithm.
+
+All limits count iterations, so the result does not depend on the speed of the machine.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_SIZES, FloatArra
 from packplan.core.patterns.search import find_filling, find_filling_quickly, search_effort
 
 _CLOSE, _ENOUGH = 1000, 4000
-"""Packs per pack above the bound that is worth no search (0.1 %), and per pack that ends it."""
+"""A gap of one pack in 1,000 above the bound starts no search, and one in 4,000 ends it."""
 
 MAX_DIVES = 40
 """Limit of linear programs after the relaxation. Each has fewer samples than the one before."""

@@ -75,7 +75,7 @@ def fill_guided(tally: LengthCounts, *, capacity: int, num_groups: int, effort: 
 
 
 class _BinFiller:
-    """Bins that are filled, and the samples that are left."""
+    """Bins that were filled by slots of a program, and the samples that are left."""
 
     def __init__(self, tally: LengthCounts, capacity: int) -> None:
         self.alive = [index for index, count in enumerate(tally.counts) if count]
@@ -174,7 +174,12 @@ class _Program:
         self._inverse = np.diag(self._prices)  # transposed: a row for each group
 
     def generate_columns(self, effort: Effort) -> None:
-        """Take better patterns until they are close to the bound; SpentError if the effort ends."""
+        """
+        Enter patterns into the basis until its bins are within `_CLOSE` of the bound.
+
+        Raises:
+            SpentError: The effort ends before.
+        """
         centre, bound, smoothing = self._sizes / self._capacity, 0.0, _SMOOTHING
         passes = sum(per_bin.bit_length() + 2 for per_bin in (self._capacity // self._sizes).tolist())
         while True:

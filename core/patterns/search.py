@@ -1,10 +1,10 @@
 """
 Search for a filling of few bins: guided filling, then exchanges that gather unused room.
 
-Room is of use only where it is as large as a sample. So samples change places with slightly longer
-ones: the shorter one's bin is filled up, and its room goes to a bin that has more. Each exchange
-raises the sum of the squares of all rooms, so the exchanges end. Bins of one pattern take part
-together, so the time grows with the distinct lengths.
+Unused tokens of a bin are of use only if a sample fits them. So a sample of a nearly full bin
+changes places with a slightly longer one: the one bin gets full, and its unused tokens go to the
+other. Each exchange raises the sum of the squares of all unused tokens, so the exchanges end. Bins
+of one pattern take part together, so the time grows with the distinct lengths.
 
 Where no exchange is left, the bins that are not full are packed again with some full ones. The
 literature calls that a large neighbourhood search (Shaw, 1998).
