@@ -153,19 +153,25 @@ NOT_FINITE = (".nan", "-.inf", "1e400", "1e-999999999", f"0x{'f' * 5000}")
 """Texts that YAML or a number's class reads as nothing finite, or not at all."""
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("text", NOT_FINITE)
 def test_no_key_takes_a_number_that_is_not_finite(text):
     """Each key, ours and the trainer's, is named in a fault, or holds numbers to calculate with."""
-    for path in sorted({*known_keys(RunConfig)} - {*SECTIONS} | {f"training.{key}" for key in KEYS}):
+    keys = {*known_keys(RunConfig)} - {*SECTIONS} | {f"training.{key}" for key in KEYS}
+    with pytest.raises(ConfigError) as raised:
+        parsed({}, *(f"{key}={text}" for key in keys))
+    refused = {fault.path for fault in raised.value.faults}
+    assert len(refused) > len(keys) / 2
+    for key in sorted(keys - refused):
         numbers: list[object] = []
         try:
-            config = parsed({}, f"{path}={text}")
+            config = parsed({}, f"{key}={text}")
             attrs.asdict(config, value_serializer=lambda _, __, one, to=numbers: to.append(one) or one)
             numbers += config.training.trainer.values()
             taken = all(1e-300 < abs(one) < 1e300 for one in numbers if one and isinstance(one, (int, float, Decimal)))
         except ConfigError as error:
-            taken = path in str(error)
-        assert taken, path
+            taken = key in str(error)
+        assert taken, key
 
 
 @pytest.mark.parametrize("key", ["ratio", "count", "cap", "samples_per_epoch", "tokens_per_epoch"])
