@@ -60,13 +60,13 @@ def faults_of(tmp_path):
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(sections))
     (tmp_path / "model").mkdir()
+    config = read_config(tmp_path / "run.yaml")
 
     def faults(files: dict[str, bytes]) -> list[str]:
         for file in (tmp_path / "model").iterdir():
             file.unlink()
         for name, content in {"config.json": b'{"model_type": "qwen2"}', **files}.items():
             (tmp_path / "model" / name).write_bytes(content)
-        config = read_config(tmp_path / "run.yaml")
         require_inputs(config)  # a plan needs no weights
         try:
             require_inputs(config, loads=True)
