@@ -147,7 +147,7 @@ UNSTEADY = {
 
 
 class GuessingSource(ListSource):
-    """Its shortcut is wrong for one sample; it may find that while it measures."""
+    """A shortcut that is wrong for one sample; it may find that while it measures."""
 
     def __init__(self, lengths: list[int], *, wrong: int, audits: bool = False) -> None:
         super().__init__(lengths)

@@ -64,12 +64,12 @@ class Started:
 
     @property
     def said(self) -> str:
-        """What it has printed on standard error so far."""
+        """Text of its standard error so far."""
         return self.log.read_text() if self.log.exists() else ""
 
     @property
     def printed(self) -> str:
-        """What it has printed on standard output so far."""
+        """Text of its standard output so far."""
         return self.out.read_text()
 
     def wait(self) -> int:

@@ -183,7 +183,7 @@ class EpochSchedule:
         Return the schedule that trains an aligned plan.
 
         Args:
-            aligned: What the ranks consume in an epoch.
+            aligned: Packs that the ranks consume in an epoch.
             fields: The other fields by name: `gradient_accumulation_steps`, `num_train_epochs`,
                 `max_steps`, `seed`, `shuffle`, `works`, `sync_at`, `start`.
 

@@ -32,9 +32,6 @@ FRAGMENT = re.compile(
 LAW = re.compile(r'^(def test_\w+\([^\n]*\n(?:    [^"\n][^\n]*\n|\)[^\n]*\n)*)    """.*?"""', re.MULTILINE | re.DOTALL)
 """A test up to the end of its docstring, which is a sentence of any beginning."""
 
-FRAGMENTS = Path(__file__).with_name("fragments.txt")
-"""Files that still have fragments, one a line. None is added; a file without any is taken out."""
-
 
 def fragments(source: str) -> list[str]:
     """Return the beginnings of docstrings and of arguments that are fragments; laws may be any."""
@@ -72,13 +69,7 @@ def test_arguments_are_documented():
 
 
 def test_no_docstring_is_a_fragment():
-    """Docstrings and arguments name things. The list of files with fragments only shrinks."""
-    found = {
-        str(path.relative_to(ROOT)): beginnings
-        for path in CHECKED
-        if (beginnings := fragments(path.read_text(encoding="utf-8")))
-    }
-    allowed = set(FRAGMENTS.read_text(encoding="utf-8").split())
+    """Docstrings and arguments name things."""
+    found = {path: said for path in CHECKED if (said := fragments(path.read_text(encoding="utf-8")))}
 
-    assert {} == {name: beginnings for name, beginnings in found.items() if name not in allowed}
-    assert set() == allowed - found.keys(), f"without fragments now: take them out of {FRAGMENTS.name}"
+    assert {} == found

@@ -1,4 +1,4 @@
-"""What pages name exists; their Python runs, and their tables are current."""
+"""Names on pages exist; their Python runs, and their tables are current."""
 
 import ast
 import json
@@ -150,7 +150,7 @@ def lost_names(page: Path) -> list[str]:
 
 
 def test_each_change_has_its_place():
-    """What the table of changes names stands in a file of its row."""
+    """Each name in the table of changes stands in a file of its row."""
     lost = []
     for row in text_of(ROOT / "CONTRIBUTING.md").split("| to | change |")[1].split("\n\n")[0].splitlines()[2:]:
         words = [word.partition("=")[0] for word in CODE.findall(row) if " " not in word]

@@ -15,7 +15,7 @@ MARKS = (
     "<|im_end|>", "<|im_start|>user\n", "<think>\nso\n</think>\n\n", "<bbox>", "<ref-object>", "<video>", "  ", "\n",
     "<|endoftext|>", "é", "\u0301", "你好", "🙂", "",
 )  # fmt: skip
-"""What a template or a tokenizer may treat otherwise than words."""
+"""Texts that a template or a tokenizer may treat otherwise than words."""
 
 
 def text(rng: random.Random) -> str:

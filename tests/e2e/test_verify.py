@@ -1,4 +1,4 @@
-"""What verify finds in a real run: every fault that is planted, and none where nothing is."""
+"""Verify finds, in a real run, every fault that is planted, and none where nothing is."""
 
 import json
 import shutil

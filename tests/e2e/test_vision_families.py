@@ -122,14 +122,14 @@ def few_pictures(pictures):
 
 
 def measurer(path) -> SwiftMeasurer:
-    """What measures the samples of a run."""
+    """Return the measurer of a run's samples."""
     config = read_config(path)
     return open_splits(config)["train"].source
 
 
 @pytest.mark.parametrize("family", MEASURED)
 def test_lengths_are_those_of_full_encodes(vision_run, pictures, few_pictures, caplog, family):
-    """Of 45 sizes and several images: from headers where possible, else by full encodes."""
+    """For 45 sizes and several images: from headers where possible, else by full encodes."""
     caplog.set_level("INFO", "packplan")
     shortcut._log_once.cache_clear()  # another test of this process may have heard it
     data, sizes = (pictures, 45) if family in HEADERS else (few_pictures, 5)
@@ -375,7 +375,7 @@ def test_text_that_is_frozen_trains_images_alone(vision_run, execute):
 
 
 def test_sound_is_refused_by_key_and_record(vision_run, model_of):
-    """What says to train what hears or speaks; a record with sound; one with a video."""
+    """Keys that would train what hears or speaks; a record with sound; one with a video."""
     model = AutoModelForMultimodalLM.from_pretrained(model_of("qwen2_5_omni"))
     for key, value in {
         "trainable_parameters": ["talker"], "trainable_parameters_regex": "audio_tower",

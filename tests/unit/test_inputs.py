@@ -1,4 +1,4 @@
-"""What a run needs and this machine lacks is named at once."""
+"""Packages and files that a run needs and this machine lacks are named at once."""
 
 import pytest
 import yaml

@@ -1,4 +1,4 @@
-"""What a record is does not depend on how its file writes it."""
+"""A record's identity does not depend on how its file writes it."""
 
 import base64
 import datetime as dt
