@@ -160,7 +160,7 @@ def answered(**more):
         ({"messages": 3}, "has 'messages' that are no list, but a number"),
         ({"messages": {"a": 1}}, "has 'messages' that are no list, but an object"),
         ({"conversations": []}, "has no message in 'conversations', so there is nothing to learn from it"),
-        ({"conversation": None}, "has no message in 'conversation'"),
+        ({"messages": "[]"}, "has no message in 'messages'$"),
         ({"data": [chat(), chat()]}, "list of 2 objects in 'data': write each on a line of its own, or map messages"),
         (chat({"role": "system", "content": None}), "no message but a system message that says nothing"),
         (chat({"from": "gpt", "value": "why?"}, QUESTION, ANSWER), "begins with a message of the assistant, before"),
