@@ -31,7 +31,7 @@ def tables(draw):
         MeasuredSample(BAD)
         if images < 0
         else MeasuredSample(
-            Measurement(10 + number, 1, images, 4 * images),
+            Measurement(10 + number, 1, images - images // 2, 4 * images, videos=images // 2),
             tuple(MediaFacts(number, ord(folder), place, 0) for place in range(images)),
         )
         for number, folder, images in records
