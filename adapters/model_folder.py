@@ -210,7 +210,7 @@ def _weight_names(folder: Path) -> Collection[str]:
     path = _first_file(folder, _WEIGHTS[:2])
     if path is None:
         return ()
-    return (_shards(path) if path.suffix == ".json" else _header(path)).keys()
+    return (_read_index(path) if path.suffix == ".json" else _read_header(path)).keys()
 
 
 def require_whole_weights(model: ModelConfig) -> None:
@@ -228,7 +228,7 @@ def require_whole_weights(model: ModelConfig) -> None:
         if path.suffix != ".json":
             _require_whole(path)
             continue
-        named = _shards(path)
+        named = _read_index(path)
         for name in sorted(set(named.values())):
             if not (folder / name).is_file():
                 raise _damage_error(folder / name, f"is missing, though {path.name} names it")
@@ -256,7 +256,7 @@ def damaged_json_reason(folder: str) -> str:
     return ""
 
 
-def _shards(index: Path) -> Mapping[str, str]:
+def _read_index(index: Path) -> Mapping[str, str]:
     """Return the file of each weight in an index."""
     content = _read_json(index)
     named = content.get("weight_map") if isinstance(content, dict) and "metadata" in content else None
@@ -265,7 +265,7 @@ def _shards(index: Path) -> Mapping[str, str]:
     return named
 
 
-def _header(path: Path) -> Mapping[str, Any]:
+def _read_header(path: Path) -> Mapping[str, Any]:
     """Return the entry of each weight in a whole file of safetensors; ConfigError if it is none."""
     import safetensors  # comes with transformers, without which runs are planned too
 
@@ -287,7 +287,7 @@ def _require_whole(path: Path) -> None:
     if start == _POINTER:
         raise _damage_error(path, "is a pointer of git-lfs", "fetch it with git lfs pull")
     if path.suffix == ".safetensors":
-        _header(path)
+        _read_header(path)
     # An archive of torch ends with its table of contents; older versions wrote a pickle.
     elif not (zipfile.is_zipfile(path) or start.startswith(b"\x80")):
         raise _damage_error(path, "is cut off or no file of weights")
@@ -339,7 +339,7 @@ def _weights_digest(path: Path) -> str:
     """
     digest = hashlib.sha256()
     if path.suffix == ".safetensors":
-        weights = _header(path)
+        weights = _read_header(path)
         digest.update(json.dumps(weights, sort_keys=True).encode())
         with path.open("rb") as file:
             start = 8 + int.from_bytes(file.read(8), "little")

@@ -52,10 +52,10 @@ CHECKS = MappingProxyType(
 )
 """Checks -> meaning of their number."""
 
-EQUAL: Mapping[Precision, float] = MappingProxyType({"float32": 2e-5, "float16": 2e-2, "bfloat16": 1e-1})
+EQUALITY_LIMITS: Mapping[Precision, float] = MappingProxyType({"float32": 2e-5, "float16": 2e-2, "bfloat16": 1e-1})
 """Largest relative difference between a packed sample and the same one alone."""
 
-_LOSSES: Mapping[Precision, float] = MappingProxyType({"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2})
+_LOSS_LIMITS: Mapping[Precision, float] = MappingProxyType({"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2})
 """Largest relative difference of mean losses, which depth does not add to."""
 
 _LOSS_SHARE = 0.1
@@ -128,7 +128,7 @@ def judge(findings: Iterable[Deviation], *, precision: Precision, limit: float) 
     4
     """
     limits = dict.fromkeys(("logits", "gradients"), limit)
-    limits |= dict.fromkeys(("sample loss", "step loss"), _LOSSES[precision])
+    limits |= dict.fromkeys(("sample loss", "step loss"), _LOSS_LIMITS[precision])
     found: dict[str, list[Deviation]] = {}
     for finding in findings:
         found.setdefault(finding.check, []).append(finding)

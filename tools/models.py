@@ -23,7 +23,7 @@ import yaml
 
 from packplan.adapters.progress import progress
 from packplan.app.cli.command import run_command, run_program
-from packplan.core.equality import EQUAL, PackingVerdict
+from packplan.core.equality import EQUALITY_LIMITS, PackingVerdict
 from packplan.core.errors import PackplanError
 
 log = logging.getLogger("packplan.app.tools")
@@ -41,7 +41,7 @@ TERMS = (
     """- **Isolation** is the largest gradient of a sample's logits to another sample, over the largest to its own.
 It has to be 0.""",
     f"""- **Equality** is the largest relative difference of logits, losses and gradients to the same sample alone.
-It may be {EQUAL["float32"]:.0e}.""",
+It may be {EQUALITY_LIMITS["float32"]:.0e}.""",
 )
 
 STARS = "Where a name has a star, some of its layers run sample by sample."

@@ -77,7 +77,7 @@ class Layout:
         return max(self.lengths) if self._longest is None else self._longest
 
     @cached_property
-    def alike(self) -> tuple[tuple[int, ...], ...]:
+    def batches(self) -> tuple[tuple[int, ...], ...]:
         """
         Groups of blocks that can be computed as one batch: of equal length, without own masks.
         """

@@ -51,7 +51,7 @@ _KEEPS_PART: ContextVar[bool] = ContextVar("keeps_part", default=False)
 
 
 @contextmanager
-def _setting(flag: ContextVar[bool]) -> Iterator[None]:
+def _set_flag(flag: ContextVar[bool]) -> Iterator[None]:
     token = flag.set(True)
     try:
         yield
@@ -61,7 +61,7 @@ def _setting(flag: ContextVar[bool]) -> Iterator[None]:
 
 def compute_whole_rows() -> AbstractContextManager[None]:
     """Let each rank compute whole rows by itself, inside, to compare with rows that it shares."""
-    return _setting(_COMPUTES_WHOLE)
+    return _set_flag(_COMPUTES_WHOLE)
 
 
 def share_rows(model: Any, group: dist.ProcessGroup) -> SharedRows:
@@ -101,7 +101,7 @@ def share_rows(model: Any, group: dist.ProcessGroup) -> SharedRows:
             return original(*arguments, **options)
         _, share = divide_row(row, group)
         keep, targets = _targets_of_part(given, share)
-        with _setting(_KEEPS_PART):
+        with _set_flag(_KEEPS_PART):
             output = original(**{**given, "labels": None} | ({} if keep is None else {"logits_to_keep": keep}))
         own = F.cross_entropy(output["logits"][0].float(), targets, ignore_index=_IGNORED, reduction="sum")
         num_items = given.get("num_items_in_batch")
@@ -243,7 +243,7 @@ class SharedRows:
         inside.close()
         if share is None or output is None or not self._joins or _KEEPS_PART.get():
             return None
-        return _joined(output, share)
+        return _join_parts(output, share)
 
 
 def _cut_arguments(given: dict[str, Any], row: PackedRow, share: RowShare) -> dict[str, Any]:
@@ -284,14 +284,14 @@ def _cut_arguments(given: dict[str, Any], row: PackedRow, share: RowShare) -> di
     return cut
 
 
-def _joined(value: Any, share: RowShare) -> Any:
+def _join_parts(value: Any, share: RowShare) -> Any:
     """Join the parts of what has this rank's tokens: shape (1, part, …), or (part, …)."""
     if isinstance(value, dict):
         for name in list(value):
-            value[name] = _joined(value[name], share)
+            value[name] = _join_parts(value[name], share)
         return value
     if isinstance(value, (tuple, list)):
-        return type(value)(_joined(one, share) for one in value)
+        return type(value)(_join_parts(one, share) for one in value)
     if not isinstance(value, torch.Tensor) or value.dim() < 2:
         return value
     axes = [axis for axis in (1, 0) if value.shape[axis] == len(share.positions)]

@@ -176,7 +176,7 @@ def mask_within_samples(mask_function: MaskFunction, row: PackedRow, local_size:
         row: Samples of the row.
         local_size: Tokens of the mask's window or chunk, if any.
     """
-    if local_size is not None and _mentions(mask_function, chunked_overlay):
+    if local_size is not None and _is_made_by(mask_function, chunked_overlay):
         mask_function = and_masks(causal_mask_function, row.same_chunk(local_size))
     else:
         mask_function = row.by_columns(mask_function)
@@ -184,7 +184,7 @@ def mask_within_samples(mask_function: MaskFunction, row: PackedRow, local_size:
     return together
 
 
-def _mentions(function: Any, maker: Callable[..., Any], depth: int = 4) -> bool:
+def _is_made_by(function: Any, maker: Callable[..., Any], depth: int = 4) -> bool:
     """Return whether a mask function is composed of one that *maker* returned."""
     if (
         getattr(function, "__qualname__", "").startswith(f"{maker.__name__}.")
@@ -193,7 +193,7 @@ def _mentions(function: Any, maker: Callable[..., Any], depth: int = 4) -> bool:
         return True
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     parts = [part for cell in cells for part in (cell if isinstance(cell, tuple) else (cell,)) if callable(part)]
-    return depth > 0 and any(_mentions(part, maker, depth - 1) for part in parts)
+    return depth > 0 and any(_is_made_by(part, maker, depth - 1) for part in parts)
 
 
 OwnAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -400,15 +400,15 @@ def _by_blocks(
     # Split and joined once: the backward pass of each slice would fill a whole row with zeros.
     split = [torch.split(part, list(layout.lengths), 2) for part in (query, key, value)]
     outputs: list[torch.Tensor] = [query] * len(layout.lengths)
-    for alike in layout.alike:
-        q, k, v = (torch.cat([blocks[i] for i in alike]) if len(alike) > 1 else blocks[alike[0]] for blocks in split)
+    for batch in layout.batches:
+        q, k, v = (torch.cat([blocks[i] for i in batch]) if len(batch) > 1 else blocks[batch[0]] for blocks in split)
         if layout.masks is not None:
-            attended = _attend_masked(sdpa, q, k, v, layout.masks[alike[0]])
+            attended = _attend_masked(sdpa, q, k, v, layout.masks[batch[0]])
         elif layout.window is not None and layout.window < q.shape[2]:
             attended = _attend_windowed(sdpa, q, k, v, layout.window)
         else:
             attended = sdpa(q, k, v, is_causal=layout.is_causal, enable_gqa=q.shape[1] != k.shape[1])
-        for i, block in zip(alike, torch.split(attended.transpose(1, 2), 1), strict=True):
+        for i, block in zip(batch, torch.split(attended.transpose(1, 2), 1), strict=True):
             outputs[i] = block
     return torch.cat(outputs, 1)
 

@@ -32,7 +32,7 @@ from packplan.adapters.proof.comparison import Outcome, compare_values, run_alon
 from packplan.adapters.proof.modules import NamedModule, first_different_module, first_leak
 from packplan.core.equality import (
     AUTO,
-    EQUAL,
+    EQUALITY_LIMITS,
     FLEX,
     NATIVE,
     AttentionChoice,
@@ -84,7 +84,7 @@ def _one_thread() -> Iterator[None]:
 
 @attrs.frozen(eq=False)
 class _Copies:
-    """Small copies of a model on one device and in one precision, and what each sample is alone."""
+    """Small copies of a model on one device and in one precision, and its samples alone."""
 
     build: Callable[[str], Any]
     """Builds a copy with an attention of transformers."""
@@ -93,8 +93,12 @@ class _Copies:
     """The attention of transformers that computes what the model means."""
 
     limit: float
+    """Largest relative difference of packed samples from themselves alone."""
+
     row: ProbeRow
+
     alone: Outcome
+    """Outcome of the row's samples, each alone."""
 
     @classmethod
     def from_builder(cls, build: Callable[..., Any], device: str, precision: Precision) -> _Copies:
@@ -110,8 +114,8 @@ class _Copies:
         def place(attention: str) -> Any:
             return build(attention=attention).to(device, getattr(torch, precision))
 
-        model, native, limit = place("eager"), "eager", EQUAL[precision]
-        row = _row(model)
+        model, native, limit = place("eager"), "eager", EQUALITY_LIMITS[precision]
+        row = _draw_row(model)
         try:
             alone = run_alone(model, row.samples)
         except Exception as error:
@@ -179,7 +183,7 @@ class SmallProbe:
             try:
                 return self._verdict(attn_impl)
             except ModelError as error:
-                return _refused(self.config, attn_impl, "", str(error))
+                return _refuse(self.config, attn_impl, "", str(error))
 
     @cached_property
     def mixing_module(self) -> str | None:
@@ -190,21 +194,17 @@ class SmallProbe:
         with hide_warnings(), _one_thread():
             try:
                 copies = self._copies_for()
-                where = _where(copies.build(copies.native), copies)
+                where = _find_mixing_module(copies.build(copies.native), copies)
                 return None if where is None else str(where)
             except Exception:  # whatever the code of a family raises; the verdict stands
                 log.debug("the module that mixes samples was not found", exc_info=True)
                 return None
 
-    def _trials(self, attn_impl: str) -> Iterator[Trial]:
-        flash = not self.on_cpu and find_spec("flash_attn") is not None
-        return trials(attn_impl, native=self._copies_for().native, flash=flash)
-
     @cached_property
     def _builder(self) -> Callable[..., Any]:
         """Builds copies; ModelError if there are none that show everything."""
         build_one = SmallModels(self.config, trust_remote_code=self.trust_remote_code).build
-        return partial(build_one, trials=_short_lengths(self.config, build_one))
+        return partial(build_one, trials=_find_short_lengths(self.config, build_one))
 
     def _copies_for(self, trial: Trial | None = None) -> _Copies:
         """Return the copies that a trial runs on; None: those that show the native attention."""
@@ -219,11 +219,12 @@ class SmallProbe:
         return self._copies[where]
 
     def _verdict(self, attn_impl: str) -> PackingVerdict:
-        refused = []
-        for trial in self._trials(attn_impl):
+        refused, native = [], self._copies_for().native
+        flash = not self.on_cpu and find_spec("flash_attn") is not None
+        for trial in trials(attn_impl, native=native, flash=flash):
             if trial not in self._verdicts:
-                before = _refused(self.config, trial.attention, self._copies_for().native, "")
-                self._verdicts[trial] = _try(self._copies_for(trial), trial, before)
+                before = _refuse(self.config, trial.attention, native, "")
+                self._verdicts[trial] = _try_strategy(self._copies_for(trial), trial, before)
             if self._verdicts[trial].passes:
                 return self._verdicts[trial]
             refused.append(self._verdicts[trial])
@@ -270,7 +271,7 @@ def _class_to_split(model: Any, name: str, found: set[str]) -> str | None:
     return None if not name or hasattr(module, "get_input_embeddings") else type(module).__name__
 
 
-def _where(model: Any, copies: _Copies) -> NamedModule | None:
+def _find_mixing_module(model: Any, copies: _Copies) -> NamedModule | None:
     packed = copies.row.packed
     leak = first_leak(model, packed)
     if leak is not None:
@@ -286,7 +287,7 @@ _UNREACHED = (
 )
 
 
-def _short_lengths(config: Any, build: Callable[..., Any]) -> Trials:
+def _find_short_lengths(config: Any, build: Callable[..., Any]) -> Trials:
     """
     Return new values for numbers that may be lengths and that no rule knows.
 
@@ -300,7 +301,7 @@ def _short_lengths(config: Any, build: Callable[..., Any]) -> Trials:
     def runs(tried: Trials) -> bool:
         try:
             model = build(attention="eager", trials=tried)
-            run_alone(model, _row(model).samples, with_gradients=False)
+            run_alone(model, _draw_row(model).samples, with_gradients=False)
         except Exception:  # noqa: BLE001  # whatever the code of a family raises
             return False
         return True
@@ -314,11 +315,11 @@ def _short_lengths(config: Any, build: Callable[..., Any]) -> Trials:
     return shorter
 
 
-def _row(model: Any) -> ProbeRow:
+def _draw_row(model: Any) -> ProbeRow:
     return ProbeRow.draw(model, LENGTHS, ids=range(FIRST_ID, VOCABULARY))
 
 
-def _try(copies: _Copies, trial: Trial, refused: PackingVerdict) -> PackingVerdict:
+def _try_strategy(copies: _Copies, trial: Trial, refused: PackingVerdict) -> PackingVerdict:
     """
     Return the verdict on a strategy; where samples are not apart, layers that carry a state run
     sample by sample.
@@ -362,7 +363,7 @@ def _try(copies: _Copies, trial: Trial, refused: PackingVerdict) -> PackingVerdi
     )  # fmt: skip
 
 
-def _refused(config: Any, attention: str, native: str, reason: str) -> PackingVerdict:
+def _refuse(config: Any, attention: str, native: str, reason: str) -> PackingVerdict:
     return PackingVerdict(
         config.model_type, None, attention, native, split=(), follows_rows=False, measured=None, reason=reason
     )

@@ -158,7 +158,7 @@ def measure_images(model: Any, *, native: str) -> ProbeResult:
         model: Model of transformers that takes images, set to pack.
         native: Attention of transformers for images alone.
     """
-    *others, last = _input_forms(model)
+    *others, last = _draw_images(model)
     for images in others:
         with suppress(ValueError, RuntimeError):  # the tower takes another form
             return _compare_images(model, images, native)
@@ -166,9 +166,9 @@ def measure_images(model: Any, *, native: str) -> ProbeResult:
 
 
 def _compare_images(model: Any, images: list[dict[str, torch.Tensor]], native: str) -> ProbeResult:
-    together = _features(model, images)
+    together = _image_features(model, images)
     with native_attention(model, native), torch.no_grad():
-        alone = [_features(model, [image])[0] for image in images]
+        alone = [_image_features(model, [image])[0] for image in images]
     pixels, isolation = [image["pixel_values"] for image in images], 0.0
     for number, feature in enumerate(together):
         reached = torch.autograd.grad(feature.square().sum(), pixels, retain_graph=True, allow_unused=True)
@@ -178,7 +178,7 @@ def _compare_images(model: Any, images: list[dict[str, torch.Tensor]], native: s
     return ProbeResult(isolation, max(compare_values([one.detach() for one in together], alone)))
 
 
-def _input_forms(model: Any) -> list[list[dict[str, torch.Tensor]]]:
+def _draw_images(model: Any) -> list[list[dict[str, torch.Tensor]]]:
     """Return forms of the same images, with gradients, of which the model's tower takes one."""
     parts = [part.get_image_features for part in model.modules() if hasattr(part, "get_image_features")]
     parameters = {name for function in parts for name in inspect.signature(function).parameters}
@@ -207,7 +207,7 @@ def _input_forms(model: Any) -> list[list[dict[str, torch.Tensor]]]:
     ]
 
 
-def _features(model: Any, images: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+def _image_features(model: Any, images: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
     """Return the features of each image; shape (tokens, width)."""
     axes = {"pixel_values": -1 if "target_sizes" in images[0] else 0}
     found = model.get_image_features(

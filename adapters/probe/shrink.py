@@ -31,9 +31,6 @@ _WINDOW, _CHUNK, _BLOCK, _ROPE = 24, 16, 8, 48
 FIRST_ID, VOCABULARY = 16, 96
 """First id of ordinary tokens, and the size of the vocabulary; the probe uses no special tokens."""
 
-_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-"""Ids of special tokens; those under other keys count on."""
-
 _MAX_LAYERS = 16
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "depth", "num_layers_per_stack")
@@ -75,7 +72,7 @@ class _Context:
 _Rule = Callable[[Any, _Context], Any]
 
 
-def _few(most: int) -> _Rule:
+def _at_most(most: int) -> _Rule:
     """Return a rule for counts: at most *most*, and 0 stays 0."""
     return lambda value, _: min(value, most)
 
@@ -104,7 +101,7 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
     (r"attention_hidden_size", lambda v, c: HIDDEN * max(1, round(v / c.config.get("hidden_size", v)))),
     ("|".join(_HEADS), _heads),
     (r"(encoder|decoder|swa_num)_attention_heads", _exactly(HEADS)),
-    (r"(encoder|decoder)_layers", _few(2)),
+    (r"(encoder|decoder)_layers", _at_most(2)),
     (r"num_key_value_heads|num_kv_heads|num_query_groups", _shared_heads),
     (r"swa_num_key_value_heads", _exactly(HEADS // 2)),
     (r"head_dim", lambda v, c: HEAD // 2 if v == c.config.get("qk_rope_head_dim") else c.head),
@@ -113,14 +110,14 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
     (r"qk_head_dim", _exactly(HEAD + HEAD // 2)),
     (r"kv_lora_rank|q_lora_rank|o_lora_rank|gated_norm_rank|laurel_rank|adapter_rank|d_rel", _exactly(HEAD)),
     # With few heads, scores of zero tie, and the position in the row breaks ties.
-    (r"index_n_heads", _few(32)),
+    (r"index_n_heads", _at_most(32)),
     (r".*intermediate_size(_mlp)?|ffn_dim|.*ffn_hidden_size|dim_ff|dff|n_inner", _exactly(HIDDEN)),
     (r"attn_logit_softcapping|attention_logits_soft_cap", _exactly(2.0)),
     # Experts.
-    (r"num_experts|n_routed_experts|num_local_experts|moe_num_experts|num_routed_experts", _few(4)),
-    (r"num_experts_per_tok|num_experts_per_token|moe_topk|moe_k", _few(2)),
-    (r"n_group|num_expert_group", _few(2)),
-    (r"topk_group", _few(1)),
+    (r"num_experts|n_routed_experts|num_local_experts|moe_num_experts|num_routed_experts", _at_most(4)),
+    (r"num_experts_per_tok|num_experts_per_token|moe_topk|moe_k", _at_most(2)),
+    (r"n_group|num_expert_group", _at_most(2)),
+    (r"topk_group", _at_most(1)),
     # State-carrying layers.
     (r"mamba_n_heads|mamba_num_heads", _exactly(_INNER // HEAD)),
     (r"mamba_d_head|mamba_head_?dim", _exactly(HEAD)),
@@ -134,7 +131,7 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
     (r"floor_scale|rel_extent|position_bias_max_distance", _exactly(_WINDOW)),
     (r"(mamba_)?chunk_size|block_size", _exactly(_CHUNK)),
     (r"index_topk|index_block_size", _exactly(_BLOCK)),
-    (r"index_topk_blocks", _few(2)),
+    (r"index_topk_blocks", _at_most(2)),
     (
         r"compress_rates?",
         lambda v, _: {name: min(rate, _BLOCK) for name, rate in v.items()} if isinstance(v, dict) else v,
@@ -144,7 +141,7 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
         r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|context_length)",
         lambda _, c: _ROPE if c.is_dynamic else 512,
     ),
-    (r"num_kv_shared_layers", _few(1)),
+    (r"num_kv_shared_layers", _at_most(1)),
     (r"max_window_layers", lambda v, c: min(v, c.kept)),
     # Index of a layer that something follows: an existing layer that is not the last.
     (r"(.+_)?layer_(id|idx|index)", lambda v, c: min(v, max(0, c.fewest - 2))),
@@ -161,43 +158,39 @@ def shrink(config: Mapping[str, Any], *, times: int = 1) -> dict[str, Any]:
         config: Configuration to shrink.
         times: Number of layers of each kind to keep, if there are as many.
     """
-    layers, after = _depth(config, times)
+    layers, after = _count_layers(config, times)
     parts = [one for key, one in config.items() if key.endswith("_config") and isinstance(one, Mapping)]
-    fewest = after or min(filter(None, (_depth(one, times)[1] for one in parts)), default=0)
-    context = _Context(config, layers, after, fewest, _head(config))
+    fewest = after or min(filter(None, (_count_layers(one, times)[1] for one in parts)), default=0)
+    context = _Context(config, layers, after, fewest, _head_size(config))
     small: dict[str, Any] = {}
-    special = itertools.count(len(_TOKENS))
+    special = itertools.count()
     for key, value in config.items():
         if value is not None and key.endswith(("_token_id", "image_token_index", "video_token_index")):
-            small[key] = _TOKENS[key] if key in _TOKENS else next(special)
+            small[key] = next(special)
         elif key in {"rope_parameters", "rope_scaling"}:
-            small[key] = _rope(value, context)
+            small[key] = _shrink_rope(value, context)
         elif key == "per_layer_config" and isinstance(value, Mapping):
             kept = {place: part for place, part in value.items() if int(place) < context.kept}
             small[key] = {
-                place: {name: _value(name, one, context) for name, one in part.items()} for place, part in kept.items()
+                place: {name: _shrink_value(name, one, context) for name, one in part.items()}
+                for place, part in kept.items()
             }
         elif isinstance(value, Mapping) and key.endswith("config") and not key.startswith("quantization"):
             small[key] = shrink(value, times=times)
         else:
-            small[key] = _value(key, value, context)
+            small[key] = _shrink_value(key, value, context)
     return small
 
 
-def is_known(key: str) -> bool:
-    """Return whether a rule covers numbers under a key."""
-    return any(pattern.fullmatch(key) for pattern, _ in _COMPILED)
-
-
-def _depth(config: Mapping[str, Any], times: int) -> tuple[int, int]:
+def _count_layers(config: Mapping[str, Any], times: int) -> tuple[int, int]:
     """Return the layers of a part, and the number to keep; 0 if it has parts instead."""
     layers = next((config[name] for name in _LAYERS if isinstance(config.get(name), int)), 0)
     return layers, min(layers, _kept_layers(config, layers, times))
 
 
-def _value(key: str, value: Any, context: _Context) -> Any:
+def _shrink_value(key: str, value: Any, context: _Context) -> Any:
     if isinstance(value, (list, tuple)):
-        return _list(key, value, context)
+        return _shrink_list(key, value, context)
     if value is None or isinstance(value, (bool, str)):
         return value
     for pattern, rule in _COMPILED:
@@ -206,12 +199,12 @@ def _value(key: str, value: Any, context: _Context) -> Any:
     return value
 
 
-def _list(key: str, value: Sequence[Any], context: _Context) -> list[Any]:
+def _shrink_list(key: str, value: Sequence[Any], context: _Context) -> list[Any]:
     """Keep the entries of the first layers, given layer by layer or as positions."""
     items = list(value)
     if len(items) == context.layers and context.layers:
         return [
-            _value(key, item, context) if not isinstance(item, (list, tuple)) else item
+            _shrink_value(key, item, context) if not isinstance(item, (list, tuple)) else item
             for item in items[: context.kept]
         ]
     whole = all(isinstance(item, int) and not isinstance(item, bool) for item in items)
@@ -240,30 +233,30 @@ def _kept_layers(config: Mapping[str, Any], layers: int, times: int) -> int:
     return min(kept + shared, _MAX_LAYERS)
 
 
-def _head(config: Mapping[str, Any]) -> int:
+def _head_size(config: Mapping[str, Any]) -> int:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    is_split = "mrope_section" in rope and _partial(config, rope) < 1 and config.get("head_dim")
+    is_split = "mrope_section" in rope and _rotary_share(config, rope) < 1 and config.get("head_dim")
     return 2 * HEAD if is_split else HEAD
 
 
-def _partial(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
+def _rotary_share(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
     return float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
 
 
-def _rope(rope: Any, context: _Context) -> Any:
+def _shrink_rope(rope: Any, context: _Context) -> Any:
     """Shrink rotary parameters, also those by kind of layer."""
     if not isinstance(rope, Mapping):
         return rope
     if any(isinstance(value, Mapping) for value in rope.values()):
-        return {kind: _rope(value, context) for kind, value in rope.items()}
+        return {kind: _shrink_rope(value, context) for kind, value in rope.items()}
     size = context.head if not context.config.get("qk_rope_head_dim") else HEAD // 2
-    half = int(size * _partial(context.config, rope)) // 2
+    half = int(size * _rotary_share(context.config, rope)) // 2
     small = dict(rope)
     for name in ("long_factor", "short_factor"):
         if isinstance(rope.get(name), (list, tuple)):
             small[name] = list(rope[name])[:half]
     if rope.get("mrope_section"):
-        small["mrope_section"] = _sections(rope["mrope_section"], half)
+        small["mrope_section"] = _shrink_sections(rope["mrope_section"], half)
     if rope.get("original_max_position_embeddings") or rope.get("rope_type", rope.get("type")) in (
         "dynamic",
         "longrope",
@@ -272,7 +265,7 @@ def _rope(rope: Any, context: _Context) -> Any:
     return small
 
 
-def _sections(sections: Sequence[int], half: int) -> list[int]:
+def _shrink_sections(sections: Sequence[int], half: int) -> list[int]:
     """Divide *half* frequencies in the proportions of the sections; each gets at least one."""
     total = sum(sections)
     small = [max(1, section * half // total) for section in sections]
@@ -317,18 +310,19 @@ def unknown_places(small: Mapping[str, Any], *, text: str | None) -> dict[Place,
         text: Key of the text model's part; None if there are no parts.
     """
     part = small if text is None else small[text]
-    return dict(_places(part, () if text is None else (text,)))
+    return dict(_find_places(part, () if text is None else (text,)))
 
 
-def _places(value: Any, place: Place) -> Iterator[tuple[Place, int]]:
+def _find_places(value: Any, place: Place) -> Iterator[tuple[Place, int]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             is_part = isinstance(item, Mapping) and "model_type" in item
-            if not is_part and not is_known(str(key)) and not any(word in str(key) for word in _NO_SIZES):
-                yield from _places(item, (*place, key))
+            is_known = any(pattern.fullmatch(str(key)) for pattern, _ in _COMPILED)
+            if not is_part and not is_known and not any(word in str(key) for word in _NO_SIZES):
+                yield from _find_places(item, (*place, key))
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
-            yield from _places(item, (*place, number))
+            yield from _find_places(item, (*place, number))
     elif isinstance(value, int) and not isinstance(value, bool) and value > _REACHED:
         yield place, value
 

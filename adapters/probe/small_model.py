@@ -87,18 +87,18 @@ class SmallModels:
         failures = []
         for times in (1, 2):
             try:
-                return self._built(attention, trials, times)
+                return self._build_once(attention, trials, times)
             except ModelError:
                 raise
             except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
                 failures.append(error_text(error))
         raise ModelError("probe", f"no small copy of it can be built ({failures[0]})")
 
-    def _built(self, attention: str, trials: Trials, times: int) -> Any:
+    def _build_once(self, attention: str, trials: Trials, times: int) -> Any:
         """Build a copy in one way."""
         key = (times, tuple(trials.items()))
         build_one = partial(
-            _small, model_class(self.config), attention=attention, trust_remote_code=self.trust_remote_code
+            _instantiate, model_class(self.config), attention=attention, trust_remote_code=self.trust_remote_code
         )
         if key not in self._outlines:
             # transformers' from_dict would also write the configuration out, for a line of its log.
@@ -125,7 +125,7 @@ def model_class(config: Any) -> Any:
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
-def _small(kind: Any, small: Any, *, attention: str, trust_remote_code: bool) -> Any:
+def _instantiate(kind: Any, small: Any, *, attention: str, trust_remote_code: bool) -> Any:
     """Return a small model of a class."""
     small = copy.deepcopy(small)
     if issubclass(kind, transformers.PreTrainedModel):

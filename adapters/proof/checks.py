@@ -58,7 +58,7 @@ def assert_isolated(model: torch.nn.Module, batch: Mapping[str, Any], starts: St
     if getattr(getattr(model, "config", None), "use_cache", False) and "use_cache" not in row.inputs:
         fact += " (its config.use_cache is true, with which transformers takes a row as one sample)"
     details = {"samples": (reach.reader, reach.source), "module": where and where.name}
-    raise MismatchError("leak", f"samples of the row are not apart: {fact}{_first(where)}", details)
+    raise MismatchError("leak", f"samples of the row are not apart: {fact}{_first_in(where)}", details)
 
 
 def assert_equal_to_alone(
@@ -106,15 +106,15 @@ def assert_equal_to_alone(
             if not different <= limit:
                 fact = f"the logits of sample {number} differ from those of the sample alone by {different:.2g}"
                 where = first_different_module(model, row, samples[number].inputs, row.places[number], limit=limit)
-                raise _unlike(f"{fact}, where {limit:.0e} is allowed", where, sample=number)
+                raise _difference_error(f"{fact}, where {limit:.0e} is allowed", where, sample=number)
     for number, different in enumerate(apart.losses):
         if not different <= limit:
             fact = f"the loss of sample {number} differs from that of the sample alone by {different:.2g}"
-            raise _unlike(f"{fact}, where {limit:.0e} is allowed", sample=number)
+            raise _difference_error(f"{fact}, where {limit:.0e} is allowed", sample=number)
     if not apart.gradients <= limit:
         fact = f"gradients differ from the sum of the samples' own by {apart.gradients:.2g}, where {limit:.0e}"
         fact += f" is allowed; most of all that of {apart.weight}"
-        raise _unlike(fact, weight=apart.weight)
+        raise _difference_error(fact, weight=apart.weight)
     return apart
 
 
@@ -126,12 +126,12 @@ def refuse_hidden_weights(model: torch.nn.Module) -> None:
             raise ModelError("probe", reason)
 
 
-def _unlike(fact: str, where: NamedModule | None = None, **details: Any) -> MismatchError:
+def _difference_error(fact: str, where: NamedModule | None = None, **details: Any) -> MismatchError:
     """Return the error of a difference, which names the first module that computes it."""
-    return MismatchError("unlike_alone", f"{fact}{_first(where)}", {**details, "module": where and where.name})
+    return MismatchError("unlike_alone", f"{fact}{_first_in(where)}", {**details, "module": where and where.name})
 
 
-def _first(where: NamedModule | None) -> str:
+def _first_in(where: NamedModule | None) -> str:
     return "" if where is None else f"; first in {where}"
 
 
@@ -148,4 +148,4 @@ def _refuse_crossing_labels(row: PackedBatch) -> None:
     for number, (before, (at, span)) in enumerate(pairwise(row.places), 1):
         if before[0] == at and int(row.labels[at, span.start]) != IGNORED_LABEL:
             fact = f"sample {number - 1} would learn the first token of sample {number}: its label has to be -100"
-            raise _unlike(fact, sample=number)
+            raise _difference_error(fact, sample=number)

@@ -20,7 +20,7 @@ from packplan.adapters.loaders.rows import IGNORED_LABEL
 from packplan.adapters.models import Gradients, add_gradients, difference_norms, weight_gradients
 from packplan.adapters.proof.batches import PackedBatch, Sample, Shape, shape_text
 from packplan.adapters.proof.gradients import Watched, watch_embeddings
-from packplan.core.equality import EQUAL, Precision, loss_difference, rounding_limit
+from packplan.core.equality import EQUALITY_LIMITS, Precision, loss_difference, rounding_limit
 from packplan.core.errors import ModelError
 
 _ENOUGH = 8
@@ -122,13 +122,13 @@ def read_outcome(
     losses, weighted = [], []
     for own, sample in zip(logits, samples, strict=True):
         targets = sample.targets.to(own.device)
-        each = F.cross_entropy(_widened(own), targets, ignore_index=IGNORED_LABEL, reduction="none")
+        each = F.cross_entropy(_widen(own), targets, ignore_index=IGNORED_LABEL, reduction="none")
         learned = max(1, int((targets != IGNORED_LABEL).sum()))
         losses.append(float(each.detach().double().sum()) / learned)
         weighted.append(each.sum() / learned if sample.weights is None else (each * sample.weights.to(each)).sum())
     loss = torch.stack(weighted).sum()
     found = weight_gradients(model, loss) if with_gradients else {}
-    values = [_widened(own.detach()) for own in logits]
+    values = [_widen(own.detach()) for own in logits]
     scale = max(float(own.abs().max()) for own in values)
     if not keep:
         values, losses = [], []
@@ -189,9 +189,9 @@ def compare(found: Outcome, expected: Outcome, *, typical: bool = False) -> Comp
     pairs = () if typical else zip(found.losses, expected.losses, strict=True)
     return Comparison(
         logits=tuple(compare_values(found.logits, expected.logits, typical=typical)),
-        losses=tuple(_number(loss_difference(*pair, terms=expected.scale)) for pair in pairs),
-        loss=_number(loss_difference(found.loss, expected.loss, terms=expected.scale)),
-        gradients=_number(difference / expected.norms if expected.norms else math.inf if difference else 0.0),
+        losses=tuple(_finite_or_inf(loss_difference(*pair, terms=expected.scale)) for pair in pairs),
+        loss=_finite_or_inf(loss_difference(found.loss, expected.loss, terms=expected.scale)),
+        gradients=_finite_or_inf(difference / expected.norms if expected.norms else math.inf if difference else 0.0),
         weight=max(by_weight, key=by_weight.__getitem__, default=""),
     )
 
@@ -209,7 +209,7 @@ def compare_values(
     """
     scale = max((float(own.abs().max()) for own in expected), default=0.0) or 1.0
     pairs = zip(found, expected, strict=True)
-    return [token_difference((_widened(mine) - own).abs().amax(-1) / scale, typical=typical) for mine, own in pairs]
+    return [token_difference((_widen(mine) - own).abs().amax(-1) / scale, typical=typical) for mine, own in pairs]
 
 
 def token_difference(tokens: torch.Tensor, *, typical: bool) -> float:
@@ -265,8 +265,8 @@ def difference_limit(model: torch.nn.Module, precision: Precision | None = None,
         experts: Whether rounding may choose other experts, where typical tokens are compared.
     """
     precision = precision or compute_precision(model)
-    rounding = rounding_limit(_epsilon_of(precision), layers=_layers_of(model))
-    return max(EQUAL[precision], rounding + (_OTHER_EXPERTS if experts and experts_may_differ(model) else 0))
+    rounding = rounding_limit(_rounding_step(precision), layers=_count_layers(model))
+    return max(EQUALITY_LIMITS[precision], rounding + (_OTHER_EXPERTS if experts and experts_may_differ(model) else 0))
 
 
 def experts_may_differ(model: torch.nn.Module) -> bool:
@@ -275,10 +275,11 @@ def experts_may_differ(model: torch.nn.Module) -> bool:
 
     This holds for experts chosen by scores of 16 bits.
     """
-    return _epsilon_of(compute_precision(model)) >= _TF32 and any("expert" in name for name, _ in model.named_modules())
+    has_experts = any("expert" in name for name, _ in model.named_modules())
+    return has_experts and _rounding_step(compute_precision(model)) >= _TF32
 
 
-def _layers_of(model: torch.nn.Module) -> int:
+def _count_layers(model: torch.nn.Module) -> int:
     """Return the number of layers, by the configuration or else by the longest list of modules."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -286,17 +287,17 @@ def _layers_of(model: torch.nn.Module) -> int:
     return max(1, getattr(text, "num_hidden_layers", None) or max(lists, default=1))
 
 
-def _epsilon_of(precision: Precision) -> float:
+def _rounding_step(precision: Precision) -> float:
     """Return the step to which products are rounded."""
     if precision == "float32" and torch.get_float32_matmul_precision() != "highest":
         return _TF32
     return float(torch.finfo(getattr(torch, precision)).eps)
 
 
-def _widened(values: torch.Tensor) -> torch.Tensor:
+def _widen(values: torch.Tensor) -> torch.Tensor:
     """Return values as float32, or as they are where that is wider."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _number(value: float) -> float:
+def _finite_or_inf(value: float) -> float:
     return value if math.isfinite(value) else math.inf

@@ -53,7 +53,7 @@ class Result:
     """Tensor of the same shape, type and device, without memory of its own."""
 
     @classmethod
-    def of(cls, value: Any, shape: Shape) -> Result | None:
+    def from_value(cls, value: Any, shape: Shape) -> Result | None:
         """
         Return the result that a value is; None if it has no gradient, or not the batch's tokens.
         """
@@ -109,12 +109,12 @@ class Watched:
         drawn = torch.randn(result.example.shape, generator=torch.Generator().manual_seed(_SEED))
         weights = drawn.to(result.example)
         for reader in range(len(self.packed.places)) if readers is None else readers:
-            largest = self._sizes(result, reader, weights)
+            largest = self._gradient_sizes(result, reader, weights)
             others = {number: size for number, size in enumerate(largest) if number != reader and size != 0}
             source = max(others, key=lambda one: math.inf if math.isnan(largest[one]) else largest[one], default=reader)
             yield Reach(reader, source, others.get(source, 0.0), largest[reader])
 
-    def _sizes(self, result: Result, reader: int, weights: torch.Tensor) -> list[float]:
+    def _gradient_sizes(self, result: Result, reader: int, weights: torch.Tensor) -> list[float]:
         """
         Return how strongly one sample's part of a result depends on each sample.
 
@@ -190,7 +190,7 @@ def logit_reaches(watched: Watched, logits: torch.Tensor, readers: Iterable[int]
     Raises:
         ModelError: The logits have no gradient.
     """
-    result = Result.of(logits, watched.packed.shape)
+    result = Result.from_value(logits, watched.packed.shape)
     if result is None:
         reason = "its logits have no gradient, so nothing can be said: ask it in a type that trains, not quantised"
         raise ModelError("probe", reason)

@@ -120,7 +120,7 @@ def first_mixing_module(model: torch.nn.Module, packed: PackedBatch, reader: int
     with (
         torch.enable_grad(),
         watch_embeddings(model, packed) as watched,
-        _record_calls(model, lambda value: Result.of(value, packed.shape)) as calls,
+        _record_calls(model, lambda value: Result.from_value(value, packed.shape)) as calls,
     ):
         model(**watched.inputs)
 

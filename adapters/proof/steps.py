@@ -89,20 +89,20 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
         raise ModelError("probe", "none of its weights trains (requires_grad), so a step has no gradients")
     if is_trainer:
         _refuse_engines(trainer)
-    computing = trainer.accelerator.autocast if is_trainer else nullcontext
+    autocast = trainer.accelerator.autocast if is_trainer else nullcontext
     with keep_training_state(model), torch.enable_grad():
-        loss, gradients, batches = (_of_trainer if is_trainer else _of_function)(trainer, model)
-        samples = [_whole(batch) for rank in _gathered([*map(_on_cpu, batches)]) for batch in rank]
+        loss, gradients, batches = (_run_trainer if is_trainer else _run_function)(trainer, model)
+        samples = [_read_sample(batch) for rank in _gather_from_ranks([*map(_move_to_cpu, batches)]) for batch in rank]
         tokens = sum(int((one.targets != IGNORED_LABEL).sum()) for one in samples)
         if not tokens:
             raise ArgumentError("packed_batch", "the step learns no token, so it has no loss to compare")
         model.eval()
         with compute_whole_rows():  # a rank that shares rows has a part of their gradients
-            expected = _mean(model, samples, tokens, computing)
+            expected = _compute_mean(model, samples, tokens, autocast)
     if not gradients:
         raise ArgumentError("host", "the step left no gradients: the function has to leave them in the weights")
     if limit is None:
-        with computing():
+        with autocast():
             limit = difference_limit(model)
     apart = compare(Outcome(expected.loss if loss is None else loss, gradients), expected)
     along = sum(
@@ -115,7 +115,7 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
         facts.append(f"the step's loss is {loss:.5g}, {loss / found.due:.4g} times the {found.due:.5g} that is due")
     if not found.gradients <= limit:
         facts.append(f"the gradients are {factor:.4g} times those that are due, and differ by {found.gradients:.2g}")
-    ranks = _gathered("; ".join(facts))
+    ranks = _gather_from_ranks("; ".join(facts))
     for told in filter(None, ranks):  # a rank may differ alone
         numbers = f"{counted(len(ranks), 'rank')} of {counted(len(batches), 'batch')} each"
         raise MismatchError("unlike_step", f"{told}; {numbers} took the step", attrs.asdict(found))
@@ -133,7 +133,7 @@ def _refuse_engines(trainer: Any) -> None:
         raise ArgumentError("host", fact)
 
 
-def _of_function(function: Callable[[], Any], model: torch.nn.Module) -> tuple[Any, Gradients, list[Any]]:
+def _run_function(function: Callable[[], Any], model: torch.nn.Module) -> tuple[Any, Gradients, list[Any]]:
     """Return the loss, the gradients and the batches of a function's step."""
     batches: list[Mapping[str, Any]] = []
 
@@ -148,7 +148,7 @@ def _of_function(function: Callable[[], Any], model: torch.nn.Module) -> tuple[A
     return None if loss is None else float(loss), _gradients_of(model), batches
 
 
-def _of_trainer(trainer: Any, model: torch.nn.Module) -> tuple[Any, Gradients, list[Any]]:
+def _run_trainer(trainer: Any, model: torch.nn.Module) -> tuple[Any, Gradients, list[Any]]:
     """Return the loss, the gradients and the batches of a trainer's step."""
     from transformers import TrainerCallback
 
@@ -199,11 +199,11 @@ def _gradients_of(model: torch.nn.Module) -> Gradients:
     return {name: one.grad.detach().clone() for name, one in model.named_parameters() if one.grad is not None}
 
 
-def _on_cpu(batch: Mapping[str, Any]) -> dict[str, Any]:
+def _move_to_cpu(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {key: one.cpu() if torch.is_tensor(one) else one for key, one in batch.items()}
 
 
-def _whole(batch: Mapping[str, Any]) -> Sample:
+def _read_sample(batch: Mapping[str, Any]) -> Sample:
     """Return a batch as one sample."""
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor):
@@ -211,20 +211,20 @@ def _whole(batch: Mapping[str, Any]) -> Sample:
     return Sample(without_labels(batch), next_tokens(labels).flatten())
 
 
-def _mean(model: torch.nn.Module, samples: list[Sample], tokens: int, computing: Callable[[], Any]) -> Outcome:
+def _compute_mean(model: torch.nn.Module, samples: list[Sample], tokens: int, autocast: Callable[[], Any]) -> Outcome:
     """Return the mean over the learned tokens of some batches."""
     device = next(model.parameters()).device
 
     def call(**inputs: Any) -> Any:
         given = {key: one.to(device) if torch.is_tensor(one) else one for key, one in inputs.items()}
-        with computing():
+        with autocast():
             return model(**given)
 
     weighted = [attrs.evolve(one, weights=torch.full(one.targets.shape, 1 / tokens)) for one in samples]
     return run_alone(model, weighted, call=call, keep=False)
 
 
-def _gathered(value: Any) -> list[Any]:
+def _gather_from_ranks(value: Any) -> list[Any]:
     """Return the value of each rank."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]

@@ -14,7 +14,7 @@ from packplan.adapters.probe.small_model import SmallModels, hide_warnings, spre
 from packplan.adapters.proof.comparison import difference_limit
 from packplan.app import check
 from packplan.app.wiring.runs import read_config
-from packplan.core.equality import CHECKS, EQUAL, PackingVerdict, choose_attention
+from packplan.core.equality import CHECKS, EQUALITY_LIMITS, PackingVerdict, choose_attention
 from packplan.core.errors import ConfigError
 from tools.families import default_config
 
@@ -78,7 +78,7 @@ def test_a_family_packs_the_whole_way_of_training(write_run, sections, tmp_path,
     assert "varlen" == verdict["strategy"]
     assert FAMILIES[family][2] == tuple(verdict["split"])
     assert 0 == verdict["measured"].pop("isolation")
-    assert max(verdict["measured"].values()) <= EQUAL["float32"] / 4
+    assert max(verdict["measured"].values()) <= EQUALITY_LIMITS["float32"] / 4
     assert ["cpu, float32"] == verdict["loaded_on"]
     require_equal_in_16_bits(family, PackingVerdict.from_dict({**verdict, "measured": None}))
 

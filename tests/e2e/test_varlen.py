@@ -432,14 +432,6 @@ def test_what_is_no_packed_row_is_left_to_transformers(opened):
     assert all(torch.equal(*pair) for pair in zip(expected, ours, strict=True))
 
 
-def test_one_plain_sample_needs_no_layout():
-    """A sample alone is causal by torch itself; within a window, it is a row of one block."""
-    options = {"batch_size": 1, "q_length": 9, "kv_length": 9, "mask_function": causal_mask_function, "device": "cpu"}
-
-    assert varlen.build_mask(**options) is None
-    assert (9,) == varlen.build_mask(**options, local_size=4).lengths
-
-
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor:UserWarning"
 )  # the compiler looks at all attributes

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from packplan.core.equality import (
     CHECKS,
-    EQUAL,
+    EQUALITY_LIMITS,
     Deviation,
     judge,
     kind,
@@ -60,7 +60,7 @@ def test_packs_of_every_kind_are_looked_at(held, count):
             assert most == max(len(held[position]) for position in chosen if kind_of(held[position]) == one)
 
 
-@pytest.mark.parametrize("precision", EQUAL)
+@pytest.mark.parametrize("precision", EQUALITY_LIMITS)
 @given(values=st.lists(st.floats(0, 10), min_size=1, max_size=8))
 def test_the_worst_finding_decides(precision, values):
     """Each check has its worst; what is not a number never passes."""
@@ -95,7 +95,7 @@ def test_rounding_of_deep_models_excuses_logits_and_gradients_alone():
     assert {"positions": 0, "labels": 0, "isolation": 0, "logits": 0.5, "gradients": 0.5} == {
         check: limit for check, limit in limits.items() if "loss" not in check
     }
-    assert 0 < limits["sample loss"] == limits["step loss"] < EQUAL["bfloat16"]
+    assert 0 < limits["sample loss"] == limits["step loss"] < EQUALITY_LIMITS["bfloat16"]
 
 
 @given(st.sampled_from([7, 10, 23]), st.integers(1, 200))
