@@ -227,7 +227,7 @@ def test_metrics_combine_as_their_names_say():
 
 
 def test_without_a_token_that_counts_there_is_no_loss():
-    """Nor a gradient; extremes are those of nothing."""
+    """Nor a gradient; extremes are those of nothing. One token is its own mean."""
     fields = {
         "input_ids": torch.ones(1, 3).long(),
         "token_mask": torch.tensor([[1.0, 0, 0]]),
@@ -241,6 +241,9 @@ def test_without_a_token_that_counts_there_is_no_loss():
     assert 0 == value == metrics["ratio"]
     assert (torch.inf, -torch.inf) == (metrics["ratio_min"], metrics["ratio_max"])
     assert not gradient.any()
+    fields |= {"token_mask": torch.tensor([[1.0, 1, 0]]), "old_log_probabilities": torch.zeros(1, 3)}
+    one, *_ = run(FusedLoss(OwnLoss("token")), torch.ones(1, 3, 5), fields, num_sequences=1, num_tokens=1)
+    assert one == pytest.approx(float(reference(torch.ones(1, 3, 5), fields, OwnLoss("token"))[0]))
 
 
 @pytest.mark.parametrize(

@@ -93,14 +93,16 @@ def test_other_rows_of_equal_lengths_have_another_digest(ids, data):
     }
     name = data.draw(st.sampled_from(sorted(other)))
     changed = rows[index] | {name: other[name]}
+    turned = rows[index] | {"pixel_values": rows[index]["pixel_values"].T[..., None]}  # of other axes
     first, second, *rest = rows
 
-    assert digest_record(rows) == digest_record([{k: torch.as_tensor(v) for k, v in row.items()} for row in rows])
-    assert digest_record(rows) != digest_record([*rows[:index], changed, *rows[index + 1 :]])
-    assert digest_record(rows) != digest_record([second, first, *rest])
+    assert digest_of(rows) == digest_of([{k: torch.as_tensor(v) for k, v in row.items()} for row in rows])
+    assert digest_of(rows) != digest_of([*rows[:index], changed, *rows[index + 1 :]])
+    assert digest_of(rows) != digest_of([*rows[:index], turned, *rows[index + 1 :]])
+    assert digest_of(rows) != digest_of([second, first, *rest])
 
 
-def digest_record(rows):
+def digest_of(rows):
     return RowsOfPacks(rows, pp.plan([len(row["input_ids"]) for row in rows], 8)).inspect().digest
 
 
