@@ -123,6 +123,7 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
     (r"mamba_d_head|mamba_head_?dim", _exactly(HEAD)),
     (r"mamba_d_ssm", _exactly(_INNER)),
     (r"linear_num_key_heads|linear_num_heads", _exactly(2)),
+    (r"linear_num_value_heads", lambda v, c: 2 * max(1, min(2, v // c.config["linear_num_key_heads"]))),
     (r"linear_key_head_dim|linear_value_head_dim|linear_head_dim", _exactly(HEAD)),
     # Lengths that have to be shorter than a sample.
     # A tower's windows are counted in pixels; its patches keep their size.

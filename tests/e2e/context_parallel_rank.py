@@ -1,9 +1,8 @@
-"""One rank of a group that shares a packed row, perhaps with a planted fault."""
+"""One rank of a group that shares a packed row."""
 
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,43 +26,6 @@ LENGTHS = [13, 1, 30, 8, 2]
 """Ragged, one of a single token, one that two ranks share without padding."""
 
 
-class LeakyLayout(PackedLayout):
-    """All sequences attend as one; what is asked of them is as ever."""
-
-    sequence = property(lambda self: np.zeros(self.num_positions, dtype=np.int64))
-    position_ids = property(lambda self: self.plain.position_ids)
-    is_token = property(lambda self: self.plain.is_token)
-    targets = property(lambda self: self.plain.targets)
-
-    @property
-    def plain(self):
-        return PackedLayout(self.cu_seqlens, self.cu_seqlens_padded, self.cp_size)
-
-
-class LateTargetsLayout(PackedLayout):
-    """Targets are rolled inside each rank's part."""
-
-    @property
-    def targets(self):
-        targets = np.full(self.num_positions, -1)
-        for rank in range(self.cp_size):
-            own = self.positions(rank)
-            follows = (self.sequence[own[:-1]] == self.sequence[own[1:]]) & self.is_token[own[1:]]
-            targets[own[:-1]] = np.where(follows, own[1:], -1)
-        return targets
-
-
-class UnrestoredLayout(PackedLayout):
-    """The ranks' parts stay one after the other."""
-
-    @property
-    def restore(self):
-        return np.arange(self.num_positions)
-
-
-LAYOUTS = {"": PackedLayout, "leak": LeakyLayout, "late targets": LateTargetsLayout, "unrestored": UnrestoredLayout}
-
-
 def sequences() -> list[torch.Tensor]:
     """Return the tokens of each sequence."""
     generator = torch.Generator().manual_seed(5)
@@ -81,14 +43,14 @@ def load(folder: str, dtype: str = "float32") -> torch.nn.Module:
 
 
 def share(
-    folder: str, *, fault: str = "", dtype: str = "float32", checkpointing: bool = False, give_positions: bool = True
+    folder: str, *, dtype: str = "float32", checkpointing: bool = False, give_positions: bool = True
 ) -> dict[str, object]:
     """Run a model on this rank's part; return logits, loss and gradients of all ranks."""
     model = load(folder, dtype)
     if checkpointing:
         model.gradient_checkpointing_enable()
     plain = model.config._attn_implementation
-    layout = LAYOUTS[fault].from_lengths(LENGTHS, cp_size=dist.get_world_size())
+    layout = PackedLayout.from_lengths(LENGTHS, cp_size=dist.get_world_size())
     row = torch.full((layout.num_positions,), 7)
     row[layout.is_token] = torch.cat(sequences())
     positions = layout.positions(dist.get_rank())

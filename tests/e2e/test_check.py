@@ -7,13 +7,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from PIL import Image, ImageDraw
 
 from packplan.adapters.attention import layout as varlen_layout
 from packplan.adapters.attention import varlen
 from packplan.adapters.attention.layout import Layout
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.trainer import loader
+from tests.made.pictures import write_scenes
 
 pytestmark = pytest.mark.slow
 
@@ -24,22 +24,9 @@ EXACT = {"positions", "labels"}
 
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory):
-    """Records of every kind: text alone, one image, several; images of one size, all different."""
+    """Records of every kind: text alone, one image, several."""
     folder = tmp_path_factory.mktemp("scenes")
-    records = []
-    for number in range(24):
-        images = []
-        for part in range((1, 0, 2, 1)[number % 4]):
-            image = Image.new("RGB", (112, 84), (10 * number, 200 - 8 * number, 90 * part))
-            ImageDraw.Draw(image).ellipse((4 * part, number, 40 + number, 60), fill=(255 - 9 * number, 30, 7 * number))
-            images.append(f"{number}-{part}.png")
-            image.save(folder / images[-1])
-        answer = "a large blue circle, a small red bar " * (1 + number % 3)
-        messages = [
-            {"role": "user", "content": "<image>" * len(images) + f"What is in {number}?"},
-            {"role": "assistant", "content": answer},
-        ]
-        records.append({"messages": messages, **({"images": images} if images else {})})
+    records = [json.loads(line) for line in write_scenes(folder, count=24).read_text().splitlines()]
     weighed = copy.deepcopy(records)
     for number, record in enumerate(weighed):
         record["messages"][-1] |= {"loss_scale": 0.25 + number % 3} if number % 4 else {}
@@ -196,36 +183,14 @@ def cache_on(trainer, patch):
         patch.setattr(part, "use_cache", True)
 
 
-def layout_of(fault):
-    """Read other layouts of rows: *fault* is given that of each row, and those before."""
-    rows = []
+def begin_late(_, patch):
+    """Let the layout of a row begin the second sample one token late."""
 
     def read(*arguments, **options):
-        rows.append(varlen_layout.read_layout(*arguments, **options))
-        return Layout(fault(rows[-1].cu_seqlens, rows[0].cu_seqlens), is_causal=True)
+        found = varlen_layout.read_layout(*arguments, **options).cu_seqlens
+        return Layout(found + torch.eye(len(found), dtype=found.dtype)[1], is_causal=True)
 
-    return lambda _, patch: patch.setattr(varlen, "read_layout", read)
-
-
-def computed_twice(_, patch):
-    plain = varlen._by_blocks
-
-    def twice(query, key, value, layout, **options):
-        out = plain(query, key, value, layout, **options)
-        first, second = layout.lengths[:2]
-        size = min(first, second)
-        return torch.cat([out[:, first : first + size], out[:, size:]], 1) if layout.is_causal else out
-
-    patch.setattr(varlen, "_by_blocks", twice)
-
-
-def begins_late(found, _):
-    """Move the second sample's beginning by one token."""
-    return found + torch.eye(len(found), dtype=found.dtype)[1]
-
-
-def of_the_row_before(found, first):
-    return torch.cat([first[first < int(found[-1])], found[-1:]])
+    patch.setattr(varlen, "read_layout", read)
 
 
 APART = {"logits", "sample loss", "gradients"}
@@ -238,11 +203,7 @@ FAULTS = {
         "qwen3_vl", without_the_fourth_row, {"positions", "logits", "isolation", "gradients"}
     ),
     "a cache": ("qwen3", cache_on, {"logits", "isolation"}),
-    "a cache of images": ("qwen3_vl", cache_on, {"logits", "isolation"}),
-    "a sample begins late": ("qwen3", layout_of(begins_late), APART),
-    "two samples are one block": ("qwen3", layout_of(lambda found, _: torch.cat([found[:1], found[2:]])), APART),
-    "the layout of the first row": ("qwen3", layout_of(of_the_row_before), APART),
-    "a block is computed twice": ("qwen2", computed_twice, {"logits", "isolation", "gradients"}),
+    "a sample begins late": ("qwen3", begin_late, APART),
     "another reduction": (
         "qwen2", lambda trainer, patch: patch.setattr(trainer, "reduction", "sample"), {"step loss", "gradients"}
     ),

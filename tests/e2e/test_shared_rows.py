@@ -86,21 +86,6 @@ def test_logits_and_gradients_are_those_of_each_sequence_alone(shared, models, w
         assert difference < max(2 * rounding[what], 1e-3), what
 
 
-@pytest.mark.slow
-def test_a_fault_is_seen(shared, models):
-    """Another sequence is seen, targets rolled inside a part, parts out of order."""
-    faults = ["leak", "late targets", "unrestored"]
-
-    found = shared(2, {fault: {"folder": str(models / "qwen3"), "fault": fault} for fault in faults})
-
-    expected = alone(models / "qwen3")
-    seen = {fault: differences(found[fault], expected) for fault in faults}
-    assert seen["leak"]["logits"] > 1e-3
-    assert seen["unrestored"]["logits"] > 1e-3
-    assert seen["late targets"]["logits"] < FLOAT32
-    assert min(seen[fault]["gradients"] for fault in faults) > 1e-3
-
-
 @pytest.fixture
 def group_of_one():
     """Be the only rank of a group."""
