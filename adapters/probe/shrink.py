@@ -115,8 +115,7 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
     (r"attn_logit_softcapping|attention_logits_soft_cap", _exactly(2.0)),
     # Experts.
     (r"num_experts|n_routed_experts|num_local_experts|moe_num_experts|num_routed_experts", _at_most(4)),
-    (r"num_experts_per_tok|num_experts_per_token|moe_topk|moe_k", _at_most(2)),
-    (r"n_group|num_expert_group", _at_most(2)),
+    (r"num_experts_per_tok(en)?|moe_topk|moe_k|n_group|num_expert_group", _at_most(2)),
     (r"topk_group", _at_most(1)),
     # State-carrying layers.
     (r"mamba_n_heads|mamba_num_heads", _exactly(_INNER // HEAD)),
