@@ -20,8 +20,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packplan.adapters.files import name_write_errors, publish_file, sync_folder, write_bytes
-from packplan.adapters.loaders.rows import IGNORED_LABEL, RowsOfPacks, flatten, refuse_unlearned
+from packplan.adapters.loaders.rows import RowsOfPacks, flatten, refuse_unlearned
 from packplan.adapters.progress import BRIEF_S, progress
+from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import ArgumentError
 from packplan.core.lengths import IntArray
 from packplan.core.surface import Plan

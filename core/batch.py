@@ -1,9 +1,12 @@
-"""Ranks that share rows, accumulation of an effective batch size, and partial windows."""
+"""Labels, ranks that share rows, accumulation of an effective batch size, and partial windows."""
 
 import attrs
 
 from packplan.core.errors import ArgumentError, counted
 from packplan.core.lengths import MOST_RANKS, whole_number
+
+IGNORED_LABEL = -100
+"""Label of a token from which nothing is learned, as losses of torch and transformers have it."""
 
 
 def count_row_groups(num_ranks: int, row_ranks: int) -> int:

@@ -193,7 +193,7 @@ class MeasuredStep:
     """Seconds from the end of the step before, without logs, evaluations and checkpoints."""
 
     def predicted(self, time: StepTime) -> float:
-        """Return the seconds by some coefficients."""
+        """Return the seconds that the coefficients *time* predict for this step."""
         flops = time.text * self.text + time.attention * self.attention + time.vision * self.vision
         return time.step + time.microbatch * self.microbatches + flops
 

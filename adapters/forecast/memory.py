@@ -24,8 +24,8 @@ from packplan.adapters.forecast.tracing import MemoryTracer, empty_weights
 from packplan.adapters.loaders.positions import TYPES
 from packplan.adapters.loaders.rows import PackOfRows
 from packplan.adapters.models import local_part
-from packplan.adapters.samples.encoder import IGNORED_LABEL
 from packplan.adapters.trainer.trainer import CheckedTrainer
+from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import ModelError
 from packplan.core.forecast import Kind, ModelSharding, StepTrace
 

@@ -26,8 +26,8 @@ import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from packplan.adapters.attention.rows import Padding, RealTokens, use_row
-from packplan.adapters.loaders.rows import IGNORED_LABEL
 from packplan.adapters.models import replace_attributes
+from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import PackplanError
 
 Positions = Literal["columns", "counted", "ids"]

@@ -13,7 +13,6 @@ from packplan.adapters.hf.packed_calls import HOOKED, Unpadding
 from packplan.adapters.hf.refusals import refuse_trainer
 from packplan.adapters.hf.unpad import is_bidirectional, unpad, unwrap
 from packplan.adapters.loaders.rows import (
-    IGNORED_LABEL,
     Collate,
     PackInputs,
     RowsOfPacks,
@@ -22,7 +21,7 @@ from packplan.adapters.loaders.rows import (
     token_type_columns,
 )
 from packplan.adapters.models import replace_attributes
-from packplan.core.batch import count_row_groups
+from packplan.core.batch import IGNORED_LABEL, count_row_groups
 from packplan.core.errors import ArgumentError, ModelError
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan

@@ -28,6 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from packplan.adapters.loaders.positions import TYPES as MEDIA_TYPES
+from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import ArgumentError, Difference, MismatchError, PackplanError, StaleError, counted
 from packplan.core.lengths import IntArray
 from packplan.core.surface import Plan
@@ -36,9 +37,6 @@ log = logging.getLogger(__name__)
 
 PACK = "packplan_pack"
 """Key of a batch's pack index."""
-
-IGNORED_LABEL = -100
-"""Label of a token that no loss counts."""
 
 _TOKENS, _LABELS, _POSITIONS, _ATTENTION = "input_ids", "labels", "position_ids", "attention_mask"
 

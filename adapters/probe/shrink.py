@@ -333,7 +333,7 @@ def shrink_by_trial(places: Sequence[Place], runs: Callable[[Trials], bool]) -> 
     shrink.
 
     Args:
-        places: Places of numbers that may be lengths.
+        places: Places of numbers that may be lengths in tokens, such as windows.
         runs: Test of whether a small copy with new values can be built, and computes a sample.
     """
     together = dict.fromkeys(places, _SHORT[0])

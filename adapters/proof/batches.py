@@ -11,7 +11,8 @@ import attrs
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 
-from packplan.adapters.loaders.rows import IGNORED_LABEL, PACK
+from packplan.adapters.loaders.rows import PACK
+from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import ArgumentError, counted
 
 _OF_ROWS = ("attention_mask", "cu_seq", "max_length", "max_seq", "seq_idx", "seq_lengths", "num_items_in_batch")

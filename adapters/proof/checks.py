@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from packplan.adapters.loaders.rows import IGNORED_LABEL
 from packplan.adapters.models import evaluation_mode
 from packplan.adapters.proof.batches import PackedBatch, Starts, shape_text
 from packplan.adapters.proof.comparison import (
@@ -21,6 +20,7 @@ from packplan.adapters.proof.comparison import (
     watch_pass,
 )
 from packplan.adapters.proof.modules import NamedModule, first_different_module, first_leak
+from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import ArgumentError, MismatchError, ModelError
 
 

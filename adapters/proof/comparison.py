@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 
 from packplan.adapters.attention.varlen import compute_dtype
-from packplan.adapters.loaders.rows import IGNORED_LABEL
 from packplan.adapters.models import Gradients, add_gradients, difference_norms, weight_gradients
 from packplan.adapters.proof.batches import PackedBatch, Sample, Shape, shape_text
 from packplan.adapters.proof.gradients import Watched, watch_embeddings
+from packplan.core.batch import IGNORED_LABEL
 from packplan.core.equality import EQUALITY_LIMITS, Precision, loss_difference, rounding_limit
 from packplan.core.errors import ModelError
 

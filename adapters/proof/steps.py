@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from packplan.adapters.attention.shared_rows import compute_whole_rows
-from packplan.adapters.loaders.rows import IGNORED_LABEL
 from packplan.adapters.models import Gradients, replace_attributes, restore_state
 from packplan.adapters.proof.batches import Sample, next_tokens, without_labels
 from packplan.adapters.proof.checks import refuse_hidden_weights
 from packplan.adapters.proof.comparison import Outcome, compare, difference_limit, run_alone
+from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import ArgumentError, MismatchError, ModelError, counted
 
 _ENGINES = ("DEEPSPEED", "FSDP", "MEGATRON_LM")

@@ -27,14 +27,13 @@ from packplan.adapters.samples.video_reading import (
     reads_videos,
     video_sampling,
 )
+from packplan.core.batch import IGNORED_LABEL
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import RecordError, StaleError, counted
 from packplan.core.samples.media import Image, Video
 from packplan.core.samples.shapes import MIXABLE, to_shape
 from packplan.core.samples.tables import DataFile, Measurement, MediaFacts, Table, from_row
 from packplan.core.samples.tools import CALL, RESPONSE
-
-IGNORED_LABEL = -100
 
 _SOUNDS = frozenset({"audio", "tts"})
 """ms-swift's tags of models that take text and sound only."""

@@ -78,7 +78,7 @@ def prepare_videos(template: Template, config: TemplateConfig) -> None:
         raise ConfigError.at("model.model", reason)
     sampling = video_sampling(config)
     _refuse_no_size(template, sampling)
-    template.replace_tag = partial(_read_medium, template.replace_tag, sampling)
+    template.replace_tag = partial(_replace_tag, template.replace_tag, sampling)
     vision_process.VIDEO_READER_BACKENDS[READER] = _read_video
 
 
@@ -93,7 +93,7 @@ def _refuse_no_size(template: Template, sampling: Sampling) -> None:
         raise ConfigError.at(f"template.video_{key}_pixels", f"{reason}: set template.video_min_pixels, or the maximum")
 
 
-def _read_medium(replace: Callable[..., Any], sampling: Sampling, media_type: str, index: int, inputs: Any) -> Any:
+def _replace_tag(replace: Callable[..., Any], sampling: Sampling, media_type: str, index: int, inputs: Any) -> Any:
     """Read an image or a video, and return the text that stands for it."""
     if media_type != "video":
         return replace(media_type, index, inputs)

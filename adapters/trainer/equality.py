@@ -22,11 +22,11 @@ from packplan.adapters.models import evaluation_mode, replace_attributes, weight
 from packplan.adapters.proof.batches import PackedBatch, Place, Sample, next_tokens, places_by_lengths
 from packplan.adapters.proof.comparison import Outcome, compare, difference_limit, read_outcome, run_alone, watch_pass
 from packplan.adapters.proof.gradients import Watched, logit_reaches
-from packplan.adapters.samples.encoder import IGNORED_LABEL
 from packplan.adapters.samples.media import IMAGES, VIDEOS
 from packplan.adapters.trainer.loader import NORMALISER
 from packplan.adapters.trainer.trainer import PLAIN_LOSS, PlanTrainer, model_inputs
 from packplan.adapters.trainer.vision import model_media
+from packplan.core.batch import IGNORED_LABEL
 from packplan.core.equality import Deviation, reason_against_backend
 from packplan.core.errors import PackplanError
 

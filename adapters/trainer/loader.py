@@ -14,9 +14,10 @@ from torch.utils.data import Dataset
 from packplan.adapters.hf.following import RankLoader
 from packplan.adapters.loaders.rows import PACK, PackOfRows
 from packplan.adapters.processes import end_by_parent_alone, end_with_parent, hide_broken_handover, keep_ctrl_c
-from packplan.adapters.samples.encoder import IGNORED_LABEL, SwiftEncoder
+from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.trainer.streams.dataset import Sample, ShardEnd, ShardProgress, StreamedPack
 from packplan.adapters.trainer.vision import add_model_inputs
+from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import PackplanError
 from packplan.core.packs import Packs
 from packplan.core.samples.tables import Table

@@ -32,7 +32,7 @@ def open_model(
     outline: bool = False,
 ) -> torch.nn.Module:
     """
-    Load the model without a cache, freeze the requested parts, and add adapters if requested.
+    Load the model with `use_cache` off, freeze the requested parts, and add adapters if requested.
 
     Args:
         model: Model to load.

@@ -152,7 +152,7 @@ class DummyImage:
         heads = {id(getattr(self.inner, name, None)) for name in ("lm_head", "audio_tower")}
         return [name for name, part in self.inner.named_children() if name != self.reader and id(part) not in heads]
 
-    def zero_from_image(self, device: torch.device) -> torch.Tensor:
+    def zero_through_tower(self, device: torch.device) -> torch.Tensor:
         """Return a zero that depends on all weights that image features depend on."""
         # ms-swift creates them in inference mode: gradients need a copy.
         features = self.inner.get_image_features(**{key: value.to(device).clone() for key, value in self.media.items()})
@@ -169,7 +169,7 @@ class DummyImage:
         }
         if not vision:
             return []
-        zero = self.zero_from_image(next(iter(vision.values())).device)
+        zero = self.zero_through_tower(next(iter(vision.values())).device)
         reached = torch.autograd.grad(zero, list(vision.values()), allow_unused=True)
         return [name for name, gradient in zip(vision, reached, strict=True) if gradient is None]
 
@@ -194,7 +194,7 @@ class DummyImage:
             missing = 0 if cached is not None and cached.get_seq_length() else passes
             for _ in range(missing - max(passes_run.values(), default=0)):
                 embeds = named["inputs_embeds"]
-                named = {**named, "inputs_embeds": embeds + self.zero_from_image(embeds.device).to(embeds.dtype)}
+                named = {**named, "inputs_embeds": embeds + self.zero_through_tower(embeds.device).to(embeds.dtype)}
             passes_run.clear()
             return positional, named
 

@@ -215,7 +215,7 @@ def _run_of_command(command: SwiftCommand) -> RunConfig:
         ),
         custom=CustomConfig(
             train_jsonl=(_join_arguments(arguments, "dataset", "cached_dataset"),),
-            val_jsonl=tuple(_eval_data(arguments)),
+            val_jsonl=tuple(_eval_data_names(arguments)),
             on_bad_record="stop" if arguments.strict else "skip",
             max_bad_share=Decimal(1),
         ),
@@ -236,7 +236,7 @@ def _run_of_command(command: SwiftCommand) -> RunConfig:
     )
 
 
-def _eval_data(arguments: Any) -> Iterator[str]:
+def _eval_data_names(arguments: Any) -> Iterator[str]:
     """Yield the name of the data of evaluation, if there are any."""
     if arguments.val_dataset or arguments.cached_val_dataset:
         yield _join_arguments(arguments, "val_dataset", "cached_val_dataset")

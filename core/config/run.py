@@ -465,7 +465,7 @@ class RunConfig:
         `global_max_length`.
         """
         length = self.template.max_length or self.global_max_length or self.model.max_model_len
-        assert length is not None  # noqa: S101  # `faults` refuses a run without one
+        assert length is not None  # noqa: S101  # `run_faults` refuses a run without one
         return length
 
     @property

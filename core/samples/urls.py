@@ -61,14 +61,14 @@ def url_fault(name: str) -> str | None:
     """
     Return why a name with a scheme is refused; None for a URL that is read, or a path.
 
-    >>> url_fault("ftp://host/a.jsonl")
-    'is at ftp://, which is not read: name a file, or a URL of https, s3, gs, hf, az or oss'
+    >>> url_fault("ftp://host/a.jsonl").partition(":")[0]
+    'is at ftp'
     """
     scheme = scheme_of(name) or scheme_of(name.rpartition("::")[2])
     if scheme is None or is_url(name):
         return None
     kind = "a chain of URLs" if "::" in name else f"at {scheme}://"
-    return f"is {kind}, which is not read: name a file, or a URL of https, s3, gs, hf, az or oss"
+    return f"is {kind}, which is not read: name a file, or a URL of {', '.join(PACKAGES)}"
 
 
 def mask_credentials(text: str) -> str:

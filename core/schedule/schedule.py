@@ -502,7 +502,7 @@ class ResumeState:
     """Progress and plan in a checkpoint, by which a resume continues or is refused."""
 
     plan: str
-    """Checksum of the raw plan."""
+    """Checksum of the raw plan, or digest of its key where epochs have plans of their own."""
 
     data: str
     """Digest of the data set."""
@@ -513,7 +513,7 @@ class ResumeState:
     shuffle: bool
 
     tuner: str
-    """Trained weights: `full` or `lora`; empty where they are unknown."""
+    """Tuner of the run, such as `full` or `lora`; empty where it is unknown."""
 
     order_version: int
     """`ORDER_VERSION` of the run."""

@@ -10,9 +10,9 @@ from packplan.adapters.progress import loading_libraries
 from packplan.app import sft
 
 with loading_libraries():
-    from packplan.adapters.samples.encoder import IGNORED_LABEL
     from packplan.adapters.trainer.loader import NORMALISER
     from packplan.adapters.trainer.streams.trainer import StreamTrainer
+    from packplan.core.batch import IGNORED_LABEL
 
 
 def main(config: str, out: str, killed_in: int = -1) -> int:

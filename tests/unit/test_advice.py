@@ -49,6 +49,7 @@ def test_a_refused_key_at_a_wrong_level_is_told_why(key):
 def test_a_host_refuses_what_is_on(host):
     """Switches, sizes above 1, settings of a section; not what is absent, off, or a size of 1."""
     settings = refused_settings(host)
+    assert settings
     sizes = {name for name in settings if name.endswith("_size")}
     for value, told in ((True, {*settings}), (2, {*settings}), (1, {*settings} - sizes), (False, set()), (None, set())):
         section = SimpleNamespace(**{name.rpartition(".")[2]: value for name in settings})
