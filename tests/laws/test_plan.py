@@ -68,7 +68,9 @@ def test_every_sample_is_planned_by_the_policy_dropped_or_skipped(case, ratio, f
     assert plan.planned_tokens == sum(lengths[i] for i in packed)
     assert plan.long_tokens == sum(lengths[i] for i in plan.single_long)
     assert 0 < plan.fill <= 1
-    assert plan.lower_bound <= len(plan.packs) + len(plan.dropped_packs)
+    by_tokens = -(-(plan.planned_tokens + plan.dropped_tokens - plan.long_tokens) // packing_length)
+    fewest = by_tokens + len(plan.single_long) if packing else len(plan.packs)
+    assert fewest <= plan.lower_bound <= len(plan.packs) + len(plan.dropped_packs)
     assert plan == plan_from_arrays(plan_to_arrays(plan))
 
 
@@ -176,6 +178,15 @@ def test_the_seed_reaches_the_algorithm_that_draws():
     lengths, options = list(range(1, 40)), {"algorithm": "first_fit_shuffle", "seed": 7}
 
     assert packers.pack(lengths, capacity=60, **options) == build_raw_plan(lengths, packing_length=60, **options).packs
+
+
+def test_a_long_sample_is_packed_as_one_that_fills_a_pack():
+    """By algorithms over counts, whose search then sees all packs."""
+    lengths = trace("chat")[:1000]
+    for name, algorithm in packers.ALGORITHMS.items():
+        plan = build_raw_plan(lengths, packing_length=652, algorithm=name)
+        if algorithm.counts_lengths:
+            assert packers.pack(lengths.clip(max=652), capacity=652, algorithm=name) == plan.packs
 
 
 def test_a_long_sample_does_not_weaken_the_bound_of_the_others():
