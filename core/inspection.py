@@ -438,8 +438,8 @@ def find_sample(plan: RawPlan, sample: int) -> SamplePlace:
         found = np.flatnonzero(packs.indices == sample)
         if found.size:
             pack = int(np.searchsorted(packs.offsets, found[0], side="right")) - 1
-            alone = kind == "packed" and sample in plan.single_long
-            return SamplePlace("long" if alone else kind, pack, tuple(packs[pack]))  # type: ignore[arg-type]
+            is_long = sample in plan.single_long
+            return SamplePlace("long" if is_long else kind, pack, tuple(packs[pack]))  # type: ignore[arg-type]
     if sample in plan.skipped_long:
         return SamplePlace("skipped", None, ())
     return SamplePlace("absent", None, ())

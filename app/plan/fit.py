@@ -8,7 +8,6 @@ Without a stored plan, the run is measured and planned as `packplan plan build` 
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -95,7 +94,6 @@ def memory_amount(text: str) -> int:
 
 def run(options: argparse.Namespace) -> None:
     """Plan, trace, and print."""
-    started = time.monotonic()
     config = read_run_or_command(options.config, options.overrides, world_size=options.world_size)
     require_static(config)
     if not config.training.packing:
@@ -108,7 +106,7 @@ def run(options: argparse.Namespace) -> None:
     ranks = options.world_size or command_ranks(config) or 1
     found = forecast(config, memory=options.memory, ranks=ranks)
     if options.json:
-        document = attrs.asdict(found) | {"fits": found.fits, "margin": MARGIN, "seconds": time.monotonic() - started}
+        document = attrs.asdict(found) | {"fits": found.fits, "margin": MARGIN}
         for pack, one in zip(document["packs"], found.packs, strict=True):
             pack["total"] = one.peak.total
         print(json.dumps(document, indent=2))

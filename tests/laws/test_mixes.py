@@ -194,6 +194,7 @@ keys_of_samples = st.builds(lambda high, low: (high << 48) + low, st.integers(0,
 
 
 @example(samples=[(0, 1)], hundredths=100, room=None)
+@example(samples=[(0, 1), (1, 1)], hundredths=75, room=None)  # 1 and 2 are as near to 3 / 2
 @given(
     samples=st.lists(st.tuples(keys_of_samples, st.integers(1, 30)), min_size=1, max_size=12),
     hundredths=st.integers(0, 110),

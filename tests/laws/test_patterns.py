@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import assume, event, given
+from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 
 from packplan.core.bounds import Bound, find_bound, lower_bound
@@ -86,6 +86,7 @@ def test_room_that_bins_share_saves_a_bin():
     assert [3, 4] == [num_packs(full), num_packs(full + partial)]
 
 
+@example(case=([14, 11, 2, 7, 8, 12], 27), efforts=[0, 0])  # best fit needs one more
 @given(case=packable(min_size=1, max_size=8), efforts=st.lists(st.integers(0, 100_000), min_size=2, max_size=2))
 def test_bounds_and_certified_packs_agree_with_exhaustive_search(case, efforts):
     """However early a search ends; more effort never weakens a bound, and its kind is so."""
@@ -101,6 +102,7 @@ def test_bounds_and_certified_packs_agree_with_exhaustive_search(case, efforts):
     whole = lower_bound(lengths, capacity=capacity)
     assert less.packs <= more.packs <= whole <= fewest
     assert lower_bound(lengths, capacity=capacity, known=fewest) in {whole, fewest}
+    assert fewest == find_bound(lengths, capacity=capacity, known=fewest, effort=1).best
     for found in (less, more):
         assert found.kind != "reached" or found.packs == fewest
     assert less.best >= more.best >= fewest
