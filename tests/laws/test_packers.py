@@ -95,6 +95,7 @@ def normal(num):
     return np.random.default_rng(3).normal(1135, 220, num).astype(int)
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize(
     ("lengths", "capacity", "expected", "more"),
     [
