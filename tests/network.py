@@ -19,7 +19,6 @@ import pytest
 
 LINK = "eth0"
 
-
 _NEW_NETWORK = 0x40000000
 """CLONE_NEWNET, of the kernel's sched.h."""
 
