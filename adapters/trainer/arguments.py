@@ -44,15 +44,12 @@ def shards_weights(arguments: TrainingArguments) -> bool:
     return bool(arguments.fsdp) or is_deepspeed_zero3_enabled()
 
 
-def training_arguments(
-    config: RunConfig, *, per_device_train_batch_size: int, gradient_accumulation_steps: int
-) -> TrainingArguments:
+def training_arguments(config: RunConfig, *, gradient_accumulation_steps: int) -> TrainingArguments:
     """
     Build ms-swift's training arguments; ConfigError if it refuses them.
 
     Args:
         config: Configuration of the run.
-        per_device_train_batch_size: Batch size of training; 1 when packing.
         gradient_accumulation_steps: Batches of a rank in one optimizer step.
     """
     training = config.training
@@ -70,7 +67,7 @@ def training_arguments(
     shared = ("output_dir", "dataloader_drop_last", "num_train_epochs", "max_steps", "seed", "tuner_type")
     fixed = {
         **{key: getattr(training, key) for key in shared},
-        "per_device_train_batch_size": per_device_train_batch_size,
+        "per_device_train_batch_size": config.batch_size,
         "per_device_eval_batch_size": 1 if config.eval_packing else training.per_device_eval_batch_size,
         "gradient_accumulation_steps": gradient_accumulation_steps,
         "remove_unused_columns": False,

@@ -141,12 +141,6 @@ class DummyImage:
         return cls(inner, found[-1][1], {key: value for key, value in encoded.items() if key in known})
 
     @property
-    def language_model(self) -> nn.Module:
-        """Language model that reads the text and the features of images."""
-        reader: nn.Module = self.inner.get_submodule(self.reader)
-        return reader
-
-    @property
     def towers(self) -> list[str]:
         """Names of the parts that images pass before the language model."""
         heads = {id(getattr(self.inner, name, None)) for name in ("lm_head", "audio_tower")}
@@ -200,4 +194,4 @@ class DummyImage:
 
         for name in self.towers:
             self.inner.get_submodule(name).register_forward_hook(partial(count_pass, name))
-        self.language_model.register_forward_pre_hook(add_dummy, with_kwargs=True)
+        self.inner.get_submodule(self.reader).register_forward_pre_hook(add_dummy, with_kwargs=True)

@@ -91,7 +91,7 @@ def open_step_tracer(
     model = open_model(config.model, config.training, attention=attention, device=cpu, outline=True)
     template = samples.template
     template.model = plain_model(model)
-    arguments = training_arguments(config, per_device_train_batch_size=config.batch_size, gradient_accumulation_steps=1)
+    arguments = training_arguments(config, gradient_accumulation_steps=1)
     if samples.sees_images and (world_size > 1 or config.training.freeze_llm):
         DummyImage.from_model(model, template).run_in_every_batch()
     template.packing = template.padding_free = config.training.packing
@@ -245,7 +245,6 @@ def _pause_intervals(config: RunConfig, schedule: EpochSchedule) -> tuple[int, i
     """Return the steps between two evaluations, and between two checkpoints; 0 for none."""
     settings = training_arguments(
         config,
-        per_device_train_batch_size=config.batch_size,
         gradient_accumulation_steps=schedule.gradient_accumulation_steps,
     )
 

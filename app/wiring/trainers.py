@@ -144,11 +144,8 @@ def open_arguments(config: RunConfig, *, world_size: int) -> TrainingArguments:
         ArgumentError: The ranks cannot realise the effective batch size.
         ConfigError: ms-swift refuses a setting, or the trainer could not use it later.
     """
-    arguments = training_arguments(
-        config,
-        per_device_train_batch_size=config.batch_size,
-        gradient_accumulation_steps=accumulation_of(config, world_size=world_size).gradient_accumulation_steps,
-    )
+    accumulation = accumulation_of(config, world_size=world_size)
+    arguments = training_arguments(config, gradient_accumulation_steps=accumulation.gradient_accumulation_steps)
     if found := tuple(setting_faults(arguments)):
         raise ConfigError("the section training", found)
     return arguments

@@ -26,7 +26,7 @@ def arguments(write_run):
 
     def build(**training):
         config = read_config(write_run(training=training))
-        return swift_arguments.training_arguments(config, per_device_train_batch_size=1, gradient_accumulation_steps=1)
+        return swift_arguments.training_arguments(config, gradient_accumulation_steps=1)
 
     return build
 
@@ -59,7 +59,7 @@ def test_deepspeed_reaches_ms_swift_as_it_was_written(write_run, monkeypatch):
     kind.__dataclass_fields__ = swift_arguments.TrainingArguments.__dataclass_fields__
     monkeypatch.setattr(swift_arguments, "TrainingArguments", kind)
 
-    swift_arguments.training_arguments(config, per_device_train_batch_size=1, gradient_accumulation_steps=1)
+    swift_arguments.training_arguments(config, gradient_accumulation_steps=1)
 
     assert written == taken["deepspeed"]
 

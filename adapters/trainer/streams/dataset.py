@@ -166,16 +166,10 @@ class StreamedPacks(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
         return self.samples.encode(int(self.indices[item.place]))
 
     def _log_long(self, item: StreamItem, length: int) -> None:
-        limit = self.options.packing_length
-        if length < limit:
+        if length < self.options.packing_length:
             return
-        name = self._name(item)
+        level, outcome = logging.WARNING, "skipped; training.packing_allow_single_long: true trains it"
         if self.options.allow_single_long:
-            log.info("%s: %s tokens, where a pack holds %s: a pack of its own", name, f"{length:,}", f"{limit:,}")
-            return
-        log.warning(
-            "%s: %s tokens, where a pack holds %s: skipped; training.packing_allow_single_long: true trains it",
-            name,
-            f"{length:,}",
-            f"{limit:,}",
-        )
+            level, outcome = logging.INFO, "a pack of its own"
+        holds = f"{length:,} tokens, where a pack holds {self.options.packing_length:,}"
+        log.log(level, "%s: %s: %s", self._name(item), holds, outcome)

@@ -161,8 +161,6 @@ class StreamTrainer(CheckedTrainer):
             self.train_dataset.resume(self._rank_start, start.segments)
         else:
             self._first_step = self.state.global_step
-            self.train_dataset.resume(RankState())
-        self._left_over, self._served.progress = [], ()
         self._show_no_total()
         self.lap_seconds()
         step = self.state.global_step
