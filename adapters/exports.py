@@ -141,13 +141,13 @@ def export_llama_factory(
     # As `datasets` stores a data set without transformations; it makes a fingerprint for each file.
     state: dict[str, Any] = {"_data_files": [{"filename": _DATA}], "_split": "train", "_output_all_columns": False}
     state |= {"_fingerprint": None, "_format_columns": None, "_format_kwargs": {}, "_format_type": None}
-    with publishing_folder(Path(folder)) as unfinished:
+    with publish_folder(Path(folder)) as unfinished:
         train = unfinished / _INFO.parent
         train.mkdir()
         with publish_file(train / _DATA) as file, pa.ipc.new_stream(file, schema) as writer:
             for table in _tables(map(padded, _packs(rows, plan, order, Path(folder))), schema):
                 writer.write_table(table)
-        texts = {_INFO: {"description": json.dumps(_mark(plan))}, _INFO.with_name("state.json"): state}
+        texts = {_INFO: {"description": json.dumps(_plan_fields(plan))}, _INFO.with_name("state.json"): state}
         for path, content in {**texts, Path("dataset_dict.json"): {"splits": ["train"]}}.items():
             write_bytes(unfinished / path, json.dumps(content).encode())
 
@@ -165,7 +165,7 @@ def export_cached_rows(splits: Mapping[str, tuple[Any, Sequence[Sequence[int]]]]
     Raises:
         OutputError: It cannot be written.
     """
-    with publishing_folder(folder) as unfinished:
+    with publish_folder(folder) as unfinished:
         for name, (rows, lengths) in splits.items():
             rows.add_column("lengths", list(lengths)).save_to_disk(unfinished if name == "train" else unfinished / EVAL)
 
@@ -192,7 +192,7 @@ def _packs(rows: Any, plan: Plan, order: Order, target: Path) -> Iterator[Row]:
     for number in progress(numbers.tolist(), desc=f"writing {target.name}", unit=" packs", leave=False, delay=BRIEF_S):
         pack, samples = packs[number], plan.packs[number]
         for sample, row in zip(samples, pack, strict=True):
-            _refuse_media(f"row {sample:,}", [name for name in row if _MEDIA.search(name) and _holds(row[name])])
+            _refuse_media(f"row {sample:,}", [name for name in row if _MEDIA.search(name) and _has_value(row[name])])
         flat = flatten(pack)
         _refuse_media(f"the rows of pack {number:,}", flat.keys() - set(_BY_TOKEN))
         values = {name: flat[name][0].numpy().astype(np.int32) for name in _BY_TOKEN}
@@ -203,13 +203,13 @@ def _packs(rows: Any, plan: Plan, order: Order, target: Path) -> Iterator[Row]:
     refuse_unlearned(np.array(list(learned.values())))
 
 
-def _mark(plan: Plan) -> dict[str, Any]:
+def _plan_fields(plan: Plan) -> dict[str, Any]:
     """Return the plan that packs are of, as files of them tell it."""
     return {"packplan_checksum": plan.checksum, "packplan_packing_length": plan.raw.packing_length}
 
 
 def _schema(plan: Plan, types: Mapping[str, Any]) -> Any:
-    return pa.schema(types, {key: str(value) for key, value in _mark(plan).items()})
+    return pa.schema(types, {key: str(value) for key, value in _plan_fields(plan).items()})
 
 
 def _tables(packs: Iterable[Row], schema: Any) -> Iterator[Any]:
@@ -243,7 +243,7 @@ def _bridge_row(row: Row) -> Row:
     return {"input_ids": row["input_ids"], "seq_start_id": starts, "loss_mask": mask}
 
 
-def _holds(value: Any) -> bool:
+def _has_value(value: Any) -> bool:
     """Return whether a column has a value in this row: neither None nor an empty list or array."""
     return value is not None and not (hasattr(value, "__len__") and len(value) == 0)
 
@@ -255,7 +255,7 @@ def _refuse_media(whose: str, columns: Any) -> None:
 
 
 @contextmanager
-def publishing_folder(folder: Path) -> Iterator[Path]:
+def publish_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder under another name, renamed to *folder* at the end; removed on an error."""
     with name_write_errors(folder):
         unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))

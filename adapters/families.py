@@ -29,7 +29,7 @@ def default_types(architecture: str) -> tuple[str, str] | None:
     return None if found is None else (found[0], found[1])
 
 
-def embeds_itself(template: str) -> bool:
+def model_embeds_images(template: str) -> bool:
     """Return whether the model embeds images, and not its template."""
     return template in _families()["embeds"]
 

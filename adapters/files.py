@@ -93,7 +93,7 @@ def name_load_errors(key: str, fact: str, remedy: str = "") -> Iterator[None]:
         if _lacks_memory(error):
             raise
         reason = textwrap.shorten(str(error), _MAX_REASON, placeholder=" …") or type(error).__name__
-        raise ConfigError.at(key, f"{fact}: {reason}{remedy and f'; {remedy}'}") from error
+        raise ConfigError.for_key(key, f"{fact}: {reason}{remedy and f'; {remedy}'}") from error
 
 
 _MAX_REASON = 250

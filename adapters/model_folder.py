@@ -28,10 +28,10 @@ def is_hub_id(name: str) -> bool:
     return _ID.fullmatch(name) is not None and not name.startswith((".", "/")) and not Path(name).exists()
 
 
-def find_cached(name: str) -> Path | None:
+def find_cached_model(name: str) -> Path | None:
     """Return the folder of a model, by its hub id `owner/name`, in a local cache; None without."""
-    searches = (_hugging_face, _modelscope) if prefers_hugging_face() else (_modelscope, _hugging_face)
-    for search in searches:
+    searches = (_hugging_face_folders, _modelscope_folders)
+    for search in searches if prefers_hugging_face() else reversed(searches):
         for folder in search(name):
             if folder.is_dir() and any(folder.iterdir()):
                 return folder
@@ -45,10 +45,10 @@ def find_model(name: str) -> Path:
     path = Path(name)
     if path.is_file() or (path / "config.json").is_file():
         return path
-    folder = find_cached(name) if is_hub_id(name) else None
+    folder = find_cached_model(name) if is_hub_id(name) else None
     if folder is None:
         remedy = f" or in a local cache: download it with `{download_command(name)}`" if is_hub_id(name) else ""
-        raise ConfigError.at("MODEL", f"is {name}, which is no folder with a config.json{remedy}")
+        raise ConfigError.for_key("MODEL", f"is {name}, which is no folder with a config.json{remedy}")
     return folder
 
 
@@ -70,7 +70,7 @@ def download_model(name: str) -> Path:
         return Path(safe_snapshot_download(name))
 
 
-def _hugging_face(name: str) -> Iterator[Path]:
+def _hugging_face_folders(name: str) -> Iterator[Path]:
     home = os.environ.get("HF_HOME") or str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
     folder = cache / f"models--{name.replace('/', '--')}"
@@ -80,7 +80,7 @@ def _hugging_face(name: str) -> Iterator[Path]:
     yield from _newest_first(folder / "snapshots")
 
 
-def _modelscope(name: str) -> Iterator[Path]:
+def _modelscope_folders(name: str) -> Iterator[Path]:
     cache = Path(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope").expanduser()
     owner, _, last = name.partition("/")
     escaped = last.replace(".", "___")
@@ -148,11 +148,11 @@ def config_content(model: ModelConfig) -> Mapping[str, Any]:
                 f"is {model.model}, which is no folder here, and no local cache holds it: download it with "
                 f"`{download_command(model.model)}`, or set model.download: true"
             )
-            raise ConfigError.at("model.model", reason) from None
+            raise ConfigError.for_key("model.model", reason) from None
         reason = f"{model.model} is no folder with a config.json that names a model_type: name such a folder"
         if (path.parent / "adapter_config.json").is_file():
             reason = f"{model.model} holds adapters and no model: merge them into their model, and name its folder"
-        raise ConfigError.at("model.model", reason) from None
+        raise ConfigError.for_key("model.model", reason) from None
     return sizes
 
 
@@ -189,7 +189,7 @@ def refuse_missing_layers(model: ModelConfig) -> None:
             f"{model.model} has a config.json of {configured} layers (num_hidden_layers) beside weights of "
             f"{found_layers}: take the config.json that belongs to the weights"
         )
-        raise ConfigError.at("model.model", reason)
+        raise ConfigError.for_key("model.model", reason)
 
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -236,7 +236,7 @@ def require_whole_weights(model: ModelConfig) -> None:
 
 
 def _damage_error(path: Path, fact: str, remedy: str = "copy or download it again") -> ConfigError:
-    return ConfigError.at("model.model", f"{path} {fact}: {remedy}")
+    return ConfigError.for_key("model.model", f"{path} {fact}: {remedy}")
 
 
 def _read_json(path: Path) -> Any:

@@ -102,7 +102,7 @@ def sum_of_squares(tensors: Iterable[torch.Tensor], *, sharded: bool) -> tuple[f
     sums = torch.zeros(2, dtype=torch.float64)
     for tensor in tensors:
         part = local_part(tensor)
-        share = _share(tensor) if sharded else 1.0
+        share = _counted_share(tensor) if sharded else 1.0
         norm = torch.linalg.vector_norm(part, dtype=torch.float64).cpu()
         sums += share * torch.stack([norm**2, torch.tensor(part.numel(), dtype=torch.float64)])
     if sharded:
@@ -111,7 +111,7 @@ def sum_of_squares(tensors: Iterable[torch.Tensor], *, sharded: bool) -> tuple[f
     return squares, number
 
 
-def _share(tensor: torch.Tensor) -> float:
+def _counted_share(tensor: torch.Tensor) -> float:
     """Return the share of its part that a rank counts, so that all ranks together count it once."""
     if not isinstance(tensor, DTensor):
         return 1.0 / dist.get_world_size()
@@ -163,7 +163,7 @@ def add_gradients(total: Gradients, gradients: Gradients) -> float:
     """Add gradients to a total in place, and return their norm, computed in float64."""
     for name, one in gradients.items():
         total[name] = total[name] + one if name in total else one
-    return math.sqrt(sum(map(_square, gradients.values())))
+    return math.sqrt(sum(map(_squared_norm, gradients.values())))
 
 
 def difference_norms(found: Gradients, expected: Gradients) -> Mapping[str, float]:
@@ -171,9 +171,9 @@ def difference_norms(found: Gradients, expected: Gradients) -> Mapping[str, floa
     norms = {}
     for name in {**found, **expected}:
         mine, own = (part[name].double() if name in part else 0.0 for part in (found, expected))
-        norms[name] = math.sqrt(_square(torch.as_tensor(mine - own)))
+        norms[name] = math.sqrt(_squared_norm(torch.as_tensor(mine - own)))
     return norms
 
 
-def _square(gradient: torch.Tensor) -> float:
+def _squared_norm(gradient: torch.Tensor) -> float:
     return float(gradient.double().square().sum())

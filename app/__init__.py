@@ -13,10 +13,10 @@ import packplan.adapters  # prepares what transformers and swift import
 
 def answer_ctrl_c() -> None:
     """Have Ctrl-C that nothing catches end this process with a line and no traceback."""
-    sys.excepthook = _line_for_ctrl_c
+    sys.excepthook = _print_interrupt
 
 
-def _line_for_ctrl_c(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _print_interrupt(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
     else:

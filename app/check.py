@@ -89,7 +89,7 @@ def check(config: RunConfig, *, num_packs: int) -> Report:
     from packplan.app.wiring.ranks import join_ranks
 
     if not config.training.packing:
-        raise ConfigError.at("training.packing", "is false: nothing is packed, so there is nothing to compare")
+        raise ConfigError.for_key("training.packing", "is false: nothing is packed, so there is nothing to compare")
     with join_ranks(config) as group:
         # One rank compares whole rows: how ranks share them is asked before their first step.
         training = attrs.evolve(config.training, resume_from_checkpoint=None, sequence_parallel_size=1)
@@ -112,7 +112,7 @@ def compare(config: RunConfig, trainer: PlanTrainer, train: Split, *, num_packs:
     chosen = packs_to_compare(train.raw.packs, train.table, count=num_packs)
     if not chosen:
         reason = "leaves no pack of several samples, so there is nothing to compare: raise it"
-        raise ConfigError.at("template.max_length", reason)
+        raise ConfigError.for_key("template.max_length", reason)
     comparison = PackComparison(trainer, train.encoder.encode)
     findings: list[Deviation] = []
     for pack in progress(chosen, desc="comparing", unit=" packs"):
@@ -194,7 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
     def command() -> None:
         if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
             reason = f"is {ranks[:40]!r}, but packplan check compares on one process: start it without torchrun"
-            raise ConfigError.at("WORLD_SIZE", reason)
+            raise ConfigError.for_key("WORLD_SIZE", reason)
         config = read_config(options.config, options.overrides)
         require_inputs(config, loads=True)
 

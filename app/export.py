@@ -34,13 +34,13 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> None:
     """Measure, plan and write; ConfigError if the folder exists."""
     folder: Path = options.cached_dataset
     if folder.exists():
-        raise ConfigError.at("--cached-dataset", f"is {folder}, which exists: name a new folder, or remove it")
+        raise ConfigError.for_key("--cached-dataset", f"is {folder}, which exists: name a new folder, or remove it")
     config = read_command(options.source, words, world_size=options.world_size)
     if not config.command.num_parts:
         reason = (
             "has rows that are encoded in full to be measured: write them with swift export --to_cached_dataset true"
         )
-        raise ConfigError.at("--cached-dataset", reason)
+        raise ConfigError.for_key("--cached-dataset", reason)
     with loading_libraries():
         from packplan.app.plan.build import build
         from packplan.app.wiring.ranks import join_ranks

@@ -64,9 +64,9 @@ def run(options: argparse.Namespace) -> None:
     data = [word for word in options.data if not _OVERRIDE.match(word)]
     if options.config is None and not (data and options.model):
         missing = "DATA" if not data else "--model"
-        raise ConfigError.at(missing, "is not given, and there is no --config to take it from: name it")
+        raise ConfigError.for_key(missing, "is not given, and there is no --config to take it from: name it")
     if options.config is not None and (data or options.model):
-        raise ConfigError.at("--config", "has a model and data: leave DATA and --model out, or give key=value")
+        raise ConfigError.for_key("--config", "has a model and data: leave DATA and --model out, or give key=value")
     output: Path = options.output
     with share_refusals():
         length_tables.require_table(output)

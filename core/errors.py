@@ -92,13 +92,13 @@ class ConfigError(UserError):
     faults: tuple[Fault, ...]
 
     @classmethod
-    def at(cls, path: str, reason: str) -> ConfigError:
+    def for_key(cls, path: str, reason: str) -> ConfigError:
         """Return the error of one fault, found after the YAML was read."""
         return cls("", (Fault(path, reason),))
 
     def _text(self) -> str:
         head = f"{self.source} has {counted(len(self.faults), 'fault')}"
-        return in_lines(head, self.faults) if self.source else "\n".join(map(str, self.faults))
+        return format_lines(head, self.faults) if self.source else "\n".join(map(str, self.faults))
 
 
 @attrs.define(eq=False)
@@ -169,7 +169,7 @@ class StaleError(_FactError, UserError):
     @classmethod
     def lengths(cls, where: str, differences: tuple[Difference, ...]) -> StaleError:
         """Return the error of stored lengths that were measured from other inputs."""
-        fact = in_lines(f"the lengths in {where} were measured from other inputs", differences)
+        fact = format_lines(f"the lengths in {where} were measured from other inputs", differences)
         return cls("stale_lengths", fact, {"differences": differences})
 
     @classmethod
@@ -177,9 +177,8 @@ class StaleError(_FactError, UserError):
         """Return the error of a checkpoint that was trained from another plan."""
         head = f"{checkpoint} was trained from another plan or in another way, so this run cannot go on with it"
         reordered = any(difference.key == "order_version" for difference in differences)
-        return cls(
-            "changed_order" if reordered else "changed_plan", in_lines(head, differences), {"differences": differences}
-        )
+        kind = "changed_order" if reordered else "changed_plan"
+        return cls(kind, format_lines(head, differences), {"differences": differences})
 
     @classmethod
     def file(cls, name: str, found: str) -> StaleError:
@@ -297,7 +296,7 @@ class RankDifference:
         for rank, value in enumerate(self.values):
             ranks.setdefault(value, []).append(rank)
         same = sum(1 for _ in takewhile(lambda at: len(set(at)) == 1, zip(*filter(None, ranks), strict=False)))
-        shown = [f"{_from(value, same)} on {_ranks_in_words(ranks[value])}" for value in list(ranks)[:_MOST]]
+        shown = [f"{_text_from(value, same)} on {_ranks_in_words(ranks[value])}" for value in list(ranks)[:_MOST]]
         left_out = len(ranks) - len(shown)
         return f"{self.key}: {'; '.join(shown)}" + (f"; {counted(left_out, 'other value')}" if left_out else "")
 
@@ -309,7 +308,7 @@ first that differs.
 """
 
 
-def _from(value: str | None, same: int) -> str:
+def _text_from(value: str | None, same: int) -> str:
     """Return a value, a long one from where it differs, behind so many characters that do not."""
     if value is None or len(value) <= _MOST_CHARACTERS:
         return "absent" if value is None else value
@@ -333,7 +332,7 @@ def counted(number: int, name: str) -> str:
     return f"{number:,} {name}" + ("" if number == 1 else "es" if name.endswith("tch") else "s")
 
 
-def agree(number: int, one: str = "is", many: str = "are") -> str:
+def verb_for(number: int, one: str = "is", many: str = "are") -> str:
     """
     Return the verb that agrees with a number: `is` or `are`, or what is given instead.
 
@@ -350,7 +349,7 @@ def token_range(lowest: int, highest: int) -> str:
     return counted(highest, "token") if lowest == highest else f"{lowest:,} to {counted(highest, 'token')}"
 
 
-def in_ranges(indices: Iterable[int], *, most: int | None = None) -> str:
+def format_ranges(indices: Iterable[int], *, most: int | None = None) -> str:
     """
     Return all indices in their order, those that follow each other as a range, and ranges that
     repeat as one.
@@ -359,8 +358,8 @@ def in_ranges(indices: Iterable[int], *, most: int | None = None) -> str:
         indices: Whole numbers.
         most: Ranges that are written; an ellipsis stands for the others. None writes all.
 
-    >>> in_ranges([0, 1, 2, 7, 9, 10]), in_ranges([0, 1, 0, 1, 0]), in_ranges([1, 3, 5], most=2)
-    ('0..2, 7, 9..10', '0..1 x 2, 0', '1, 3, …')
+    >>> format_ranges([2, 7, 8, 9]), format_ranges([0, 1, 0, 1, 0]), format_ranges([1, 3], most=1)
+    ('2, 7..9', '0..1 x 2, 0', '1, …')
     """
     ranges: list[tuple[int, int]] = []
     for index in indices:
@@ -375,11 +374,11 @@ def in_ranges(indices: Iterable[int], *, most: int | None = None) -> str:
     return ", ".join([*parts[:most], "…"] if most is not None and len(parts) > most else parts)
 
 
-def in_lines(head: str, items: Iterable[object]) -> str:
+def format_lines(head: str, items: Iterable[object]) -> str:
     """
     Return a headline with a line for each item below it.
 
-    >>> print(in_lines("the run has 1 fault", ["seed: is x"]))
+    >>> print(format_lines("the run has 1 fault", ["seed: is x"]))
     the run has 1 fault:
       seed: is x
     """

@@ -330,9 +330,9 @@ class StepTerms:
         """Return the seconds of each step; shape (num_steps,)."""
         batches = self.flops @ np.array([time.text, time.attention, time.vision])
         if self.sync_at == "step":
-            busiest: Floats = self._of_steps(batches).max(axis=1)
+            busiest: Floats = self._sum_by_step(batches).max(axis=1)
         else:
-            busiest = self._of_steps(batches.max(axis=1))
+            busiest = self._sum_by_step(batches.max(axis=1))
         return time.step + time.microbatch * self.counts + busiest
 
     def busiest(self) -> Floats:
@@ -340,10 +340,10 @@ class StepTerms:
         totals = self.flops.sum(axis=2)
         ranks = totals.argmax(axis=1)
         if self.sync_at == "step":
-            ranks = np.repeat(self._of_steps(totals).argmax(axis=1), self.counts)
-        return self._of_steps(self.flops[np.arange(len(ranks)), ranks])
+            ranks = np.repeat(self._sum_by_step(totals).argmax(axis=1), self.counts)
+        return self._sum_by_step(self.flops[np.arange(len(ranks)), ranks])
 
-    def _of_steps(self, batches: Floats) -> Floats:
+    def _sum_by_step(self, batches: Floats) -> Floats:
         """Return the sums of rows of microbatches by step."""
         sums: Floats = np.add.reduceat(batches, np.cumsum(self.counts) - self.counts, axis=0)
         return sums
@@ -550,7 +550,7 @@ _STEP = 64
 
 
 @attrs.frozen
-class Longest:
+class LongestLength:
     """Longest packing length that fits."""
 
     tokens: int
@@ -568,7 +568,7 @@ def add_margin(peak: float) -> int:
     return math.ceil(peak * (1 + MARGIN))
 
 
-def find_longest(peak_at: Callable[[int], int], *, start: int, limit: int, most: int) -> Longest:
+def find_longest(peak_at: Callable[[int], int], *, start: int, limit: int, most: int) -> LongestLength:
     """
     Return the longest packing length whose peak fits.
 
@@ -597,7 +597,7 @@ def find_longest(peak_at: Callable[[int], int], *, start: int, limit: int, most:
             break
     fitting = [one for one, peak in known.items() if peak <= room and one <= most]
     longest = max(fitting, default=0)
-    return Longest(longest, known.get(longest, min(known.values())), limited=longest == most)
+    return LongestLength(longest, known.get(longest, min(known.values())), limited=longest == most)
 
 
 def _other_length(start: int, most: int) -> int:

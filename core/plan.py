@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.bounds import Bound, bound_effort, find_bound
-from packplan.core.errors import ArgumentError, agree, counted, token_range
+from packplan.core.errors import ArgumentError, counted, token_range, verb_for
 from packplan.core.lengths import IntArray, Lengths, as_lengths, checked_works, exact_share
 from packplan.core.packers import pack
 from packplan.core.packers.drawing import redraw
@@ -251,7 +251,7 @@ def _no_packs_error(lengths: IntArray, skipped: IntArray, dropped: Packs, policy
     reasons: list[str] = []
     details: dict[str, float] = {"num_skipped": skipped.size, "num_dropped_packs": len(dropped)}
     if skipped.size:
-        has = agree(skipped.size, "has", "have")
+        has = verb_for(skipped.size, "has", "have")
         reasons.append(f"{counted(skipped.size, 'sample')} {has} {capacity} or more, and long samples are skipped")
     if len(dropped):
         short = lengths[dropped.indices]
@@ -259,7 +259,7 @@ def _no_packs_error(lengths: IntArray, skipped: IntArray, dropped: Packs, policy
         details["fullest"] = int(dropped.loads(lengths).max()) * 10_000 // policy.packing_length / 10_000
         reasons.append(
             f"{counted(len(dropped), 'pack')} (samples of {token_range(int(short.min()), int(short.max()))}) "
-            f"{agree(len(dropped))} filled below min_fill_ratio {policy.min_fill_ratio}, the fullest to "
+            f"{verb_for(len(dropped))} filled below min_fill_ratio {policy.min_fill_ratio}, the fullest to "
             f"{details['fullest']:g} of {capacity}"
         )
     fact = f"none of {counted(lengths.size, 'sample')} is left to train on: {'; '.join(reasons)}"
@@ -284,7 +284,7 @@ def refuse_longer(lengths: Lengths, policy: PlanPolicy) -> None:
         num, longest = over.size, int(array.max())
         fact = (
             f"sample {first} has {counted(int(array[first]), 'token')}, but a pack holds {limit:,} (packing_length); "
-            f"{num:,} of {counted(num_samples, 'sample')} {agree(num)} too long, the longest has {longest:,}"
+            f"{num:,} of {counted(num_samples, 'sample')} {verb_for(num)} too long, the longest has {longest:,}"
         )
         raise ArgumentError("too_long", fact, {"index": first, "num_too_long": num, "longest": longest})
 

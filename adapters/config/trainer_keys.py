@@ -109,11 +109,11 @@ class TrainerKey:
         if kind in {"int", "float"}:
             fits = fits and self.least <= value < (min(self.below, TOO_LARGE) if kind == "int" else self.below)
         if not fits or (self.choices and not set(self.choices).issuperset(texts)):
-            message = f"is {given!r}, but has to be {self._wanted()}"
+            message = f"is {given!r}, but has to be {self._describe()}"
             raise ValueError(message)
         return value
 
-    def _wanted(self) -> str:
+    def _describe(self) -> str:
         """Return the values that the key takes, in words."""
         unsaid = {"null", "str"} if self.choices or ("dict" in self.types and not self.path) else {"null"}
         words = [WORDS[kind] for kind in self.types if kind not in unsaid]

@@ -96,13 +96,13 @@ class StepTracer:
             if self.accumulates and sharded:
                 # As accelerate does, the gradients of all weights stay whole until the last one.
                 trainer.model.set_requires_gradient_sync(False)
-                self._passes(batch)
+                self._run_passes(batch)
                 trainer.model.set_requires_gradient_sync(True)
             elif self.accumulates:
                 for one in trained:
                     one.grad = torch.empty_like(one)
             start = tracer.clock
-            forward_end = self._passes(batch)
+            forward_end = self._run_passes(batch)
             _update(self._optimizer, [one.grad for one in trained])
             states = (one for state in self._optimizer.state.values() for one in state.values())
             held: dict[Kind, Iterable[Any]] = {
@@ -158,7 +158,7 @@ class StepTracer:
             pixels = {key: torch.empty(len(batch[key]), width) for key, width in wide.items()}
         return batch | pixels
 
-    def _passes(self, batch: Mapping[str, Any]) -> int:
+    def _run_passes(self, batch: Mapping[str, Any]) -> int:
         """Run both passes on a batch without content, and return the time between them."""
         trainer, tracer = self.trainer, self._tracer
         given = {

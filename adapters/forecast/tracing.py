@@ -62,14 +62,14 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
     def tracing(self) -> Iterator[None]:
         """Trace inside; ModelError where the model cannot be traced."""
         try:
-            with self._seeing_resizes(), self._fake, self:
+            with self._record_resizes(), self._fake, self:
                 yield
         except (RuntimeError, NotImplementedError, TypeError, AssertionError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise ModelError("trace", f"the model cannot be traced{_model_place(error)} ({reason})") from error
 
     @contextmanager
-    def _seeing_resizes(self) -> Iterator[None]:
+    def _record_resizes(self) -> Iterator[None]:
         """Record resized memory inside: FSDP frees gathered weights so, and calls no operator."""
         resize, held = torch.UntypedStorage.resize_, torch.UntypedStorage
 
@@ -137,7 +137,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
                 output = func(*args, **kwargs)
         else:
             if func in _INDEXED:
-                args = (args[0], [*_positions(args[1])], *args[2:])
+                args = (args[0], [*_integer_indices(args[1])], *args[2:])
             output = func(*args, **kwargs)
             if not tensors and isinstance(output, torch.Tensor) and not output.is_floating_point():
                 with unset_fake_temporarily():
@@ -168,7 +168,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
             self._note_allocation(storage, size)
 
 
-def _positions(indices: Any) -> Iterator[Any]:
+def _integer_indices(indices: Any) -> Iterator[Any]:
     """Yield indices with whole numbers for booleans, so that the shape of the result follows."""
     for index in indices:
         if isinstance(index, torch.Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor):

@@ -42,7 +42,7 @@ from packplan.core.equality import (
     Trial,
     trials,
 )
-from packplan.core.errors import ModelError, agree
+from packplan.core.errors import ModelError, verb_for
 
 log = logging.getLogger(__name__)
 
@@ -350,7 +350,7 @@ def _try_strategy(copies: _Copies, trial: Trial, refused: PackingVerdict) -> Pac
             not_exercised = ("images",)
     if why_not is not None:
         if carriers:
-            verbs = agree(len(carriers), "carries", "carry"), agree(len(carriers), "does", "do")
+            verbs = verb_for(len(carriers), "carries", "carry"), verb_for(len(carriers), "does", "do")
             why_not += (
                 f"; {' and '.join(carriers)} {verbs[0]} it along the row, and {verbs[1]} not run sample by sample"
             )

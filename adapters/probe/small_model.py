@@ -55,7 +55,7 @@ def open_model_config(model: ModelConfig) -> Any:
         return AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code)
     except Exception as error:
         reason = " ".join(f"{error}".split())[:300]
-        raise ConfigError.at(
+        raise ConfigError.for_key(
             "model.model", f"{model.model} has a config.json that transformers refuses: {reason}"
         ) from error
 

@@ -56,7 +56,7 @@ def _number(text: str) -> int | None:
 
 
 @contextmanager
-def name_meeting_place(environment: Mapping[str, str] = os.environ) -> Iterator[None]:
+def name_rendezvous_errors(environment: Mapping[str, str] = os.environ) -> Iterator[None]:
     """
     Turn what torch makes of ranks that cannot meet into a RunError.
 

@@ -176,11 +176,11 @@ class ImageTokens:
         except Exception as error:
             install = f": install {error.name}" if isinstance(error, ImportError) and error.name else ""
             reason = f"is {template.template_meta.template_type}, which cannot encode an image here{install}"
-            raise ConfigError.at("template.template", f"{reason} ({type(error).__name__}: {error})") from error
+            raise ConfigError.for_key("template.template", f"{reason} ({type(error).__name__}: {error})") from error
         added = Counter(encoded["input_ids"]) - Counter(without["input_ids"])
         if not added:
             reason = f"is {template.template_meta.template_type}, in which an image adds no token: name the model's own"
-            raise ConfigError.at("template.template", reason)
+            raise ConfigError.for_key("template.template", reason)
         (token, number), *_ = added.most_common(1)
         patches = IMAGES.count_patches(encoded, patch_size=patch_size_of(template.config))
         return cls(token, patches // number if patches % number == 0 else None)

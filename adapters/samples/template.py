@@ -12,7 +12,7 @@ from swift.loss_scale import ALL_BASE_STRATEGY, loss_scale_map
 from swift.model import MODEL_MAPPING, get_matched_model_meta
 from swift.template import Template
 
-from packplan.adapters.families import default_types, embeds_itself, may_probe_template
+from packplan.adapters.families import default_types, may_probe_template, model_embeds_images
 from packplan.adapters.model_folder import config_architecture, config_content, damaged_json_reason
 from packplan.adapters.samples.video_reading import prepare_videos
 from packplan.core.config.run import ModelConfig, TemplateConfig
@@ -36,7 +36,7 @@ def refuse_remote_code(model: ModelConfig) -> None:
         # A file of weights' places is large, and names no code.
         if not file.name.endswith(".index.json") and b'"auto_map"' in file.read_bytes():
             reason = f"brings Python code ({file.name} has auto_map): read it, then set model.trust_remote_code: true"
-            raise ConfigError.at("model.model", f"{model.model} {reason}")
+            raise ConfigError.for_key("model.model", f"{model.model} {reason}")
 
 
 def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | None, str]:
@@ -115,7 +115,7 @@ def _refuse_unshown(name: str) -> None:
             f"is {name}, whose model keeps text, images and sound in a model of its own, its thinker, and was not "
             "shown to pack: set training.packing: false"
         )
-        raise ConfigError.at("template.template", reason)
+        raise ConfigError.for_key("template.template", reason)
 
 
 def _refuse_packing(template: Template) -> None:
@@ -131,7 +131,7 @@ def _refuse_packing(template: Template) -> None:
     if not declared:
         name = template.template_meta.template_type
         reason = f"is {name}, which ms-swift does not declare to collate packed samples: set training.packing: false"
-        raise ConfigError.at("template.template", reason)
+        raise ConfigError.for_key("template.template", reason)
 
 
 def open_template(
@@ -171,24 +171,24 @@ def open_template(
             is_binary_loss_scale=False,
         )
     except AssertionError as error:
-        raise ConfigError.at("template", f"is refused by ms-swift: {error}") from error
+        raise ConfigError.for_key("template", f"is refused by ms-swift: {error}") from error
     except Exception as error:  # what tokenizers make of broken files has no common kind
         remedy = ": pip install 'packplan[omni]'" if "qwen_omni_utils" in f"{error}" else ""
         reason = f"{model.model} cannot be opened by ms-swift: {damaged_json_reason(model.model) or error}{remedy}"
-        raise ConfigError.at("model.model", reason) from error
+        raise ConfigError.for_key("model.model", reason) from error
     _refuse_other_kind(opened)
     if packs:
         _refuse_packing(opened)
     if not opened.tokenizer("a").input_ids:  # transformers makes one of no words where tokenizer.json is missing
         reason = f"{model.model} has a tokenizer that knows no words: copy the files of its tokenizer there"
-        raise ConfigError.at("model.model", reason)
+        raise ConfigError.for_key("model.model", reason)
     if not cuts:  # ms-swift fills in the model's own limit, and would refuse what is longer
         opened.max_length = None
     opened.set_mode("train")
     # ms-swift would read `<img>path</img>` in a text as an image, or put an <image> in its place;
     # and looks for the end of each <img> through the rest of the line.
     opened._replace_image_tags = _do_nothing  # noqa: SLF001  # no public way
-    if embeds_itself(template_type):
+    if model_embeds_images(template_type):
         opened._post_encode = _keep_inputs  # noqa: SLF001  # no public way
     _name_tokens(opened, processor)
     prepare_videos(opened, template)
@@ -202,7 +202,7 @@ def _refuse_other_kind(template: Template) -> None:
     if reads_media and not template.model_meta.is_multimodal:
         name = template.template_meta.template_type
         reason = f"is {name}, for models that see or hear, but the model reads text only: name one for text"
-        raise ConfigError.at("template.template", reason)
+        raise ConfigError.for_key("template.template", reason)
 
 
 def _template_model(template: Template, model_type: str | None) -> Any:
@@ -241,14 +241,14 @@ def _refuse_unknown(template: TemplateConfig) -> None:
     known = ", ".join(sorted(agent_template_map))
     if template.agent_template is not None and template.agent_template not in agent_template_map:
         reason = f"is {template.agent_template}, but has to be one of {known}"
-        raise ConfigError.at("template.agent_template", reason)
+        raise ConfigError.for_key("template.agent_template", reason)
     strategy, *names = template.loss_scale.split("+")
     if strategy not in ALL_BASE_STRATEGY:
         names = [strategy, *names]
     if wrong := [name for name in names if name not in loss_scale_map]:
         strategies, weights = ", ".join(ALL_BASE_STRATEGY), ", ".join(sorted(loss_scale_map))
         reason = f"has {wrong[0]!r}, but is one of {strategies}, perhaps with + and any of {weights}"
-        raise ConfigError.at("template.loss_scale", reason)
+        raise ConfigError.for_key("template.loss_scale", reason)
 
 
 def _do_nothing(_: Any) -> None:

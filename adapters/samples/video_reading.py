@@ -75,7 +75,7 @@ def prepare_videos(template: Template, config: TemplateConfig) -> None:
         return
     if not hasattr(template.processor, "image_processor"):  # transformers takes the tokenizer alone for one
         reason = "has no processor of images: copy its processor_config.json or preprocessor_config.json there"
-        raise ConfigError.at("model.model", reason)
+        raise ConfigError.for_key("model.model", reason)
     sampling = video_sampling(config)
     _refuse_no_size(template, sampling)
     template.replace_tag = partial(_replace_tag, template.replace_tag, sampling)
@@ -88,9 +88,9 @@ def _refuse_no_size(template: Template, sampling: Sampling) -> None:
     least = sampling.get("min_pixels", vision_process.VIDEO_MIN_TOKEN_NUM * token)
     most = sampling.get("max_pixels", vision_process.VIDEO_MAX_TOKEN_NUM * token)
     if most < least:
-        key, value = ("max", most) if "max_pixels" in sampling else ("min", least)
+        key, value = ("video_max_pixels", most) if "max_pixels" in sampling else ("video_min_pixels", least)
         reason = f"is {value:,}, but frames have {least:,} pixels at least and {most:,} at most"
-        raise ConfigError.at(f"template.video_{key}_pixels", f"{reason}: set template.video_min_pixels, or the maximum")
+        raise ConfigError.for_key(f"template.{key}", f"{reason}: set template.video_min_pixels, or the maximum")
 
 
 def _replace_tag(replace: Callable[..., Any], sampling: Sampling, media_type: str, index: int, inputs: Any) -> Any:

@@ -150,7 +150,7 @@ class DiskLengthStore:
             return stored
         if not self._lengths_from.parent.is_dir():
             reason = f"has no folder {self._lengths_from.parent}: name the output_dir of a run that measured"
-            raise ConfigError.at("training.packing_lengths_from", reason)
+            raise ConfigError.for_key("training.packing_lengths_from", reason)
         if self._manifest.exists():
             return stored
         try:

@@ -86,13 +86,13 @@ def training_arguments(config: RunConfig, *, gradient_accumulation_steps: int) -
     try:
         arguments = TrainingArguments(**(defaults | passed | fixed))
     except (ValueError, ImportError, TypeError, AssertionError, OSError) as error:
-        raise ConfigError.at("training", f"is refused by ms-swift's training arguments: {error}") from error
+        raise ConfigError.for_key("training", f"is refused by ms-swift's training arguments: {error}") from error
     if arguments.n_gpu > 1:
         reason = (
             f"would split each pack over {arguments.n_gpu} GPUs (DataParallel): start one process a GPU with "
             f"torchrun --nproc-per-node {arguments.n_gpu}, or set CUDA_VISIBLE_DEVICES to one"
         )
-        raise ConfigError.at("training", reason)
+        raise ConfigError.for_key("training", reason)
     return arguments
 
 

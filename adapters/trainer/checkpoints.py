@@ -111,12 +111,12 @@ def find_checkpoint(
             raise stale
         reason = reason or "but another rank cannot read it as it was saved: see its message"
         if wanted != "last":
-            raise ConfigError.at(CHECKPOINT_KEY, f"is {wanted}, {reason}")
+            raise ConfigError.for_key(CHECKPOINT_KEY, f"is {wanted}, {reason}")
         log.warning("%s is passed over: it is a folder %s", folder, reason)
     if stale is not None:
         raise stale
     reason = f"finds no whole checkpoint in {output_dir}: remove it to start again"
-    raise ConfigError.at(CHECKPOINT_KEY, reason)
+    raise ConfigError.for_key(CHECKPOINT_KEY, reason)
 
 
 def progress_entry(state: ResumeState | StreamState) -> dict[str, Any]:

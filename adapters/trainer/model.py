@@ -20,7 +20,7 @@ from packplan.adapters.samples.template import swift_model_type
 from packplan.adapters.trainer.tuners import prepare_tuner, quantisation_of
 from packplan.core.config.run import ModelConfig, TrainingConfig
 from packplan.core.equality import AttentionChoice
-from packplan.core.errors import ConfigError, agree, counted
+from packplan.core.errors import ConfigError, counted, verb_for
 
 
 def open_model(
@@ -71,7 +71,7 @@ def open_model(
                 f"{model.model} has a config.json of other sizes than the weights beside it: take the config.json "
                 "that belongs to the weights"
             )
-            raise ConfigError.at("model.model", reason) from error
+            raise ConfigError.for_key("model.model", reason) from error
     project_patches(opened)
     set_attention(opened, attention)
     # With a cache, transformers builds no block-diagonal mask, and packed samples would attend to
@@ -106,9 +106,9 @@ def _refuse_missing_weights(folder: str) -> Iterator[None]:
         first = ", ".join(sorted(missing)[:3]) + (", …" if len(missing) > 3 else "")
         reason = (
             f"{folder} lacks {counted(len(missing), 'weight')} of the model ({first}), which "
-            f"{agree(len(missing))} to be trained from random numbers: copy all files of the model again"
+            f"{verb_for(len(missing))} to be trained from random numbers: copy all files of the model again"
         )
-        raise ConfigError.at("model.model", reason)
+        raise ConfigError.for_key("model.model", reason)
 
 
 def _refuse_missing_parts(model: Any, training: TrainingConfig) -> None:
@@ -120,4 +120,4 @@ def _refuse_missing_parts(model: Any, training: TrainingConfig) -> None:
         prefixes = tuple(getattr(arch, part, None) or ())
         has_it = model.model_meta.is_multimodal and any(name.startswith(prefixes) for name in names)
         if getattr(training, key) and not has_it:
-            raise ConfigError.at(f"training.{key}", "names a part that this model does not have: remove it")
+            raise ConfigError.for_key(f"training.{key}", "names a part that this model does not have: remove it")

@@ -186,7 +186,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         try:
             super().__init__(eval_dataset=eval_dataset, **options)
         except ValueError as error:
-            raise ConfigError.at("training", f"is refused by the trainer: {error}") from error
+            raise ConfigError.for_key("training", f"is refused by the trainer: {error}") from error
         for callback in self.callback_handler.callbacks:
             # ms-swift's callbacks set these when training begins, and fail on earlier logs.
             if isinstance(callback, (ProgressCallbackNew, PrinterCallbackNew)):

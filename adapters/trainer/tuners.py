@@ -52,14 +52,14 @@ def prepare_tuner(model: Any, training: TrainingConfig) -> Any:
     except (ValueError, RuntimeError, AttributeError, AssertionError, TypeError) as error:
         keys = [key for key in ("target_regex", "target_parameters") if getattr(training, key)]
         key = [*keys, "target_modules"][0] if training.tuner_type in tuners_of("target_modules") else "tuner_type"
-        raise ConfigError.at(f"training.{key}", f"cannot get adapters: {error}") from error
+        raise ConfigError.for_key(f"training.{key}", f"cannot get adapters: {error}") from error
     if trained_part(model) is not model:
         # Records have no sound, so no gradient reaches these weights, and DDP would wait.
         for name, weight in prepared.named_parameters():
             weight.requires_grad = weight.requires_grad and not is_sound_weight(name)
     if not any(parameter.requires_grad for parameter in prepared.parameters()):
         key = next((key for key in _FREEZES if getattr(training, key)), "freeze_llm")
-        raise ConfigError.at(f"training.{key}", "and the other freezes leave nothing to train: remove one")
+        raise ConfigError.for_key(f"training.{key}", "and the other freezes leave nothing to train: remove one")
     if prepared is not model:
         prepared.model_meta, prepared.model_info = model.model_meta, model.model_info
     return prepared
@@ -86,10 +86,10 @@ def quantisation_of(model: ModelConfig, *, on_cpu: bool) -> Any:
     if model.quant_method is None:
         return None
     if on_cpu:
-        raise ConfigError.at("model.quant_method", "quantises on a GPU alone: remove it, or train on one")
+        raise ConfigError.for_key("model.quant_method", "quantises on a GPU alone: remove it, or train on one")
     if find_spec("bitsandbytes") is None:
         reason = "needs the package bitsandbytes, which is not installed: install it, or remove the key"
-        raise ConfigError.at("model.quant_method", reason)
+        raise ConfigError.for_key("model.quant_method", reason)
     info, meta = get_model_info_meta(model.model, model_type=swift_model_type(model))
     dtype = info.torch_dtype if model.torch_dtype is None else getattr(torch, model.torch_dtype)
     asked: Any = SimpleNamespace(model_info=info, model_meta=meta)
@@ -159,7 +159,7 @@ def _refuse_unmatched(model: Any, training: TrainingConfig) -> None:
         for value in {values} if isinstance(values, str) else {*values} - {"all-embedding", "all-linear", "all-norm"}:
             found = [name for name in (modules if matches is _is_module else weights) if matches(value, name)]
             if not found and not key.startswith("target"):  # peft refuses those
-                raise ConfigError.at(f"training.{key}", f"has {value}, which names no part of the model")
+                raise ConfigError.for_key(f"training.{key}", f"has {value}, which names no part of the model")
             if found and not key.startswith("freeze") and all(map(is_sound_weight, found)):
                 reason = f"has {value}, which hears or speaks: only text and images are trained, so leave it out"
-                raise ConfigError.at(f"training.{key}", reason)
+                raise ConfigError.for_key(f"training.{key}", reason)

@@ -134,7 +134,7 @@ class DummyImage:
                 f"is a {type(plain_model(model)).__name__}, which has no function for image features: a rank "
                 "without images would leave the others waiting; train on one process"
             )
-            raise ConfigError.at("model.model", reason)
+            raise ConfigError.for_key("model.model", reason)
         inner: Any = found[-1][0]  # the innermost: others may call it
         known = argument_names(inner.get_image_features)
         encoded = encode_image(template, DUMMY_SIZE)

@@ -265,7 +265,7 @@ def world_sizes(text: str) -> list[int]:
     return positive_numbers(text, world_size)
 
 
-class _MarkWarnings(logging.Formatter):
+class _LevelFormatter(logging.Formatter):
     """Formatter that puts the level before warnings and errors."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -280,7 +280,7 @@ def _set_up_logging(*, verbose: bool, quiet: bool) -> None:
     """
     rank = os.environ.get("RANK", "0")
     handler = logging.StreamHandler()
-    handler.setFormatter(_MarkWarnings(f"packplan{f' rank {rank:.9}' if rank != '0' else ''}: %(mark)s%(message)s"))
+    handler.setFormatter(_LevelFormatter(f"packplan{f' rank {rank:.9}' if rank != '0' else ''}: %(mark)s%(message)s"))
     logger = logging.getLogger("packplan")
     logger.handlers = [handler]
     logger.setLevel(logging.INFO if rank == "0" and not quiet else logging.WARNING)

@@ -27,7 +27,7 @@ from packplan.core.errors import ConfigError, MismatchError, counted
 from packplan.core.forecast import (
     KINDS,
     MARGIN,
-    Longest,
+    LongestLength,
     ModelSharding,
     PeakMemory,
     add_margin,
@@ -49,7 +49,7 @@ class PackMemory:
 
 
 @attrs.frozen
-class Fit:
+class MemoryFit:
     """Memory of a run's step on one rank."""
 
     world_size: int
@@ -60,7 +60,7 @@ class Fit:
     packs: tuple[PackMemory, ...]
     """Heaviest pack of the plan, and a full one like it."""
 
-    longest: Longest | None
+    longest: LongestLength | None
     """Longest packing length that fits; None if the memory is not said."""
 
     notes: tuple[str, ...]
@@ -97,10 +97,10 @@ def run(options: argparse.Namespace) -> None:
     config = read_run_or_command(options.config, options.overrides, world_size=options.world_size)
     require_static(config)
     if not config.training.packing:
-        raise ConfigError.at("training.packing", "is false: what is forecast is the memory of packs")
+        raise ConfigError.for_key("training.packing", "is false: what is forecast is the memory of packs")
     if config.training.sequence_parallel_size > 1:
         reason = "shares rows over ranks, but what is forecast is the memory of whole rows: set it to 1"
-        raise ConfigError.at("training.sequence_parallel_size", reason)
+        raise ConfigError.for_key("training.sequence_parallel_size", reason)
     require_traceable(config)
     require_inputs(config)
     ranks = options.world_size or command_ranks(config) or 1
@@ -121,11 +121,11 @@ def _sharding_of(config: RunConfig) -> ModelSharding:
     settings = config.training.trainer
     if stage := zero_stage(settings.get("deepspeed")):
         reason = f"is ZeRO of stage {stage}, whose memory cannot be traced: set training.fsdp instead"
-        raise ConfigError.at("training.deepspeed", reason)
+        raise ConfigError.for_key("training.deepspeed", reason)
     return "fsdp2" if settings.get("fsdp") else "ddp"
 
 
-def forecast(config: RunConfig, *, memory: int | None, ranks: int) -> Fit:
+def forecast(config: RunConfig, *, memory: int | None, ranks: int) -> MemoryFit:
     """
     Return the memory of a run's step.
 
@@ -160,16 +160,16 @@ def forecast(config: RunConfig, *, memory: int | None, ranks: int) -> Fit:
         heaviest = PackMemory(f"pack {pack}", sum(one["length"] for one in encoded[pack]), peaks[pack])
         full = {heaviest.tokens: heaviest.peak}
 
-        def peak_of_full(tokens: int) -> int:
+        def full_pack_peak(tokens: int) -> int:
             if tokens not in full:
                 full[tokens] = tracer.step(tracer.pack_of_length(encoded[pack], tokens)).peak(fused_loss=fused)
             return full[tokens].total
 
         longest = (
-            None if memory is None else find_longest(peak_of_full, start=length, limit=memory, most=tracer.positions)
+            None if memory is None else find_longest(full_pack_peak, start=length, limit=memory, most=tracer.positions)
         )
-        peak_of_full(length)
-    return Fit(
+        full_pack_peak(length)
+    return MemoryFit(
         ranks, sharding, memory, (heaviest, PackMemory("full pack", length, full[length])),
         longest, tuple(_notes(config)),
     )  # fmt: skip
@@ -198,7 +198,7 @@ def _packs_to_trace(train: Split) -> dict[int, list[Any]]:
     return {pack: [train.encoder.fetch(index, table) for index in packs[pack]] for pack in chosen}
 
 
-def _print(found: Fit) -> None:
+def _print(found: MemoryFit) -> None:
     console = plain_console()
     ranks = counted(found.world_size, "rank")
     console.print(
@@ -221,7 +221,7 @@ def _print(found: Fit) -> None:
         console.print(f"note: {note}")
 
 
-def excess_message(found: Fit) -> str:
+def excess_message(found: MemoryFit) -> str:
     """Return in words that a plan does not fit, and the length that would."""
     needed, memory = bytes_text(found.needed), bytes_text(found.memory or 0)
     need = f"a step of the plan takes up to {needed} on each rank, of {memory}"
@@ -237,7 +237,7 @@ def excess_message(found: Fit) -> str:
     return f"{need}; the longest template.max_length that fits is {found.longest.tokens:,}"
 
 
-def _print_longest(longest: Longest, report: Callable[[str], None]) -> None:
+def _print_longest(longest: LongestLength, report: Callable[[str], None]) -> None:
     if not longest.tokens:
         report("no packing length fits: add ranks that share the model, checkpointing, or adapters")
         return

@@ -17,11 +17,11 @@ from rich.table import Table
 
 from packplan.app.cli.command import add_config_arguments, plain_console, whole_number, world_size
 from packplan.app.plan.explain import explain_pack, explain_sample, explanation_lines
-from packplan.app.plan.stored import StoredSplit, open_split, splits_of
-from packplan.app.planning.log_lines import BOUNDS, drawn_of_sources
+from packplan.app.plan.stored import StoredSplit, open_split, selected_splits
+from packplan.app.planning.log_lines import BOUNDS, source_draws_text
 from packplan.app.wiring.commands import read_run_or_command
 from packplan.core.config.run import RunConfig
-from packplan.core.errors import ConfigError, DataSetError, agree, counted
+from packplan.core.errors import ConfigError, DataSetError, counted, verb_for
 from packplan.core.inspection import (
     PlanSummary,
     ScheduleSummary,
@@ -62,19 +62,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Open the plans, then print."""
     if options.text and options.sample is None:
-        raise ConfigError.at("--text", "is of one sample: name it by --sample")
+        raise ConfigError.for_key("--text", "is of one sample: name it by --sample")
     config = read_run_or_command(options.config, options.overrides, world_size=options.world_size)
     explained = options.pack is not None or options.sample is not None
     splits = [
         # An evaluation has one epoch.
         open_split(config, name, world_size=options.world_size, epoch=options.epoch if name == "train" else None)
-        for name in splits_of(config, options.split or ("train" if explained else None))
+        for name in selected_splits(config, options.split or ("train" if explained else None))
     ]
     if explained:
         explain, number = (explain_pack, options.pack) if options.sample is None else (explain_sample, options.sample)
         document = explain(config, splits[0], number)
         if options.text:
-            document["text"] = _text_of(config, splits[0], options.sample)
+            document["text"] = _decode_spans(config, splits[0], options.sample)
         print(json.dumps(document, indent=2) if options.json else "\n".join(explanation_lines(document)))
     elif options.json:
         print(json.dumps({"splits": {one.split.name: as_document(one) for one in splits}}, indent=2))
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
             _print(one, everything=options.all)
 
 
-def _text_of(config: RunConfig, opened: StoredSplit, sample: int) -> list[dict[str, Any]]:
+def _decode_spans(config: RunConfig, opened: StoredSplit, sample: int) -> list[dict[str, Any]]:
     """Return a sample's runs of tokens that are trained or not, decoded."""
     # ms-swift takes seconds to import, which no other look at a plan needs.
     from packplan.app.wiring.splits import open_encoders
@@ -194,7 +194,7 @@ def _print_epochs(console: Console, opened: StoredSplit, *, most: int | None) ->
     for one in records[:most]:
         table.add_row(
             f"{one.epoch:,}", f"{one.num_samples:,}", f"{one.num_tokens:,}", f"{one.num_packs:,}", f"{one.fill:.4f}",
-            f"{epochs.steps_in(one.epoch):,}", drawn_of_sources(one, opened.lengths.origin.files),
+            f"{epochs.steps_in(one.epoch):,}", source_draws_text(one, opened.lengths.origin.files),
         )  # fmt: skip
     console.print(table, soft_wrap=False)
     if most is not None and len(records) > most:
@@ -278,7 +278,7 @@ def _pack_figures(plan: PlanSummary) -> Iterator[Figure]:
     if plan.auto_packs:
         yield True, "  by auto", f"{plan.auto_packs:,}", "at most: training.packing_algorithm: auto needs fewer"
     yield False, "  samples of each", f"{plan.samples_per_pack:.2f}", "on average"
-    exceed = agree(plan.oversized_packs, "exceeds", "exceed")
+    exceed = verb_for(plan.oversized_packs, "exceeds", "exceed")
     remark = f"tokens; {plan.oversized_packs:,} {exceed} 110 % of the packing length"
     yield False, "  longest", f"{plan.longest_pack:,}", remark
     yield False, "  above the lower bound", f"{plan.gap:.3%}", f"dropped ones counted; {BOUNDS[plan.bound_kind]}"

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import attrs
 
-from packplan.app.planning.epochs import EpochPlanner, plan_samples, samples_of
+from packplan.app.planning.epochs import EpochPlanner, plan_samples, planning_samples
 from packplan.app.planning.log_lines import describe
 from packplan.app.planning.measure import bad_records_line
-from packplan.app.planning.schedule import ragged_window, require_static, split_schedule
+from packplan.app.planning.schedule import partial_window_warning, require_static, split_schedule
 from packplan.app.planning.split import Split, Stores, alignment
 from packplan.app.planning.stored_lengths import open_lengths, refusals, stale_inputs
 from packplan.app.wiring.policies import epoch_recipe, split_policy, trained_work
@@ -54,14 +54,14 @@ class StoredSplit:
         return bool(self.plan.key.inputs["packing"])
 
 
-def splits_of(config: RunConfig, split: str | None) -> list[str]:
+def selected_splits(config: RunConfig, split: str | None) -> list[str]:
     """
     Return the splits of a run that are asked for, by default all; ConfigError if it lacks the one.
     """
     require_static(config)
     having = ["train", *(["eval"] if config.custom.val_jsonl else [])]
     if split is not None and split not in having:
-        raise ConfigError.at("custom.val_jsonl", "is not set, so there is no eval split")
+        raise ConfigError.for_key("custom.val_jsonl", "is not set, so there is no eval split")
     return having if split is None else [split]
 
 
@@ -102,7 +102,7 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
     lengths, recipe, kept = open_measured(config, name)
     plans, origin, policy = kept.plans, lengths.origin, split_policy(config, name)
     plan, where = plans.inspect(), str(plans.folder)
-    samples = samples_of(policy, lengths.rows.table, origin.files)
+    samples = planning_samples(policy, lengths.rows.table, origin.files)
     if plan is None or plan.key.inputs["lengths"] != lengths.digest:
         # Where the lengths give no plan, building raises this too, and would not help.
         refuse_longer(lengths.tokens, policy)
@@ -113,7 +113,7 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
         planner = EpochPlanner(policy, recipe, samples)
         plan = attrs.evolve(plan, plan=_plan_of_epoch(planner, plan, epoch or 0, lengths.digest, where=where))
     elif epoch:
-        raise ConfigError.at("--epoch", "is of runs whose epochs have plans of their own; here all have the same")
+        raise ConfigError.for_key("--epoch", "is of runs whose epochs have plans of their own; here all have the same")
     work, estimated = trained_work(config)
     split = Split(
         name, policy, alignment(config, name), work, recipe, table=lengths.rows.table, data_digest=origin.data_digest,
@@ -140,7 +140,7 @@ def _plan_of_epoch(planner: EpochPlanner, stored: StoredPlan, epoch: int, digest
         raise NotBuiltError(where, "holds the plan of one epoch, and no records of the others")
     last = stored.epochs[-1].epoch
     if epoch > last:
-        raise ConfigError.at("--epoch", f"is {epoch}, but the epochs that are planned are 0 to {last}: name one")
+        raise ConfigError.for_key("--epoch", f"is {epoch}, but the epochs that are planned are 0 to {last}: name one")
     if epoch == 0:
         return stored.plan
     is_current = stored.key == plan_key(planner.recipe, planner.policy, digest)
@@ -180,7 +180,7 @@ def _warnings(config: RunConfig, opened: StoredSplit) -> Iterator[str]:
     ratio = str(plan.key.inputs.get("min_fill_ratio") or split.policy.min_fill_ratio)
     as_stored = attrs.evolve(split, policy=attrs.evolve(split.policy, packing=opened.packed, min_fill_ratio=ratio))
     yield from (line for level, line in describe(as_stored) if level >= logging.WARNING)
-    if split.name == "train" and (window := ragged_window(opened.epochs or opened.schedule)):
+    if split.name == "train" and (window := partial_window_warning(opened.epochs or opened.schedule)):
         yield window
     if opened.estimated:
         yield f"work is estimated from tokens and their squares: {opened.estimated}"

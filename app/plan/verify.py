@@ -20,7 +20,7 @@ import numpy as np
 
 from packplan.adapters.progress import loading_libraries, progress
 from packplan.app.cli.command import add_config_arguments, whole_number
-from packplan.app.planning.epochs import EpochPlanner, plan_samples, samples_of
+from packplan.app.planning.epochs import EpochPlanner, plan_samples, planning_samples
 from packplan.app.planning.schedule import require_static
 from packplan.app.planning.split import Split
 from packplan.app.planning.stored_lengths import refusals
@@ -201,7 +201,7 @@ def _faults_of_plan(split: Split, lengths: StoredLengths, stored: StoredPlan | N
     for reason in refusals(None if differences else stored.plan, lengths.tokens, policy, supervised=supervised):
         yield Finding("plan", where, reason)
     if not differences:
-        samples = samples_of(policy, lengths.rows.table, lengths.origin.files)
+        samples = planning_samples(policy, lengths.rows.table, lengths.origin.files)
         again = plan_samples(f"{split.name} again", policy, samples, recipe=split.recipe, quick_bound=True)
         bound = {name: getattr(stored.plan, name) for name in ("lower_bound", "bound_kind")}
         if attrs.evolve(again, **bound) != stored.plan:

@@ -14,7 +14,7 @@ from rich.table import Table
 from packplan.adapters.progress import progress
 from packplan.app.cli.command import add_config_arguments, plain_console, positive_numbers, world_sizes
 from packplan.app.plan.stored import open_measured
-from packplan.app.planning.epochs import plan_samples, record_works, samples_of
+from packplan.app.planning.epochs import plan_samples, planning_samples, record_works
 from packplan.app.planning.schedule import require_static, split_schedule
 from packplan.app.planning.split import alignment
 from packplan.app.planning.stored_lengths import stale_inputs
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> None:
     config = read_run_or_command(options.config, options.overrides, world_size=(options.world_size or [None])[0])
     require_static(config)
     if not config.training.packing:
-        raise ConfigError.at("training.packing", "is false: nothing is packed, so there is nothing to vary")
+        raise ConfigError.for_key("training.packing", "is false: nothing is packed, so there is nothing to vary")
     lengths, recipe, _ = open_measured(config, "train")
     if recipe is not None:
         print("train: figures and steps are as if all epochs had the plan of the first", file=sys.stderr)
@@ -104,7 +104,7 @@ def _refuse_other_cuts(lengths: StoredLengths, packing_lengths: list[int]) -> No
             f"truncates samples to the packing length, so the stored lengths are of {cut_to:,} alone: build a run with "
             "another template.max_length in a training.output_dir of its own, or remove the strategy"
         )
-        raise ConfigError.at("template.truncation_strategy", reason)
+        raise ConfigError.for_key("template.truncation_strategy", reason)
 
 
 def _alternatives(
@@ -123,7 +123,7 @@ def _alternatives(
         policy, name = split_policy(other, "train"), f"packs of {packing_length:,}"
         try:
             refuse_longer(lengths, policy)
-            samples = samples_of(policy, table, stored.origin.files)
+            samples = planning_samples(policy, table, stored.origin.files)
             raw = plan_samples(name, policy, samples, recipe=recipe, quick_bound=True)
             refuse_dropped(raw, lengths, policy)
         except UserError as error:

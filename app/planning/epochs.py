@@ -13,7 +13,7 @@ import numpy as np
 
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.core.epochs import EpochPlan, EpochRecipe, EpochRecord, EpochSamples, plan_epoch, record_epoch
-from packplan.core.errors import DataSetError, MismatchError, agree, counted
+from packplan.core.errors import DataSetError, MismatchError, counted, verb_for
 from packplan.core.plan import RawPlan, refuse_dropped
 from packplan.core.policy import PlanPolicy
 from packplan.core.ports import ReportProgress
@@ -40,7 +40,7 @@ def record_works(model: WorkModel, table: Table) -> SampleWorks:
     return SampleWorks.from_lengths(model, column(table, "length").astype(np.int64), **media)
 
 
-def samples_of(policy: PlanPolicy, table: Table, files: Sequence[DataFile] = ()) -> EpochSamples:
+def planning_samples(policy: PlanPolicy, table: Table, files: Sequence[DataFile] = ()) -> EpochSamples:
     """
     Return measured records as they are planned.
 
@@ -52,7 +52,7 @@ def samples_of(policy: PlanPolicy, table: Table, files: Sequence[DataFile] = ())
     works = record_works(policy.work, table).flops if policy.uses_works and policy.work is not None else None
     lengths = column(table, "length").astype(np.int64)
     if (empty := np.flatnonzero((lengths == 0) & (column(table, "bad") == 0))).size:
-        fact = f"{counted(empty.size, 'sample')} of {len(lengths):,} {agree(empty.size, 'has', 'have')} no token"
+        fact = f"{counted(empty.size, 'sample')} of {len(lengths):,} {verb_for(empty.size, 'has', 'have')} no token"
         message = f"{fact}, the first is sample {empty[0]:,}: remove such records"
         raise DataSetError(message)
     return EpochSamples(lengths=lengths, sizes=tuple(size for _, size in records_by_source(files)), works=works)

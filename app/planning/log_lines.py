@@ -7,12 +7,12 @@ from types import MappingProxyType
 
 import numpy as np
 
-from packplan.app.planning.schedule import forced_batches, ragged_window
+from packplan.app.planning.schedule import forced_batches, partial_window_warning
 from packplan.app.planning.split import Split
 from packplan.core.checksum import plan_checksum
 from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecord
-from packplan.core.errors import agree, counted, in_ranges
+from packplan.core.errors import counted, format_ranges, verb_for
 from packplan.core.patterns.certificate import BoundKind
 from packplan.core.samples.tables import DataFile, column, records_by_source
 from packplan.core.schedule import EpochSchedule
@@ -83,7 +83,7 @@ def log_schedule(config: RunConfig, train: Split, schedule: EpochSchedule) -> No
         per_rank = f"{counted(schedule.batches_per_epoch, 'batch')} per rank and epoch"
         steps = f"{schedule.steps_per_epoch:,} per epoch, {schedule.total_steps:,} in total, each of {each}; {per_rank}"
     log.info("optimizer steps: %s", steps)
-    if window := ragged_window(schedule):
+    if window := partial_window_warning(schedule):
         log.warning("%s", window)
 
 
@@ -103,11 +103,11 @@ def _log_epochs(split: Split, schedule: EpochSchedule) -> None:
             counted(one.num_packs, "pack"),
             counted(schedule.steps_in(one.epoch), "step"),
             one.checksum[:12],
-            f": {drawn}" if (drawn := drawn_of_sources(one, files)) else "",
+            f": {drawn}" if (drawn := source_draws_text(one, files)) else "",
         )
 
 
-def drawn_of_sources(record: EpochRecord, files: Sequence[DataFile]) -> str:
+def source_draws_text(record: EpochRecord, files: Sequence[DataFile]) -> str:
     """
     Return, as text, how many samples and which share of the tokens an epoch draws from each source.
 
@@ -153,9 +153,9 @@ def _describe_plan(planned: Split) -> Iterator[Line]:
     yield _note(
         f"{counted(raw.num_samples, 'sample')}, {counted(raw.num_tokens, 'token')}; "
         f"packing_length {raw.packing_length:,}; {counted(raw.planned_samples, 'sample')} in {held}; "
-        f"{counted(supervised, 'token')} ({supervised / raw.planned_tokens:.1%}) {agree(supervised)} supervised"
+        f"{counted(supervised, 'token')} ({supervised / raw.planned_tokens:.1%}) {verb_for(supervised)} supervised"
     )
-    repeated = f" (repeated packs of the raw plan [{in_ranges(aligned.repeated)}])" if aligned.pad_needed else ""
+    repeated = f" (repeated packs of the raw plan [{format_ranges(aligned.repeated)}])" if aligned.pad_needed else ""
     yield _note(
         f"N_raw_packs {len(raw.packs):,}, N_aligned_packs {len(aligned.packs):,}, world_size {aligned.world_size}, "
         f"dataloader_drop_last {str(aligned.dataloader_drop_last).lower()}, pad_needed {aligned.pad_needed:,}"
@@ -163,19 +163,19 @@ def _describe_plan(planned: Split) -> Iterator[Line]:
     )
     if nothing := planned.unsupervised.size:
         cut = int(column(planned.table, "cut")[planned.unsupervised].sum())
-        which = f": {in_ranges(planned.unsupervised.tolist(), most=SHOWN)}"
+        which = f": {format_ranges(planned.unsupervised.tolist(), most=SHOWN)}"
         if not planned.is_supervised:
             which = ", so training " + ("refuses the plan" if planned.name == "train" else "leaves the evaluation out")
         yield _warning(
-            f"{counted(nothing, 'planned sample')} {agree(nothing, 'has', 'have')} no supervised token"
-            f"{f', {cut:,} of which {agree(cut)} truncated (template.max_length)' if cut else ''}{which}"
+            f"{counted(nothing, 'planned sample')} {verb_for(nothing, 'has', 'have')} no supervised token"
+            f"{f', {cut:,} of which {verb_for(cut)} truncated (template.max_length)' if cut else ''}{which}"
         )
     if aligned.num_dropped:
         first = len(raw.packs) - aligned.num_dropped
         yield _warning(
             f"the last {counted(aligned.num_dropped, 'pack')} (from {first:,}) "
-            f"{agree(aligned.num_dropped)} not trained{'' if planned.recipe else ', in no epoch'}; "
-            f"training.dataloader_drop_last: false trains {agree(aligned.num_dropped, 'it', 'them')}"
+            f"{verb_for(aligned.num_dropped)} not trained{'' if planned.recipe else ', in no epoch'}; "
+            f"training.dataloader_drop_last: false trains {verb_for(aligned.num_dropped, 'it', 'them')}"
         )
 
 
@@ -193,14 +193,14 @@ def _describe_packs(planned: Split) -> Iterator[Line]:
         whole = number - int(column(planned.table, "cut")[list(raw.single_long)].astype(bool).sum())
         not_cut = f", {whole:,} not truncated" if whole < number else ""
         line = (
-            f"{counted(number, 'sample')} {agree(number, 'has', 'have')} {counted(raw.packing_length, 'token')} or "
-            f"more and {agree(number, 'is a pack of its own', 'are packs of their own')}, the longest of "
-            f"{int(long.max()):,}{not_cut}: {in_ranges(raw.single_long, most=SHOWN)}"
+            f"{counted(number, 'sample')} {verb_for(number, 'has', 'have')} {counted(raw.packing_length, 'token')} or "
+            f"more and {verb_for(number, 'is a pack of its own', 'are packs of their own')}, the longest of "
+            f"{int(long.max()):,}{not_cut}: {format_ranges(raw.single_long, most=SHOWN)}"
         )
         if over:
             yield _warning(
-                f"{line}; {counted(over, 'pack')} {agree(over, 'exceeds', 'exceed')} the packing length by more than "
-                "10 %; training.packing_allow_single_long: false skips long samples"
+                f"{line}; {counted(over, 'pack')} {verb_for(over, 'exceeds', 'exceed')} the packing length by more "
+                "than 10 %; training.packing_allow_single_long: false skips long samples"
             )
         else:
             yield _note(line)
@@ -214,23 +214,23 @@ def _describe_exceptions(planned: Split) -> Iterator[Line]:
         longest = int(lengths[cut].max())
         long = "; truncated samples are long samples" if longest >= raw.packing_length else ""
         yield _warning(
-            f"{counted(num_cut, 'sample')} {agree(num_cut)} truncated to {counted(longest, 'token')} "
+            f"{counted(num_cut, 'sample')} {verb_for(num_cut)} truncated to {counted(longest, 'token')} "
             f"(template.truncation_strategy){long}"
         )
     if raw.skipped_long:
         number = len(raw.skipped_long)
         yield _warning(
-            f"{counted(number, 'sample')} ({counted(raw.skipped_tokens, 'token')}) {agree(number, 'has', 'have')} "
-            f"{raw.packing_length:,} tokens or more and {agree(number)} skipped: "
-            f"{in_ranges(raw.skipped_long, most=SHOWN)}; raise template.max_length, lower "
+            f"{counted(number, 'sample')} ({counted(raw.skipped_tokens, 'token')}) {verb_for(number, 'has', 'have')} "
+            f"{raw.packing_length:,} tokens or more and {verb_for(number)} skipped: "
+            f"{format_ranges(raw.skipped_long, most=SHOWN)}; raise template.max_length, lower "
             "template.max_pixels, or set training.packing_allow_single_long: true"
         )
     if number := len(raw.dropped_packs):
         line = (
-            f"{counted(number, 'pack')} filled below {planned.policy.min_fill_ratio} {agree(number)} dropped "
+            f"{counted(number, 'pack')} filled below {planned.policy.min_fill_ratio} {verb_for(number)} dropped "
             f"({counted(raw.dropped_samples, 'sample')}, {counted(raw.dropped_tokens, 'token')}, "
             f"{float(raw.dropped_share):.2%} of all); "
-            f"training.packing_drop_last: false keeps {agree(number, 'it', 'them')}, a lower "
+            f"training.packing_drop_last: false keeps {verb_for(number, 'it', 'them')}, a lower "
             "training.packing_min_fill_ratio keeps more"
         )
         many = raw.dropped_share > Fraction(planned.policy.max_dropped_share)

@@ -14,7 +14,7 @@ import numpy as np
 
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.app.planning.split import KnownTable, Split
-from packplan.core.errors import DataSetError, RecordError, StaleError, agree, counted
+from packplan.core.errors import DataSetError, RecordError, StaleError, counted, verb_for
 from packplan.core.lengths import IntArray
 from packplan.core.ports import LengthSource, ReportProgress, Stored
 from packplan.core.samples.tables import (
@@ -162,7 +162,7 @@ def merge_known(source: LengthSource, indices: range, table: KnownTable) -> Gene
     """
     known = table.read()
     rows = _known_rows(source, indices, known, where=table.where)
-    parts = list(_unknown_parts(rows))
+    parts = list(_unknown_ranges(rows))
     taken = len(rows) - sum(stop - start for start, stop in parts)
     log.info("the lengths of %s are taken from %s", counted(taken, "record"), table.where)
     done = 0
@@ -187,7 +187,7 @@ def _known_rows(source: LengthSource, indices: range, known: KnownLengths, *, wh
     return np.concatenate(found)
 
 
-def _unknown_parts(rows: IntArray) -> Iterator[tuple[int, int]]:
+def _unknown_ranges(rows: IntArray) -> Iterator[tuple[int, int]]:
     """Yield start and end of each part of records that are unknown, or close to such."""
     unknown = np.flatnonzero(rows == UNKNOWN)
     if unknown.size:
@@ -221,14 +221,14 @@ def measure(split: Split, report: ReportProgress) -> Table:
     _check_images(source, stored)
     if num_stored == total and stored.repeatability is not None:
         num = _compare_stored(source, stored)
-        again = f"{counted(num, 'sample')} encoded again {agree(num, 'has', 'have')} the same"
+        again = f"{counted(num, 'sample')} encoded again {verb_for(num, 'has', 'have')} the same"
         log.info("%s: the lengths of all %s are stored; %s", name, counted(num_samples, "sample"), again)
         bad.warn(name)
         return stored.table
     _check_repeatability_first(source, num_stored, report=report, skips=split.max_bad_share is not None)
     if num_stored < total:
         left = counted(total - num_stored, "sample")
-        log.info("%s: measuring %s, %s %s stored", name, left, f"{num_samples:,}", agree(num_samples))
+        log.info("%s: measuring %s, %s %s stored", name, left, f"{num_samples:,}", verb_for(num_samples))
     else:
         log.info("%s: the lengths of all %s are stored, and not yet checked", name, counted(num_samples, "sample"))
     while True:
@@ -344,7 +344,7 @@ def _check_repeatability(source: LengthSource, stored: Stored) -> dict[str, Any]
         ShortcutError: It does not, but the shortcut measured it otherwise.
     """
     table, samples = stored.table, sample_indices(stored.table)
-    indices = sorted({*samples[_spread(samples.size)].tolist(), *_one_of_each_shape(table, stored.media)}, reverse=True)
+    indices = sorted({*samples[_spread(samples.size)].tolist(), *_first_by_shape(table, stored.media)}, reverse=True)
     for index in indices:
         encoded, measured = source.measure(index), from_row(table, index)
         if stored.in_full:
@@ -442,7 +442,7 @@ def _spread(total: int) -> list[int]:
     return [index * (total - 1) // max(count - 1, 1) for index in range(count)]
 
 
-def _one_of_each_shape(table: Table, media: MediaTable) -> list[int]:
+def _first_by_shape(table: Table, media: MediaTable) -> list[int]:
     """
     Return the first sample with so many images, or videos, and the first with one of each width and
     height, to powers of two.

@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs, plan_samples, samples_of
+from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs, plan_samples, planning_samples
 from packplan.app.planning.measure import measure
 from packplan.app.planning.split import Split
 from packplan.core.align import align_plan
@@ -141,7 +141,7 @@ def _build_plan(split: Split, world_size: int, report: ReportProgress) -> dict[s
     if raw is not None:
         log.info("%s: the stored plan fits and is used again", name)
     else:
-        samples = samples_of(policy, table, files)
+        samples = planning_samples(policy, table, files)
         _require_drawable(split.recipe, policy, samples)
         log.info("%s: planning %s", name, counted(int(np.count_nonzero(samples.lengths)), "sample"))
         raw = plan_samples(name, policy, samples, recipe=split.recipe, report=report)
@@ -178,7 +178,7 @@ def plan_epochs(split: Split, schedule: EpochSchedule, ranks: Ranks) -> EpochSch
     """
     if split.recipe is None:
         return schedule
-    samples = samples_of(split.policy, split.table, split.encoder.data_files())
+    samples = planning_samples(split.policy, split.table, split.encoder.data_files())
     planner = EpochPlanner(split.policy, split.recipe, samples)
 
     def build(report: ReportProgress) -> Arrays:

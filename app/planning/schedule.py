@@ -26,7 +26,7 @@ def require_static(config: RunConfig) -> None:
     """Refuse a run that has no static plan."""
     if config.custom.trainer_variant != "sft":
         reason = "is rollout, whose packs come as samples come: there is no plan; set it to sft for what needs one"
-        raise ConfigError.at("custom.trainer_variant", reason)
+        raise ConfigError.for_key("custom.trainer_variant", reason)
 
 
 def accumulation_of(config: RunConfig, *, world_size: int) -> Accumulation:
@@ -120,7 +120,7 @@ def split_schedule(
     )
 
 
-def ragged_window(schedule: EpochSchedule) -> str | None:
+def partial_window_warning(schedule: EpochSchedule) -> str | None:
     """Return the warning that the last optimizer step of an epoch is smaller, if it is."""
     if not isinstance(schedule.num_packs, int):
         window, epochs = schedule.gradient_accumulation_steps, len(schedule.num_packs)

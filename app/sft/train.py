@@ -27,7 +27,7 @@ from packplan.app.wiring.splits import open_splits
 from packplan.app.wiring.trainers import build_trainer, open_arguments, open_checkpoint, resume_facts
 from packplan.app.wiring.verdicts import decide_attention
 from packplan.core.config.run import RunConfig
-from packplan.core.errors import agree, counted
+from packplan.core.errors import counted, verb_for
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochSchedule, ResumeState
 
@@ -152,7 +152,7 @@ def _log_resume(schedule: EpochSchedule, unit: str) -> None:
         start.step,
         start.epoch,
         counted(consumed := schedule.consumed_packs(start.epoch).size, unit),
-        agree(consumed),
+        verb_for(consumed),
         counted(schedule.num_batches(start.epoch), "batch"),
         counted(schedule.num_steps(start.epoch), "step"),
     )
@@ -218,7 +218,7 @@ def log_outcome(config: RunConfig, trainer: CheckedTrainer) -> None:
     that loads it. The log shows such lines of rank 0 alone.
     """
     steps = trainer.state.global_step
-    done = f"{counted(steps, 'optimizer step')} {agree(steps)} done"
+    done = f"{counted(steps, 'optimizer step')} {verb_for(steps)} done"
     if trainer.saved is None:
         log.info("%s; no checkpoint was saved (training.save_strategy)", done)
         return

@@ -54,7 +54,7 @@ def train(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
     folder, checkpoint = config.training.output_dir, config.grpo.get("resume_from_checkpoint")
     if checkpoint == "last" and (checkpoint := get_last_checkpoint(folder)) is None:
         reason = f"is last, but {folder} has no checkpoint: remove it to begin at step 1"
-        raise ConfigError.at("grpo.resume_from_checkpoint", reason)
+        raise ConfigError.for_key("grpo.resume_from_checkpoint", reason)
     if quiet or not sys.stderr.isatty():
         disable_progress_bar()
     trainer = open_trainer(config, quiet=quiet)
@@ -99,7 +99,7 @@ def open_trainer(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
     except PackplanError:
         raise
     except (ValueError, TypeError, NotImplementedError, ImportError, OSError) as error:
-        raise ConfigError.at("grpo", f"is refused by TRL: {error}") from error
+        raise ConfigError.for_key("grpo", f"is refused by TRL: {error}") from error
     if packing.enabled:
         for one in filter(None, (trainer.model, trainer.ref_model)):
             unpad(one)
@@ -148,7 +148,7 @@ def _open_prompts(config: RlConfig, files: tuple[str, ...], processor: Any) -> P
     if not files:
         return None
     if not getattr(processor, "chat_template", None):
-        raise ConfigError.at("model.model", f"is {config.model.model}, whose tokenizer has no chat template")
+        raise ConfigError.for_key("model.model", f"is {config.model.model}, whose tokenizer has no chat template")
     records = open_records(files, max_line_bytes=config.custom.max_line_bytes, cache=records_cache(config))
     return Prompts(records, config.custom, system=config.template.system, sees=isinstance(processor, ProcessorMixin))
 
@@ -160,15 +160,15 @@ def _load_reward(name: str) -> Callable[..., Any]:
         found = pkgutil.resolve_name(name)
     except Exception as error:  # whatever the user's own module raises
         reason = f"has {name}, which is no function as module:function: {type(error).__name__}: {error}"
-        raise ConfigError.at(key, reason) from error
+        raise ConfigError.for_key(key, reason) from error
     if not callable(found):
-        raise ConfigError.at(key, f"has {name}, which is no function")
+        raise ConfigError.for_key(key, f"has {name}, which is no function")
 
     @functools.wraps(found)
     def score(**columns: Any) -> Any:
         try:
             return found(**columns)
         except Exception as error:
-            raise ConfigError.at(key, f"has {name}, which failed: {type(error).__name__}: {error}") from error
+            raise ConfigError.for_key(key, f"has {name}, which failed: {type(error).__name__}: {error}") from error
 
     return score

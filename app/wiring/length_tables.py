@@ -70,7 +70,7 @@ def store_folder(output: Path) -> Path:
 def require_table(output: Path) -> None:
     """Refuse an output that is no table of lengths and exists, or has no folder; ConfigError."""
     if not output.parent.is_dir():
-        raise ConfigError.at("--output", f"is {output}, whose folder does not exist: make it")
+        raise ConfigError.for_key("--output", f"is {output}, whose folder does not exist: make it")
     if output.exists():
         with _name_key("--output", "; name another file"):
             read_length_table_key(output)
@@ -85,7 +85,7 @@ def name_output(output: Path) -> Iterator[None]:
         if error.kind not in {"stale_lengths", "table_lengths"}:
             raise
         reason = f"{error}; name another file, or remove it and {store_folder(output)}"
-        raise ConfigError.at("--output", reason) from None
+        raise ConfigError.for_key("--output", reason) from None
 
 
 def open_table(path: str | Path | None, source: LengthSource, *, key: str = "custom.lengths") -> KnownTable | None:
@@ -121,7 +121,7 @@ def _name_key(key: str, remedy: str = "") -> Iterator[None]:
     try:
         yield
     except ArgumentError as error:
-        raise ConfigError.at(key, f"{error}{remedy}") from None
+        raise ConfigError.for_key(key, f"{error}{remedy}") from None
 
 
 def publish_table(split: Split, stored: Stored, output: Path) -> None:

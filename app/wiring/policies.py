@@ -88,7 +88,7 @@ def require_mixes(config: RunConfig, files: Iterable[DataFile]) -> Mixes:
     assert path is not None  # noqa: S101  # the caller has looked
     mixes, sizes = load_mixes(path), [size for _, size in records_by_source(files)]
     if len(sizes) != len(mixes.files):
-        raise ConfigError.at("custom.source_names", "gives several files of the mix one name: name each by itself")
+        raise ConfigError.for_key("custom.source_names", "gives several files of the mix one name: name each by itself")
     faults = [*mixes_faults(mixes, sizes), *(() if config.custom.planned_mix else stream_faults(mixes))]
     if faults:
         raise ConfigError(path, tuple(faults))

@@ -17,13 +17,13 @@ import torch
 from packplan.adapters import files
 from packplan.adapters.config.run import load_mixes
 from packplan.adapters.config.trainer_keys import SETTINGS_FILES, read_settings
-from packplan.adapters.ranks.environment import name_meeting_place, require_ranks
+from packplan.adapters.ranks.environment import name_rendezvous_errors, require_ranks
 from packplan.adapters.ranks.torch_group import OneRank, TorchGroup, name_lost_ranks, weight_digests
 from packplan.adapters.versions import installed_version
 from packplan.app.wiring.runs import share_refusals
 from packplan.core.config.identity import flat_values, rank_differences, shared_values
 from packplan.core.config.run import RunConfig
-from packplan.core.errors import ConfigError, OutputError, RunError, UserError, counted, in_lines
+from packplan.core.errors import ConfigError, OutputError, RunError, UserError, counted, format_lines
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.ports import RankGroup
 
@@ -75,7 +75,7 @@ def open_rank_group(settings: Mapping[str, Any], *, use_cpu: bool = False) -> It
     """
     group: RankGroup = OneRank()
     if require_ranks() > 1:
-        with name_meeting_place():
+        with name_rendezvous_errors():
             timeout_s = float(settings.get("ddp_timeout", 1800))
             group = TorchGroup(use_cpu=use_cpu or bool(settings.get("use_cpu")), timeout_s=timeout_s)
     try:
@@ -141,7 +141,7 @@ def require_same(group: RankGroup, values: Mapping[str, str]) -> None:
     by_rank = group.gather(json.dumps(dict(values)))
     group.any(False)  # noqa: FBT003  # all have read it: now a rank may end, and its store with it
     differences = rank_differences([json.loads(one) for one in by_rank])
-    fact = in_lines("ranks were given different runs", differences)
+    fact = format_lines("ranks were given different runs", differences)
     if group.rank:  # one report is enough
         fact = f"ranks were given different runs: rank 0 lists {counted(len(differences), 'difference')}"
     raise RunError("different_runs", fact, {"differences": differences})
@@ -181,7 +181,7 @@ def lock_output(config: RunConfig, group: RankGroup, *, key: str = "training.out
 
     def refuse() -> str:
         reason = f"is {folder}, which another run trains into: both would write its checkpoints; name another folder"
-        raise ConfigError.at(key, reason)
+        raise ConfigError.for_key(key, reason)
 
     with contextlib.ExitStack() as lock:
         if group.rank == 0:
@@ -191,5 +191,5 @@ def lock_output(config: RunConfig, group: RankGroup, *, key: str = "training.out
             except (ConfigError, OutputError) as error:  # raised once the others know
                 failure = error
         if group.any(failure is not None):
-            raise failure or ConfigError.at(key, f"is {folder}, which rank 0 cannot train into")
+            raise failure or ConfigError.for_key(key, f"is {folder}, which rank 0 cannot train into")
         yield

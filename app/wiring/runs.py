@@ -12,7 +12,7 @@ import attrs
 
 from packplan.adapters.config.run import load_config, load_mixes, load_rl_config
 from packplan.adapters.config.trainer_keys import GRPO_KEYS_FILE, TrainerKey, read_key_table
-from packplan.adapters.model_folder import download_model, find_cached, is_hub_id, model_faults
+from packplan.adapters.model_folder import download_model, find_cached_model, is_hub_id, model_faults
 from packplan.adapters.ranks.environment import require_ranks
 from packplan.adapters.samples.data_files import file_faults, short_names
 from packplan.adapters.samples.downloads import fetch_data_files
@@ -105,7 +105,7 @@ def _copy_remote_data(custom: CustomConfig, cache: Path, run: str) -> CustomConf
 def _find_model(model: ModelConfig) -> ModelConfig:
     if not is_hub_id(model.model):
         return model
-    folder = find_cached(model.model) or (download_model(model.model) if model.download else None)
+    folder = find_cached_model(model.model) or (download_model(model.model) if model.download else None)
     # What no cache holds is refused where the folder is first needed.
     return model if folder is None else attrs.evolve(model, model=str(folder))
 

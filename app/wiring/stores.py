@@ -43,5 +43,5 @@ def open_split_records(config: RunConfig, split: str) -> FileRecords:
 def write_new_file(path: Path, text: str) -> None:
     """Write the file of --output; ConfigError if another text is there."""
     if path.exists() and (not path.is_file() or path.read_text(encoding="utf-8") != text):
-        raise ConfigError.at("--output", f"{path} exists and holds something else: name another file, or remove it")
+        raise ConfigError.for_key("--output", f"{path} exists and holds something else: name another file or remove it")
     files.write_bytes(path, text.encode())

@@ -200,7 +200,7 @@ def use_tower_in_each_batch(model: Any, template: Any, arguments: TrainingArgume
             f"is false, but no image reaches {counted(len(unreached), 'weight')} of the vision tower, as "
             f"{unreached[0]}, whose gradients the ranks would wait for: set it to true, or training.freeze_vit"
         )
-        raise ConfigError.at("training.ddp_find_unused_parameters", reason)
+        raise ConfigError.for_key("training.ddp_find_unused_parameters", reason)
     # Where ranks meet in each of its passes, one for images and one for videos, all take both.
     dummy.run_in_every_batch(passes=1 + (shards_weights(arguments) and sees_videos_apart(template)))
 

@@ -16,7 +16,7 @@ import attrs
 
 from packplan.core.config.keys import key_faults, key_of
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
-from packplan.core.errors import Fault, PackplanError, agree, shorten
+from packplan.core.errors import Fault, PackplanError, shorten, verb_for
 from packplan.core.packers import ALGORITHMS
 from packplan.core.samples.urls import mask_credentials
 
@@ -193,7 +193,7 @@ def _endless_faults(training: TrainingConfig) -> Iterator[Fault]:
         needing.append("num_train_epochs")
     if needing:
         reason = (
-            f"is not set, but {', '.join(needing)} {agree(len(needing), 'depends', 'depend')} on the number of steps"
+            f"is not set, but {', '.join(needing)} {verb_for(len(needing), 'depends', 'depend')} on the number of steps"
         )
         yield Fault("training.max_steps", f"{reason}, which a stream knows at its end: set it, or another schedule")
 

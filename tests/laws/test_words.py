@@ -4,7 +4,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from packplan.core.align import align_plan
-from packplan.core.errors import in_ranges
+from packplan.core.errors import format_ranges
 from packplan.core.plan import build_raw_plan
 
 indices = st.lists(st.integers(0, 9), max_size=30) | st.integers(1, 9).flatmap(
@@ -25,7 +25,7 @@ def expanded(text: str) -> list[int]:
 @given(indices)
 def test_ranges_stand_for_all_indices_in_their_order(indices):
     """Scattered, following each other, or over and over again."""
-    text = in_ranges(indices)
+    text = format_ranges(indices)
     event(f"{'repeated' if ' x ' in text else 'once'}, {'ranges' if '..' in text else 'alone'}")
 
     assert indices == expanded(text)
@@ -34,10 +34,10 @@ def test_ranges_stand_for_all_indices_in_their_order(indices):
 @given(indices, st.integers(1, 5))
 def test_of_many_ranges_the_first_are_written(indices, most):
     """An ellipsis stands for the others, and for nothing else."""
-    whole = in_ranges(indices).split(", ")
+    whole = format_ranges(indices).split(", ")
 
     expected = whole if len(whole) <= most else [*whole[:most], "…"]
-    assert ", ".join(expected) == in_ranges(indices, most=most)
+    assert ", ".join(expected) == format_ranges(indices, most=most)
 
 
 @given(st.integers(1, 40), st.integers(1, 5000))
@@ -46,5 +46,5 @@ def test_packs_that_fill_the_ranks_take_a_short_line(num_packs, world_size):
     plan = build_raw_plan([5] * num_packs, packing_length=5)
     repeated = align_plan(plan, world_size=world_size, dataloader_drop_last=False).repeated
 
-    assert list(repeated) == expanded(in_ranges(repeated))
-    assert len(in_ranges(repeated)) < 30
+    assert list(repeated) == expanded(format_ranges(repeated))
+    assert len(format_ranges(repeated)) < 30

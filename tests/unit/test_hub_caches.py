@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from packplan.adapters.model_folder import config_model_type, download_command, find_cached, is_hub_id
+from packplan.adapters.model_folder import config_model_type, download_command, find_cached_model, is_hub_id
 from packplan.core.config.run import ModelConfig
 from packplan.core.errors import ConfigError
 
@@ -39,9 +39,9 @@ def hold(folder: Path) -> Path:
 )
 def test_a_model_is_found_in_each_layout(tmp_path, layout):
     """Of both hubs, and of earlier versions of their libraries."""
-    assert find_cached("org/na.me") is None
+    assert find_cached_model("org/na.me") is None
 
-    assert hold(tmp_path / layout) == find_cached("org/na.me")
+    assert hold(tmp_path / layout) == find_cached_model("org/na.me")
 
 
 def test_the_revision_of_main_and_the_preferred_hub_come_first(tmp_path, monkeypatch):
@@ -52,11 +52,11 @@ def test_the_revision_of_main_and_the_preferred_hub_come_first(tmp_path, monkeyp
     (tmp_path / "hf/hub/models--org--name/refs/main").write_text("old\n")
     other = hold(tmp_path / "ms/models/org/name")
 
-    assert other == find_cached("org/name")
+    assert other == find_cached_model("org/name")
     monkeypatch.setenv("USE_HF", "1")
-    assert named == find_cached("org/name")
+    assert named == find_cached_model("org/name")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "else"))
-    assert other == find_cached("org/name")
+    assert other == find_cached_model("org/name")
 
 
 def test_what_is_missing_comes_with_the_command_that_downloads_it(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from packplan.core import errors
 from packplan.core.config.faults import with_remedy
 from packplan.core.equality import AUTO, BACKENDS, VARLEN, PackingVerdict, ProbeResult, choose_attention, trials
-from packplan.core.errors import Difference, ModelError, PackplanError, RunError, StaleError, agree, counted
+from packplan.core.errors import Difference, ModelError, PackplanError, RunError, StaleError, counted, verb_for
 from packplan.core.plan import refuse_longer
 from packplan.core.policy import PlanPolicy
 from packplan.core.samples.tables import COLUMNS, Measurement, column, from_row, to_row
@@ -17,7 +17,7 @@ from packplan.core.samples.tables import COLUMNS, Measurement, column, from_row,
 
 def test_a_noun_agrees_with_its_number():
     assert ["1 pack", "0 packs", "2,000 batches"] == [counted(1, "pack"), counted(0, "pack"), counted(2000, "batch")]
-    assert ("is", "are", "has", "have") == (agree(1), agree(0), agree(1, "has", "have"), agree(2, "has", "have"))
+    assert ("is", "are", "has", "have") == (verb_for(1), verb_for(0), *(verb_for(n, "has", "have") for n in (1, 2)))
 
 
 def test_a_remedy_names_a_key_with_its_value():

@@ -27,7 +27,7 @@ from packplan.adapters.trainer.checkpoints import progress_entry
 from packplan.adapters.trainer.loader import LENGTHS, Batch, PackLoader, drop_pack_rates, zero_weights
 from packplan.adapters.trainer.trainer import CheckedTrainer
 from packplan.adapters.trainer_state import save_with_digest
-from packplan.core.errors import DataSetError, agree, counted
+from packplan.core.errors import DataSetError, counted, verb_for
 from packplan.core.fingerprint import from_plain, to_plain
 from packplan.core.packs import filled_tokens
 from packplan.core.stream import RankState, ShardState, StreamCounts, StreamProgress, StreamState
@@ -52,9 +52,9 @@ class StreamTotals:
             f"{counted(counts.dropped_packs, 'pack')} ({share:.2%} of the tokens), {counts.skipped:,} "
             "skipped as long, "
             f"{waiting:,} in packs that were not trained or not full; {counted(counts.long, 'long sample')} "
-            f"{agree(counts.long, 'was a pack of its own', 'were packs of their own')}; "
+            f"{verb_for(counts.long, 'was a pack of its own', 'were packs of their own')}; "
             f"{counts.underfilled_packs:,} of {counted(counts.packs, 'pack')} "
-            f"{agree(counts.underfilled_packs, 'was', 'were')} underfilled"
+            f"{verb_for(counts.underfilled_packs, 'was', 'were')} underfilled"
         )
 
 
