@@ -42,7 +42,7 @@ def open_records(
     paths: tuple[str, ...], *, max_line_bytes: int | None = None, cache: Path | None = None
 ) -> FileRecords:
     """
-    Open data files, whose records follow each other.
+    Open the data files of a data set; their records follow each other in the order of *paths*.
 
     Args:
         paths: Names of the files, or patterns of names (`data/*.parquet`), or folders of
@@ -67,8 +67,8 @@ def open_records(
 
 def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple[str, str]]:
     """
-    Yield each file that differs from its copy or from what is cached of it, and how; both are read
-    completely.
+    Read data files, their copies and cached arrays; yield each file that no longer matches them,
+    and the difference.
 
     Args:
         paths: Names and patterns of data files.
@@ -84,8 +84,8 @@ def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple
 
 def file_faults(paths: Iterable[str]) -> Iterator[str]:
     """
-    Yield the faults of each name or pattern of data files, and of all of them together,
-    before anything reads them.
+    Yield a message for each name or pattern that cannot be opened, or that clashes with another
+    one, without reading records.
     """
     files: list[Path] = []
     for path in paths:
@@ -104,7 +104,7 @@ def file_faults(paths: Iterable[str]) -> Iterator[str]:
 
 def _require_file(path: Path) -> None:
     """
-    Refuse a path that is no data file.
+    Require that a path is a readable data file, or a folder of a data set.
 
     Raises:
         DataSetError: There is no file, or it may not be looked at, or its folder is no data set.
@@ -127,7 +127,7 @@ def _require_file(path: Path) -> None:
 
 
 def _match_files(path: str) -> list[Path]:
-    """Return the file of a name, or those of a pattern; DataSetError if there is none."""
+    """Return the files that a name or a pattern matches; DataSetError if there is none."""
     if (fault := url_fault(path)) is not None:
         raise DataSetError(f"{mask_credentials(path)} {fault}")
     if is_url(path):
@@ -144,8 +144,8 @@ def _match_files(path: str) -> list[Path]:
 
 def _find_shards(folder: Path) -> list[Path]:
     """
-    Return the Parquet or Arrow files in a folder, by name; DataSetError if they are of several
-    splits.
+    Return the Parquet or Arrow files in a folder, sorted by name; DataSetError if they belong to
+    several splits.
     """
     found = sorted(path for path in folder.rglob("*") if path.suffix in {".parquet", ".arrow"} and path.is_file())
     kinds = {str(path.relative_to(folder).parent / _SHARD.sub("", path.stem)) + f"*{path.suffix}" for path in found}
@@ -156,8 +156,8 @@ def _find_shards(folder: Path) -> list[Path]:
 
 def source_names(paths: tuple[str, ...], names: Mapping[str, str]) -> dict[str, str]:
     """
-    Return the name of the source of each file: the given one, else the last part of its path or
-    pattern, or all of that if another one ends alike.
+    Return the source of each file: its name in *names*, else the last part of its path or pattern,
+    or the whole path if two have the same last part.
 
     Args:
         paths: Names and patterns of data files.
@@ -168,15 +168,13 @@ def source_names(paths: tuple[str, ...], names: Mapping[str, str]) -> dict[str, 
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
-    """Return the last part of each path, or all of it where another one ends alike."""
+    """Return the last part of each path, or the whole path if two have the same last part."""
     ends = Counter(Path(path).name for path in paths)
     return {path: end if ends[end := Path(path).name] == 1 else path for path in paths}
 
 
 def _refuse_duplicates(files: list[Path]) -> None:
-    """
-    Refuse a file that is named twice, and a file beside its compressed form: DataSetError.
-    """
+    """Raise DataSetError if a file is named twice, or stands beside its own compressed form."""
     known: dict[Path, Path] = {}
     for path in files:
         if (twin := known.setdefault(path.resolve(), path)) is not path:
@@ -187,7 +185,7 @@ def _refuse_duplicates(files: list[Path]) -> None:
 
 
 def _name_and_folder(path: Path) -> tuple[str, str]:
-    """Return the name and the media folder of a file; for a download, those of its URL."""
+    """Return the name and the folder of relative media of a file; for a download, its URL's."""
     return remote_origin(path) or (str(path), str(path.parent))
 
 

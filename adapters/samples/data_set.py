@@ -27,12 +27,12 @@ _SHOWN_DIGITS = 12
 
 @cache
 def absolute_folder(folder: str) -> str:
-    """Return the absolute path of a folder, or the URL that it is."""
+    """Return the absolute path of a folder; a URL is returned unchanged."""
     return folder if is_url(folder) else str(Path(folder).resolve())
 
 
 def read_messages(record: object, custom: CustomConfig) -> dict[str, Any]:
-    """Return a record as messages, as a run reads it; ValueError if it cannot become a sample."""
+    """Convert a record into messages, as *custom* says; ValueError if it cannot become a sample."""
     return to_messages(
         record,
         object_field_order=custom.object_field_order,
@@ -44,7 +44,7 @@ def read_messages(record: object, custom: CustomConfig) -> dict[str, Any]:
 
 
 class FileRecords:
-    """Records of data files, in order, by index in any order; an index never changes."""
+    """Records of several data files under one index, which never changes for a record."""
 
     def __init__(self, files: Sequence[RecordFile]) -> None:
         self._files = list(files)
@@ -55,14 +55,14 @@ class FileRecords:
         return self._ends[-1]
 
     def record_digest(self, index: int) -> str:
-        """Return the digest of record *index* alone."""
+        """Return the SHA-256 hex digest of record *index* alone."""
         file, row = self._find(index)
         return file.digests(row, row + 1).tobytes().hex()
 
     def read(self, index: int) -> tuple[Any, bytes]:
         """
-        Return the JSON value of record *index*, and its digest for `add_digests`, empty if that is
-        known already.
+        Return the JSON value of record *index*, and its digest for `add_digests`; the digest is
+        empty if it is known already.
 
         Raises:
             RecordError: It has no JSON value.
@@ -86,7 +86,7 @@ class FileRecords:
 
     def add_digests(self, indices: range, digests: NDArray[np.uint8]) -> None:
         """
-        Take over digests of records that were read, so that `digest` need not read them again.
+        Store digests of records read elsewhere, so that `digest` need not read them again.
 
         Args:
             indices: Records, all of a range.
@@ -102,7 +102,7 @@ class FileRecords:
         return [(file.name, len(file)) for file in self._files]
 
     def __getitem__(self, index: int) -> Any:
-        """Return the JSON value of record *index*; RecordError naming file and line."""
+        """Return the JSON value of record *index*; RecordError with its place if there is none."""
         file, row = self._find(index)
         return file[row]
 
@@ -128,13 +128,12 @@ class FileRecords:
             raise RecordError(str(self.location(index)), f"{before}{error}{key}") from None
 
     def folder(self, index: int) -> str:
-        """Return the folder that relative media of record *index* start at."""
+        """Return the folder that relative media paths of record *index* start from."""
         return self._find(index)[0].folder
 
     def digest(self, count: int, *, without: Sequence[int] = ()) -> str:
         """
-        Return the SHA-256 of the first records: their content, and the folders that their media
-        start at.
+        Return the SHA-256 of the content and the media folders of the first *count* records.
 
         Later records do not change it, nor does another format with the same records.
         Asked for rising counts, it reads each record once.
@@ -159,8 +158,8 @@ class FileRecords:
 
     def _runs(self, start: int, stop: int) -> Iterator[tuple[RecordFile, int, int, int]]:
         """
-        Yield records that follow each other in parts of one file: the file, the first one's row and
-        index, and their number, at most 10,000.
+        Split the range from *start* to before *stop* at files and into at most 10,000 records;
+        yield file, first row, first index and number of records of each.
         """
         while start < stop:
             file, row = self._find(start)
@@ -169,7 +168,7 @@ class FileRecords:
             start += number
 
     def _find(self, index: int) -> tuple[RecordFile, int]:
-        """Return the file of a record, and its row there."""
+        """Return the file of record *index*, and its row in that file."""
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")
         file = bisect.bisect_right(self._ends, index)

@@ -38,19 +38,19 @@ _FOLDER, _NOTE = "place-", "note.json"
 
 
 def _url_key(url: str) -> str:
-    """Return the name of a URL in a folder of downloads, whatever its signature."""
+    """Return the folder name of a URL's download: a digest of the URL without its signature."""
     return hashlib.sha256(strip_signature(url).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def _read_note(path: Path, schema: str) -> dict[str, Any] | None:
-    """Return the note of a download; None if there is none, or a damaged one."""
+    """Return the note beside a download; None if it is missing or damaged."""
     with contextlib.suppress(CorruptArtefactError), files.name_write_errors(path):
         return files.read_manifest(path, schema)
     return None
 
 
 def _move_download(fetched: Path, target: Path) -> None:
-    """Move a download to its name by digest, so that it survives a crash."""
+    """Move a complete download to *target*, and flush the folder so that it survives a crash."""
     files.make_folder(target.parent)
     with files.name_write_errors(target):
         fetched.replace(target)
@@ -62,7 +62,7 @@ def _move_download(fetched: Path, target: Path) -> None:
 
 def fetch_data_files(name: str, cache: Path) -> list[Path]:
     """
-    Return the downloads of the files at a URL or a pattern of URLs, fetched where that is needed.
+    Return downloads of the files at a URL or a pattern of URLs, fetched if new or changed.
 
     Args:
         name: URL; or pattern of URLs, if the scheme can list files.
@@ -85,8 +85,8 @@ def fetch_data_files(name: str, cache: Path) -> list[Path]:
 
 def remote_origin(path: Path) -> tuple[str, str] | None:
     """
-    Return the URL that a file was downloaded from, without credentials, and its folder; None for
-    other files.
+    Return the URL that a local file was downloaded from, without credentials, and the folder of
+    that URL; None for a file that is no download.
     """
     if not path.parent.parent.name.startswith(_FOLDER):
         return None
@@ -145,8 +145,8 @@ def _download_version(url: str, folder: Path, version: FileVersion) -> Path:
 
 def fetch_medium(medium: Image | Video, folder: str, cache: "MediaCache | None", *, is_video: bool = False) -> Any:
     """
-    Return the path of a record's medium on this machine, fetched where that is needed; an image
-    inside the record as it is.
+    Return the local path of a medium of a record, downloaded if it is remote; an image inside the
+    record is returned as its bytes.
 
     Args:
         medium: Image or video, or the frames of one.
@@ -221,7 +221,7 @@ class MediaCache:
         return self.folder / sha256[:2] / sha256
 
     def _find_file(self, url: str) -> str | None:
-        """Return the file of a medium; None if it is not there whole."""
+        """Return the file of a downloaded medium; None if it is missing or incomplete."""
         if (note := _read_note(self._note_file(url), _MEDIUM_SCHEMA)) is None:
             return None
         path = self._content_file(note["sha256"])
@@ -246,7 +246,7 @@ class MediaCache:
 
 
 def _require_image(fetched: Path) -> None:
-    """Refuse a download that is no image, or whose pixels cannot be read; FetchError."""
+    """Raise FetchError if a download is no image, or its pixels cannot be read."""
     try:
         read_size(held := fetched.read_bytes(), decode=True)
     except ValueError as error:

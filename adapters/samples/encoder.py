@@ -1,4 +1,4 @@
-"""Records -> encoded samples, by ms-swift's template, with every failure named."""
+"""Encodes records by ms-swift's template; each error names the record by file and line."""
 
 import bisect
 import contextlib
@@ -87,18 +87,18 @@ class SwiftEncoder:
     @cached_property
     def image_tokens(self) -> ImageTokens | None:
         """
-        Token of images; None for a model of text. Raises ConfigError if the template cannot encode
-        an image.
+        Token that stands for images; None for a text-only model. ConfigError if the template cannot
+        encode an image.
         """
         return ImageTokens.from_template(self.template) if self.sees_images else None
 
     def require_images(self) -> None:
-        """Raise ConfigError if the template cannot encode images, though its model takes some."""
+        """Raise ConfigError if the model takes images but its template cannot encode them."""
         _ = self.image_tokens
 
     def encode(self, index: int) -> dict[str, Any]:
         """
-        Encode sample *index* as the template does; RecordError if it cannot become a sample.
+        Return sample *index* as the template encodes it; RecordError if it cannot become a sample.
         """
         sample = self.read(index)
         images, videos = sample.get("images", ()), sample.get("videos", ())
@@ -120,8 +120,8 @@ class SwiftEncoder:
 
     def decode_text(self, index: int) -> list[tuple[bool, str]]:
         """
-        Return the decoded tokens of sample *index*, in runs of tokens that are all trained or all
-        not; RecordError if it cannot become a sample.
+        Return the text of sample *index* as (is supervised, text) for each run of tokens;
+        RecordError if it cannot become a sample.
         """
         encoded = self.encode(index)
         pairs = zip(encoded["labels"], encoded["input_ids"], strict=True)
@@ -130,7 +130,7 @@ class SwiftEncoder:
 
     def read(self, index: int) -> dict[str, Any]:
         """
-        Return sample *index* as messages, with the paths of its media, or the bytes of images.
+        Return sample *index* as messages, with its media as local paths or bytes of images.
 
         Raises:
             RecordError: The record cannot become a sample.
@@ -139,7 +139,7 @@ class SwiftEncoder:
         return self.to_sample(index, self.records.read(index)[0])
 
     def to_sample(self, index: int, record: object) -> dict[str, Any]:
-        """Return a record that was read already as a sample; see `read`."""
+        """Convert a record that was read already into the sample that `read` returns."""
         with self.records.name_errors(index, "the record "):
             known = to_shape(record, self.config.custom.columns)
             self._refuse_mixed(index, known.shape)
@@ -155,8 +155,8 @@ class SwiftEncoder:
 
     def fetch_media(self, indices: Sequence[int]) -> None:
         """
-        Fetch the remote media of samples, several at a time; reading a sample raises the error of a
-        medium that failed.
+        Download the remote media of samples, several at a time; a failure is raised when its sample
+        is read.
         """
         if self._media is not None:
             bar = progress(total=len(indices), desc="fetching media", unit=" records", delay=BRIEF_S)
@@ -170,7 +170,7 @@ class SwiftEncoder:
 
     def full_encode_reason(self, _: dict[str, Any]) -> str | None:
         """
-        Return why a sample is encoded in full to be measured; None if texts and headers are enough.
+        Return the reason to encode a sample in full to measure it; None if the shortcut is enough.
         """
         return None
 
@@ -196,9 +196,7 @@ class SwiftEncoder:
             raise self.record_error(index, f"{reason} all the same: remove it")
 
     def copy_faults(self) -> Iterator[tuple[str, str]]:
-        """
-        Yield each data file whose copy has other content, and the reason; both are read completely.
-        """
+        """Yield each data file whose copy has other content, and the difference; reads both."""
         return copy_faults(self.paths, cache=self.cache)
 
     def data_files(self) -> tuple[DataFile, ...]:
@@ -211,12 +209,12 @@ class SwiftEncoder:
 
     @cached_property
     def _first_shapes(self) -> list[tuple[int, str]]:
-        """Index and shape of the first valid record of each file."""
+        """Index of the first valid record of each file, and its shape."""
         ends = [*self.records.firsts[1:], len(self.records)]
         return [self._first_shape(range(*place)) for place in zip(self.records.firsts, ends, strict=True)]
 
     def _first_shape(self, indices: range) -> tuple[int, str]:
-        """Return the index and shape of the first valid record of a file."""
+        """Return index and shape of the first valid record among those of one file."""
         for index in indices[:_TRIED]:
             with contextlib.suppress(ValueError, RecordError):
                 known = to_shape(self.records[index], self.config.custom.columns)
@@ -226,7 +224,7 @@ class SwiftEncoder:
 
     def _refuse_mixed(self, index: int, shape: str) -> None:
         """
-        Refuse a record of another shape than those before it in its file.
+        Refuse a record whose shape differs from that of the first valid one of its file.
 
         Args:
             index: Index of the sample.
@@ -244,7 +242,7 @@ class SwiftEncoder:
 
     def image_facts(self, index: int, images: Iterable[Image], *, decode: bool = False) -> tuple[MediaFacts, ...]:
         """
-        Return the facts of the images of sample *index*.
+        Return size in pixels, number of bytes and digest of each image of sample *index*.
 
         Args:
             index: Index of the sample.
@@ -258,9 +256,7 @@ class SwiftEncoder:
             return tuple(image_facts(image, decode=decode) for image in images)
 
     def encode_messages(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
-        """
-        Encode a sample that `read` returned; RecordError if the template cannot.
-        """
+        """Encode a sample that `read` returned; RecordError if the template cannot encode it."""
         if videos := sample.get("videos"):
             sample = {**sample, "videos": [list(video) if isinstance(video, tuple) else video for video in videos]}
         if images := sample.get("images"):
@@ -274,7 +270,7 @@ class SwiftEncoder:
 
     @contextlib.contextmanager
     def name_encode_errors(self, index: int) -> Iterator[None]:
-        """Raise whatever ms-swift raises as a RecordError that names sample *index*."""
+        """Convert any error of ms-swift into a RecordError that names sample *index*."""
         try:
             yield
         except RecordError:
@@ -283,7 +279,7 @@ class SwiftEncoder:
             raise self.record_error(index, f"the record cannot be encoded: {type(error).__name__}: {error}") from error
 
     def _drop_uniform_weights(self, index: int, encoded: dict[str, Any]) -> dict[str, Any]:
-        """Return an encoded sample without weights of its tokens if all of them are 0 or 1."""
+        """Return an encoded sample without token weights if all of them are 0 or 1."""
         weights = encoded.pop("loss_scale", None)
         if weights is None or set(weights) <= {0, 1}:
             return encoded
@@ -298,7 +294,7 @@ class SwiftEncoder:
 
     @cached_property
     def video_lengths(self) -> VideoLengths | None:
-        """Costs of videos by their containers; None if each video has to be decoded."""
+        """Computes costs of videos from their containers; None if each video has to be decoded."""
         return None if reader_fault() else VideoLengths.from_template(self.template, self.config.template)
 
     def video_facts(self, index: int, video: Video) -> VideoFacts:
@@ -320,7 +316,7 @@ class SwiftEncoder:
         return facts
 
     def stored_facts(self, facts: VideoFacts) -> MediaFacts:
-        """Return the facts of a video as they are stored."""
+        """Return the facts of a video as `MediaFacts`, the form that is stored with the lengths."""
         lengths = self.video_lengths
         seconds = facts.num_frames / float(facts.rate) if facts.rate else 0.0
         return facts.stored(seconds if lengths is None else lengths.seconds(facts))
@@ -346,7 +342,7 @@ class SwiftEncoder:
 
     def record_error(self, index: int, reason: str, remedy: str = "") -> RecordError:
         """
-        Return an error that names the place of a sample.
+        Return a RecordError with the file and line of a sample.
 
         Args:
             index: Index of the sample.
@@ -370,7 +366,7 @@ class SwiftEncoder:
         return measurement
 
     def _media_tokens(self, measurement: Measurement) -> Iterator[tuple[str, int, int]]:
-        """Yield kinds of media, the token of each, and how many of it a sample has to have."""
+        """Yield each kind of medium, its token id, and the number of these tokens to expect."""
         images = self.image_tokens
         if images is not None and (images.patches is not None or not measurement.patches):
             yield "image", images.token, measurement.patches // (images.patches or 1)
@@ -380,13 +376,13 @@ class SwiftEncoder:
 
     def fetch(self, index: int, planned: Table) -> dict[str, Any]:
         """
-        Encode sample *index* for training; StaleError if it differs from the planned one.
+        Encode sample *index* for training; StaleError if it differs from its planned measurement.
         """
         return self.require_planned(index, self.encode(index), planned)
 
     def require_planned(self, index: int, encoded: dict[str, Any], planned: Table) -> dict[str, Any]:
         """
-        Return an encoded sample; StaleError if it differs from the planned one.
+        Return *encoded* unchanged; StaleError if it differs from its planned measurement.
 
         Args:
             index: Index of the sample.
@@ -401,7 +397,7 @@ class SwiftEncoder:
 
 
 def to_swift_images(images: Iterable[Image]) -> list[Any]:
-    """Return images as ms-swift takes them: paths, and objects with the bytes of others."""
+    """Return images in ms-swift's form: paths as they are, bytes inside an object."""
     return [{"bytes": image, "path": None} if isinstance(image, bytes) else image for image in images]
 
 

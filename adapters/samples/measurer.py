@@ -1,4 +1,4 @@
-"""Measurements of all samples of an encoder, in several processes: the input of plans."""
+"""Measures all samples of an encoder in several processes, as the input of plans."""
 
 import gc
 import hashlib
@@ -110,7 +110,7 @@ class SwiftMeasurer:
         return len(self._encoder) // self._encoder.num_parts
 
     def fingerprint(self) -> Fingerprint:
-        """Return everything that the measurements depend on, the data aside."""
+        """Return all inputs that the measurements depend on, except the data."""
         config = self._encoder.config
         model_type, template_type = swift_types(config.model, config.template)
         inputs: dict[str, Value] = {
@@ -130,22 +130,22 @@ class SwiftMeasurer:
         return Fingerprint(inputs)
 
     def data_digest(self, count: int, *, without: Sequence[int] = ()) -> str:
-        """Return the digest of the first *count* samples, those *without* aside."""
+        """Return the digest of the first *count* samples, leaving out the indices in *without*."""
         left = [part for index in without for part in self._part_indices(index)]
         return self._encoder.records.digest(count * self._encoder.num_parts, without=left)
 
     def identity(self, index: int) -> tuple[str, str]:
-        """Return the digest of sample *index* alone, and the absolute folder of its media."""
+        """Return the digest of sample *index*, and the absolute folder of its relative media."""
         first = index * self._encoder.num_parts
         return self._encoder.records.record_digest(first), absolute_folder(self._encoder.records.folder(first))
 
     def _part_indices(self, index: int, number: int = 1) -> range:
-        """Return the records of so many samples, from *index* on."""
+        """Return the indices of the records of *number* samples from *index* on."""
         num_parts = self._encoder.num_parts
         return range(index * num_parts, (index + number) * num_parts)
 
     def part_lengths(self, index: int) -> list[int]:
-        """Return the tokens of each record of sample *index*, a valid one."""
+        """Return the tokens of each record of sample *index*, which has to be valid."""
         outcomes, _ = self.shortcut.measure(self._part_indices(index))
         return [one.measurement.length for one in outcomes if isinstance(one, MeasuredSample)]
 
@@ -170,8 +170,8 @@ class SwiftMeasurer:
         self, indices: Sequence[int], *, in_full: bool, epoch: int | None = None
     ) -> Generator[RecordOutcome, None, None]:
         """
-        Measure several, in the order of *indices*, by processes where that is faster; see
-        `core.ports`.
+        Yield the outcome of each sample, in the order of *indices*, measured in several processes
+        where that is faster; see `core.ports`.
         """
         if epoch is not None or not isinstance(indices, range):
             yield from self.measure_in_loader(indices, epoch=epoch or 0)
@@ -187,7 +187,7 @@ class SwiftMeasurer:
             yield from self._keep_digests(self.measure_batch(indices[done : done + size], in_full=in_full))
 
     def _measure_in_pool(self, indices: range, *, in_full: bool) -> Generator[RecordOutcome, None, None]:
-        """Measure records in other processes, a few batches ahead."""
+        """Measure records in worker processes, and queue a few batches ahead."""
         size = min(AT_ONCE, -(-len(indices) // (2 * self._workers)))
         parts = (indices[start : start + size] for start in range(0, len(indices), size))
         waiting: deque[Any] = deque()
@@ -214,14 +214,14 @@ class SwiftMeasurer:
                 gc.unfreeze()
 
     def _keep_digests(self, batch: MeasuredBatch) -> list[RecordOutcome]:
-        """Return the outcomes of a batch, and keep the digests of its records."""
+        """Store the digests of a batch's records, and return its outcomes."""
         indices, outcomes, digests = batch
         self._encoder.records.add_digests(indices, np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES))
         return outcomes
 
     def measure_batch(self, indices: range, *, in_full: bool) -> MeasuredBatch:
         """
-        Measure samples.
+        Measure consecutive samples in this process.
 
         Args:
             indices: Consecutive samples.
@@ -239,7 +239,7 @@ class SwiftMeasurer:
 
     def measure_in_loader(self, indices: Sequence[int], *, epoch: int) -> list[RecordOutcome]:
         """
-        Encode samples in a worker process of torch's own loader, seeded for *epoch*.
+        Encode and measure samples in a worker of a torch DataLoader, with the seed of *epoch*.
         """
         loader = DataLoader(
             _LoaderSamples(self),
@@ -271,7 +271,7 @@ class SwiftMeasurer:
         return (*facts, *map(self._encoder.stored_facts, found))
 
     def measure_in_full(self, index: int) -> RecordOutcome:
-        """Measure sample *index* by a full encode; return the error of a bad record."""
+        """Measure sample *index* by a full encode; a bad record's error is returned, not raised."""
         try:
             return MeasuredSample(self.measure(index), self.media_facts(index))
         except RecordError as error:
@@ -279,7 +279,7 @@ class SwiftMeasurer:
 
 
 def _join_parts(parts: Sequence[RecordOutcome]) -> RecordOutcome:
-    """Return the outcome of a sample of several records: bad if one of them is."""
+    """Combine the outcomes of a sample's records: their sum, or a bad record if one is bad."""
     samples = [one for one in parts if isinstance(one, MeasuredSample)]
     if len(samples) < len(parts):
         return next(one for one in parts if isinstance(one, RecordError))

@@ -29,7 +29,7 @@ Encoded = Mapping[str, Any]
 
 @attrs.frozen
 class Medium:
-    """Keys of a kind of media in encodings."""
+    """Keys of one kind of medium, images or videos, in encoded samples."""
 
     name: str
     """Column of a record, `images` or `videos`."""
@@ -45,17 +45,17 @@ class Medium:
 
     @property
     def count_key(self) -> str:
-        """Key of the number of media of the record, which `SwiftEncoder` adds to an encoding."""
+        """Key of the number of media of this kind, which `SwiftEncoder` adds to a sample."""
         return f"num_{self.name}"
 
     def count(self, encoded: Encoded) -> int | None:
-        """Return the number of media in an encoding; None if it has no grid for each."""
+        """Return the number of media in an encoded sample; None if it has no grid of each."""
         found = next((encoded[key] for key in self.grids if encoded.get(key) is not None), None)
         return None if found is None else len(found)
 
     def count_patches(self, encoded: Encoded, *, patch_size: int) -> int:
         """
-        Return the vision patches that an encoding holds, before merging.
+        Return the number of vision patches in an encoded sample, before patches are merged.
 
         Args:
             encoded: A sample as its template gives it.
@@ -77,8 +77,8 @@ IMAGES = Medium("images", "pixel_values", ("image_grid_thw", "image_grid_hws", "
 
 def drop_partial_masks(encoded: dict[str, Any]) -> None:
     """
-    Remove masks and token types that cover only a part of an encoding's tokens, as some templates
-    leave them; the model would take them for those of the whole sample.
+    Remove masks and token types that some templates make for a part of the tokens only; the model
+    would apply them to the whole sample.
     """
     for key in ("attention_mask", "mm_token_type_ids", "token_type_ids"):
         if isinstance(held := encoded.get(key), torch.Tensor) and held.numel() != len(encoded["input_ids"]):
@@ -86,7 +86,7 @@ def drop_partial_masks(encoded: dict[str, Any]) -> None:
 
 
 def patch_size_of(config: Any) -> int:
-    """Return the pixels of a patch's side; 1 where a model's configuration does not say."""
+    """Return the side of a patch in pixels; 1 if the model's configuration does not say."""
     vision = getattr(trained_config(config), "vision_config", None)
     size = (vision.get("patch_size") if isinstance(vision, Mapping) else getattr(vision, "patch_size", None)) or 1
     return int(size[0] if isinstance(size, (list, tuple)) else size)
@@ -116,7 +116,7 @@ def measure_encoded(template: Template, encoded: Encoded, *, images: int, videos
 
 @contextlib.contextmanager
 def without_truncation(template: Template) -> Iterator[None]:
-    """Let a template truncate nothing inside this context."""
+    """Turn off a template's truncation inside this context."""
     limit, template.max_length = template.max_length, None
     try:
         yield
@@ -126,7 +126,7 @@ def without_truncation(template: Template) -> Iterator[None]:
 
 def encode_media(template: Template, **media: list[Any]) -> dict[str, Any]:
     """
-    Encode a short question about media, whole, whatever the template truncates.
+    Encode a short question about some media, without truncation.
 
     Args:
         template: Template of a model that sees.
@@ -140,7 +140,7 @@ def encode_media(template: Template, **media: list[Any]) -> dict[str, Any]:
 
 def encode_image(template: Template, size: tuple[int, int] | None) -> dict[str, Any]:
     """
-    Encode a sample with a black image, whole, whatever the template truncates.
+    Encode a sample with a black image, without truncation.
 
     Args:
         template: Template of a model that sees.
@@ -155,7 +155,7 @@ DUMMY_SIZE = (56, 56)
 
 @attrs.frozen
 class ImageTokens:
-    """Token that a template writes for parts of images."""
+    """Token that a template repeats for the patches of an image."""
 
     token: int
     """Id of the token."""
@@ -166,7 +166,7 @@ class ImageTokens:
     @classmethod
     def from_template(cls, template: Template) -> ImageTokens:
         """
-        Find the token that an image adds most of, by encoding one.
+        Encode an image, and return the token that it adds most of.
 
         Raises:
             ConfigError: The template encodes no image, or none of it shows.

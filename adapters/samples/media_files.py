@@ -50,7 +50,7 @@ _LOST_S = 0.5
 
 def read_size(image: ImageSource, *, decode: bool = False) -> tuple[int, int]:
     """
-    Return the width and height that an image's header gives, in pixels.
+    Return an image's width and height in pixels, from its header.
 
     Args:
         image: Path of the file, or its content.
@@ -106,7 +106,7 @@ def image_facts(image: ImageSource, *, decode: bool = False) -> MediaFacts:
 
 @attrs.frozen
 class VideoFacts:
-    """Size, frames and rate of a video, by its container or its list of frames."""
+    """Size, frame count and frame rate of a video, from its container or its list of frames."""
 
     num_bytes: int
 
@@ -126,7 +126,7 @@ class VideoFacts:
     """Reason to decode the video to measure it; None if its container is enough."""
 
     def stored(self, seconds: float) -> MediaFacts:
-        """Return the facts to store of a video that is *seconds* long."""
+        """Return these facts in the form that is stored, for a video that lasts *seconds*."""
         doubted = int(self.doubt is not None)
         return MediaFacts(
             self.num_bytes, self.width, self.height, self.head, self.num_frames, round(1000 * seconds), doubted
@@ -135,7 +135,7 @@ class VideoFacts:
 
 def video_facts(video: Video, *, max_seconds: float) -> VideoFacts:
     """
-    Return the facts of a video, of which only the first frame is decoded.
+    Return size, number of frames and frame rate of a video; only its first frame is decoded.
 
     Args:
         video: Path of a file, or the paths of frames.
@@ -165,7 +165,7 @@ def _read_frame_files(frames: Sequence[str]) -> VideoFacts:
 
 
 def _read_ends(path: str) -> tuple[int, bytes]:
-    """Return the size of a file, and its first and last bytes."""
+    """Return the size of a file in bytes, and its first and last 64 KiB."""
     with Path(path).open("rb") as file:
         size = file.seek(0, 2)
         file.seek(0)
@@ -206,7 +206,7 @@ class _Container:
     max_seconds: float
 
     def read(self, head: int) -> VideoFacts:
-        """Return the facts of the video, with *head*; ValueError if it cannot be trained."""
+        """Return the facts of the video, *head* included; ValueError if it cannot be used."""
         import av
 
         if (kind := CONTAINERS.get(name := self.opened.format.name)) is None:
@@ -251,9 +251,7 @@ class _Container:
             )
 
     def _first_frame(self, stream: Any) -> tuple[Any, Iterator[Any]]:
-        """
-        Return the first frame, and all packets, of which those up to it have been read.
-        """
+        """Return the first frame, and an iterator over all packets from the first one on."""
         packets = self.opened.demux(stream)
         read = []
         for packet in packets:
@@ -264,7 +262,7 @@ class _Container:
         raise self._refusal("has no frame that can be decoded")
 
     def _by_index(self, stream: Any) -> tuple[int, str | None]:
-        """Return the number of frames in a container's index, and the reason for doubt, or None."""
+        """Return the number of frames in the container's index, and a reason to doubt it."""
         entries = stream.index_entries
         shown = [entry for entry in entries if not entry.is_discard]
         if any(entry.pos + entry.size > self.size for entry in shown):
@@ -275,7 +273,7 @@ class _Container:
         return len(entries), self._rate_doubt(stream, times)
 
     def _by_packets(self, stream: Any, packets: Iterator[Any], seconds: float) -> tuple[int, str | None]:
-        """Return the number of packets of video, and the reason for doubt, or None."""
+        """Return the number of video packets, and a reason to doubt that each is a frame."""
         times = []
         for packet in packets:
             if not packet.size:
@@ -293,21 +291,21 @@ class _Container:
         return len(times), self._rate_doubt(stream, times) or (None if seconds else "it does not say how long it is")
 
     def _has_sound_until(self, seconds: float) -> bool:
-        """Return whether sound goes on to the end that the container names."""
+        """Return whether the sound lasts until *seconds*, the end that the container states."""
         with open_video(self.path) as again:
             sound = again.demux(audio=0) if again.streams.audio else ()
             times = (packet.pts * packet.time_base for packet in sound if packet.pts is not None)
             return any(float(time) > seconds - _LOST_S for time in times)
 
     def _rate_doubt(self, stream: Any, times: list[int]) -> str | None:
-        """Return the doubt that frames come at one rate, or None."""
+        """Return a reason to doubt that the frame rate is constant, or None."""
         distances = np.diff(times)
         is_even = stream.average_rate == stream.base_rate and (not distances.size or np.ptp(distances) <= _JITTER)
         return None if is_even else "its rate of frames varies"
 
 
 def quarter_turns(path: str) -> int:
-    """Return the quarter turns, counter-clockwise, by which a video's frames are shown."""
+    """Return by how many quarter turns, counter-clockwise, a player rotates a video's frames."""
     with open_video(path) as container:
         first = next(container.decode(container.streams.best("video")))
         return _turns(first)
@@ -318,9 +316,7 @@ def _turns(frame: Any) -> int:
 
 
 def open_video(path: str) -> Any:
-    """
-    Open a container; a playlist could name other files, of which none on the network is opened.
-    """
+    """Open a video's container; a playlist in it cannot open files on the network."""
     import av
 
     return av.open(path, options={"protocol_whitelist": "file"})

@@ -44,7 +44,7 @@ PROOF_SIZES = ((28, 28), (9, 150), (37, 411), (571, 24), (500, 333), (640, 480),
 
 def shrink_size(width: int, height: int, max_pixels: int | None) -> tuple[int, int]:
     """
-    Return the size to which ms-swift shrinks an image before anything else.
+    Return the width and height of an image after ms-swift's first resize, which limits its pixels.
 
     Args:
         width: In pixels.
@@ -67,7 +67,7 @@ def shrink_size(width: int, height: int, max_pixels: int | None) -> tuple[int, i
 
 @attrs.frozen
 class ImageLengths:
-    """A way to compute the costs of images from their sizes."""
+    """One method to compute the costs of images from their sizes."""
 
     name: str
     """Name of the way in the log."""
@@ -76,19 +76,16 @@ class ImageLengths:
     """Width and height -> cost of an image; ValueError if its shape is refused."""
 
     def beyond_stand_in(self, width: int, height: int) -> Measurement:
-        """Return the cost of an image beyond the stand-in; ValueError if its shape is refused."""
+        """Return the cost of an image minus the stand-in's; ValueError if its shape is refused."""
         return self.cost(width, height) - self.cost(*DUMMY_SIZE)
 
     def agrees_with(self, encoded: Mapping[tuple[int, int], Measurement]) -> bool:
-        """Return whether the costs beyond the stand-in are those of encodings, by size."""
+        """Return whether computed costs equal those of *encoded*, measurements by image size."""
         return all(self.beyond_stand_in(*size) == cost for size, cost in encoded.items())
 
 
 def prove_image_lengths(template: Template) -> ImageLengths | None:
-    """
-    Return the first way that agrees with full encodes of images of `PROOF_SIZES`; None if there is
-    none.
-    """
+    """Return the first method that agrees with full encodes of images of `PROOF_SIZES`, or None."""
     try:
         stand_in, *costs = (
             measure_encoded(template, encode_image(template, size), images=0, videos=0)
@@ -121,7 +118,7 @@ def _processor_cost(processor: Any, unit: int, most: int | None, width: int, hei
 
 
 def _image_lengths(template: Template, stand_in: Measurement) -> Iterator[ImageLengths]:
-    """Yield the ways that a template may have, where the stand-in's sample costs *stand_in*."""
+    """Yield the methods that may fit a template; a sample with the stand-in costs *stand_in*."""
     processor, most = template.processor, template.max_pixels
     images: Any = getattr(processor, "image_processor", None)
     patch: Any = getattr(images, "patch_size", None)
@@ -143,7 +140,7 @@ _LARGE = (150, 70)
 
 @attrs.frozen
 class VideoLengths:
-    """Costs of videos in a template."""
+    """Computes the costs of videos from their facts, for one template."""
 
     patch_size: int
     merge_size: int
@@ -155,7 +152,7 @@ class VideoLengths:
     @classmethod
     def from_template(cls, template: Template, config: TemplateConfig) -> VideoLengths | None:
         """
-        Return the costs of videos in a template; None if encoding shows others.
+        Return the computation for a template; None if it disagrees with encoded videos.
 
         Args:
             template: Template of a model that sees.
@@ -174,24 +171,24 @@ class VideoLengths:
         return lengths if large - small == expected else None
 
     def beyond_stand_in(self, facts: VideoFacts) -> Measurement:
-        """Return the cost of a video beyond the stand-in; ValueError if its shape is refused."""
+        """Return the cost of a video minus the stand-in's; ValueError if its shape is refused."""
         return self.cost(facts) - self.cost(_black_video_facts(DUMMY_SIZE, 2))
 
     def num_bytes(self, facts: VideoFacts) -> int:
         """
-        Return the bytes that the sampled frames of a video take before they are scaled; ValueError
-        if number or size of its frames is refused.
+        Return the bytes of the sampled frames before scaling; ValueError if the number or size of
+        frames is refused.
         """
         frames, _ = self._sample_frames(facts)
         self._scale_frames(facts, len(frames))
         return len(frames) * facts.width * facts.height * 3
 
     def seconds(self, facts: VideoFacts) -> float:
-        """Return the duration of a video; frames that are listed come at the rate of sampling."""
+        """Return the duration in seconds; listed frames are taken to come at the sampling rate."""
         return facts.num_frames / float(facts.rate or self._rate())
 
     def cost(self, facts: VideoFacts) -> Measurement:
-        """Return the cost of a video; ValueError if number or size of its frames is refused."""
+        """Return the cost of a video; ValueError if the number or size of its frames is refused."""
         frames, rate = self._sample_frames(facts)
         rows, columns = self._scale_frames(facts, len(frames))
         layers = len(frames) // FRAMES_OF_LAYER
@@ -208,7 +205,7 @@ class VideoLengths:
         return float(self.sampling.get("fps", vision_process.FPS))
 
     def _sample_frames(self, facts: VideoFacts) -> tuple[list[int], float]:
-        """Return the numbers of the frames that are sampled, and how many a second has of all."""
+        """Return the indices of the sampled frames, and their rate in frames a second."""
         if not facts.rate:
             return list(range(vision_process.ceil_by_factor(facts.num_frames, FRAMES_OF_LAYER))), self._rate()
         if facts.num_frames < FRAMES_OF_LAYER:
@@ -221,7 +218,7 @@ class VideoLengths:
         return torch.linspace(0, facts.num_frames - 1, number).round().long().tolist(), rate
 
     def _scale_frames(self, facts: VideoFacts, num_frames: int) -> tuple[int, int]:
-        """Return the height and width to which frames are scaled."""
+        """Return the height and width of frames after scaling."""
         rules, given = vision_process, self.sampling
         factor = self.patch_size * rules.SPATIAL_MERGE_SIZE
         height, width = facts.height, facts.width
@@ -240,7 +237,7 @@ class VideoLengths:
 
 def _resize(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
     """
-    Return the height and width that qwen_vl_utils scales a frame to; ValueError if it refuses.
+    Return the height and width of a frame after qwen_vl_utils resizes it; ValueError if it refuses.
     """
     if most < least:
         message = (
@@ -262,11 +259,11 @@ def _num_tokens(tokenizer: Any, text: str) -> int:
 
 
 def _black_video_facts(size: tuple[int, int], number: int) -> VideoFacts:
-    """Return the facts of a video of black frames of a size."""
+    """Return the facts of a video of *number* black frames."""
     return VideoFacts(0, *size, number, Fraction(0), 0)
 
 
 def _measure_black_video(template: Template, size: tuple[int, int], number: int) -> Measurement:
-    """Return the measurement of a sample with a video of so many black frames of a size."""
+    """Encode a sample with a video of *number* black frames, and return its measurement."""
     frames = [Image.new("RGB", size)] * number
     return measure_encoded(template, encode_media(template, videos=[frames]), images=0, videos=1)

@@ -1,4 +1,4 @@
-"""Records as the prompts of TRL's trainers that draw answers: messages, images, the own answer."""
+"""Converts records into prompts for TRL's trainers that generate answers, such as GRPO."""
 
 import io
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class Prompts:
 
     def __init__(self, records: FileRecords, custom: CustomConfig, *, system: str | None, sees: bool) -> None:
         """
-        Read the prompts of some records.
+        Serve the records of a data set as prompts.
 
         Args:
             records: The data.
@@ -46,7 +46,7 @@ class Prompts:
         return len(self._records)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return the prompt of record *index*; RecordError if it cannot be one."""
+        """Return the prompt of record *index*; RecordError if the record has none."""
         record = self._records[index]
         with self._records.name_errors(index, "the record "):
             sample = read_messages(record, self._custom)
@@ -61,7 +61,7 @@ class Prompts:
         return {**found, "images": images}
 
     def _prompt(self, sample: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
-        """Return the messages of a sample but the last, and the text of that."""
+        """Return the messages of a sample without the last one, and the text of the last one."""
         *messages, last = sample["messages"]
         if {"videos", "tools"} & set(sample) or not {message["role"] for message in messages} <= _ROLES:
             fail("has videos or tools, which TRL's trainer does not take as data: leave it out")
@@ -74,7 +74,7 @@ class Prompts:
         return [{name: message[name] for name in ("role", "content")} for message in messages], last["content"]
 
     def _image(self, index: int, image: Image) -> PIL.Image.Image:
-        """Return an image, which is named from the folder of its record, or held by it."""
+        """Load an image from its bytes, or from its path relative to its record's folder."""
         path = fetch_medium(image, self._records.folder(index), self._media)
         read_size(path)
         return PIL.Image.open(io.BytesIO(path) if isinstance(path, bytes) else path).convert("RGB")
@@ -82,7 +82,7 @@ class Prompts:
 
 def _parts(text: str, *, tagged: bool) -> list[dict[str, str]]:
     """
-    Return a text as templates of models that see take it.
+    Split a message's text into parts of text and images, as chat templates of vision models expect.
 
     Args:
         text: Content of a message.

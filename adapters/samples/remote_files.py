@@ -59,7 +59,7 @@ makes its own, and keeps those of its parent, whose connections it must not clos
 
 @attrs.frozen
 class Timeouts:
-    """Seconds to wait for an http server; other file systems have timeouts of their own."""
+    """Timeouts in seconds for http servers; other file systems keep their own."""
 
     total_s: float | None = 60.0
     """Limit of a whole answer; None waits as long as bytes arrive."""
@@ -72,7 +72,7 @@ class Timeouts:
 
 
 class FetchError(Exception):
-    """A file cannot be fetched, and a retry would not help."""
+    """A file cannot be fetched, and retries would not help."""
 
 
 class FileVersion(NamedTuple):
@@ -131,7 +131,7 @@ def fetch(url: str, target: Path, *, max_bytes: int, timeouts: Timeouts) -> str:
 
 
 def list_urls(pattern: str) -> list[str]:
-    """Return the URLs that match a pattern, sorted; FetchError if they cannot be listed."""
+    """Return the URLs that match a pattern, sorted; FetchError if the server cannot list them."""
 
     def list_matching(system: Any, path: str) -> list[str]:
         return sorted(system.unstrip_protocol(one) for one in system.glob(path))
@@ -140,7 +140,7 @@ def list_urls(pattern: str) -> list[str]:
 
 
 class _SizeLimit(Callback):  # type: ignore[misc]  # fsspec has no types
-    """Refuses a file that is too large, before it is written or while it is."""
+    """Progress callback that raises once a file is too large, before or during the download."""
 
     def __init__(self, max_bytes: int, bar: Any) -> None:
         super().__init__()
@@ -163,8 +163,8 @@ def _require_size(size: int, max_bytes: int) -> None:
 
 def _call_with_retries(url: str, timeouts: Timeouts, call: Callable[[Any, str], T]) -> T:
     """
-    Call a function with the file system of a URL and the path there, with retries; FetchError if no
-    attempt succeeds.
+    Return `call(file_system, path)` for a URL; retry it on errors that may pass, then raise
+    FetchError.
     """
     for wait in (*timeouts.retry_waits_s, None):
         try:
@@ -184,7 +184,7 @@ def _call_with_retries(url: str, timeouts: Timeouts, call: Callable[[Any, str], 
 
 
 def _open_file_system(url: str, timeouts: Timeouts) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path there."""
+    """Return the fsspec file system of a URL, and the path in it."""
     import fsspec
 
     scheme = scheme_of(url)
@@ -205,7 +205,7 @@ def _open_file_system(url: str, timeouts: Timeouts) -> tuple[Any, str]:
 
 
 def _http_options(timeouts: Timeouts) -> dict[str, Any]:
-    """Return options of fsspec's file system of http."""
+    """Return the options of fsspec's http file system."""
     import aiohttp
 
     client = {
@@ -219,7 +219,7 @@ def _http_options(timeouts: Timeouts) -> dict[str, Any]:
 
 
 def _describe_error(error: Exception, timeouts: Timeouts) -> tuple[str, bool]:
-    """Return the reason of a file system's error, and whether a retry may succeed."""
+    """Return a reason to show for a file system's error, and whether a retry may succeed."""
     import aiohttp
 
     cause = error.__cause__

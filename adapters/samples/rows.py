@@ -33,11 +33,11 @@ _IMAGE_PATH = "<img>"
 
 
 class RowsFile(RecordFile):
-    """Sequences of the rows of a data set; those of a row follow each other."""
+    """Sequences of a data set's rows, numbered row by row."""
 
     def __init__(self, rows: Any, *, name: str, num_parts: int) -> None:
         """
-        Look at a data set.
+        Serve the rows of a data set as sequences.
 
         Args:
             rows: A `datasets.Dataset`.
@@ -51,26 +51,26 @@ class RowsFile(RecordFile):
         return len(self.rows) * self.num_parts
 
     def _read_value(self, row: int) -> Any:
-        """Return the row of a sequence."""
+        """Return the data set row that the sequence *row* belongs to."""
         return self.rows[row // self.num_parts]
 
     def _read_digest(self, row: int) -> bytes:
         return digest_record(self[row])
 
     def location(self, row: int) -> RecordLocation:
-        """Return the place of a sequence's row."""
+        """Return the place of the data set row that the sequence *row* belongs to."""
         return RecordLocation(self.name, row // self.num_parts + 1, self.unit)
 
     def save_digests(self) -> None:
-        """Cache nothing: the rows are made again at each start."""
+        """Do nothing: the rows are built again at each start, so their digests are not cached."""
 
 
 class RowsEncoder(SwiftEncoder):
-    """Encodes sequences as ms-swift does, under its own template."""
+    """Encodes the sequences of rows under the template that ms-swift trains with."""
 
     def __init__(self, config: RunConfig, *, template: Template, rows: RowsFile) -> None:
         """
-        Encode the sequences of rows; for another task than to write text, rows as a whole.
+        Encode each sequence of a row; for tasks other than causal LM, each row as a whole.
 
         Args:
             config: Run of the command.
@@ -83,12 +83,12 @@ class RowsEncoder(SwiftEncoder):
         self._kind = "split texts" if "input_ids" in rows.rows.column_names else template.task_type
 
     def data_files(self) -> tuple[DataFile, ...]:
-        """Return the data set, as one file."""
+        """Return the data set as a single file."""
         return tuple(DataFile(file, file, "messages", number // self.num_parts) for file, number in self.records.files)
 
     def full_encode_reason(self, sample: dict[str, Any]) -> str | None:
         """
-        Return why a row is encoded in full to be measured; None if texts and headers are enough.
+        Return the reason to encode a row in full to measure it; None if the shortcut is enough.
         """
         if self._kind != "causal_lm":
             return f"rows of {self._kind} are encoded in full"
@@ -98,10 +98,7 @@ class RowsEncoder(SwiftEncoder):
         return None
 
     def to_sample(self, index: int, record: object) -> dict[str, Any]:
-        """
-        Return the sequence of a row as messages and media; RecordError if ms-swift does not take
-        it.
-        """
+        """Return a row's sequence as messages and media; RecordError if ms-swift refuses it."""
         if self._kind != "causal_lm":
             return {"messages": [], _OTHERS: record}
         with self.name_encode_errors(index):
@@ -116,7 +113,7 @@ class RowsEncoder(SwiftEncoder):
         return _as_sample(held)
 
     def encode_messages(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
-        """Encode what `read` gave of a sequence; RecordError if the template cannot."""
+        """Encode a sequence that `read` returned; RecordError if the template cannot encode it."""
         images = sample.get("images", ())
         row = {key: value for key, value in sample.items() if key != _OTHERS}
         with self.name_encode_errors(index):
@@ -140,7 +137,7 @@ class RowsEncoder(SwiftEncoder):
 
 
 def _locate_image(image: Any) -> Any:
-    """Return an image of a row by its path, or its bytes, if it is no file on this machine."""
+    """Return the path of a row's image; its bytes if it is no file on this machine."""
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path") or ""
     if not isinstance(image, str):
@@ -150,7 +147,7 @@ def _locate_image(image: Any) -> Any:
 
 
 def _as_sample(held: StdTemplateInputs) -> dict[str, Any]:
-    """Return a sequence as the template takes it, without the fields that it lacks."""
+    """Convert a sequence in ms-swift's input type into a dict, without its empty fields."""
     system = [] if held.system is None else [{"role": "system", "content": held.system}]
     sample: dict[str, Any] = {"messages": [*system, *held.messages]}
     plain = ("images", "tools", "chat_template_kwargs")

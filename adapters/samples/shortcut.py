@@ -84,7 +84,7 @@ _FIND_TAG = re.compile("|".join(map(re.escape, Template.special_tokens))).search
 
 @attrs.frozen
 class Piece:
-    """A part of a sample."""
+    """Part of a sample that is tokenized by itself: a text, or tokens."""
 
     content: str | list[int]
     """Text, or tokens that the template knows already."""
@@ -94,7 +94,7 @@ class Piece:
 
 @attrs.frozen
 class SplitSample:
-    """A sample before it is tokenized."""
+    """Sample split into pieces, before they are tokenized."""
 
     pieces: list[Piece]
 
@@ -104,7 +104,7 @@ class SplitSample:
 
 @attrs.frozen
 class StandIn:
-    """Cost of a stand-in in a sample."""
+    """Placeholder for one medium in a sample, and what it costs."""
 
     cost: Measurement
     """Measurement of a sample with it, less that of the texts that the template writes for it."""
@@ -114,7 +114,7 @@ class StandIn:
 
 
 class PieceCounter:
-    """Measures samples by the pieces that a template splits them into."""
+    """Measures samples by tokenizing the pieces that a template splits them into."""
 
     def __init__(self, template: Template, *, tokens: Mapping[str, int]) -> None:
         """
@@ -139,7 +139,7 @@ class PieceCounter:
 
     def split(self, sample: dict[str, Any], **media: int) -> SplitSample:
         """
-        Split a sample into pieces; raises whatever the template raises.
+        Split a sample into pieces; any error of the template is raised as it is.
 
         Args:
             sample: As `SwiftEncoder.read` returns it.
@@ -157,15 +157,15 @@ class PieceCounter:
         return SplitSample(pieces, {kind: number for kind, number in media.items() if number})
 
     def _cached_tag(self, media_type: str, index: int, inputs: StdTemplateInputs) -> list[Any]:
-        """Return the template's text for the stand-in at an index, which it makes once."""
+        """Return the template's text for a stand-in, computed once for each kind and index."""
         if (key := (media_type, index)) not in self._tags:
             self._tags[key] = list(self._replace_tag(media_type, index, inputs))
         return self._tags[key]
 
     def measure(self, samples: Sequence[SplitSample]) -> list[Measurement | None]:
         """
-        Return the measurement of each sample with stand-ins for its media; None if a text of it
-        contains a token of media.
+        Return the measurement of each sample with stand-ins for its media; None if one of its texts
+        contains a media token.
         """
         texts = [piece.content for sample in samples for piece in sample.pieces if isinstance(piece.content, str)]
         if self._counts_in_batches:
@@ -189,12 +189,12 @@ class PieceCounter:
         return sum((one.cost for _, one, number in stand_ins for _ in range(number)), texts)
 
     def count_media_tokens(self, sample: SplitSample) -> Counter[str]:
-        """Return the number of tokens of each kind of medium in the texts of a sample."""
+        """Return how often the token of each kind of medium occurs in the texts of a sample."""
         texts = [piece.content for piece in sample.pieces if isinstance(piece.content, str)]
         return Counter({kind: sum(text.count(token) for text in texts) for kind, token in self._media_tokens.items()})
 
     def _count_trained_ends(self, pieces: list[tuple[Piece, Any]]) -> int:
-        """Return the number of trained tokens that end answers whose end is not trained as text."""
+        """Return the number of turn-end tokens that are trained because the answer before is."""
         found, answered, size = 0, False, len(self._suffix)
         for trained, run in groupby(pieces, key=lambda one: one[0].trained):
             if not trained and answered:
@@ -207,7 +207,7 @@ class PieceCounter:
 
 
 def _is_plain(tokenizer: Any) -> bool:
-    """Return whether a tokenizer only calls its library."""
+    """Return whether a tokenizer adds no code of its own to transformers' fast tokenizer."""
     kind = type(tokenizer)
     return (
         isinstance(tokenizer, PreTrainedTokenizerFast)
@@ -217,7 +217,7 @@ def _is_plain(tokenizer: Any) -> bool:
 
 
 def _split_special_tokens(contexts: list[Any], weights: list[float]) -> tuple[list[Any], list[float]]:
-    """Return texts split at the tags of media, and their weights; most texts have none."""
+    """Return texts split at media tags, and the weight of each part; most have none."""
     split: list[Any] = []
     split_weights: list[float] = []
     for context, weight in zip(contexts, weights, strict=True):
@@ -232,7 +232,7 @@ def _split_special_tokens(contexts: list[Any], weights: list[float]) -> tuple[li
 
 def prove_pieces(template: Template, *, tokens: Mapping[str, int]) -> tuple[PieceCounter | None, str]:
     """
-    Return a counter that agrees with full encodes of a few samples, or None and the reason.
+    Return a counter that agrees with full encodes of a few samples, or None and a reason.
 
     Args:
         template: In training mode.
@@ -264,8 +264,8 @@ def prove_pieces(template: Template, *, tokens: Mapping[str, int]) -> tuple[Piec
 
 def _prove_stand_in(template: Template, counter: PieceCounter, medium: str) -> None:
     """
-    Add the stand-in of a kind of medium to a counter, if it costs the same once, twice, and beside
-    the other kinds.
+    Add the stand-in of a kind of medium to *counter* if its cost is constant: once, twice, and
+    beside other kinds.
     """
     samples = [{medium: 1}, {medium: 2}]
     if counter.stand_ins:
@@ -285,7 +285,7 @@ def _prove_stand_in(template: Template, counter: PieceCounter, medium: str) -> N
 
 
 def _measure_in_full(template: Template, sample: dict[str, Any], **media: int) -> Measurement:
-    """Return the measurement of a full encode of a sample with stand-ins."""
+    """Encode a sample with stand-ins for its media in full, and return its measurement."""
     stand_ins = {f"{kind}s": [STAND_INS[kind]] * number for kind, number in media.items()}
     with without_truncation(template):
         encoded = template.encode({**sample, **stand_ins}, return_length=True)
@@ -294,7 +294,7 @@ def _measure_in_full(template: Template, sample: dict[str, Any], **media: int) -
 
 @attrs.frozen
 class _ReadSample:
-    """A sample that was read, with what the shortcut needs of it."""
+    """Sample that was read but not encoded, with the facts of its media."""
 
     index: int
     sample: dict[str, Any]
@@ -314,7 +314,7 @@ class ShortcutMeasurer:
 
     def __init__(self, encoder: SwiftEncoder, *, in_full: Callable[[int], Measurement]) -> None:
         """
-        Measure samples of an encoder.
+        Measure the samples of *encoder*.
 
         Args:
             encoder: Encoder that reads the samples.
@@ -325,7 +325,7 @@ class ShortcutMeasurer:
 
     @cached_property
     def _counter(self) -> PieceCounter | None:
-        """Counter for the encoder's template; None if each sample is encoded in full."""
+        """Counter of pieces for the encoder's template; None if every sample is encoded in full."""
         template, tokens = self._encoder.template, self._encoder.image_tokens
         media = {} if tokens is None else {"image": tokens.token}
         if tokens is not None and reads_videos(template):
@@ -337,7 +337,7 @@ class ShortcutMeasurer:
 
     @cached_property
     def image_lengths(self) -> ImageLengths | None:
-        """Lengths of images by their headers; None if samples with images are encoded in full."""
+        """Costs of images by their headers; None if samples with images are encoded in full."""
         lengths = prove_image_lengths(self._encoder.template)
         if lengths is None:
             self._log_once("no arithmetic gives the lengths of images, so samples with some are encoded in full")
@@ -377,8 +377,8 @@ class ShortcutMeasurer:
 
     def _read(self, index: int, record: object) -> _ReadSample:
         """
-        Return a record as a sample, with what its images' headers and its videos' containers say;
-        RecordError if it is none.
+        Convert a record into a sample, with the facts of its images and videos; RecordError if it
+        cannot become one.
         """
         encoder = self._encoder
         sample = encoder.to_sample(index, record)
@@ -400,7 +400,7 @@ class ShortcutMeasurer:
         return _ReadSample(index, sample, all_facts, split, sum(costs, NOTHING))
 
     def _split(self, sample: dict[str, Any], **media: int) -> SplitSample | None:
-        """Split a sample into pieces; None if it has to be encoded in full."""
+        """Split a sample into pieces; return None if it has to be encoded in full."""
         counter = self._counter
         if counter is None or any(number and kind not in counter.stand_ins for kind, number in media.items()):
             return None
@@ -411,7 +411,7 @@ class ShortcutMeasurer:
 
     def _measure_read(self, one: _ReadSample, counted: Measurement | None) -> RecordOutcome:
         """
-        Return the outcome of a sample that was read.
+        Measure a sample that was read, in full or from the counted tokens of its pieces.
 
         Args:
             one: The sample.
@@ -437,7 +437,7 @@ class ShortcutMeasurer:
         return MeasuredSample(encoded, one.facts)
 
     def _is_audited(self, one: _ReadSample) -> bool:
-        """Return whether a sample is encoded in full too."""
+        """Return whether to check the shortcut on this sample by a full encode."""
         kind = _sample_kind(one.sample)
         if kind not in self._audited_kinds and len(self._audited_kinds) < _MAX_AUDITED_KINDS:
             self._audited_kinds.add(kind)
@@ -451,7 +451,7 @@ def _log_once(text: str) -> None:
 
 
 def _sample_kind(sample: dict[str, Any]) -> object:
-    """Return the roles, keys and marks by which a template may treat a sample in its own way."""
+    """Return the roles, keys and marks of a sample that a template may treat specially."""
     messages = sample["messages"]
     texts = [text for message in messages if isinstance(text := message["content"], str)]
     marks = {mark for text in texts if "<" in text for mark in _TEMPLATE_MARKS.findall(text)[:8]}

@@ -24,8 +24,8 @@ _MEDIA = ("vision", "audio")
 
 def refuse_remote_code(model: ModelConfig) -> None:
     """
-    Refuse a folder that brings Python code, unless the user trusts it; ms-swift would run it
-    unasked.
+    Refuse a model folder that names Python code, which ms-swift would run, unless
+    `model.trust_remote_code` is set.
 
     Raises:
         ConfigError: A file of the folder names code (`auto_map`).
@@ -41,7 +41,7 @@ def refuse_remote_code(model: ModelConfig) -> None:
 
 def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | None, str]:
     """
-    Return ms-swift's model type and template, which a local folder does not tell it.
+    Return ms-swift's model type and template of a model; a local folder does not tell it these.
 
     They are what the run names; else what the registry knows the folder's name by; else the only
     ones that it knows the architecture by, or that are settled (`families.json`). The type is None
@@ -69,7 +69,7 @@ def swift_model_type(model: ModelConfig) -> str | None:
 
 
 def _candidates(model: ModelConfig) -> tuple[Sequence[str | None], Sequence[str]]:
-    """Return the model types and the templates that a model may have."""
+    """Return the model types and the templates that fit a model."""
     named = get_matched_model_meta(str(Path(model.model).resolve()))
     if named is not None and model.model_type in (None, named.model_type):
         return [named.model_type], [named.template] if named.template else list(named.candidate_templates)
@@ -84,13 +84,13 @@ def _candidates(model: ModelConfig) -> tuple[Sequence[str | None], Sequence[str]
 
 
 def _types_of(architecture: str) -> list[str]:
-    """Return the model types of an architecture that write text."""
+    """Return ms-swift's model types of an architecture, causal language models only."""
     metas = [meta for meta in MODEL_MAPPING.values() if architecture in (meta.architectures or ())]
     return [meta.model_type for meta in metas if not meta.is_reward and meta.task_type in (None, "causal_lm")]
 
 
 def _templates_of(types: Sequence[str]) -> list[str]:
-    """Return the templates that go with some model types."""
+    """Return ms-swift's templates of some model types."""
     known = [MODEL_MAPPING[name] for name in types if name in MODEL_MAPPING]
     return list(dict.fromkeys(name for meta in known for name in meta.candidate_templates))
 
@@ -105,7 +105,7 @@ def _choice_fault(model: ModelConfig, key: str, what: str, found: Sequence[str |
 
 def _refuse_unshown(name: str) -> None:
     """
-    Refuse a template whose model has not been shown to pack, before its packages are asked for.
+    Refuse a template whose model is not known to keep packed samples apart.
 
     Raises:
         ConfigError: It is one of them.
@@ -120,7 +120,7 @@ def _refuse_unshown(name: str) -> None:
 
 def _refuse_packing(template: Template) -> None:
     """
-    Refuse a template whose samples ms-swift does not collate into rows.
+    Refuse a template for which ms-swift cannot collate several samples into one row.
 
     Raises:
         ConfigError: It does not declare that it packs.
@@ -197,7 +197,7 @@ def open_template(
 
 
 def _refuse_other_kind(template: Template) -> None:
-    """Refuse a template that reads media, for a model of text alone; ConfigError."""
+    """Raise ConfigError for a template that reads media if the model is text-only."""
     reads_media = type(template).replace_tag is not Template.replace_tag
     if reads_media and not template.model_meta.is_multimodal:
         name = template.template_meta.template_type
@@ -207,8 +207,8 @@ def _refuse_other_kind(template: Template) -> None:
 
 def _template_model(template: Template, model_type: str | None) -> Any:
     """
-    Return a template's model; in a loader's process, which has none, one without weights, whose
-    type ms-swift would have to guess.
+    Return a template's model; in a loader's process, which has none, a model of *model_type*
+    without weights.
     """
     if template.model is None and template.dummy_model is None:
         with torch.device("meta"):
@@ -219,8 +219,8 @@ def _template_model(template: Template, model_type: str | None) -> Any:
 
 def _name_tokens(template: Template, processor: Any) -> None:
     """
-    Tell a template the ids of its tokens: some know those of the released vocabularies only, and
-    with another one, images would stay a single token, silently.
+    Set a template's media token ids from its processor and vocabulary; with the ids that ms-swift
+    has built in, an image might stay a single token.
     """
     for name in ("image_token_id", "video_token_id"):
         if hasattr(template, name) and hasattr(processor, name):
@@ -232,12 +232,12 @@ def _name_tokens(template: Template, processor: Any) -> None:
 
 
 def _keep_inputs(_: Any, inputs: Any) -> Any:
-    """Leave a batch to its model."""
+    """Return a batch unchanged."""
     return inputs
 
 
 def _refuse_unknown(template: TemplateConfig) -> None:
-    """Refuse names of notations and of weights that ms-swift does not know; ConfigError."""
+    """Raise ConfigError for an agent template or a loss scale that ms-swift does not know."""
     known = ", ".join(sorted(agent_template_map))
     if template.agent_template is not None and template.agent_template not in agent_template_map:
         reason = f"is {template.agent_template}, but has to be one of {known}"

@@ -45,16 +45,13 @@ def reads_videos(template: Template) -> bool:
 
 def sees_videos_apart(template: Template) -> bool:
     """
-    Return whether a model's tower sees videos in another pass than images; for others, the template
-    joins them.
+    Return whether the vision tower runs once for images and once for videos, not once for both.
     """
     return reads_videos(template) and template.version == "v3"
 
 
 def reader_fault() -> str | None:
-    """
-    Return why `READER` is not used, whose counts of frames are known; None if it is.
-    """
+    """Return why `READER`, whose frame counts are known, does not read videos; None if it does."""
     found = vision_process.get_video_reader_backend()
     if found == READER:
         return None
@@ -64,13 +61,13 @@ def reader_fault() -> str | None:
 
 
 def video_sampling(config: TemplateConfig) -> Sampling:
-    """Return the arguments of sampling that a run sets."""
+    """Return the sampling arguments of qwen_vl_utils that the run sets."""
     named = {argument: getattr(config, key) for argument, key in _SAMPLING.items()}
     return {argument: value for argument, value in named.items() if value is not None}
 
 
 def prepare_videos(template: Template, config: TemplateConfig) -> None:
-    """Let a template that reads videos by qwen_vl_utils sample them as the run says."""
+    """Make a template that reads videos by qwen_vl_utils sample them as the run says."""
     if not reads_videos(template):
         return
     if not hasattr(template.processor, "image_processor"):  # transformers takes the tokenizer alone for one
@@ -83,7 +80,7 @@ def prepare_videos(template: Template, config: TemplateConfig) -> None:
 
 
 def _refuse_no_size(template: Template, sampling: Sampling) -> None:
-    """Refuse limits that leave frames no size; ConfigError."""
+    """Raise ConfigError if the smallest size of frames exceeds the largest."""
     token = (template.processor.image_processor.patch_size * vision_process.SPATIAL_MERGE_SIZE) ** 2
     least = sampling.get("min_pixels", vision_process.VIDEO_MIN_TOKEN_NUM * token)
     most = sampling.get("max_pixels", vision_process.VIDEO_MAX_TOKEN_NUM * token)
@@ -94,7 +91,7 @@ def _refuse_no_size(template: Template, sampling: Sampling) -> None:
 
 
 def _replace_tag(replace: Callable[..., Any], sampling: Sampling, media_type: str, index: int, inputs: Any) -> Any:
-    """Read an image or a video, and return the text that stands for it."""
+    """Call the template's *replace* for a tag, with the run's sampling if it is a video's."""
     if media_type != "video":
         return replace(media_type, index, inputs)
     # Arguments of the template are those of images too; frames that are listed come at FPS.
@@ -109,7 +106,7 @@ def _replace_tag(replace: Callable[..., Any], sampling: Sampling, media_type: st
 
 def decode_fault(path: str, sampling: Sampling | None = None) -> str | None:
     """
-    Return why frames of a video cannot be decoded; None if they can.
+    Decode frames of a video; return why that fails, or None.
 
     Args:
         path: Path of the file.
@@ -128,7 +125,7 @@ def decode_fault(path: str, sampling: Sampling | None = None) -> str | None:
 
 
 def _decode_all(path: str) -> None:
-    """Decode every frame of a video as training would, and hold one at a time."""
+    """Decode every frame of a video as training would, one frame in memory at a time."""
     import decord
 
     if quarter_turns(path) % 2:
@@ -142,7 +139,7 @@ def _decode_all(path: str) -> None:
 
 
 def _read_video(element: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any], float]:
-    """Read a video as qwen_vl_utils does: its sampled frames, where they stand, their rate."""
+    """Read a video as qwen_vl_utils does; return sampled frames, metadata and their rate."""
     path = element["video"]
     if quarter_turns(path) % 2 == 0:
         read: tuple[torch.Tensor, dict[str, Any], float] = vision_process._read_video_decord(element)  # noqa: SLF001
@@ -156,7 +153,7 @@ def _read_video(element: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any], 
 
 
 def _count_frames(path: str) -> tuple[int, float]:
-    """Return the number and the rate of a video's frames."""
+    """Return the number of frames of a video, and their rate in frames a second."""
     with open_video(path) as container:
         stream = container.streams.best("video")
         return sum(packet.size > 0 for packet in container.demux(stream)), float(stream.average_rate)
@@ -164,8 +161,8 @@ def _count_frames(path: str) -> tuple[int, float]:
 
 def _decode_frames(path: str, indices: list[int]) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """
-    Return frames by their numbers, ascending, turned as they are shown; uint8, (frames, height,
-    width, 3).
+    Return the frames at ascending *indices*, rotated as a player shows them; uint8, (frames,
+    height, width, 3).
     """
     kept = []
     with open_video(path) as container:

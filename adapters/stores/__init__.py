@@ -1,1 +1,1 @@
-"""Lengths and plans on disk, whole or not at all, one writer at a time."""
+"""Lengths and plans on disk: each file complete or absent, one writer at a time."""

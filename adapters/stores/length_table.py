@@ -1,4 +1,4 @@
-"""Measurements of records as one Parquet table, for any tool, and read again by this one."""
+"""Measurements of records as a Parquet table, which other tools can read."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +35,7 @@ def write_length_table(
     files: Sequence[DataFile],
 ) -> None:
     """
-    Write measurements to a Parquet file, one row a record, whole or not at all.
+    Write measurements to a Parquet file, one row per record; a failure leaves no partial file.
 
     Columns: `index`, `sha256` (identity of the record), those of `Measurement`, and `media` (facts
     of each image and video).
@@ -71,8 +71,7 @@ def write_length_table(
 
 def read_length_table_key(path: Path) -> Fingerprint:
     """
-    Return the inputs of the measurements of a table; ArgumentError if it is none that was written
-    here.
+    Return the fingerprint of a table's measurements; ArgumentError if Packplan did not write it.
     """
     return Fingerprint(_read_header(path)["fingerprint"])
 
@@ -105,21 +104,21 @@ def read_length_table(path: Path) -> KnownLengths:
 
 
 def _whole_numbers(values: pa.ChunkedArray) -> NDArray[np.int32]:
-    """Return a column as numbers; ValueError if one is null, has a fraction or is too large."""
+    """Return a column as int32; ValueError for a null, a fraction or a number out of range."""
     if values.null_count:
         raise ValueError(f"it has {counted(values.null_count, 'null')} where numbers are")
     return np.asarray(values.cast(pa.int32()), dtype=np.int32)
 
 
 def _first_invalid_row(table: Table) -> int | None:
-    """Return the first row that no record has: a good one has tokens, and trains fewer of them."""
+    """Return the first row without a valid record: it has to have more tokens than it trains."""
     lengths, supervised = (column(table, name) for name in ("length", "supervised"))
     wrong = (table < 0).any(axis=1) | ((column(table, "bad") == 0) & (lengths <= supervised))
     return int(np.argmax(wrong)) if wrong.any() else None
 
 
 def _read_header(path: Path) -> Mapping[str, Any]:
-    """Return the manifest that a table has in its metadata."""
+    """Return the manifest in a table's metadata."""
     try:
         about: dict[str, Any] = json.loads((pq.read_schema(path).metadata or {})[_ABOUT])
     except FileNotFoundError:

@@ -33,7 +33,7 @@ SCHEMA = "packplan lengths 4"
 
 @contextmanager
 def collect_damage(found: list[CorruptArtefactError]) -> Iterator[None]:
-    """Add the error to *found* that ends this, if it is of a file that is not what was written."""
+    """Catch the error of a damaged file in this context, and append it to *found*."""
     try:
         yield
     except CorruptArtefactError as error:
@@ -41,7 +41,7 @@ def collect_damage(found: list[CorruptArtefactError]) -> Iterator[None]:
 
 
 class _RowFile:
-    """A file of rows, of which a manifest counts and digests the first."""
+    """File of fixed-width rows; a manifest has the number and the digest of the valid ones."""
 
     def __init__(self, path: Path, columns: tuple[str, ...], dtype: str) -> None:
         self.path, self.columns, self.dtype = path, columns, np.dtype(dtype)
@@ -53,8 +53,8 @@ class _RowFile:
 
     def resume(self, entry: Mapping[str, Any]) -> NDArray[Any]:
         """
-        Return the rows that a manifest's entry names; CorruptArtefactError if they are not what was
-        written.
+        Return the rows that a manifest's *entry* counts; CorruptArtefactError if their digest
+        differs.
         """
         self._num = entry["rows"]
         flat, self._hash = files.map_array(self.path, self.dtype, self._num * len(self.columns))
@@ -63,7 +63,7 @@ class _RowFile:
         return flat.reshape(-1, len(self.columns))
 
     def truncate(self) -> None:
-        """Cut off bytes behind the rows that the manifest names."""
+        """Remove bytes after the rows that the manifest counts."""
         with files.name_write_errors(self.path):
             if not self._num:
                 # A new file, since a run that maps the old one would die of its end moving.
@@ -101,8 +101,8 @@ def _origin(manifest: Mapping[str, Any]) -> Origin:
 
 class DiskLengthStore:
     """
-    Keeps measurements between runs, and while a run measures, in one folder, which perhaps starts
-    with another run's lengths.
+    Stores measurements in a folder, during a run and between runs; it may start from another run's
+    folder.
     """
 
     def __init__(self, folder: Path, *, lengths_from: Path | None = None) -> None:
@@ -122,7 +122,7 @@ class DiskLengthStore:
         self._num_records = 0
 
     def bad_records(self) -> tuple[BadRecord, ...]:
-        """Return the bad records of what is stored here, else of what would be taken over."""
+        """Return the bad records in this folder; in *lengths_from* if nothing is stored here."""
         origin = self.origin()
         if origin is None and self._lengths_from is not None:
             return DiskLengthStore(self._lengths_from).bad_records()
@@ -130,7 +130,7 @@ class DiskLengthStore:
 
     def resume(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]) -> Stored:
         """
-        Return the measurements under *key* so far, of the first records.
+        Return the measurements of the first records under *key*, and prepare to append.
 
         Args:
             key: All inputs of the measurements but the data.
@@ -183,7 +183,7 @@ class DiskLengthStore:
         return self._rows(manifest)
 
     def stored(self) -> Stored:
-        """Return the rows that `resume` returned, and those that `append` has added."""
+        """Return all rows: those that `resume` returned and those appended since."""
         manifest = files.read_manifest(self._manifest, SCHEMA)
         assert manifest is not None  # noqa: S101  # `append` comes first
         return self._rows(manifest)
@@ -195,14 +195,13 @@ class DiskLengthStore:
 
     def inspect(self) -> StoredLengths | None:
         """
-        Verify and return what is stored, whatever it was measured from, writing nothing; None if
-        nothing is.
+        Verify and return the stored lengths under any key, without writing; None if there are none.
         """
         manifest = files.read_manifest(self._manifest, SCHEMA)
         return None if manifest is None else StoredLengths(_origin(manifest), self._rows(manifest), self.digest())
 
     def damage(self) -> list[CorruptArtefactError]:
-        """Return the error of every file that is not what was written."""
+        """Return an error for each file whose content is not what was written."""
         found: list[CorruptArtefactError] = []
         with collect_damage(found):
             manifest = files.read_manifest(self._manifest, SCHEMA) or {}
@@ -214,7 +213,7 @@ class DiskLengthStore:
 
     def append(self, rows: Stored, data_digest: str, *, bad: Sequence[BadRecord] = ()) -> None:
         """
-        Add the next rows, so that a reader sees all of them or none.
+        Append the next rows; a reader sees all of them or none.
 
         Args:
             rows: Measurements of the next records; what they say beside them is of all rows so far.
@@ -241,14 +240,14 @@ class DiskLengthStore:
         )
 
     def save_files(self, kept: Sequence[DataFile]) -> None:
-        """Save the data files of the rows, unless the manifest has them already."""
+        """Save the description of the data files that the rows come from, if it has changed."""
         manifest = files.read_manifest(self._manifest, SCHEMA)
         assert manifest is not None  # noqa: S101  # `append` comes first
         if _origin(manifest).files != tuple(kept):
             files.write_manifest(self._manifest, {**manifest, "files": [attrs.asdict(one) for one in kept]})
 
     def discard(self) -> None:
-        """Forget all rows: the manifest goes first, so that no reader trusts them meanwhile."""
+        """Discard all rows, the manifest first, so that no reader trusts them meanwhile."""
         with files.name_write_errors(self.folder):
             self._manifest.unlink(missing_ok=True)
             files.sync_folder(self.folder)
@@ -261,9 +260,6 @@ class DiskLengthStore:
         return str(self._samples.entry()["sha256"])
 
     def _rows(self, manifest: Mapping[str, Any]) -> Stored:
-        """
-        Return the rows that a manifest names; CorruptArtefactError if they are not what was
-        written.
-        """
+        """Read the rows that a manifest counts; CorruptArtefactError if their digest differs."""
         table, media = self._samples.resume(manifest["samples"]), self._media.resume(manifest["images"])
         return Stored(table, media, manifest["measured_in_full"], manifest["probe"])

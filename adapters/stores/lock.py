@@ -1,4 +1,4 @@
-"""One writer a folder: a lock that the kernel frees when its holder's process is gone."""
+"""Lock of a folder for one writer at a time, which the kernel frees when the process ends."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class FolderLock:
-    """A `core.ports.Lock`: `write.lock` in a folder, which says who holds it."""
+    """A `core.ports.Lock`: the file `write.lock` in a folder, with the name of its holder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -24,7 +24,7 @@ class FolderLock:
 
     @contextmanager
     def held(self, *, timeout_s: float, report: ReportProgress) -> Iterator[None]:
-        """Hold the lock, and sweep away what a killed holder left; see `core.ports.Lock`."""
+        """Hold the lock in this context, and clean up after a killed holder; see `core.ports`."""
         files.make_folder(self.folder)
         started = time.monotonic()
 

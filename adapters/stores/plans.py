@@ -42,7 +42,7 @@ VERDICT_SCHEMA = "packplan verdict 1"
 
 @contextmanager
 def _name_damaged_file(path: Path) -> Iterator[None]:
-    """Name the file that is to be deleted where something is damaged."""
+    """Add the file to delete to any CorruptArtefactError in this context."""
     try:
         yield
     except CorruptArtefactError as error:
@@ -51,17 +51,14 @@ def _name_damaged_file(path: Path) -> Iterator[None]:
 
 
 class DiskPlanStore:
-    """Keeps raw plans between runs, in one folder."""
+    """Stores a raw plan, its aligned plans and the records of epochs in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._manifest = folder / "raw_plan.json"
 
     def load(self, key: Fingerprint) -> RawPlan | None:
-        """
-        Return the plan saved under *key*, or None if there is none; CorruptArtefactError if
-        damaged.
-        """
+        """Return the plan saved under *key*, or None; CorruptArtefactError if it is damaged."""
         with _name_damaged_file(self._manifest):
             manifest = files.read_manifest(self._manifest, SCHEMA)
             if manifest is None:
@@ -73,8 +70,7 @@ class DiskPlanStore:
 
     def inspect(self) -> StoredPlan | None:
         """
-        Verify and return what is stored, whatever it was planned from, writing nothing; None if
-        nothing is.
+        Verify and return the stored plan under any key, without writing; None if there is none.
         """
         with _name_damaged_file(self._manifest):
             manifest = files.read_manifest(self._manifest, SCHEMA)
@@ -91,7 +87,7 @@ class DiskPlanStore:
             return files.read_manifest(path, ALIGNED_SCHEMA)
 
     def damage(self) -> list[CorruptArtefactError]:
-        """Return the error of each file that is not what was written, or does not fit others."""
+        """Return an error for each file that is damaged or does not match the others."""
         found: list[CorruptArtefactError] = []
         plan, manifest = None, None
         with collect_damage(found):
@@ -115,7 +111,7 @@ class DiskPlanStore:
         return found
 
     def save(self, key: Fingerprint, plan: RawPlan) -> None:
-        """Save so that readers see the whole plan or none of it."""
+        """Save a plan; a reader sees the whole plan or none of it."""
         arrays = plan_to_arrays(plan)
         self._manifest.unlink(missing_ok=True)
         entries = {name: files.write_array(self.folder / f"raw_plan.{name}.bin", a) for name, a in arrays.items()}
@@ -131,7 +127,7 @@ class DiskPlanStore:
 
     def save_aligned(self, key: Fingerprint, aligned: AlignedPlan) -> None:
         """
-        Say what training at one world size consumes: counts and checksums; its packs derive from
+        Save counts and checksums of the plan aligned to one world size; its packs are derived from
         the raw plan.
         """
         content = {"schema": ALIGNED_SCHEMA, "plan_fingerprint_sha256": key.digest, **_alignment(aligned)}
@@ -139,8 +135,8 @@ class DiskPlanStore:
 
     def load_epochs(self, key: Fingerprint) -> tuple[EpochRecord, ...]:
         """
-        Return the records of the epochs whose first plan is saved under *key*, of the most epochs;
-        empty if there are none, CorruptArtefactError if damaged.
+        Return the longest saved list of epoch records whose first plan has *key*; empty if there is
+        none, CorruptArtefactError if damaged.
         """
         stored = (_epochs(path) for path in self._epoch_manifests())
         return max((records for digest, records in stored if digest == key.digest), key=len, default=())
@@ -171,10 +167,7 @@ class DiskPlanStore:
         return sorted(self.folder.glob("plan_ws*.json"))
 
     def _plan(self, manifest: Mapping[str, Any]) -> RawPlan:
-        """
-        Return the plan of a manifest; CorruptArtefactError if it is none, or not the one that the
-        manifest names.
-        """
+        """Read the plan that a manifest describes; CorruptArtefactError if its checksum differs."""
         arrays = {name: files.read_array(self.folder, entry) for name, entry in manifest["arrays"].items()}
         try:
             plan = plan_from_arrays(arrays)
@@ -188,7 +181,7 @@ class DiskPlanStore:
 
 
 def _epochs(path: Path) -> tuple[str, tuple[EpochRecord, ...]]:
-    """Return the digest of the inputs of a manifest of epochs, and its records."""
+    """Read a manifest of epochs; return the digest of its fingerprint, and its records."""
     with _name_damaged_file(path):
         manifest = files.read_manifest(path, EPOCHS_SCHEMA)
         if manifest is None:
@@ -207,7 +200,7 @@ _COUNTED = (
 
 
 def _counts(plan: RawPlan) -> dict[str, int | str]:
-    """Return the counts of a plan that its manifest shows."""
+    """Return the counts of a plan to show in its manifest."""
     return {
         "num_packs": len(plan.packs),
         "num_single_long": len(plan.single_long),
@@ -219,7 +212,7 @@ def _counts(plan: RawPlan) -> dict[str, int | str]:
 
 
 def _alignment(aligned: AlignedPlan) -> dict[str, Any]:
-    """Return the facts about an aligned plan that its manifest shows."""
+    """Return the counts and checksums of an aligned plan to show in its manifest."""
     return {
         "checksum": plan_checksum(aligned.packs),
         "world_size": aligned.world_size,
@@ -233,7 +226,7 @@ def _alignment(aligned: AlignedPlan) -> dict[str, Any]:
 
 
 def _require_alignment(path: Path, manifest: Mapping[str, Any], plan: RawPlan) -> None:
-    """Refuse a manifest that does not say what the plan's alignment is; CorruptArtefactError."""
+    """Raise CorruptArtefactError if a manifest of an aligned plan does not match the raw plan."""
     drop_last = manifest["dataloader_drop_last"]
     try:
         aligned = align_plan(plan, world_size=manifest["world_size"], dataloader_drop_last=drop_last)
@@ -248,7 +241,7 @@ def _require_alignment(path: Path, manifest: Mapping[str, Any], plan: RawPlan) -
 
 
 class DiskVerdictStore:
-    """Keeps the verdict of a run in one folder."""
+    """Stores the probe's verdict on a run's model in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self._manifest = folder / "verdict.json"
@@ -269,7 +262,7 @@ class DiskVerdictStore:
         return PackingVerdict.from_dict(manifest["verdict"])
 
     def save(self, key: Fingerprint, verdict: PackingVerdict) -> None:
-        """Save so that readers see the whole verdict or none of it."""
+        """Save a verdict; a reader sees the whole verdict or none of it."""
         files.make_folder(self._manifest.parent)
         manifest = {"schema": VERDICT_SCHEMA, "fingerprint": dict(key.inputs), "verdict": verdict.to_dict()}
         files.write_manifest(self._manifest, manifest)

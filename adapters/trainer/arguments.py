@@ -38,9 +38,7 @@ def runs_on_cpu(settings: Mapping[str, Any]) -> bool:
 
 
 def shards_weights(arguments: TrainingArguments) -> bool:
-    """
-    Return whether no rank holds the whole model: with FSDP, and with DeepSpeed from stage 3 on.
-    """
+    """Return whether each rank holds only a part of the model: with FSDP or DeepSpeed ZeRO-3."""
     return bool(arguments.fsdp) or is_deepspeed_zero3_enabled()
 
 
@@ -97,7 +95,7 @@ def training_arguments(config: RunConfig, *, gradient_accumulation_steps: int) -
 
 
 def setting_faults(arguments: Any) -> Iterator[Fault]:
-    """Yield the training arguments of ms-swift that cannot be used."""
+    """Try training arguments that would otherwise fail late; yield a fault for each."""
     for (key, *others), use in _TRIALS.items():
         try:
             use(arguments)
@@ -158,7 +156,7 @@ _CHOICES: Mapping[str, Iterable[str]] = {
 
 
 def installed_keys() -> dict[str, TrainerKey]:
-    """Return the arguments of the installed ms-swift for training and for tuners, by key."""
+    """Return the training and tuner arguments of the installed ms-swift, by key."""
     own = attrs.fields_dict(TrainingConfig)
     tuners = {name: key for name, key in argument_keys(TunerArguments).items() if tuners_of(name) and name not in own}
     return tuners | argument_keys(TrainingArguments, _CHOICES)

@@ -1,4 +1,4 @@
-"""Checkpoints: which one to resume from, whether its files are whole, and its resume state."""
+"""Checkpoints: choice of the one to resume from, digests of their files, and their resume state."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ name -> SHA-256.
 
 @attrs.frozen
 class Checkpoint(Generic[State]):
-    """Checkpoint that `find_checkpoint` found."""
+    """Checkpoint to resume from, with its resume state."""
 
     folder: str
 
@@ -120,17 +120,17 @@ def find_checkpoint(
 
 
 def progress_entry(state: ResumeState | StreamState) -> dict[str, Any]:
-    """Return the entry of a trainer's state with the progress of a plan, or of a stream."""
+    """Return the entry of the trainer's state that holds a resume state."""
     return {PROGRESS: {"args": {}, "attributes": {"progress": seal(to_plain(state))}}}
 
 
 def attention_to_state(attn_impl: str) -> dict[str, Any]:
-    """Return the entry of the trainer's state with the attention."""
+    """Return the name of the attention as an entry of the trainer's state."""
     return {_ATTENTION: {"attn_impl": attn_impl}}
 
 
 def remove_digests(folder: Path) -> None:
-    """Remove the digests of a checkpoint that is being overwritten."""
+    """Remove the digests of a checkpoint folder before it is overwritten."""
     for file in folder.glob(_DIGESTS):
         file.unlink()
 
@@ -153,7 +153,7 @@ def write_digests(folder: Path, *, share: int, num_shares: int) -> None:
 
 
 def _hash_files(folder: Path, names: Iterable[str], *, share: int, num_shares: int) -> dict[str, str]:
-    """Return the digest of each file in a share of a folder's files, and show the progress."""
+    """Return the digest of each file in this share of a folder, and show progress meanwhile."""
     # From the largest file to the smallest, so that shares have about equally many bytes.
     sizes = {name: (folder / name).stat().st_size for name in names}
     mine = sorted(sizes, key=lambda name: (-sizes[name], name))[share::num_shares]
@@ -170,7 +170,7 @@ def _hash_files(folder: Path, names: Iterable[str], *, share: int, num_shares: i
 
 
 def _find_damage(folder: Path, group: RankGroup) -> str | None:
-    """Return a message about a damaged file in this rank's share of a checkpoint, or None."""
+    """Verify this rank's share of a checkpoint; return a message about damage, or None."""
     started = time.perf_counter()
     stored: dict[str, str] = {}
     try:
@@ -193,7 +193,7 @@ def _find_damage(folder: Path, group: RankGroup) -> str | None:
 
 
 def _read_checkpoint(folder: Path, kind: type) -> Checkpoint[Any] | str:
-    """Read a checkpoint without its weights; return the reason if it cannot be resumed from."""
+    """Read a checkpoint without its weights; return a reason if it cannot be resumed."""
     if not (folder / STATE).is_file():
         torn = f"but it has no {STATE}: it is no checkpoint, or was being written when the run ended"
         return torn if folder.exists() else "but there is no such folder: name a checkpoint's"
@@ -214,7 +214,7 @@ def _read_checkpoint(folder: Path, kind: type) -> Checkpoint[Any] | str:
 
 
 def newest_checkpoint(output_dir: str) -> Path | None:
-    """Return the folder of the latest step, whole or not; None if there is none."""
+    """Return the checkpoint folder of the latest step, complete or not; None if there is none."""
     return next(_list_newest_first(Path(output_dir)), None)
 
 

@@ -1,5 +1,5 @@
 """
-Compares a pack, as training sees it, with its samples alone, as transformers sees them.
+Compares training on a pack with transformers on each of its samples alone.
 
 The reference attends by transformers' own attention, whatever trains: a fault in an attention of
 ours is found, not repeated. The pack goes the whole way of training: data set, collator, the
@@ -38,7 +38,7 @@ _READERS = 8
 
 @attrs.frozen(eq=False)
 class PackComparison:
-    """Compares the packs of a trainer with their samples alone."""
+    """Compares a trainer's packs with their samples alone, in results and gradients."""
 
     trainer: PlanTrainer
 
@@ -47,7 +47,7 @@ class PackComparison:
 
     @property
     def without_gradients(self) -> str | None:
-        """Why no gradients, and so no loss of a step, are compared; None if they are."""
+        """Reason that loss and gradients of a step are not compared; None if they are."""
         config = trained_config(self.trainer.model.config)
         name = config._attn_implementation  # noqa: SLF001  # no public question
         on_cpu = self.trainer.accelerator.device.type == "cpu"
@@ -55,12 +55,12 @@ class PackComparison:
 
     @property
     def limit(self) -> float:
-        """Largest difference of logits and gradients, with the same experts."""
+        """Largest tolerated difference of logits and gradients, if the same experts are chosen."""
         return difference_limit(self.trainer.model, self.trainer.precision, experts=False)
 
     def findings(self, pack: int) -> Iterator[Deviation]:
         """
-        Yield the deviations of a pack.
+        Yield the deviations of a pack from its samples alone.
 
         Args:
             pack: Position of the pack in the plan.
@@ -114,7 +114,7 @@ class PackComparison:
 
     @contextlib.contextmanager
     def _prepared(self, collated: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the inputs that the trainer prepares from a pack, within its hooks."""
+        """Yield the inputs that the trainer prepares from a pack, with its hooks active."""
         trainer = self.trainer
         with trainer.media_hook(), trainer.template.forward_context(trainer.model, dict(collated)):
             yield trainer._prepare_inputs(dict(collated))  # noqa: SLF001  # what training does, and no less
@@ -122,7 +122,7 @@ class PackComparison:
     def _run_packed(
         self, collated: dict[str, Any], places: tuple[Place, ...], *, with_gradients: bool
     ) -> tuple[dict[str, Any], Watched, torch.Tensor]:
-        """Return a pack's prepared inputs, its embeddings, and its logits."""
+        """Run the model on a pack; return its inputs, its watched embeddings, and its logits."""
         with torch.set_grad_enabled(with_gradients), self._prepared(collated) as prepared:
             inputs = model_inputs(prepared)
             inputs.pop("logits_to_keep", None)
@@ -130,7 +130,7 @@ class PackComparison:
             return prepared, *watch_pass(self.trainer.model, row, call=self._call_model)
 
     def _run_step(self, collated: dict[str, Any], found: Outcome) -> Outcome:
-        """Return an outcome with the loss and gradients of the trainer's own step on a pack."""
+        """Run the trainer's own step on a pack; return *found* with its loss and gradients."""
         trainer = self.trainer
         with replace_attributes(trainer.args, **PLAIN_LOSS), self._prepared(collated) as inputs:
             items = torch.tensor(collated[NORMALISER] or 1.0, device=trainer.accelerator.device)
@@ -142,8 +142,7 @@ class PackComparison:
 
     def _model_samples(self, encoded: Sequence[dict[str, Any]]) -> list[Sample]:
         """
-        Return samples as the model's own inputs, with the weight of each target by the definition
-        of the loss.
+        Convert samples into model inputs, with the weight of each target as the loss is defined.
         """
         power = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}[self.trainer.reduction]
         samples = []
@@ -161,8 +160,8 @@ class PackComparison:
 
     def _own_positions(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """
-        Return the positions that the model itself gives a sample: the text's, then three rows if
-        the model takes images.
+        Return a sample's positions as the model computes them: the text's, then three rows if it
+        takes images.
         """
         text = torch.arange(inputs["input_ids"].shape[1], device=inputs["input_ids"].device)[None]
         rope = find_rope_index(self.trainer.model)
@@ -181,7 +180,7 @@ def _to_device(device: torch.device, batch: Mapping[str, Any]) -> dict[str, Any]
 
 def _own_pixels(encoded: Sequence[Mapping[str, Any]], collated: dict[str, Any]) -> list[tuple[GradientEdge, int]]:
     """
-    Return each sample's part of a pack's pixels, with gradients; the batch takes them from here on.
+    Split a pack's pixels into a leaf tensor per sample; return gradient edges and sample numbers.
     """
     own: list[tuple[GradientEdge, int]] = []
     for medium in (IMAGES, VIDEOS):
@@ -200,7 +199,7 @@ def _own_pixels(encoded: Sequence[Mapping[str, Any]], collated: dict[str, Any]) 
 
 
 def _positions(pack: int, index: int, own: torch.Tensor, packed: torch.Tensor) -> Iterator[Deviation]:
-    """Compare a sample's positions row by row; a missing row differs everywhere."""
+    """Yield the deviation of each row of a sample's positions; a missing row differs everywhere."""
     rows = packed.reshape(-1, packed.shape[-1])
     # A model that sees takes four rows, the text's first; three have lost it.
     missing = len(own) - len(rows)

@@ -1,4 +1,4 @@
-"""From packs to batches of tensors: collation, weights of tokens, and loaders."""
+"""Loading of packs: data set, collator, weights of tokens, and loader."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ from packplan.core.samples.tables import Table
 
 class PackedDataset(Dataset[PackOfRows | PackplanError]):
     """
-    Packs of encoded samples: `len` is the number of packs, and item k is pack k of `packs`.
+    Data set whose item k is pack k of `packs`, with encoded samples.
 
     An error is returned, not raised. Raised in a loader's worker process, it would lose its type
     and fields. The loader raises it.
@@ -33,7 +33,7 @@ class PackedDataset(Dataset[PackOfRows | PackplanError]):
 
     def __init__(self, samples: SwiftEncoder, packs_of: Callable[[int], Packs], table: Table, *, packed: bool) -> None:
         """
-        Serve packs, those of an epoch after `set_epoch`.
+        Serve the packs of an epoch, which `set_epoch` selects.
 
         Args:
             samples: Encodes samples, and compares them with the plan.
@@ -45,18 +45,18 @@ class PackedDataset(Dataset[PackOfRows | PackplanError]):
         self.samples, self.packs_of, self.table, self.packed = samples, packs_of, table, packed
 
     def set_epoch(self, epoch: int) -> None:
-        """Serve the packs of *epoch*; the loader calls it when the epoch begins."""
+        """Serve the packs of *epoch* from now on; the loader calls it when an epoch starts."""
         self.packs = self.packs_of(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for a loader's worker process, which serves one epoch."""
+        """Return the attributes that a loader's worker process needs, which serves one epoch."""
         return {**vars(self), "packs_of": None}
 
     def __len__(self) -> int:
         return len(self.packs)
 
     def __getitem__(self, pack: int) -> PackOfRows | PackplanError:
-        """Return the encoded samples of one pack, or an error."""
+        """Return the encoded samples of a pack; an error is returned, not raised."""
         try:
             return PackOfRows([self.samples.fetch(index, self.table) for index in self.packs[pack]], pack)
         except PackplanError as error:
@@ -81,7 +81,7 @@ _POWERS = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}
 
 @attrs.frozen
 class Collator:
-    """Makes a batch of packs, packed or padded, whatever the template is set to."""
+    """Collates packs into a batch, packed or padded, whatever the template is set to."""
 
     template: Template
 
@@ -93,7 +93,7 @@ class Collator:
     reduction: Reduction = "token"
 
     def __call__(self, items: list[PackOfRows | ShardEnd | PackplanError]) -> Batch | ShardEnd | PackplanError:
-        """Return the batch, or the first error or end of a stream among the items."""
+        """Return the batch; if an item is an error or a shard's end, return the first such item."""
         packs = []
         for item in items:
             if isinstance(item, (PackplanError, ShardEnd)):
@@ -125,7 +125,7 @@ class Collator:
         return batch
 
     def _starts(self, batch: Batch) -> torch.Tensor:
-        """Return the starts of samples; bool, of the labels' shape."""
+        """Return a mask of the first token of each sample; bool, of the labels' shape."""
         if self.packed:
             positions: torch.Tensor = batch["text_position_ids" if "text_position_ids" in batch else "position_ids"]
             return positions == 0
@@ -135,7 +135,7 @@ class Collator:
 
 @contextmanager
 def switch_packing(template: Template, *, packed: bool) -> Iterator[None]:
-    """Let a template's collator pack samples into a row, or pad them, until the block ends."""
+    """Make a template's collator pack samples into one row, or pad them, inside this context."""
     before = template.packing, template.padding_free
     template.packing = template.padding_free = packed
     try:
@@ -146,7 +146,7 @@ def switch_packing(template: Template, *, packed: bool) -> Iterator[None]:
 
 def fill_token_weights(packs: Sequence[Sequence[Any]]) -> list[list[Sample]]:
     """
-    Give all samples token weights if one of them has some.
+    Give every sample token weights, by default 1 for each supervised token, if one has some.
 
     Otherwise ms-swift would join the existing weights without gaps.
     """
@@ -185,7 +185,7 @@ def loss_weights(
 
 
 def zero_weights(batch: Batch) -> Batch:
-    """Return a batch whose tokens weigh nothing in a loss or a metric."""
+    """Return a copy of a batch in which every token weighs 0 in losses and metrics."""
     labels = torch.full_like(batch["labels"], IGNORED_LABEL)
     weights = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
     return {**batch, "labels": labels, "loss_scale": weights, NORMALISER: 0.0}
@@ -193,8 +193,8 @@ def zero_weights(batch: Batch) -> Batch:
 
 def drop_pack_rates(logs: dict[str, float]) -> dict[str, float]:
     """
-    Remove samples per second, which would count packs, from a log, and return it: the same one, to
-    which ms-swift adds the metrics that an evaluation returns.
+    Remove samples per second from *logs*, where ms-swift counts packs as samples; return the same
+    dict.
     """
     for name in [name for name in logs if name.endswith("_samples_per_second")]:
         del logs[name]
@@ -203,7 +203,7 @@ def drop_pack_rates(logs: dict[str, float]) -> dict[str, float]:
 
 def open_worker(number: int, *, num_workers: int, rank: int) -> None:
     """
-    Set up a loader's worker process: it ends with the rank, and has its own random seed.
+    Prepare a loader's worker process: it ends with its rank, and has its own random seed.
 
     Args:
         number: Number of the worker, from 0.
@@ -217,7 +217,7 @@ def open_worker(number: int, *, num_workers: int, rank: int) -> None:
 
 
 class PackLoader(RankLoader):
-    """Loader that raises the errors of a data set, and notes the progress of a stream."""
+    """Loader that raises the errors that a data set returned, and tracks a stream's progress."""
 
     progress: tuple[ShardProgress, ...] = ()
     """
@@ -229,7 +229,7 @@ class PackLoader(RankLoader):
     """Seconds that training has waited for batches, or spent making them."""
 
     def _get_iterator(self) -> Any:
-        """Start the worker processes; a Ctrl-C meanwhile is raised when they are there."""
+        """Start the worker processes; a Ctrl-C is held back until they have started."""
         with keep_ctrl_c():
             return super()._get_iterator()
 
@@ -246,7 +246,7 @@ class PackLoader(RankLoader):
                 yield batch
 
     def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches, and add up the time until each is there."""
+        """Yield batches, and add up the seconds spent waiting for them."""
         started = time.perf_counter()
         for batch in batches:
             self.waited += time.perf_counter() - started
@@ -254,7 +254,7 @@ class PackLoader(RankLoader):
             started = time.perf_counter()
 
     def close(self) -> None:
-        """End worker processes that outlive epochs."""
+        """End worker processes that persist between epochs."""
         # The garbage collector might remove the queues before the workers read their end: 5 s for
         # each worker.
         self._iterator = None

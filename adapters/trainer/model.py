@@ -1,4 +1,4 @@
-"""Loading of the model that a run trains: without a cache, with requested freezes and adapters."""
+"""Loading of the model to train, with the run's freezes and adapters."""
 
 import contextlib
 import sys
@@ -32,7 +32,7 @@ def open_model(
     outline: bool = False,
 ) -> torch.nn.Module:
     """
-    Load the model with `use_cache` off, freeze the requested parts, and add adapters if requested.
+    Load the model with `use_cache` off, freeze parts of it and add adapters as the run says.
 
     Args:
         model: Model to load.
@@ -86,7 +86,7 @@ def open_model(
 @contextlib.contextmanager
 def _refuse_missing_weights(folder: str) -> Iterator[None]:
     """
-    Refuse a model whose files lack some of its weights.
+    Refuse a model loaded in this context if its files lack some of its weights.
 
     transformers draws those at random, and only its log says so. The names that it reports there
     are the ones that are needed: tied weights and those that a model may lack are not among them.

@@ -74,7 +74,7 @@ _NO_INPUTS = (PACK, NORMALISER, LENGTHS)
 
 
 def _not_finite_error(what: str, number: float) -> RunError:
-    """Return the error of a number that is not finite, or of weights that are ruined."""
+    """Return the error for a loss, gradient or weight that is not finite."""
     ended = "the run ended before anything of it was saved, and earlier checkpoints are as they were"
     return RunError("not_finite", f"{what} is {number}, so {ended}")
 
@@ -88,7 +88,7 @@ _RESTORE = "restore the settings that it was trained with, or name another check
 
 class SkipDuplicateFinalEval(TrainerCallback):
     """
-    Skips the second evaluation and save after the last step.
+    Skips the second of two evaluations and saves after the last step.
 
     ms-swift evaluates and saves at the last step, and again at the end of its epoch.
     """
@@ -100,12 +100,10 @@ class SkipDuplicateFinalEval(TrainerCallback):
 
 
 class KeepIntervals(TrainerCallback):
-    """
-    Logs, saves and evaluates as often as this run says, not as often as the run of its checkpoint.
-    """
+    """Keeps this run's intervals of logging, saving and evaluation when it resumes a checkpoint."""
 
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Replace the intervals that came with the checkpoint."""
+        """Replace the intervals that the checkpoint's state has restored."""
         state.compute_steps(args, state.max_steps)
 
 
@@ -138,7 +136,7 @@ class SaveOnSigterm(TrainerCallback):
 
 class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
     """
-    ms-swift's trainer on packs.
+    ms-swift's trainer on packs, with the fixes that the module's docstring lists.
 
     Attributes:
         attention: Attention that trains, stored in checkpoints.
@@ -197,7 +195,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether no rank holds the whole model, and its checkpoints may be in parts."""
+        """Whether ranks hold only parts of the model, so that checkpoints may be in parts too."""
         return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
     @property
@@ -207,7 +205,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
 
     @property
     def precision(self) -> Precision:
-        """Coarsest precision that the model computes in."""
+        """Lowest precision in which the model computes."""
         mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(self.accelerator.mixed_precision, "float32")
         used = {str(parameter.dtype).removeprefix("torch.") for parameter in self.model.parameters()} | {mixed}
         coarser: tuple[Precision, ...] = ("bfloat16", "float16")
@@ -275,7 +273,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         return norm
 
     def lap_seconds(self) -> float:
-        """Return the seconds of training since the last call, without evaluating and saving."""
+        """Return the seconds of training since the last call, without evaluation and saving."""
         now = time.perf_counter()
         seconds, self._lap_start = now - self._lap_start, now
         return seconds
@@ -327,16 +325,13 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
                 raise ValueError(f"it has no {', '.join(lacking)}, so another training.optim made it")
 
     def sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Add up each of these numbers over all ranks, in place."""
+        """Sum a tensor over all ranks, in place."""
         if self.group.world_size > 1:
             torch.distributed.all_reduce(numbers)
         return numbers
 
     def _require_finite(self, numbers: Mapping[str, float]) -> None:
-        """
-        Raise RunError, on every rank and with the same reason, if a number of any rank is not
-        finite.
-        """
+        """Raise the same RunError on every rank if a number of any rank is not finite."""
         sums = self.sum_over_ranks(torch.tensor(list(numbers.values()), dtype=torch.float64))
         for what, number in zip(numbers, sums.tolist(), strict=True):
             if not math.isfinite(number):
@@ -360,7 +355,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
 
     def evaluation_loop(self, dataloader: PackLoader, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> Any:
         """
-        Evaluate as every host does, with the weights of tokens.
+        Evaluate all packs, weighting losses and metrics by token.
 
         Raises:
             MismatchError: A pack is missing, or another one.
@@ -376,7 +371,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         return output
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> Any:
-        """Return the loss of a batch; one that only fills the ranks counts in no metric."""
+        """Return the loss of a batch; a batch that only evens out the ranks counts in no metric."""
         if self._evaluated is not None and self._evaluated.repeats:
             inputs = zero_weights(inputs)
         return super().prediction_step(model, inputs, *arguments, **options)
@@ -384,7 +379,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
     @contextlib.contextmanager
     def media_hook(self) -> Iterator[None]:
         """
-        Register the hook that passes images to the model until the block ends, unless it is there.
+        Register ms-swift's hook that passes images to the model for this context, if it is missing.
 
         `train` registers it, so it is missing before training.
         """
@@ -409,7 +404,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
 
     def _load_strictly(self, checkpoint: str | None, model: Any) -> bool:
         """
-        Load whole weights through the model's own class, which knows the names in the checkpoint.
+        Load a checkpoint's full weights by the model's own class; return whether that was possible.
         """
         plain = self.accelerator.unwrap_model(model)
         return checkpoint is not None and not self.is_sharded and load_strictly(plain, checkpoint)
@@ -435,7 +430,7 @@ class PlanTrainer(FollowsSchedule, CheckedTrainer):
         self.follow(follower)
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # the schedule skips by itself
-        """Return the loader of this rank's packs, in the schedule's order of the epoch."""
+        """Return the loader of this rank's packs, in the order of the epoch schedule."""
         # Persistent workers would keep the packs of another epoch.
         fresh = {"persistent_workers": False} if self.schedule.epochs_differ else {}
         loader = self._loader(self.train_dataset, batch_sampler=self.follower, collate_fn=self.data_collator, **fresh)
@@ -466,6 +461,6 @@ class PlanTrainer(FollowsSchedule, CheckedTrainer):
 
 
 def model_inputs(prepared: dict[str, Any]) -> dict[str, Any]:
-    """Return the model's inputs for logits without a loss."""
+    """Return the inputs for a forward pass that returns logits and no loss."""
     others = ("labels", "compute_loss_func", "loss_scale", "text_position_ids", "channel")
     return {key: value for key, value in prepared.items() if key not in others}

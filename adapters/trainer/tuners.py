@@ -1,4 +1,4 @@
-"""Trained weights of a model: all but frozen ones, or adapters, by ms-swift's own code."""
+"""Choice of the weights to train, by ms-swift's own code: all but frozen ones, or adapters."""
 
 import dataclasses
 import re
@@ -73,8 +73,8 @@ _FREEZES = (
 
 def quantisation_of(model: ModelConfig, *, on_cpu: bool) -> Any:
     """
-    Return the quantisation of a model's weights, which spares what ms-swift spares; None without
-    one.
+    Return transformers' quantisation settings for a model, with ms-swift's exceptions; None if the
+    run has none.
 
     Args:
         model: Section `model` of the run.
@@ -104,7 +104,7 @@ def quantisation_of(model: ModelConfig, *, on_cpu: bool) -> Any:
 
 
 def _arguments(model: Any, training: TrainingConfig) -> Any:
-    """Return ms-swift's tuner arguments, resolved as in `SftArguments`."""
+    """Return ms-swift's tuner arguments, resolved as `SftArguments` does."""
     fields: Any = dataclasses.fields(TunerArguments)
     defaults = {
         field.name: field.default if field.default is not dataclasses.MISSING else field.default_factory()
@@ -150,8 +150,8 @@ _MATCHES: Mapping[str, Callable[[str, str], Any]] = {
 
 def _refuse_unmatched(model: Any, training: TrainingConfig) -> None:
     """
-    Refuse keys that match none of the model's weights, which ms-swift would only log, or that train
-    weights for sound alone, of which records have none.
+    Refuse freezes and targets that match no weight, which ms-swift would only log, or that train
+    only weights for sound, which no record has.
     """
     modules, weights = ([name for name, _ in named] for named in (model.named_modules(), model.named_parameters()))
     for key, matches in _MATCHES.items():

@@ -1,5 +1,5 @@
 """
-Inputs of models that take images, beside tokens: media, their positions, and a dummy image.
+Inputs of vision models beside tokens: media, their positions, and a dummy image.
 
 With the dummy image, the vision tower runs on every batch, even without images. Where ranks share
 weights or gradients, a rank that skips the tower would block the others: FSDP and ZeRO-3 wait for
@@ -32,7 +32,7 @@ _SECONDS = "second_per_grid_ts"
 
 
 def plain_model(model: Any) -> Any:
-    """Return a model without its adapters."""
+    """Return the model inside its adapters, or the model itself if it has none."""
     if hasattr(model, "adapters"):  # a `SwiftModel`
         return model.base_model
     return model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -40,7 +40,7 @@ def plain_model(model: Any) -> Any:
 
 def model_media(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """
-    Return the model's inputs of a sample beside its tokens, as a batch of one, or of a batch.
+    Return the model inputs of a sample or a batch beside its tokens, such as pixels, as a batch.
 
     Args:
         model: Model of transformers, perhaps with adapters.
@@ -63,7 +63,7 @@ def model_media(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tenso
 
 def add_model_inputs(batch: dict[str, Any], template: Template, samples: list[dict[str, Any]], *, packed: bool) -> None:
     """
-    Add inputs that the model takes and its template does not make to a collated batch.
+    Add to a collated batch the inputs that the model needs but its template does not make.
 
     These are positions in three rows with the text's apart, and a key for missing pixels.
 
@@ -93,8 +93,8 @@ def add_model_inputs(batch: dict[str, Any], template: Template, samples: list[di
 
 def _language_model_name(part: Any) -> str | None:
     """
-    Return the name of a part's language model if the part computes image features; None for other
-    parts.
+    Return the attribute name of the language model in *part*, if *part* computes image features;
+    else None.
     """
     if not hasattr(part, "get_image_features"):
         return None
@@ -105,7 +105,7 @@ def _language_model_name(part: Any) -> str | None:
 
 @attrs.frozen(eq=False)
 class DummyImage:
-    """Black image, and the part of a model that computes its features."""
+    """Black image, and the part of a model that computes its image features."""
 
     inner: Any
     """Part with the vision tower and the language model, which computes image features."""
@@ -142,19 +142,19 @@ class DummyImage:
 
     @property
     def towers(self) -> list[str]:
-        """Names of the parts that images pass before the language model."""
+        """Names of the modules that process images before the language model."""
         heads = {id(getattr(self.inner, name, None)) for name in ("lm_head", "audio_tower")}
         return [name for name, part in self.inner.named_children() if name != self.reader and id(part) not in heads]
 
     def zero_through_tower(self, device: torch.device) -> torch.Tensor:
-        """Return a zero that depends on all weights that image features depend on."""
+        """Return a zero whose gradient reaches all weights that compute image features."""
         # ms-swift creates them in inference mode: gradients need a copy.
         features = self.inner.get_image_features(**{key: value.to(device).clone() for key, value in self.media.items()})
         leaves = [leaf for leaf in tree_leaves(dict(features)) if isinstance(leaf, torch.Tensor)]
         return torch.stack([leaf.mean() for leaf in leaves]).sum() * 0
 
     def unreached_weights(self) -> list[str]:
-        """Return the names of trained weights on which no image depends."""
+        """Return the names of trained weights that no image's features depend on."""
         vision = {
             f"{tower}.{name}": weight
             for tower in self.towers

@@ -1,1 +1,1 @@
-"""How records lie in files of each format, and how a file without random access is rewritten."""
+"""Readers of records by file format, and conversion of formats that cannot be read in any order."""

@@ -1,4 +1,4 @@
-"""Rows of Arrow files, mapped into memory: of `datasets.save_to_disk`, or rewritten ones."""
+"""Rows of memory-mapped Arrow files, written by `datasets.save_to_disk` or converted."""
 
 import json
 import mmap
@@ -35,7 +35,7 @@ def is_arrow_folder(path: Path) -> bool:
 
 
 def parts_of_folder(path: Path) -> list[Path]:
-    """Return the Arrow files of a folder of `datasets.save_to_disk`, in their order."""
+    """Return the Arrow files of a `datasets.save_to_disk` folder, in the order of their rows."""
     try:
         names = [entry["filename"] for entry in json.loads((path / _STATE).read_text(encoding="utf-8"))["_data_files"]]
         parts = [path / name for name in names]
@@ -48,7 +48,7 @@ def parts_of_folder(path: Path) -> list[Path]:
 
 
 class ArrowFile(RecordFile):
-    """Rows of Arrow files that follow each other; they are counted from 1."""
+    """Rows of one or more Arrow files in sequence, numbered from 1 in messages."""
 
     def _open(self, _: object) -> None:
         import pyarrow as pa
@@ -65,7 +65,7 @@ class ArrowFile(RecordFile):
         """Batches whose offsets and texts were found to be sound, before a row of them was read."""
 
     def _open_part(self, part: Path, before: int) -> None:
-        """Map a file; DataSetError if it is compressed, or names a column twice."""
+        """Map an Arrow file; DataSetError if it is compressed, or has two columns of one name."""
         import pyarrow as pa
 
         mapped = MappedFile(part)
@@ -111,7 +111,7 @@ class ArrowFile(RecordFile):
 
 class MappedFile:
     """
-    The bytes of one file, by position.
+    Content of a file, mapped into memory, with a limit on the pages that stay resident.
 
     What is mapped counts as memory of the process, also where the system could take it back, and a
     run in shuffled order maps all of its file in time. So it is released again and again: the
@@ -125,7 +125,7 @@ class MappedFile:
         self._held = 0
 
     def release_after(self, num_bytes: int) -> None:
-        """Count bytes that were read, in their order."""
+        """Count bytes that were read, and release mapped pages after `MOST_HELD` of them."""
         self._held += num_bytes
         if self._held > MOST_HELD:
             self.bytes.madvise(mmap.MADV_DONTNEED)
@@ -133,19 +133,19 @@ class MappedFile:
 
 
 class _MappedBatch:
-    """A batch of rows, mapped from a file."""
+    """Record batch of an Arrow file, mapped into memory."""
 
     def __init__(self, batch: Any, mapped: MappedFile) -> None:
         self.batch, self._mapped, self._size = batch, mapped, batch.nbytes
         self._num_places = sum(len(column.buffers()) for column in batch.columns)
 
     def validate(self) -> None:
-        """Check all offsets and texts; ArrowException if one is damaged."""
+        """Check all offsets and texts of the batch; ArrowException if one is damaged."""
         self.batch.validate(full=True)
         self._mapped.release_after(self._size)
 
     def row(self, number: int) -> Any:
-        """Return a row as Python values."""
+        """Return row *number* of the batch as Python values."""
         value = self.batch.slice(number, 1).to_pylist()[0]
         row_bytes = self._size // self.batch.num_rows
         self._mapped.release_after(min(row_bytes + self._num_places * READ_AROUND, self._size + 2 * READ_AROUND))
@@ -153,7 +153,7 @@ class _MappedBatch:
 
 
 def _batches_of(mapped: MappedFile) -> Iterator[Any]:
-    """Yield the batches of a file, which stay in it."""
+    """Yield the record batches of a mapped Arrow file or stream, without copying them."""
     import pyarrow as pa
 
     held = pa.py_buffer(mapped.bytes)
@@ -165,7 +165,7 @@ def _batches_of(mapped: MappedFile) -> Iterator[Any]:
 
 
 def _refuse_duplicate_columns(name: str, columns: list[str]) -> None:
-    """Refuse columns of one name, of which the last would be read; DataSetError naming them."""
+    """Raise DataSetError if two columns have one name; only the last would be read."""
     if twins := [column for number, column in enumerate(columns) if column in columns[:number]]:
         raise DataSetError(f"{name} has two columns {twins[0]!r}, of which one would be ignored: rename one")
 
@@ -175,7 +175,7 @@ def _short(error: Exception) -> str:
 
 
 def drop_nulls(value: Any) -> Any:
-    """Return a value without the nulls that columns write for absent keys."""
+    """Return a value without null entries of objects, which columns write for absent keys."""
     if isinstance(value, dict):
         return {key: drop_nulls(held) for key, held in value.items() if held is not None}
     if isinstance(value, list):

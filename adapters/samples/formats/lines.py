@@ -1,7 +1,4 @@
-"""
-JSON Lines, whose records stand at known bytes: read when asked for, and parsed with everything
-refused that would be read otherwise.
-"""
+"""JSON Lines files: each record is read at its known bytes, and parsed by strict rules for JSON."""
 
 import json
 import math
@@ -33,7 +30,7 @@ text.
 
 class LinesFile(RecordFile):
     """
-    Records of one file by their bytes, a record a line; blank lines are no records.
+    Records of a JSON Lines file, one a line, read by their byte positions; blank lines are skipped.
 
     Attributes:
         spans: First byte, end, and number of the line, of each record; shape (num_records, 3).
@@ -50,13 +47,13 @@ class LinesFile(RecordFile):
         return {"spans": self.spans.reshape(-1), **super()._cached_arrays()}
 
     def cache_fault(self) -> str | None:
-        """Read all of the file; return how it differs from what is cached of it, or None."""
+        """Read the whole file; return how it differs from its cached arrays, or None."""
         if self._is_cached and not np.array_equal(self._scan(), self.spans):
             return f"its records stand in other places than {self._cache.path} says: delete that, and build again"
         return super().cache_fault()
 
     def _scan(self) -> NDArray[np.int64]:
-        """Return the spans; no line is read whole."""
+        """Find the `spans` of all records, without holding any whole line in memory."""
         found = array("q")
         bar = progress(desc=f"reading {self.path.name}", unit=" bytes", leave=False, delay=BRIEF_S)
         with self.path.open("rb") as file, bar:
@@ -85,7 +82,7 @@ class LinesFile(RecordFile):
         return read_value(b"".join(self._read_text(row)), where)
 
     def location(self, row: int) -> RecordLocation:
-        """Return the place of a record."""
+        """Return file and line of the record in *row*."""
         return RecordLocation(self.name, int(self.spans[row, 2]), self.unit)
 
     def _read_digest(self, row: int) -> bytes:
@@ -104,7 +101,7 @@ class LinesFile(RecordFile):
         return int(self.spans[row, 1] - self.spans[row, 0])
 
     def _read_text(self, row: int) -> Iterator[bytes]:
-        """Yield a record's bytes in parts, without the blanks around it."""
+        """Yield a record's bytes in blocks, without surrounding blanks."""
         start, end = self.spans[row, :2].tolist()
         if end - start <= CHUNK:
             yield self._read_bytes(start, end).strip()
@@ -117,7 +114,7 @@ class LinesFile(RecordFile):
             yield self._read_bytes(place, min(place + CHUNK, end))
 
     def _read_bytes(self, start: int, end: int) -> bytes:
-        """Return bytes of the file; nothing of it stays in memory."""
+        """Return the bytes from *start* to before *end*, read without mapping the file."""
         if self._descriptor is None:
             self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             weakref.finalize(self, os.close, self._descriptor)
@@ -126,7 +123,7 @@ class LinesFile(RecordFile):
 
 
 def read_value(text: bytes, where: str) -> Any:
-    """Return the JSON value of a record's text; RecordError, at *where*, if there is none."""
+    """Parse a record's text as strict JSON; RecordError at the place *where* if invalid."""
     try:
         value = json.loads(
             text.decode("utf-8-sig"),
@@ -163,8 +160,8 @@ def _refuse_constant(name: str) -> None:
 
 def _to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """
-    Return an object's keys and values; ValueError if a key is there twice, of which JSON would keep
-    the last.
+    Build an object from keys and values; ValueError for a key that occurs twice, since JSON would
+    keep only the last.
     """
     found = dict(pairs)
     if len(found) < len(pairs):

@@ -1,5 +1,5 @@
 """
-Records of one file, whatever its format, and the digests by which they are known again.
+Records of one file, whatever its format, and their digests.
 
 The places of records and the digest of each are cached from one start to the next, so that a start
 need not read a file. A file is known again by its size, times and inode, as version control does,
@@ -39,11 +39,11 @@ SETTLED_NS = 2 * 10**9
 
 
 class FileCache:
-    """Cached arrays about a data file of one or more parts, valid while the file is unchanged."""
+    """Arrays about a data file, cached in a folder and valid while the file is unchanged."""
 
     def __init__(self, folder: Path | None, parts: Sequence[Path], *, kind: str, is_copy: bool = False) -> None:
         """
-        Note the size, times and inode of the file, before anything reads it.
+        Record the current size, times and inode of the file, before its content is read.
 
         Args:
             folder: Folder of cached arrays; None caches nothing.
@@ -62,7 +62,7 @@ class FileCache:
         self.path = None if folder is None or is_small else folder / f"{key}-records.json"
 
     def load(self) -> dict[str, NDArray[Any]] | None:
-        """Return the cached arrays; None if there are none, or the file has changed since."""
+        """Return the cached arrays; None if there are none, or the file changed since."""
         if self.path is None:
             return None
         try:
@@ -76,8 +76,8 @@ class FileCache:
 
     def save(self, arrays: Mapping[str, NDArray[Any]]) -> bool:
         """
-        Cache arrays if there is room and the file is certain to be what was read; return whether
-        they are cached.
+        Cache arrays, and return whether that was done: not without room, or if the file may have
+        changed while it was read.
         """
         if self.path is None or not self._is_settled or self.file_changed():
             return False
@@ -93,7 +93,7 @@ class FileCache:
         return True
 
     def file_changed(self) -> bool:
-        """Return whether size, times or inode of the file differ from those before it was read."""
+        """Return whether size, times or inode of the file changed since this object was made."""
         try:
             return self._state != self._read_state()
         except OSError:  # it is gone
@@ -104,7 +104,7 @@ class FileCache:
 
 
 def file_state(path: Path) -> dict[str, int]:
-    """Return a file's size, times and inode: any write, rename or change of times changes them."""
+    """Return a file's size, times and inode, which any write or rename changes."""
     stat = path.stat()
     return {
         "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns, "inode": stat.st_ino,
@@ -113,7 +113,7 @@ def file_state(path: Path) -> dict[str, int]:
 
 class RecordFile:
     """
-    Records of one file by their rows; each format is a subclass that finds and reads them.
+    Records of one file, by row. Each format is a subclass that finds the records and reads them.
 
     Attributes:
         name: Name of the file in messages, as the user gave it.
@@ -137,7 +137,7 @@ class RecordFile:
         cache: Path | None,
     ) -> None:  # fmt: skip
         """
-        Find the records, by what is cached of the file if it is unchanged.
+        Find the records of a file, from cached arrays if the file is unchanged.
 
         Args:
             parts: Files to read: the file or its copy, or the parts of a folder.
@@ -161,7 +161,9 @@ class RecordFile:
             self._digests, self._is_cached = arrays["digests"].reshape(-1, DIGEST_BYTES), True
 
     def _open(self, arrays: Mapping[str, NDArray[Any]] | None) -> None:
-        """Find the records, with the cached arrays of an unchanged file; OSError if it fails."""
+        """
+        Find the records, from the cached *arrays* of an unchanged file; OSError if that fails.
+        """
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -170,8 +172,8 @@ class RecordFile:
 
     def __getitem__(self, row: int) -> Any:
         """
-        Return a record's JSON value, without the nulls of columns that it lacks; RecordError naming
-        its place if there is none, or if it has too much text.
+        Return the JSON value of the record in *row* without null entries; RecordError with its
+        place if it has no value or too much text.
         """
         value = self._read_value(row)
         if self.max_bytes is not None and (size := _text_size(value)) > self.max_bytes:
@@ -180,20 +182,20 @@ class RecordFile:
         return value
 
     def _read_value(self, row: int) -> Any:
-        """Return a record's JSON value; RecordError naming its place if there is none."""
+        """Return the JSON value in *row*; RecordError with its place if there is none."""
         raise NotImplementedError
 
     def _read_digest(self, row: int) -> bytes:
-        """Read a record, and return its digest."""
+        """Read the record in *row*, and return its digest."""
         raise NotImplementedError
 
     def location(self, row: int) -> RecordLocation:
-        """Return the place of a record."""
+        """Return file and line of the record in *row*."""
         return RecordLocation(self.name, row + 1, self.unit)
 
     @property
     def changed(self) -> bool:
-        """Whether the file, if it is no copy, changed on disk since it was opened."""
+        """Whether the file has changed on disk since it was opened; always false for a copy."""
         return self.copy is None and self._cache.file_changed()
 
     @cached_property
@@ -203,8 +205,8 @@ class RecordFile:
 
     def digests(self, start: int, stop: int) -> NDArray[np.uint8]:
         """
-        Return the digests of the records from *start* to before *stop*, and read those that are not
-        known; shape (num_records, DIGEST_BYTES).
+        Return the digests of the rows from *start* to before *stop*, reading records whose digest
+        is unknown; shape (num_records, DIGEST_BYTES).
         """
         known = self._digests[start:stop]
         for row in np.flatnonzero(~known.any(axis=1)).tolist():
@@ -212,13 +214,13 @@ class RecordFile:
         return known
 
     def known_digest(self, row: int) -> bytes:
-        """Return the known digest of a record; nothing if it was not digested yet."""
+        """Return the digest of the record in *row*, or empty bytes if it is not known yet."""
         digest = self._digests[row].tobytes()
         return digest if any(digest) else b""
 
     def add_digests(self, start: int, digests: NDArray[np.uint8]) -> None:
         """
-        Take over digests of records that were read, perhaps in another process.
+        Store digests of records that were read, perhaps in another process.
 
         Args:
             start: Row of the first record.
@@ -238,7 +240,7 @@ class RecordFile:
             self._is_cached = self._cache.save(self._cached_arrays())
 
     def cache_fault(self) -> str | None:
-        """Read all of the file; return how it differs from what is cached of it, or None."""
+        """Read the whole file; return how it differs from its cached arrays, or None."""
         rows = range(len(self) if self._is_cached else 0)
         for row in progress(rows, desc=f"comparing {self.name}", leave=False, delay=BRIEF_S):
             if self._read_digest(row) != self.known_digest(row):
@@ -249,7 +251,7 @@ class RecordFile:
 
 
 def _text_size(value: Any) -> int:
-    """Return the bytes of a value's texts, about as its JSON would have, without images."""
+    """Estimate the bytes of a value as JSON, images aside."""
     if isinstance(value, str):
         return 0 if inline_image(value) is not None else len(value.encode("utf-8", "surrogatepass")) + 2
     if isinstance(value, dict):

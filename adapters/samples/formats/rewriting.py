@@ -67,7 +67,7 @@ csv.field_size_limit(MOST_CHARACTERS)
 
 def make_copy(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
     """
-    Return a file's copy, made if there is none.
+    Return the copy of a file in a format that can be read in any order; write it if there is none.
 
     Args:
         path: The file.
@@ -101,7 +101,7 @@ def make_copy(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
 
 
 def copy_fault(path: Path, copy: Path) -> str | None:
-    """Read a file and its copy; return how one of them changed, or None."""
+    """Read a file and its copy; return which of them changed and how, or None if neither did."""
     if not copy.name.startswith(_compute_digest(path)[:32]):
         return "the file is another one than its copy was made of, although its size and times are the same"
     written = files.read_manifest(copy.with_suffix(".json"), _SCHEMA)
@@ -110,8 +110,7 @@ def copy_fault(path: Path, copy: Path) -> str | None:
 
 def read_head(path: Path) -> tuple[bytes, bool]:
     """
-    Return the first bytes of a file, of a compressed one those of what it holds, and whether it is
-    compressed.
+    Return the first bytes of a file, after decompression if it is compressed, and whether it is.
     """
     with path.open("rb") as file:
         head = file.read(_HEAD)
@@ -147,7 +146,7 @@ def _compute_digest(path: Path) -> str:
 
 
 def _copy_lines(path: Path, kind: str, name: str) -> Iterator[bytes]:
-    """Yield the content of a copy; DataSetError if its file is damaged."""
+    """Yield the lines of a copy in JSON Lines; DataSetError if the file is damaged."""
     number, opened = 1, _open_decompressed(path)
     bar = progress(desc=f"rewriting {path.name}", unit=" bytes", delay=BRIEF_S, leave=False)
     try:
@@ -172,7 +171,7 @@ def _copy_lines(path: Path, kind: str, name: str) -> Iterator[bytes]:
 
 
 def _array_rows(text: str, name: str) -> Iterator[str]:
-    """Yield each value of a JSON array as a line; DataSetError if it is no whole array."""
+    """Yield each value of a JSON array as a line; DataSetError if the text is no complete array."""
     place, row = _skip_blanks(text, text.index("[") + 1), 0
     while not text.startswith("]", place):
         row += 1
@@ -195,7 +194,7 @@ def _array_rows(text: str, name: str) -> Iterator[str]:
 
 
 def _skip_blanks(text: str, place: int) -> int:
-    """Return the place of the next character that is not blank."""
+    """Return the position of the first non-blank character of *text* from *place* on."""
     return _BLANKS.match(text, place).end()  # type: ignore[union-attr]  # it matches nothing, too
 
 
@@ -205,8 +204,8 @@ def _fail(name: str, row: int, reason: str) -> NoReturn:
 
 def _table_rows(text: io.TextIOWrapper, name: str, delimiter: str) -> Iterator[str]:
     """
-    Yield each row of a table as an object of JSON, without empty fields; DataSetError if one is
-    none.
+    Yield each row of a CSV or TSV table as a JSON object without empty fields; DataSetError if a
+    row does not fit the header.
     """
     columns, number = None, 0
     try:
@@ -228,8 +227,8 @@ def _table_rows(text: io.TextIOWrapper, name: str, delimiter: str) -> Iterator[s
 
 def _open_decompressed(path: Path) -> Any:
     """
-    Open a file, of a .gz or .zst what it holds; reading that raises an OSError without a number
-    where it is damaged.
+    Open a file for reading, decompressing .gz and .zst; reading damaged compressed data raises an
+    OSError without errno.
     """
     import pyarrow as pa
 
@@ -241,7 +240,7 @@ def _open_decompressed(path: Path) -> Any:
 
 
 def _rewrite_parquet(path: Path, file: BinaryIO, name: str) -> None:
-    """Write a Parquet file's rows as Arrow; DataSetError if it is damaged."""
+    """Write the rows of a Parquet file to *file* as Arrow; DataSetError if it is damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,1 +1,1 @@
-"""Training over a stream: its data set, its answers, and its trainer."""
+"""Training over a stream: its data set and its trainer."""

@@ -1,5 +1,5 @@
 """
-Iterable data set that packs samples as they come, each on one rank and one worker, in every epoch.
+Iterable data set that packs a stream; in every epoch each sample goes to one rank and one worker.
 """
 
 import logging
@@ -34,7 +34,7 @@ Sample = dict[str, Any]
 
 @attrs.frozen
 class ShardProgress:
-    """Progress of one shard of a rank."""
+    """Progress of one shard on this rank."""
 
     shard: int
     """Number of the shard on its rank: that of the loader worker at the epoch's start."""
@@ -43,7 +43,7 @@ class ShardProgress:
 
 
 class StreamedPack(PackOfRows):
-    """Pack of a stream, with the progress of its shard after it."""
+    """Pack of a stream, with its shard's progress after it."""
 
     def __init__(self, samples: Iterable[Sample], pack: int, progress: ShardProgress) -> None:
         super().__init__(samples, pack)
@@ -52,14 +52,14 @@ class StreamedPack(PackOfRows):
 
 @attrs.frozen
 class ShardEnd:
-    """Marker of the end of a shard, after its last pack."""
+    """Item after the last pack of a shard."""
 
     progress: ShardProgress
 
 
 class StreamedPacks(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
     """
-    Packs of a stream's samples for this rank and worker, each with the progress of its shard.
+    Yields the packs of this rank and worker, each with its shard's progress.
 
     An error is yielded, not raised, as in `PackedDataset`, and ends the stream.
 
@@ -87,28 +87,28 @@ class StreamedPacks(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
         self.start = RankState()
 
     def set_epoch(self, epoch: int) -> None:
-        """Use the order of *epoch* from now on."""
+        """Read records in the order of *epoch* from now on."""
         self.indices = self._order(epoch)
 
     def resume(self, start: RankState, segments: tuple[StreamSegment, ...] = ()) -> None:
         """
-        Start the next iteration at a progress in an epoch, of which *segments* were trained before.
+        Set the progress at which the next iteration starts, after the epoch's earlier *segments*.
         """
         self.start, self.segments = start, segments
 
     def num_left(self, shards: Sequence[ShardState]) -> int:
-        """Return the number of places of this rank that are neither trained nor left out."""
+        """Return the number of records of this rank that are neither trained nor left out yet."""
         parts = [self._places(shard, len(shards))[state.read :] for shard, state in enumerate(shards)]
         return sum(map(len, parts)) + sum(len(state.waiting) for state in shards)
 
     def any_pack(self) -> PackOfRows:
-        """Return a pack of one of the epoch's first records, for a rank without packs."""
+        """Return a pack of one early record of the epoch, as filler for a rank without packs."""
         samples = (self.samples.encode(int(index)) for index in self.indices)
         limit, allows_long = self.options.packing_length, self.options.allow_single_long
         return PackOfRows([next(sample for sample in samples if allows_long or sample["length"] < limit)], 0)
 
     def __iter__(self) -> Iterator[StreamedPack | ShardEnd | PackplanError]:
-        """Yield packs as they fill."""
+        """Yield packs as soon as they are full."""
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         shard = (self.start.next_shard + number) % workers
@@ -119,7 +119,7 @@ class StreamedPacks(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
             yield error
 
     def _places(self, shard: int, shards_per_rank: int) -> IntArray:
-        """Return the places of a shard of this rank."""
+        """Return the positions, in the epoch's order, that a shard of this rank reads."""
         places = unread_places(len(self.indices), self.segments)
         return places[self.rank * shards_per_rank + shard :: self.world_size * shards_per_rank]
 
@@ -151,7 +151,7 @@ class StreamedPacks(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
 
     def _sample(self, item: StreamItem, encoded: dict[int, Sample]) -> Sample:
         """
-        Return the encoded sample of a packed item, which is encoded again if another run packed it.
+        Return the encoded sample of an item, encoded again if need be; StaleError for a new length.
         """
         sample = encoded.pop(item.place, None) or self._encode(item)
         if sample["length"] != item.length:

@@ -1,5 +1,5 @@
 """
-Trainer of a stream: packs come as they fill, so their number is unknown in advance.
+Trainer of a stream: packs are formed during training, so their number is not known before.
 
 Ranks run out of packs at different times. Before each step they agree, by one small collective,
 whether it takes place. If underfilled packs are trained, steps go on until no rank has a pack, and
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @attrs.frozen
 class StreamTotals:
-    """Counts of a stream's samples, over all ranks and epochs so far."""
+    """Counts of a stream's samples over all ranks, for all epochs so far."""
 
     counts: StreamCounts
 
@@ -59,7 +59,7 @@ class StreamTotals:
 
 
 class StreamTrainer(CheckedTrainer):
-    """ms-swift's trainer on a `StreamedPacks`."""
+    """ms-swift's trainer with `StreamedPacks` as its data set."""
 
     def __init__(
         self,
@@ -95,13 +95,13 @@ class StreamTrainer(CheckedTrainer):
         self.args.dataloader_num_workers = workers
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # a stream resumes by itself
-        """Return the loader of this rank's packs, which come as they fill."""
+        """Return the loader of this rank's packs."""
         # Persistent workers would not learn of the next epoch.
         self._served = self._loader(self.train_dataset, collate_fn=self.data_collator, persistent_workers=False)
         return self._served
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
-        """Return numbers that end training after `max_steps`, or after whole epochs."""
+        """Return transformers' limits of training: `max_steps`, or whole epochs."""
         _, *others, max_steps = super().set_initial_training_values(args, dataloader)
         return self.start.epoch if self.start.step >= max_steps else self.num_epochs, *others, max_steps
 
@@ -116,7 +116,7 @@ class StreamTrainer(CheckedTrainer):
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], Any]:
         """
-        Return a window of packs; return none and end the epoch if the ranks have no further step.
+        Return the packs of a rank's next step; return none and end the epoch if there is none.
         """
         del num_batches  # a guess of the trainer
         size = self.args.gradient_accumulation_steps
@@ -135,13 +135,13 @@ class StreamTrainer(CheckedTrainer):
         return window, self._get_num_items_in_batch(window, device)
 
     def _finish(self) -> None:
-        """Evaluate and save when the epoch ends, unless the last step has: only now it is known."""
+        """Request a last evaluation and save, unless the last step has done them."""
         args, state, control = self.args, self.state, self.control
         control.should_evaluate |= args.eval_strategy == "steps" and bool(state.global_step % state.eval_steps)
         control.should_save |= args.save_strategy == "steps" and bool(state.global_step % state.save_steps)
 
     def _weightless_pack(self, window: list[Batch]) -> Batch:
-        """Return a pack that changes no weight, for a rank that has none left."""
+        """Return a pack whose tokens weigh 0, for a rank that has no packs left."""
         # It follows from the window and the data, so that a resumed run draws the same dropout.
         batch = window[-1] if window else self.data_collator([self.train_dataset.any_pack()])
         return {**zero_weights(batch), LENGTHS: ()}
@@ -181,7 +181,7 @@ class StreamTrainer(CheckedTrainer):
         self._left_over, self._served.progress = [], ()
 
     def _log_epoch(self, total: StreamCounts, share: float) -> None:
-        """Log an epoch, of which a *share* was trained if training ends in it."""
+        """Log the counts of an epoch; *share* of it was trained if training ends inside it."""
         logs = {
             "epoch_samples": total.samples,
             "epoch_packs": total.packs,
@@ -208,14 +208,14 @@ class StreamTrainer(CheckedTrainer):
         return StreamTotals(StreamCounts(*summed), trained)
 
     def _shards(self) -> tuple[ShardState, ...]:
-        """Return the progress of this rank's shards in the current epoch, up to the last pack."""
+        """Return the progress of this rank's shards in the current epoch, after its last pack."""
         shards = [*self.train_dataset.start.shards] or [ShardState()] * max(1, self.args.dataloader_num_workers)
         for one in self._served.progress:
             shards[one.shard] = one.state
         return tuple(shards)
 
     def _epoch_counts(self) -> StreamCounts:
-        """Return the counts of this rank's samples in the current epoch, up to its last pack."""
+        """Return the counts of this rank's samples in the current epoch, after its last pack."""
         counts = sum((shard.counts for shard in self._shards()), StreamCounts())
         for lengths in self._left_over:
             counts = counts.without_pack(lengths, self.options)
@@ -233,7 +233,7 @@ class StreamTrainer(CheckedTrainer):
         super()._save_checkpoint(*arguments, **options)
 
     def _rank_state(self) -> RankState:
-        """Return the progress of this rank after the last step."""
+        """Return this rank's progress after the last step, as saved in a checkpoint."""
         if self._is_over:
             return RankState(earlier=self._earlier + self._epoch_counts(), trained=self._trained)
         shards, last = self._shards(), self._served.progress[-1:]
@@ -248,7 +248,7 @@ class StreamTrainer(CheckedTrainer):
         return loss
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-        """Log a step's loss with the stats of the steps since the last one, over all ranks."""
+        """Log a step's loss, with statistics of all ranks over the steps since the last log."""
         if "loss" in logs:
             counts = self.totals().counts
             logs = {
@@ -267,7 +267,7 @@ class StreamTrainer(CheckedTrainer):
 
     @contextlib.contextmanager
     def _estimated_total(self) -> Iterator[None]:
-        """Let the log show an estimate of the number of steps, if epochs end training."""
+        """Show an estimated number of steps in this context, if epochs end training."""
         if self.args.max_steps < sys.maxsize:
             yield
             return
@@ -282,14 +282,14 @@ class StreamTrainer(CheckedTrainer):
             self.state.max_steps = sys.maxsize
 
     def _show_no_total(self) -> None:
-        """Let progress bars count steps without a total, if epochs end training."""
+        """Make progress bars show no total number of steps, if epochs end training."""
         for callback in self.callback_handler.callbacks if self.args.max_steps == sys.maxsize else ():
             if (bar := getattr(callback, "training_bar", None)) is not None:
                 bar.total = None
 
     @property
     def _is_over(self) -> bool:
-        """Whether the ranks have no further step in the epoch."""
+        """Whether the ranks have no further step in this epoch."""
         return bool(self.control.should_epoch_stop)
 
     def _window_stats(self) -> dict[str, float]:
