@@ -5,7 +5,7 @@ import json
 import pytest
 
 from packplan.app.plan import __main__ as plan
-from packplan.app.planning.schedule import accumulation_of, split_schedule
+from packplan.app.planning.schedule import split_schedule
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.trainers import open_arguments
 from packplan.core.align import align_plan
@@ -42,8 +42,7 @@ def test_the_schedule_is_ordered_as_the_trainers_arguments_say(write_run):
     aligned = align_plan(build_raw_plan([8] * 5, packing_length=8), world_size=1, dataloader_drop_last=False)
     for settings in ({}, {"data_seed": 7, "train_dataloader_shuffle": False}):
         config = read_config(write_run(training=settings))
-        accumulation = accumulation_of(config, world_size=1)
         schedule = split_schedule(config, "train", aligned)
-        arguments = open_arguments(config, accumulation)
+        arguments = open_arguments(config, world_size=1)
 
         assert (arguments.data_seed, arguments.train_dataloader_shuffle) == (schedule.seed, schedule.shuffle)

@@ -324,6 +324,18 @@ def test_no_epoch_draws_more_than_memory_holds(by):
         assert found == paths(measured_faults(Mixes((mix,), is_curriculum=False), [4, 6], [2], 1))
 
 
+@given(st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=3), min_size=1, max_size=3))
+def test_the_place_of_a_file_is_where_it_is_named_first(named):
+    """In whichever entry that is."""
+    mixes = Mixes(tuple(mix_of(*({"jsonl": file, "ratio": ONE} for file in entry)) for entry in named))
+    entries = [(k, n, file) for k, entry in enumerate(named) for n, file in enumerate(entry)]
+
+    assert set(mixes.files) == set(mixes.file_keys)
+    for file, place in mixes.file_keys.items():
+        first = next((k, n) for k, n, other in entries if other == file)
+        assert place == "curriculum[{}].sources[{}].jsonl".format(*first)
+
+
 def test_another_epoch_is_another_draw_and_another_order():
     """And so is another seed."""
     mixes = Mixes((mix_of({"ratio": ONE}, {"ratio": ONE, "replacement": True}),))

@@ -12,7 +12,7 @@ from benchmarks.rl import imbalances
 from packplan.core.errors import ArgumentError
 from packplan.core.packers import ALGORITHMS, pack
 from packplan.core.shard import shard_dynamic, shard_packed
-from packplan.core.shard.rounds import spread
+from packplan.core.shard.rounds import assign_rounds, spread
 from packplan.core.work.model import WorkModel
 from tests.references import spread_slowly
 
@@ -319,3 +319,15 @@ def test_works_and_positions_count_what_the_microbatches_hold(case):
 def test_any_algorithm_may_decide(case, algorithm):
     """By name; the rest stays as it is."""
     require_rules(cut(case, algorithm=algorithm), case)
+
+
+@pytest.mark.parametrize("num", [9, 100])
+def test_levelling_keeps_every_microbatch_and_makes_none_heavier_than_the_heaviest(num):
+    """Also where one microbatch has nearly all, so that the exchanges run out."""
+    works = np.random.default_rng(num).integers(1, 10**6, num)
+    labels = (np.arange(num) == 0).astype(np.int64)
+
+    found = assign_rounds(labels, np.ones(num, dtype=np.int64), works, shards=2, capacity=num)
+
+    assert {0, 1} == {*found.tolist()}
+    assert np.bincount(found, works).max() < np.bincount(labels, works).max()

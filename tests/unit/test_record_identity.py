@@ -93,3 +93,14 @@ def test_values_that_json_has_not_and_records_that_cannot_be_read():
     assert digest_record({"day": days[0]}) != digest_record({"day": days[1]})
     assert digest_unreadable([b"a", b"b"]) == digest_unreadable([b"ab"]) != digest_record("ab")
     assert digest_record("\ud83d") != digest_record("\ud83e")
+
+
+@pytest.mark.parametrize("key", ["tools", "arguments", "content"])
+def test_the_order_of_keys_counts_where_a_template_writes_it(key):
+    """And nowhere else."""
+    one, other = {"a": 1, "b": 2}, {"b": 2, "a": 1}
+    wrap = [one], [other]
+    ordered = wrap if key == "tools" else (one, other)
+
+    assert digest_record({key: ordered[0]}) != digest_record({key: ordered[1]})
+    assert digest_record({"other": ordered[0]}) == digest_record({"other": ordered[1]})
