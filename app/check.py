@@ -34,7 +34,7 @@ from packplan.app.cli.command import (
 )
 from packplan.app.wiring.runs import read_config, require_inputs
 from packplan.core.config.run import RunConfig
-from packplan.core.equality import CHECKS, Deviation, Verdict, judge, kind, packs_to_compare
+from packplan.core.equality import CHECKS, Deviation, Verdict, judge, pack_kind, packs_to_compare
 from packplan.core.errors import ConfigError, MismatchError, counted
 from packplan.core.samples.tables import num_media
 
@@ -126,7 +126,7 @@ def compare(config: RunConfig, trainer: PlanTrainer, train: Split, *, num_packs:
         attn_impl=trainer.attention.name,
         precision=precision,
         packs=tuple(
-            (pack, kind(images[train.raw.packs[pack]].tolist()), len(train.raw.packs[pack])) for pack in chosen
+            (pack, pack_kind(images[train.raw.packs[pack]].tolist()), len(train.raw.packs[pack])) for pack in chosen
         ),
         verdicts=verdicts,
         records=tuple("" if (one := verdict.worst.sample) is None else str(where(one)) for verdict in verdicts),

@@ -114,7 +114,7 @@ def aligned_size(num: int, world_size: int, drop_last: bool) -> int:  # noqa: FB
     return num - num % world_size if drop_last else num + -num % world_size
 
 
-def batches_of(num: int, *, batch_size: int, drop_last: bool) -> int:
+def count_batches(num: int, *, batch_size: int, drop_last: bool) -> int:
     """
     Return the number of batches that a rank forms of *num* packs.
 
@@ -123,7 +123,7 @@ def batches_of(num: int, *, batch_size: int, drop_last: bool) -> int:
         batch_size: Packs of a rank in one forward pass, >= 1.
         drop_last: Whether a smaller last batch is dropped.
 
-    >>> [batches_of(7, batch_size=3, drop_last=drop_last) for drop_last in (False, True)]
+    >>> [count_batches(7, batch_size=3, drop_last=drop_last) for drop_last in (False, True)]
     [3, 2]
     """
     return num // batch_size if drop_last else -(-num // batch_size)
@@ -143,7 +143,7 @@ def require_a_batch(num: int, *, world_size: int, batch_size: int, drop_last: bo
         ArgumentError: The ranks get no batch.
     """
     mine = aligned_size(num, world_size, drop_last) // world_size
-    if not batches_of(mine, batch_size=batch_size, drop_last=drop_last):
+    if not count_batches(mine, batch_size=batch_size, drop_last=drop_last):
         name, each = ("pack", "") if batch_size == 1 else ("sample", f" with a batch of {batch_size:,} each")
         fact = f"{counted(num, name)} cannot feed {counted(world_size, 'rank')}{each} while the remainder is dropped"
         details = {"num_packs": num, "world_size": world_size, "batch_size": batch_size}

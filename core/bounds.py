@@ -7,7 +7,7 @@ import attrs
 from packplan.core.length_counts import LengthCounts, fit_decreasing
 from packplan.core.lengths import Lengths, lengths_up_to, whole_number
 from packplan.core.patterns import Effort, num_packs
-from packplan.core.patterns.certificate import BoundKind, certify, quick_bound, to_lowest_terms
+from packplan.core.patterns.certificate import BoundKind, certify, find_quick_bound, to_lowest_terms
 
 _FIXED_EFFORT, _EFFORT_OF_A_SAMPLE = 380_000, 0.3
 """
@@ -78,7 +78,7 @@ def find_bound(
         return Bound(0, "reached", 0)
     tally, capacity = to_lowest_terms(tally, capacity=capacity)
     if not effort:
-        packs = quick_bound(tally, capacity=capacity)
+        packs = find_quick_bound(tally, capacity=capacity)
         return Bound(packs, "reached" if packs == known else "quick", known or sum(tally.counts))
     best_fit = fit_decreasing(tally, capacity=capacity, fullest=True).num_bins
     best = min(best_fit, known or best_fit)

@@ -36,7 +36,7 @@ class EpochRecipe:
     seed: int = 0
     """Seed of the draws, from 0."""
 
-    def inputs(self) -> dict[str, Value]:
+    def fingerprint_inputs(self) -> dict[str, Value]:
         """Return what enters the fingerprint of the plans."""
         mixes = None if self.mixes is None else _mixes_json(self.mixes)
         seed = None if mixes is None else self.seed
@@ -79,7 +79,7 @@ class EpochSamples:
         return np.where(is_kept, self.lengths, 0)
 
 
-def _numbers(values: Iterable[int]) -> tuple[int, ...]:
+def _as_ints(values: Iterable[int]) -> tuple[int, ...]:
     return tuple(values)
 
 
@@ -113,10 +113,10 @@ class EpochRecord:
     fill: float
     """Mean fill of these packs. A long pack counts as full."""
 
-    source_samples: tuple[int, ...] = attrs.field(default=(), converter=_numbers)
+    source_samples: tuple[int, ...] = attrs.field(default=(), converter=_as_ints)
     """Samples that were drawn of each source of the data; empty for one source."""
 
-    source_tokens: tuple[int, ...] = attrs.field(default=(), converter=_numbers)
+    source_tokens: tuple[int, ...] = attrs.field(default=(), converter=_as_ints)
     """Tokens that were drawn of each source of the data; empty for one source."""
 
 
@@ -262,7 +262,7 @@ def _require_batches(record: EpochRecord, schedule: EpochSchedule) -> None:
         raise ArgumentError(error.kind, f"epoch {record.epoch}: {error.fact}", error.details) from None
 
 
-def plan_key(recipe: EpochRecipe | None, policy: PlanPolicy, lengths_digest: str) -> Fingerprint:
+def plan_fingerprint(recipe: EpochRecipe | None, policy: PlanPolicy, lengths_digest: str) -> Fingerprint:
     """
     Return the inputs of the plans of a recipe, or of the only plan.
 
@@ -272,4 +272,4 @@ def plan_key(recipe: EpochRecipe | None, policy: PlanPolicy, lengths_digest: str
         lengths_digest: Digest of the measured lengths.
     """
     key = policy.fingerprint(lengths_digest)
-    return key if recipe is None else Fingerprint({**key.inputs, **recipe.inputs()})
+    return key if recipe is None else Fingerprint({**key.inputs, **recipe.fingerprint_inputs()})

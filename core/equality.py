@@ -140,7 +140,7 @@ def judge(findings: Iterable[Deviation], *, precision: Precision, limit: float) 
     return tuple(verdicts)
 
 
-def kind(images: Sequence[int]) -> str:
+def pack_kind(images: Sequence[int]) -> str:
     """
     Return the kind of a pack by its images: `text`, `image`, `several images`, or `mixed`.
 
@@ -219,7 +219,7 @@ def rounding_limit(epsilon: float, *, layers: int) -> float:
 
 
 @attrs.frozen
-class Trial:
+class StrategyTrial:
     """One strategy to try, with its attention."""
 
     strategy: Strategy
@@ -233,7 +233,7 @@ class Trial:
     """
 
 
-def trials(attn_impl: str, *, native: str, flash: bool) -> Iterator[Trial]:
+def yield_trials(attn_impl: str, *, native: str, flash: bool) -> Iterator[StrategyTrial]:
     """
     Yield the trials for a run, in order.
 
@@ -242,22 +242,22 @@ def trials(attn_impl: str, *, native: str, flash: bool) -> Iterator[Trial]:
         native: The attention of transformers that computes what the model means: sdpa or eager.
         flash: Whether flash attention runs here.
 
-    >>> [trial.strategy for trial in trials("auto", native="sdpa", flash=False)]
+    >>> [trial.strategy for trial in yield_trials("auto", native="sdpa", flash=False)]
     ['varlen', 'varlen', 'own']
     """
     if attn_impl in FLASH_BACKENDS:
-        yield Trial("flash", attn_impl)
+        yield StrategyTrial("flash", attn_impl)
         return
     if attn_impl not in (AUTO, VARLEN):
-        yield Trial("own", attn_impl)
-        yield Trial("own", attn_impl, follows_rows=True)
+        yield StrategyTrial("own", attn_impl)
+        yield StrategyTrial("own", attn_impl, follows_rows=True)
         return
     if attn_impl == AUTO and flash:
-        yield Trial("flash", FLASH_BACKENDS[0])
-    yield Trial("varlen", VARLEN)
-    yield Trial("varlen", VARLEN, follows_rows=True)
+        yield StrategyTrial("flash", FLASH_BACKENDS[0])
+    yield StrategyTrial("varlen", VARLEN)
+    yield StrategyTrial("varlen", VARLEN, follows_rows=True)
     if attn_impl == AUTO:
-        yield Trial("own", native, follows_rows=True)
+        yield StrategyTrial("own", native, follows_rows=True)
 
 
 @attrs.frozen
@@ -285,7 +285,7 @@ class ProbeResult:
         values = (self.logits, self.losses, self.gradients)
         return max(values) if all(map(math.isfinite, values)) else math.inf
 
-    def why_not(self, *, limit: float) -> str | None:
+    def reason_against_packing(self, *, limit: float) -> str | None:
         """
         Return the reason why samples may not share a row, as a clause, or None.
 
@@ -354,7 +354,7 @@ class PackingVerdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the verdict as a JSON document, with infinite numbers as null."""
-        return attrs.asdict(self, value_serializer=_finite)
+        return attrs.asdict(self, value_serializer=_finite_or_none)
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> PackingVerdict:
@@ -366,7 +366,7 @@ class PackingVerdict:
         return cls(**{**document, **lists, "measured": numbers})
 
 
-def _finite(_: object, __: object, value: Any) -> Any:
+def _finite_or_none(_: object, __: object, value: Any) -> Any:
     """Return a value of a field, or None for a number that JSON lacks."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 

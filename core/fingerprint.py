@@ -131,11 +131,11 @@ def from_plain(kind: type[T], value: object) -> T:
     Raises:
         ValueError: A key is missing or unknown, or a value has another type or is out of range.
     """
-    read: T = _checked(kind, value, "the state")
+    read: T = _as_type(kind, value, "the state")
     return read
 
 
-def _checked(kind: Any, value: Any, name: str) -> Any:
+def _as_type(kind: Any, value: Any, name: str) -> Any:
     origin, kinds = get_origin(kind), get_args(kind)
     if attrs.has(kind):
         fields = {field.name: field.type for field in attrs.fields(attrs.resolve_types(kind))}
@@ -143,13 +143,13 @@ def _checked(kind: Any, value: Any, name: str) -> Any:
         if other := sorted(fields.keys() ^ set(map(str, held))):
             message = f"{name} has no {other[0]}" if other[0] in fields else f"{name} has the unknown key {other[0]}"
             raise ValueError(message)
-        return kind(**{key: _checked(of, held[key], f"{name}.{key}") for key, of in fields.items()})
+        return kind(**{key: _as_type(of, held[key], f"{name}.{key}") for key, of in fields.items()})
     if origin is tuple and isinstance(value, (list, tuple)):
-        return tuple(_checked(kinds[0], one, f"{name}[{number}]") for number, one in enumerate(value))
+        return tuple(_as_type(kinds[0], one, f"{name}[{number}]") for number, one in enumerate(value))
     if origin is np.ndarray and isinstance(value, list):
-        return [_checked(int, one, f"{name}[{number}]") for number, one in enumerate(value)]
+        return [_as_type(int, one, f"{name}[{number}]") for number, one in enumerate(value)]
     if origin is not None and issubclass(origin, Mapping) and isinstance(value, Mapping):
-        return {_checked(kinds[0], key, name): _checked(kinds[1], one, f"{name}.{key}") for key, one in value.items()}
+        return {_as_type(kinds[0], key, name): _as_type(kinds[1], one, f"{name}.{key}") for key, one in value.items()}
     wanted = kinds if origin is UnionType else (kind,)
     if Any not in wanted and type(value) not in wanted:
         names = " or ".join(getattr(one, "__name__", str(one)) for one in wanted)

@@ -87,9 +87,9 @@ class PackingTrace:
             lengths: Tokens of each sample; at least one.
             tally: Counts of these lengths. Every sample has to be in an entry.
         """
-        return _to_samples(lengths, tally, self._bins())
+        return _to_samples(lengths, tally, self._bins_longest_first())
 
-    def _bins(self) -> NDArray[np.int32]:
+    def _bins_longest_first(self) -> NDArray[np.int32]:
         """Return the bin of each sample, longest first; shape (num_samples,)."""
         index, first, num, per_bin = np.array(self._entries, dtype=np.int64).T
         order = np.argsort(index, kind="stable")
@@ -132,7 +132,7 @@ class _OpenBins:
         self._fits: list[tuple[int, int, int, int]] = []  # (preference, first, number, room): the current length fits
         self._waits: list[tuple[int, int, int]] = []  # (-room, first, number): only a shorter one may fit
 
-    def turn_to(self, size: int) -> None:
+    def set_size(self, size: int) -> None:
         """Go on to lengths of *size*, which is shorter than before."""
         while self._waits and -self._waits[0][0] >= size:
             room, first, number = heappop(self._waits)
@@ -166,7 +166,7 @@ def fit_decreasing(
     bins, num_bins = _OpenBins(fullest=fullest), trace.num_bins
     for index, (size, count) in enumerate(zip(tally.sizes, tally.counts, strict=True)):
         left = count
-        bins.turn_to(size)
+        bins.set_size(size)
         while left:
             taken = bins.take()
             if taken is None:

@@ -42,21 +42,21 @@ def as_lengths(lengths: Lengths, *, least: int = 1) -> IntArray:
     """
     if isinstance(lengths, np.ma.MaskedArray) and lengths.mask.any():
         index = int(np.argmax(np.ma.getmaskarray(lengths)))
-        raise _bad_length(index, "masked", "a length is a whole number of tokens")
+        raise _bad_length_error(index, "masked", "a length is a whole number of tokens")
     array = np.asarray(lengths) if isinstance(lengths, np.ndarray) else _array_of(lengths)
     if array.ndim != 1:
-        raise _bad_length(0, f"array of shape {array.shape}", "lengths are one-dimensional")
+        raise _bad_length_error(0, f"array of shape {array.shape}", "lengths are one-dimensional")
     if array.dtype.kind == "O":
         array = _array_of(array.tolist())
     if array.dtype.kind not in "iu":
         _raise_first_bad(array.tolist())
     if array.size and array.dtype.kind == "u" and int(array.max()) >= 2**63:
         index = int(array.argmax())
-        raise _bad_length(index, int(array[index]), "a length is below 2**63")
+        raise _bad_length_error(index, int(array[index]), "a length is below 2**63")
     checked: IntArray = array.astype(np.int64, copy=False)
     if checked.size and int(checked.min()) < least:
         index = int(np.argmax(checked < least))
-        raise _bad_length(index, int(checked[index]), "a length is at least 1 token")
+        raise _bad_length_error(index, int(checked[index]), "a length is at least 1 token")
     if checked.size and int(checked.max()) * checked.size >= 2**63:
         _raise_where_total_overflows(checked)
     return checked
@@ -69,11 +69,11 @@ def lengths_up_to(lengths: Lengths, *, capacity: int) -> IntArray:
     array = as_lengths(lengths)
     if array.size and int(array.max()) > capacity:
         index = int(np.argmax(array > capacity))
-        raise _bad_length(index, int(array[index]), f"a pack holds {capacity:,} tokens")
+        raise _bad_length_error(index, int(array[index]), f"a pack holds {capacity:,} tokens")
     return array
 
 
-def _bad_length(index: int, value: object, reason: str) -> ArgumentError:
+def _bad_length_error(index: int, value: object, reason: str) -> ArgumentError:
     return ArgumentError("length", f"length {index} is {value!r}: {reason}", {"index": index, "value": value})
 
 
@@ -84,7 +84,7 @@ def _array_of(values: Sequence[int]) -> IntArray:
         message = f"lengths are a list or an array of whole numbers, not {type(values).__name__}{column}"
         raise TypeError(message)
     if not isinstance(values, (list, tuple, range)) and not hasattr(values, "__array__"):
-        values = _at_once(values)
+        values = _read_in_one_slice(values)
     if hasattr(values, "__array__"):
         return _as_array(values)
     # One pass over the types is cheap if all are plain ints. numpy would take a boolean for one.
@@ -95,7 +95,7 @@ def _array_of(values: Sequence[int]) -> IntArray:
     except OverflowError:
         index = next(i for i, n in enumerate(values) if not -(2**63) <= n < 2**63)
         reason = "a length is below 2**63" if values[index] > 0 else "a length is at least 1 token"
-        raise _bad_length(index, values[index], reason) from None
+        raise _bad_length_error(index, values[index], reason) from None
 
 
 def _as_array(values: Any) -> NDArray[Any]:
@@ -111,7 +111,7 @@ def _as_array(values: Any) -> NDArray[Any]:
         return np.asarray(values.tolist())
 
 
-def _at_once(values: Sequence[int]) -> Sequence[int]:
+def _read_in_one_slice(values: Sequence[int]) -> Sequence[int]:
     """Return *values* read by one slice. Item by item, a million of a lazy column take seconds."""
     try:
         return values[:]
@@ -124,17 +124,17 @@ def _raise_where_total_overflows(lengths: IntArray) -> None:
     for index, length in enumerate(lengths.tolist()):
         total += length
         if total >= 2**63:
-            raise _bad_length(index, length, "with it the total reaches 2**63 tokens")
+            raise _bad_length_error(index, length, "with it the total reaches 2**63 tokens")
 
 
 def _raise_first_bad(values: Sequence[object]) -> None:
     # pandas and Arrow give a column of whole numbers with a gap as floats: not the first is wrong.
     missing = next((index for index, value in enumerate(values) if isinstance(value, float) and isnan(value)), None)
     if missing is not None:
-        raise _bad_length(missing, "missing", "a length is a whole number of tokens")
+        raise _bad_length_error(missing, "missing", "a length is a whole number of tokens")
     for index, value in enumerate(values):
         if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral):
-            raise _bad_length(index, value, "a length is a whole number of tokens")
+            raise _bad_length_error(index, value, "a length is a whole number of tokens")
 
 
 def squares(lengths: IntArray) -> NDArray[np.float64]:
@@ -169,7 +169,7 @@ def whole_number(name: str, value: int, *, least: int = 1, most: int = 2**63 - 1
     return int(value)
 
 
-def rounded_up(lengths: IntArray, multiple: int) -> IntArray:
+def round_up(lengths: IntArray, multiple: int) -> IntArray:
     """Return lengths rounded up to a multiple; ArgumentError if their total then passes 64 bits."""
     multiple = whole_number("the pad multiple", multiple)
     if lengths.size and (int(lengths.max()) + multiple) * lengths.size >= 2**63:
@@ -197,7 +197,7 @@ def exact_share(name: str, value: float | str | Decimal | Fraction) -> Fraction:
     return exact
 
 
-def checked_works(works: Any, num: int, *, of: str = "packs") -> NDArray[np.float64]:
+def as_works(works: Any, num: int, *, of: str = "packs") -> NDArray[np.float64]:
     """
     Return *works* as float64, shape (num,).
 

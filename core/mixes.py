@@ -63,7 +63,7 @@ class Mix:
     """The same in tokens, for `by: tokens`."""
 
     @property
-    def per_epoch(self) -> int | None:
+    def epoch_total(self) -> int | None:
         """Samples or tokens of an epoch that are asked for, or None."""
         return self.samples_per_epoch if self.by == "samples" else self.tokens_per_epoch
 
@@ -74,7 +74,7 @@ class Mixes:
     A curriculum: the mix of each epoch. The last one stays.
 
     >>> mixes = Mixes(tuple(Mix(sources=(Source(jsonl=name, count=1),)) for name in "ab"))
-    >>> mixes.files, mixes.at(0).sources[0].jsonl, mixes.at(7).sources[0].jsonl
+    >>> mixes.files, mixes.mix_of_epoch(0).sources[0].jsonl, mixes.mix_of_epoch(7).sources[0].jsonl
     (('a', 'b'), 'a', 'b')
     """
 
@@ -84,7 +84,7 @@ class Mixes:
     is_curriculum: bool = attrs.field(default=True, kw_only=True)
     """Whether the YAML lists mixes under `curriculum:`, which begins the keys of faults."""
 
-    def at(self, epoch: int) -> Mix:
+    def mix_of_epoch(self, epoch: int) -> Mix:
         """Return the mix of an *epoch*, from 0."""
         return self.entries[min(epoch, len(self.entries) - 1)]
 
@@ -124,8 +124,8 @@ def quotas(mix: Mix, available: Sequence[int]) -> list[Fraction]:
     counts = [Fraction(source.count or 0) for source in mix.sources]
     ratios = [Fraction(source.ratio or 0) for source in mix.sources]
     caps = [source.cap for source in mix.sources]
-    if mix.per_epoch is not None:
-        total = max(Fraction(0), mix.per_epoch - sum(counts, Fraction(0)))
+    if mix.epoch_total is not None:
+        total = max(Fraction(0), mix.epoch_total - sum(counts, Fraction(0)))
     else:
         total = _max_total(mix, available, ratios, caps)
         total = Fraction(int(total)) if mix.by == "samples" else total
@@ -222,7 +222,7 @@ def draw_in_order(mixes: Mixes, sizes: Sequence[int], *, seed: int, epoch: int) 
         seed: Seed of draws and order, from 0.
         epoch: Epoch, from 0. Each has its own draw and order.
     """
-    mix = mixes.at(epoch)
+    mix = mixes.mix_of_epoch(epoch)
     files = [mixes.files.index(source.jsonl) for source in mix.sources]
     wanted = [int(quota) for quota in quotas(mix, [sizes[file] for file in files])]
     drawn = [
@@ -252,7 +252,7 @@ def select_records(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], *, seed
         seed: Seed of draws, from 0.
         epoch: Epoch, from 0.
     """
-    mix = mixes.at(epoch)
+    mix = mixes.mix_of_epoch(epoch)
     drawable = source_pools(mix, mixes, as_lengths(lengths, least=0), sizes)
     wanted = quotas(mix, [pool.available(mix) for pool in drawable])
     drawn = [
@@ -270,15 +270,15 @@ def _draw_positions(pool: Pool, mix: Mix, quota: Fraction, seed: Seed) -> IntArr
         return np.arange(size)
     weights = pool.lengths if mix.by == "tokens" else np.ones_like(pool.lengths)
     if not pool.source.replacement:
-        return select_lowest(bits.random_raw(size), weights, quota, cap=pool.source.cap)
+        return select_lowest_keys(bits.random_raw(size), weights, quota, cap=pool.source.cap)
     if mix.by == "samples":
         return np.sort(_draw_with_replacement(size, int(quota), bits))
-    drawn = np.concatenate(list(_repeated_tokens(weights, quota, bits)))
+    drawn = np.concatenate(list(_draw_until_quota(weights, quota, bits)))
     ends = _running_sums(weights[drawn])
-    return np.sort(drawn[: nearest_sum(ends, quota, cap=pool.source.cap)])
+    return np.sort(drawn[: index_of_nearest_sum(ends, quota, cap=pool.source.cap)])
 
 
-def select_lowest(keys: NDArray[np.uint64], weights: IntArray, quota: Fraction, *, cap: int | None) -> IntArray:
+def select_lowest_keys(keys: NDArray[np.uint64], weights: IntArray, quota: Fraction, *, cap: int | None) -> IntArray:
     """
     Return the positions, ascending, of the lowest keys whose weights sum up to about *quota*: at
     least one, unless the quota is 0.
@@ -302,11 +302,11 @@ def select_lowest(keys: NDArray[np.uint64], weights: IntArray, quota: Fraction, 
     inside = np.flatnonzero(bucket_of == bucket)
     inside = inside[np.argsort(keys[inside], kind="stable")]
     ends = int(weights[taken].sum()) + _running_sums(weights[inside])
-    taken[inside[: nearest_sum(ends, quota, cap=cap)]] = True
+    taken[inside[: index_of_nearest_sum(ends, quota, cap=cap)]] = True
     return np.flatnonzero(taken)
 
 
-def nearest_sum(ends: IntArray, quota: Fraction, *, cap: int | None) -> int:
+def index_of_nearest_sum(ends: IntArray, quota: Fraction, *, cap: int | None) -> int:
     """
     Return the index of the sum that is nearest to a quota, of two the lower, and never a sum of 0
     for a quota above 0.
@@ -316,7 +316,7 @@ def nearest_sum(ends: IntArray, quota: Fraction, *, cap: int | None) -> int:
         quota: Sum that is asked for.
         cap: Sum not to exceed, at least the quota and the first sum above 0.
 
-    >>> [nearest_sum(np.array([0, 3, 9]), Fraction(7), cap=cap) for cap in (None, 8)]
+    >>> [index_of_nearest_sum(np.array([0, 3, 9]), Fraction(7), cap=cap) for cap in (None, 8)]
     [2, 1]
     """
     index = int(np.searchsorted(ends, math.floor(quota), side="right")) - 1
@@ -339,7 +339,7 @@ def _draw_with_replacement(size: int, num: int, bits: np.random.PCG64) -> IntArr
     return (bits.random_raw(num) >> np.uint64(32)).astype(np.int64) * size >> 32
 
 
-def _repeated_tokens(lengths: IntArray, quota: Fraction, bits: np.random.PCG64) -> Iterator[IntArray]:
+def _draw_until_quota(lengths: IntArray, quota: Fraction, bits: np.random.PCG64) -> Iterator[IntArray]:
     """Yield draws with replacement until their tokens reach *quota*."""
     left, mean = quota, Fraction(int(lengths.sum()), len(lengths))
     while left > 0:
@@ -427,8 +427,8 @@ def _value_faults(mix: Mix, sizes: Sequence[int]) -> Iterator[Fault]:
     other = "tokens" if mix.by == "samples" else "samples"
     if getattr(mix, f"{other}_per_epoch") is not None:
         yield Fault(f"{other}_per_epoch", f"is set, but the mix is by {mix.by}: set {mix.by}_per_epoch instead")
-    if mix.per_epoch is not None and mix.per_epoch < 1:
-        yield Fault(f"{mix.by}_per_epoch", f"is {mix.per_epoch}, but has to be at least 1")
+    if mix.epoch_total is not None and mix.epoch_total < 1:
+        yield Fault(f"{mix.by}_per_epoch", f"is {mix.epoch_total}, but has to be at least 1")
 
 
 def _source_faults(mix: Mix, source: Source, path: str) -> Iterator[Fault]:
@@ -449,7 +449,7 @@ def _source_faults(mix: Mix, source: Source, path: str) -> Iterator[Fault]:
 
 def _total_faults(mix: Mix) -> Iterator[Fault]:
     """Yield the faults of the total of a mix whose values have none."""
-    fixed, wanted, key = sum(source.count or 0 for source in mix.sources), mix.per_epoch, f"{mix.by}_per_epoch"
+    fixed, wanted, key = sum(source.count or 0 for source in mix.sources), mix.epoch_total, f"{mix.by}_per_epoch"
     if wanted is None:
         return
     if wanted < fixed:
@@ -497,7 +497,7 @@ def _share_faults(mix: Mix, available: Sequence[int], least: Sequence[int] | Non
     for number, (source, size, quota, shortest) in enumerate(found):
         if quota < shortest:
             reason = "of no sample" if mix.by == "samples" else f"below its shortest sample ({counted(shortest, unit)})"
-            key = "its ratio" if mix.per_epoch is None else f"{mix.by}_per_epoch"
+            key = "its ratio" if mix.epoch_total is None else f"{mix.by}_per_epoch"
             yield Fault(f"sources[{number}]", f"({source.jsonl}) has a share {reason} in an epoch: raise {key}")
         elif quota > size and not source.replacement:
             reason = f"({source.jsonl}) has {counted(size, unit)}, but its share is {round(quota):,}"

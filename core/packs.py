@@ -75,7 +75,7 @@ class Packs(Sequence[list[int]]):
         if not labels.size:
             return cls(np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64))
         num_labels = int(labels.max()) + 1
-        return cls(*_group(_in_order_of_first_sample(labels, num_labels), num_labels))
+        return cls(*_group_by_label(_in_order_of_first_sample(labels, num_labels), num_labels))
 
     @property
     def num_samples(self) -> int:
@@ -227,7 +227,7 @@ def _in_order_of_first_sample(labels: NDArray[np.int32], num_labels: int) -> NDA
     return rank[labels]
 
 
-def _group(labels: NDArray[np.int32], num_labels: int) -> tuple[IntArray, IntArray]:
+def _group_by_label(labels: NDArray[np.int32], num_labels: int) -> tuple[IntArray, IntArray]:
     """
     Return offsets and indices of samples grouped by label, ascending inside a group.
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from packplan.core.bounds import Bound, bound_effort, find_bound
 from packplan.core.errors import ArgumentError, counted, token_range, verb_for
-from packplan.core.lengths import IntArray, Lengths, as_lengths, checked_works, exact_share
+from packplan.core.lengths import IntArray, Lengths, as_lengths, as_works, exact_share
 from packplan.core.packers import pack
 from packplan.core.packers.drawing import redraw
 from packplan.core.packs import Packs, concatenate, sort_by_first_index
@@ -165,7 +165,7 @@ def build_raw_plan(
     tokens = np.minimum(array[packed], policy.packing_length)
     options: dict[str, Any] = {
         "capacity": policy.packing_length, "algorithm": policy.algorithm, "seed": policy.seed, "report": report,
-        "works": None if works is None else checked_works(works, array.size, of="samples")[packed],
+        "works": None if works is None else as_works(works, array.size, of="samples")[packed],
     }  # fmt: skip
     grouped = redraw(tokens, epoch=epoch, **options) if policy.replanned else pack(tokens, **options)
     if not isinstance(packed, slice):
@@ -176,7 +176,7 @@ def build_raw_plan(
     if not len(packs):
         raise _no_packs_error(array, skipped, dropped, policy)
     effort = 0 if quick_bound else inf if policy.algorithm == "certified" else bound_effort(array.size)
-    bound = _bound_of_packs(tokens, policy, known=len(grouped), effort=effort, report=report)
+    bound = _find_plan_bound(tokens, policy, known=len(grouped), effort=effort, report=report)
     saves = policy.counts_lengths and not policy.replanned and (len(grouped) - bound.best) * _SAVED > len(grouped)
     of_dropped, of_skipped, of_all = (int(part.sum()) for part in (array[dropped.indices], array[skipped], array))
     return RawPlan(
@@ -197,7 +197,7 @@ def build_raw_plan(
     )
 
 
-def _bound_of_packs(
+def _find_plan_bound(
     tokens: IntArray, policy: PlanPolicy, *, known: int, effort: float, report: Callable[[str], None]
 ) -> Bound:
     """

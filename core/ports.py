@@ -86,7 +86,7 @@ class LengthSource(Protocol):
 
 
 @attrs.frozen
-class Stored:
+class StoredRows:
     """Stored measurements."""
 
     table: Table
@@ -150,7 +150,7 @@ class StoredLengths:
 
     origin: Origin
 
-    rows: Stored
+    rows: StoredRows
 
     digest: str
     """Digest of the rows of all records, an input of plans."""
@@ -180,7 +180,7 @@ class StoredPlan:
 class Lock(Protocol):
     """Lock that lets one job at a time write to the stores."""
 
-    def held(self, *, timeout_s: float, report: ReportProgress) -> AbstractContextManager[None]:
+    def hold(self, *, timeout_s: float, report: ReportProgress) -> AbstractContextManager[None]:
         """
         Hold the lock; it is free as soon as its holder's process is gone.
 

@@ -15,7 +15,7 @@ from packplan.core.align import AlignedPlan
 from packplan.core.errors import CorruptArtefactError, Difference, RecordError, StaleError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import RawPlan
-from packplan.core.ports import Arrays, ReportProgress, Stored
+from packplan.core.ports import Arrays, ReportProgress, StoredRows
 from packplan.core.samples.tables import (
     DataFile,
     MeasuredSample,
@@ -180,7 +180,7 @@ class CountedLengthStore(DiskLengthStore):
         self.flushes: list[int] = []
         super().__init__(folder_of(self))
 
-    def append(self, rows: Stored, *arguments: Any, **options: Any) -> None:
+    def append(self, rows: StoredRows, *arguments: Any, **options: Any) -> None:
         self.flushes += [len(rows.table)] if len(rows.table) else []
         super().append(rows, *arguments, **options)
 
@@ -194,7 +194,7 @@ class FreeLock:
         self.waits: list[float] = []  # seconds that each holder would have waited
 
     @contextmanager
-    def held(self, *, timeout_s: float, report: ReportProgress) -> Iterator[None]:
+    def hold(self, *, timeout_s: float, report: ReportProgress) -> Iterator[None]:
         assert not self.is_held
         self.waits.append(timeout_s)
         self.is_held = True

@@ -17,7 +17,7 @@ from packplan.core.config.run import RunConfig
 from packplan.core.equality import PackingVerdict
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import build_raw_plan
-from packplan.core.ports import Stored
+from packplan.core.ports import StoredRows
 from packplan.core.samples.tables import COLUMNS, MEDIA_COLUMNS, DataFile
 
 LENGTHS = [60, 20, 50, 30, 40, 40, 80, 7, 33, 12, 51, 29] * 5
@@ -59,7 +59,7 @@ def store_run(
             )  # fmt: skip
     if files:
         stores = open_stores(config, "train")
-        with stores.lock.held(timeout_s=1, report=lambda _: None):
+        with stores.lock.hold(timeout_s=1, report=lambda _: None):
             stores.lengths.save_files(files)
     return path
 
@@ -81,10 +81,10 @@ def _store(
     rows[:, 1] = supervised
     rows[0, 2:4] = 1, 4
     media = np.array([[1000, 28, 56, 7, 0, 0, 0]], dtype=np.int64).reshape(-1, len(MEDIA_COLUMNS))
-    with stores.lock.held(timeout_s=1, report=lambda _: None):
+    with stores.lock.hold(timeout_s=1, report=lambda _: None):
         stores.lengths.resume(Fingerprint(inputs), len(lengths), str)
         repeated = {"samples": [0]} if repeatability else None
-        stores.lengths.append(Stored(rows, media, repeatability=repeated), f"data {lengths}")
+        stores.lengths.append(StoredRows(rows, media, repeatability=repeated), f"data {lengths}")
         if measured < len(lengths):
             return
         raw, key = build_raw_plan(lengths, policy), policy.fingerprint(stores.lengths.digest())

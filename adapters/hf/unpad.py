@@ -214,7 +214,7 @@ def _refusal(model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tensor,
             return " ".join(f"it raises {type(error).__name__}: {error}".split())[:300]
     kept = ([row[real] for row, real in zip(states.float(), own, strict=True)] for states in (found, expected))
     worst = max(compare_values(*kept, typical=typical))
-    return ProbeResult(isolation, worst).why_not(limit=limit)
+    return ProbeResult(isolation, worst).reason_against_packing(limit=limit)
 
 
 def _hidden_states(model: Any, module: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, float, bool]:

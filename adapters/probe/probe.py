@@ -39,8 +39,8 @@ from packplan.core.equality import (
     PackingVerdict,
     Precision,
     ProbeResult,
-    Trial,
-    trials,
+    StrategyTrial,
+    yield_trials,
 )
 from packplan.core.errors import ModelError, verb_for
 
@@ -127,7 +127,7 @@ class _Copies:
                 native = NATIVE
         return cls(place, native, limit, row, alone)
 
-    def packing(self, trial: Trial, split: tuple[str, ...] = ()) -> Any:
+    def packing(self, trial: StrategyTrial, split: tuple[str, ...] = ()) -> Any:
         """
         Return a copy that packs by a strategy.
 
@@ -147,11 +147,11 @@ class _Copies:
             raise ModelError("probe", f"its code takes no attention but its own, not {trial.attention}")
         return model
 
-    def measure(self, trial: Trial, split: tuple[str, ...] = ()) -> tuple[Any, ProbeResult, str | None]:
+    def measure(self, trial: StrategyTrial, split: tuple[str, ...] = ()) -> tuple[Any, ProbeResult, str | None]:
         """Return a copy that packs, its numbers, and why it may not pack; see `packing`."""
         model = self.packing(trial, split)
         measured = compare_row(model, self.row, self.alone)
-        return model, measured, measured.why_not(limit=self.limit)
+        return model, measured, measured.reason_against_packing(limit=self.limit)
 
 
 @attrs.define(eq=False)
@@ -175,7 +175,7 @@ class SmallProbe:
 
     _copies: dict[tuple[str, Precision], _Copies] = attrs.field(factory=dict, init=False)
 
-    _verdicts: dict[Trial, PackingVerdict] = attrs.field(factory=dict, init=False)
+    _verdicts: dict[StrategyTrial, PackingVerdict] = attrs.field(factory=dict, init=False)
 
     def verdict(self, attn_impl: str) -> PackingVerdict:
         """Return the verdict on a model under a value of `model.attn_impl`."""
@@ -206,7 +206,7 @@ class SmallProbe:
         build_one = SmallModels(self.config, trust_remote_code=self.trust_remote_code).build
         return partial(build_one, trials=_find_short_lengths(self.config, build_one))
 
-    def _copies_for(self, trial: Trial | None = None) -> _Copies:
+    def _copies_for(self, trial: StrategyTrial | None = None) -> _Copies:
         """Return the copies that a trial runs on; None: those that show the native attention."""
         where: tuple[str, Precision] = (self.device, self.precision)
         if trial is not None and not self.on_cpu and self.device == "cpu":
@@ -221,7 +221,7 @@ class SmallProbe:
     def _verdict(self, attn_impl: str) -> PackingVerdict:
         refused, native = [], self._copies_for().native
         flash = not self.on_cpu and find_spec("flash_attn") is not None
-        for trial in trials(attn_impl, native=native, flash=flash):
+        for trial in yield_trials(attn_impl, native=native, flash=flash):
             if trial not in self._verdicts:
                 before = _refuse(self.config, trial.attention, native, "")
                 self._verdicts[trial] = _try_strategy(self._copies_for(trial), trial, before)
@@ -319,7 +319,7 @@ def _draw_row(model: Any) -> ProbeRow:
     return ProbeRow.draw(model, LENGTHS, ids=range(FIRST_ID, VOCABULARY))
 
 
-def _try_strategy(copies: _Copies, trial: Trial, refused: PackingVerdict) -> PackingVerdict:
+def _try_strategy(copies: _Copies, trial: StrategyTrial, refused: PackingVerdict) -> PackingVerdict:
     """
     Return the verdict on a strategy; where samples are not apart, layers that carry a state run
     sample by sample.
@@ -342,7 +342,7 @@ def _try_strategy(copies: _Copies, trial: Trial, refused: PackingVerdict) -> Pac
         project_patches(model)  # as in the model that trains
         try:
             images = measure_images(model, native=copies.native)
-            why_not = images.why_not(limit=copies.limit)
+            why_not = images.reason_against_packing(limit=copies.limit)
             measured = images if why_not else measured
         except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
             if takes_grids(model, "vision_config"):  # all images of a row in one pass

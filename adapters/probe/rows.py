@@ -115,7 +115,7 @@ def probe_loaded(model: Any, *, native: str, named: str) -> ProbeResult:
             alone = run_alone(model, row.samples, with_gradients=False)
         try:
             measured = compare_row(model, row, alone, typical=experts_may_differ(model))
-            why_not = measured.why_not(limit=difference_limit(model))
+            why_not = measured.reason_against_packing(limit=difference_limit(model))
         except PackplanError:
             raise
         except Exception as error:  # noqa: BLE001  # whatever the code of a family raises

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from packplan.adapters.files import name_write_errors, publish_file
 from packplan.core.errors import ArgumentError, counted
 from packplan.core.fingerprint import Fingerprint
-from packplan.core.ports import Stored
+from packplan.core.ports import StoredRows
 from packplan.core.samples.tables import COLUMNS, MEDIA_COLUMNS, DataFile, KnownLengths, Table, column, num_media
 
 SCHEMA = "packplan length table 1"
@@ -27,7 +27,7 @@ _FLAGS = ("cut", "bad")
 
 
 def write_length_table(
-    stored: Stored,
+    stored: StoredRows,
     identities: Iterable[str],
     path: Path,
     *,

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from packplan.adapters import files
 from packplan.core.errors import ConfigError, CorruptArtefactError, StaleError
 from packplan.core.fingerprint import Fingerprint
-from packplan.core.ports import Origin, Stored, StoredLengths
+from packplan.core.ports import Origin, StoredLengths, StoredRows
 from packplan.core.samples.tables import COLUMNS, MEDIA_COLUMNS, BadRecord, DataFile
 
 log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class DiskLengthStore:
             return DiskLengthStore(self._lengths_from).bad_records()
         return () if origin is None else origin.bad
 
-    def resume(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]) -> Stored:
+    def resume(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]) -> StoredRows:
         """
         Return the measurements of the first records under *key*, and prepare to append.
 
@@ -164,7 +164,7 @@ class DiskLengthStore:
             log.warning("%s holds no lengths, so all samples are measured here", self._lengths_from)
         return taken
 
-    def read(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]) -> Stored:
+    def read(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]) -> StoredRows:
         """
         Return the same as `resume`, without preparing to write.
 
@@ -177,12 +177,12 @@ class DiskLengthStore:
         if manifest is None:
             self._samples.start()
             self._media.start()
-            return Stored(np.zeros((0, len(COLUMNS)), np.int32), np.zeros((0, len(MEDIA_COLUMNS)), np.int64))
+            return StoredRows(np.zeros((0, len(COLUMNS)), np.int32), np.zeros((0, len(MEDIA_COLUMNS)), np.int64))
         if differences := _origin(manifest).differences(key, num_records, data_digest):
             raise StaleError.lengths(str(self.folder), differences)
         return self._rows(manifest)
 
-    def stored(self) -> Stored:
+    def stored(self) -> StoredRows:
         """Return all rows: those that `resume` returned and those appended since."""
         manifest = files.read_manifest(self._manifest, SCHEMA)
         assert manifest is not None  # noqa: S101  # `append` comes first
@@ -211,7 +211,7 @@ class DiskLengthStore:
                         column.resume(manifest[name])
         return found
 
-    def append(self, rows: Stored, data_digest: str, *, bad: Sequence[BadRecord] = ()) -> None:
+    def append(self, rows: StoredRows, data_digest: str, *, bad: Sequence[BadRecord] = ()) -> None:
         """
         Append the next rows; a reader sees all of them or none.
 
@@ -259,7 +259,7 @@ class DiskLengthStore:
         """Return the SHA-256 hex digest of all stored measurements."""
         return str(self._samples.entry()["sha256"])
 
-    def _rows(self, manifest: Mapping[str, Any]) -> Stored:
+    def _rows(self, manifest: Mapping[str, Any]) -> StoredRows:
         """Read the rows that a manifest counts; CorruptArtefactError if their digest differs."""
         table, media = self._samples.resume(manifest["samples"]), self._media.resume(manifest["images"])
-        return Stored(table, media, manifest["measured_in_full"], manifest["probe"])
+        return StoredRows(table, media, manifest["measured_in_full"], manifest["probe"])

@@ -23,7 +23,7 @@ class FolderLock:
         self._path = folder / "write.lock"
 
     @contextmanager
-    def held(self, *, timeout_s: float, report: ReportProgress) -> Iterator[None]:
+    def hold(self, *, timeout_s: float, report: ReportProgress) -> Iterator[None]:
         """Hold the lock in this context, and clean up after a killed holder; see `core.ports`."""
         files.make_folder(self.folder)
         started = time.monotonic()

@@ -14,7 +14,7 @@ from packplan.app.planning.stored_lengths import open_lengths, refusals, stale_i
 from packplan.app.wiring.policies import epoch_recipe, split_policy, trained_work
 from packplan.app.wiring.stores import open_stores
 from packplan.core.config.run import RunConfig
-from packplan.core.epochs import EpochRecipe, plan_key
+from packplan.core.epochs import EpochRecipe, plan_fingerprint
 from packplan.core.errors import ConfigError, NotBuiltError, counted
 from packplan.core.plan import RawPlan, refuse_longer
 from packplan.core.ports import StoredLengths, StoredPlan
@@ -143,7 +143,7 @@ def _plan_of_epoch(planner: EpochPlanner, stored: StoredPlan, epoch: int, digest
         raise ConfigError.for_key("--epoch", f"is {epoch}, but the epochs that are planned are 0 to {last}: name one")
     if epoch == 0:
         return stored.plan
-    is_current = stored.key == plan_key(planner.recipe, planner.policy, digest)
+    is_current = stored.key == plan_fingerprint(planner.recipe, planner.policy, digest)
     plan = planner.plan(epoch) if is_current else None
     if plan is None or planner.record(plan) != stored.epochs[epoch]:
         raise NotBuiltError(where, f"holds another plan of epoch {epoch} than this run gives")

@@ -16,7 +16,7 @@ from packplan.adapters.progress import BRIEF_S, progress
 from packplan.app.planning.split import KnownTable, Split
 from packplan.core.errors import DataSetError, RecordError, StaleError, counted, verb_for
 from packplan.core.lengths import IntArray
-from packplan.core.ports import LengthSource, ReportProgress, Stored
+from packplan.core.ports import LengthSource, ReportProgress, StoredRows
 from packplan.core.samples.tables import (
     COLUMNS,
     MEDIA_COLUMNS,
@@ -241,12 +241,12 @@ def measure(split: Split, report: ReportProgress) -> Table:
             log.warning("%s: %s: encoding every sample in full instead", name, error)
             store.discard()
             bad.restore(())
-            stored = Stored(stored.table[:0], stored.media[:0], in_full=True)
+            stored = StoredRows(stored.table[:0], stored.media[:0], in_full=True)
         else:
             return done.table
 
 
-def _load_stored(split: Split, bad: BadRecords) -> Stored:
+def _load_stored(split: Split, bad: BadRecords) -> StoredRows:
     """
     Return the stored measurements that still hold: where a bad record changed, those before it.
     *bad* takes over the bad records that are stored.
@@ -266,13 +266,13 @@ def _load_stored(split: Split, bad: BadRecords) -> Stored:
     if not changed:
         return stored
     log.info("%s: record %s was bad and has changed: records from it on are measured again", split.name, f"{count:,}")
-    first = Stored(stored.table[:count], stored.media[: num_media(stored.table[:count]).sum()], stored.in_full)
+    first = StoredRows(stored.table[:count], stored.media[: num_media(stored.table[:count]).sum()], stored.in_full)
     store.discard()
     store.append(first, data_digest(count), bad=bad.records)
     return first
 
 
-def _check_and_complete(split: Split, done: Stored, bad: BadRecords) -> None:
+def _check_and_complete(split: Split, done: StoredRows, bad: BadRecords) -> None:
     """Check that the samples encode the same each time, and mark the store as complete."""
     source, store = split.source, split.stores.lengths
     if bad.records and len(bad.records) == len(done.table):
@@ -281,10 +281,10 @@ def _check_and_complete(split: Split, done: Stored, bad: BadRecords) -> None:
     repeatability = _check_repeatability(source, done)
     # Only now, since the next run trusts the lengths of a complete store.
     data_digest = source.data_digest(len(done.table), without=bad.indices)
-    store.append(Stored(*to_tables([]), done.in_full, repeatability), data_digest, bad=bad.records)
+    store.append(StoredRows(*to_tables([]), done.in_full, repeatability), data_digest, bad=bad.records)
 
 
-def _measure_rows(split: Split, stored: Stored, *, bad: BadRecords, report: ReportProgress) -> Stored:
+def _measure_rows(split: Split, stored: StoredRows, *, bad: BadRecords, report: ReportProgress) -> StoredRows:
     """
     Measure the records that a store does not have, and append them, flush by flush. No shortcut is
     taken where those in *stored* were encoded in full.
@@ -300,7 +300,7 @@ def _measure_rows(split: Split, stored: Stored, *, bad: BadRecords, report: Repo
 
     def flush() -> None:
         nonlocal done
-        rows = Stored(*to_tables(waiting), stored.in_full)
+        rows = StoredRows(*to_tables(waiting), stored.in_full)
         # Whatever becomes of them, these are not written a second time.
         waiting.clear()
         done += len(rows.table)
@@ -331,7 +331,7 @@ def _measure_rows(split: Split, stored: Stored, *, bad: BadRecords, report: Repo
     return stored if done == first else store.stored()
 
 
-def _check_repeatability(source: LengthSource, stored: Stored) -> dict[str, Any]:
+def _check_repeatability(source: LengthSource, stored: StoredRows) -> dict[str, Any]:
     """
     Encode some samples again, and compare: backwards here, and in another process and epoch, in a
     third order.
@@ -384,7 +384,7 @@ def _check_repeatability_first(source: LengthSource, known: int, *, report: Repo
     _compare_in_another_process(source, first)
 
 
-def _compare_stored(source: LengthSource, stored: Stored) -> int:
+def _compare_stored(source: LengthSource, stored: StoredRows) -> int:
     """
     Encode a few stored samples again, the last first, where they were measured the first first.
 
@@ -456,7 +456,7 @@ def _first_by_shape(table: Table, media: MediaTable) -> list[int]:
     return [*samples[by_number].tolist(), *samples[by_kind].tolist(), *owner[by_shape].tolist()]
 
 
-def _check_images(source: LengthSource, stored: Stored) -> None:
+def _check_images(source: LengthSource, stored: StoredRows) -> None:
     """
     Compare the images of some stored samples: a folder of other images is found before training
     meets them.

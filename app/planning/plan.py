@@ -77,7 +77,7 @@ class Ranks:
         """
 
         def locked(report: ReportProgress) -> Arrays:
-            with lock.held(timeout_s=self.seconds_left(), report=report):
+            with lock.hold(timeout_s=self.seconds_left(), report=report):
                 return make(report)
 
         return self.group.from_rank_zero(locked, timeout_s=self.seconds_left())

@@ -17,7 +17,7 @@ from packplan.app.planning.epochs import PlannedEpochs, record_works
 from packplan.core.align import AlignedPlan, align_plan
 from packplan.core.checksum import plan_checksum
 from packplan.core.config.run import RunConfig
-from packplan.core.epochs import EpochRecipe, plan_key
+from packplan.core.epochs import EpochRecipe, plan_fingerprint
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.lengths import IntArray
 from packplan.core.packs import Packs
@@ -136,7 +136,7 @@ class Split:
 
     def plan_key(self, lengths_digest: str) -> Fingerprint:
         """Return the inputs of its plans, or of its only one."""
-        return plan_key(self.recipe, self.policy, lengths_digest)
+        return plan_fingerprint(self.recipe, self.policy, lengths_digest)
 
     def align(self, world_size: int) -> AlignedPlan:
         """Return the plan for a number of ranks; ArgumentError if they would get no batch."""

@@ -16,7 +16,7 @@ from packplan.app.wiring.runs import read_config, resolve_inputs, trainer_keys
 from packplan.app.wiring.stores import records_cache
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ArgumentError, ConfigError, StaleError
-from packplan.core.ports import LengthSource, Stored
+from packplan.core.ports import LengthSource, StoredRows
 from packplan.core.samples.tables import KnownLengths, media_identity, num_media
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ def _name_key(key: str, remedy: str = "") -> Iterator[None]:
         raise ConfigError.for_key(key, f"{error}{remedy}") from None
 
 
-def publish_table(split: Split, stored: Stored, output: Path) -> None:
+def publish_table(split: Split, stored: StoredRows, output: Path) -> None:
     """
     Write the table of measured records, and remove what was kept until then.
 

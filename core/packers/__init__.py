@@ -18,8 +18,8 @@ import scipy
 from numpy.typing import NDArray
 
 from packplan.core.length_counts import LengthCounts
-from packplan.core.lengths import IntArray, Lengths, checked_works, lengths_up_to, whole_number
-from packplan.core.packers.bin_count import with_bin_count
+from packplan.core.lengths import IntArray, Lengths, as_works, lengths_up_to, whole_number
+from packplan.core.packers.bin_count import split_to_bin_count
 from packplan.core.packs import Packs
 
 
@@ -83,7 +83,7 @@ def checked_seed(seed: int) -> int:
     return whole_number("seed", seed, least=0, most=2**64 - 1)
 
 
-def check_works(algorithm: str, works: Any, num: int) -> NDArray[np.float64] | None:
+def works_for_algorithm(algorithm: str, works: Any, num: int) -> NDArray[np.float64] | None:
     """
     Return the works of samples as float64, or None as it is.
 
@@ -101,7 +101,7 @@ def check_works(algorithm: str, works: Any, num: int) -> NDArray[np.float64] | N
     if "works" not in ALGORITHMS[algorithm].takes:
         message = f"works do not change the packs of {algorithm}: take algorithm='balanced', or give none"
         raise ValueError(message)
-    return checked_works(works, num, of="samples")
+    return as_works(works, num, of="samples")
 
 
 def pack(
@@ -146,7 +146,7 @@ def pack(
     seed = checked_seed(seed)
     chosen = find_algorithm(algorithm)
     array = lengths_up_to(lengths, capacity=capacity)
-    given = {"seed": seed, "works": check_works(algorithm, works, array.size), "report": report}
+    given = {"seed": seed, "works": works_for_algorithm(algorithm, works, array.size), "report": report}
     packs = Packs.from_lists([])
     if array.size:
         # No pack holds more than all tokens. Their sum fits 64 bits, which the capacity may not.
@@ -154,4 +154,4 @@ def pack(
         tally = LengthCounts.from_lengths(array) if chosen.counts_lengths else None
         found = load_function(algorithm)(array if tally is None else tally, **options)
         packs = found if tally is None else found.packs(array, tally)
-    return with_bin_count(packs, array, minimum=min_bin_count, multiple=bin_count_multiple)
+    return split_to_bin_count(packs, array, minimum=min_bin_count, multiple=bin_count_multiple)

@@ -28,7 +28,7 @@ from packplan.core.errors import counted
 from packplan.core.length_counts import LengthCounts, PackingTrace
 from packplan.core.lengths import IntArray
 from packplan.core.packers.decreasing import best_fit_decreasing
-from packplan.core.packers.exchange import Exchange
+from packplan.core.packers.exchange import ExchangeSearch
 from packplan.core.packers.fewest import auto
 from packplan.core.packs import Packs
 from packplan.core.work.assignment import to_units
@@ -142,7 +142,7 @@ def _level_packs(
     start = 0
     for number, members in enumerate(np.split(by_group, ends[:-1])):
         report(f"{counted(num, 'pack')}, levelling group {number + 1:,} of {num_groups:,}")
-        group = Exchange(lengths[members], units[members], place[labels[members]], parts[number].size, capacity)
+        group = ExchangeSearch(lengths[members], units[members], place[labels[members]], parts[number].size, capacity)
         group.level()
         result[members] = start + group.labels
         start += parts[number].size
@@ -167,16 +167,16 @@ def _deal_to_groups(order: IntArray, num_groups: int) -> Iterator[IntArray]:
 
 def _fit_group(
     lengths: IntArray, units: IntArray, keys: NDArray[np.uint16] | None, *, num: int, capacity: int
-) -> Exchange | None:
+) -> ExchangeSearch | None:
     """
     Return packs within the capacity, in which samples of much work have reserved tokens if
     possible; None if no packs are found that fit.
     """
     for share in _KEPT_EMPTY:
         rooms = _reserve_tokens(lengths, units, num=num, capacity=capacity, share=share)
-        roomy = Exchange(rooms, units, _start_packs(rooms, keys, num=num), num, capacity)
+        roomy = ExchangeSearch(rooms, units, _start_packs(rooms, keys, num=num), num, capacity)
         roomy.exchange_until_fitting(nearly=True)
-        group = Exchange(lengths, units, roomy.labels, num, capacity)
+        group = ExchangeSearch(lengths, units, roomy.labels, num, capacity)
         if group.exchange_until_fitting():
             return group
     return None

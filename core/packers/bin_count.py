@@ -9,7 +9,7 @@ from packplan.core.lengths import IntArray
 from packplan.core.packs import Packs, concatenate, sort_by_first_index
 
 
-def with_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multiple: int) -> Packs:
+def split_to_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multiple: int) -> Packs:
     """
     Split packs until there are at least *minimum*, and a multiple of *multiple*.
 
@@ -41,7 +41,7 @@ def with_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multiple: i
     for new in range(len(packs), wanted):
         _, place = heappop(heap)
         members = split.pop(place) if place in split else packs[place]
-        for position, half in zip((place, new), _halves(members, lengths), strict=True):
+        for position, half in zip((place, new), _split_in_halves(members, lengths), strict=True):
             split[position] = half
             if len(half) > 1:
                 heappush(heap, (-sum(int(lengths[i]) for i in half), position))
@@ -49,7 +49,7 @@ def with_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multiple: i
     return sort_by_first_index(concatenate([kept, Packs.from_lists(split.values())]))
 
 
-def _halves(members: list[int], lengths: IntArray) -> tuple[list[int], list[int]]:
+def _split_in_halves(members: list[int], lengths: IntArray) -> tuple[list[int], list[int]]:
     """Return two parts of about equal load, neither empty, indices ascending."""
     halves: tuple[list[int], list[int]] = ([], [])
     loads = [0, 0]

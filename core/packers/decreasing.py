@@ -23,7 +23,7 @@ import attrs
 from packplan.core.length_counts import LengthCounts, PackingTrace, fit_decreasing
 
 
-def fewest_quickly(tally: LengthCounts, *, capacity: int) -> PackingTrace:
+def best_quick_packing(tally: LengthCounts, *, capacity: int) -> PackingTrace:
     """Return the packing with the fewest bins of all algorithms below."""
     quick = (constant_volume, best_fit_decreasing, first_fit_decreasing, modified_first_fit_decreasing)
     return min((algorithm(tally, capacity=capacity) for algorithm in quick), key=lambda trace: trace.num_bins)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from packplan.core.length_counts import LengthCounts
 from packplan.core.lengths import IntArray, whole_number
-from packplan.core.packers import ALGORITHMS, check_works, load_function, pack
+from packplan.core.packers import ALGORITHMS, load_function, pack, works_for_algorithm
 from packplan.core.packs import Packs
 
 REDRAW_VERSION = "1"
@@ -77,7 +77,7 @@ def redraw(
         ValueError: Works are given to an algorithm whose packs do not depend on them.
     """
     epoch, num, chosen = whole_number("epoch", epoch, least=0), lengths.size, ALGORITHMS[algorithm]
-    weights = check_works(algorithm, works, num)
+    weights = works_for_algorithm(algorithm, works, num)
     if not num:
         return Packs.from_lists([])
     keys = np.random.PCG64((seed, epoch)).random_raw(-(-num // 4)).view(np.uint16)[:num]

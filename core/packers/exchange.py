@@ -74,7 +74,7 @@ class _Parts:
 
 
 @attrs.define(eq=False)
-class Exchange:
+class ExchangeSearch:
     """Packs of some samples, changed by exchanges between two of them at a time."""
 
     tokens: IntArray

@@ -19,11 +19,11 @@ import numpy as np
 from packplan.core.errors import counted
 from packplan.core.length_counts import LengthCounts, PackingTrace
 from packplan.core.lengths import IntArray
-from packplan.core.packers.decreasing import constant_volume, fewest_quickly
+from packplan.core.packers.decreasing import best_quick_packing, constant_volume
 from packplan.core.packers.in_order import concatenative, first_fit_shuffle
 from packplan.core.packs import Packs
 from packplan.core.patterns import Effort, Filling, Pattern, num_packs, pattern_key, to_trace
-from packplan.core.patterns.certificate import certify, quick_bound, to_lowest_terms
+from packplan.core.patterns.certificate import certify, find_quick_bound, to_lowest_terms
 from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_SIZES, FloatArray, solve_master
 from packplan.core.patterns.search import find_filling, find_filling_quickly, search_effort
 
@@ -46,14 +46,14 @@ def auto(tally: LengthCounts, *, capacity: int) -> PackingTrace:
     fewer, else the fewest that are found.
     """
     terms, width = to_lowest_terms(tally, capacity=capacity)
-    bound = quick_bound(terms, capacity=width)
+    bound = find_quick_bound(terms, capacity=width)
     best = constant_volume(tally, capacity=capacity)
     if best.num_bins > bound + bound // _CLOSE and width <= MAX_CAPACITY and len(terms.sizes) <= MAX_SIZES:
         enough = bound + bound // _ENOUGH
         found = find_filling(terms, capacity=width, enough=enough, effort=search_effort(terms))
         best = min(best, to_trace(found), key=lambda trace: trace.num_bins)
     if best.num_bins > bound:
-        best = min(best, fewest_quickly(tally, capacity=capacity), key=lambda trace: trace.num_bins)
+        best = min(best, best_quick_packing(tally, capacity=capacity), key=lambda trace: trace.num_bins)
     return best
 
 
@@ -79,7 +79,7 @@ def certified(lengths: IntArray, *, capacity: int, seed: int, report: Callable[[
 
 def _search_fewest(tally: LengthCounts, *, capacity: int, report: Callable[[str], None]) -> tuple[PackingTrace, int]:
     """Return the best packing over distinct lengths, and the lower bound."""
-    known = fewest_quickly(tally, capacity=capacity)
+    known = best_quick_packing(tally, capacity=capacity)
     tally, capacity = to_lowest_terms(tally, capacity=capacity)
     report(f"{counted(known.num_bins, 'pack')}, looking for the bound")
     certificate = certify(tally, capacity=capacity, known=known.num_bins, effort=Effort())

@@ -63,7 +63,7 @@ class Effort:
         self.left -= steps
 
     @contextmanager
-    def part(self, most: float) -> Iterator["Effort"]:
+    def lend(self, most: float) -> Iterator["Effort"]:
         """Give an effort of *most* steps, or of those that remain, whose rest is given back."""
         steps = int(min(most, self.left))
         self.spend(steps)

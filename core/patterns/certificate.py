@@ -22,7 +22,7 @@ _EFFORTS = 3
 """Times the effort of `auto` that an unlimited search spends before the linear relaxation."""
 
 
-def quick_bound(tally: LengthCounts, *, capacity: int) -> int:
+def find_quick_bound(tally: LengthCounts, *, capacity: int) -> int:
     """
     Return the better of the L2 bound and the bound of dual-feasible functions.
 
@@ -41,10 +41,10 @@ def quick_bound(tally: LengthCounts, *, capacity: int) -> int:
     # take over.
     if sum(tally.counts) * capacity * (MAX_PARTS + 1) >= 2**63:
         sizes, counts = sizes.astype(object), counts.astype(object)
-    return max(_l2(sizes, counts, capacity), _dual_feasible(sizes, counts, capacity))
+    return max(_l2_bound(sizes, counts, capacity), _dual_feasible_bound(sizes, counts, capacity))
 
 
-def _l2(sizes: IntArray, counts: IntArray, capacity: int) -> int:
+def _l2_bound(sizes: IntArray, counts: IntArray, capacity: int) -> int:
     """Return the bound L2; *sizes* ascend."""
     samples = np.concatenate([[0], np.cumsum(counts)])
     tokens = np.concatenate([[0], np.cumsum(counts * sizes)])
@@ -59,7 +59,7 @@ def _l2(sizes: IntArray, counts: IntArray, capacity: int) -> int:
     return int(np.max((samples[-1] - samples[halves]) + -(-excess // capacity)))
 
 
-def _dual_feasible(sizes: IntArray, counts: IntArray, capacity: int) -> int:
+def _dual_feasible_bound(sizes: IntArray, counts: IntArray, capacity: int) -> int:
     """Return the best bound of the functions u(1) … u(MAX_PARTS)."""
     best = 0
     for parts in range(1, MAX_PARTS + 1):
@@ -106,12 +106,12 @@ def certify(tally: LengthCounts, *, capacity: int, known: int, effort: Effort) -
         known: Number of packs of a known packing.
         effort: Limit of the search beyond the quick bounds.
     """
-    bound = quick_bound(tally, capacity=capacity)
+    bound = find_quick_bound(tally, capacity=capacity)
     if known == bound:
         return Certificate(bound, None, [], "reached")
     if capacity > MAX_CAPACITY or len(tally.sizes) > MAX_SIZES:
         return Certificate(bound, None, [], "quick")
-    with effort.part(_EFFORTS * search_effort(tally).left) as own:
+    with effort.lend(_EFFORTS * search_effort(tally).left) as own:
         best = find_filling(tally, capacity=capacity, enough=bound, effort=own)
     if num_packs(best) == bound:
         return Certificate(bound, best, [], "reached")

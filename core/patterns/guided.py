@@ -123,24 +123,24 @@ def _group_sizes(sizes: list[int], counts: list[int], num_groups: int) -> tuple[
     samples: list[int] = [0, *accumulate(counts)]
     tokens: list[int] = [0, *accumulate(size * count for size, count in zip(sizes, counts, strict=True))]
 
-    def lost(first: int, last: int) -> int:
+    def lost_tokens(first: int, last: int) -> int:
         return sizes[first] * (samples[last + 1] - samples[first]) - (tokens[last + 1] - tokens[first])
 
-    def starts(most: int) -> list[int] | None:
+    def group_starts(most: int) -> list[int] | None:
         found: list[int] = []
         first = 0
         while first < len(sizes):
             if len(found) == num_groups:
                 return None
             found.append(first)
-            first = bisect_right(range(len(sizes)), most, first, key=partial(lost, first))
+            first = bisect_right(range(len(sizes)), most, first, key=partial(lost_tokens, first))
         return found
 
     low, high = 0, sizes[0] * samples[-1]
     while low < high - high // 64:
         middle = (low + high) // 2
-        low, high = (middle + 1, high) if starts(middle) is None else (low, middle)
-    first = starts(high) or []
+        low, high = (middle + 1, high) if group_starts(middle) is None else (low, middle)
+    first = group_starts(high) or []
     return [sizes[index] for index in first], np.add.reduceat(np.array(counts), first)
 
 
@@ -151,7 +151,7 @@ def _solve_program(longest: list[int], counts: IntArray, capacity: int, effort: 
     """
     effort.spend(_STEPS_OF_A_PROGRAM)
     program = _Program(np.array(longest), counts, capacity)
-    with suppress(SpentError), effort.part(int(effort.left) // 2) as own:
+    with suppress(SpentError), effort.lend(int(effort.left) // 2) as own:
         program.generate_columns(own)
     return [
         (column, use)
@@ -194,7 +194,7 @@ class _Program:
             if fsum((self.uses * self._costs).tolist()) <= bound * (1 + _CLOSE):
                 return
             dearest = np.argsort(-knapsack.worth_with_each_size(), kind="stable").tolist()
-            entered = [self._enter(pattern, 1, effort) for pattern in knapsack.patterns_with(dearest)]
+            entered = [self._enter_column(pattern, 1, effort) for pattern in knapsack.patterns_with(dearest)]
             smoothing = _SMOOTHING if any(entered) else 0.0
 
     def _shift_places(self, effort: Effort) -> None:
@@ -202,9 +202,9 @@ class _Program:
         prices = [*self._prices.tolist(), 0.0]
         for group in range(self._sizes.size):
             if prices[group] < prices[group + 1] - _TINY:
-                self._enter({group: -1, group + 1: 1}, 0, effort)
+                self._enter_column({group: -1, group + 1: 1}, 0, effort)
 
-    def _enter(self, column: Pattern, cost: int, effort: Effort) -> bool:
+    def _enter_column(self, column: Pattern, cost: int, effort: Effort) -> bool:
         """Put a column into the basis if it saves bins; return whether it does."""
         entries = [(group, num) for group, num in column.items() if group < self._sizes.size]
         effort.spend(_STEPS_OF_A_COLUMN + sum(column.values()))

@@ -61,12 +61,12 @@ def relax(
     best = 0.0
     with suppress(SpentError):
         for _ in range(MAX_ROUNDS):
-            effort.spend(_steps_of_a_master(pool))
+            effort.spend(_estimate_master_steps(pool))
             master = solve_master(list(pool.values()), counts=counts)
             if master is None:
                 break
             for smoothing in (_SMOOTHING, 0.0):
-                effort.spend(_steps_of_a_knapsack(sizes.size, capacity))
+                effort.spend(_estimate_knapsack_steps(sizes.size, capacity))
                 smoothed = smoothing * centre + (1 - smoothing) * master.duals
                 knapsack = solve_knapsack(sizes, np.floor(np.maximum(smoothed, 0) * _SCALE).astype(np.int64), capacity)
                 total = sum(price * count for price, count in zip(knapsack.prices.tolist(), tally.counts, strict=True))
@@ -82,7 +82,7 @@ def relax(
     return bound, list(pool.values())
 
 
-def _steps_of_a_master(pool: dict[PatternKey, Pattern]) -> int:
+def _estimate_master_steps(pool: dict[PatternKey, Pattern]) -> int:
     """
     Estimate the steps of a master program: some milliseconds, and the product of its sizes and
     entries.
@@ -91,13 +91,13 @@ def _steps_of_a_master(pool: dict[PatternKey, Pattern]) -> int:
     return 15_000 + num_sizes * sum(map(len, pool.values())) // 4
 
 
-def _steps_of_a_knapsack(num_sizes: int, capacity: int) -> int:
+def _estimate_knapsack_steps(num_sizes: int, capacity: int) -> int:
     """Estimate the steps of a knapsack: a pass over sizes for each capacity up to *capacity*."""
     return capacity * (12 + num_sizes // 150)
 
 
 @attrs.frozen
-class Master:
+class MasterSolution:
     """Solution of the linear program."""
 
     num_packs: float
@@ -109,7 +109,7 @@ class Master:
     """Price of one more sample of each size that has samples, in packs."""
 
 
-def solve_master(patterns: list[Pattern], *, counts: IntArray) -> Master | None:
+def solve_master(patterns: list[Pattern], *, counts: IntArray) -> MasterSolution | None:
     """
     Solve the LP master problem: fewest fractional uses of *patterns* that cover all samples.
 
@@ -139,7 +139,7 @@ def solve_master(patterns: list[Pattern], *, counts: IntArray) -> Master | None:
     solved = linprog(cost, A_ub=-matrix, b_ub=-counts[alive], method="highs-ipm")
     if solved.status:
         return None
-    return Master(float(solved.fun), solved.x[:num], -solved.ineqlin.marginals)
+    return MasterSolution(float(solved.fun), solved.x[:num], -solved.ineqlin.marginals)
 
 
 @attrs.frozen

@@ -81,7 +81,7 @@ class _Search:
 
     def fill(self, counts: list[int]) -> Filling:
         """Pack so many samples of each length by guided filling."""
-        with self.effort.part(_STEPS_OF_A_PROGRAM + _STEPS_OF_A_PAIR * self.num_groups**2) as own:
+        with self.effort.lend(_STEPS_OF_A_PROGRAM + _STEPS_OF_A_PAIR * self.num_groups**2) as own:
             tally = LengthCounts(self.tally.sizes, counts)
             return fill_guided(tally, capacity=self.capacity, num_groups=self.num_groups, effort=own)
 
@@ -93,7 +93,7 @@ class _Search:
             before = num_packs(full + partial)
             if before <= enough or idle == 2 or not self.effort.left:
                 break
-            kept, taken = _draw_bins(full, num_packs(partial) // 2, seed)
+            kept, taken = _split_at_random(full, num_packs(partial) // 2, seed)
             left = [0] * len(self.tally.sizes)
             for pattern, num in taken + partial:
                 for index, per_bin in pattern.items():
@@ -107,7 +107,7 @@ class _Search:
         return full + partial
 
 
-def _draw_bins(filling: Filling, num: int, seed: int) -> tuple[Filling, Filling]:
+def _split_at_random(filling: Filling, num: int, seed: int) -> tuple[Filling, Filling]:
     """Return the bins that stay, and about *num* that are drawn."""
     if not filling:
         return [], []

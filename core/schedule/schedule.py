@@ -24,10 +24,10 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.align import AlignedPlan, aligned_positions, aligned_size, batches_of, require_a_batch
+from packplan.core.align import AlignedPlan, aligned_positions, aligned_size, count_batches, require_a_batch
 from packplan.core.errors import Difference, counted
 from packplan.core.fingerprint import NO_IDENTITY, Fingerprint, RunIdentity
-from packplan.core.lengths import MOST_RANKS, IntArray, checked_works, whole_number
+from packplan.core.lengths import MOST_RANKS, IntArray, as_works, whole_number
 from packplan.core.packers import checked_seed
 from packplan.core.shuffling import shuffled
 from packplan.core.work.assignment import SyncPoint, assign_steps, to_units
@@ -220,7 +220,7 @@ class EpochSchedule:
             raise ValueError(message)
         if self.works is not None:
             if not callable(self.works):
-                checked_works(self.works, self.packs_in(0))
+                as_works(self.works, self.packs_in(0))
             if self.batch_size != 1:
                 message = f"works assign packs, so batch_size has to be 1, not {self.batch_size}"
                 raise ValueError(message)
@@ -343,7 +343,7 @@ class EpochSchedule:
     def _units(self, packs: IntArray, epoch: int) -> IntArray:
         """Return the works of *packs* of *epoch* in whole units, of their shape."""
         works = self.works(epoch) if callable(self.works) else self.works
-        return to_units(checked_works(works, self.packs_in(epoch)))[packs]
+        return to_units(as_works(works, self.packs_in(epoch)))[packs]
 
     def _remaining(self, epoch: int) -> IntArray:
         """Return the remaining packs of *epoch*, before packs are assigned by work."""
@@ -481,9 +481,9 @@ class EpochSchedule:
         positions = aligned_positions(self.packs_in(epoch), segment.world_size, segment.dataloader_drop_last)
         return positions[shuffled(positions.size, seed=(self.seed, epoch))] if self.shuffle else positions
 
-    def batches_of(self, num_packs: int) -> int:
-        """Return the number of batches that a rank forms of its share of *num_packs* packs."""
-        return batches_of(num_packs // self.world_size, batch_size=self.batch_size, drop_last=self.dataloader_drop_last)
+    def batches_of(self, num: int) -> int:
+        """Return the number of batches that a rank forms of its share of *num* packs."""
+        return count_batches(num // self.world_size, batch_size=self.batch_size, drop_last=self.dataloader_drop_last)
 
 
 def _drop_consumed(order: IntArray, consumed: list[IntArray]) -> IntArray:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.errors import ArgumentError, counted
-from packplan.core.lengths import IntArray, Lengths, as_lengths, checked_works, rounded_up, squares, whole_number
+from packplan.core.lengths import IntArray, Lengths, as_lengths, as_works, round_up, squares, whole_number
 from packplan.core.work.model import WorkModel
 
 OF_TOKENS = frozenset(
@@ -108,7 +108,7 @@ def padded_lengths(
     """
     require_choice("when_long", when_long, get_args(WhenLong))
     array = as_lengths(lengths)
-    padded = rounded_up(array, multiple)
+    padded = round_up(array, multiple)
     if capacity is not None and when_long == "error" and array.size and int(padded.max()) > capacity:
         over = np.flatnonzero(padded > capacity)
         index, widest = int(over[0]), int(padded.max())
@@ -138,7 +138,7 @@ class SequenceWorks:
         """Return the works of *num* sequences; None counts squares of widths."""
         if work is None or isinstance(work, WorkModel):
             return cls(squares if work is None else work.sample_flops, np.zeros(num))
-        return cls(lambda widths: np.zeros(widths.shape), checked_works(work, num, of="sequences"))
+        return cls(lambda widths: np.zeros(widths.shape), as_works(work, num, of="sequences"))
 
 
 def global_batches(num: int, batch_size: int) -> list[range]:

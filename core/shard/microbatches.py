@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from packplan.core.lengths import MOST_RANKS, IntArray, Lengths, whole_number
-from packplan.core.packers import pack, with_bin_count
+from packplan.core.packers import pack, split_to_bin_count
 from packplan.core.packs import Packs
 from packplan.core.shard.assignment import (
     add_filler,
@@ -173,7 +173,7 @@ def _cut_evenly(
 
 def _split_to_number(packs: Packs, costs: IntArray, num: int) -> Packs:
     """Return the packs with filler, split to *num* microbatches."""
-    return with_bin_count(add_filler(packs, costs.size), costs, minimum=num, multiple=1)
+    return split_to_bin_count(add_filler(packs, costs.size), costs, minimum=num, multiple=1)
 
 
 def _busiest_work(labels: IntArray, works: IntArray, shards: int) -> int:

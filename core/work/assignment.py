@@ -126,12 +126,12 @@ def _assign_step(steps: IntArray, world_size: int, sync_at: SyncPoint) -> IntArr
     held = _assign_heaviest_first(steps, falling)
     _level_ranks(steps, held)
     # Heavy packs first on each rank, so that microbatches at the same time are similar.
-    heavy_first = np.argsort(-_held_works(steps, held), axis=2, kind="stable")
+    heavy_first = np.argsort(-_gather_works(steps, held), axis=2, kind="stable")
     held = np.take_along_axis(held, heavy_first, axis=2)
     return held.transpose(0, 2, 1).reshape(num_steps, per_step)
 
 
-def _held_works(steps: IntArray, held: IntArray) -> IntArray:
+def _gather_works(steps: IntArray, held: IntArray) -> IntArray:
     """Return the works of the packs at the places in *held*; of its shape."""
     return np.take_along_axis(steps, held.reshape(len(steps), -1), axis=1).reshape(held.shape)
 
@@ -149,7 +149,7 @@ def _assign_heaviest_first(steps: IntArray, falling: IntArray) -> IntArray:
         Places of the packs of each rank; shape (num_steps, world_size, packs of a rank).
     """
     num_steps, packs_of_rank, world_size = falling.shape
-    works = _held_works(steps, falling)
+    works = _gather_works(steps, falling)
     sums = np.zeros((num_steps, world_size), dtype=np.int64)
     held = np.empty((num_steps, world_size, packs_of_rank), dtype=np.int64)
     rows = np.arange(num_steps)[:, None]
@@ -173,9 +173,9 @@ def _level_ranks(steps: IntArray, held: IntArray) -> None:
     limits = bounds + bounds // _TOLERANCE
     active = np.arange(len(steps))
     changed = np.zeros(len(steps), dtype=np.int64)
-    swaps = _exchange_sets(held.shape[2])
+    swaps = _sets_to_exchange(held.shape[2])
     for number in range(_ROUNDS):
-        works = _held_works(steps[active], held[active])
+        works = _gather_works(steps[active], held[active])
         uneven = (works.sum(axis=2).max(axis=1) > limits[active]) & (number - changed[active] <= _STALE)
         active, works = active[uneven], works[uneven]
         if not active.size:
@@ -185,7 +185,7 @@ def _level_ranks(steps: IntArray, held: IntArray) -> None:
         changed[active[exchanged]] = number
 
 
-def _exchange_sets(packs_of_rank: int) -> list[NDArray[np.int64]]:
+def _sets_to_exchange(packs_of_rank: int) -> list[NDArray[np.int64]]:
     """Return the sets of packs that may be exchanged, by size."""
     sizes = [1, 2] if 2 < packs_of_rank <= _PAIRS_UP_TO else [1]
     return [np.array(list(combinations(range(packs_of_rank), size))) for size in sizes]

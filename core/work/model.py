@@ -27,8 +27,8 @@ import numpy as np
 from packplan.core.errors import ModelError
 from packplan.core.lengths import IntArray, Lengths, as_lengths
 from packplan.core.work.keys import ATTENTION_PRODUCTS, PRODUCT, Sizes
-from packplan.core.work.text import DELTA_CHUNK, LocalAttention, read_text
-from packplan.core.work.vision import FLOPs, VisionWork, read_vision
+from packplan.core.work.text import DELTA_CHUNK, LocalAttention, read_text_work
+from packplan.core.work.vision import FLOPs, VisionWork, read_vision_work
 
 
 @attrs.frozen
@@ -65,8 +65,8 @@ class WorkModel:
         unknown = {"encoder", "decoder"} if thinker else {"audio_config", "encoder", "decoder"}
         if others := sorted(set(config) & unknown):
             raise ModelError("work", f"the work of the model's {', '.join(others)} is not known")
-        layers = read_text(text, model_type=text.get("model_type") or config.get("model_type"))
-        return cls(**layers, vision=None if vision is None else read_vision(config))
+        layers = read_text_work(text, model_type=text.get("model_type") or config.get("model_type"))
+        return cls(**layers, vision=None if vision is None else read_vision_work(config))
 
     @classmethod
     def estimated(cls, config: Sizes) -> WorkModel:

@@ -99,7 +99,7 @@ class LocalAttention:
         return within
 
 
-def read_text(sizes: Sizes, *, model_type: str | None) -> dict[str, Any]:
+def read_text_work(sizes: Sizes, *, model_type: str | None) -> dict[str, Any]:
     """
     Return the forward FLOPs of a model's text layers, by the fields of `core.work.model.WorkModel`.
 

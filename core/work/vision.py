@@ -56,7 +56,7 @@ class VisionWork:
         return work
 
 
-def read_vision(config: Sizes) -> VisionWork:
+def read_vision_work(config: Sizes) -> VisionWork:
     """
     Return the work of the vision tower of a config.json; ModelError if its keys are not those of a
     known kind.

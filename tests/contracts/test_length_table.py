@@ -18,16 +18,16 @@ from packplan.adapters.stores.length_table import (
 )
 from packplan.core.errors import ArgumentError, OutputError
 from packplan.core.fingerprint import Fingerprint
-from packplan.core.ports import Stored
+from packplan.core.ports import StoredRows
 from packplan.core.samples.tables import BAD, COLUMNS, DataFile, MeasuredSample, Measurement, MediaFacts, to_tables
 
 KEY = Fingerprint({"template.system": "Be brief.", "template.max_pixels": None})
 FILES = (DataFile("data.jsonl", "data.jsonl", "messages", 3),)
 
 
-def stored(images: list[int]) -> Stored:
+def stored(images: list[int]) -> StoredRows:
     """Return measurements of samples with so many images; of bad records for -1."""
-    return Stored(
+    return StoredRows(
         *to_tables(
             MeasuredSample(
                 Measurement(20 + number, 5, count, 4 * count, cut=number == 0) if count >= 0 else BAD,

@@ -15,7 +15,7 @@ from packplan.core.epochs import EpochRecord
 from packplan.core.errors import ConfigError, CorruptArtefactError, StaleError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import build_raw_plan
-from packplan.core.ports import Origin, Stored, StoredPlan
+from packplan.core.ports import Origin, StoredPlan, StoredRows
 from packplan.core.samples.tables import COLUMNS, MEDIA_COLUMNS, DataFile
 from tests.strategies import plain_schedule
 
@@ -36,7 +36,7 @@ PLAN = build_raw_plan([80, 60, 20, 50, 31, 40, 40, 5], packing_length=80, allow_
 
 def put(store, first: int, end: int, **options) -> None:
     """Append some rows, with an image each."""
-    store.append(Stored(ROWS[first:end], IMAGES[first:end], **options), DATA(end))
+    store.append(StoredRows(ROWS[first:end], IMAGES[first:end], **options), DATA(end))
 
 
 def taken(store, num_samples: int = 10, data=DATA) -> list[list[int]]:
@@ -94,7 +94,7 @@ def test_lengths_come_back_row_by_row(reopen_lengths):
     store.discard()
     assert [] == taken(reopen_lengths())
     assert reopen_lengths().inspect() is None
-    store.append(Stored(ROWS[2:5], IMAGES[2:5], in_full=True), DATA(3))
+    store.append(StoredRows(ROWS[2:5], IMAGES[2:5], in_full=True), DATA(3))
     assert ROWS[2:5].tolist() == reopen_lengths().resume(KEY, 10, DATA).table.tolist()
 
 

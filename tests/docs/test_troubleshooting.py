@@ -16,7 +16,7 @@ from packplan.core.batch import resolve_accumulation
 from packplan.core.config import faults
 from packplan.core.config.faults import with_remedy
 from packplan.core.errors import Difference, Fault, ModelError, PackplanError, RunError, StaleError
-from packplan.core.lengths import checked_works
+from packplan.core.lengths import as_works
 from packplan.core.packers import pack
 from packplan.core.plan import build_raw_plan, refuse_dropped, refuse_longer, refuse_unsupervised
 from packplan.core.policy import PlanPolicy
@@ -64,7 +64,7 @@ MADE = (
     errors.RecordError("data/train.jsonl, line 17", "has 2 images, but 1 <image> tag: write one tag for each image"),
     errors.DataSetError("data/train.jsonl holds no record"),
     raised(pack, [9, 7, 3, -1], capacity=16),
-    raised(checked_works, [1.0] * 3 + [float("nan")] * 2 + [1.0] * 35, 40),
+    raised(as_works, [1.0] * 3 + [float("nan")] * 2 + [1.0] * 35, 40),
     raised(pack, [8] * 5, capacity=8, bin_count_multiple=8),
     raised(shard_packed, [100] * 7 + [530, 600, 640], **WIDE),
     raised(shard_packed, [], shards=8, batch_size=30, max_tokens_per_microbatch=8),

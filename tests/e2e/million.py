@@ -16,7 +16,7 @@ from packplan.app.wiring.stores import open_stores
 from packplan.core.align import align_plan
 from packplan.core.config.identity import plan_policy
 from packplan.core.plan import build_raw_plan
-from packplan.core.ports import Stored
+from packplan.core.ports import StoredRows
 from packplan.core.samples.tables import COLUMNS, MEDIA_COLUMNS, DataFile, to_row
 from tests.fakes import ListSource
 
@@ -51,9 +51,9 @@ def store(folder: Path, lengths: np.ndarray, *, packing_length: int, world_size:
     rows[:, COLUMNS.index("length")] = lengths
     media = np.zeros((lengths.size, len(MEDIA_COLUMNS)), dtype=np.int64)
     media[:, :4] = np.column_stack([np.full(lengths.size, 1000), np.full((lengths.size, 2), 28), lengths])
-    with stores.lock.held(timeout_s=60, report=lambda _: None):
+    with stores.lock.hold(timeout_s=60, report=lambda _: None):
         stores.lengths.resume(source.fingerprint(), lengths.size, str)
-        stores.lengths.append(Stored(rows, media, repeatability={}), DIGEST)
+        stores.lengths.append(StoredRows(rows, media, repeatability={}), DIGEST)
         raw, key = build_raw_plan(lengths, policy), policy.fingerprint(stores.lengths.digest())
         stores.plans.save(key, raw)
         stores.plans.save_aligned(key, align_plan(raw, world_size=world_size, dataloader_drop_last=False))

@@ -93,7 +93,7 @@ def test_tokens_are_counted_by_static_plans_alone(here):
 
     with pytest.raises(ConfigError, match=r"curriculum\[0\]\.by: "):
         require_mixes(stream, files_of(stream))
-    assert "tokens" == require_mixes(planned, files_of(planned)).at(0).by
+    assert "tokens" == require_mixes(planned, files_of(planned)).mix_of_epoch(0).by
 
 
 def test_sources_of_a_mix_have_names(here):

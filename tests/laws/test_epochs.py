@@ -20,7 +20,7 @@ from packplan.core.epochs import (
     EpochRecipe,
     EpochSamples,
     plan_epoch,
-    plan_key,
+    plan_fingerprint,
     record_epoch,
     schedule_epochs,
     select_epoch,
@@ -206,9 +206,9 @@ def test_the_key_of_plans_knows_files_by_their_places():
     mixes = [
         Mixes((Mix(sources=(Source(jsonl=name, count=count),)),)) for name, count in (("a", 1), ("b", 1), ("a", 2))
     ]
-    recipes = [None, EpochRecipe(), *(EpochRecipe(mixes=one) for one in mixes)]
+    cases = [None, EpochRecipe(), *(EpochRecipe(mixes=one) for one in mixes)]
 
-    none, whole, first, moved, more = (plan_key(one, PlanPolicy(packing_length=9), "digest").digest for one in recipes)
+    none, whole, first, moved, more = (plan_fingerprint(one, PlanPolicy(packing_length=9), "d").digest for one in cases)
 
     assert first == moved
     assert 4 == len({none, whole, first, more})

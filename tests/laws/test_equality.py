@@ -12,8 +12,8 @@ from packplan.core.equality import (
     EQUALITY_LIMITS,
     Deviation,
     judge,
-    kind,
     loss_difference,
+    pack_kind,
     packs_to_compare,
     rounding_limit,
 )
@@ -36,7 +36,7 @@ def table_of(media: list[Media]) -> np.ndarray:
 
 def kind_of(pack: list[Media]) -> tuple[str, bool]:
     """Return what a pack holds, a video counting as an image, and whether it has a video."""
-    return kind([sum(held) for held in pack]), any(videos for _, videos in pack)
+    return pack_kind([sum(held) for held in pack]), any(videos for _, videos in pack)
 
 
 @given(st.lists(st.lists(MEDIA, min_size=1, max_size=5), min_size=1, max_size=20), st.integers(1, 9))

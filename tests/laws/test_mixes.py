@@ -19,7 +19,7 @@ from packplan.core.mixes import (
     measured_faults,
     mixes_faults,
     quotas,
-    select_lowest,
+    select_lowest_keys,
     select_records,
     stream_faults,
 )
@@ -211,7 +211,7 @@ def test_the_lowest_keys_sum_up_to_a_quota(samples, hundredths, room):
     num = min(allowed, key=lambda n: abs(sums[n] - quota))
     event(f"the cap forbids the nearest sum: {num < min(range(len(sums)), key=lambda n: abs(sums[n] - quota))}")
 
-    assert sorted(order[:num].tolist()) == select_lowest(keys.astype(np.uint64), weights, quota, cap=cap).tolist()
+    assert sorted(order[:num].tolist()) == select_lowest_keys(keys.astype(np.uint64), weights, quota, cap=cap).tolist()
 
 
 @pytest.mark.parametrize(

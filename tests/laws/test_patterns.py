@@ -12,7 +12,7 @@ from packplan.core.bounds import Bound, find_bound, lower_bound
 from packplan.core.length_counts import LengthCounts
 from packplan.core.packers import pack
 from packplan.core.patterns import Effort, SpentError, num_packs
-from packplan.core.patterns.certificate import certify, quick_bound
+from packplan.core.patterns.certificate import certify, find_quick_bound
 from packplan.core.patterns.guided import _Program, fill_guided
 from packplan.core.patterns.relaxation import relax, solve_knapsack, solve_master
 from packplan.core.patterns.search import _Search, find_filling, gather_room
@@ -106,11 +106,11 @@ def test_bounds_and_certified_packs_agree_with_exhaustive_search(case, efforts):
     for found in (less, more):
         assert found.kind != "reached" or found.packs == fewest
     assert less.best >= more.best >= fewest
-    quick = quick_bound(tally, capacity=capacity)
+    quick = find_quick_bound(tally, capacity=capacity)
     assert Bound(quick, "quick", len(lengths)) == find_bound(lengths, capacity=capacity, effort=0)
     huge = LengthCounts.from_lengths(np.array(lengths) * 2**52)
-    assert quick == quick_bound(huge, capacity=capacity * 2**52)
-    assert 0 == quick_bound(LengthCounts([], []), capacity=capacity)
+    assert quick == find_quick_bound(huge, capacity=capacity * 2**52)
+    assert 0 == find_quick_bound(LengthCounts([], []), capacity=capacity)
 
 
 @given(case=packable(min_size=1, max_size=12), rng=st.randoms(use_true_random=False))
@@ -225,7 +225,7 @@ def test_a_search_never_spends_more_than_its_effort(limit):
 
     assert 0 <= effort.left <= limit
     assert masters.call_count * 15_000 <= limit - effort.left
-    assert quick_bound(tally, capacity=capacity) <= certificate.bound
+    assert find_quick_bound(tally, capacity=capacity) <= certificate.bound
     assert certificate.kind in ({"quick"} if limit < 1_000_000 else {"quick", "relaxation"})
     assert certificate == certify(tally, capacity=capacity, known=len(lengths), effort=Effort(limit))
 
@@ -246,7 +246,7 @@ def test_a_plan_of_many_distinct_lengths_waits_for_no_linear_program():
         plan = build_raw_plan(lengths, packing_length=8192)
 
     assert "quick" == plan.bound_kind
-    assert quick_bound(LengthCounts.from_lengths(lengths), capacity=8192) == plan.lower_bound
+    assert find_quick_bound(LengthCounts.from_lengths(lengths), capacity=8192) == plan.lower_bound
 
 
 def test_certified_says_how_far_it_is_and_packs_the_same():

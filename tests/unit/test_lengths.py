@@ -13,7 +13,7 @@ import pytest
 import packplan as pp
 from packplan.core.bounds import lower_bound
 from packplan.core.errors import ArgumentError
-from packplan.core.lengths import as_lengths, checked_works
+from packplan.core.lengths import as_lengths, as_works
 from packplan.core.metrics import packing_metrics
 from packplan.core.packers import ALGORITHMS, pack
 from packplan.core.plan import build_raw_plan
@@ -98,9 +98,9 @@ def test_a_tensor_that_numpy_does_not_read_is_read_by_its_numbers():
     assert [2, 1] == as_lengths(GradTensor([2, 1])).tolist()
     with pytest.raises(ArgumentError, match=r"length 0 is 2\.0"):
         as_lengths(GradTensor([2.0, 1.0]))
-    assert [2.0, 1.0] == checked_works(GradTensor([2.0, 1.0]), 2).tolist()
+    assert [2.0, 1.0] == as_works(GradTensor([2.0, 1.0]), 2).tolist()
     with pytest.raises(ArgumentError, match="not list"):
-        checked_works(["much"], 1)
+        as_works(["much"], 1)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from packplan.core.errors import ArgumentError
 from packplan.core.fingerprint import from_plain, unseal
-from packplan.core.lengths import checked_works, rounded_up
+from packplan.core.lengths import as_works, round_up
 from packplan.core.stream import StreamProgress
 
 
@@ -35,7 +35,7 @@ def test_an_array_is_read_number_by_number():
 
 def test_lengths_near_the_largest_are_rounded_up():
     """Where their total still has 63 bits."""
-    assert [2**62, 2] == rounded_up(np.array([2**62, 1]), 2).tolist()
+    assert [2**62, 2] == round_up(np.array([2**62, 1]), 2).tolist()
 
 
 class Unreadable:
@@ -48,7 +48,7 @@ class Unreadable:
 
 def test_what_numpy_does_not_read_is_named():
     with pytest.raises(ArgumentError, match="Unreadable"):
-        checked_works(Unreadable(), 1)
+        as_works(Unreadable(), 1)
 
 
 def test_a_stream_has_done_no_more_of_an_epoch_than_of_all():

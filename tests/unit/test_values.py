@@ -8,7 +8,7 @@ import pytest
 
 from packplan.core import errors
 from packplan.core.config.faults import with_remedy
-from packplan.core.equality import AUTO, BACKENDS, VARLEN, PackingVerdict, ProbeResult, choose_attention, trials
+from packplan.core.equality import AUTO, BACKENDS, VARLEN, PackingVerdict, ProbeResult, choose_attention, yield_trials
 from packplan.core.errors import Difference, ModelError, PackplanError, RunError, StaleError, counted, verb_for
 from packplan.core.plan import refuse_longer
 from packplan.core.policy import PlanPolicy
@@ -109,7 +109,7 @@ def test_trials_go_from_the_fastest_to_the_slowest():
     """Flash attention where it runs; what is named is tried alone."""
 
     def tried(*arguments, **options):
-        return [(one.strategy, one.attention) for one in trials(*arguments, **options)]
+        return [(one.strategy, one.attention) for one in yield_trials(*arguments, **options)]
 
     assert ["flash", "varlen", "varlen", "own"] == [one for one, _ in tried("auto", native="sdpa", flash=True)]
     assert [("own", "eager")] == tried("auto", native="eager", flash=False)[2:3]
@@ -123,14 +123,14 @@ def test_trials_go_from_the_fastest_to_the_slowest():
 
 def test_what_is_measured_passes_if_it_is_apart_and_equal():
     """Isolation has no threshold; what is not a number passes nothing."""
-    assert ProbeResult(0, 2e-5, 2e-5, 2e-5).why_not(limit=2e-5) is None
+    assert ProbeResult(0, 2e-5, 2e-5, 2e-5).reason_against_packing(limit=2e-5) is None
     for found in (ProbeResult(1e-30, 0), ProbeResult(0, 0, 0, 3e-5), ProbeResult(0, float("nan"))):
-        assert found.why_not(limit=2e-5) is not None
+        assert found.reason_against_packing(limit=2e-5) is not None
 
 
 def test_a_blind_probe_says_nothing():
     """No gradient reaches a sample from its own logits."""
-    assert "no gradient reaches a sample" in ProbeResult(float("inf"), 0).why_not(limit=1.0)
+    assert "no gradient reaches a sample" in ProbeResult(float("inf"), 0).reason_against_packing(limit=1.0)
 
 
 def test_errors_name_what_failed():
