@@ -136,16 +136,16 @@ class _OpenBins:
         """Go on to lengths of *size*, which is shorter than before."""
         while self._waits and -self._waits[0][0] >= size:
             room, first, number = heappop(self._waits)
-            self.put(first, number, -room, size)
+            self.put_range(first, number, -room, size)
 
-    def put(self, first: int, number: int, room: int, size: int) -> None:
+    def put_range(self, first: int, number: int, room: int, size: int) -> None:
         """Keep a range of bins; *size* is the current length."""
         if room >= size:
             heappush(self._fits, (room if self._fullest else 0, first, number, room))
         else:
             heappush(self._waits, (-room, first, number))
 
-    def take(self) -> tuple[int, int, int] | None:
+    def take_range(self) -> tuple[int, int, int] | None:
         """Return the preferred range that the current length fits, as (first, number, room)."""
         return heappop(self._fits)[1:] if self._fits else None
 
@@ -168,7 +168,7 @@ def fit_decreasing(
         left = count
         bins.set_size(size)
         while left:
-            taken = bins.take()
+            taken = bins.take_range()
             if taken is None:
                 taken = (num_bins, -(-left // (capacity // size)), capacity)
                 num_bins += taken[1]
@@ -178,12 +178,12 @@ def fit_decreasing(
             rest = min(per_bin, left - full * per_bin) if full < number else 0
             if full:
                 trace.write((index, first, full, per_bin))
-                bins.put(first, full, room - per_bin * size, size)
+                bins.put_range(first, full, room - per_bin * size, size)
             if rest:
                 trace.write((index, first + full, 1, rest))
-                bins.put(first + full, 1, room - rest * size, size)
+                bins.put_range(first + full, 1, room - rest * size, size)
             untouched = number - full - (rest > 0)
             if untouched:
-                bins.put(first + number - untouched, untouched, room, size)
+                bins.put_range(first + number - untouched, untouched, room, size)
             left -= full * per_bin + rest
     return trace

@@ -43,11 +43,11 @@ def as_lengths(lengths: Lengths, *, least: int = 1) -> IntArray:
     if isinstance(lengths, np.ma.MaskedArray) and lengths.mask.any():
         index = int(np.argmax(np.ma.getmaskarray(lengths)))
         raise _bad_length_error(index, "masked", "a length is a whole number of tokens")
-    array = np.asarray(lengths) if isinstance(lengths, np.ndarray) else _array_of(lengths)
+    array = np.asarray(lengths) if isinstance(lengths, np.ndarray) else _convert_lengths(lengths)
     if array.ndim != 1:
         raise _bad_length_error(0, f"array of shape {array.shape}", "lengths are one-dimensional")
     if array.dtype.kind == "O":
-        array = _array_of(array.tolist())
+        array = _convert_lengths(array.tolist())
     if array.dtype.kind not in "iu":
         _raise_first_bad(array.tolist())
     if array.size and array.dtype.kind == "u" and int(array.max()) >= 2**63:
@@ -77,7 +77,7 @@ def _bad_length_error(index: int, value: object, reason: str) -> ArgumentError:
     return ArgumentError("length", f"length {index} is {value!r}: {reason}", {"index": index, "value": value})
 
 
-def _array_of(values: Sequence[int]) -> IntArray:
+def _convert_lengths(values: Sequence[int]) -> IntArray:
     is_table = hasattr(values, "column_names") or hasattr(values, "columns")
     if is_table or isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__getitem__"):
         column = ": give its column of lengths, such as data['length']" if is_table else ""

@@ -134,7 +134,7 @@ def gather_room(filling: Filling, tally: LengthCounts, *, capacity: int, effort:
     full: Filling = []
     for pattern, num in filling:
         if room := capacity - sum(tally.sizes[index] * per_bin for index, per_bin in pattern.items()):
-            bins.put(pattern_key(pattern), num, room)
+            bins.add_bins(pattern_key(pattern), num, room)
         else:
             full.append((pattern, num))
     with suppress(SpentError):
@@ -163,7 +163,7 @@ class _RoomyBins:
         self._most = np.zeros(capacity + 1, dtype=np.int64)  # room beside a sample of each length, at most
         self._tokens = np.arange(1, capacity + 1)
 
-    def put(self, key: PatternKey, num: int, room: int, *, waits: bool = True) -> None:
+    def add_bins(self, key: PatternKey, num: int, room: int, *, waits: bool = True) -> None:
         """Add bins of a pattern, which *waits* to be filled up if it is new."""
         if key in self.nums:
             self.nums[key] += num
@@ -200,11 +200,11 @@ class _RoomyBins:
                 if not self.nums[other]:
                     del self.nums[other]
                     self._release(other, more)
-                self.put(self._replace_sample(key, short, long), moved, room - less - 1)
-                self.put(self._replace_sample(other, long, short), moved, more + less + 1)
+                self.add_bins(self._replace_sample(key, short, long), moved, room - less - 1)
+                self.add_bins(self._replace_sample(other, long, short), moved, more + less + 1)
         finally:
             if num:
-                self.put(key, num, room, waits=False)
+                self.add_bins(key, num, room, waits=False)
 
     def _replace_sample(self, key: PatternKey, old: int, new: int) -> PatternKey:
         """Return a pattern that holds one sample of another length."""

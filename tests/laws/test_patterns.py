@@ -72,7 +72,7 @@ def test_a_program_takes_no_column_that_rounding_alone_makes_look_better():
     program = _Program(np.array([6, 3]), np.array([4, 4]), 12)
     program._prices = np.array([-1.0, 0.5])
 
-    assert not program._enter({0: -1}, 0, Effort())
+    assert not program._enter_column({0: -1}, 0, Effort())
     assert [2.0, 1.0] == program.uses.tolist()
 
 
