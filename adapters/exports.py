@@ -72,8 +72,8 @@ def export_parquet(rows: Any, plan: Plan, path: str | Path, *, order: Order = No
         OutputError: The file cannot be written.
     """
     lists = {"samples": pa.int64(), **dict.fromkeys(("lengths", *_BY_TOKEN), pa.int32())}
-    schema = _schema(plan, {"pack": pa.int64(), **{name: pa.list_(kind) for name, kind in lists.items()}})
-    _write_parquet(_packs(rows, plan, order, Path(path)), schema, Path(path))
+    schema = _make_schema(plan, {"pack": pa.int64(), **{name: pa.list_(kind) for name, kind in lists.items()}})
+    _write_parquet(_read_packs(rows, plan, order, Path(path)), schema, Path(path))
 
 
 def export_megatron_bridge(rows: Any, plan: Plan, path: str | Path, *, order: Order = None) -> None:
@@ -81,7 +81,7 @@ def export_megatron_bridge(rows: Any, plan: Plan, path: str | Path, *, order: Or
     Write packs to the Parquet file that Megatron-Bridge reads as packed sequences.
 
     Columns: `input_ids` (whole samples), `seq_start_id` (start of each sample), `loss_mask` (int8,
-    as long as `input_ids`). The reader trains token k to foretell token k + 1 of its sample, so
+    as long as `input_ids`). The reader trains token k to predict token k + 1 of its sample, so
     the mask is shifted: it is 1 where the next token is learned, and 0 at the end of each sample.
     A sample of n tokens therefore takes n - 1 places of the tool's sequence.
 
@@ -98,8 +98,8 @@ def export_megatron_bridge(rows: Any, plan: Plan, path: str | Path, *, order: Or
         OutputError: The file cannot be written.
     """
     types = {"input_ids": pa.int32(), "seq_start_id": pa.int32(), "loss_mask": pa.int8()}
-    schema = _schema(plan, {name: pa.list_(kind) for name, kind in types.items()})
-    _write_parquet(map(_bridge_row, _packs(rows, plan, order, Path(path))), schema, Path(path))
+    schema = _make_schema(plan, {name: pa.list_(kind) for name, kind in types.items()})
+    _write_parquet(map(_to_bridge_row, _read_packs(rows, plan, order, Path(path))), schema, Path(path))
 
 
 def export_llama_factory(
@@ -129,9 +129,9 @@ def export_llama_factory(
         OutputError: The folder cannot be written.
     """
     padding = {"input_ids": pad_token_id, "labels": IGNORED_LABEL, "position_ids": 0, "attention_mask": 0}
-    schema = _schema(plan, dict.fromkeys(padding, pa.list_(pa.int32())))
+    schema = _make_schema(plan, dict.fromkeys(padding, pa.list_(pa.int32())))
 
-    def padded(row: Row) -> Row:
+    def pad_row(row: Row) -> Row:
         width = max(len(row["input_ids"]), plan.raw.packing_length) // _MULTIPLE * _MULTIPLE + _MULTIPLE
         numbers = np.repeat(np.arange(1, len(row["lengths"]) + 1, dtype=np.int32), row["lengths"])
         values = {**row, "attention_mask": numbers}
@@ -145,7 +145,7 @@ def export_llama_factory(
         train = unfinished / _INFO.parent
         train.mkdir()
         with publish_file(train / _DATA) as file, pa.ipc.new_stream(file, schema) as writer:
-            for table in _tables(map(padded, _packs(rows, plan, order, Path(folder))), schema):
+            for table in _arrow_tables(map(pad_row, _read_packs(rows, plan, order, Path(folder))), schema):
                 writer.write_table(table)
         texts = {_INFO: {"description": json.dumps(_plan_fields(plan))}, _INFO.with_name("state.json"): state}
         for path, content in {**texts, Path("dataset_dict.json"): {"splits": ["train"]}}.items():
@@ -163,14 +163,14 @@ def export_cached_rows(splits: Mapping[str, tuple[Any, Sequence[Sequence[int]]]]
         folder: Folder to make; there is none yet.
 
     Raises:
-        OutputError: It cannot be written.
+        OutputError: The folder cannot be written.
     """
     with publish_folder(folder) as unfinished:
         for name, (rows, lengths) in splits.items():
             rows.add_column("lengths", list(lengths)).save_to_disk(unfinished if name == "train" else unfinished / EVAL)
 
 
-def _packs(rows: Any, plan: Plan, order: Order, target: Path) -> Iterator[Row]:
+def _read_packs(rows: Any, plan: Plan, order: Order, target: Path) -> Iterator[Row]:
     """
     Yield packs as rows of Parquet.
 
@@ -204,15 +204,15 @@ def _packs(rows: Any, plan: Plan, order: Order, target: Path) -> Iterator[Row]:
 
 
 def _plan_fields(plan: Plan) -> dict[str, Any]:
-    """Return the plan that packs are of, as files of them tell it."""
+    """Return the plan's checksum and packing length, as exported files store them."""
     return {"packplan_checksum": plan.checksum, "packplan_packing_length": plan.raw.packing_length}
 
 
-def _schema(plan: Plan, types: Mapping[str, Any]) -> Any:
+def _make_schema(plan: Plan, types: Mapping[str, Any]) -> Any:
     return pa.schema(types, {key: str(value) for key, value in _plan_fields(plan).items()})
 
 
-def _tables(packs: Iterable[Row], schema: Any) -> Iterator[Any]:
+def _arrow_tables(packs: Iterable[Row], schema: Any) -> Iterator[Any]:
     """Yield Arrow tables of a few packs each."""
     batch: list[Row] = []
     num_tokens = 0
@@ -228,12 +228,12 @@ def _tables(packs: Iterable[Row], schema: Any) -> Iterator[Any]:
 
 def _write_parquet(packs: Iterable[Row], schema: Any, target: Path) -> None:
     with name_write_errors(target), publish_file(target) as file, pq.ParquetWriter(file, schema) as writer:
-        for table in _tables(packs, schema):
+        for table in _arrow_tables(packs, schema):
             writer.write_table(table, row_group_size=len(table))
 
 
-def _bridge_row(row: Row) -> Row:
-    """Return a pack as a row of Megatron-Bridge; ArgumentError if its columns cannot say it."""
+def _to_bridge_row(row: Row) -> Row:
+    """Return a pack as a row of Megatron-Bridge; ArgumentError if its labels do not fit a mask."""
     learned, lengths = row["labels"] != IGNORED_LABEL, row["lengths"]
     if np.any(row["labels"][learned] != row["input_ids"][learned]):
         reason = "has labels that are not its tokens, and the format has a mask in their place"

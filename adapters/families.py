@@ -30,7 +30,7 @@ def default_types(architecture: str) -> tuple[str, str] | None:
 
 
 def model_embeds_images(template: str) -> bool:
-    """Return whether the model embeds images, and not its template."""
+    """Return whether the model itself embeds images, because its ms-swift template cannot."""
     return template in _families()["embeds"]
 
 
@@ -54,7 +54,7 @@ def trained_config(config: Any) -> Any:
 
 
 def is_sound_weight(name: str) -> bool:
-    """Return whether a weight of an Omni model only processes or makes sound."""
+    """Return whether a weight, by its name, only serves audio input or output of an Omni model."""
     return not _SOUND.isdisjoint(name.split("."))
 
 

@@ -1,5 +1,5 @@
 """
-Where a model is, and facts about it from the files of its folder, read without torch and ms-swift.
+Folder of a model, and facts about the model from its files, read without torch and ms-swift.
 
 Models are found in the local caches of Hugging Face and ModelScope, without their libraries and
 without a network; or downloaded by ms-swift, if that is asked for. Caches lie at `HF_HUB_CACHE`,
@@ -29,7 +29,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def find_cached_model(name: str) -> Path | None:
-    """Return the folder of a model, by its hub id `owner/name`, in a local cache; None without."""
+    """Return the cached folder of a model, by its hub id `owner/name`; None if no cache has it."""
     searches = (_hugging_face_folders, _modelscope_folders)
     for search in searches if prefers_hugging_face() else reversed(searches):
         for folder in search(name):
@@ -313,8 +313,8 @@ _SAMPLED, _MOST_SAMPLED = 256, 256
 
 def model_file_facts(folder: Path, *, also: Sequence[str] = ("config.json",)) -> dict[str, str]:
     """
-    Return size and digest of a model's files by name: its weights and adapters, of which each
-    weight is read in part, and others. There are none of what is no folder.
+    Return size and digest of each file of a model, by name; empty if *folder* does not exist.
+    Digests of weights and adapters read each weight in part.
 
     Args:
         folder: Folder of the model.

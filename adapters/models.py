@@ -1,5 +1,5 @@
 """
-Evaluation mode of a model, its state and that of chance, weights from a checkpoint, norms of
+Evaluation mode of a model, its state and the random state, weights from a checkpoint, norms of
 gradients, and a check of weights before they are saved.
 
 The check goes by the root mean square of the trained weights. A step with a learning rate of 1e30
@@ -46,7 +46,7 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
-    """Give an object or a module other values of its attributes, inside."""
+    """Replace attributes of an object or a module until the block ends."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)
@@ -112,7 +112,7 @@ def sum_of_squares(tensors: Iterable[torch.Tensor], *, sharded: bool) -> tuple[f
 
 
 def _counted_share(tensor: torch.Tensor) -> float:
-    """Return the share of its part that a rank counts, so that all ranks together count it once."""
+    """Return the weight of this rank's part in a sum over ranks, where copies count once."""
     if not isinstance(tensor, DTensor):
         return 1.0 / dist.get_world_size()
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)

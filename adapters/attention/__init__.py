@@ -75,7 +75,7 @@ def set_varlen_attention(model: Any, *, name: str = NAME) -> None:
 
 
 def attention_names(config: Any) -> dict[str, str]:
-    """Return the attention of a configuration, under an empty name, and of each of its parts."""
+    """Return the attention names of a configuration's parts, and under "" its own."""
     parts = {"": config, **{name: getattr(config, name, None) for name in config.sub_configs}}
     return {name: part._attn_implementation for name, part in parts.items() if part is not None}  # noqa: SLF001  # has no public name
 
@@ -90,9 +90,9 @@ def takes_grids(model: Any, part: str) -> bool:
 @contextmanager
 def native_attention(model: Any, native: str = NATIVE) -> Iterator[None]:
     """
-    Make a model use transformers' own attention, inside.
+    Make a model use transformers' own attention inside the block.
 
-    With checkpointing, the backward pass belongs inside too.
+    With gradient checkpointing, run the backward pass inside the block too.
 
     Args:
         model: Model of transformers.

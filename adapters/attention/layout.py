@@ -79,7 +79,7 @@ class Layout:
     @cached_property
     def batches(self) -> tuple[tuple[int, ...], ...]:
         """
-        Groups of blocks that can be computed as one batch: of equal length, without own masks.
+        Groups of indices of equally long blocks without own masks, each computed as one batch.
         """
         groups: dict[int, list[int]] = {}
         for position, length in enumerate(self.lengths):

@@ -43,7 +43,7 @@ class PackedRow:
 
     @cached_property
     def first(self) -> torch.Tensor:
-        """First token of each token's sample; int64 of shape (tokens,)."""
+        """Row position at which each token's sample begins; int64 of shape (tokens,)."""
         return torch.searchsorted(self.sample_ids, self.sample_ids)
 
     @cached_property
@@ -85,8 +85,8 @@ class PackedRow:
 
         return together
 
-    def by_columns(self, mask_function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Return a mask function that counts distances as the padded row does."""
+    def with_padded_distances(self, mask_function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Return *mask_function* with distances between tokens measured in the padded batch."""
         columns = self.columns
         if columns is None:
             return mask_function
@@ -157,7 +157,7 @@ class RealTokens:
 
     @property
     def paddings(self) -> set[Padding]:
-        """Sides of real tokens that have padding."""
+        """Where the batch has padding: left of the first real tokens, or between real tokens."""
         columns = self.places % self.shape[1]
         starts = self.row.first == torch.arange(len(self.places), device=self.places.device)
         sides: dict[Padding, bool] = {
@@ -224,7 +224,7 @@ def require_row() -> PackedRow | None:
     Return the current row, for layers and masks that need it; None where none is packed.
 
     Raises:
-        PackplanError: They run outside of their model.
+        PackplanError: The call is outside of the forward pass of a model that follows rows.
     """
     try:
         return _ROW.get()
@@ -268,7 +268,7 @@ def keep_rows_in_checkpoints(modules: Iterable[Any]) -> None:
 
 
 def follow_rows(model: torch.nn.Module) -> None:
-    """Let a model keep its row while it computes; see the module."""
+    """Let a model keep its row as `current_row` during its forward pass; see the module."""
     original, signature = model.forward, inspect.signature(model.forward)
     checkpointed = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
 
@@ -291,16 +291,16 @@ def split_states(model: torch.nn.Module, classes: Collection[str]) -> None:
     Let the layers of some classes run sample by sample within packed rows; see `follow_rows`.
 
     Args:
-        model: Has them.
+        model: Model with such layers.
         classes: Names of the layers' classes.
     """
     for module in model.modules():
         if type(module).__name__ in classes:
-            module.forward = _by_samples(module.forward)
+            module.forward = _by_sample(module.forward)
 
 
-def _by_samples(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward pass that splits what has the row's tokens, and joins what comes out."""
+def _by_sample(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward pass that splits tensors of the row by sample, and joins the outputs."""
 
     @wraps(plain)
     def forward(*arguments: Any, **options: Any) -> Any:
@@ -311,26 +311,26 @@ def _by_samples(plain: Callable[..., Any]) -> Callable[..., Any]:
         if row is None or len(row.lengths) == 1:
             return plain(*arguments, **options)
         options = {name: value for name, value in options.items() if not name.startswith(_BOUNDARIES)}
-        samples = zip(_split(arguments, row), _split(options, row), strict=True)
+        samples = zip(_split_by_sample(arguments, row), _split_by_sample(options, row), strict=True)
         with use_row(None):  # each part is a row of one sample
             return _join_outputs([plain(*part, **named) for part, named in samples], row)
 
     return forward
 
 
-def _split(value: Any, row: PackedRow) -> list[Any]:
+def _split_by_sample(value: Any, row: PackedRow) -> list[Any]:
     """
-    Return each sample's part of a tensor whose first or second axis is the row's; others as they
-    are.
+    Return a value for each sample: its tokens of tensors whose axis 0 or 1 is the row, and other
+    values unchanged.
     """
     if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == len(row.sample_ids):
         return list(torch.split(value, list(row.lengths), 1))
     if isinstance(value, torch.Tensor) and value.dim() >= 1 and value.shape[0] == len(row.sample_ids):
         return list(torch.split(value, list(row.lengths), 0))
     if type(value) in (tuple, list) and value:
-        return [type(value)(items) for items in zip(*(_split(item, row) for item in value), strict=True)]
+        return [type(value)(items) for items in zip(*(_split_by_sample(item, row) for item in value), strict=True)]
     if type(value) is dict:
-        split = {name: _split(item, row) for name, item in value.items()}
+        split = {name: _split_by_sample(item, row) for name, item in value.items()}
         return [{name: items[number] for name, items in split.items()} for number in range(len(row.lengths))]
     return [value] * len(row.lengths)
 

@@ -60,7 +60,7 @@ def _set_flag(flag: ContextVar[bool]) -> Iterator[None]:
 
 
 def compute_whole_rows() -> AbstractContextManager[None]:
-    """Let each rank compute whole rows by itself, inside, to compare with rows that it shares."""
+    """Let each rank compute whole rows inside the block, as the reference for shared rows."""
     return _set_flag(_COMPUTES_WHOLE)
 
 
@@ -93,14 +93,14 @@ def share_rows(model: Any, group: dist.ProcessGroup) -> SharedRows:
     @wraps(original)
     def forward(*arguments: Any, **options: Any) -> Any:
         given = {**parameters.bind_partial(*arguments).arguments, **options}
-        if not shared.attends:
+        if not shared.is_active:
             return original(*arguments, **options)
         _require_same_rows(given, group)
         row = read_row(given.get("position_ids"), given.get("attention_mask"))
         if row is None or not _has_usual_loss(part, given):
             return original(*arguments, **options)
         _, share = divide_row(row, group)
-        keep, targets = _targets_of_part(given, share)
+        keep, targets = _select_targets(given, share)
         with _set_flag(_KEEPS_PART):
             output = original(**{**given, "labels": None} | ({} if keep is None else {"logits_to_keep": keep}))
         own = F.cross_entropy(output["logits"][0].float(), targets, ignore_index=_IGNORED, reduction="sum")
@@ -125,7 +125,7 @@ def _require_same_rows(given: dict[str, Any], group: dist.ProcessGroup) -> None:
 
 
 def attention_for_shared_rows(choice: AttentionChoice) -> AttentionChoice:
-    """Return the attention for shared rows; ModelError if it is none that knows them."""
+    """Return *choice*, changed to follow rows; ModelError if it does not support shared rows."""
     if choice.name != VARLEN or choice.split:
         fact = f"rows are shared by ranks under {VARLEN}, without layers that carry a state, but this takes {choice}"
         raise ModelError("attention", fact)
@@ -134,7 +134,7 @@ def attention_for_shared_rows(choice: AttentionChoice) -> AttentionChoice:
 
 def row_group(size: int, timeout: timedelta) -> dist.ProcessGroup:
     """
-    Return the group of consecutive ranks that this rank is in; every rank calls this.
+    Make groups of consecutive ranks, and return this rank's group; every rank calls this.
 
     Args:
         size: Ranks of a group.
@@ -154,12 +154,12 @@ def _has_usual_loss(model: Any, given: dict[str, Any]) -> bool:
     return getattr(model, "loss_function", None) is ForCausalLMLoss and is_known and not routes
 
 
-def _targets_of_part(given: dict[str, Any], share: RowShare) -> tuple[torch.Tensor | None, torch.Tensor]:
+def _select_targets(given: dict[str, Any], share: RowShare) -> tuple[torch.Tensor | None, torch.Tensor]:
     """
-    Return the tokens of this rank whose logits are asked for, None for all, and their targets.
+    Return a mask of this rank's tokens whose logits are needed (None for all), and their targets.
 
-    Labels are of all tokens, or, after one that counts for nothing, of those that the tokens of
-    `logits_to_keep` predict; so ms-swift gives them.
+    With a tensor `logits_to_keep`, as from ms-swift, the labels after the first one, which is
+    ignored, belong to the kept tokens. Otherwise every token has a label.
     """
     keep, following = given.get("logits_to_keep"), F.pad(given["labels"][0, 1:], (0, 1), value=_IGNORED)
     targets = following.new_full((share.num_positions,), _IGNORED)
@@ -173,7 +173,7 @@ def _targets_of_part(given: dict[str, Any], share: RowShare) -> tuple[torch.Tens
 
 def divide_row(row: PackedRow, group: dist.ProcessGroup) -> tuple[PackedRow, RowShare]:
     """
-    Return a row with padding, as a sample of its own at the end, and this rank's equal part of it.
+    Pad a row to a multiple of the ranks, as one more sample; return it with this rank's part.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     part = -(-len(row.sample_ids) // size)
@@ -210,8 +210,8 @@ class SharedRows:
         ]
 
     @property
-    def attends(self) -> bool:
-        """Whether rows are shared now, and the decoder attends by functions that know them."""
+    def is_active(self) -> bool:
+        """Whether rows are shared: under varlen attention, outside of `compute_whole_rows`."""
         named = self._decoder.config._attn_implementation  # noqa: SLF001  # has no public name
         return named in (NAME, ROWS_NAME) and not _COMPUTES_WHOLE.get()
 
@@ -221,7 +221,7 @@ class SharedRows:
             hook.remove()
 
     def _cut(self, _: Any, args: Any, kwargs: Any) -> Any:
-        divided, inside = self._divide() if self.attends else None, ExitStack()
+        divided, inside = self._divide() if self.is_active else None, ExitStack()
         if divided is None:
             self._open[get_ident()].append((None, inside))
             return None
@@ -285,7 +285,7 @@ def _cut_arguments(given: dict[str, Any], row: PackedRow, share: RowShare) -> di
 
 
 def _join_parts(value: Any, share: RowShare) -> Any:
-    """Join the parts of what has this rank's tokens: shape (1, part, …), or (part, …)."""
+    """Join the ranks' parts of output tensors, which have the shape (1, part, …) or (part, …)."""
     if isinstance(value, dict):
         for name in list(value):
             value[name] = _join_parts(value[name], share)

@@ -57,13 +57,13 @@ class RowShare:
         return len(self.positions) * self.size
 
     def heads(self, num_heads: int) -> list[range]:
-        """Return the heads that each rank attends with: as equally many as there can be."""
+        """Return the range of query heads of each rank; their numbers differ by at most 1."""
         least, rest = divmod(num_heads, self.size)
         ends = [number * least + min(number, rest) for number in range(self.size + 1)]
         return [range(*span) for span in pairwise(ends)]
 
     def keeps_head_groups(self, num_heads: int, num_keys: int) -> bool:
-        """Return whether no rank has a part of the query heads of one key head."""
+        """Return whether the query heads of every key head are on one rank."""
         together = num_heads // num_keys
         return not any(own.start % together or own.stop % together for own in self.heads(num_heads))
 
@@ -91,7 +91,7 @@ class RowShare:
         return query, key, value
 
     def _exchange(self, part: torch.Tensor, heads: Sequence[range]) -> torch.Tensor:
-        """Send each rank some heads of this rank's tokens, and return this rank's of all tokens."""
+        """Send ranks their heads of this rank's tokens; return this rank's heads of all tokens."""
         index = torch.tensor([head for span in heads for head in span], device=part.device)
         mine = len(heads[self.rank])
         rows = part[0].index_select(0, index)
@@ -124,7 +124,7 @@ class RowShare:
         """
         Return the values of this rank's tokens along an axis; the padding repeats the last token.
 
-        Gradients of `values` are those of the whole row on every rank, if the ranks' results are.
+        If all ranks compute the loss of the whole row, each gets the whole gradient of *values*.
         """
         result: torch.Tensor = _Take.apply(values.movedim(axis, 0), self)  # type: ignore[no-untyped-call]
         return result.movedim(0, axis)
@@ -145,12 +145,12 @@ class _Take(torch.autograd.Function):
 
 
 def _exchange_rows(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """Send each rank its count of rows, one after the other; return those received, by rank."""
+    """Send each rank its number of rows, in order; return the received rows, by rank."""
     result: torch.Tensor = collectives.all_to_all_single(rows.contiguous(), received, sent, group)
     return result
 
 
 def gather_rows(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the ranks' rows, one rank after the other."""
+    """Return the rows of all ranks, joined in the order of the ranks."""
     result: torch.Tensor = collectives.all_gather_single_autograd(part.contiguous(), 0, group)
     return result

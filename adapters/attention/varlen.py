@@ -161,7 +161,7 @@ def _attend_whole(
 
 
 def _attend_no_head(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return the output of no head, through which this rank takes part in the backward pass."""
+    """Return an output of 0 heads, so that this rank takes part in the backward pass."""
     return ((query @ key.mT) @ value).transpose(1, 2)
 
 
@@ -176,16 +176,16 @@ def mask_within_samples(mask_function: MaskFunction, row: PackedRow, local_size:
         row: Samples of the row.
         local_size: Tokens of the mask's window or chunk, if any.
     """
-    if local_size is not None and _is_made_by(mask_function, chunked_overlay):
+    if local_size is not None and _is_composed_of(mask_function, chunked_overlay):
         mask_function = and_masks(causal_mask_function, row.same_chunk(local_size))
     else:
-        mask_function = row.by_columns(mask_function)
+        mask_function = row.with_padded_distances(mask_function)
     together: MaskFunction = and_masks(mask_function, row.same_sample)
     return together
 
 
-def _is_made_by(function: Any, maker: Callable[..., Any], depth: int = 4) -> bool:
-    """Return whether a mask function is composed of one that *maker* returned."""
+def _is_composed_of(function: Any, maker: Callable[..., Any], depth: int = 4) -> bool:
+    """Return whether a mask function is, or is composed of, one that *maker* returned."""
     if (
         getattr(function, "__qualname__", "").startswith(f"{maker.__name__}.")
         and function.__module__ == maker.__module__
@@ -193,7 +193,7 @@ def _is_made_by(function: Any, maker: Callable[..., Any], depth: int = 4) -> boo
         return True
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     parts = [part for cell in cells for part in (cell if isinstance(cell, tuple) else (cell,)) if callable(part)]
-    return depth > 0 and any(_is_made_by(part, maker, depth - 1) for part in parts)
+    return depth > 0 and any(_is_composed_of(part, maker, depth - 1) for part in parts)
 
 
 OwnAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -304,7 +304,7 @@ def attend_within(
         return fused[None]
     if capability is not None:
         _log_reason_once(why_not)
-    return _by_blocks(query, key, value, layout, dropout=dropout, scaling=scaling)
+    return _attend_by_blocks(query, key, value, layout, dropout=dropout, scaling=scaling)
 
 
 def why_not_fused(
@@ -358,7 +358,7 @@ def fused_arguments(
 
 @contextmanager
 def trace_as_on_gpu() -> Iterator[None]:
-    """Take tensors without numbers for those of a GPU with the kernel, inside."""
+    """Inside the block, treat tensors off the GPU as on a GPU whose `varlen_attn` is supported."""
     token = _TRACED.set(_CAPABILITY)
     try:
         yield
@@ -371,7 +371,7 @@ _TRACED: ContextVar[tuple[int, int] | None] = ContextVar("traced", default=None)
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of a CUDA GPU; None for other devices."""
+    """Return the compute capability of a CUDA GPU, or the traced one; None for other devices."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else _TRACED.get()
 
 
@@ -386,7 +386,7 @@ def _log_reason_once(why: str) -> None:
     log.info("attention of variable length runs block by block on this GPU, since %s", why)
 
 
-def _by_blocks(
+def _attend_by_blocks(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

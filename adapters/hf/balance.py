@@ -1,5 +1,5 @@
 """
-Microbatches by tokens in GRPO and RLOO of TRL: `balance`.
+`balance`: microbatches of limited tokens in TRL's GRPO and RLOO trainers.
 
 The trainer decides which answers an optimizer step trains, and computes the loss. Here the rows of
 its batches of a step are cut by `core.shard`, and run as other microbatches:
@@ -22,7 +22,7 @@ from accelerate.utils import gather_object, recursively_apply, send_to_device
 from torch.nn.functional import pad
 from transformers import Trainer
 
-from packplan.adapters.hf.following import add_base
+from packplan.adapters.hf.following import insert_base_class
 from packplan.adapters.hf.refusals import is_old_trl, refuse_uncuttable
 from packplan.adapters.hf.rows import BatchCounts, Row, SplitBatch, join_rows, split_batch
 from packplan.core.errors import ArgumentError, ModelError
@@ -39,7 +39,7 @@ _DIVIDED_BY_STEP = ("dapo", "cispo", "vespo")
 
 @attrs.define
 class BalanceCounts:
-    """BatchCounts of what `balance` has cut so far, on this rank."""
+    """Steps, microbatches, tokens and moved rows that `balance` has counted on this rank."""
 
     steps: int = 0
     """Optimizer steps."""
@@ -82,24 +82,24 @@ def balance(
         move_rows: Whether rows may move between ranks.
 
     Raises:
-        ArgumentError: A setting stands against it, or the loss compares the rows of a batch.
+        ArgumentError: A setting forbids it, or the loss compares the rows of a batch.
     """
     if isinstance(trainer, _BalancedTraining):
         raise ArgumentError("host", "the trainer's microbatches are balanced already")
     refuse_uncuttable(trainer)
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     pads = [getattr(one, "pad_token_id", None) for one in (tokenizer, trainer.model.config.get_text_config())]
-    trainer._balance = balance = _Balance(  # noqa: SLF001  # its own
+    trainer._balance = balance = _BalanceState(  # noqa: SLF001  # its own
         next((pad for pad in pads if pad is not None), 0), whole_number("max_tokens", max_tokens),
         whole_number("logprob_max_tokens", logprob_max_tokens or max_tokens),
-        padded, algorithm, whole_number("length_multiple", length_multiple), move_rows, _work_of(trainer.model),
+        padded, algorithm, whole_number("length_multiple", length_multiple), move_rows, _find_work_model(trainer.model),
     )  # fmt: skip
-    add_base(trainer, _BalancedTraining)
+    insert_base_class(trainer, _BalancedTraining)
     return balance.counts
 
 
-def _work_of(model: Any) -> WorkModel | None:
-    """Return the work model of a model; None, for squares of lengths, if its family has none."""
+def _find_work_model(model: Any) -> WorkModel | None:
+    """Return a model's work model; None if its family has none: work is then length squared."""
     try:
         return WorkModel.from_config(model.config.to_dict())
     except ModelError:
@@ -123,7 +123,7 @@ def split_microbatches(microbatches: list[list[int]], num: int) -> list[list[int
 
 
 @attrs.define
-class _Balance:
+class _BalanceState:
     """Settings of `balance`, and the state of the trainer's current optimizer step."""
 
     pad_token_id: int
@@ -150,8 +150,8 @@ class _Balance:
     logged: list[tuple[BatchCounts, dict[str, float]]] = attrs.field(factory=list)
     """Counts of each microbatch of this step, and the values that it logged by name."""
 
-    def cut(self, lengths: Sequence[int], *, shards: int = 1, max_tokens: int | None = None) -> Sharding:
-        """Return rows of these lengths as microbatches of each shard."""
+    def shard_rows(self, lengths: Sequence[int], *, shards: int = 1, max_tokens: int | None = None) -> Sharding:
+        """Divide rows of these lengths over shards, and each shard into microbatches."""
         common: Any = {
             "shards": shards, "batch_size": len(lengths), "work": self.work, "when_long": "alone",
             "max_tokens_per_microbatch": max_tokens or self.max_tokens,
@@ -161,21 +161,21 @@ class _Balance:
         multiple = self.length_multiple
         return shard_packed(lengths, algorithm=self.algorithm, sequence_length_pad_multiple=multiple, **common)
 
-    def cut_for_rank(self, lengths: Sequence[Sequence[int]], rank: int, limit: int | None = None) -> list[list[int]]:
+    def shard_for_rank(self, lengths: Sequence[Sequence[int]], rank: int, limit: int | None = None) -> list[list[int]]:
         """
-        Return the rows of each microbatch of *rank*, which has as many as the rank with most.
+        Return the row indices of each microbatch of *rank*; all ranks have equally many.
 
         Args:
             lengths: Lengths of each rank's rows.
-            rank: A rank, whose rows stay on it.
-            limit: Tokens of a microbatch; None for those of training.
+            rank: Rank whose rows are divided; none of them moves to another rank.
+            limit: Most tokens of a microbatch; None for the limit of training.
         """
-        cuts = [self.cut(own, max_tokens=limit).shard(0)[0].microbatches for own in lengths]
+        cuts = [self.shard_rows(own, max_tokens=limit).shard(0)[0].microbatches for own in lengths]
         return split_microbatches(cuts[rank], max(map(len, cuts)))
 
     def gather_lengths(self, batches: Sequence[SplitBatch], *facts: Any) -> list[tuple[list[list[int]], Any]]:
         """
-        Return for each rank the lengths of the rows of each of its batches, and its *facts*.
+        Gather from each rank the row lengths of its batches, one list a batch, and its *facts*.
 
         Args:
             batches: Batches of this rank.
@@ -208,7 +208,7 @@ class _LocalAccelerator:
 class _BalancedTraining:
     """Methods of a trainer of TRL that cut an optimizer step into microbatches by tokens."""
 
-    _balance: _Balance
+    _balance: _BalanceState
     accelerator: Any
     args: Any
     current_gradient_accumulation_steps: int
@@ -216,12 +216,12 @@ class _BalancedTraining:
     model: Any
 
     def get_batch_samples(self, *args: Any) -> Any:
-        """Return the batches of a step, and forget those of a step that was not finished."""
+        """Return the batches of a step, and discard batches left from an unfinished step."""
         self._balance.waiting.clear()
         return super().get_batch_samples(*args)  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """Prepare a batch and return the loss 0; the last batch of a step trains all of them."""
+        """Collect a batch and return loss 0; the step's last batch trains all collected ones."""
         step, accelerator = self._balance, self.accelerator
         step.call, step.loss = (model, num_items_in_batch), 0.0
         try:
@@ -233,7 +233,7 @@ class _BalancedTraining:
         return loss + step.loss
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Return the step's last microbatch, after all others were trained; {} before its end."""
+        """Train all microbatches but the last, and return that; {} before the step's last batch."""
         step = self._balance
         if step.weight is not None:
             return inputs
@@ -245,7 +245,7 @@ class _BalancedTraining:
             return {}
         batches, step.waiting = step.waiting, []
         model, num_items = step.call
-        *others, last = self._microbatches(batches)
+        *others, last = self._make_microbatches(batches)
         self.accelerator = _LocalAccelerator(self.accelerator)  # ranks are joined once a step
         for microbatch in others:
             given = self._start_microbatch(*microbatch)
@@ -254,19 +254,19 @@ class _BalancedTraining:
         return self._start_microbatch(*last)
 
     def _start_microbatch(self, inputs: dict[str, Any], weight: float, counts: BatchCounts) -> dict[str, Any]:
-        """Return the inputs of a microbatch, whose loss is computed next."""
+        """Note weight and counts of the microbatch that is computed next; return its inputs."""
         self._balance.weight = weight
         self._balance.logged.append((counts, {}))
         return inputs
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """Return the loss of a microbatch times its weight; 0 for a batch that waits."""
+        """Return the loss of a microbatch times its weight; 0 for a batch that is collected."""
         step = self._balance
         if step.call is None:
             return super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]
         if step.weight is None:
             return torch.zeros((), device=self.args.device, requires_grad=True)
-        logged = self._logged()
+        logged = self._collected_values()
         before = {name: len(values) for name, values in logged.items()}
         loss = super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]
         step.logged[-1][1].update(
@@ -275,19 +275,19 @@ class _BalancedTraining:
         # A mean over no learned token is not a number.
         return (loss if step.weight else torch.nan_to_num(loss)) * step.weight
 
-    def _logged(self) -> dict[str, list[float]]:
+    def _collected_values(self) -> dict[str, list[float]]:
         """Return the values that the trainer has collected since its last log entry, by name."""
         return cast(dict[str, list[float]], getattr(self, "_metrics", {}).get("train", {}))
 
     @property
-    def _divided_by(self) -> str:
-        """Divisor of the loss of a batch: a constant of the step, or one of its counts."""
+    def _loss_divisor(self) -> str:
+        """Divisor of a batch's loss: `step` for a constant of the step, else `tokens` or `rows`."""
         loss = getattr(self, "loss_type", "")  # RLOO has one loss
         return "step" if loss in _DIVIDED_BY_STEP else "tokens" if loss == "bnpo" else "rows"
 
-    def _microbatches(self, batches: list[Any]) -> list[tuple[dict[str, Any], float, BatchCounts]]:
+    def _make_microbatches(self, batches: list[Any]) -> list[tuple[dict[str, Any], float, BatchCounts]]:
         """Return inputs, weight and counts of each of this rank's microbatches of a step."""
-        step, rank, by = self._balance, self.args.process_index, self._divided_by
+        step, rank, by = self._balance, self.args.process_index, self._loss_divisor
         split = [split_batch(batch) for batch in batches]
         divisors = [
             float(batch["num_items_in_batch"]) if by == "step" else max(getattr(BatchCounts.from_batch(batch), by), 1)
@@ -298,10 +298,10 @@ class _BalancedTraining:
         if len({divisor for _, (own,) in ranks for divisor in own}) == 1:
             pools, lengths = [list(chain(*pools))], [[list(chain(*own))] for own in lengths]
         if len(pools) == 1 and len(ranks) > 1 and step.move_rows:
-            cuts = [self._exchange([own for (own,) in lengths], pools[0])]
+            cuts = [self._exchange_microbatches([own for (own,) in lengths], pools[0])]
         else:
             cuts = [
-                [[rows[index] for index in indices] for indices in step.cut_for_rank(own, rank)]
+                [[rows[index] for index in indices] for indices in step.shard_for_rank(own, rank)]
                 for rows, own in zip(pools, zip(*lengths, strict=True), strict=True)
             ]
         found = []
@@ -316,7 +316,7 @@ class _BalancedTraining:
         step.counts.microbatches += len(found)
         return found
 
-    def _exchange(self, lengths: list[list[int]], rows: list[Row]) -> list[list[Row]]:
+    def _exchange_microbatches(self, lengths: list[list[int]], rows: list[Row]) -> list[list[Row]]:
         """
         Exchange rows between all ranks, and return the microbatches of this one.
 
@@ -326,7 +326,7 @@ class _BalancedTraining:
         """
         rank, sizes = self.args.process_index, list(map(len, lengths))
         owners, first = np.repeat(np.arange(len(sizes)), sizes), sum(sizes[:rank])
-        sharding = self._balance.cut(list(chain(*lengths)), shards=len(sizes))
+        sharding = self._balance.shard_rows(list(chain(*lengths)), shards=len(sizes))
         shards = [sharding.shard(other)[0] for other in range(len(sizes))]
         outgoing = [
             {int(index): rows[index - first] for index in np.unique(shard.indices) if owners[index] == rank}
@@ -340,15 +340,15 @@ class _BalancedTraining:
         ]
 
     def _log_step(self) -> None:
-        """Log the means over the step's microbatches of all ranks, as often as it has batches."""
-        step, logged = self._balance, self._logged()
+        """Log means over all ranks' microbatches of the step, repeated for each of its batches."""
+        step, logged = self._balance, self._collected_values()
         sums: dict[str, tuple[float, float]] = {}
         extremes: dict[str, list[float]] = {}
         for counts, values in step.logged:
             for name, value in values.items():
                 if name in _EXTREMES and counts.rows and not is_old_trl():
                     extremes.setdefault(name, []).append(value)
-                elif weight := getattr(counts, self._weighed_by(name)):
+                elif weight := getattr(counts, self._log_weight_field(name)):
                     total, before = sums.get(name, (0.0, 0.0))
                     sums[name] = total + value * weight, before + weight
         # Older TRL takes extremes of means of batches.
@@ -363,8 +363,8 @@ class _BalancedTraining:
             logged[name].extend([mean] * self.current_gradient_accumulation_steps)
         step.logged.clear()
 
-    def _weighed_by(self, name: str) -> str:
-        """Return the field of `BatchCounts` that a logged mean is taken over."""
+    def _log_weight_field(self, name: str) -> str:
+        """Return the field of `BatchCounts` that weighs a logged value in its mean."""
         by_token = "clip_ratio" in name and getattr(self, "importance_sampling_level", None) == "token"
         return "tokens" if by_token or name in {"entropy", "kl"} else "rows"
 
@@ -374,7 +374,7 @@ class _BalancedTraining:
         """
         Return log-probabilities and entropies of answers, by microbatches of tokens.
 
-        Only calls with *batch_size*, those without gradients, are cut; others pass through.
+        Only calls with *batch_size*, which compute no gradients, are divided; others pass through.
         """
         compute = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
         if batch_size is None:
@@ -388,7 +388,7 @@ class _BalancedTraining:
         }  # fmt: skip
         split = split_batch(batch)
         lengths = [own for (own,), _ in step.gather_lengths([split])]
-        cuts = step.cut_for_rank(lengths, self.args.process_index, step.logprob_max_tokens)
+        cuts = step.shard_for_rank(lengths, self.args.process_index, step.logprob_max_tokens)
         parts = []
         for indices in cuts:
             rows = join_rows([split.rows[index] for index in indices or [0]], pad_token_id=step.pad_token_id)
@@ -404,10 +404,10 @@ class _BalancedTraining:
 
 def _exchange_rows(outgoing: list[dict[int, Row]], device: Any) -> dict[int, Row]:
     """
-    Send rows to each rank, this one among them, and return those that arrive, by their numbers.
+    Send rows to each rank, this one included, and return the received rows by their numbers.
 
     Args:
-        outgoing: Rows for each rank by number, their tensors perhaps parts of larger ones.
+        outgoing: Rows for each rank, by number; their tensors may be views of larger ones.
         device: Device of the rows that are returned.
     """
     copies = [send_to_device(recursively_apply(torch.clone, rows), "cpu") for rows in outgoing]

@@ -1,5 +1,5 @@
 """
-Trainers that follow the schedule of a plan: classes whose methods go before the trainer's own.
+Mixins for trainers that follow the schedule of a plan; `insert_base_class` adds them.
 
 `FollowsSchedule` fits every trainer of transformers, TRL, ms-swift and `packplan sft`: steps,
 epochs, checked batches, resumed runs. `EvaluatesPacks` gives the mean loss over tokens.
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from packplan.adapters.loaders.batches import EvalBatches, PackBatches, saved_progress
+from packplan.adapters.loaders.batches import EvalBatches, PackBatches, read_saved_progress
 from packplan.adapters.loaders.rows import PACK, count_learned, refuse_other_packs
 from packplan.adapters.model_folder import model_file_facts
 from packplan.adapters.models import replace_attributes
@@ -67,11 +67,11 @@ class PackplanProgress(TrainerCallback, ExportableState):
         self.follower, self.step = follower, 0
 
     def state(self) -> dict[str, Any]:
-        """Return the progress after the last step."""
+        """Return the progress after the last step, as the checkpoint stores it."""
         return {"args": {}, "attributes": {"progress": self.follower.state_dict(step=self.step)}}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002  # transformers passes them
-        """Note the step, and its share of an epoch in whose middle the run was resumed."""
+        """Record the step; in an epoch resumed in its middle, correct `state.epoch`."""
         self.step, schedule = state.global_step, self.follower.schedule
         start, window = schedule.start, schedule.gradient_accumulation_steps
         if start.epoch_step and self.step <= start.step + schedule.num_steps(start.epoch):
@@ -91,7 +91,7 @@ class FollowsSchedule:
     follower: PackBatches
 
     def follow(self, follower: PackBatches) -> None:
-        """Train the batches of *follower* from now on."""
+        """Train the batches of *follower* from now on, in the order of its schedule."""
         self.follower, self._progress = follower, PackplanProgress(follower)
         self._expected: Iterator[list[int]] = iter(())
         self.callback_handler.add_callback(self._progress)
@@ -107,13 +107,13 @@ class FollowsSchedule:
         if folder is None:
             self.follower.restart()
         else:
-            self.follower.load_state_dict(saved_progress(Path(folder)))
+            self.follower.load_state_dict(read_saved_progress(Path(folder)))
         self._progress.step = self.schedule.start.step
         return super()._inner_training_loop(*args, **options)  # type: ignore[misc]  # of the trainer's class
 
     def set_initial_training_values(self, *args: Any) -> Any:
         """
-        Return the trainer's counts, with the steps and epochs of the schedule.
+        Return the trainer's tuple of training counts, with the steps and epochs of the schedule.
 
         Steps that another number of ranks trained before a resume are counted.
         """
@@ -150,7 +150,7 @@ class FollowsSchedule:
 
 @attrs.define(eq=False)
 class _LossSums:
-    """Mean loss over learned tokens of this rank's batches, without repeated ones."""
+    """Sums for the mean loss over this rank's learned tokens; repeated batches are left out."""
 
     batches: EvalBatches
     expected: Iterator[list[int]] = attrs.field(default=attrs.Factory(lambda sums: iter(sums.batches), takes_self=True))
@@ -165,11 +165,11 @@ class _LossSums:
 
     @property
     def repeats(self) -> bool:
-        """Whether the next batch repeats packs, to give ranks equally many batches."""
+        """Whether the next batch only repeats packs, to give all ranks equally many batches."""
         return not self.batches.is_counted(self.done)
 
     def add(self, loss: torch.Tensor) -> None:
-        """Add the mean loss of a batch."""
+        """Add the mean loss of the next batch, weighed by its learned tokens."""
         if self.weight and not self.repeats:
             self.sums += torch.tensor([float(loss) * self.weight, self.weight], dtype=torch.float64)
         self.done += 1
@@ -283,13 +283,13 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
         return RankLoader(packs, self.args, batch_sampler=batches, collate_fn=self._collator)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
-        """Return the loss of a batch, whose pack indices the model does not take."""
+        """Return the loss of a batch, whose pack indices are not passed to the model."""
         inputs = {key: value for key, value in inputs.items() if key != PACK}
         return super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]
 
 
-def add_base(trainer: Any, base: type) -> None:
-    """Let the methods of a class go before those of a trainer's own class, whose name stays."""
+def insert_base_class(trainer: Any, base: type) -> None:
+    """Put *base* before the trainer's own class in its bases; the name of the class stays."""
     kind = type(trainer)
     trainer.__class__ = type(kind.__name__, (base, kind), {})
 

@@ -50,7 +50,7 @@ _NOT_BY_TOKEN = ("pixel", "image", "video", "attentions", "past_key_values", "po
 
 @attrs.define
 class UnpadCounts:
-    """Positions that a hooked model was given, and how many of them it computed."""
+    """Number of positions in the padded batches of a hooked model, and of computed ones."""
 
     calls: int = 0
     """Forward calls that ran as one packed row."""
@@ -86,37 +86,37 @@ class TextStack:
     def __attrs_post_init__(self) -> None:
         self._signature = inspect.signature(self.module.forward)
 
-    def name(self, args: Any, kwargs: Any) -> dict[str, Any]:
-        """Return the arguments of a call by name."""
+    def bind_arguments(self, args: Any, kwargs: Any) -> dict[str, Any]:
+        """Return the positional and keyword arguments of a call, by parameter name."""
         given = dict(self._signature.bind_partial(*args, **kwargs).arguments)
         for parameter in self._signature.parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
                 given |= given.pop(parameter.name, {})
         return given
 
-    def real_tokens(self, given: dict[str, Any]) -> RealTokens | None:
-        """Return the real tokens of a padded batch; None if the call is not to be packed."""
+    def find_real_tokens(self, given: dict[str, Any]) -> RealTokens | None:
+        """Return the real tokens of a call's padded batch; None if the call has to pass through."""
         mask, values = given.get("attention_mask"), given.get("input_ids")
         values = given.get("inputs_embeds") if values is None else values
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or values is None or values.shape[:2] != mask.shape:
             return None
-        if any(name.startswith(_BOUNDARIES) for name in given) or _generates(given) or _numbers_samples(mask):
+        if any(name.startswith(_BOUNDARIES) for name in given) or _generates(given) or _has_sample_numbers(mask):
             return None
         tokens = RealTokens.from_mask(mask)
-        if len(tokens.places) in (0, mask.numel()) or self._restarts(given.get("position_ids"), tokens):
+        if len(tokens.places) in (0, mask.numel()) or self._positions_restart(given.get("position_ids"), tokens):
             return None
         passes = self.passing and self.passing & tokens.paddings
-        return None if passes or self._joins_rows(given, tokens) else tokens
+        return None if passes or self._hides_row_boundary(given, tokens) else tokens
 
-    def _joins_rows(self, given: dict[str, Any], tokens: RealTokens) -> bool:
-        """Return whether positions would hide the boundary between two rows of the batch."""
+    def _hides_row_boundary(self, given: dict[str, Any], tokens: RealTokens) -> bool:
+        """Return whether, packed, the positions go on by 1 from one batch row to the next."""
         if not self.by_positions:
             return False
         text = self._packed_positions(given, tokens).reshape(-1, len(tokens.places))[0]
         return bool(((text.diff() == 1) & (tokens.row.sample_ids.diff() == 1)).any())
 
-    def _restarts(self, positions: torch.Tensor | None, tokens: RealTokens) -> bool:
-        """Return whether positions restart within a row: it is packed already."""
+    def _positions_restart(self, positions: torch.Tensor | None, tokens: RealTokens) -> bool:
+        """Return whether positions go down within a batch row: it is packed already."""
         if positions is None or (positions.dim() == 3 and positions.shape[0] != 4):
             return False
         text = positions[0] if positions.dim() == 3 else positions
@@ -125,7 +125,7 @@ class TextStack:
 
     def pack(self, given: dict[str, Any], tokens: RealTokens) -> dict[str, Any]:
         """Return the arguments of a call with the real tokens as one row."""
-        packed = {name: _take(name, value, tokens) for name, value in given.items() if name != "cache_position"}
+        packed = {name: _take_tokens(name, value, tokens) for name, value in given.items() if name != "cache_position"}
         # With a mask of ones, transformers does not look for samples in the positions.
         ones = given["attention_mask"].new_ones(1, len(tokens.places))
         packed["attention_mask"] = None if self.by_positions else ones
@@ -136,10 +136,10 @@ class TextStack:
         return packed
 
     def _packed_positions(self, given: dict[str, Any], tokens: RealTokens) -> torch.Tensor:
-        """Return the positions of the real tokens in the padded pass."""
+        """Return the position ids of the real tokens in the padded batch; shape (…, 1, tokens)."""
         positions = given.get("position_ids")
         if positions is None:
-            return tokens.take(self._own_positions(given))
+            return tokens.take(self._default_positions(given))
         if positions.dim() == 2:
             return tokens.take(positions.expand(tokens.shape))
         taken = tokens.take(positions.expand(-1, *tokens.shape), axis=1)
@@ -147,8 +147,8 @@ class TextStack:
             return taken
         return torch.cat([tokens.restarting_positions[None], taken[-3:]])
 
-    def _own_positions(self, given: dict[str, Any]) -> torch.Tensor:
-        """Return the positions that the model counts by itself; int64 of the mask's shape."""
+    def _default_positions(self, given: dict[str, Any]) -> torch.Tensor:
+        """Return the positions that the model itself would make; int64 of the mask's shape."""
         mask, ids = given["attention_mask"], given.get("input_ids")
         columns: torch.Tensor = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
         if self.positions == "counted":
@@ -183,13 +183,13 @@ def _generates(given: dict[str, Any]) -> bool:
     return given.get("past_key_values") is not None or bool(given.get("use_cache") and not torch.is_grad_enabled())
 
 
-def _numbers_samples(mask: torch.Tensor) -> bool:
+def _has_sample_numbers(mask: torch.Tensor) -> bool:
     """Return whether a mask has values above 1, the sample numbers of rows packed already."""
     return not mask.is_floating_point() and mask.dtype != torch.bool and bool((mask > 1).any())
 
 
-def _take(name: str, value: Any, tokens: RealTokens) -> Any:
-    """Return an argument's values of the real tokens; one without values by token unchanged."""
+def _take_tokens(name: str, value: Any, tokens: RealTokens) -> Any:
+    """Return an argument's values for the real tokens; an argument not by token stays as it is."""
     if not isinstance(value, torch.Tensor) or name.startswith((*_NOT_BY_TOKEN, "position_ids", "attention_mask")):
         return value
     if name.endswith("token_type_ids"):  # one row may stand for all
@@ -261,8 +261,8 @@ class Unpadding:
         if module is not self._stack.module:
             message = "this is a copy of a model without padding: `remove` its hooks before copying, then `unpad` both"
             raise PackplanError(message)
-        given = self._stack.name(args, kwargs)
-        tokens = None if self._paused else self._stack.real_tokens(given)
+        given = self._stack.bind_arguments(args, kwargs)
+        tokens = None if self._paused else self._stack.find_real_tokens(given)
         inside = ExitStack()
         self._open[get_ident()].append((tokens, inside))
         if tokens is None:
@@ -283,11 +283,11 @@ class Unpadding:
         return self._stack.put_back(output, tokens, keep=get_ident() in self._headed)
 
     def _pack_labels(self, module: Any, args: Any, kwargs: Any) -> Any:
-        given = self._head.name(args, kwargs)
+        given = self._head.bind_arguments(args, kwargs)
         labels, keeps = (given.get(name) for name in ("labels", "logits_to_keep"))
         reads_logits = isinstance(keeps, torch.Tensor) or keeps or not (module.training or self.reads_loss_alone)
         asked = given.get(_SCORES) or not (self._logits or reads_logits)
-        tokens = self._stack.real_tokens(given) if asked and not self._paused else None
+        tokens = self._stack.find_real_tokens(given) if asked and not self._paused else None
         if tokens is None or labels is None or labels.shape != tokens.shape or given.get("shift_labels") is not None:
             return None
         labels, columns = tokens.take(labels), tokens.places % tokens.shape[1]

@@ -74,7 +74,7 @@ def refuse_uncuttable(trainer: Any) -> None:
     Refuse a trainer whose loss would change if `balance` cut its batches.
 
     Raises:
-        ArgumentError: The trainer is none of TRL's, or settings forbid it; all are named.
+        ArgumentError: The trainer is not one of TRL, or settings forbid it; all are named.
     """
     kind = type(trainer)
     named = (one for one in kind.__mro__ if one.__name__ in {"GRPOTrainer", "RLOOTrainer"})
@@ -88,7 +88,7 @@ def refuse_uncuttable(trainer: Any) -> None:
 
 
 def _loss_conflicts(trainer: Any) -> Iterator[str]:
-    """Yield settings with which the loss of a batch is no sum over its rows or tokens."""
+    """Yield settings under which a batch's loss is not a sum over its rows or tokens."""
     args = trainer.args
     loss = getattr(args, "loss_type", None)
     if loss is not None and loss not in _LOSSES:

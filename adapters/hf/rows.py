@@ -18,7 +18,7 @@ _TYPES = ("token_type_ids", "mm_token_type_ids")
 
 @attrs.frozen
 class BatchCounts:
-    """Rows and tokens of a batch, by which means over it are weighed."""
+    """Number of rows and tokens of a batch, used as weights of its logged means."""
 
     rows: float
     tokens: float
@@ -100,11 +100,11 @@ def join_rows(rows: Sequence[Row], *, pad_token_id: int) -> dict[str, Any]:
 
 
 def _has_columns(key: str, value: Any) -> bool:
-    """Return whether a value has a column for each position."""
+    """Return whether a value of a batch is a tensor of shape (rows, positions, …)."""
     known = key.startswith(("prompt_", *_TYPES)) or key in _BY_TOKEN or key.endswith("per_token_logps")
     return isinstance(value, torch.Tensor) and value.dim() > 1 and known
 
 
 def _is_shared(value: Any) -> bool:
-    """Return whether a value of a batch is one for all rows."""
+    """Return whether a value of a batch is a scalar or None, valid for all rows."""
     return value is None or getattr(value, "ndim", 1) == 0

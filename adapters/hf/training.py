@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 from transformers import DataCollatorWithPadding, Trainer, default_data_collator
 
 from packplan.adapters.attention.shared_rows import row_group
-from packplan.adapters.hf.following import ServesPacks, add_base, require_same_rows
+from packplan.adapters.hf.following import ServesPacks, insert_base_class, require_same_rows
 from packplan.adapters.hf.packed_calls import HOOKED, Unpadding
 from packplan.adapters.hf.refusals import refuse_trainer
 from packplan.adapters.hf.unpad import is_bidirectional, unpad, unwrap
@@ -79,7 +79,7 @@ def use_plan(
     unpadding = _unpad_for_loss(trainer, row_ranks=sequence_parallel_size)
     if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
         trainer.compute_loss_func = token_mean
-    add_base(trainer, _PlannedTraining)
+    insert_base_class(trainer, _PlannedTraining)
     collator = PackInputs(collate or partial(pad_rows, types=token_type_columns(trainer.model)))
     trainer.unpadding = unpadding
     trainer.serve(schedule, plan.checksum, data, packs=train_rows, collator=collator, eval_packs=eval_rows)
@@ -132,13 +132,13 @@ class _PlannedTraining(ServesPacks):
     unpadding: Unpadding
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
-        """Return the loss of a batch, computed without a cache, which would join samples."""
+        """Return the loss of a batch, without a cache, which would let samples see each other."""
         if self._keeps_a_cache:
             inputs = {**inputs, "use_cache": False}
         return super().compute_loss(model, inputs, *args, **options)
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, **options: Any) -> Any:  # noqa: FBT001  # the trainer passes it
-        """Return loss, logits and labels of a batch, those of a pack as one row."""
+        """Return loss, logits and labels of a batch; logits and labels of a pack are one row."""
         if self._evaluated is None:
             return super().prediction_step(model, inputs, prediction_loss_only, **options)
         own = inputs.get("attention_mask")

@@ -164,12 +164,12 @@ def _find_hooks(model: Any, *, native: str, logits: bool) -> Unpadding:
         logits: See `unpad`.
 
     Raises:
-        ModelError: There is no such place.
+        ModelError: Every place and way to count positions changes a result.
     """
     tried: list[tuple[TextStack, dict[str, str]]] = []
-    for stack in _candidates(model):
+    for stack in _candidate_stacks(model):
         hooks = Unpadding(model, stack, logits=logits)
-        reasons = {side: _refusal(model, hooks, stack, mask, native=native) for side, mask in _masks(model)}
+        reasons = {side: _difference(model, hooks, stack, mask, native=native) for side, mask in _padding_masks(model)}
         hooks.remove()
         tried.append((stack, {side: reason for side, reason in reasons.items() if reason is not None}))
         if not tried[-1][1]:
@@ -185,7 +185,7 @@ def _find_hooks(model: Any, *, native: str, logits: bool) -> Unpadding:
     return Unpadding(model, best, logits=logits, passing=why_not)
 
 
-def _candidates(model: Any) -> Iterator[TextStack]:
+def _candidate_stacks(model: Any) -> Iterator[TextStack]:
     """Yield the text stacks of a model that may be packed, with each way to count positions."""
     part = trained_part(model)
     padding = getattr(part.config.get_text_config(), "pad_token_id", None) or 0
@@ -195,8 +195,8 @@ def _candidates(model: Any) -> Iterator[TextStack]:
             yield TextStack(module, positions, padding, text_row, by_positions)
 
 
-def _refusal(model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tensor, *, native: str) -> str | None:
-    """Return the reason why hooks change the results of padded rows; None if they do not."""
+def _difference(model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tensor, *, native: str) -> str | None:
+    """Return how the hooks change the results of padded rows, as text; None if they do not."""
     ids, own = _draw_ids(model), mask.bool()
     batch = {"input_ids": ids, "attention_mask": mask}
     with evaluation_mode(model):
@@ -209,7 +209,7 @@ def _refusal(model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tensor,
                 with native_attention(model, native), hooks.paused():
                     expected, *_ = _hidden_states(model, stack.module, batch)
             is_sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
-            isolation = 0.0 if is_sharded else _isolation(stack.module, ids, mask)
+            isolation = 0.0 if is_sharded else _measure_isolation(stack.module, ids, mask)
         except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
             return " ".join(f"it raises {type(error).__name__}: {error}".split())[:300]
     kept = ([row[real] for row, real in zip(states.float(), own, strict=True)] for states in (found, expected))
@@ -234,7 +234,7 @@ def _hidden_states(model: Any, module: Any, batch: dict[str, Any]) -> tuple[torc
     return run[-1]
 
 
-def _isolation(module: Any, ids: torch.Tensor, mask: torch.Tensor) -> float:
+def _measure_isolation(module: Any, ids: torch.Tensor, mask: torch.Tensor) -> float:
     """Return the largest gradient between rows of a packed call, relative to those within a row."""
     inputs = {"inputs_embeds": module.get_input_embeddings()(ids), "attention_mask": mask}
     places = tuple((row, slice(0, ids.shape[1])) for row in range(len(ids)))
@@ -248,19 +248,19 @@ def _draw_ids(model: Any) -> torch.Tensor:
     """Return rows of random tokens; int64 of shape (rows, positions)."""
     plain = torch.tensor(ordinary_ids(trained_config(model.config)))
     generator = torch.Generator().manual_seed(_SEED)
-    drawn = plain[torch.randint(len(plain), (len(_LENGTHS) + 1, _longest_row(model.config) + 2), generator=generator)]
+    drawn = plain[torch.randint(len(plain), (len(_LENGTHS) + 1, _max_length(model.config) + 2), generator=generator)]
     return drawn.to(next(model.parameters()).device)
 
 
-def _longest_row(config: Any) -> int:
-    """Return the tokens of the longest row; a bidirectional model needs more than its window."""
+def _max_length(config: Any) -> int:
+    """Return the tokens of the longest row: more than a window, for a bidirectional model."""
     window = getattr(config, "local_attention", 0) if is_bidirectional(config) else 0
     return max(_LONGEST, window + 3)
 
 
-def _masks(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the side of real tokens that is padded, and such a mask; int64, (rows, positions)."""
-    longest = _longest_row(model.config)
+def _padding_masks(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a padded side in words, and an attention mask; int64 of shape (rows, positions)."""
+    longest = _max_length(model.config)
     lengths = torch.tensor([*_LENGTHS, longest], device=next(model.parameters()).device)[:, None]
     columns = torch.arange(longest + 2, device=lengths.device)[None]
     right = (columns < lengths).long()

@@ -1,5 +1,5 @@
 """
-Batches of a schedule for one rank, with the progress in them: every host trains from these.
+Batch samplers that yield the packs of a schedule on one rank, and keep the progress for resume.
 
     batches = PackBatches(schedule, rank, world_size)
     loader = DataLoader(RowsOfPacks(rows, plan), batch_sampler=batches, collate_fn=PackInputs())
@@ -149,7 +149,7 @@ class EvalBatches:
         return len(self._own)
 
     def is_counted(self, number: int) -> bool:
-        """Return whether this rank's batch *number* is the first with its packs."""
+        """Return whether batch *number* of this rank counts: its packs are not repeated ones."""
         return self._own[number] < self.num_distinct
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -164,7 +164,7 @@ def find_progress(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None if entry is None else entry["attributes"]["progress"]
 
 
-def saved_progress(folder: Path) -> Mapping[str, Any]:
+def read_saved_progress(folder: Path) -> Mapping[str, Any]:
     """
     Return the progress in a checkpoint of a trainer, for `PackBatches.load_state_dict`.
 

@@ -11,8 +11,8 @@ TYPES = "mm_token_type_ids"
 """Key of the type of each token: 0 for text, 1 for images, 2 for videos."""
 
 
-def argument_names(function: Callable[..., Any]) -> set[str]:
-    """Return the names of a function's parameters."""
+def parameter_names(function: Callable[..., Any]) -> set[str]:
+    """Return the parameter names of a function."""
     return set(inspect.signature(function).parameters)
 
 

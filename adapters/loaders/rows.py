@@ -121,8 +121,8 @@ class RowsOfPacks(Dataset[PackOfRows]):
         return PackOfRows(map(read, lengths), pack, lengths)
 
     def row(self, index: int) -> Row:
-        """Return row *index* as it is trained; it raises what a pack raises."""
-        return self._read(self.rows[index], index)
+        """Return row *index* as it is trained; errors as in `__getitem__`."""
+        return self._prepare_row(self.rows[index], index)
 
     def inspect(self, *, num_workers: int = 0) -> RowFacts:
         """
@@ -136,13 +136,13 @@ class RowsOfPacks(Dataset[PackOfRows]):
                 to learn.
             StaleError: A row has another length than planned.
         """
-        if _facts(self.row(0)) != _facts(self.row(0)):
+        if _row_facts(self.row(0)) != _row_facts(self.row(0)):
             fact = "row 0 is another one each time it is read, but a plan needs rows that stay: draw nothing in them"
             raise ArgumentError("host", fact, {"row": 0})
         read: dict[str, Any] = {
             "dataset": [range(len(self.rows))[start : start + _BLOCK] for start in range(0, len(self.rows), _BLOCK)],
             "batch_size": None,
-            "collate_fn": self._facts_of,
+            "collate_fn": self._read_facts,
             "num_workers": num_workers,
             "generator": torch.Generator(),  # draws nothing of the training's own
         }
@@ -155,16 +155,16 @@ class RowsOfPacks(Dataset[PackOfRows]):
         refuse_unlearned(found.num_learned)
         return found
 
-    def _facts_of(self, indices: range) -> list[tuple[bytes, int]] | PackplanError:
-        """Return digest and learned tokens of some rows, or an error, which workers would wrap."""
+    def _read_facts(self, indices: range) -> list[tuple[bytes, int]] | PackplanError:
+        """Return digest and learned tokens of rows, or the error, which workers would wrap."""
         several = getattr(self.rows, "__getitems__", None)  # of `datasets`, which is slow row by row
         rows = [self.rows[index] for index in indices] if several is None else several(list(indices))
         try:
-            return [_facts(self._read(row, index)) for row, index in zip(rows, indices, strict=True)]
+            return [_row_facts(self._prepare_row(row, index)) for row, index in zip(rows, indices, strict=True)]
         except PackplanError as error:
             return error
 
-    def _read(self, row: Row, index: int) -> Row:
+    def _prepare_row(self, row: Row, index: int) -> Row:
         """Return row *index* as it is trained, after checking that it is a planned sample."""
         if _TOKENS in row or self._collate is None:
             read = read_row(row, index)
@@ -175,7 +175,7 @@ class RowsOfPacks(Dataset[PackOfRows]):
 
 
 def _without_padding(batch: Mapping[str, Any]) -> Row:
-    """Return the row of a batch of one row."""
+    """Return the only row of a batch without its padding."""
     mask = batch.get(_ATTENTION)
     if mask is None:
         return batch
@@ -229,12 +229,12 @@ def refuse_unlearned(learned: IntArray) -> None:
         log.warning("%s of %s: no label to learn", f"{unlearned:,}", counted(learned.size, "sample"))
 
 
-def _facts(row: Row) -> tuple[bytes, int]:
+def _row_facts(row: Row) -> tuple[bytes, int]:
     """Return the digest and the learned tokens of a row from `read_row`."""
     digest = blake2b(digest_size=16)
     for array in (row[_TOKENS], row[_LABELS]):
         digest.update(array.tobytes())
-    for name, value in sorted(_media(row).items()):
+    for name, value in sorted(_media_tensors(row).items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         digest.update(tensor_bytes(value))
     return digest.digest(), int((row[_LABELS][1:] != IGNORED_LABEL).sum())
@@ -260,9 +260,9 @@ def read_row(row: Row, index: int | None = None) -> Row:
             labels or masks have another number of values.
     """
     name = "a row" if index is None else f"row {index:,}"
-    tokens = _whole_numbers(row.get(_TOKENS), _TOKENS, name)
+    tokens = _to_integers(row.get(_TOKENS), _TOKENS, name)
     given = {
-        column: _whole_numbers(row[column], column, name)
+        column: _to_integers(row[column], column, name)
         for column in (_ATTENTION, _LABELS, *_MASKS, *TYPES)
         if row.get(column) is not None
     }
@@ -274,7 +274,7 @@ def read_row(row: Row, index: int | None = None) -> Row:
     if hidden := int((attention == 0).sum()):
         fact = f"{name} has padding: {_ATTENTION} is 0 at {hidden:,} of its {counted(tokens.size, 'token')}"
         raise ArgumentError("host", f"{fact}. Make rows without padding, and plan these", {"row": index})
-    if by := _ATTENTION if (attention > 1).any() else _column_of_samples(row, tokens.size):
+    if by := _ATTENTION if (attention > 1).any() else _multi_sample_column(row, tokens.size):
         fact = f"{name} is a pack of several samples by its {by}, which would see each other: give a row for each"
         raise ArgumentError("host", fact, {"row": index, "column": by})
     labels = given.pop(_LABELS, None)
@@ -287,8 +287,8 @@ def read_row(row: Row, index: int | None = None) -> Row:
     return {**kept, **types, _TOKENS: tokens, _LABELS: labels}
 
 
-def _column_of_samples(row: Row, num_tokens: int) -> str | None:
-    """Return the column that shows several samples in a row; None if none does."""
+def _multi_sample_column(row: Row, num_tokens: int) -> str | None:
+    """Return the name of a column by which the row holds several samples; None for one sample."""
     for column in (*_PACKED, *_NUMBERED):
         values = np.asarray(row[column]) if row.get(column) is not None else np.empty(0)
         if (values.size > _PACKED[column]) if column in _PACKED else (np.unique(values).size > 1):
@@ -303,8 +303,8 @@ def _column_of_samples(row: Row, num_tokens: int) -> str | None:
     return _POSITIONS if restarts.all(0).any() else None
 
 
-def _whole_numbers(values: Any, column: str, name: str) -> NDArray[np.int64]:
-    """Return the values of a column by token; shape (tokens,)."""
+def _to_integers(values: Any, column: str, name: str) -> NDArray[np.int64]:
+    """Return a column's values as int64 of shape (tokens,); ArgumentError for other values."""
     try:
         array = np.asarray(values)
         whole = array.dtype.kind in "iub" or not array.size
@@ -448,13 +448,13 @@ def join_media(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
     """Return the tensors of images and videos of all rows, joined by name."""
     found: dict[str, list[torch.Tensor]] = {}
     for row in rows:
-        for name, value in _media(row).items():
+        for name, value in _media_tensors(row).items():
             found.setdefault(name, []).append(value)
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
-def _media(row: Row) -> dict[str, torch.Tensor]:
-    """Return the tensors of a row that have a row for each image, video or patch."""
+def _media_tensors(row: Row) -> dict[str, torch.Tensor]:
+    """Return the media tensors of a row by name; their first axis is images, videos or patches."""
     return {
         name: torch.as_tensor(value)
         for name, value in row.items()
@@ -463,7 +463,7 @@ def _media(row: Row) -> dict[str, torch.Tensor]:
 
 
 def _is_tensor(value: Any) -> bool:
-    """Return whether a value is an array by image, video or patch, and no list of texts."""
+    """Return whether a value is a tensor, array or nested list of numbers, not texts."""
     depth = 0
     while isinstance(value, list | tuple) and value:
         value, depth = value[0], depth + 1

@@ -1,4 +1,4 @@
-"""Asks a model whether it may pack, and how; see `core.equality.PackingVerdict`."""
+"""Verdict on whether and how a model may pack; see `core.equality.PackingVerdict`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from packplan.adapters.probe.shrink import (
     LONGEST,
     VOCABULARY,
     Trials,
-    place_name,
+    describe_place,
     shrink,
     shrink_by_trial,
     unknown_places,
@@ -57,7 +57,7 @@ def probe_config(
     config: Any, *, attn_impl: str = AUTO, trust_remote_code: bool = False, on_cpu: bool = True
 ) -> PackingVerdict:
     """
-    Ask a small copy of a model, with random weights.
+    Return the verdict on packing of a model, from a small copy with random weights.
 
     Args:
         config: Configuration of transformers, of the user's own model.
@@ -71,8 +71,8 @@ def probe_config(
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
     """
-    Compute on one thread, inside: the copies are small, and numbers are the same on any number of
-    cores.
+    Compute on one thread inside the block: copies are small, and results do not depend on the
+    number of cores.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -103,7 +103,7 @@ class _Copies:
     @classmethod
     def from_builder(cls, build: Callable[..., Any], device: str, precision: Precision) -> _Copies:
         """
-        Compute each sample alone, and choose the native attention.
+        Compute each sample alone, and choose eager or sdpa as the native attention.
 
         Args:
             build: Builds a copy with an attention of transformers, on the CPU in float32.
@@ -111,10 +111,10 @@ class _Copies:
             precision: Precision of the copies.
         """
 
-        def place(attention: str) -> Any:
+        def build_on_device(attention: str) -> Any:
             return build(attention=attention).to(device, getattr(torch, precision))
 
-        model, native, limit = place("eager"), "eager", EQUALITY_LIMITS[precision]
+        model, native, limit = build_on_device("eager"), "eager", EQUALITY_LIMITS[precision]
         row = _draw_row(model)
         try:
             alone = run_alone(model, row.samples)
@@ -122,12 +122,12 @@ class _Copies:
             raise ModelError("probe", f"its small copy does not run ({error_text(error)})") from error
         with contextlib.suppress(ModelError, ValueError, RuntimeError):
             # Torch's attention has no soft cap and no sinks.
-            own = run_alone(place(NATIVE), row.samples, with_gradients=False)
+            own = run_alone(build_on_device(NATIVE), row.samples, with_gradients=False)
             if max(compare_values(own.logits, alone.logits)) <= limit:
                 native = NATIVE
-        return cls(place, native, limit, row, alone)
+        return cls(build_on_device, native, limit, row, alone)
 
-    def packing(self, trial: StrategyTrial, split: tuple[str, ...] = ()) -> Any:
+    def build_packing_copy(self, trial: StrategyTrial, split: tuple[str, ...] = ()) -> Any:
         """
         Return a copy that packs by a strategy.
 
@@ -148,15 +148,15 @@ class _Copies:
         return model
 
     def measure(self, trial: StrategyTrial, split: tuple[str, ...] = ()) -> tuple[Any, ProbeResult, str | None]:
-        """Return a copy that packs, its numbers, and why it may not pack; see `packing`."""
-        model = self.packing(trial, split)
+        """Return a copy that packs, its probe result, and why it may not pack; None if it may."""
+        model = self.build_packing_copy(trial, split)
         measured = compare_row(model, self.row, self.alone)
         return model, measured, measured.reason_against_packing(limit=self.limit)
 
 
 @attrs.define(eq=False)
 class SmallProbe:
-    """Asks small copies of one model about one attention after the other."""
+    """Probe of one model: tries attentions one after the other, on small copies."""
 
     config: Any = attrs.field(converter=trained_config)
     """Configuration of transformers, of the user's own model."""
@@ -181,15 +181,15 @@ class SmallProbe:
         """Return the verdict on a model under a value of `model.attn_impl`."""
         with hide_warnings(), _one_thread():
             try:
-                return self._verdict(attn_impl)
+                return self._find_verdict(attn_impl)
             except ModelError as error:
-                return _refuse(self.config, attn_impl, "", str(error))
+                return _refusal_verdict(self.config, attn_impl, "", str(error))
 
     @cached_property
     def mixing_module(self) -> str | None:
         """
-        First module in which the model as it comes mixes samples, or computes something else than
-        alone, with its class; None if none is found.
+        Name and class of the first module of the unchanged model that mixes samples, or differs
+        from its result for a sample alone; None if none is found.
         """
         with hide_warnings(), _one_thread():
             try:
@@ -201,13 +201,13 @@ class SmallProbe:
                 return None
 
     @cached_property
-    def _builder(self) -> Callable[..., Any]:
-        """Builds copies; ModelError if there are none that show everything."""
+    def _build_copy(self) -> Callable[..., Any]:
+        """Function that builds a copy; ModelError if none can show every mechanism."""
         build_one = SmallModels(self.config, trust_remote_code=self.trust_remote_code).build
         return partial(build_one, trials=_find_short_lengths(self.config, build_one))
 
     def _copies_for(self, trial: StrategyTrial | None = None) -> _Copies:
-        """Return the copies that a trial runs on; None: those that show the native attention."""
+        """Return the copies that a trial runs on; without a trial, those of the given device."""
         where: tuple[str, Precision] = (self.device, self.precision)
         if trial is not None and not self.on_cpu and self.device == "cpu":
             if trial.attention == FLEX:
@@ -215,15 +215,15 @@ class SmallProbe:
             elif trial.strategy == "flash":  # which takes 16 bits
                 where = ("cuda", "bfloat16")
         if where not in self._copies:
-            self._copies[where] = _Copies.from_builder(self._builder, *where)
+            self._copies[where] = _Copies.from_builder(self._build_copy, *where)
         return self._copies[where]
 
-    def _verdict(self, attn_impl: str) -> PackingVerdict:
+    def _find_verdict(self, attn_impl: str) -> PackingVerdict:
         refused, native = [], self._copies_for().native
         flash = not self.on_cpu and find_spec("flash_attn") is not None
         for trial in yield_trials(attn_impl, native=native, flash=flash):
             if trial not in self._verdicts:
-                before = _refuse(self.config, trial.attention, native, "")
+                before = _refusal_verdict(self.config, trial.attention, native, "")
                 self._verdicts[trial] = _try_strategy(self._copies_for(trial), trial, before)
             if self._verdicts[trial].passes:
                 return self._verdicts[trial]
@@ -236,8 +236,8 @@ class SmallProbe:
 
 def split_state_layers(model: Any, row: ProbeRow) -> tuple[str, ...]:
     """
-    Run a model's layers that carry a state sample by sample, the first one first, and return their
-    classes.
+    Make a model's layers that carry a state run sample by sample, one class after the other, and
+    return their class names.
 
     Args:
         model: Model that follows its rows.
@@ -310,7 +310,7 @@ def _find_short_lengths(config: Any, build: Callable[..., Any]) -> Trials:
     if left:
         model = build(attention="eager", trials=shorter)
         axes = {size for one in (*model.parameters(), *model.buffers()) for size in one.shape}
-        if unreached := [place_name(place, found[place]) for place in left if found[place] not in axes]:
+        if unreached := [describe_place(place, found[place]) for place in left if found[place] not in axes]:
             raise ModelError("probe", f"{_UNREACHED}: {', '.join(unreached)}")
     return shorter
 
@@ -363,7 +363,7 @@ def _try_strategy(copies: _Copies, trial: StrategyTrial, refused: PackingVerdict
     )  # fmt: skip
 
 
-def _refuse(config: Any, attention: str, native: str, reason: str) -> PackingVerdict:
+def _refusal_verdict(config: Any, attention: str, native: str, reason: str) -> PackingVerdict:
     return PackingVerdict(
         config.model_type, None, attention, native, split=(), follows_rows=False, measured=None, reason=reason
     )

@@ -79,7 +79,7 @@ class ProbeRow:
 
 def compare_row(model: Any, row: ProbeRow, alone: Outcome, *, typical: bool = False) -> ProbeResult:
     """
-    Compare a packed row with its samples alone, and see whether gradients pass between them.
+    Compare a packed row with its samples alone, and measure gradients between samples.
 
     Args:
         model: Model in evaluation mode, set to pack.
@@ -179,7 +179,7 @@ def _compare_images(model: Any, images: list[dict[str, torch.Tensor]], native: s
 
 
 def _draw_images(model: Any) -> list[list[dict[str, torch.Tensor]]]:
-    """Return forms of the same images, with gradients, of which the model's tower takes one."""
+    """Return the same images in several formats, with gradients; a tower takes one of them."""
     parts = [part.get_image_features for part in model.modules() if hasattr(part, "get_image_features")]
     parameters = {name for function in parts for name in inspect.signature(function).parameters}
     vision, weight = model.config.vision_config, next(model.parameters())

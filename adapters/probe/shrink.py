@@ -81,13 +81,13 @@ def _exactly(size: float) -> _Rule:
     return lambda value, _: size if value else value
 
 
-def _shared_heads(value: int, context: _Context) -> int:
-    """Keep whether no heads, some, or all share keys."""
+def _shrink_key_heads(value: int, context: _Context) -> int:
+    """Return a number of key heads; whether none, some or all query heads share keys stays."""
     heads = next((context.config[name] for name in _HEADS if context.config.get(name)), value)
     return 1 if value == 1 else HEADS if value >= heads else HEADS // 2
 
 
-def _heads(_: int, context: _Context) -> int:
+def _shrink_heads(_: int, context: _Context) -> int:
     return _INNER // HEAD if context.carries_state and "head_dim" in context.config else HEADS
 
 
@@ -99,10 +99,10 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
         _exactly(HIDDEN),
     ),
     (r"attention_hidden_size", lambda v, c: HIDDEN * max(1, round(v / c.config.get("hidden_size", v)))),
-    ("|".join(_HEADS), _heads),
+    ("|".join(_HEADS), _shrink_heads),
     (r"(encoder|decoder|swa_num)_attention_heads", _exactly(HEADS)),
     (r"(encoder|decoder)_layers", _at_most(2)),
-    (r"num_key_value_heads|num_kv_heads|num_query_groups", _shared_heads),
+    (r"num_key_value_heads|num_kv_heads|num_query_groups", _shrink_key_heads),
     (r"swa_num_key_value_heads", _exactly(HEADS // 2)),
     (r"head_dim", lambda v, c: HEAD // 2 if v == c.config.get("qk_rope_head_dim") else c.head),
     (r"qk_rope_head_dim|rotary_dim", _exactly(HEAD // 2)),
@@ -183,7 +183,7 @@ def shrink(config: Mapping[str, Any], *, times: int = 1) -> dict[str, Any]:
 
 
 def _count_layers(config: Mapping[str, Any], times: int) -> tuple[int, int]:
-    """Return the layers of a part, and the number to keep; 0 if it has parts instead."""
+    """Return the number of layers of a part, and the number to keep; 0 if it has only sub-parts."""
     layers = next((config[name] for name in _LAYERS if isinstance(config.get(name), int)), 0)
     return layers, min(layers, _kept_layers(config, layers, times))
 
@@ -200,7 +200,7 @@ def _shrink_value(key: str, value: Any, context: _Context) -> Any:
 
 
 def _shrink_list(key: str, value: Sequence[Any], context: _Context) -> list[Any]:
-    """Keep the entries of the first layers, given layer by layer or as positions."""
+    """Keep entries of the kept layers, in a list with one entry a layer or of layer indices."""
     items = list(value)
     if len(items) == context.layers and context.layers:
         return [
@@ -352,7 +352,7 @@ def shrink_by_trial(places: Sequence[Place], runs: Callable[[Trials], bool]) -> 
     return found, left
 
 
-def with_trials(small: Mapping[str, Any], trials: Trials) -> dict[str, Any]:
+def apply_trials(small: Mapping[str, Any], trials: Trials) -> dict[str, Any]:
     """Return a configuration with new values at some places."""
     changed = copy.deepcopy(dict(small))
     for (*parts, last), size in trials.items():
@@ -363,6 +363,6 @@ def with_trials(small: Mapping[str, Any], trials: Trials) -> dict[str, Any]:
     return changed
 
 
-def place_name(place: Place, value: int) -> str:
-    """Describe a place in words: its keys, and its number."""
+def describe_place(place: Place, value: int) -> str:
+    """Return the keys of a place and its number, as text for a message."""
     return f"{'.'.join(str(key) for key in place if not isinstance(key, int))} ({value:,})"

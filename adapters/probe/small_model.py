@@ -1,4 +1,4 @@
-"""Builds a small copy of a model, with random weights under which each of its mechanisms shows."""
+"""Builder of a small copy of a model, whose random weights make every mechanism count."""
 
 import contextlib
 import copy
@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from packplan.adapters.probe.shrink import Trials, shrink, with_trials
+from packplan.adapters.probe.shrink import Trials, apply_trials, shrink
 from packplan.core.config.run import ModelConfig
 from packplan.core.errors import ConfigError, ModelError
 
@@ -62,7 +62,7 @@ def open_model_config(model: ModelConfig) -> Any:
 
 @attrs.define(eq=False)
 class SmallModels:
-    """Small copies of one model, whose configuration and number of weights are found once."""
+    """Builder of small copies of one model; keeps their configuration and number of weights."""
 
     config: Any
     """Configuration of transformers, of the user's own model."""
@@ -82,27 +82,27 @@ class SmallModels:
             trials: Numbers to put in place of those that `shrink` left.
 
         Raises:
-            ModelError: It cannot be built, or not small.
+            ModelError: No copy can be built, or it has too many weights.
         """
         failures = []
         for times in (1, 2):
             try:
-                return self._build_once(attention, trials, times)
+                return self._build_with_layers(attention, trials, times)
             except ModelError:
                 raise
             except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
                 failures.append(error_text(error))
         raise ModelError("probe", f"no small copy of it can be built ({failures[0]})")
 
-    def _build_once(self, attention: str, trials: Trials, times: int) -> Any:
-        """Build a copy in one way."""
+    def _build_with_layers(self, attention: str, trials: Trials, times: int) -> Any:
+        """Build a copy with *times* layers of each kind."""
         key = (times, tuple(trials.items()))
         build_one = partial(
             _instantiate, model_class(self.config), attention=attention, trust_remote_code=self.trust_remote_code
         )
         if key not in self._outlines:
             # transformers' from_dict would also write the configuration out, for a line of its log.
-            small = type(self.config)(**with_trials(shrink(self.config.to_dict(), times=times), trials))
+            small = type(self.config)(**apply_trials(shrink(self.config.to_dict(), times=times), trials))
             with torch.device("meta"):
                 outline = build_one(small)
             self._outlines[key] = small, sum(one.numel() for one in outline.parameters())
@@ -117,7 +117,7 @@ class SmallModels:
 
 
 def model_class(config: Any) -> Any:
-    """Return the class that writes text: the one that a configuration names, or an auto class."""
+    """Return the generating class that a configuration names, else the auto class of its kind."""
     named = getattr(transformers, (config.architectures or [""])[0], None)
     if named is not None and issubclass(named, transformers.PreTrainedModel) and named.can_generate():
         return named
@@ -135,7 +135,7 @@ def _instantiate(kind: Any, small: Any, *, attention: str, trust_remote_code: bo
 
 def spread_weights(model: torch.nn.Module) -> None:
     """
-    Let no weights be constant, which might keep a mechanism still, and attention tell tokens apart.
+    Add noise to constant weights, so that no mechanism is off, and scale up very small ones.
     """
     with torch.no_grad():
         for weight in model.parameters():

@@ -34,7 +34,7 @@ Place = tuple[int, slice]
 
 @attrs.frozen(eq=False)
 class Sample:
-    """A sample alone."""
+    """A sample as a batch of its own, with the targets of its loss."""
 
     inputs: Mapping[str, Any]
     """Arguments of the model: a batch of one."""
@@ -76,12 +76,12 @@ class PackedBatch:
             ArgumentError: It has no packed rows, or its parts disagree on where samples begin.
         """
         inputs = without_labels(batch)
-        shape = _shape_of(inputs)
+        shape = _read_shape(inputs)
         filled = _find_real_tokens(inputs, shape)
         first = filled & (filled.cumsum(1) == 1)
-        told = {key: found & filled | first for key, found in _begins_by_key(inputs, shape)}
+        told = {key: found & filled | first for key, found in _find_begins_by_key(inputs, shape)}
         if starts is not None:
-            begins = _begins_by_starts(starts, filled) | first
+            begins = _mark_starts(starts, filled) | first
         elif "position_ids" in told or len(filled) > 1:
             begins = told.get("position_ids", first)
         else:
@@ -101,7 +101,7 @@ class PackedBatch:
 
     def _cut(self, number: int) -> dict[str, Any]:
         """
-        Return one sample, as a batch that is not packed.
+        Return sample *number* of the rows, as a batch that is not packed.
 
         Raises:
             ArgumentError: A tensor of the batch is not by tokens, as pixels are not.
@@ -169,11 +169,11 @@ def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def next_tokens(labels: torch.Tensor) -> torch.Tensor:
-    """Return what each token has to predict: the next one's label, and nothing for the last."""
+    """Return the target of each token: the label of the next token, and -100 for the last."""
     return F.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL)
 
 
-def _shape_of(inputs: Mapping[str, Any]) -> Shape:
+def _read_shape(inputs: Mapping[str, Any]) -> Shape:
     """Return the number of rows, and of tokens in each; ArgumentError if there are none."""
     for key in ("input_ids", "inputs_embeds"):
         value = inputs.get(key)
@@ -185,7 +185,7 @@ def _shape_of(inputs: Mapping[str, Any]) -> Shape:
 
 
 def _find_real_tokens(inputs: Mapping[str, Any], shape: Shape) -> torch.Tensor:
-    """Return which positions are no padding, by a mask of the tokens; bool of the batch's shape."""
+    """Return True where `attention_mask` has no padding; bool of the batch's shape."""
     mask = inputs.get("attention_mask")
     if not isinstance(mask, torch.Tensor) or mask.shape != shape:
         return torch.ones(shape, dtype=torch.bool)
@@ -196,8 +196,8 @@ def _find_real_tokens(inputs: Mapping[str, Any], shape: Shape) -> torch.Tensor:
     return filled
 
 
-def _begins_by_key(inputs: Mapping[str, Any], shape: Shape) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each key that says at which tokens samples begin; bool of the batch's shape."""
+def _find_begins_by_key(inputs: Mapping[str, Any], shape: Shape) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each key that tells where samples begin, with a bool mask of the batch's shape."""
     for key, value in inputs.items():
         begins = torch.zeros(shape, dtype=torch.bool)
         if not isinstance(value, torch.Tensor):
@@ -213,8 +213,8 @@ def _begins_by_key(inputs: Mapping[str, Any], shape: Shape) -> Iterator[tuple[st
             yield key, begins
 
 
-def _begins_by_starts(starts: Starts, filled: torch.Tensor) -> torch.Tensor:
-    """Return at which tokens samples begin as they were given; ArgumentError if they cannot."""
+def _mark_starts(starts: Starts, filled: torch.Tensor) -> torch.Tensor:
+    """Return *starts* as a bool mask of the batch's shape; ArgumentError if one is no token."""
     of_rows: Sequence[Any] = starts if starts and isinstance(starts[0], Sequence) else [starts]
     if len(of_rows) != len(filled):
         raise _error(f"has {len(filled)} rows, but starts are of {len(of_rows)}: give a list for each row")

@@ -41,7 +41,7 @@ def assert_isolated(model: torch.nn.Module, batch: Mapping[str, Any], starts: St
         MismatchError: A sample depends on another one. It is an AssertionError, and names the first
             two samples and the first module that mixes them.
         ArgumentError: The batch has no packed rows, or its parts disagree on where samples begin.
-        ModelError: The model cannot be asked: it has no gradients.
+        ModelError: The model has no gradients.
     """
     row = PackedBatch.read(batch, starts)
     refuse_hidden_weights(model)
@@ -58,7 +58,7 @@ def assert_isolated(model: torch.nn.Module, batch: Mapping[str, Any], starts: St
     if getattr(getattr(model, "config", None), "use_cache", False) and "use_cache" not in row.inputs:
         fact += " (its config.use_cache is true, with which transformers takes a row as one sample)"
     details = {"samples": (reach.reader, reach.source), "module": where and where.name}
-    raise MismatchError("leak", f"samples of the row are not apart: {fact}{_first_in(where)}", details)
+    raise MismatchError("leak", f"samples of the row are not apart: {fact}{_location_text(where)}", details)
 
 
 def assert_equal_to_alone(
@@ -89,7 +89,7 @@ def assert_equal_to_alone(
         MismatchError: A sample differs. It is an AssertionError, and names the sample and the first
             module that computes something else.
         ArgumentError: The batch has no packed rows, or its parts disagree on where samples begin.
-        ModelError: The model cannot be asked: it has no gradients.
+        ModelError: The model has no gradients.
     """
     row = PackedBatch.read(batch, starts)
     _refuse_crossing_labels(row)
@@ -127,11 +127,11 @@ def refuse_hidden_weights(model: torch.nn.Module) -> None:
 
 
 def _difference_error(fact: str, where: NamedModule | None = None, **details: Any) -> MismatchError:
-    """Return the error of a difference, which names the first module that computes it."""
-    return MismatchError("unlike_alone", f"{fact}{_first_in(where)}", {**details, "module": where and where.name})
+    """Return the error of a difference, with the first module that shows it in its message."""
+    return MismatchError("unlike_alone", f"{fact}{_location_text(where)}", {**details, "module": where and where.name})
 
 
-def _first_in(where: NamedModule | None) -> str:
+def _location_text(where: NamedModule | None) -> str:
     return "" if where is None else f"; first in {where}"
 
 

@@ -1,5 +1,5 @@
 """
-The comparator: what a model computes of samples that are packed, and of the same samples alone.
+Comparison of a model's results for packed samples with those for the same samples alone.
 
 `watch_pass` computes packed rows, and `read_outcome` reads values, losses and gradients of each
 sample off their logits. `run_alone` computes each sample by itself, and `compare` returns the
@@ -218,7 +218,7 @@ def token_difference(tokens: torch.Tensor, *, typical: bool) -> float:
 
     Args:
         tokens: Difference of each token; shape (tokens,).
-        typical: Whether experts may be chosen otherwise, so that single tokens say nothing.
+        typical: Whether rounding may choose other experts, so that single tokens may differ.
     """
     if not bool(tokens.isfinite().all()):
         return math.inf
@@ -232,7 +232,7 @@ def read_logits(output: Any, shape: Shape) -> torch.Tensor:
     Return the logits in a model's output; shape (rows, tokens, vocabulary).
 
     Args:
-        output: A tensor, or something with a part `logits`.
+        output: A tensor, or an output with a field `logits`.
         shape: Rows, and tokens of each.
 
     Raises:

@@ -55,7 +55,7 @@ class Result:
     @classmethod
     def from_value(cls, value: Any, shape: Shape) -> Result | None:
         """
-        Return the result that a value is; None if it has no gradient, or not the batch's tokens.
+        Return a tensor's `Result`; None if it has no gradient, or not the tokens of the batch.
         """
         if view_by_token(value, shape) is None or not value.requires_grad or not value.is_floating_point():
             return None
@@ -64,7 +64,7 @@ class Result:
 
 @attrs.frozen
 class Reach:
-    """How strongly one sample's result depends on another sample."""
+    """Gradient sizes that show how strongly one sample's result depends on another sample."""
 
     reader: int
     """Sample whose result it is."""
@@ -100,11 +100,11 @@ class Watched:
 
     def reaches(self, result: Result, readers: Iterable[int] | None = None) -> Iterator[Reach]:
         """
-        Yield which other sample each of some samples' parts of a result depends on.
+        Yield for each reader the other sample that its part of a result depends on most.
 
         Args:
             result: Tensor of the pass.
-            readers: Samples whose parts are looked at; None takes all.
+            readers: Indices of the samples to test; None takes all.
         """
         drawn = torch.randn(result.example.shape, generator=torch.Generator().manual_seed(_SEED))
         weights = drawn.to(result.example)
@@ -116,7 +116,7 @@ class Watched:
 
     def _gradient_sizes(self, result: Result, reader: int, weights: torch.Tensor) -> list[float]:
         """
-        Return how strongly one sample's part of a result depends on each sample.
+        Return the largest gradient of one sample's part of a result at each sample's embeddings.
 
         Args:
             result: Tensor of the pass, with the tokens.
@@ -152,7 +152,7 @@ def watch_embeddings(model: torch.nn.Module, packed: PackedBatch) -> Iterator[Wa
     watched = Watched(packed, dict(packed.inputs))
 
     def collect(_: Any, __: Any, output: Any) -> Any:
-        """Keep embeddings of the tokens, which have a gradient from here on."""
+        """Note the output of an embedding layer, made to require a gradient, as a source."""
         if view_by_token(output, packed.shape) is None or not torch.is_grad_enabled():
             return output
         embedded = output if output.requires_grad else output.detach().requires_grad_()
@@ -180,12 +180,12 @@ def _embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def logit_reaches(watched: Watched, logits: torch.Tensor, readers: Iterable[int] | None = None) -> Iterator[Reach]:
     """
-    Yield which other sample each sample's logits depend on.
+    Yield for each reader the other sample that its logits depend on most.
 
     Args:
         watched: The pass that computed the logits.
         logits: Logits of the rows.
-        readers: Samples whose logits are looked at; None takes all.
+        readers: Indices of the samples to test; None takes all.
 
     Raises:
         ModelError: The logits have no gradient.

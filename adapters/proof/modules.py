@@ -69,9 +69,9 @@ def first_leak(model: torch.nn.Module, packed: PackedBatch) -> tuple[Reach, Name
 @contextmanager
 def _record_calls(model: torch.nn.Module, keep: Callable[[Any], Any | None]) -> Iterator[list[_Call]]:
     """
-    Record the calls of a model's modules, inside; the list then has the calls of the model itself.
+    Record the module calls inside the block; the list then holds the calls of the model itself.
 
-    A call whose output has no kept part is left out, and those inside of it take its place.
+    A call whose output has no kept part is left out, and the calls inside it take its place.
 
     Args:
         model: Model that computes inside.
@@ -154,9 +154,9 @@ def first_different_module(
     """
     tokens = place[1].stop - place[1].start
     with torch.no_grad():
-        with _record_calls(model, partial(_part, shape=(1, tokens), place=(0, slice(tokens)))) as expected:
+        with _record_calls(model, partial(_sample_part, shape=(1, tokens), place=(0, slice(tokens)))) as expected:
             model(**alone)
-        with _record_calls(model, partial(_part, shape=packed.shape, place=place)) as found:
+        with _record_calls(model, partial(_sample_part, shape=packed.shape, place=place)) as found:
             model(**packed.inputs)
 
     def shows(pair: tuple[_Call, _Call]) -> bool:
@@ -171,7 +171,7 @@ def first_different_module(
     return None if pair is None else pair[0].module
 
 
-def _part(value: Any, *, shape: Shape, place: Place) -> torch.Tensor | None:
+def _sample_part(value: Any, *, shape: Shape, place: Place) -> torch.Tensor | None:
     """Return a copy of a tensor's part of one sample, with the tokens first."""
     view = view_by_token(value, shape)
     if view is None or not view.is_floating_point():

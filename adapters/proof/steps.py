@@ -3,12 +3,12 @@ Assertion that an optimizer step of the user's own trainer is the mean over its 
 
 A trainer of transformers runs its own `train` to the end of the first step: its loader, its
 accumulation, its number of items, its `training_step`, its log. The update of the weights is left
-out. A function runs whatever it runs. Afterwards weights, gradients, buffers, random state and the
+out. A function is called as it is. Afterwards weights, gradients, buffers, random state and the
 trainer's attributes are as before.
 
 The reference computes the batches of the step again, without dropout, and takes the mean over the
 learned tokens of all ranks, in float32 from the logits. So nothing of it depends on the trainer's
-own loss. Whether samples of a batch are apart is asked by `checks`.
+own loss. Whether samples of a batch are apart is tested by `checks`.
 """
 
 import copy
@@ -49,7 +49,7 @@ class StepLoss:
     """Norm of the gradients' difference, over the sum of the norms of the batches' own."""
 
     factor: float
-    """Size of the gradients along those that are due; 1 is due."""
+    """Scale of the gradients, relative to those of the mean; 1 is right."""
 
     tokens: int
     """Tokens that are learned."""
@@ -157,7 +157,7 @@ def _run_trainer(trainer: Any, model: torch.nn.Module) -> tuple[Any, Gradients, 
     patches = ExitStack()
 
     class OneStep(TrainerCallback):
-        """Leaves the update out, and ends after the first step."""
+        """Callback that leaves the update out, and ends the training after the first step."""
 
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
             found["gradients"] = _gradients_of(model)
@@ -212,7 +212,7 @@ def _read_sample(batch: Mapping[str, Any]) -> Sample:
 
 
 def _compute_mean(model: torch.nn.Module, samples: list[Sample], tokens: int, autocast: Callable[[], Any]) -> Outcome:
-    """Return the mean over the learned tokens of some batches."""
+    """Return loss and gradients of the mean over the learned tokens of some batches."""
     device = next(model.parameters()).device
 
     def call(**inputs: Any) -> Any:
@@ -225,7 +225,7 @@ def _compute_mean(model: torch.nn.Module, samples: list[Sample], tokens: int, au
 
 
 def _gather_from_ranks(value: Any) -> list[Any]:
-    """Return the value of each rank."""
+    """Return the values of all ranks, in their order."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
     found = [value] * dist.get_world_size()

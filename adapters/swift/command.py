@@ -161,7 +161,7 @@ def read_command(task: str, arguments: Sequence[str], *, num_processes: int) -> 
 
     Args:
         task: Command of ms-swift: `sft`, `pt` or `rlhf`.
-        arguments: Words behind the task.
+        arguments: Words of the command line after the task.
         num_processes: Training processes that it starts.
 
     Raises:
@@ -196,7 +196,7 @@ def _raise_config_errors() -> Iterator[None]:
         raise ConfigError(COMMAND, (Fault("ms-swift", reason),)) from error
 
 
-def refuse_version(version: str) -> None:
+def refuse_untested_version(version: str) -> None:
     """Refuse a version of ms-swift that is none of `TESTED_VERSIONS`; ConfigError."""
     if version not in TESTED_VERSIONS:
         reason = (
@@ -218,7 +218,7 @@ def prepare_arguments(arguments: Any) -> None:
     Raises:
         ConfigError: Some arguments contradict a plan; all are named.
     """
-    if faults := tuple(_faults(arguments)):
+    if faults := tuple(_plan_conflicts(arguments)):
         raise ConfigError(COMMAND, faults)
     arguments.padding_free = arguments.packing
     if arguments.packing:
@@ -227,7 +227,7 @@ def prepare_arguments(arguments: Any) -> None:
 
 
 def unplanned_type(arguments: Any) -> str | None:
-    """Return a type of `swift rlhf` that trains batches of its own; None if packs are planned."""
+    """Return the `--rlhf_type` if its trainer makes its own batches; None if packs are planned."""
     kind = getattr(arguments, "rlhf_type", None)
     return None if kind == "dpo" else kind
 
@@ -237,7 +237,7 @@ def row_ranks(arguments: Any) -> int:
     return getattr(arguments, "packplan_row_ranks", 1)
 
 
-def _faults(arguments: Any) -> Iterator[Fault]:
+def _plan_conflicts(arguments: Any) -> Iterator[Fault]:
     """Yield each argument that contradicts a plan."""
     kind = unplanned_type(arguments)
     if kind and arguments.packing:

@@ -21,10 +21,10 @@ ALGORITHMS = {"binpack": "constant_volume", "sequential": "concatenative"}
 Row = dict[str, Any]
 
 _DIGEST, _LEARNED = "packplan_digest", "packplan_learned"
-"""Columns that `AddFacts` adds: digest of an encoded row, and its learned tokens."""
+"""Columns that `AddRowFacts` adds: digest of an encoded row, and its learned tokens."""
 
 
-class AddFacts(AddLengthPreprocessor):  # type: ignore[misc]  # has no types
+class AddRowFacts(AddLengthPreprocessor):  # type: ignore[misc]  # has no types
     """Step of ms-swift that adds the lengths of rows, and here their digests and learned tokens."""
 
     def preprocess(self, row: Row) -> Row:
@@ -93,9 +93,9 @@ class PlannedPacks(Dataset[PackOfRows]):
     @cached_property
     def facts(self) -> RowFacts:
         """
-        Digest and learned tokens of the rows.
+        Digest and learned tokens of all rows of the data set.
 
-        They are those of encoded rows, unless ms-swift has cached the data set with its lengths.
+        They are of encoded rows, except for a data set that ms-swift has cached with its lengths.
         """
         if self._facts is None:
             return RowFacts.join(map(digest_row, self._rows))
@@ -127,7 +127,7 @@ class PlannedPacks(Dataset[PackOfRows]):
 
 
 def count_tokens(lengths: int | Sequence[int]) -> int:
-    """Return the tokens of a row, given its length, or those of each of its sequences."""
+    """Return the tokens of a row: its length, or the sum of the lengths of its sequences."""
     return lengths if isinstance(lengths, int) else sum(lengths)
 
 

@@ -1,4 +1,4 @@
-"""Lets the training commands of ms-swift plan packs and train them; see `install`."""
+"""Plugin by which ms-swift's training commands plan packs and train them; see `install`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,8 +11,8 @@ from swift.pipelines.train import sft
 from swift.utils import is_master
 
 from packplan.adapters.loaders.rows import refuse_unlearned
-from packplan.adapters.swift.command import prepare_arguments, refuse_version, row_ranks, unplanned_type
-from packplan.adapters.swift.packs import AddFacts, PlannedPacks
+from packplan.adapters.swift.command import prepare_arguments, refuse_untested_version, row_ranks, unplanned_type
+from packplan.adapters.swift.packs import AddRowFacts, PlannedPacks
 from packplan.adapters.swift.training import follow_plan, unpad_models
 from packplan.core.checksum import plan_checksum
 from packplan.core.errors import DataSetError, PackplanError, counted
@@ -36,12 +36,12 @@ def install(*, checksum: str | None = None, any_version: bool = False) -> None:
         ConfigError: The version of ms-swift was not tested.
     """
     if not any_version:
-        refuse_version(swift.__version__)
+        refuse_untested_version(swift.__version__)
     if sft.PackingDataset is PlannedPacks:
         return
     pipeline: Any = sft.SwiftSft
     steps = _PlannedPipeline(checksum, pipeline.train, pipeline._encode_dataset, pipeline._post_process_datasets)  # noqa: SLF001  # no public names
-    sft.PackingDataset, sft.AddLengthPreprocessor = PlannedPacks, AddFacts
+    sft.PackingDataset, sft.AddLengthPreprocessor = PlannedPacks, AddRowFacts
     SftArguments._check_padding_free = _as_method(prepare_arguments)  # noqa: SLF001
     SftArguments._init_stream = _as_method(partial(_replace_padding_free, SftArguments._init_stream))  # noqa: SLF001
     pipeline._encode_dataset, pipeline._post_process_datasets = _as_method(steps.encode), _as_method(steps.pack)  # noqa: SLF001
@@ -74,7 +74,7 @@ def _replace_padding_free(resolve: Callable[[Any], None], arguments: Any) -> Non
     if arguments.padding_free and not arguments.packing and unplanned_type(arguments) is None:
         arguments.packing = True
         size = arguments.per_device_train_batch_size
-        tell(f"planned packs replace --padding_free: --per_device_train_batch_size {size} counts packs, not samples")
+        report(f"planned packs replace --padding_free: --per_device_train_batch_size {size} counts packs, not samples")
     arguments.padding_free = False
     resolve(arguments)
 
@@ -101,7 +101,7 @@ class _PlannedPipeline:
         for name, num, kept in zip(("training", "evaluation"), before, after, strict=True):
             if kept < num:
                 of = f"{num - kept:,} of {counted(num, 'row')} of {name}"
-                tell(f"ms-swift left out {of}: longer than --max_length, or not to be encoded")
+                report(f"ms-swift left out {of}: longer than --max_length, or not to be encoded")
         return encoded
 
     def pack(self, pipeline: Any, data_sets: list[Any]) -> list[Any]:
@@ -127,36 +127,36 @@ class _PlannedPipeline:
         return packed
 
     def train(self, pipeline: Any, trainer: Any) -> Any:
-        """Train the packs, whose steps are printed before the first, or batches without padding."""
+        """Print the steps and train the packs; without a plan, train batches without padding."""
         if not pipeline.args.packing:
             return self._train_unpadded(pipeline, trainer)
         size = row_ranks(pipeline.args)
         schedule = follow_plan(trainer, attn_impl=pipeline.args.attn_impl, row_ranks=size)
         steps = f"{counted(schedule.steps_per_epoch, 'step')} an epoch, {schedule.total_steps:,} in all"
         ranks = counted(schedule.world_size, "rank" if size == 1 else "group")
-        tell(f"{plan_line(trainer.train_dataset.plan)}; {steps} on {ranks}")
+        report(f"{summarize_plan(trainer.train_dataset.plan)}; {steps} on {ranks}")
         return self._train(pipeline, trainer)
 
     def _train_unpadded(self, pipeline: Any, trainer: Any) -> Any:
-        """Train the trainer's own batches, and print how many positions were left out."""
+        """Train the trainer's own batches, and print the number of padding positions left out."""
         counts = [hooks.counts for hooks in unpad_models(pipeline, trainer)]
         models = counted(len(counts), "model")
-        tell(
+        report(
             f"{unplanned_type(pipeline.args)} trains its own batches, without a plan; {models} will compute no padding"
         )
         result = self._train(pipeline, trainer)
         real, padded = sum(one.real for one in counts), sum(one.padded for one in counts)
-        tell(f"rank 0 computed {real:,} of {counted(padded, 'position')}; the others were padding")
+        report(f"rank 0 computed {real:,} of {counted(padded, 'position')}; the others were padding")
         return result
 
 
-def plan_line(plan: Plan) -> str:
+def summarize_plan(plan: Plan) -> str:
     """Return one line with the samples, packs, fill and checksum of a plan."""
     packs, fill = counted(len(plan.packs), "pack"), f"{plan.raw.fill:.2%} full"
     return f"{counted(plan.raw.num_samples, 'sample')} in {packs} ({fill}, plan {plan.checksum[:12]})"
 
 
-def tell(text: str) -> None:
+def report(text: str) -> None:
     """Print a line on rank 0, at any log level of ms-swift."""
     if is_master():
         print(f"packplan: {text}", flush=True)

@@ -8,7 +8,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from packplan.adapters.attention import NAME
 from packplan.adapters.attention.rows import add_text_row
 from packplan.adapters.attention.shared_rows import row_group
-from packplan.adapters.hf.following import ServesPacks, add_base, require_same_rows
+from packplan.adapters.hf.following import ServesPacks, insert_base_class, require_same_rows
 from packplan.adapters.hf.packed_calls import Unpadding
 from packplan.adapters.hf.refusals import refuse_trainer
 from packplan.adapters.hf.unpad import separate_samples, unpad
@@ -45,7 +45,7 @@ def follow_plan(trainer: Any, *, attn_impl: str | None, row_ranks: int) -> Epoch
     packs: PlannedPacks = trainer.train_dataset
     digest = packs.facts.digest
     require_same_rows(packs.plan, digest)
-    schedule = schedule_of(packs.plan, trainer.args, world_size=count_row_groups(trainer.args.world_size, row_ranks))
+    schedule = make_schedule(packs.plan, trainer.args, world_size=count_row_groups(trainer.args.world_size, row_ranks))
     group = row_group(row_ranks, trainer.args.ddp_timeout_delta) if row_ranks > 1 else None
     # Heads of other tasks pool each sample of a row, so no logits of tokens can be compared.
     whole = trainer.task_type == "causal_lm" and not (trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled())
@@ -57,7 +57,7 @@ def follow_plan(trainer: Any, *, attn_impl: str | None, row_ranks: int) -> Epoch
                 whole=whole,
                 group=group,
             )
-    add_base(trainer, _PlannedSwiftTraining)
+    insert_base_class(trainer, _PlannedSwiftTraining)
     collator, eval_packs = PackCollator(trainer.data_collator), _eval_packs(trainer)
     trainer.serve(schedule, packs.plan.checksum, digest, packs=packs, collator=collator, eval_packs=eval_packs)
     return schedule
@@ -79,7 +79,7 @@ def unpad_models(pipeline: Any, trainer: Any) -> list[Unpadding]:
     return [unpad(model) for model in dict.fromkeys(models) if model is not None]
 
 
-def schedule_of(plan: Plan, args: Any, *, world_size: int) -> EpochSchedule:
+def make_schedule(plan: Plan, args: Any, *, world_size: int) -> EpochSchedule:
     """
     Return the schedule of a plan under ms-swift's training arguments.
 
@@ -105,7 +105,7 @@ def schedule_of(plan: Plan, args: Any, *, world_size: int) -> EpochSchedule:
 
 
 def _eval_packs(trainer: Any) -> PlannedPacks | None:
-    """Return the packs of evaluation; None if there are none, or its loss is no token mean."""
+    """Return the packs of evaluation; None without packs, or if its loss is no token mean."""
     packs = trainer.eval_dataset
     return packs if isinstance(trainer, Seq2SeqTrainer) and isinstance(packs, PlannedPacks) else None
 

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from packplan.adapters.attention import native_attention
 from packplan.adapters.families import trained_config
-from packplan.adapters.loaders.positions import argument_names, find_rope_index
+from packplan.adapters.loaders.positions import find_rope_index, parameter_names
 from packplan.adapters.models import evaluation_mode, replace_attributes, weight_gradients
 from packplan.adapters.proof.batches import PackedBatch, Place, Sample, next_tokens, places_by_lengths
 from packplan.adapters.proof.comparison import Outcome, compare, difference_limit, read_outcome, run_alone, watch_pass
@@ -169,7 +169,7 @@ class PackComparison:
             return text
         if IMAGES.count(inputs) is None and VIDEOS.count(inputs) is None:
             return text.expand(4, -1)
-        given = argument_names(rope)
+        given = parameter_names(rope)
         positions, _ = rope(**{key: value for key, value in inputs.items() if key in given})
         return torch.cat([text, positions[:, 0]])
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from packplan.adapters.families import trained_config
-from packplan.adapters.loaders.positions import TYPES, argument_names, find_rope_index, token_types
+from packplan.adapters.loaders.positions import TYPES, find_rope_index, parameter_names, token_types
 from packplan.adapters.samples.media import DUMMY_SIZE, IMAGES, VIDEOS, encode_image
 from packplan.core.errors import ConfigError
 
@@ -47,7 +47,7 @@ def model_media(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tenso
         encoded: Sample as its template encodes it, or a padded batch as its collator joins it.
     """
     plain = plain_model(model)
-    known = argument_names(plain.forward) - {"input_ids", "labels", "attention_mask", _POSITIONS}
+    known = parameter_names(plain.forward) - {"input_ids", "labels", "attention_mask", _POSITIONS}
     # ms-swift creates them in inference mode: gradients need a copy.
     media = {key: value.clone() for key, value in encoded.items() if key in known and isinstance(value, torch.Tensor)}
     tokens = torch.as_tensor(encoded["input_ids"])
@@ -80,7 +80,7 @@ def add_model_inputs(batch: dict[str, Any], template: Template, samples: list[di
     rope = find_rope_index(template._get_model())  # noqa: SLF001  # has no weights in loader workers
     if rope is None:
         return
-    given, parts = argument_names(rope), []
+    given, parts = parameter_names(rope), []
     for sample in samples:
         tokens = torch.tensor(sample["input_ids"])[None]
         named = {**sample, "input_ids": tokens, TYPES: token_types(trained_config(template.config), tokens)}
@@ -136,7 +136,7 @@ class DummyImage:
             )
             raise ConfigError.for_key("model.model", reason)
         inner: Any = found[-1][0]  # the innermost: others may call it
-        known = argument_names(inner.get_image_features)
+        known = parameter_names(inner.get_image_features)
         encoded = encode_image(template, DUMMY_SIZE)
         return cls(inner, found[-1][1], {key: value for key, value in encoded.items() if key in known})
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from packplan.adapters.samples import media_lengths
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.swift.packs import PlannedPacks
-from packplan.adapters.swift.training import schedule_of
+from packplan.adapters.swift.training import make_schedule
 from packplan.app import export, plugin
 from packplan.app.plan.__main__ import main as plan
 from packplan.app.wiring import commands
@@ -129,7 +129,7 @@ def test_a_cached_data_set_is_ms_swift_s_and_its_packs_are_the_plan_s(command, t
     assert {2 if kind == "pairs" else 1} == {len(lengths) for lengths in found["lengths"]}
     packs = PlannedPacks(SimpleNamespace(), expected, packing_length=PACKING_LENGTH).plan
     fixed = {"world_size": 2, "max_steps": -1, "train_dataloader_shuffle": True}
-    schedule = schedule_of(packs, SimpleNamespace(**SCHEDULE, **fixed, data_seed=None), world_size=2)
+    schedule = make_schedule(packs, SimpleNamespace(**SCHEDULE, **fixed, data_seed=None), world_size=2)
     assert f"in all on 2 ranks; plan {packs.checksum[:12]}" in built
     assert 0 == plan(["show", "--json", *words])
     shown = json.loads(capsys.readouterr().out)["splits"]["train"]

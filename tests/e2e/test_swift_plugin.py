@@ -19,8 +19,8 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import packplan as pp
-from packplan.adapters.swift.command import refuse_version
-from packplan.adapters.swift.packs import AddFacts, PlannedPacks
+from packplan.adapters.swift.command import refuse_untested_version
+from packplan.adapters.swift.packs import AddRowFacts, PlannedPacks
 from packplan.adapters.swift.training import unpad_models
 from packplan.app import plugin
 from packplan.core.align import align_plan
@@ -392,7 +392,7 @@ def test_ranks_with_other_rows_are_refused(words, server, tmp_path):
 def test_another_version_is_refused_unless_asked(tmp_path):
     """With both versions; the plugin that `--any-version` writes tries it."""
     with pytest.raises(ConfigError, match=r"ms-swift: 4\.7\.0 is not a version that .* \(4\.6\.0\)"):
-        refuse_version("4.7.0")
+        refuse_untested_version("4.7.0")
 
     assert 0 == plugin.main(["swift", "--any-version", "-o", str(tmp_path / "any.py")])
     assert "install(any_version=True)" in (tmp_path / "any.py").read_text()
@@ -485,7 +485,7 @@ def test_rows_are_known_by_what_they_teach():
 
     def packs_of(encoded):
         template = SimpleNamespace(encode=lambda row, return_length: dict(encoded[row["number"]]), max_length=9)  # noqa: ARG005  # ms-swift's name
-        rows = [AddFacts(template).preprocess({"number": number}) for number in range(len(encoded))]
+        rows = [AddRowFacts(template).preprocess({"number": number}) for number in range(len(encoded))]
         return PlannedPacks(template, Dataset.from_list(rows))
 
     found = packs_of(ENCODED)
