@@ -1,6 +1,4 @@
-"""
-Packing during training: the buffer of arriving samples that packs them.
-"""
+"""Packing during training: the buffer that samples enter and leave in packs."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ def _ratio(value: float | str | Decimal | Fraction) -> Fraction:
 
 @attrs.frozen(kw_only=True)
 class StreamOptions:
-    """Options of packing a stream."""
+    """Options of the packing of a stream."""
 
     packing_length: int
     """Token limit of a pack. Samples of as many tokens or more are long."""
@@ -55,13 +53,13 @@ class StreamOptions:
         whole_number("packing_buffer", self.packing_buffer)
 
     def is_full(self, tokens: int) -> bool:
-        """Return whether a pack of so many tokens is full enough."""
+        """Return whether a pack of this many tokens reaches the minimum fill."""
         return tokens >= self.min_fill_ratio * self.packing_length
 
 
 @attrs.frozen
 class StreamItem:
-    """Sample of an epoch."""
+    """Sample of a stream, named by its position in the epoch's order."""
 
     place: int
     """Place of the record in the epoch's order, from 0."""
@@ -72,7 +70,7 @@ class StreamItem:
 
 @attrs.frozen
 class StreamCounts:
-    """Counts of samples of a stream, by outcome."""
+    """Numbers of samples and tokens of a stream, by outcome."""
 
     samples: int = 0
     """Samples that came to the buffer."""
@@ -106,7 +104,7 @@ class StreamCounts:
 
     @classmethod
     def from_pack(cls, lengths: Sequence[int], options: StreamOptions) -> StreamCounts:
-        """Return the counts of one pack to train."""
+        """Return the counts for one trained pack."""
         tokens = sum(lengths)
         return cls(
             packs=1,
@@ -116,7 +114,7 @@ class StreamCounts:
         )
 
     def without_pack(self, lengths: Sequence[int], options: StreamOptions) -> StreamCounts:
-        """Return these counts with one of the packs dropped instead of trained."""
+        """Return these counts with one trained pack counted as dropped."""
         pack = self.from_pack(lengths, options)
         return attrs.evolve(
             self,
@@ -130,7 +128,7 @@ class StreamCounts:
         )
 
     def dropped_more_than(self, share: Decimal) -> bool:
-        """Return whether more than one pack, and more than this share of tokens, was dropped."""
+        """Return whether more than one pack, and more than *share* of all tokens, was dropped."""
         return self.dropped_packs > 1 and self.dropped_tokens > share * self.tokens
 
     def __add__(self, other: StreamCounts) -> StreamCounts:
@@ -139,7 +137,7 @@ class StreamCounts:
 
 @attrs.frozen
 class ShardState:
-    """Progress of a shard in an epoch, between two packs."""
+    """Progress of one shard in an epoch, between two of its packs."""
 
     read: int = 0
     """Places of the shard that were read."""
@@ -158,23 +156,23 @@ class ShardState:
 
     @property
     def admitted(self) -> tuple[StreamItem, ...]:
-        """Items that came to the buffer and wait, in the buffer or in a pack."""
+        """Items that were put into the buffer and still wait, in the buffer or in a pack."""
         return (*chain.from_iterable(self.packs), *self.buffer)
 
     @property
     def waiting(self) -> tuple[StreamItem, ...]:
-        """Items that were read and are neither trained nor dropped nor skipped."""
+        """Items that were read, but not yet trained, dropped or skipped."""
         return (*self.admitted, *self.ahead)
 
 
 def after_reading(state: ShardState, place: int) -> ShardState:
-    """Return the state after the item of the next place was read."""
+    """Return the state after the item at *place* was read."""
     return attrs.evolve(state, read=state.read + 1, ahead=(*state.ahead, StreamItem(place)))
 
 
 def admit_first(state: ShardState, length: int, *, options: StreamOptions) -> ShardState:
     """
-    Return the state after the first item ahead came to the buffer.
+    Put the first item that was read ahead into the buffer, and return the new state.
 
     Args:
         state: State before; an item is ahead.
@@ -195,19 +193,19 @@ def admit_first(state: ShardState, length: int, *, options: StreamOptions) -> Sh
 
 
 def flush_buffer(state: ShardState, *, options: StreamOptions) -> ShardState:
-    """Return the state after the buffer was packed at the end of the shard."""
+    """Pack the rest of the buffer at the end of a shard, and return the new state."""
     return _pack_buffer(state, options, most_carried=0, drop=options.drop_last)
 
 
 def take_pack(state: ShardState, *, options: StreamOptions) -> tuple[tuple[StreamItem, ...], ShardState]:
-    """Return the first pack that waits, and the state after it is trained."""
+    """Return the first waiting pack, and the state after it was trained."""
     pack, *packs = state.packs
     counts = StreamCounts.from_pack([item.length for item in pack], options)
     return pack, attrs.evolve(state, packs=tuple(packs), counts=state.counts + counts)
 
 
 def _pack_buffer(state: ShardState, options: StreamOptions, *, most_carried: int, drop: bool) -> ShardState:
-    """Return the state after the buffer was packed, its underfilled packs dropped if asked."""
+    """Pack the buffer, and drop underfilled packs if *drop*; return the new state."""
     arrived = list(enumerate(state.buffer))
     bins = binpacking.to_constant_volume(arrived, options.packing_length, key=lambda one: one[1].length)
     full: list[tuple[StreamItem, ...]] = []
@@ -233,7 +231,7 @@ def _pack_buffer(state: ShardState, options: StreamOptions, *, most_carried: int
 
 @attrs.frozen
 class StreamSegment:
-    """Part of an epoch that was trained on one number of shards, and has ended."""
+    """Earlier part of an epoch, trained on one number of shards."""
 
     reads: tuple[int, ...]
     """Places that each shard has read."""
@@ -292,7 +290,7 @@ class StreamProgress:
 
 @attrs.frozen
 class StreamState:
-    """Progress and settings in a checkpoint, by which a stream continues or is refused."""
+    """Progress and settings of a stream in a checkpoint, which a resumed run is compared with."""
 
     inputs: Fingerprint
     """Everything that decides the samples, their order and their packs."""
@@ -306,14 +304,14 @@ class StreamState:
     """Progress of each rank."""
 
     def differences(self, now: StreamState) -> tuple[Difference, ...]:
-        """Return the inputs in which the current state *now* differs from this stored one."""
+        """Return the settings in which the current state *now* differs from this stored one."""
         found = self.inputs.differences(now.inputs) + self.identity.fixed.differences(now.identity.fixed)
         return tuple(dict.fromkeys(found))  # both have the settings of samples
 
 
 def unread_places(num_places: int, segments: Sequence[StreamSegment]) -> IntArray:
     """
-    Return the places of an epoch that the shards of its earlier segments have not read.
+    Return the positions in an epoch's order that no shard of its earlier segments has read.
 
     >>> unread_places(6, [StreamSegment(reads=(1, 2))]).tolist()
     [2, 4, 5]
@@ -330,7 +328,7 @@ def reassign(
     progress: StreamProgress, ranks: Sequence[RankState], *, world_size: int, shards_per_rank: int
 ) -> tuple[StreamProgress, tuple[RankState, ...]]:
     """
-    Return the progress on another number of ranks or shards.
+    Move the progress of a stream to another number of ranks or shards per rank.
 
     Args:
         progress: Progress of the stream.

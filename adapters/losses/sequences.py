@@ -45,7 +45,7 @@ _PREFERENCES = {"bpo", "cpo", "dpo", "ipo", "kto", "orpo", "preference", "prefer
 
 
 class SequenceLoss(Protocol):
-    """Loss of a batch of sequences, which may be one sequence; packing is unknown to it."""
+    """Ordinary loss of a padded batch, perhaps of one sequence; it knows no packing."""
 
     def __call__(
         self, logits: torch.Tensor, data: Mapping[str, Any], *, num_sequences: float, num_tokens: float
@@ -62,11 +62,11 @@ class SequenceLoss(Protocol):
 
 
 class TokenLoss(Protocol):
-    """Loss that is a sum over tokens of a function of each token's own fields."""
+    """Loss that is a weighted sum over tokens, each computed from its own fields alone."""
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of the fields that the loss reads, by token or sequence; or names in `DERIVED`."""
+        """Names of fields that the loss reads, by token or by sequence; or names in `DERIVED`."""
 
     @property
     def normalisation(self) -> Normalisation:
@@ -77,13 +77,13 @@ class TokenLoss(Protocol):
 
     @property
     def divisor(self) -> float:
-        """Tokens by which `constant` divides the sum of a sequence."""
+        """Number of tokens that `constant` divides each sequence's sum by."""
 
     def __call__(
         self, log_probabilities: torch.Tensor, fields: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """
-        Return the loss of each token, and metrics, of shape (num_tokens,).
+        Return the loss of each token, and metrics of each token, all of shape (num_tokens,).
 
         Args:
             log_probabilities: Log-probability of each token; float32 of shape (num_tokens,).
@@ -94,7 +94,7 @@ class TokenLoss(Protocol):
 
 def refuse_whole_batch(loss: object) -> None:
     """
-    Refuse a loss that cannot be computed in parts, as packing and dynamic batching do.
+    Refuse a loss that cannot be computed on parts of a batch, such as a preference loss over pairs.
 
     Raises:
         ArgumentError: It says `needs_whole_batch`, or says nothing and is named like a
@@ -119,7 +119,7 @@ def _require_separable(_: Any, __: Any, loss: Any) -> None:
 
 @attrs.frozen(kw_only=True)
 class _Fields:
-    """Names of the fields of the data, and their dimensions along the sequence."""
+    """Field names of the data, and the dimension of each field that runs along the sequence."""
 
     input_key: str = "input_ids"
     """Field of the tokens, shape (num_sequences, width)."""
@@ -134,13 +134,13 @@ class _Fields:
     """
 
     def dims(self, data: Mapping[str, Any], names: Iterable[str]) -> dict[str, int | None]:
-        """Return the dimension of each of these fields that runs along the sequence."""
+        """Return, for each of *names*, the dimension that runs along the sequence, or None."""
         shapes = {name: data[name].shape for name in names if torch.is_tensor(data[name])}
         declared = {name: dim for name, dim in self.sequence_dims.items() if name in shapes}
         return sequence_dims(shapes, input_key=self.input_key, declared=declared)
 
     def lengths(self, data: Mapping[str, Any], layout: PackedLayout | None) -> list[int] | None:
-        """Return the lengths in the data, None without; ValueError if the layout has others."""
+        """Return the data's lengths, or None without any; ValueError if the layout has others."""
         found = [int(length) for length in data.get(self.input_lengths_key, ())]
         if found and layout is not None and found != layout.lengths.tolist():
             raise ValueError(f"the field {self.input_lengths_key} has other lengths than the layout of the row")
@@ -283,7 +283,7 @@ def normalisers(token_mask: torch.Tensor) -> tuple[int, float]:
 
 
 def combine_metrics(parts: Sequence[Metrics]) -> dict[str, torch.Tensor]:
-    """Return the metrics of parts combined, in float64: minimum, maximum or sum, by their names."""
+    """Combine metrics of parts, in float64: by minimum, maximum or sum, as their names say."""
     whole = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         values = torch.stack([torch.as_tensor(part[name]).detach().double() for part in parts if name in part])
@@ -297,7 +297,7 @@ _EXTREMES = {"_min": (torch.amin, torch.inf), "_max": (torch.amax, -torch.inf)}
 
 @attrs.frozen(eq=False)
 class _Predicted:
-    """Token that each row of logits predicts."""
+    """Index of the token that each row of logits predicts."""
 
     sequence: torch.Tensor
     """Sequence of each row; shape (num_rows,)."""
@@ -359,7 +359,7 @@ def _check_size(logits: torch.Tensor, num_positions: int) -> None:
 
 
 def _sequence_entry(value: Any, number: int, length: int, dim: int | None) -> Any:
-    """Return one sequence's entry of a field, without padding along its dimension *dim*."""
+    """Return a field's entry for one sequence, cut to *length* along *dim*."""
     own = value[number : number + 1]
     return own if dim is None else own.narrow(dim, 0, length)
 

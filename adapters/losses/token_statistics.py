@@ -23,7 +23,7 @@ def token_statistics(
     logits: torch.Tensor, targets: torch.Tensor, *, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Return the log-probability of each target, and the entropy of the distribution that it is of.
+    Return the log-probability of each target, and the entropy of each row's distribution.
 
     Args:
         logits: Any floating type; shape (num_rows, vocabulary). If ranks share a row, this rank's
@@ -42,7 +42,7 @@ def token_statistics(
 
 
 class _TokenStatistics(torch.autograd.Function):
-    """Log-softmax and gather, and the entropy of each row, in blocks."""
+    """Autograd function of `token_statistics`, which processes rows in blocks."""
 
     @staticmethod
     def forward(

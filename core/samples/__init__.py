@@ -1,1 +1,1 @@
-"""Records, the samples that they become, and measurements of samples."""
+"""Records, their conversion into samples, and measurements of samples."""

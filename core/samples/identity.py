@@ -62,7 +62,7 @@ def digest_record(record: object) -> bytes:
 
 
 def digest_unreadable(texts: Iterable[bytes]) -> bytes:
-    """Return the SHA-256 of a record that cannot be read, from the parts of its bytes."""
+    """Return the SHA-256 of a record whose JSON is invalid, from its bytes in blocks."""
     digest = hashlib.sha256(b"unreadable\n")
     for text in texts:
         digest.update(text)
@@ -70,7 +70,7 @@ def digest_unreadable(texts: Iterable[bytes]) -> bytes:
 
 
 def inline_image(text: str) -> str | None:
-    """Return the base64 of an image in a text, as a data URI or alone, or None."""
+    """Return the base64 text of an image, from a data URI or bare base64; None for other text."""
     if (prefix := _DATA_URI.match(text)) is not None:
         return text[prefix.end() :]
     if not _BASE64_START.match(text) or not text.isascii():
@@ -80,10 +80,7 @@ def inline_image(text: str) -> str | None:
 
 
 def _holds_long(value: Any) -> bool:
-    """
-    Return whether an object or a list holds a long text. Only the first entries of lists are
-    examined.
-    """
+    """Return whether an object or the first entries of a list contain a long text."""
     for held in value.values() if isinstance(value, dict) else value[:_FIRST]:
         if isinstance(held, str):
             if len(held) > _LONG:
@@ -94,7 +91,7 @@ def _holds_long(value: Any) -> bool:
 
 
 def _encode_other(value: object) -> str:
-    """Return the text of a value of a type that JSON lacks."""
+    """Return a text for a value of a type that JSON does not have."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return _describe_medium(len(value), bytes(value[:HEAD_BYTES]))
     return f"{type(value).__name__} {value}"

@@ -88,7 +88,7 @@ def _to_image(image: Any, *, urls: bool) -> Image:
 
 
 def refuse_media_settings(described: Mapping[str, Any]) -> None:
-    """Refuse settings of a single medium, such as `max_pixels`, which would be ignored."""
+    """Refuse settings of a single image or video, such as `max_pixels`, which would be ignored."""
     if name := next((name for name in _MEDIUM_SETTINGS if described.get(name) is not None), None):
         fail(f"has {name!r} of one image or video, which would be ignored: remove it; the template's holds for all")
 
@@ -105,8 +105,7 @@ def shows_medium(part: Any) -> bool:
 
 def _image_from_base64(image: str) -> bytes | None:
     """
-    Return the image of a text in base64, or None for other text; ValueError if it cannot be
-    decoded.
+    Return the bytes of an image in base64, None for other text; ValueError if it cannot be decoded.
     """
     if not _BASE64_START.match(image):
         return None
@@ -119,7 +118,7 @@ def _image_from_base64(image: str) -> bytes | None:
 
 
 def _image_from_uri(image: str) -> bytes:
-    """Return the image of a data URI; ValueError if it is invalid."""
+    """Return the bytes of an image in a data URI; ValueError if it is invalid."""
     uri = _DATA_URI.match(image)
     if uri is None or uri["coded"] is None or not uri["type"].lower().startswith("image/"):
         fail(f"has the image {image[:60]!r}: a data URI has to begin with data:image/…;base64,")
@@ -137,7 +136,7 @@ def _decode_base64(text: object, where: str) -> bytes:
 
 
 def _require_path(text: str, what: str, *, urls: bool) -> str:
-    """Return the path of an image, a video or a frame, or its URL; ValueError if it is neither."""
+    """Return *text* if it is the path or the accepted URL of a medium; ValueError otherwise."""
     scheme = _SCHEME.match(text)
     if len(text) > _LONGEST_PATH:
         remedy = f"is {'neither a path nor an image in base64' if what == 'image' else 'no path'}: write it to a file"
@@ -161,7 +160,7 @@ _WRITE = "write a path, or a list of the paths of its frames"
 
 def to_videos(value: object, *, urls: bool = False) -> list[Video]:
     """
-    Return the videos of a record.
+    Return the videos of a record, each a path, a URL, or a tuple of the paths of its frames.
 
     Args:
         value: Value under the record's `videos`.

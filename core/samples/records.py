@@ -100,7 +100,7 @@ def to_messages(
     literal_image_tags: bool = False,
 ) -> dict[str, Any]:
     """
-    Return *record* as ms-swift reads it: `messages`, and `tools`, `images`, `videos` and `channel`
+    Convert a record into ms-swift's form: `messages`, and `tools`, `images`, `videos` and `channel`
     if it has them.
 
     Args:
@@ -144,7 +144,7 @@ def to_messages(
 
 def _add_tags(messages: list[dict[str, Any]], tag: str, name: str, number: int) -> list[dict[str, Any]]:
     """
-    Return messages with a tag for each image or video. Missing tags are put before the first user
+    Return messages with one tag per image or video; missing tags are put before the first user
     message.
     """
     tags = sum(message["content"].count(tag) for message in messages)
@@ -166,7 +166,7 @@ def _add_tags(messages: list[dict[str, Any]], tag: str, name: str, number: int) 
 
 
 def _refuse_keys(record: Mapping[str, Any]) -> None:
-    """Refuse keys of a record that have a meaning but would be ignored, in any case of letters."""
+    """Refuse keys, in any letter case, that ms-swift knows but that would be ignored."""
     for name in record:
         if name.lower() in REFUSED and has(record, name):
             fail(f"has {name!r}: {REFUSED[name.lower()]}")
@@ -179,7 +179,7 @@ def _refuse_keys(record: Mapping[str, Any]) -> None:
 
 
 def _refuse_keys_of_message(message: Mapping[str, Any]) -> None:
-    """Refuse keys of a message that would be ignored."""
+    """Refuse keys of a message that ms-swift would read but are not supported here."""
     role = message["role"]
     known = _KNOWN_IN_MESSAGES | _KNOWN_OF_RESPONSES if role == RESPONSE else _KNOWN_IN_MESSAGES
     for name, held in message.items():
@@ -222,7 +222,7 @@ def _checked_messages(value: list[Any]) -> list[dict[str, Any]]:
 
 
 def _refuse_order(before: list[dict[str, Any]], message: Mapping[str, Any]) -> None:
-    """Refuse a message that cannot follow those before it."""
+    """Refuse a message whose role cannot follow the messages *before* it."""
     role, previous = message["role"], before[-1] if before else None
     if role == "system" and before:
         fail("has a system message behind others: a record has one, at its beginning")

@@ -76,7 +76,7 @@ Shapes that one file may mix. Their keys differ, so that no record is taken for 
 
 @attrs.frozen
 class ShapedRecord:
-    """A record as messages, and the shape that it had."""
+    """Record converted into messages, with the name of its original shape."""
 
     shape: str
 
@@ -86,7 +86,7 @@ class ShapedRecord:
 
 def to_shape(record: object, columns: Mapping[str, str] | None = None) -> ShapedRecord:
     """
-    Return a record as messages, with the name of the shape that it had.
+    Convert a record of any known shape into messages.
 
     Args:
         record: One JSON value of a data file.
@@ -116,7 +116,7 @@ def to_shape(record: object, columns: Mapping[str, str] | None = None) -> Shaped
 
 
 def _refuse_shape(record: Mapping[str, Any]) -> NoReturn:
-    """Refuse a record of no known shape, and say what is missing or how to map it."""
+    """Refuse a record of no known shape; the message names missing or unmapped keys."""
     empty = [*((name, "message") for name in MESSAGE_KEYS), ("objects", "object")]
     for known, held in (*empty, *((name, "text") for name in RESPONSE_KEYS)):
         if known in record:
@@ -140,7 +140,7 @@ def _rename_keys(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mappi
 
 
 def _merge_synonyms(record: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
-    """Return a record with the value under one of *names* moved to the first of them."""
+    """Return a record with its value under one of *names* moved to the first of them."""
     found = [name for name in names if has(record, name)]
     if len(found) > 1:
         fail(f"has {found[0]!r} and {found[1]!r}, which mean the same: remove one")
@@ -156,7 +156,7 @@ _KINDS = {int: "a number", float: "a number", bool: "true or false", dict: "an o
 
 
 def _from_messages(record: Mapping[str, Any]) -> ShapedRecord:
-    """Return a record with its messages in the notation of ms-swift."""
+    """Convert a record that has messages into ms-swift's notation."""
     messages = parse_text(record["messages"], "'messages'")
     if not isinstance(messages, list):
         fail(f"has 'messages' that are no list, but {_KINDS.get(type(messages), type(messages).__name__)}")
@@ -178,14 +178,14 @@ def _from_messages(record: Mapping[str, Any]) -> ShapedRecord:
 
 
 def _normalise_messages(messages: Sequence[Mapping[str, Any]], media: Media) -> list[dict[str, Any]]:
-    """Return messages of role and text content. Images and videos of parts are added to *media*."""
+    """Return messages of role and text only; images and videos in them go to *media*."""
     said = [message for message in map(_normalise_role, messages) if not _is_null_system(message)]
     called = map(to_text_content, split_calls(said))
     return [_flatten_content(message, media) for message in split_blocks(called)]
 
 
 def _add_media(record: Mapping[str, Any], media: Media) -> Mapping[str, Any]:
-    """Return a record with the images and videos from inside its messages."""
+    """Return a record to which the images and videos from inside its messages are added."""
     for name in media.pop(_NAMED_BY_RECORD, ()):
         if not has(record, name):
             fail(f"has a part of a message that shows one of its {name}, but it has none: name it in the part")
@@ -209,12 +209,12 @@ def _normalise_role(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_null_system(message: Mapping[str, Any]) -> bool:
-    """Return whether a message is a system prompt that an export wrote as null."""
+    """Return whether a message is a system prompt with null content, as some exports write."""
     return message.get("role") == "system" and all(held is None for name, held in message.items() if name != "role")
 
 
 def _refuse_answer_first(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse what the assistant says before the user: roles that are swapped train questions."""
+    """Refuse an assistant's message before the first user's: roles may be swapped."""
     roles = [message.get("role") for message in messages]
     if "assistant" not in roles or "user" not in roles or roles.index("user") < (first := roles.index("assistant")):
         return
@@ -226,7 +226,7 @@ def _refuse_answer_first(messages: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _flatten_content(message: dict[str, Any], media: Media) -> dict[str, Any]:
-    """Return a message whose content is a text. Its images and videos are added to *media*."""
+    """Return a message with its content as one text; its images and videos are added to *media*."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -234,7 +234,7 @@ def _flatten_content(message: dict[str, Any], media: Media) -> dict[str, Any]:
 
 
 def _part_text(part: object, media: Media) -> str:
-    """Return the text of a part of a message; the tag for an image or a video."""
+    """Return the text of one part of a message, or a tag if the part is an image or a video."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(part, Mapping) or not isinstance(kind, str):
         fail("has a part of a message that is not an object with a type: write a text, or a list of such objects")
@@ -259,7 +259,7 @@ def _part_text(part: object, media: Media) -> str:
 
 
 def _source_image(source: Mapping[str, Any]) -> str:
-    """Return the image of a part's `source`: its URL, or a data URI."""
+    """Return the image in the `source` of a part, as a URL or a data URI."""
     if source.get("type") == "base64" and isinstance(source.get("data"), str):
         return f"data:{source.get('media_type')};base64,{source['data']}"
     if isinstance(source.get("url"), str):
@@ -286,7 +286,7 @@ def _pair_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _from_columns(record: Mapping[str, Any]) -> ShapedRecord:
-    """Return a record of columns as messages."""
+    """Convert a record with a question and an answer in columns into messages."""
     query: Any = None
     answer = "output" if has(record, "instruction") and has(record, "output") else _find_key(record, RESPONSE_KEYS)
     if has(record, "instruction") or (has(record, "input") and answer == "output"):
@@ -307,7 +307,7 @@ def _from_columns(record: Mapping[str, Any]) -> ShapedRecord:
 
 
 def _join_instruction(record: Mapping[str, Any]) -> tuple[str, str]:
-    """Return an instruction with its input in alpaca's shape, and the name of this shape."""
+    """Return an alpaca record's instruction joined with its input, and the name of that shape."""
     parts = {name: record[name] for name in ("instruction", "input") if has(record, name)}
     for name, part in parts.items():
         if not isinstance(part, str):
@@ -345,7 +345,7 @@ def _history_messages(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _turn_messages(query: object, response: object, names: tuple[str, str]) -> Iterator[dict[str, Any]]:
-    """Yield a question and its answer, without null ones."""
+    """Yield the messages of one question and answer; a null one is left out."""
     for role, text, name in (("user", query, names[0]), ("assistant", response, names[1])):
         if text is None:
             continue
@@ -359,14 +359,14 @@ def _is_chat(value: object) -> bool:
 
 
 def _to_chat(value: Any, role: str, media: Media) -> list[dict[str, Any]]:
-    """Return the messages inside a question or an answer, or a text as one message."""
+    """Return the messages in a question or an answer, or its text as one message of *role*."""
     if _is_chat(value):
         return _normalise_messages(value, media)
     return [] if value is None else [{"role": role, "content": value}]
 
 
 def _describe_keys(record: Mapping[str, Any]) -> str:
-    """Describe a record's keys, and how to map them."""
+    """Return a text that lists a record's keys and says how to map them."""
     names = [name for name in record if isinstance(name, str) and has(record, name)]
     if not names:
         return "it has no keys that hold something"

@@ -22,7 +22,7 @@ from packplan.core.lengths import IntArray
 
 @attrs.frozen
 class Measurement:
-    """Size of one encoded sample, in tokens, images, frames and patches."""
+    """Size of one encoded sample: tokens, images, frames and patches."""
 
     length: int
     """Tokens in the forward pass, image tokens included."""
@@ -54,11 +54,11 @@ class Measurement:
         return field_differences(self, fetched)
 
     def __add__(self, other: Measurement) -> Measurement:
-        """Return the measurement of both together; truncated if one is."""
+        """Return the sum of two measurements; it is truncated if one of them is."""
         return Measurement(*map(operator.add, to_row(self), to_row(other)))
 
     def __sub__(self, other: Measurement) -> Measurement:
-        """Return the cost beyond that of *other*, whose fields may be negative."""
+        """Return the difference in each field, which may be negative."""
         return Measurement(*map(operator.sub, to_row(self), to_row(other)))
 
 
@@ -81,7 +81,7 @@ def to_row(measurement: Measurement) -> tuple[int, ...]:
 
 
 def from_row(table: Table, index: int) -> Measurement:
-    """Return record *index* of a table."""
+    """Return the measurement in row *index* of a table."""
     return Measurement(*table[index].tolist())
 
 
@@ -91,14 +91,14 @@ def column(table: Table, name: str) -> NDArray[np.int32]:
 
 
 def sample_indices(table: Table) -> NDArray[np.int64]:
-    """Return the indices of the records that are samples, ascending; shape (num_samples,)."""
+    """Return the indices of records that are not bad, ascending; shape (num_samples,)."""
     return np.flatnonzero(column(table, "bad") == 0)
 
 
 @attrs.frozen
 class MediaFacts:
     """
-    Image or video file at the time of measuring. These values reveal a changed file without
+    Size and digest of an image or video file when it was measured, to detect a changed file without
     decoding it.
     """
 
@@ -141,7 +141,7 @@ len(MEDIA_COLUMNS)).
 
 @attrs.frozen
 class MeasuredSample:
-    """Measurement of one sample, with its media files."""
+    """Measurement of one sample, with the facts of its media."""
 
     measurement: Measurement
 
@@ -172,7 +172,7 @@ RecordOutcome = MeasuredSample | RecordError
 
 
 def to_tables(outcomes: Iterable[RecordOutcome]) -> tuple[Table, MediaTable]:
-    """Return the measurements of several records, and their images."""
+    """Return the measurements of several records, and the facts of their media."""
     measured = [MeasuredSample(BAD) if isinstance(one, RecordError) else one for one in outcomes]
     rows = np.array([to_row(one.measurement) for one in measured], dtype=np.int32)
     media = np.array([attrs.astuple(image) for one in measured for image in one.media], dtype=np.int64)
@@ -197,7 +197,7 @@ def from_tables(table: Table, media: MediaTable, indices: Iterable[int]) -> Iter
 
 @attrs.frozen
 class VideoTotals:
-    """Totals of the videos of many samples."""
+    """Totals over the videos of many samples."""
 
     videos: int
 
@@ -217,7 +217,7 @@ class VideoTotals:
 
 def video_totals(table: Table, media: MediaTable) -> VideoTotals:
     """
-    Return the totals of the videos of samples.
+    Return the totals over the videos of all samples.
 
     Args:
         table: Measurements of the records; int32, shape (num_records, num_columns).
@@ -244,8 +244,7 @@ UNKNOWN = -1
 
 def media_identity(digest: str, folder: str) -> str:
     """
-    Return the identity of a record with images or videos, which the folder of its paths decides
-    too.
+    Return the identity of a record with media: its digest combined with its media folder.
 
     Args:
         digest: Digest of the record.
@@ -257,7 +256,7 @@ def media_identity(digest: str, folder: str) -> str:
 @attrs.frozen(eq=False)
 class KnownLengths:
     """
-    Measurements of records by their identities.
+    Measurements of records, found by the identity of a record.
 
     The identity of a record of text is its digest, that of others is their `media_identity`.
     """
@@ -273,7 +272,7 @@ class KnownLengths:
 
     @cached_property
     def _samples(self) -> tuple[Identities, IntArray]:
-        """Identities of the records that are samples, in their order, and their rows."""
+        """Identities of the records that are not bad, in order, and their rows."""
         rows = sample_indices(self.table)
         rows = rows[np.argsort(self.identities[rows], kind="stable")]
         return self.identities[rows], rows
@@ -302,7 +301,7 @@ class KnownLengths:
 
 @attrs.frozen
 class DataFile:
-    """Data file of a split at the time of measuring."""
+    """Data file of a split when it was measured."""
 
     file: str
     """Path of the file in messages."""
@@ -319,7 +318,7 @@ class DataFile:
 
 def records_by_source(files: Iterable[DataFile]) -> list[tuple[str, int]]:
     """
-    Return each source, and the records of its files, in order.
+    Return each source and its number of records, in the order of its first file.
 
     >>> files = (DataFile(name, name[0], "messages", 5) for name in ("a1", "a2", "b1"))
     >>> records_by_source(files)
@@ -331,7 +330,7 @@ def records_by_source(files: Iterable[DataFile]) -> list[tuple[str, int]]:
 
 @attrs.frozen
 class RecordLocation:
-    """File and line or row of a record; printed at the beginning of messages."""
+    """File and line, or row, of a record, as messages show it."""
 
     file: str
 

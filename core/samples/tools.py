@@ -49,8 +49,8 @@ def _name_of(described: Mapping[str, Any]) -> object:
 
 def split_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
-    Return messages with `tool_calls` as separate messages after them, and answers in the order of
-    calls.
+    Return messages with each entry of `tool_calls` as a message of its own, and answers in the
+    order of the calls.
 
     Raises:
         ValueError: A call has no name.
@@ -77,7 +77,7 @@ def split_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _sort_answers(calls: Sequence[Any], answers: list[Any], key: str) -> list[Any]:
-    """Return answers in the order of their calls if each call has one, else unchanged."""
+    """Return answers in the order of their calls if every call has an answer, else unchanged."""
     ids = [call.get("id") for call in calls]
     asked = [answer.get(key) for answer in answers]
     if not all(isinstance(one, (str, int)) for one in (*ids, *asked)):
@@ -101,7 +101,7 @@ def _call_message(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_text_content(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its tool call or answer as text; ValueError if that is invalid."""
+    """Return a message with its tool call or tool answer as text; ValueError if that is invalid."""
     if message.get("role") == CALL:
         return {**message, "content": call_text(message.get("content"))}
     if message.get("role") != RESPONSE:
@@ -114,7 +114,7 @@ def to_text_content(message: dict[str, Any]) -> dict[str, Any]:
 
 def split_blocks(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """
-    Yield messages, with parts that are calls or answers as separate messages.
+    Yield messages; each part that is a tool call or an answer becomes a message of its own.
 
     Raises:
         ValueError: A call has no name.
@@ -134,7 +134,7 @@ def split_blocks(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]
 
 
 def _split(message: dict[str, Any], parts: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the messages of the parts of one message."""
+    """Yield one message for each run of parts of a message."""
     if not any(part.get("type") in {_CALL, _RESULT} for part in parts):
         yield message
         return
@@ -158,7 +158,7 @@ def _split(message: dict[str, Any], parts: Sequence[Any]) -> Iterator[dict[str, 
 
 def call_text(content: object) -> str:
     """
-    Return the content of a call as text.
+    Return the content of a tool call as text.
 
     Raises:
         ValueError: The content is no call.

@@ -53,13 +53,13 @@ def scheme_of(name: str) -> str | None:
 
 
 def is_url(name: object) -> bool:
-    """Return whether a name is a URL of a scheme that is read, and no chain of several."""
+    """Return whether a name is a single URL with a supported scheme."""
     return isinstance(name, str) and scheme_of(name) in PACKAGES and "::" not in name.partition("?")[0]
 
 
 def url_fault(name: str) -> str | None:
     """
-    Return why a name with a scheme is refused; None for a URL that is read, or a path.
+    Return why a name with a scheme is refused; None for a supported URL, or a path.
 
     >>> url_fault("ftp://host/a.jsonl").partition(":")[0]
     'is at ftp'
@@ -87,7 +87,7 @@ def mask_credentials(text: str) -> str:
 
 def strip_signature(url: str) -> str:
     """
-    Return a URL without the query parameters that a signature adds.
+    Return a URL without the query parameters of a signature.
 
     A file has the same stripped URL however often it is signed.
 

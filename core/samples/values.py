@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 
 class UnusableRecordError(ValueError):
-    """A record cannot become a sample. The text continues a message that names the record."""
+    """A record cannot become a sample; the text continues a message that names the record."""
 
     def __init__(self, reason: str, argument: str = "") -> None:
         super().__init__(reason)
@@ -26,12 +26,12 @@ def is_empty(value: object) -> bool:
 
 
 def has(record: Mapping[str, Any], name: str) -> bool:
-    """Return whether a record has a value that is not empty under a key."""
+    """Return whether a record's value under a key is neither missing nor empty."""
     return not is_empty(record.get(name))
 
 
 def parse_text(value: Any, name: str) -> Any:
-    """Return the list or object that a text holds as JSON or Python; other values as they are."""
+    """Parse a text that holds a list or an object in JSON or Python; return others as is."""
     if not isinstance(value, str):
         return value
     try:
@@ -47,7 +47,7 @@ def parse_text(value: Any, name: str) -> Any:
 
 
 def require_whole(value: Any, name: str) -> None:
-    """Refuse half of a surrogate pair, which JSON inside a text may write but no file can hold."""
+    """Refuse a text with an unpaired surrogate, which cannot be encoded as UTF-8."""
     try:
         json.dumps(value, ensure_ascii=False, skipkeys=True, default=str).encode()
     except UnicodeEncodeError:

@@ -88,7 +88,7 @@ class Progress:
 
 @attrs.frozen
 class Step:
-    """One optimizer step of a rank."""
+    """Batches of one rank in one optimizer step."""
 
     number: int
     """Number of the step, from 1, as trainers log it."""
@@ -113,7 +113,7 @@ def _checked_packs(num_packs: int | tuple[int, ...]) -> int | tuple[int, ...]:
 @attrs.frozen
 class EpochSchedule:
     """
-    Order of packs, steps and batches from a given progress on.
+    Order of packs, batches and steps in each epoch, from the progress `start` on.
 
     Every whole epoch gives each rank a batch, so that no count of steps is 0: ArgumentError if
     it would not. What an epoch has left after a resume on other ranks may give none: then it takes
@@ -231,17 +231,17 @@ class EpochSchedule:
         return not isinstance(self.num_packs, int)
 
     def packs_in(self, epoch: int) -> int:
-        """Return the number of packs in the raw plan of *epoch*, 0 for one that is not planned."""
+        """Return the number of packs in the raw plan of *epoch*; 0 if it has no plan."""
         if isinstance(self.num_packs, int):
             return self.num_packs
         return self.num_packs[epoch] if epoch < len(self.num_packs) else 0
 
     def batches_in(self, epoch: int) -> int:
-        """Return the number of batches of a rank in the whole of *epoch* on these ranks."""
+        """Return the number of batches per rank in all of *epoch*, at this world size."""
         return self.batches_of(aligned_size(self.packs_in(epoch), self.world_size, self.dataloader_drop_last))
 
     def steps_in(self, epoch: int) -> int:
-        """Return the number of optimizer steps in the whole of *epoch* on these ranks."""
+        """Return the number of optimizer steps in all of *epoch*, at this world size."""
         return -(-self.batches_in(epoch) // self.gradient_accumulation_steps)
 
     @property
@@ -254,12 +254,12 @@ class EpochSchedule:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of a rank in a whole epoch on these ranks, >= 1."""
+        """Batches per rank in a whole epoch at this world size, >= 1."""
         return self.batches_in(self.start.epoch)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of a whole epoch on these ranks, >= 1."""
+        """Optimizer steps in a whole epoch at this world size, >= 1."""
         return self.steps_in(self.start.epoch)
 
     @property
@@ -286,7 +286,7 @@ class EpochSchedule:
         return before + first_epoch + math.ceil((share - 1) * per_epoch)
 
     def _total_of_differing(self, first_epoch: int) -> int:
-        """Return `total_steps` of epochs that differ; the first one has *first_epoch* steps."""
+        """Return `total_steps` if epochs differ; *first_epoch* is the steps of the first one."""
         start, wanted = self.start, Fraction(str(self.num_train_epochs))
         whole, share = divmod(wanted, 1)
         if whole > start.epoch:
@@ -341,12 +341,12 @@ class EpochSchedule:
         return self._assigned[epoch]
 
     def _units(self, packs: IntArray, epoch: int) -> IntArray:
-        """Return the works of *packs* of *epoch* in whole units, of their shape."""
+        """Return the work of each of *packs* as an integer; of the shape of *packs*."""
         works = self.works(epoch) if callable(self.works) else self.works
         return to_units(as_works(works, self.packs_in(epoch)))[packs]
 
     def _remaining(self, epoch: int) -> IntArray:
-        """Return the remaining packs of *epoch*, before packs are assigned by work."""
+        """Return the remaining packs of *epoch* in order, before work assigns them to ranks."""
         return self._orders(epoch)[-1][self._segments(epoch)[-1].pack_offset :]
 
     def consumed_packs(self, epoch: int) -> IntArray:
@@ -459,7 +459,7 @@ class EpochSchedule:
         return Progress(step=step, epoch=epoch, epoch_step=steps, segments=(*earlier, now))
 
     def _segments(self, epoch: int) -> tuple[EpochSegment, ...]:
-        """Return the segments of *epoch* at `start`. These ranks continue or begin the last one."""
+        """Return the segments of *epoch* up to `start`; these ranks continue or add the last."""
         earlier = self.start.segments if epoch == self.start.epoch else ()
         mine = EpochSegment(self.world_size, self.dataloader_drop_last, 0)
         if earlier and attrs.evolve(earlier[-1], pack_offset=0) == mine:
@@ -482,12 +482,12 @@ class EpochSchedule:
         return positions[shuffled(positions.size, seed=(self.seed, epoch))] if self.shuffle else positions
 
     def batches_of(self, num: int) -> int:
-        """Return the number of batches that a rank forms of its share of *num* packs."""
+        """Return the number of batches that each rank forms from *num* packs."""
         return count_batches(num // self.world_size, batch_size=self.batch_size, drop_last=self.dataloader_drop_last)
 
 
 def _drop_consumed(order: IntArray, consumed: list[IntArray]) -> IntArray:
-    """Return the packs of *order* that were not consumed, each once, by first occurrence."""
+    """Return the packs of *order* that are not in *consumed*, each at its first occurrence only."""
     _, first = np.unique(order, return_index=True)
     once = order[np.sort(first)]
     return once[~np.isin(once, np.concatenate(consumed))]
@@ -499,7 +499,7 @@ DAMAGED = "name another checkpoint"
 
 @attrs.frozen
 class ResumeState:
-    """Progress and plan in a checkpoint, by which a resume continues or is refused."""
+    """Progress and plan in a checkpoint, which a resumed run is compared with."""
 
     plan: str
     """Checksum of the raw plan, or digest of its key where epochs have plans of their own."""

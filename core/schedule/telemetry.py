@@ -92,7 +92,7 @@ class PackStats:
 
     def padded_work(self, packs: IntArray, widths: IntArray) -> NDArray[np.float64]:
         """
-        Return the work of packs of one sample each, padded to *widths*; of the shape of *packs*.
+        Return the work of packs of one sample, each padded to its width; of the shape of *packs*.
         """
         if self.works is None or self.images is None:
             return squares(widths)
@@ -101,7 +101,7 @@ class PackStats:
 
 @attrs.frozen(eq=False)
 class EpochStats:
-    """Statistics of one epoch. Steps count from the first one of this run in the epoch."""
+    """Statistics of one epoch; steps count from 0 at this run's first step in the epoch."""
 
     pack_stats: PackStats
     world_size: int
@@ -152,7 +152,7 @@ class EpochStats:
         return int(self._widths(self._by_rank(self._packs(start, stop)[0])).sum())
 
     def num_tokens(self, start: int, stop: int) -> int:
-        """Return the tokens of the samples of these steps, each sample once an epoch."""
+        """Return the tokens of samples in steps *start* to before *stop*, once a sample."""
         packs, first = self._packs(start, stop)
         return int((self.pack_stats.tokens[packs] * first).sum())
 
@@ -183,12 +183,12 @@ class EpochStats:
         return self._batches(self._works(0, -(-self.order.size // self.packs_per_step)))
 
     def _batches(self, works: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the sums of rows of packs by microbatch."""
+        """Sum *works* over the packs of each microbatch."""
         sums: NDArray[np.float64] = np.add.reduceat(works, np.arange(0, len(works), self.batch_size), axis=0)
         return sums
 
     def _works(self, start: int, stop: int) -> NDArray[np.float64]:
-        """Return the work of each pack of some steps on each rank; shape (rows, world_size)."""
+        """Return the work of each pack in steps *start* to *stop*; shape (rows, world_size)."""
         packs, _ = self._packs(start, stop)
         rows, stats = self._by_rank(packs), self.pack_stats
         return stats.work[rows] if stats.packed else stats.padded_work(rows, self._widths(rows))
@@ -248,13 +248,11 @@ class EpochStats:
         return self.order[chosen], self.first[chosen]
 
     def _by_rank(self, packs: IntArray) -> IntArray:
-        """Return packs of whole steps by rank; shape (rows, world_size)."""
+        """Reshape the packs of whole steps to one column per rank; shape (rows, world_size)."""
         return packs.reshape(-1, self.world_size)
 
     def _widths(self, rows: IntArray) -> IntArray:
-        """
-        Return the positions, padding included, of each pack of *rows*; of the shape of *rows*.
-        """
+        """Return the positions of each pack of *rows*, padding included; of the shape of *rows*."""
         tokens = self.pack_stats.tokens[rows]
         if self.pack_stats.packed:
             return tokens

@@ -27,7 +27,7 @@ def round_up(number: int, multiple: int) -> int:
 
 def pack_in_fewer_rounds(packs: Packs, costs: IntArray, *, capacity: int, rounds_of: int) -> Packs:
     """
-    Return the certified packs if they save a whole round of microbatches, else *packs*.
+    Return a packing by the algorithm `certified` if it saves a whole round, else *packs*.
 
     Args:
         packs: Microbatches of one algorithm.
@@ -43,7 +43,7 @@ def pack_in_fewer_rounds(packs: Packs, costs: IntArray, *, capacity: int, rounds
 
 
 def add_filler(packs: Packs, num_items: int) -> Packs:
-    """Return the packs, and one pack for each filler item."""
+    """Return *packs* and one pack for each filler item, up to *num_items* items in all."""
     ends = np.arange(packs.num_samples, num_items) + 1
     return Packs(np.concatenate([packs.offsets, ends]), np.concatenate([packs.indices, ends - 1]))
 

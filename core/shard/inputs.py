@@ -1,6 +1,4 @@
-"""
-Arguments that all ways of sharding share, checked.
-"""
+"""Validation of the arguments that all sharding functions share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Self, get_args
@@ -26,7 +24,7 @@ def sequence_dims(
     shapes: Mapping[str, Sequence[int]], *, input_key: str, declared: Mapping[str, int | None]
 ) -> dict[str, int | None]:
     """
-    Return the dimension of each field that runs along the sequence, None for fields of sequences.
+    Return the dimension of each field that runs along the sequence; None for fields without one.
 
     A field without a dimension as long as the tokens has none. One that has such a dimension may
     have it by chance, so it is declared unless its name says it (`OF_TOKENS`).
@@ -64,7 +62,7 @@ def sequence_dims(
 
 
 def _fitting(shape: Sequence[int], width: int) -> list[int]:
-    """Return the dimensions that are as long as the tokens are wide."""
+    """Return the dimensions of *shape* that have the size *width*."""
     return [dim for dim in range(1, len(shape)) if shape[dim] == width]
 
 
@@ -98,7 +96,7 @@ def padded_lengths(
     lengths: Lengths, multiple: int, capacity: int | None = None, when_long: WhenLong = "error"
 ) -> tuple[IntArray, IntArray]:
     """
-    Return lengths, and lengths rounded up.
+    Return the lengths as an array, and the lengths rounded up to *multiple*.
 
     Args:
         lengths: Tokens of each sequence, >= 1.
@@ -125,7 +123,7 @@ def padded_lengths(
 
 @attrs.frozen(eq=False)
 class SequenceWorks:
-    """Work of sequences: that of the rows they are in, and that of each sequence beside it."""
+    """Work of sequences: a part that depends on padded width, and a part that does not."""
 
     of_rows: Callable[[IntArray], NDArray[np.float64]]
     """Work of rows of one sequence each, from their widths."""
@@ -135,7 +133,7 @@ class SequenceWorks:
 
     @classmethod
     def from_arguments(cls, work: Work | None, num: int) -> Self:
-        """Return the works of *num* sequences; None counts squares of widths."""
+        """Return the work of *num* sequences; without *work*, it is the square of a row's width."""
         if work is None or isinstance(work, WorkModel):
             return cls(squares if work is None else work.sample_flops, np.zeros(num))
         return cls(lambda widths: np.zeros(widths.shape), as_works(work, num, of="sequences"))
@@ -154,7 +152,7 @@ def global_batches(num: int, batch_size: int) -> list[range]:
 
 def fill_slots(costs: IntArray, wanted: int) -> IntArray:
     """
-    Return the sequences of a global batch, filled with the shortest; shape (>= wanted,).
+    Return a global batch's sequences, followed by repeats of the shortest; shape (>= wanted,).
 
     Args:
         costs: Positions of each sequence.

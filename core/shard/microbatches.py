@@ -120,8 +120,8 @@ def shard_packed(
 
 def _sort_labels(labels: IntArray, items: IntArray, loads: IntArray | None, *, rounds: int, by_round: bool) -> IntArray:
     """
-    Renumber the microbatches of each worker by falling loads, or else by first sequence; return the
-    label of each slot. Rounds of similar loads are ordered by the first sequence of a round.
+    Renumber each worker's microbatches by descending *loads*, or by first sequence, rounds too if
+    *by_round*; return the label of each slot.
     """
     num = int(labels.max()) + 1
     first = np.full(num, int(items.max()) + 1)
@@ -148,7 +148,7 @@ def _cut_evenly(
     sync_at: SyncPoint | None,
 ) -> IntArray:
     """
-    Return the microbatch of each item, worker by worker.
+    Return the microbatch of each item, of about equal work and numbered worker by worker.
 
     None as *sync_at* assigns packs in turn.
     """
@@ -172,7 +172,7 @@ def _cut_evenly(
 
 
 def _split_to_number(packs: Packs, costs: IntArray, num: int) -> Packs:
-    """Return the packs with filler, split to *num* microbatches."""
+    """Split packs, with filler, until there are *num* microbatches."""
     return split_to_bin_count(add_filler(packs, costs.size), costs, minimum=num, multiple=1)
 
 
@@ -185,7 +185,7 @@ def _busiest_work(labels: IntArray, works: IntArray, shards: int) -> int:
 
 
 def _tolerated_work(work: int) -> int:
-    """Return the work that counts as equal: even microbatches may add a thousandth."""
+    """Return the most work that counts as no more than *work*: a thousandth above it."""
     return work + work // 1000
 
 
@@ -250,8 +250,7 @@ def shard_dynamic(
 
 def _number_rows(rows: Sequence[int], capacity: int) -> IntArray:
     """
-    Return the microbatch of each row. A microbatch takes the rows that fit at the width of the
-    last.
+    Return the microbatch of each row; as many rows share one as fit at the width of its last row.
     """
     numbers = []
     number = start = 0

@@ -30,8 +30,8 @@ _PARTNERS = 4
 
 def spread(costs: IntArray, works: IntArray, *, shards: int, rounds: int, capacity: int) -> IntArray | None:
     """
-    Return the microbatch of each item; None if one fits nowhere. Every *shards* neighbouring
-    microbatches have about equal work.
+    Assign items to microbatches, so that those of a round have about equal work; return labels, or
+    None if an item fits nowhere.
 
     Args:
         costs: Positions of each item; at least as many items as microbatches.
@@ -54,7 +54,7 @@ def spread(costs: IntArray, works: IntArray, *, shards: int, rounds: int, capaci
 
 class _Pool:
     """
-    Microbatches that take items, the one of least work first.
+    Microbatches that take items, always the one with the least work that has room.
 
     A key has the work and the index of a microbatch in one number: `work * num + index`.
     """
@@ -85,7 +85,7 @@ class _Pool:
 
     def add(self, size: int, step: int, below: int) -> int | None:
         """
-        Put an item into the least loaded microbatch with room. Return its key before, or None.
+        Put an item into the least loaded microbatch with room; return its key before that, or None.
 
         Args:
             size: Positions of the item.
@@ -106,7 +106,7 @@ class _Pool:
 
 
 class _Fill:
-    """Microbatches that take items by descending work."""
+    """Microbatches of all rounds while they take items by descending work."""
 
     def __init__(self, costs: IntArray, works: IntArray, shards: int, num: int, capacity: int) -> None:
         self._sizes, self._steps = costs.tolist(), [work * num for work in works.tolist()]
@@ -124,7 +124,7 @@ class _Fill:
         self._most_step, self._most_size = self._limit, 0
 
     def add(self, item: int) -> int | None:
-        """Return the microbatch that takes the next item, or None without room."""
+        """Assign the next item; return its microbatch, or None if none has room."""
         # If no more items are left than empty microbatches, only these take them.
         must_open = len(self._sizes) - item <= self._num_empty
         key = self._add(item, self._num if must_open else self._limit)
@@ -134,7 +134,7 @@ class _Fill:
         return key % self._num
 
     def _add(self, item: int, below: int) -> int | None:
-        """Return the key, before, of the microbatch that takes an item. It is below a limit."""
+        """Assign an item to a microbatch with a key under *below*; return that key, or None."""
         size, step = self._sizes[item], self._steps[item]
         if step < self._most_step or size <= self._most_size:
             for level, pool in zip(self._levels, self._heavy, strict=True):
@@ -160,15 +160,15 @@ class _Fill:
         return None
 
     def _limit_heavy(self) -> None:
-        """Find which items all heavy pools refuse, until a level rises or a pool is added."""
+        """Update the work and size from which all heavy pools refuse an item."""
         levels = zip(self._levels, self._heavy, strict=True)
         self._most_step = max((level - pool.keys[0] for level, pool in levels if pool.keys), default=0)
         self._most_size = max((pool.most_waiting for pool in self._heavy), default=0)
 
     def _mean_of_light(self, item: int) -> float:
         """
-        Estimate the mean work of a microbatch of the other rounds after the heavy rounds are
-        filled with items from *item* on.
+        Estimate the mean work of a microbatch of the light rounds, once items from *item* on have
+        filled the heavy rounds.
         """
         left = int(self._left[item])
         density = left / int(self._positions_left[item])
@@ -223,7 +223,7 @@ class _Round:
         self._loads = np.array([int(costs[items].sum()) for items in held])
 
     def level(self) -> None:
-        """Exchange items of the busiest microbatch until it is level, or nothing helps."""
+        """Exchange items of the busiest microbatch until works are level, or no exchange helps."""
         limit = -(-int(self.sums.sum()) // len(self.held))
         limit += limit // _TOLERANCE
         for _ in range(_EXCHANGES * len(self.held)):
@@ -236,8 +236,8 @@ class _Round:
 
     def _exchange(self, busy: int, idle: int) -> bool:
         """
-        Exchange an item for another or for none if the two become more even; return whether they
-        did.
+        Swap or move one item from microbatch *busy* to *idle* if that evens them out; return
+        whether it did.
         """
         gives, takes = self.held[busy], self.held[idle]
         nothing = np.zeros(1, dtype=np.int64)

@@ -62,7 +62,7 @@ class ShardBatch:
 @attrs.frozen(eq=False)
 class Sharding:
     """
-    A batch cut into microbatches of its workers.
+    RL batch, cut into microbatches for each worker.
 
     `results[sharding.restore]` brings results of slots, worker after worker, back into the order of
     the batch. `order[restore]` counts up from 0.
@@ -122,8 +122,7 @@ class Sharding:
 
     def by_worker(self, values: NDArray[_Number]) -> NDArray[_Number]:
         """
-        Return values of microbatches in shape (num_shards, microbatches of a worker in all global
-        batches).
+        Reshape one value per microbatch to one row per worker; shape (num_shards, microbatches).
         """
         return values.reshape(self.num_shards, -1)
 
@@ -179,7 +178,7 @@ def join_batches(
     work: SequenceWorks,
 ) -> Sharding:
     """
-    Join the global batches, worker by worker.
+    Join the microbatches of all global batches into one `Sharding`, worker by worker.
 
     Args:
         mode: Kind of microbatches.
