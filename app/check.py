@@ -117,7 +117,7 @@ def compare(config: RunConfig, trainer: PlanTrainer, train: Split, *, num_packs:
     findings: list[Deviation] = []
     for pack in progress(chosen, desc="comparing", unit=" packs"):
         findings += comparison.findings(pack)
-    precision, without = trainer.precision, comparison.without_gradients
+    precision, without = trainer.precision, comparison.no_gradients_reason
     verdicts = judge(findings, precision=precision, limit=comparison.limit)
     images, where = num_media(train.table), train.encoder.records.location
     return Report(

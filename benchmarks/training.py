@@ -61,7 +61,7 @@ class Encoded:
         found = (sample.get("image_grid_thw") for sample in self._encoded)
         return [grid for grids in found if grids is not None for grid in grids.tolist()]
 
-    def fetch(self, index: int, planned: Table) -> dict[str, Any]:
+    def encode_planned(self, index: int, planned: Table) -> dict[str, Any]:
         """Return sample *index*; StaleError if it is not the planned one."""
         # The collator adds to a sample.
         return self._samples.require_planned(index, dict(self._encoded[index]), planned)

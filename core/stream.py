@@ -22,7 +22,7 @@ PACKER_VERSION = str(binpacking.__version__)
 """Version of binpacking. Another one may pack in another way, as 2.0 did after 1.5."""
 
 
-def _ratio(value: float | str | Decimal | Fraction) -> Fraction:
+def _exact_ratio(value: float | str | Decimal | Fraction) -> Fraction:
     return exact_share("min_fill_ratio", value)
 
 
@@ -36,7 +36,7 @@ class StreamOptions:
     packing_buffer: int = 512
     """Samples that are packed at a time."""
 
-    min_fill_ratio: Fraction = attrs.field(default=Fraction(65, 100), converter=_ratio)
+    min_fill_ratio: Fraction = attrs.field(default=Fraction(65, 100), converter=_exact_ratio)
     """
     Share of the packing length from which a pack is full enough, read as the decimal that is
     written.
@@ -165,7 +165,7 @@ class ShardState:
         return (*self.admitted, *self.ahead)
 
 
-def after_reading(state: ShardState, place: int) -> ShardState:
+def read_place(state: ShardState, place: int) -> ShardState:
     """Return the state after the item at *place* was read."""
     return attrs.evolve(state, read=state.read + 1, ahead=(*state.ahead, StreamItem(place)))
 
@@ -324,7 +324,7 @@ def unread_places(num_places: int, segments: Sequence[StreamSegment]) -> IntArra
     return places
 
 
-def reassign(
+def reshard(
     progress: StreamProgress, ranks: Sequence[RankState], *, world_size: int, shards_per_rank: int
 ) -> tuple[StreamProgress, tuple[RankState, ...]]:
     """

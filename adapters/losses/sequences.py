@@ -241,7 +241,7 @@ class FusedLoss(_Fields):
         if missing:
             raise ValueError(f"the loss needs {', '.join(sorted(missing))}, but the data have {', '.join(data)}")
         tokens, dims = data[self.input_key], self.dims(data, given)
-        predicted = _Predicted.from_layout(layout, cp_rank, tokens.device)
+        predicted = _PredictedTokens.from_layout(layout, cp_rank, tokens.device)
         mask = predicted.values(data["token_mask"], 1).double()
         counts = mask > 0
         targets = predicted.values(tokens, 1).masked_fill(~counts, NO_TARGET)
@@ -296,7 +296,7 @@ _EXTREMES = {"_min": (torch.amin, torch.inf), "_max": (torch.amax, -torch.inf)}
 
 
 @attrs.frozen(eq=False)
-class _Predicted:
+class _PredictedTokens:
     """Index of the token that each row of logits predicts."""
 
     sequence: torch.Tensor
@@ -309,7 +309,7 @@ class _Predicted:
     """Whether the row has a target."""
 
     @classmethod
-    def from_layout(cls, layout: PackedLayout, cp_rank: int, device: torch.device) -> _Predicted:
+    def from_layout(cls, layout: PackedLayout, cp_rank: int, device: torch.device) -> _PredictedTokens:
         rows = layout.positions(cp_rank)
         targets = layout.targets[rows]
         exists = targets >= 0

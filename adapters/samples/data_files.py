@@ -14,7 +14,7 @@ from pathlib import Path
 
 from packplan.adapters.samples.data_set import FileRecords
 from packplan.adapters.samples.downloads import remote_origin
-from packplan.adapters.samples.formats.arrow_rows import ArrowFile, is_arrow_folder, parts_of_folder
+from packplan.adapters.samples.formats.arrow_rows import ArrowFile, is_arrow_folder, list_arrow_files
 from packplan.adapters.samples.formats.lines import LinesFile
 from packplan.adapters.samples.formats.record_file import RecordFile
 from packplan.adapters.samples.formats.rewriting import (
@@ -193,7 +193,7 @@ def _open_file(path: Path, max_bytes: int | None, cache: Path | None) -> RecordF
     """Open a file or a folder that exists, in its own format or as a copy."""
     parts, copy, kind = [path], None, "arrow"
     if path.is_dir():
-        parts, name, folder = parts_of_folder(path), str(path), str(path)
+        parts, name, folder = list_arrow_files(path), str(path), str(path)
     else:
         name, folder = _name_and_folder(path)
         kind, is_compressed = _detect_format(path, name)

@@ -56,7 +56,7 @@ class FileRecords:
 
     def record_digest(self, index: int) -> str:
         """Return the SHA-256 hex digest of record *index* alone."""
-        file, row = self._find(index)
+        file, row = self._locate(index)
         return file.digests(row, row + 1).tobytes().hex()
 
     def read(self, index: int) -> tuple[Any, bytes]:
@@ -68,7 +68,7 @@ class FileRecords:
             RecordError: It has no JSON value.
             StaleError: It is not the record whose digest is known.
         """
-        file, row = self._find(index)
+        file, row = self._locate(index)
         try:
             value = file[row]
         except (RecordError, OSError) as error:
@@ -93,7 +93,7 @@ class FileRecords:
             digests: Their digests, all zero where there is none; shape (num_records, DIGEST_BYTES).
         """
         if len(digests):
-            for file, row, index, number in self._runs(indices.start, indices.stop):
+            for file, row, index, number in self._split_range(indices.start, indices.stop):
                 file.add_digests(row, digests[index - indices.start :][:number])
 
     @property
@@ -103,12 +103,12 @@ class FileRecords:
 
     def __getitem__(self, index: int) -> Any:
         """Return the JSON value of record *index*; RecordError with its place if there is none."""
-        file, row = self._find(index)
+        file, row = self._locate(index)
         return file[row]
 
     def location(self, index: int) -> RecordLocation:
         """Return the file of record *index*, and its line or row there."""
-        file, row = self._find(index)
+        file, row = self._locate(index)
         return file.location(row)
 
     @contextmanager
@@ -129,7 +129,7 @@ class FileRecords:
 
     def folder(self, index: int) -> str:
         """Return the folder that relative media paths of record *index* start from."""
-        return self._find(index)[0].folder
+        return self._locate(index)[0].folder
 
     def digest(self, count: int, *, without: Sequence[int] = ()) -> str:
         """
@@ -144,7 +144,7 @@ class FileRecords:
         """
         sha256, folder = hashlib.sha256(), ""
         with progress(total=count, desc="hashing the data", unit=" records", leave=False, delay=BRIEF_S) as bar:
-            for file, row, index, number in self._runs(0, count):
+            for file, row, index, number in self._split_range(0, count):
                 kept = file.digests(row, row + number)[~np.isin(np.arange(index, index + number), without)]
                 if len(kept) and file.folder != folder:
                     folder = file.folder
@@ -156,18 +156,18 @@ class FileRecords:
                 file.save_digests()
         return sha256.hexdigest()
 
-    def _runs(self, start: int, stop: int) -> Iterator[tuple[RecordFile, int, int, int]]:
+    def _split_range(self, start: int, stop: int) -> Iterator[tuple[RecordFile, int, int, int]]:
         """
         Split the range from *start* to before *stop* at files and into at most 10,000 records;
         yield file, first row, first index and number of records of each.
         """
         while start < stop:
-            file, row = self._find(start)
+            file, row = self._locate(start)
             number = min(len(file) - row, stop - start, _AT_ONCE)
             yield file, row, start, number
             start += number
 
-    def _find(self, index: int) -> tuple[RecordFile, int]:
+    def _locate(self, index: int) -> tuple[RecordFile, int]:
         """Return the file of record *index*, and its row in that file."""
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")

@@ -315,11 +315,11 @@ class SwiftEncoder:
             raise self.record_error(index, reason)
         return facts
 
-    def stored_facts(self, facts: VideoFacts) -> MediaFacts:
+    def to_media_facts(self, facts: VideoFacts) -> MediaFacts:
         """Return the facts of a video as `MediaFacts`, the form that is stored with the lengths."""
         lengths = self.video_lengths
         seconds = facts.num_frames / float(facts.rate) if facts.rate else 0.0
-        return facts.stored(seconds if lengths is None else lengths.seconds(facts))
+        return facts.to_media_facts(seconds if lengths is None else lengths.seconds(facts))
 
     def decode_video(self, index: int, video: Video, *, sampling: Sampling | None = None) -> None:
         """
@@ -374,7 +374,7 @@ class SwiftEncoder:
             merge = self.template.processor.image_processor.merge_size**2
             yield "video", self.template.video_token_id, measurement.video_patches // merge
 
-    def fetch(self, index: int, planned: Table) -> dict[str, Any]:
+    def encode_planned(self, index: int, planned: Table) -> dict[str, Any]:
         """
         Encode sample *index* for training; StaleError if it differs from its planned measurement.
         """

@@ -103,7 +103,7 @@ class SwiftMeasurer:
                 one.
         """
         self._encoder = encoder
-        self.shortcut = ShortcutMeasurer(encoder, in_full=self._measure_part)
+        self.shortcut = ShortcutMeasurer(encoder, in_full=self._measure_record)
         self._workers = min(workers, os.cpu_count() or 1)
 
     def __len__(self) -> int:
@@ -131,7 +131,7 @@ class SwiftMeasurer:
 
     def data_digest(self, count: int, *, without: Sequence[int] = ()) -> str:
         """Return the digest of the first *count* samples, leaving out the indices in *without*."""
-        left = [part for index in without for part in self._part_indices(index)]
+        left = [part for index in without for part in self._record_indices(index)]
         return self._encoder.records.digest(count * self._encoder.num_parts, without=left)
 
     def identity(self, index: int) -> tuple[str, str]:
@@ -139,21 +139,21 @@ class SwiftMeasurer:
         first = index * self._encoder.num_parts
         return self._encoder.records.record_digest(first), absolute_folder(self._encoder.records.folder(first))
 
-    def _part_indices(self, index: int, number: int = 1) -> range:
+    def _record_indices(self, index: int, number: int = 1) -> range:
         """Return the indices of the records of *number* samples from *index* on."""
         num_parts = self._encoder.num_parts
         return range(index * num_parts, (index + number) * num_parts)
 
-    def part_lengths(self, index: int) -> list[int]:
+    def record_lengths(self, index: int) -> list[int]:
         """Return the tokens of each record of sample *index*, which has to be valid."""
-        outcomes, _ = self.shortcut.measure(self._part_indices(index))
+        outcomes, _ = self.shortcut.measure(self._record_indices(index))
         return [one.measurement.length for one in outcomes if isinstance(one, MeasuredSample)]
 
     def measure(self, index: int) -> Measurement:
         """Encode and measure sample *index*; see `core.ports`."""
-        return sum(map(self._measure_part, self._part_indices(index)), NOTHING)
+        return sum(map(self._measure_record, self._record_indices(index)), NOTHING)
 
-    def _measure_part(self, index: int) -> Measurement:
+    def _measure_record(self, index: int) -> Measurement:
         # Whether a sample is truncated, or happens to fit exactly, shows only without the limit.
         with without_truncation(self._encoder.template):
             whole = self._measure_encoded(index)
@@ -176,7 +176,7 @@ class SwiftMeasurer:
         if epoch is not None or not isinstance(indices, range):
             yield from self.measure_in_loader(indices, epoch=epoch or 0)
             return
-        self._encoder.fetch_media(self._part_indices(indices.start, len(indices)))
+        self._encoder.fetch_media(self._record_indices(indices.start, len(indices)))
         size, started = (_TRIED if self._workers > 1 else AT_ONCE), time.perf_counter()
         for done in range(0, len(indices), size):
             if done and self._workers > 1:
@@ -232,9 +232,9 @@ class SwiftMeasurer:
         """
         if in_full:
             return indices, [self.measure_in_full(index) for index in indices], b""
-        parts, num_parts = self._part_indices(indices.start, len(indices)), self._encoder.num_parts
+        parts, num_parts = self._record_indices(indices.start, len(indices)), self._encoder.num_parts
         outcomes, digests = self.shortcut.measure(parts)
-        joined = [_join_parts(outcomes[place : place + num_parts]) for place in range(0, len(outcomes), num_parts)]
+        joined = [_join_outcomes(outcomes[place : place + num_parts]) for place in range(0, len(outcomes), num_parts)]
         return parts, joined, digests
 
     def measure_in_loader(self, indices: Sequence[int], *, epoch: int) -> list[RecordOutcome]:
@@ -258,9 +258,9 @@ class SwiftMeasurer:
 
     def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         """Return the current facts of the media files of sample *index*; see `core.ports`."""
-        return tuple(fact for part in self._part_indices(index) for fact in self._part_facts(part, decode=decode))
+        return tuple(fact for part in self._record_indices(index) for fact in self._record_facts(part, decode=decode))
 
-    def _part_facts(self, index: int, *, decode: bool) -> tuple[MediaFacts, ...]:
+    def _record_facts(self, index: int, *, decode: bool) -> tuple[MediaFacts, ...]:
         sample = self._encoder.read(index)
         facts = self._encoder.image_facts(index, sample.get("images", ()), decode=decode)
         videos = sample.get("videos", ())
@@ -268,7 +268,7 @@ class SwiftMeasurer:
             for video in videos:
                 self._encoder.decode_video(index, video)
         found = (self._encoder.video_facts(index, video) for video in videos)
-        return (*facts, *map(self._encoder.stored_facts, found))
+        return (*facts, *map(self._encoder.to_media_facts, found))
 
     def measure_in_full(self, index: int) -> RecordOutcome:
         """Measure sample *index* by a full encode; a bad record's error is returned, not raised."""
@@ -278,7 +278,7 @@ class SwiftMeasurer:
             return error
 
 
-def _join_parts(parts: Sequence[RecordOutcome]) -> RecordOutcome:
+def _join_outcomes(parts: Sequence[RecordOutcome]) -> RecordOutcome:
     """Combine the outcomes of a sample's records: their sum, or a bad record if one is bad."""
     samples = [one for one in parts if isinstance(one, MeasuredSample)]
     if len(samples) < len(parts):

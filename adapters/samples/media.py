@@ -85,7 +85,7 @@ def drop_partial_masks(encoded: dict[str, Any]) -> None:
             del encoded[key]
 
 
-def patch_size_of(config: Any) -> int:
+def find_patch_size(config: Any) -> int:
     """Return the side of a patch in pixels; 1 if the model's configuration does not say."""
     vision = getattr(trained_config(config), "vision_config", None)
     size = (vision.get("patch_size") if isinstance(vision, Mapping) else getattr(vision, "patch_size", None)) or 1
@@ -102,7 +102,7 @@ def measure_encoded(template: Template, encoded: Encoded, *, images: int, videos
         images: Images of its record.
         videos: Videos of its record.
     """
-    side = patch_size_of(template.config)
+    side = find_patch_size(template.config)
     return Measurement(
         length=encoded["length"],
         supervised=sum(label >= 0 for label in encoded["labels"][1:]),
@@ -182,5 +182,5 @@ class ImageTokens:
             reason = f"is {template.template_meta.template_type}, in which an image adds no token: name the model's own"
             raise ConfigError.for_key("template.template", reason)
         (token, number), *_ = added.most_common(1)
-        patches = IMAGES.count_patches(encoded, patch_size=patch_size_of(template.config))
+        patches = IMAGES.count_patches(encoded, patch_size=find_patch_size(template.config))
         return cls(token, patches // number if patches % number == 0 else None)

@@ -125,7 +125,7 @@ class VideoFacts:
     doubt: str | None = None
     """Reason to decode the video to measure it; None if its container is enough."""
 
-    def stored(self, seconds: float) -> MediaFacts:
+    def to_media_facts(self, seconds: float) -> MediaFacts:
         """Return these facts in the form that is stored, for a video that lasts *seconds*."""
         doubted = int(self.doubt is not None)
         return MediaFacts(
@@ -225,16 +225,16 @@ class _Container:
         self._refuse_seconds(seconds)
         first, packets = self._first_frame(stream)
         if kind in _INDEXED and stream.frames:
-            num, doubt = self._by_index(stream)
+            num, doubt = self._count_by_index(stream)
         else:
-            num, doubt = self._by_packets(stream, packets, seconds)
+            num, doubt = self._count_by_packets(stream, packets, seconds)
         rate = stream.average_rate
         if not num or not rate:
             raise self._refusal("has no frame" if not num else "has no rate of frames: encode it again")
         self._refuse_seconds(float(num / rate))
         if codec.name not in TRUSTED_CODECS:
             doubt = doubt or f"its codec is {codec.name}"
-        width, height = (first.height, first.width) if _turns(first) % 2 else (first.width, first.height)
+        width, height = (first.height, first.width) if _count_quarter_turns(first) % 2 else (first.width, first.height)
         return VideoFacts(self.size, width, height, num, Fraction(rate), head, doubt)
 
     def _refusal(self, reason: str) -> ValueError:
@@ -261,7 +261,7 @@ class _Container:
                 return frames[0], chain(read, packets)
         raise self._refusal("has no frame that can be decoded")
 
-    def _by_index(self, stream: Any) -> tuple[int, str | None]:
+    def _count_by_index(self, stream: Any) -> tuple[int, str | None]:
         """Return the number of frames in the container's index, and a reason to doubt it."""
         entries = stream.index_entries
         shown = [entry for entry in entries if not entry.is_discard]
@@ -272,7 +272,7 @@ class _Container:
         times = [entry.timestamp for entry in shown]
         return len(entries), self._rate_doubt(stream, times)
 
-    def _by_packets(self, stream: Any, packets: Iterator[Any], seconds: float) -> tuple[int, str | None]:
+    def _count_by_packets(self, stream: Any, packets: Iterator[Any], seconds: float) -> tuple[int, str | None]:
         """Return the number of video packets, and a reason to doubt that each is a frame."""
         times = []
         for packet in packets:
@@ -308,10 +308,10 @@ def quarter_turns(path: str) -> int:
     """Return by how many quarter turns, counter-clockwise, a player rotates a video's frames."""
     with open_video(path) as container:
         first = next(container.decode(container.streams.best("video")))
-        return _turns(first)
+        return _count_quarter_turns(first)
 
 
-def _turns(frame: Any) -> int:
+def _count_quarter_turns(frame: Any) -> int:
     return round(frame.rotation / 90) % 4 if frame.rotation % 90 == 0 else 0
 
 

@@ -180,17 +180,17 @@ class VideoLengths:
         frames is refused.
         """
         frames, _ = self._sample_frames(facts)
-        self._scale_frames(facts, len(frames))
+        self._scaled_size(facts, len(frames))
         return len(frames) * facts.width * facts.height * 3
 
     def seconds(self, facts: VideoFacts) -> float:
         """Return the duration in seconds; listed frames are taken to come at the sampling rate."""
-        return facts.num_frames / float(facts.rate or self._rate())
+        return facts.num_frames / float(facts.rate or self._sampling_rate())
 
     def cost(self, facts: VideoFacts) -> Measurement:
         """Return the cost of a video; ValueError if the number or size of its frames is refused."""
         frames, rate = self._sample_frames(facts)
-        rows, columns = self._scale_frames(facts, len(frames))
+        rows, columns = self._scaled_size(facts, len(frames))
         layers = len(frames) // FRAMES_OF_LAYER
         patches = layers * (rows // self.patch_size) * (columns // self.patch_size)
         tokens = patches // self.merge_size**2
@@ -201,13 +201,13 @@ class VideoLengths:
             tokens += sum(_num_tokens(self.tokenizer, f"<{time:.1f} seconds>") + 2 for time in times)
         return attrs.evolve(NOTHING, length=tokens, frames=len(frames), video_patches=patches)
 
-    def _rate(self) -> float:
+    def _sampling_rate(self) -> float:
         return float(self.sampling.get("fps", vision_process.FPS))
 
     def _sample_frames(self, facts: VideoFacts) -> tuple[list[int], float]:
         """Return the indices of the sampled frames, and their rate in frames a second."""
         if not facts.rate:
-            return list(range(vision_process.ceil_by_factor(facts.num_frames, FRAMES_OF_LAYER))), self._rate()
+            return list(range(vision_process.ceil_by_factor(facts.num_frames, FRAMES_OF_LAYER))), self._sampling_rate()
         if facts.num_frames < FRAMES_OF_LAYER:
             message = (
                 f"it has {counted(facts.num_frames, 'frame')}, but needs {FRAMES_OF_LAYER}: write it into 'images'"
@@ -217,7 +217,7 @@ class VideoLengths:
         number = vision_process.smart_nframes(dict(self.sampling), total_frames=facts.num_frames, video_fps=rate)
         return torch.linspace(0, facts.num_frames - 1, number).round().long().tolist(), rate
 
-    def _scale_frames(self, facts: VideoFacts, num_frames: int) -> tuple[int, int]:
+    def _scaled_size(self, facts: VideoFacts, num_frames: int) -> tuple[int, int]:
         """Return the height and width of frames after scaling."""
         rules, given = vision_process, self.sampling
         factor = self.patch_size * rules.SPATIAL_MERGE_SIZE
@@ -226,16 +226,16 @@ class VideoLengths:
             unit = factor * rules.SPATIAL_MERGE_SIZE
             least = given.get("min_pixels", rules.IMAGE_MIN_TOKEN_NUM * unit**2)
             most = given.get("max_pixels", rules.IMAGE_MAX_TOKEN_NUM * unit**2)
-            height, width = _resize(height, width, unit, least, most)
+            height, width = _resized_size(height, width, unit, least, most)
         least = given.get("min_pixels", rules.VIDEO_MIN_TOKEN_NUM * factor**2)
         total = given.get("total_pixels", rules.MODEL_SEQ_LEN * factor**2 * 0.9)
         frame = max(
             min(rules.VIDEO_MAX_TOKEN_NUM * factor**2, total / num_frames * rules.FRAME_FACTOR), int(least * 1.05)
         )
-        return _resize(height, width, factor, least, min(given.get("max_pixels", frame), frame))
+        return _resized_size(height, width, factor, least, min(given.get("max_pixels", frame), frame))
 
 
-def _resize(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
+def _resized_size(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
     """
     Return the height and width of a frame after qwen_vl_utils resizes it; ValueError if it refuses.
     """

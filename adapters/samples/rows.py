@@ -110,7 +110,7 @@ class RowsEncoder(SwiftEncoder):
                 held.images = [_locate_image(image) for image in held.images]
             if held.is_multimodal:
                 self.template._add_default_tags(held)  # noqa: SLF001  # no public way
-        return _as_sample(held)
+        return _to_sample_dict(held)
 
     def encode_messages(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
         """Encode a sequence that `read` returned; RecordError if the template cannot encode it."""
@@ -146,7 +146,7 @@ def _locate_image(image: Any) -> Any:
     return load_file(image).getvalue() if path is None else path
 
 
-def _as_sample(held: StdTemplateInputs) -> dict[str, Any]:
+def _to_sample_dict(held: StdTemplateInputs) -> dict[str, Any]:
     """Convert a sequence in ms-swift's input type into a dict, without its empty fields."""
     system = [] if held.system is None else [{"role": "system", "content": held.system}]
     sample: dict[str, Any] = {"messages": [*system, *held.messages]}

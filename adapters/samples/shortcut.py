@@ -131,7 +131,7 @@ class PieceCounter:
         self._template.replace_tag, self._replace_tag = self._cached_tag, template.replace_tag
         self._tags: dict[tuple[str, int], list[Any]] = {}
         self._tokenizer = template.tokenizer
-        self._counts_in_batches = _is_plain(template.tokenizer)
+        self._counts_in_batches = _only_calls_library(template.tokenizer)
         self._suffix: list[int] = self._template._encode_context_list(self._template.template_meta.suffix)[0]
         self._media_tokens = {kind: self._tokenizer.convert_ids_to_tokens(token) for kind, token in tokens.items()}
         self.stand_ins: dict[str, StandIn] = {}
@@ -173,9 +173,9 @@ class PieceCounter:
         else:
             tokens = map(self._template._tokenize, texts)
         tokens = iter(tokens)
-        return [self._measure_one(sample, tokens) for sample in samples]
+        return [self._measure_pieces(sample, tokens) for sample in samples]
 
-    def _measure_one(self, sample: SplitSample, tokens: Iterator[Any]) -> Measurement | None:
+    def _measure_pieces(self, sample: SplitSample, tokens: Iterator[Any]) -> Measurement | None:
         pieces = [(one, next(tokens) if isinstance(one.content, str) else one.content) for one in sample.pieces]
         stand_ins = [(kind, self.stand_ins[kind], number) for kind, number in sample.media.items()]
         if self.count_media_tokens(sample) != Counter({kind: one.mentions * number for kind, one, number in stand_ins}):
@@ -206,7 +206,7 @@ class PieceCounter:
         return found
 
 
-def _is_plain(tokenizer: Any) -> bool:
+def _only_calls_library(tokenizer: Any) -> bool:
     """Return whether a tokenizer adds no code of its own to transformers' fast tokenizer."""
     kind = type(tokenizer)
     return (
@@ -370,7 +370,7 @@ class ShortcutMeasurer:
         split = [one.split for one in read if isinstance(one, _ReadSample) and one.split is not None]
         counted = iter(self._counter.measure(split) if self._counter is not None else ())
         outcomes = [
-            one if isinstance(one, RecordError) else self._measure_read(one, next(counted) if one.split else None)
+            one if isinstance(one, RecordError) else self._measure_sample(one, next(counted) if one.split else None)
             for one in read
         ]
         return outcomes, b"".join(digest or bytes(DIGEST_BYTES) for digest in digests)
@@ -385,7 +385,7 @@ class ShortcutMeasurer:
         images = sample.get("images", ())
         facts = encoder.image_facts(index, images)
         videos = [encoder.video_facts(index, video) for video in sample.get("videos", ())]
-        all_facts = (*facts, *map(encoder.stored_facts, videos))
+        all_facts = (*facts, *map(encoder.to_media_facts, videos))
         of_images = self.image_lengths if images else None
         of_videos = encoder.video_lengths if videos else None
         if (reason := encoder.full_encode_reason(sample)) is not None:
@@ -409,7 +409,7 @@ class ShortcutMeasurer:
         except Exception:  # noqa: BLE001  # whatever the template raises, a full encode says with the record's place
             return None
 
-    def _measure_read(self, one: _ReadSample, counted: Measurement | None) -> RecordOutcome:
+    def _measure_sample(self, one: _ReadSample, counted: Measurement | None) -> RecordOutcome:
         """
         Measure a sample that was read, in full or from the counted tokens of its pieces.
 

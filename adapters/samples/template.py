@@ -77,13 +77,13 @@ def _candidates(model: ModelConfig) -> tuple[Sequence[str | None], Sequence[str]
     settled = default_types(architecture)
     if settled is not None and model.model_type in (None, settled[0]):
         return [settled[0]], [settled[1]]
-    types = [model.model_type] if model.model_type else _types_of(architecture)
+    types = [model.model_type] if model.model_type else _model_types_of(architecture)
     if not types and not any(f"{part}_config" in config_content(model) for part in _MEDIA):
         return [None], []
     return types, _templates_of(types)
 
 
-def _types_of(architecture: str) -> list[str]:
+def _model_types_of(architecture: str) -> list[str]:
     """Return ms-swift's model types of an architecture, causal language models only."""
     metas = [meta for meta in MODEL_MAPPING.values() if architecture in (meta.architectures or ())]
     return [meta.model_type for meta in metas if not meta.is_reward and meta.task_type in (None, "causal_lm")]
@@ -103,7 +103,7 @@ def _choice_fault(model: ModelConfig, key: str, what: str, found: Sequence[str |
     return Fault(key, f"is not set, and ms-swift knows several {what} of {architecture}: set it to one of {several}")
 
 
-def _refuse_unshown(name: str) -> None:
+def _refuse_unproven_model(name: str) -> None:
     """
     Refuse a template whose model is not known to keep packed samples apart.
 
@@ -149,10 +149,10 @@ def open_template(
         packs: Whether samples share packs; templates that cannot collate packs are refused then.
     """
     refuse_remote_code(model)
-    _refuse_unknown(template)
+    _refuse_unknown_names(template)
     model_type, template_type = swift_types(model, template)
     if packs:
-        _refuse_unshown(template_type)
+        _refuse_unproven_model(template_type)
     cuts = template.truncation_strategy in {"left", "right"}
     try:
         _, processor = get_model_processor(model.model, load_model=False, model_type=model_type)
@@ -176,7 +176,7 @@ def open_template(
         remedy = ": pip install 'packplan[omni]'" if "qwen_omni_utils" in f"{error}" else ""
         reason = f"{model.model} cannot be opened by ms-swift: {damaged_json_reason(model.model) or error}{remedy}"
         raise ConfigError.for_key("model.model", reason) from error
-    _refuse_other_kind(opened)
+    _refuse_media_template(opened)
     if packs:
         _refuse_packing(opened)
     if not opened.tokenizer("a").input_ids:  # transformers makes one of no words where tokenizer.json is missing
@@ -189,14 +189,14 @@ def open_template(
     # and looks for the end of each <img> through the rest of the line.
     opened._replace_image_tags = _do_nothing  # noqa: SLF001  # no public way
     if model_embeds_images(template_type):
-        opened._post_encode = _keep_inputs  # noqa: SLF001  # no public way
-    _name_tokens(opened, processor)
+        opened._post_encode = _return_inputs  # noqa: SLF001  # no public way
+    _set_token_ids(opened, processor)
     prepare_videos(opened, template)
     opened._get_model = partial(_template_model, opened, model_type)  # noqa: SLF001  # no public way
     return opened
 
 
-def _refuse_other_kind(template: Template) -> None:
+def _refuse_media_template(template: Template) -> None:
     """Raise ConfigError for a template that reads media if the model is text-only."""
     reads_media = type(template).replace_tag is not Template.replace_tag
     if reads_media and not template.model_meta.is_multimodal:
@@ -217,7 +217,7 @@ def _template_model(template: Template, model_type: str | None) -> Any:
     return template.dummy_model if template.model is None else template.model
 
 
-def _name_tokens(template: Template, processor: Any) -> None:
+def _set_token_ids(template: Template, processor: Any) -> None:
     """
     Set a template's media token ids from its processor and vocabulary; with the ids that ms-swift
     has built in, an image might stay a single token.
@@ -231,12 +231,12 @@ def _name_tokens(template: Template, processor: Any) -> None:
             setattr(template, f"{name}_token", known[f"<|{name}|>"])
 
 
-def _keep_inputs(_: Any, inputs: Any) -> Any:
+def _return_inputs(_: Any, inputs: Any) -> Any:
     """Return a batch unchanged."""
     return inputs
 
 
-def _refuse_unknown(template: TemplateConfig) -> None:
+def _refuse_unknown_names(template: TemplateConfig) -> None:
     """Raise ConfigError for an agent template or a loss scale that ms-swift does not know."""
     known = ", ".join(sorted(agent_template_map))
     if template.agent_template is not None and template.agent_template not in agent_template_map:

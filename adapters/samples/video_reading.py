@@ -43,7 +43,7 @@ def reads_videos(template: Template) -> bool:
     return {"qwen_vl_utils", "fetch_video"} <= set(type(template).replace_tag.__code__.co_names)
 
 
-def sees_videos_apart(template: Template) -> bool:
+def has_separate_video_pass(template: Template) -> bool:
     """
     Return whether the vision tower runs once for images and once for videos, not once for both.
     """
@@ -74,12 +74,12 @@ def prepare_videos(template: Template, config: TemplateConfig) -> None:
         reason = "has no processor of images: copy its processor_config.json or preprocessor_config.json there"
         raise ConfigError.for_key("model.model", reason)
     sampling = video_sampling(config)
-    _refuse_no_size(template, sampling)
+    _refuse_size_limits(template, sampling)
     template.replace_tag = partial(_replace_tag, template.replace_tag, sampling)
     vision_process.VIDEO_READER_BACKENDS[READER] = _read_video
 
 
-def _refuse_no_size(template: Template, sampling: Sampling) -> None:
+def _refuse_size_limits(template: Template, sampling: Sampling) -> None:
     """Raise ConfigError if the smallest size of frames exceeds the largest."""
     token = (template.processor.image_processor.patch_size * vision_process.SPATIAL_MERGE_SIZE) ** 2
     least = sampling.get("min_pixels", vision_process.VIDEO_MIN_TOKEN_NUM * token)

@@ -180,13 +180,13 @@ class DiskLengthStore:
             return StoredRows(np.zeros((0, len(COLUMNS)), np.int32), np.zeros((0, len(MEDIA_COLUMNS)), np.int64))
         if differences := _origin(manifest).differences(key, num_records, data_digest):
             raise StaleError.lengths(str(self.folder), differences)
-        return self._rows(manifest)
+        return self._read_rows(manifest)
 
     def stored(self) -> StoredRows:
         """Return all rows: those that `resume` returned and those appended since."""
         manifest = files.read_manifest(self._manifest, SCHEMA)
         assert manifest is not None  # noqa: S101  # `append` comes first
-        return self._rows(manifest)
+        return self._read_rows(manifest)
 
     def origin(self) -> Origin | None:
         """Return the origin of the stored rows, by the manifest; None if nothing is stored."""
@@ -198,7 +198,7 @@ class DiskLengthStore:
         Verify and return the stored lengths under any key, without writing; None if there are none.
         """
         manifest = files.read_manifest(self._manifest, SCHEMA)
-        return None if manifest is None else StoredLengths(_origin(manifest), self._rows(manifest), self.digest())
+        return None if manifest is None else StoredLengths(_origin(manifest), self._read_rows(manifest), self.digest())
 
     def damage(self) -> list[CorruptArtefactError]:
         """Return an error for each file whose content is not what was written."""
@@ -259,7 +259,7 @@ class DiskLengthStore:
         """Return the SHA-256 hex digest of all stored measurements."""
         return str(self._samples.entry()["sha256"])
 
-    def _rows(self, manifest: Mapping[str, Any]) -> StoredRows:
+    def _read_rows(self, manifest: Mapping[str, Any]) -> StoredRows:
         """Read the rows that a manifest counts; CorruptArtefactError if their digest differs."""
         table, media = self._samples.resume(manifest["samples"]), self._media.resume(manifest["images"])
         return StoredRows(table, media, manifest["measured_in_full"], manifest["probe"])

@@ -41,7 +41,7 @@ VERDICT_SCHEMA = "packplan verdict 1"
 
 
 @contextmanager
-def _name_damaged_file(path: Path) -> Iterator[None]:
+def _name_file_to_delete(path: Path) -> Iterator[None]:
     """Add the file to delete to any CorruptArtefactError in this context."""
     try:
         yield
@@ -59,31 +59,31 @@ class DiskPlanStore:
 
     def load(self, key: Fingerprint) -> RawPlan | None:
         """Return the plan saved under *key*, or None; CorruptArtefactError if it is damaged."""
-        with _name_damaged_file(self._manifest):
+        with _name_file_to_delete(self._manifest):
             manifest = files.read_manifest(self._manifest, SCHEMA)
             if manifest is None:
                 return None
             if differences := Fingerprint(manifest["fingerprint"]).differences(key):
                 log.info("the stored plan does not fit: %s", "; ".join(map(str, differences)))
                 return None
-            return self._plan(manifest)
+            return self._read_plan(manifest)
 
     def inspect(self) -> StoredPlan | None:
         """
         Verify and return the stored plan under any key, without writing; None if there is none.
         """
-        with _name_damaged_file(self._manifest):
+        with _name_file_to_delete(self._manifest):
             manifest = files.read_manifest(self._manifest, SCHEMA)
             if manifest is None:
                 return None
             key = Fingerprint(manifest["fingerprint"])
-            plan = self._plan(manifest)
+            plan = self._read_plan(manifest)
         aligned = [self._read_aligned(path) for path in self._aligned_manifests()]
         sizes = [one["world_size"] for one in aligned if one and one["plan_fingerprint_sha256"] == key.digest]
         return StoredPlan(key, plan, tuple(sorted(sizes)), self.load_epochs(key))
 
     def _read_aligned(self, path: Path) -> dict[str, Any] | None:
-        with _name_damaged_file(path):
+        with _name_file_to_delete(path):
             return files.read_manifest(path, ALIGNED_SCHEMA)
 
     def damage(self) -> list[CorruptArtefactError]:
@@ -97,7 +97,7 @@ class DiskPlanStore:
                 files.read_array(self.folder, entry)
         if manifest and not found:
             with collect_damage(found):
-                plan = self._plan(manifest)
+                plan = self._read_plan(manifest)
         for path in self._aligned_manifests():
             with collect_damage(found):
                 aligned = self._read_aligned(path)
@@ -107,7 +107,7 @@ class DiskPlanStore:
                     _require_alignment(path, aligned, plan)
         for path in self._epoch_manifests():
             with collect_damage(found):
-                _epochs(path)
+                _read_epochs(path)
         return found
 
     def save(self, key: Fingerprint, plan: RawPlan) -> None:
@@ -120,7 +120,7 @@ class DiskPlanStore:
             "fingerprint": dict(key.inputs),
             "fingerprint_sha256": key.digest,
             "checksum": plan_checksum(plan.packs),
-            **_counts(plan),
+            **_plan_counts(plan),
             "arrays": entries,
         }
         files.write_manifest(self._manifest, content)
@@ -130,7 +130,7 @@ class DiskPlanStore:
         Save counts and checksums of the plan aligned to one world size; its packs are derived from
         the raw plan.
         """
-        content = {"schema": ALIGNED_SCHEMA, "plan_fingerprint_sha256": key.digest, **_alignment(aligned)}
+        content = {"schema": ALIGNED_SCHEMA, "plan_fingerprint_sha256": key.digest, **_alignment_facts(aligned)}
         files.write_manifest(self.folder / f"plan_ws{aligned.world_size}.json", content)
 
     def load_epochs(self, key: Fingerprint) -> tuple[EpochRecord, ...]:
@@ -138,7 +138,7 @@ class DiskPlanStore:
         Return the longest saved list of epoch records whose first plan has *key*; empty if there is
         none, CorruptArtefactError if damaged.
         """
-        stored = (_epochs(path) for path in self._epoch_manifests())
+        stored = (_read_epochs(path) for path in self._epoch_manifests())
         return max((records for digest, records in stored if digest == key.digest), key=len, default=())
 
     def save_epochs(self, key: Fingerprint, records: Sequence[EpochRecord], schedule: EpochSchedule) -> None:
@@ -166,7 +166,7 @@ class DiskPlanStore:
     def _aligned_manifests(self) -> list[Path]:
         return sorted(self.folder.glob("plan_ws*.json"))
 
-    def _plan(self, manifest: Mapping[str, Any]) -> RawPlan:
+    def _read_plan(self, manifest: Mapping[str, Any]) -> RawPlan:
         """Read the plan that a manifest describes; CorruptArtefactError if its checksum differs."""
         arrays = {name: files.read_array(self.folder, entry) for name, entry in manifest["arrays"].items()}
         try:
@@ -175,14 +175,14 @@ class DiskPlanStore:
             raise CorruptArtefactError(str(self._manifest), f"it is no plan: {error}") from None
         if plan_checksum(plan.packs) != manifest["checksum"]:
             raise CorruptArtefactError(str(self._manifest), "its packs do not have the checksum it names")
-        if differing := [name for name, count in _counts(plan).items() if manifest.get(name) != count]:
+        if differing := [name for name, count in _plan_counts(plan).items() if manifest.get(name) != count]:
             raise CorruptArtefactError(str(self._manifest), f"its plan has another {', '.join(differing)}")
         return plan
 
 
-def _epochs(path: Path) -> tuple[str, tuple[EpochRecord, ...]]:
+def _read_epochs(path: Path) -> tuple[str, tuple[EpochRecord, ...]]:
     """Read a manifest of epochs; return the digest of its fingerprint, and its records."""
-    with _name_damaged_file(path):
+    with _name_file_to_delete(path):
         manifest = files.read_manifest(path, EPOCHS_SCHEMA)
         if manifest is None:
             return "", ()
@@ -199,7 +199,7 @@ _COUNTED = (
 """Fields of a plan that its manifest shows under their names."""
 
 
-def _counts(plan: RawPlan) -> dict[str, int | str]:
+def _plan_counts(plan: RawPlan) -> dict[str, int | str]:
     """Return the counts of a plan to show in its manifest."""
     return {
         "num_packs": len(plan.packs),
@@ -211,7 +211,7 @@ def _counts(plan: RawPlan) -> dict[str, int | str]:
     }
 
 
-def _alignment(aligned: AlignedPlan) -> dict[str, Any]:
+def _alignment_facts(aligned: AlignedPlan) -> dict[str, Any]:
     """Return the counts and checksums of an aligned plan to show in its manifest."""
     return {
         "checksum": plan_checksum(aligned.packs),
@@ -230,7 +230,7 @@ def _require_alignment(path: Path, manifest: Mapping[str, Any], plan: RawPlan) -
     drop_last = manifest["dataloader_drop_last"]
     try:
         aligned = align_plan(plan, world_size=manifest["world_size"], dataloader_drop_last=drop_last)
-        differing = [name for name, value in _alignment(aligned).items() if manifest.get(name) != value]
+        differing = [name for name, value in _alignment_facts(aligned).items() if manifest.get(name) != value]
     except ArgumentError as error:
         differing = [str(error)]
     if path.name != f"plan_ws{manifest['world_size']}.json":
@@ -252,7 +252,7 @@ class DiskVerdictStore:
         """
         if not self._manifest.parent.is_dir():
             return None
-        with _name_damaged_file(self._manifest):
+        with _name_file_to_delete(self._manifest):
             manifest = files.read_manifest(self._manifest, VERDICT_SCHEMA)
         if manifest is None:
             return None

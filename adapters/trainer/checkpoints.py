@@ -124,7 +124,7 @@ def progress_entry(state: ResumeState | StreamState) -> dict[str, Any]:
     return {PROGRESS: {"args": {}, "attributes": {"progress": seal(to_plain(state))}}}
 
 
-def attention_to_state(attn_impl: str) -> dict[str, Any]:
+def attention_entry(attn_impl: str) -> dict[str, Any]:
     """Return the name of the attention as an entry of the trainer's state."""
     return {_ATTENTION: {"attn_impl": attn_impl}}
 

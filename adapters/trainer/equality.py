@@ -46,7 +46,7 @@ class PackComparison:
     """Encodes a sample afresh."""
 
     @property
-    def without_gradients(self) -> str | None:
+    def no_gradients_reason(self) -> str | None:
         """Reason that loss and gradients of a step are not compared; None if they are."""
         config = trained_config(self.trainer.model.config)
         name = config._attn_implementation  # noqa: SLF001  # no public question
@@ -69,9 +69,9 @@ class PackComparison:
             PackplanError: A sample is not the one that was planned.
         """
         with evaluation_mode(self.trainer.model):  # dropout is no difference
-            yield from self._findings(pack)
+            yield from self._compare(pack)
 
-    def _findings(self, pack: int) -> Iterator[Deviation]:
+    def _compare(self, pack: int) -> Iterator[Deviation]:
         trainer, indices = self.trainer, self.trainer.train_dataset.packs[pack]
         served = trainer.train_dataset[pack]
         if isinstance(served, PackplanError):
@@ -80,14 +80,14 @@ class PackComparison:
         places = places_by_lengths(len(one["input_ids"]) for one in encoded)
         collated = _to_device(trainer.accelerator.device, trainer.data_collator([served]))
         samples = self._model_samples(encoded)
-        gradients = self.without_gradients is None
+        gradients = self.no_gradients_reason is None
         with native_attention(trainer.model, trainer.attention.native):
             alone = run_alone(trainer.model, samples, call=self._call_model, with_gradients=gradients)
-        media = _own_pixels(encoded, collated) if gradients else []
+        media = _split_pixels(encoded, collated) if gradients else []
         prepared, watched, logits = self._run_packed(collated, places, with_gradients=gradients)
         watched.sources.extend(media)
         for index, (_, span), sample, own in zip(indices, places, samples, encoded, strict=True):
-            yield from _positions(pack, index, self._own_positions(sample.inputs), prepared["position_ids"][..., span])
+            yield from _diff_rows(pack, index, self._own_positions(sample.inputs), prepared["position_ids"][..., span])
             labels = torch.tensor([IGNORED_LABEL, *own["labels"][1:]])  # alone, nothing comes before to predict it
             yield Deviation("labels", int((collated["labels"][0, span].cpu() != labels).sum()), pack, index)
         targets = next_tokens(collated["labels"][0])  # a label that crosses a border counts to the sample before it
@@ -113,7 +113,7 @@ class PackComparison:
             return self.trainer.model(**inputs)
 
     @contextlib.contextmanager
-    def _prepared(self, collated: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _prepare_pack(self, collated: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the inputs that the trainer prepares from a pack, with its hooks active."""
         trainer = self.trainer
         with trainer.media_hook(), trainer.template.forward_context(trainer.model, dict(collated)):
@@ -123,7 +123,7 @@ class PackComparison:
         self, collated: dict[str, Any], places: tuple[Place, ...], *, with_gradients: bool
     ) -> tuple[dict[str, Any], Watched, torch.Tensor]:
         """Run the model on a pack; return its inputs, its watched embeddings, and its logits."""
-        with torch.set_grad_enabled(with_gradients), self._prepared(collated) as prepared:
+        with torch.set_grad_enabled(with_gradients), self._prepare_pack(collated) as prepared:
             inputs = model_inputs(prepared)
             inputs.pop("logits_to_keep", None)
             row = PackedBatch(inputs, None, (1, collated["labels"].shape[1]), places)
@@ -132,7 +132,7 @@ class PackComparison:
     def _run_step(self, collated: dict[str, Any], found: Outcome) -> Outcome:
         """Run the trainer's own step on a pack; return *found* with its loss and gradients."""
         trainer = self.trainer
-        with replace_attributes(trainer.args, **PLAIN_LOSS), self._prepared(collated) as inputs:
+        with replace_attributes(trainer.args, **PLAIN_LOSS), self._prepare_pack(collated) as inputs:
             items = torch.tensor(collated[NORMALISER] or 1.0, device=trainer.accelerator.device)
             with trainer.accelerator.autocast():
                 loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=items)
@@ -178,7 +178,7 @@ def _to_device(device: torch.device, batch: Mapping[str, Any]) -> dict[str, Any]
     return {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
 
 
-def _own_pixels(encoded: Sequence[Mapping[str, Any]], collated: dict[str, Any]) -> list[tuple[GradientEdge, int]]:
+def _split_pixels(encoded: Sequence[Mapping[str, Any]], collated: dict[str, Any]) -> list[tuple[GradientEdge, int]]:
     """
     Split a pack's pixels into a leaf tensor per sample; return gradient edges and sample numbers.
     """
@@ -198,7 +198,7 @@ def _own_pixels(encoded: Sequence[Mapping[str, Any]], collated: dict[str, Any]) 
     return own
 
 
-def _positions(pack: int, index: int, own: torch.Tensor, packed: torch.Tensor) -> Iterator[Deviation]:
+def _diff_rows(pack: int, index: int, own: torch.Tensor, packed: torch.Tensor) -> Iterator[Deviation]:
     """Yield the deviation of each row of a sample's positions; a missing row differs everywhere."""
     rows = packed.reshape(-1, packed.shape[-1])
     # A model that sees takes four rows, the text's first; three have lost it.

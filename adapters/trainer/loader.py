@@ -58,7 +58,7 @@ class PackedDataset(Dataset[PackOfRows | PackplanError]):
     def __getitem__(self, pack: int) -> PackOfRows | PackplanError:
         """Return the encoded samples of a pack; an error is returned, not raised."""
         try:
-            return PackOfRows([self.samples.fetch(index, self.table) for index in self.packs[pack]], pack)
+            return PackOfRows([self.samples.encode_planned(index, self.table) for index in self.packs[pack]], pack)
         except PackplanError as error:
             return error
 
@@ -102,7 +102,7 @@ class Collator:
         samples = fill_token_weights(packs)
         batch = self._collate(samples if self.packed else [one for (one,) in samples])
         scale = batch.get("loss_scale")
-        weights = loss_weights(batch["labels"], self._starts(batch), reduction=self.reduction, scale=scale)
+        weights = loss_weights(batch["labels"], self._sample_starts(batch), reduction=self.reduction, scale=scale)
         batch[PACK] = tuple(pack.pack for pack in packs)
         batch[LENGTHS] = tuple(sample["length"] for pack in packs for sample in pack)
         if isinstance(packs[-1], StreamedPack):
@@ -124,7 +124,7 @@ class Collator:
             add_model_inputs(batch, self.template, samples, packed=self.packed)
         return batch
 
-    def _starts(self, batch: Batch) -> torch.Tensor:
+    def _sample_starts(self, batch: Batch) -> torch.Tensor:
         """Return a mask of the first token of each sample; bool, of the labels' shape."""
         if self.packed:
             positions: torch.Tensor = batch["text_position_ids" if "text_position_ids" in batch else "position_ids"]
@@ -235,7 +235,7 @@ class PackLoader(RankLoader):
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # see above
         self.progress = ()
-        for batch in self._timed(super().__iter__()):
+        for batch in self._time_batches(super().__iter__()):
             if isinstance(batch, PackplanError):
                 raise batch
             progress = batch.progress if isinstance(batch, ShardEnd) else batch.pop(_PROGRESS, None)
@@ -245,7 +245,7 @@ class PackLoader(RankLoader):
             if not isinstance(batch, ShardEnd):
                 yield batch
 
-    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _time_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches, and add up the seconds spent waiting for them."""
         started = time.perf_counter()
         for batch in batches:

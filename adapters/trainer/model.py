@@ -17,7 +17,7 @@ from packplan.adapters.attention.vision import project_patches
 from packplan.adapters.files import name_load_errors
 from packplan.adapters.model_folder import require_whole_weights
 from packplan.adapters.samples.template import swift_model_type
-from packplan.adapters.trainer.tuners import prepare_tuner, quantisation_of
+from packplan.adapters.trainer.tuners import make_quantisation, prepare_tuner
 from packplan.core.config.run import ModelConfig, TrainingConfig
 from packplan.core.equality import AttentionChoice
 from packplan.core.errors import ConfigError, counted, verb_for
@@ -45,7 +45,7 @@ def open_model(
     if not sys.stderr.isatty():
         disable_progress_bar()
     dtype = None if model.torch_dtype is None else getattr(torch, model.torch_dtype)
-    quantisation = quantisation_of(model, on_cpu=device is None or device.type == "cpu")
+    quantisation = make_quantisation(model, on_cpu=device is None or device.type == "cpu")
     if not outline:
         require_whole_weights(model)
     with (

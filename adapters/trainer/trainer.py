@@ -51,7 +51,7 @@ from packplan.adapters.loaders.batches import EvalBatches, PackBatches
 from packplan.adapters.loaders.rows import PACK
 from packplan.adapters.models import is_ruined, load_strictly, replace_attributes, root_mean_square
 from packplan.adapters.processes import name_lost_processes
-from packplan.adapters.trainer.checkpoints import CHECKPOINT_KEY, attention_to_state, remove_digests, write_digests
+from packplan.adapters.trainer.checkpoints import CHECKPOINT_KEY, attention_entry, remove_digests, write_digests
 from packplan.adapters.trainer.loader import (
     LENGTHS,
     NORMALISER,
@@ -289,7 +289,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         if before is not None and is_ruined(size, before=before):
             what = f"the root mean square of the trained weights after optimizer step {self.state.global_step:,}"
             raise _not_finite_error(f"{what} ({before:.3g} before the first)", size)
-        self.state.stateful_callbacks |= attention_to_state(self.attention.name)
+        self.state.stateful_callbacks |= attention_entry(self.attention.name)
         with name_save_errors(Path(self.args.output_dir)):
             super()._save_checkpoint(*arguments, **options)
         self.saved = str(Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")

@@ -45,7 +45,7 @@ def prepare_tuner(model: Any, training: TrainingConfig) -> Any:
     """
     from swift.pipelines.train.tuner import TunerMixin
 
-    arguments = _arguments(model, training)
+    arguments = _tuner_arguments(model, training)
     _refuse_unmatched(model, training)
     try:
         prepared = TunerMixin.prepare_model(arguments, model)
@@ -71,7 +71,7 @@ _FREEZES = (
 )  # fmt: skip
 
 
-def quantisation_of(model: ModelConfig, *, on_cpu: bool) -> Any:
+def make_quantisation(model: ModelConfig, *, on_cpu: bool) -> Any:
     """
     Return transformers' quantisation settings for a model, with ms-swift's exceptions; None if the
     run has none.
@@ -103,7 +103,7 @@ def quantisation_of(model: ModelConfig, *, on_cpu: bool) -> Any:
     )
 
 
-def _arguments(model: Any, training: TrainingConfig) -> Any:
+def _tuner_arguments(model: Any, training: TrainingConfig) -> Any:
     """Return ms-swift's tuner arguments, resolved as `SftArguments` does."""
     fields: Any = dataclasses.fields(TunerArguments)
     defaults = {

@@ -195,7 +195,7 @@ def _packs_to_trace(train: Split) -> dict[int, list[Any]]:
     names = ("length", "supervised", "patches", "video_patches")
     tokens, supervised, images, videos = (packs.sums(column(table, name).astype(np.int64)) for name in names)
     chosen = candidate_packs(tokens, supervised, images + videos)
-    return {pack: [train.encoder.fetch(index, table) for index in packs[pack]] for pack in chosen}
+    return {pack: [train.encoder.encode_planned(index, table) for index in packs[pack]] for pack in chosen}
 
 
 def _print(found: MemoryFit) -> None:

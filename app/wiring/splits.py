@@ -82,7 +82,7 @@ def export_rows(splits: Iterable[Split], folder: Path) -> dict[str, int]:
         indices = sample_indices(split.table)
         lengths = column(split.table, "length")[indices, np.newaxis].tolist()
         if split.encoder.num_parts > 1:
-            halves = SwiftMeasurer(split.encoder).part_lengths
+            halves = SwiftMeasurer(split.encoder).record_lengths
             lengths = [*map(halves, progress(indices.tolist(), desc="measuring halves", unit=" pairs"))]
         rows = split.encoder.rows
         exported[split.name] = (rows if len(rows) == len(lengths) else rows.select(indices), lengths)

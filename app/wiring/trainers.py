@@ -13,7 +13,7 @@ from packplan.adapters.loaders.batches import PackBatches
 from packplan.adapters.model_folder import PROCESSING_FILES, model_file_facts
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.template import swift_types
-from packplan.adapters.samples.video_reading import sees_videos_apart
+from packplan.adapters.samples.video_reading import has_separate_video_pass
 from packplan.adapters.trainer.arguments import (
     TrainingArguments,
     setting_faults,
@@ -49,7 +49,7 @@ from packplan.core.stream import (
     StreamOptions,
     StreamProgress,
     StreamState,
-    reassign,
+    reshard,
 )
 
 log = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ def use_tower_in_each_batch(model: Any, template: Any, arguments: TrainingArgume
         )
         raise ConfigError.for_key("training.ddp_find_unused_parameters", reason)
     # Where ranks meet in each of its passes, one for images and one for videos, all take both.
-    dummy.run_in_every_batch(passes=1 + (shards_weights(arguments) and sees_videos_apart(template)))
+    dummy.run_in_every_batch(passes=1 + (shards_weights(arguments) and has_separate_video_pass(template)))
 
 
 def build_trainer(
@@ -273,7 +273,7 @@ def open_stream_start(
         return StreamProgress(**now), RankState()
     progress, ranks = checkpoint.resume_state.progress, checkpoint.resume_state.ranks
     if attrs.evolve(progress, **now) != progress:
-        progress, ranks = reassign(progress, ranks, **now)
+        progress, ranks = reshard(progress, ranks, **now)
     return progress, ranks[group.rank]
 
 

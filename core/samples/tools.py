@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from packplan.core.samples.media import INLINE_IMAGE, shows_medium
-from packplan.core.samples.values import fail, is_empty, parse_text, require_whole
+from packplan.core.samples.values import fail, is_empty, parse_text, require_encodable
 
 CALL, RESPONSE = "tool_call", "tool"
 """Roles of a tool call and of its answer."""
@@ -96,7 +96,7 @@ def _call_message(call: Mapping[str, Any]) -> dict[str, Any]:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             fail(f"has a call of {function['name']!r} with arguments that are no JSON")
-        require_whole(arguments, f"the arguments of a call of {function['name']!r}")
+        require_encodable(arguments, f"the arguments of a call of {function['name']!r}")
     return {"role": CALL, "content": call_text({"name": function["name"], "arguments": arguments})}
 
 

@@ -42,11 +42,11 @@ def parse_text(value: Any, name: str) -> Any:
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             fail(f"has {name} as a text that is neither JSON nor Python: write a list, or an object")
     if "\\" in value:
-        require_whole(found, name)
+        require_encodable(found, name)
     return found
 
 
-def require_whole(value: Any, name: str) -> None:
+def require_encodable(value: Any, name: str) -> None:
     """Refuse a text with an unpaired surrogate, which cannot be encoded as UTF-8."""
     try:
         json.dumps(value, ensure_ascii=False, skipkeys=True, default=str).encode()

@@ -334,27 +334,27 @@ class EpochSchedule:
         if epoch not in self._assigned:
             left = self._remaining(epoch)
             ranks = {"world_size": self.world_size, "accumulation": self.gradient_accumulation_steps}
-            order = left[assign_steps(self._units(left, epoch), sync_at=self.sync_at, **ranks)]
+            order = left[assign_steps(self._work_units(left, epoch), sync_at=self.sync_at, **ranks)]
             order.flags.writeable = False
             self._assigned.clear()
             self._assigned[epoch] = order
         return self._assigned[epoch]
 
-    def _units(self, packs: IntArray, epoch: int) -> IntArray:
+    def _work_units(self, packs: IntArray, epoch: int) -> IntArray:
         """Return the work of each of *packs* as an integer; of the shape of *packs*."""
         works = self.works(epoch) if callable(self.works) else self.works
         return to_units(as_works(works, self.packs_in(epoch)))[packs]
 
     def _remaining(self, epoch: int) -> IntArray:
         """Return the remaining packs of *epoch* in order, before work assigns them to ranks."""
-        return self._orders(epoch)[-1][self._segments(epoch)[-1].pack_offset :]
+        return self._segment_orders(epoch)[-1][self._segments(epoch)[-1].pack_offset :]
 
     def consumed_packs(self, epoch: int) -> IntArray:
         """Return the packs of *epoch* that were consumed before `start`; shape (num_consumed,)."""
         segments = self._segments(epoch)
         if not any(segment.pack_offset for segment in segments):
             return np.zeros(0, dtype=np.int64)
-        return np.concatenate([o[: s.pack_offset] for o, s in zip(self._orders(epoch), segments, strict=True)])
+        return np.concatenate([o[: s.pack_offset] for o, s in zip(self._segment_orders(epoch), segments, strict=True)])
 
     def batches(self, epoch: int, *, rank: int) -> list[list[int]]:
         """Return the remaining batches of *rank* in *epoch*, each a list of packs."""
@@ -418,7 +418,7 @@ class EpochSchedule:
         for segment in start.segments:
             if segment.world_size > most:
                 return f"a segment of {counted(segment.world_size, 'rank')} does not fit {counted(most, 'pack')}"
-        for segment, order in zip(start.segments, self._orders(start.epoch), strict=False):
+        for segment, order in zip(start.segments, self._segment_orders(start.epoch), strict=False):
             if segment.pack_offset >= order.size:
                 return (
                     f"a segment consumed {counted(segment.pack_offset, 'pack')} of the {order.size:,} left of epoch "
@@ -466,7 +466,7 @@ class EpochSchedule:
             return earlier
         return (*earlier, mine)
 
-    def _orders(self, epoch: int) -> list[IntArray]:
+    def _segment_orders(self, epoch: int) -> list[IntArray]:
         """Return the order of each segment of *epoch*."""
         first, *later = segments = self._segments(epoch)
         orders = [self._whole_order(epoch, first)]

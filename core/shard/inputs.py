@@ -45,12 +45,12 @@ def sequence_dims(
     declared = {input_key: 1, **declared}
     for name, dim in declared.items():
         shape = shapes.get(name, ())
-        if (dim is not None or name == input_key) and dim not in _fitting(shape, width):
+        if (dim is not None or name == input_key) and dim not in _matching_dims(shape, width):
             message = f"dimension {dim} of {name} is not as long as {input_key} are wide, {width:,} (sequence_dims)"
             raise ArgumentError("batch", message)
     found = dict[str, int | None]()
     for name, shape in shapes.items():
-        fitting = _fitting(shape, width)
+        fitting = _matching_dims(shape, width)
         if name not in declared and fitting and (name not in OF_TOKENS or len(fitting) > 1):
             message = (
                 f"dimension {fitting[-1]} of {name} is as long as {input_key} are wide, {width:,}, but nothing says "
@@ -61,7 +61,7 @@ def sequence_dims(
     return found
 
 
-def _fitting(shape: Sequence[int], width: int) -> list[int]:
+def _matching_dims(shape: Sequence[int], width: int) -> list[int]:
     """Return the dimensions of *shape* that have the size *width*."""
     return [dim for dim in range(1, len(shape)) if shape[dim] == width]
 

@@ -29,7 +29,7 @@ from packplan.core.shard.inputs import (
     padded_lengths,
     require_choice,
 )
-from packplan.core.shard.rounds import assign_rounds, spread
+from packplan.core.shard.rounds import assign_rounds, spread_over_rounds
 from packplan.core.shard.sharding import CutBatch, Sharding, join_batches
 from packplan.core.work.assignment import SyncPoint, to_units
 
@@ -103,7 +103,7 @@ def shard_packed(
         rounds = round_up(len(packs), shards) // shards
         items = fill_slots(costs, shards * rounds)
         costs, works = costs[items], works[items]
-        labels = _cut_evenly(
+        labels = _assign_evenly(
             packs, costs, works, shards=shards, rounds=rounds, capacity=capacity, sync_at=sync_at if balance else None
         )
         if balance:
@@ -137,7 +137,7 @@ def _sort_labels(labels: IntArray, items: IntArray, loads: IntArray | None, *, r
     return np.argsort(order)[labels]
 
 
-def _cut_evenly(
+def _assign_evenly(
     packs: Packs,
     costs: IntArray,
     works: IntArray,
@@ -155,7 +155,7 @@ def _cut_evenly(
     if sync_at is None:
         return assign_packs(_split_to_number(packs, costs, shards * rounds), works, shards, balance=False)
     even = None
-    by_round = spread(costs, works, shards=shards, rounds=rounds, capacity=capacity)
+    by_round = spread_over_rounds(costs, works, shards=shards, rounds=rounds, capacity=capacity)
     if by_round is not None:
         even = assign_rounds(by_round, costs, works, shards=shards, capacity=capacity)
         # No cut has a busiest worker below the mean.
@@ -238,7 +238,7 @@ def shard_dynamic(
         # Microbatch of each row. A row is as wide as the longest sequence of any worker.
         rows = costs[ascending[shards - 1 :: shards]]
         # A row over the budget counts as a full microbatch, so that it is alone.
-        numbers = _number_rows(np.minimum(rows, capacity).tolist(), capacity)
+        numbers = _group_rows(np.minimum(rows, capacity).tolist(), capacity)
         widths = rows[np.flatnonzero(np.diff(numbers, append=numbers[-1] + 1))]
         labels = np.tile(np.arange(shards) * widths.size, rows.size) + np.repeat(numbers, shards)
         parts.append(CutBatch(ascending + batch.start, labels, widths.size, widths))
@@ -248,7 +248,7 @@ def shard_dynamic(
     )  # fmt: skip
 
 
-def _number_rows(rows: Sequence[int], capacity: int) -> IntArray:
+def _group_rows(rows: Sequence[int], capacity: int) -> IntArray:
     """
     Return the microbatch of each row; as many rows share one as fit at the width of its last row.
     """

@@ -28,7 +28,7 @@ _PARTNERS = 4
 """Idle microbatches that the busiest one of a round tries to exchange with."""
 
 
-def spread(costs: IntArray, works: IntArray, *, shards: int, rounds: int, capacity: int) -> IntArray | None:
+def spread_over_rounds(costs: IntArray, works: IntArray, *, shards: int, rounds: int, capacity: int) -> IntArray | None:
     """
     Assign items to microbatches, so that those of a round have about equal work; return labels, or
     None if an item fits nowhere.
@@ -41,7 +41,7 @@ def spread(costs: IntArray, works: IntArray, *, shards: int, rounds: int, capaci
         capacity: Positions of a microbatch.
     """
     order = np.lexsort((-costs, -works))
-    fill = _Fill(costs[order], works[order], shards, shards * rounds, capacity)
+    fill = _RoundFiller(costs[order], works[order], shards, shards * rounds, capacity)
     places: list[int] = []
     while len(places) < order.size:
         if (place := fill.add(len(places))) is None:
@@ -105,7 +105,7 @@ class _Pool:
         return None
 
 
-class _Fill:
+class _RoundFiller:
     """Microbatches of all rounds while they take items by descending work."""
 
     def __init__(self, costs: IntArray, works: IntArray, shards: int, num: int, capacity: int) -> None:

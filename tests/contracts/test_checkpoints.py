@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packplan.adapters.trainer.checkpoints import (
-    attention_to_state,
+    attention_entry,
     find_checkpoint,
     progress_entry,
     remove_digests,
@@ -101,7 +101,7 @@ def save(folder: Path, state: ResumeState | StreamState, *, moments: bytes = b""
     (folder / "model.safetensors").write_bytes(b"weights" * 9)
     (folder / "optimizer.pt").write_bytes(moments)
     write_digests(folder, share=0, num_shares=1)
-    kept = progress_entry(state) | attention_to_state("varlen")
+    kept = progress_entry(state) | attention_entry("varlen")
     held = TrainerState(3, {**kept, "Control": {"should_epoch_stop": False}})
     save_with_digest(held)
     held.save_to_json(folder / "trainer_state.json")

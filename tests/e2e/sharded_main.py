@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 from packplan.adapters.loaders.rows import PackOfRows
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.adapters.samples.video_reading import sees_videos_apart
+from packplan.adapters.samples.video_reading import has_separate_video_pass
 from packplan.adapters.trainer.vision import DummyImage
 from packplan.app.wiring.runs import read_config
 from packplan.core.samples.tables import column
@@ -37,7 +37,7 @@ def main(config: str, out: str, *, videos: bool = False) -> None:
     ]
     model = trainer.model
     dummy = DummyImage.from_model(model, trainer.template)
-    dummy.run_in_every_batch(passes=1 + sees_videos_apart(trainer.template))
+    dummy.run_in_every_batch(passes=1 + has_separate_video_pass(trainer.template))
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
     tower = dummy.inner.get_submodule(dummy.towers[0])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.core.stream import ShardState, StreamOptions, admit_first, after_reading, flush_buffer, take_pack
+from packplan.core.stream import ShardState, StreamOptions, admit_first, flush_buffer, read_place, take_pack
 
 
 @st.composite
@@ -34,7 +34,7 @@ def run(lengths: list[int], options: StreamOptions) -> tuple[list[list[int]], Sh
         if place == len(lengths):
             state = flush_buffer(state, options=options)
         else:
-            state = admit_first(after_reading(state, place), lengths[place], options=options)
+            state = admit_first(read_place(state, place), lengths[place], options=options)
             assert len(state.buffer) < options.packing_buffer
         while state.packs:
             pack, state = take_pack(state, options=options)

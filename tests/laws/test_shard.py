@@ -12,7 +12,7 @@ from benchmarks.rl import imbalances
 from packplan.core.errors import ArgumentError
 from packplan.core.packers import ALGORITHMS, pack
 from packplan.core.shard import shard_dynamic, shard_packed
-from packplan.core.shard.rounds import assign_rounds, spread
+from packplan.core.shard.rounds import assign_rounds, spread_over_rounds
 from packplan.core.work.model import WorkModel
 from tests.references import spread_slowly
 
@@ -218,7 +218,7 @@ def test_heavy_rounds_are_filled_to_their_level_and_the_others_evenly(seed, shar
         works = rng.choice(np.stack([lengths**2, rng.integers(1, 200, lengths.size), few]))
         capacity = max(int(lengths.max()), int(lengths.sum() / num * room) + 1)
 
-        found = spread(lengths, works, shards=shards, rounds=rounds, capacity=capacity)
+        found = spread_over_rounds(lengths, works, shards=shards, rounds=rounds, capacity=capacity)
 
         expected = spread_slowly(lengths.tolist(), works.tolist(), shards=shards, num=num, capacity=capacity)
         event(f"fits: {expected is not None}")

@@ -21,9 +21,9 @@ from packplan.core.stream import (
     StreamSegment,
     StreamState,
     admit_first,
-    after_reading,
     flush_buffer,
-    reassign,
+    read_place,
+    reshard,
     take_pack,
     unread_places,
 )
@@ -58,7 +58,7 @@ def steps_of(state: ShardState, places: list[int], lengths: list[int], options, 
             state = admit_first(state, lengths[state.ahead[0].place], options=options)
         elif read < len(places):
             for place in places[read : read + group]:
-                state, read = after_reading(state, place), read + 1
+                state, read = read_place(state, place), read + 1
         elif state.buffer:
             state = flush_buffer(state, options=options)
         else:
@@ -150,7 +150,7 @@ def test_no_sample_is_lost_or_trained_twice_on_other_ranks(stream, shapes, data)
         if now is not None:
             waiting = sorted(item.place for state in shards for item in state.waiting)
             event(f"samples wait: {len(waiting) > 1}")
-            progress, ranks = reassign(progress, ranks, world_size=now[0], shards_per_rank=now[1])
+            progress, ranks = reshard(progress, ranks, world_size=now[0], shards_per_rank=now[1])
             again = [[item.place for item in state.ahead] for rank in ranks for state in rank.shards]
             assert [waiting[shard :: len(again)] for shard in range(len(again))] == again
 
@@ -165,7 +165,7 @@ def test_totals_stay_between_epochs(before, now):
     earlier = [StreamCounts(samples=rank) for rank in range(before)]
     ranks = [RankState(earlier=counts, trained=rank) for rank, counts in enumerate(earlier)]
 
-    progress, assigned = reassign(StreamProgress(before, 1, step=3, epoch=1), ranks, world_size=now, shards_per_rank=2)
+    progress, assigned = reshard(StreamProgress(before, 1, step=3, epoch=1), ranks, world_size=now, shards_per_rank=2)
 
     assert StreamProgress(now, 2, step=3, epoch=1) == progress
     assert now == len(assigned)

@@ -34,7 +34,7 @@ def is_arrow_folder(path: Path) -> bool:
     return (path / _STATE).is_file()
 
 
-def parts_of_folder(path: Path) -> list[Path]:
+def list_arrow_files(path: Path) -> list[Path]:
     """Return the Arrow files of a `datasets.save_to_disk` folder, in the order of their rows."""
     try:
         names = [entry["filename"] for entry in json.loads((path / _STATE).read_text(encoding="utf-8"))["_data_files"]]
@@ -69,7 +69,7 @@ class ArrowFile(RecordFile):
         import pyarrow as pa
 
         mapped = MappedFile(part)
-        for number, batch in enumerate(_batches_of(mapped)):
+        for number, batch in enumerate(_read_batches(mapped)):
             if not number:
                 _refuse_duplicate_columns(self.name, batch.schema.names)
             if pa.total_allocated_bytes() - before > MAX_UNPACKED:
@@ -152,7 +152,7 @@ class _MappedBatch:
         return value
 
 
-def _batches_of(mapped: MappedFile) -> Iterator[Any]:
+def _read_batches(mapped: MappedFile) -> Iterator[Any]:
     """Yield the record batches of a mapped Arrow file or stream, without copying them."""
     import pyarrow as pa
 

@@ -79,7 +79,7 @@ class LinesFile(RecordFile):
             several = "write each record on one line if it holds several, and" if len(self) == 1 else "write"
             reason = f"the {self.unit} has {counted(size, 'byte')}, but may have {LONGEST_PARSED:,}"
             raise RecordError(where, f"{reason}: {several} images to files")
-        return read_value(b"".join(self._read_text(row)), where)
+        return parse_record(b"".join(self._read_text(row)), where)
 
     def location(self, row: int) -> RecordLocation:
         """Return file and line of the record in *row*."""
@@ -90,7 +90,7 @@ class LinesFile(RecordFile):
             return digest_unreadable(self._read_text(row))
         text = b"".join(self._read_text(row))
         try:
-            return digest_record(read_value(text, ""))
+            return digest_record(parse_record(text, ""))
         except RecordError:
             return digest_unreadable([text])
 
@@ -122,7 +122,7 @@ class LinesFile(RecordFile):
         return os.pread(self._descriptor, end - start, start)
 
 
-def read_value(text: bytes, where: str) -> Any:
+def parse_record(text: bytes, where: str) -> Any:
     """Parse a record's text as strict JSON; RecordError at the place *where* if invalid."""
     try:
         value = json.loads(

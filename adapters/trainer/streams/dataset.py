@@ -21,8 +21,8 @@ from packplan.core.stream import (
     StreamOptions,
     StreamSegment,
     admit_first,
-    after_reading,
     flush_buffer,
+    read_place,
     take_pack,
     unread_places,
 )
@@ -101,7 +101,7 @@ class StreamedPacks(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
         parts = [self._places(shard, len(shards))[state.read :] for shard, state in enumerate(shards)]
         return sum(map(len, parts)) + sum(len(state.waiting) for state in shards)
 
-    def any_pack(self) -> PackOfRows:
+    def filler_pack(self) -> PackOfRows:
         """Return a pack of one early record of the epoch, as filler for a rank without packs."""
         samples = (self.samples.encode(int(index)) for index in self.indices)
         limit, allows_long = self.options.packing_length, self.options.allow_single_long
@@ -142,7 +142,7 @@ class StreamedPacks(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
                     kept = {item.place for item in state.admitted}
                     encoded = {place: sample for place, sample in encoded.items() if place in kept}
             elif (place := next(unread, None)) is not None:
-                state = after_reading(state, place)
+                state = read_place(state, place)
             elif state.buffer:
                 state = flush_buffer(state, options=self.options)
             else:
@@ -156,10 +156,10 @@ class StreamedPacks(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
         sample = encoded.pop(item.place, None) or self._encode(item)
         if sample["length"] != item.length:
             differences = (Difference("length", item.length, sample["length"]),)
-            raise StaleError.sample(item.place, self._name(item), differences)
+            raise StaleError.sample(item.place, self._location(item), differences)
         return sample
 
-    def _name(self, item: StreamItem) -> str:
+    def _location(self, item: StreamItem) -> str:
         return str(self.samples.records.location(int(self.indices[item.place])))
 
     def _encode(self, item: StreamItem) -> Sample:
@@ -172,4 +172,4 @@ class StreamedPacks(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
         if self.options.allow_single_long:
             level, outcome = logging.INFO, "a pack of its own"
         holds = f"{length:,} tokens, where a pack holds {self.options.packing_length:,}"
-        log.log(level, "%s: %s: %s", self._name(item), holds, outcome)
+        log.log(level, "%s: %s: %s", self._location(item), holds, outcome)

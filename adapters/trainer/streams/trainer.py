@@ -125,16 +125,16 @@ class StreamTrainer(CheckedTrainer):
         if self.group.any(len(window) < size) if drops else not self.group.any(bool(window)):
             self._left_over = [batch[LENGTHS] for batch in chain(window, epoch_iterator)]
             if self.state.global_step == self._first_step:
-                raise DataSetError(self._no_step())
+                raise DataSetError(self._no_step_reason())
             self.control.should_epoch_stop = True
             self._epoch += 1  # now logged as done, as with a plan
             if self._epoch >= self.num_epochs:
-                self._finish()
+                self._request_last_eval_and_save()
             return [], None
         window += [self._weightless_pack(window)] * (size - len(window))
         return window, self._get_num_items_in_batch(window, device)
 
-    def _finish(self) -> None:
+    def _request_last_eval_and_save(self) -> None:
         """Request a last evaluation and save, unless the last step has done them."""
         args, state, control = self.args, self.state, self.control
         control.should_evaluate |= args.eval_strategy == "steps" and bool(state.global_step % state.eval_steps)
@@ -143,10 +143,10 @@ class StreamTrainer(CheckedTrainer):
     def _weightless_pack(self, window: list[Batch]) -> Batch:
         """Return a pack whose tokens weigh 0, for a rank that has no packs left."""
         # It follows from the window and the data, so that a resumed run draws the same dropout.
-        batch = window[-1] if window else self.data_collator([self.train_dataset.any_pack()])
+        batch = window[-1] if window else self.data_collator([self.train_dataset.filler_pack()])
         return {**zero_weights(batch), LENGTHS: ()}
 
-    def _no_step(self) -> str:
+    def _no_step_reason(self) -> str:
         packs = counted(self.args.gradient_accumulation_steps, "pack")
         if not self.options.drop_last:
             return f"epoch {self._epoch} has no pack to train: set training.packing_allow_single_long: true"
