@@ -1,4 +1,4 @@
-"""Everything outside: one thing a file."""
+"""Code that meets libraries, files and processes, a subject a file."""
 
 if __name__ == "adapters":  # imported by its own name, from a checkout
     from packplan.checkout import use_installed_name

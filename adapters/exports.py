@@ -172,7 +172,7 @@ def export_cached_rows(splits: Mapping[str, tuple[Any, Sequence[Sequence[int]]]]
 
 def _read_packs(rows: Any, plan: Plan, order: Order, target: Path) -> Iterator[Row]:
     """
-    Yield packs as rows of Parquet.
+    Yield packs as rows of columns: samples, lengths, tokens, labels and positions.
 
     Raises:
         ArgumentError: The order does not fit the plan, or *target* exists; a row is no sample, has
@@ -244,7 +244,7 @@ def _to_bridge_row(row: Row) -> Row:
 
 
 def _has_value(value: Any) -> bool:
-    """Return whether a column has a value in this row: neither None nor an empty list or array."""
+    """Return whether a column's value is present: neither None nor an empty list or array."""
     return value is not None and not (hasattr(value, "__len__") and len(value) == 0)
 
 

@@ -43,13 +43,13 @@ def trained_part(model: Any) -> Any:
     """
     Return the part of a model that is trained: the thinker of an Omni model, else the model itself.
 
-    Adapters around it do not matter.
+    The model may be wrapped by adapters.
     """
     return getattr(model, "thinker", None) or model
 
 
 def trained_config(config: Any) -> Any:
-    """Return the configuration of `trained_part`."""
+    """Return the configuration of the part that `trained_part` returns."""
     return getattr(config, "thinker_config", None) or config
 
 
@@ -59,5 +59,5 @@ def is_sound_weight(name: str) -> bool:
 
 
 def missing_keys(model_type: str) -> dict[str, Any]:
-    """Return the keys that complete transformers' default configuration of a model type."""
+    """Return keys and values that complete transformers' default configuration of a type."""
     return dict(_families()["complete"].get(model_type, {}))

@@ -44,7 +44,7 @@ POLL_S = 0.5
 def name_write_errors(path: Path) -> Iterator[None]:
     """
     Raise OutputError where the operating system refuses to write below *path*, such as on a full
-    disk. Errors of memory that runs out stay as they are, here and below.
+    disk. Out-of-memory errors pass unchanged, here and below.
     """
     try:
         yield
@@ -111,7 +111,7 @@ def hold_lock(path: Path, purpose: str, *, wait: Callable[[], str] = str) -> Ite
 
     Args:
         path: Lock file.
-        purpose: End of the progress line: `to write runs/first`.
+        purpose: End of the progress line while waiting: `to write runs/first`.
         wait: Function that is called while another process holds the lock, every `POLL_S`. It
             returns the name of the holder for the progress line.
     """
@@ -130,7 +130,7 @@ def hold_lock(path: Path, purpose: str, *, wait: Callable[[], str] = str) -> Ite
 
 
 def write_bytes(path: Path, data: bytes | memoryview) -> None:
-    """Publish *data* under *path*: written under another name, flushed, renamed."""
+    """Write *data* to *path* atomically: under another name, flushed, then renamed."""
     with name_write_errors(path), publish_file(path) as file:
         file.write(data)
 
@@ -169,7 +169,7 @@ def append_bytes(path: Path, data: bytes | memoryview) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in *folder* survive a crash of the machine."""
+    """Flush a folder's entries to disk, so that renames in it survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -184,7 +184,7 @@ def remove_unpublished(folder: Path) -> None:
 
 
 def write_manifest(path: Path, content: Mapping[str, Any]) -> None:
-    """Publish *content* as readable JSON with its own digest."""
+    """Write *content* to *path* atomically, as readable JSON with its own digest."""
     write_bytes(path, _manifest_bytes(content))
 
 
@@ -215,7 +215,7 @@ def _manifest_bytes(content: Mapping[str, Any]) -> bytes:
 
 
 def write_array(path: Path, array: NDArray[Any]) -> dict[str, Any]:
-    """Publish *array* as flat little-endian bytes, and return its entry for a manifest."""
+    """Write *array* atomically as flat little-endian bytes; return its entry for a manifest."""
     flat = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
     data = flat.reshape(-1).view(np.uint8).data
     write_bytes(path, data)

@@ -57,7 +57,7 @@ class BatchedData:
     """Dimension of each tensor that runs along the sequence; None if none does."""
 
     pad_values: Mapping[str, float] = MappingProxyType({})
-    """Padding of each field that has another one than 0."""
+    """Pad value of each field whose padding is not 0."""
 
     input_key: str = "input_ids"
     """Field of the tokens."""
@@ -272,7 +272,7 @@ def _differences(first: BatchedData, batch: BatchedData) -> Iterator[str]:
 
 
 def _describe_field(batch: BatchedData, name: str) -> str:
-    """Return in words what the entries of a field are."""
+    """Return text on a field's entries: their type, shape and padding."""
     field = batch.fields.get(name)
     if not isinstance(field, Tensor):
         return "absent" if field is None else "a list"
@@ -398,7 +398,7 @@ class Microbatch:
 
 
 def pad_rows(batch: BatchedData) -> Microbatch:
-    """Return a batch as it is, a row for each sequence."""
+    """Return a padded batch as one microbatch, with a row for each sequence."""
     starts = np.arange(len(batch) + 1) * batch.width
     return Microbatch(
         batch.tensor(batch.input_key), PackedLayout([0, *batch.lengths.cumsum(0).tolist()], starts), batch
@@ -407,7 +407,7 @@ def pad_rows(batch: BatchedData) -> Microbatch:
 
 def pack_row(batch: BatchedData, *, multiple: int, row_length: int | None = None) -> Microbatch:
     """
-    Put the sequences of a batch into one row.
+    Pack the sequences of a batch into one row.
 
     Args:
         batch: Batch that becomes a row; at least one sequence.
@@ -436,7 +436,7 @@ def pack_row(batch: BatchedData, *, multiple: int, row_length: int | None = None
 
 
 def _pick(values: IntArray, mask: NDArray[np.bool_], like: Tensor) -> Tensor:
-    """Return the values under a mask as indices into a tensor, on its device."""
+    """Return *values* where *mask* is true, as indices for the tensor *like*, on its device."""
     return torch.as_tensor(values[mask], device=like.device)
 
 

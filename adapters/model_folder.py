@@ -40,7 +40,7 @@ def find_cached_model(name: str) -> Path | None:
 
 def find_model(name: str) -> Path:
     """
-    Return the folder or config.json of a model, by path or by an id in a local cache; ConfigError.
+    Return a model's folder or config.json, by path or cached hub id; ConfigError if not found.
     """
     path = Path(name)
     if path.is_file() or (path / "config.json").is_file():
@@ -257,7 +257,7 @@ def damaged_json_reason(folder: str) -> str:
 
 
 def _read_index(index: Path) -> Mapping[str, str]:
-    """Return the file of each weight in an index."""
+    """Return the file name of each weight, from the index of split weight files."""
     content = _read_json(index)
     named = content.get("weight_map") if isinstance(content, dict) and "metadata" in content else None
     if not named or not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
@@ -266,7 +266,7 @@ def _read_index(index: Path) -> Mapping[str, str]:
 
 
 def _read_header(path: Path) -> Mapping[str, Any]:
-    """Return the entry of each weight in a whole file of safetensors; ConfigError if it is none."""
+    """Return the header entry of each weight in a safetensors file; ConfigError if damaged."""
     import safetensors  # comes with transformers, without which runs are planned too
 
     try:

@@ -152,8 +152,8 @@ def hide_broken_handover() -> None:
 @contextmanager
 def name_lost_processes(doing: str, keys: str) -> Iterator[None]:
     """
-    Raise RunError where a pool or torch finds that one of its processes is gone; torch
-    raises wherever this one is at.
+    Raise RunError where a pool or torch finds that one of its processes is gone. torch raises at
+    any line.
 
     Args:
         doing: Task of these processes.
@@ -173,7 +173,7 @@ def name_lost_processes(doing: str, keys: str) -> Iterator[None]:
 @contextmanager
 def keep_ctrl_c() -> Iterator[None]:
     """
-    Keep Ctrl-C from processes that are started inside, and until they are started.
+    Keep Ctrl-C from processes started in the block, and delay it here to the block's end.
 
     This process handles Ctrl-C at the end, and ends them, without their tracebacks. While it forks,
     Python runs callbacks of libraries and drops their errors: KeyboardInterrupt would be lost. To

@@ -17,7 +17,7 @@ _kept_alive: list[Any] = []
 
 
 class DeclareOperators(MetaPathFinder):
-    """Declares torchvision's operators after its library is loaded, if that lacks them."""
+    """Import finder that declares the operators missing in torchvision's library."""
 
     def find_spec(self, fullname: str, *_: object) -> None:
         """Find no module; act once, before the first that needs the operators."""
@@ -34,5 +34,5 @@ class DeclareOperators(MetaPathFinder):
 
 
 def install() -> None:
-    """Have the operators declared when torchvision is imported; nothing is imported here."""
+    """Install the finder that declares the operators; nothing is imported yet."""
     sys.meta_path.insert(0, DeclareOperators())

@@ -18,7 +18,7 @@ _DIGEST_KEY = "packplan_sha256"
 
 
 def save_with_digest(state: Any) -> None:
-    """Let a `TrainerState` be saved with its digest from now on."""
+    """Make the `TrainerState` *state* save itself with a digest from now on."""
     if getattr(type(state), "save_to_json", None) is not _save:
         state.__class__ = type(f"Sealed{type(state).__name__}", (type(state),), {"save_to_json": _save})
 
@@ -33,7 +33,7 @@ def _save(state: Any, json_path: str) -> None:
 
 def read_state(folder: Path) -> dict[str, Any]:
     """
-    Return the state of a trainer in a checkpoint, also of one that was trained without a plan.
+    Return the trainer's state in a checkpoint, also in one that was trained without a plan.
 
     Raises:
         OSError: There is none.

@@ -1,5 +1,5 @@
 """
-The commands, and what they do around core and adapters.
+Commands of `packplan`, built from the rules of core and the adapters.
 
 `python -m app.COMMAND` imports this first: from here on, Ctrl-C is answered by a line, also while
 modules are being imported.
@@ -12,7 +12,7 @@ import packplan.adapters  # prepares what transformers and swift import
 
 
 def answer_ctrl_c() -> None:
-    """Have Ctrl-C that nothing catches end this process with a line and no traceback."""
+    """Install an exception hook that prints a line for Ctrl-C instead of a traceback."""
     sys.excepthook = _print_interrupt
 
 

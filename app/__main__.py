@@ -28,7 +28,7 @@ COMMANDS = MappingProxyType(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Hand the arguments to the command that the first one names; return its exit status."""
+    """Run the command that the first argument names; return its exit status."""
     listed = "\n".join(f"  {name:<8}{does}" for name, (_, does) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="packplan",

@@ -54,14 +54,14 @@ class Report:
     attn_impl: str
     precision: str
     packs: tuple[tuple[int, str, int], ...]
-    """Position in the plan, kind and number of samples of each pack."""
+    """Pack index, kind (such as text) and number of samples of each compared pack."""
 
     verdicts: tuple[Verdict, ...]
     records: tuple[str, ...]
-    """File and line of each verdict's sample, or nothing."""
+    """File and line of each verdict's sample; empty without one."""
 
     not_compared: Mapping[str, str]
-    """Checks that were left out, and why."""
+    """Name of each check that was left out -> the reason."""
 
     @property
     def passed(self) -> bool:
@@ -135,7 +135,7 @@ def compare(config: RunConfig, trainer: PlanTrainer, train: Split, *, num_packs:
 
 
 def show(report: Report) -> None:
-    """Print a report for people."""
+    """Print a report as text for people."""
     kinds = Counter(kind for _, kind, _ in report.packs)
     console = plain_console(140)
     console.print(
@@ -160,7 +160,7 @@ def show(report: Report) -> None:
 
 
 def as_json(report: Report) -> str:
-    """Return a report for programs, as one document."""
+    """Return a report as JSON text for programs."""
     checks = [
         {
             "check": verdict.check,

@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, words: Sequence[str]) -> None:
-    """Measure, plan and write; ConfigError if the folder exists."""
+    """Measure, plan and write the rows; ConfigError if the folder exists."""
     folder: Path = options.cached_dataset
     if folder.exists():
         raise ConfigError.for_key("--cached-dataset", f"is {folder}, which exists: name a new folder, or remove it")

@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, and write the table."""
+    """Measure the records, and write the table of lengths."""
     overrides = [word for word in options.data if _OVERRIDE.match(word)]
     data = [word for word in options.data if not _OVERRIDE.match(word)]
     if options.config is None and not (data and options.model):
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _write_table(split: Split, output: Path, report: ReportProgress) -> Arrays:
-    """Measure a split, and write its table; rank 0 alone runs this."""
+    """Measure a split, write its table, and return no arrays; only rank 0 calls this."""
     table = measure(split, report)
     report(f"writing {output}")
     length_tables.publish_table(split, split.stores.lengths.stored(), output)

@@ -10,7 +10,7 @@ Completions = Sequence[Sequence[dict[str, str]]]
 
 def character_overlap(completions: Completions, answer: Sequence[str], **_: Any) -> list[float]:
     """
-    Return the F1 measure of common characters, from 0 to 1, without blanks.
+    Return the F1 score of the characters of each completion and its answer, blanks left out.
 
     >>> character_overlap([[{"role": "assistant", "content": "dab"}]], ["a bad day"])
     [0.6]
@@ -25,6 +25,6 @@ def character_overlap(completions: Completions, answer: Sequence[str], **_: Any)
 
 
 def exact_match(completions: Completions, answer: Sequence[str], **_: Any) -> list[float]:
-    """Return 1 where both are equal without surrounding blanks, else 0."""
+    """Return 1 for each completion that equals its answer without surrounding blanks, else 0."""
     pairs = zip(completions, answer, strict=True)
     return [float(said[-1]["content"].strip() == wanted.strip()) for said, wanted in pairs]

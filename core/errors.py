@@ -37,7 +37,7 @@ class PackplanError(Exception):
     """Base of all errors raised on purpose; its text is bounded, whatever it quotes."""
 
     kind: str = ""
-    """Name of the fact, by which programs tell errors of a class apart, and find a remedy."""
+    """Name of the fact, by which programs tell errors of one class apart and find a remedy."""
 
     details: Mapping[str, Any] = MappingProxyType({})
     """Numbers and names in the fact, by name."""
@@ -51,12 +51,12 @@ class PackplanError(Exception):
 
 
 class UserError(PackplanError):
-    """The caller can fix it."""
+    """Base of errors that the caller can fix."""
 
 
 @attrs.define(eq=False)
 class _FactError(PackplanError):
-    """An error that states one of several facts."""
+    """Base of errors that state one of several facts, told apart by `kind`."""
 
     kind: str
 
@@ -93,7 +93,7 @@ class ConfigError(UserError):
 
     @classmethod
     def for_key(cls, path: str, reason: str) -> ConfigError:
-        """Return the error of one fault, found after the YAML was read."""
+        """Return an error with one fault of the key *path*, found after the YAML was read."""
         return cls("", (Fault(path, reason),))
 
     def _text(self) -> str:
@@ -146,7 +146,7 @@ class ArgumentError(_FactError, UserError, ValueError):
 
 @attrs.define(eq=False)
 class ModelError(_FactError, UserError):
-    """A model may not pack, or not with this attention, or cannot be asked, weighed or traced."""
+    """A model may not pack, or not with this attention, or cannot be probed, counted or traced."""
 
     @classmethod
     def isolation(cls, model_type: str, attn_impl: str, reason: str) -> ModelError:
@@ -182,7 +182,7 @@ class StaleError(_FactError, UserError):
 
     @classmethod
     def file(cls, name: str, found: str) -> StaleError:
-        """Return the error of a data file that changed while it was open, by what was *found*."""
+        """Return the error of a data file that changed while it was open; *found* says how."""
         return cls("changed_sample", f"{name} has changed since this run opened it: {found}", {"file": name})
 
     @classmethod
@@ -208,7 +208,7 @@ class StaleError(_FactError, UserError):
 
 @attrs.define(eq=False)
 class NotBuiltError(UserError):
-    """Lengths or a plan are asked for that are not stored yet."""
+    """Lengths or a plan that a command needs are not stored yet."""
 
     kind = "not_built"
 
@@ -309,7 +309,7 @@ first that differs.
 
 
 def _text_from(value: str | None, same: int) -> str:
-    """Return a value, a long one from where it differs, behind so many characters that do not."""
+    """Return a value as text; a long one without most of its first *same* characters, all equal."""
     if value is None or len(value) <= _MOST_CHARACTERS:
         return "absent" if value is None else value
     start = max(0, same - _BEFORE)
@@ -318,7 +318,7 @@ def _text_from(value: str | None, same: int) -> str:
 
 
 def _ranks_in_words(ranks: list[int]) -> str:
-    """Return ranks in words: the first ones by number."""
+    """Return ranks as text: the first few by number, and how many others."""
     named = ", ".join(map(str, ranks[:_MOST]))
     others = f" and {len(ranks) - _MOST:,} more" if len(ranks) > _MOST else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {named}{others}"
@@ -334,7 +334,7 @@ def counted(number: int, name: str) -> str:
 
 def verb_for(number: int, one: str = "is", many: str = "are") -> str:
     """
-    Return the verb that agrees with a number: `is` or `are`, or what is given instead.
+    Return the verb form that agrees with a number: `is` or `are`, or the two given.
 
     Args:
         number: How many there are.
@@ -345,14 +345,14 @@ def verb_for(number: int, one: str = "is", many: str = "are") -> str:
 
 
 def token_range(lowest: int, highest: int) -> str:
-    """Return the range of numbers of tokens in words: `7 tokens`, or `7 to 9 tokens`."""
+    """Return a range of token counts as text: `7 tokens`, or `7 to 9 tokens`."""
     return counted(highest, "token") if lowest == highest else f"{lowest:,} to {counted(highest, 'token')}"
 
 
 def format_ranges(indices: Iterable[int], *, most: int | None = None) -> str:
     """
-    Return all indices in their order, those that follow each other as a range, and ranges that
-    repeat as one.
+    Return indices as text, in order: consecutive ones as a range, and repeated ranges once with
+    their number.
 
     Args:
         indices: Whole numbers.
@@ -376,7 +376,7 @@ def format_ranges(indices: Iterable[int], *, most: int | None = None) -> str:
 
 def format_lines(head: str, items: Iterable[object]) -> str:
     """
-    Return a headline with a line for each item below it.
+    Return a headline, with each item indented on a line below it.
 
     >>> print(format_lines("the run has 1 fault", ["seed: is x"]))
     the run has 1 fault:

@@ -27,13 +27,13 @@ class Pause:
     """Interruptions of training at an interval of steps: evaluations, or checkpoints."""
 
     seconds: float
-    """Seconds of each."""
+    """Seconds of each pause."""
 
     every: int
-    """Optimizer steps between two; 0 if there is none. The last step always has one."""
+    """Optimizer steps between two pauses; 0 for no pauses. Else the last step always has one."""
 
     at_start: bool = False
-    """Whether there is one before the first step too."""
+    """Whether there is also a pause before the first step."""
 
     def total(self, num_steps: int) -> float:
         """
@@ -59,7 +59,7 @@ class RunForecast:
     """Seconds of each step of the first epoch; shape (num_steps,)."""
 
     others: Floats
-    """Seconds of that epoch by each of `timing.others`; shape (num_others,)."""
+    """Seconds of the first epoch as predicted by each of `timing.others`; shape (num_others,)."""
 
     total_steps: int
     """Optimizer steps of the run."""
@@ -77,7 +77,7 @@ class RunForecast:
 
     @property
     def mean_step(self) -> float:
-        """Seconds of a mean step of the first epoch."""
+        """Mean seconds of a step of the first epoch."""
         return float(self.steps.mean())
 
     @property
@@ -227,7 +227,7 @@ class Timing:
 
         Args:
             seconds: Prediction by `time`.
-            others: The same by each of `others`.
+            others: Predictions by each of `self.others`.
         """
         if not self.others or not seconds:
             return None
@@ -249,7 +249,7 @@ class Calibration:
     """Seconds of saving a checkpoint; 0 if the run saves none."""
 
     def timing(self) -> Timing:
-        """Return the fit of these steps, with its error on steps that were left out."""
+        """Fit the seconds of these steps, with the error on steps that were left out."""
         time, errors, others = fit_steps(self.steps), [], []
         for part in range(min(_FOLDS, len(self.steps))):
             left_out = self.steps[part::_FOLDS]
@@ -299,7 +299,7 @@ def fit_steps(steps: Sequence[MeasuredStep]) -> StepTime:
 
 @attrs.frozen(eq=False)
 class StepTerms:
-    """FLOPs of the microbatches of an epoch, of which the seconds of its steps are sums."""
+    """FLOPs of an epoch's microbatches, from which the seconds of its steps are predicted."""
 
     counts: IntArray
     """Microbatches of a rank in each step; shape (num_steps,)."""
@@ -344,7 +344,7 @@ class StepTerms:
         return self._sum_by_step(self.flops[np.arange(len(ranks)), ranks])
 
     def _sum_by_step(self, batches: Floats) -> Floats:
-        """Return the sums of rows of microbatches by step."""
+        """Sum rows of microbatches, shape (num_microbatches, …), by step; shape (num_steps, …)."""
         sums: Floats = np.add.reduceat(batches, np.cumsum(self.counts) - self.counts, axis=0)
         return sums
 
@@ -399,7 +399,7 @@ def calibration_packs(
 
 
 def _window(ranked: IntArray, place: float, window: int) -> IntArray:
-    """Return neighbours at a place from 0 to 1 of a ranking, ascending."""
+    """Return *window* neighbouring packs of a ranking, at the relative place from 0 to 1."""
     start = round(place * (ranked.size - window))
     return ranked[start : start + window]
 
@@ -466,7 +466,7 @@ class PeakMemory:
 
     @property
     def total(self) -> int:
-        """Sum of the kinds."""
+        """Bytes of all kinds together."""
         return sum(attrs.astuple(self))
 
 
@@ -560,11 +560,11 @@ class LongestLength:
     """Peak at that length, in bytes, without the margin."""
 
     limited: bool
-    """Whether the model's positions end there, and not the memory."""
+    """Whether the model's positions are the limit, and not the memory."""
 
 
 def add_margin(peak: float) -> int:
-    """Return the bytes that a GPU needs for a peak."""
+    """Return the bytes that a GPU needs for a traced peak, with the margin."""
     return math.ceil(peak * (1 + MARGIN))
 
 
@@ -578,7 +578,7 @@ def find_longest(peak_at: Callable[[int], int], *, start: int, limit: int, most:
     Args:
         peak_at: Peak of a full pack of so many tokens, in bytes.
         start: Length to begin with, >= 1.
-        limit: Bytes that are there.
+        limit: Bytes that a peak may have.
         most: Longest length that the model has positions for.
 
     >>> find_longest(lambda tokens: 10 * tokens, start=512, limit=110_000, most=32768).tokens
@@ -613,8 +613,8 @@ _ATTEMPTS = 2
 
 def _extrapolate(known: dict[int, int], room: float, *, most: int) -> int:
     """
-    Return the length at which the line through the two nearest peaks reaches the room, rounded
-    down.
+    Return the length, rounded down, at which the line through the two nearest peaks reaches *room*
+    bytes.
     """
     (length, peak), (other, other_peak) = sorted(known.items(), key=lambda one: abs(one[1] - room))[:2]
     slope = (other_peak - peak) / (other - length)

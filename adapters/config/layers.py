@@ -125,7 +125,7 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_
 
 
 def _parse_yaml(text: str) -> Any:
-    """Return the value of a YAML's text; ValueError in the words of its parser if it is none."""
+    """Return the parsed value of YAML text; ValueError with the parser's reason."""
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506  # a SafeLoader
     except (yaml.YAMLError, ValueError) as error:  # the latter of dates, and of numbers of thousands of digits

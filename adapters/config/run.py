@@ -124,7 +124,7 @@ def known_keys(kind: type) -> Iterator[str]:
 
 def _build(document: Mapping[str, Any], kind: type[T], source: str, advise: Advise, found: Sequence[Fault]) -> T:
     """
-    Return the configuration of a document; ConfigError with its faults and those that were *found*.
+    Build the configuration of a document; ConfigError with its faults and those already *found*.
     """
     config, more = structure(document, kind, advise, required=_REQUIRED)
     found = (*found, *more)
@@ -139,7 +139,7 @@ def _build(document: Mapping[str, Any], kind: type[T], source: str, advise: Advi
 
 
 def _names_any(fault: Fault, paths: Sequence[str]) -> bool:
-    """Return whether a fault names one of these keys, or one below it."""
+    """Return whether a fault is of one of the keys *paths*, or of a key below one."""
     words = [f"{word.rstrip(',.:')}." for word in str(fault).split()]
     return any(word.startswith(f"{path}.") for word in words for path in paths)
 
@@ -187,7 +187,7 @@ class _Curriculum:
 def _convert_settings(
     section: str, values: Mapping[str, Any], keys: Mapping[str, TrainerKey], advise: Advise, found: list[Fault]
 ) -> dict[str, Any]:
-    """Return a section's settings as the trainer takes them; append the faults of others."""
+    """Return a section's settings converted for the trainer; append faults to *found*."""
     taken: dict[str, Any] = {}
     for key, value in values.items():
         path = f"{section}.{key}"

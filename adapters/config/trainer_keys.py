@@ -71,7 +71,7 @@ _BELOW_ONE = frozenset({"adam_beta1", "adam_beta2", "warmup_ratio"})
 
 @attrs.frozen
 class TrainerKey:
-    """Values that a key takes."""
+    """Types, choices and bounds of the values that a trainer's key takes."""
 
     types: tuple[str, ...]
     """Keys of `WORDS`; where a number may be fractional, it may be whole."""
@@ -114,7 +114,7 @@ class TrainerKey:
         return value
 
     def _describe(self) -> str:
-        """Return the values that the key takes, in words."""
+        """Describe the values that the key takes."""
         unsaid = {"null", "str"} if self.choices or ("dict" in self.types and not self.path) else {"null"}
         words = [WORDS[kind] for kind in self.types if kind not in unsaid]
         if self.choices:
@@ -142,7 +142,7 @@ def argument_keys(
     kind: Any, choices: Mapping[str, Iterable[str]] = types.MappingProxyType({})
 ) -> dict[str, TrainerKey]:
     """
-    Return what the fields of a class of arguments of transformers take, by name.
+    Return the keys of a class of transformers' training arguments, by name of the field.
 
     Args:
         kind: The class, a dataclass.

@@ -172,7 +172,7 @@ def _converter() -> cattrs.Converter:
 
 
 def _mapping_hook(plain: Any, wanted: str) -> Any:
-    """Return *plain* as a hook that refuses other values than mappings."""
+    """Wrap the hook *plain*, so that it refuses values other than mappings."""
 
     def structure(value: object, kind: Any) -> Any:
         if not isinstance(value, Mapping):

@@ -36,7 +36,7 @@ class StepClock(TrainerCallback):  # type: ignore[misc]  # its library has no ty
         self._since, self._waited = self._now(), self._loading()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Note the seconds of a step."""
+        """Record the seconds of a step."""
         now = self._now()
         # Processes that load data start with the epoch, and load ahead of later steps.
         starting = self._loading() - self._waited if self._waited >= 0 else 0.0
@@ -44,12 +44,12 @@ class StepClock(TrainerCallback):  # type: ignore[misc]  # its library has no ty
         self._since, self._waited = now, -1.0
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
-        """Note the seconds of an evaluation, which follows the last step."""
+        """Record the seconds of an evaluation, which follows the last step."""
         now = self._now()
         self.evaluation, self._since = now - self._since, now
 
     def on_save(self, *_: Any, **__: Any) -> None:
-        """Note the seconds of a checkpoint, which follows the last step and its evaluation."""
+        """Record the seconds of a checkpoint, which follows the last step and its evaluation."""
         now = self._now()
         self.checkpoint, self._since = now - self._since, now
 
@@ -74,8 +74,8 @@ def measure_steps(
     Train, and return the seconds of the steps. Every rank calls this, and nothing is printed.
 
     Args:
-        trainer: Trainer of some packs in the same order in each epoch, which evaluates and saves
-            after its last step if at all.
+        trainer: Trainer of the same packs in each epoch, in one order. It may evaluate and save
+            only after its last step.
         terms: Steps of an epoch.
         evaluated: The trainer's evaluation as one step; None without one.
         clock: Function that returns seconds.
@@ -94,7 +94,7 @@ def measure_steps(
 
 def pair_with_flops(terms: StepTerms, seconds: Sequence[float]) -> list[MeasuredStep]:
     """
-    Return measured steps with their FLOPs on the busiest ranks.
+    Return a measured step for each of *seconds*, with its FLOPs on the busiest ranks.
 
     Args:
         terms: Steps of an epoch.

@@ -120,7 +120,7 @@ class StepTracer:
 
     @property
     def positions(self) -> int:
-        """Most tokens that the model has positions for."""
+        """Largest number of tokens that the model has positions for."""
         config = self.trainer.template.get_base_model(self.trainer.model).config.get_text_config()
         return int(getattr(config, "max_position_embeddings", None) or _MOST_TOKENS)
 
@@ -148,8 +148,8 @@ class StepTracer:
 
     def _batch(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """
-        Return the batch of a pack as the collator makes it; pixels have one column until then, or
-        long packs would fill this machine's memory.
+        Return the batch of a pack as the collator makes it. Pixels are cut to one column before, so
+        that long packs do not fill memory.
         """
         wide = {key: one.shape[1] for sample in samples for key, one in sample.items() if _is_pixels(one)}
         narrow = [{key: one[:, :1] if key in wide else one for key, one in sample.items()} for sample in samples]
@@ -159,7 +159,7 @@ class StepTracer:
         return batch | pixels
 
     def _run_passes(self, batch: Mapping[str, Any]) -> int:
-        """Run both passes on a batch without content, and return the time between them."""
+        """Run forward and backward pass without content; return the tracer's time between them."""
         trainer, tracer = self.trainer, self._tracer
         given = {
             key: tracer.without_content(one) if isinstance(one, torch.Tensor) else one for key, one in batch.items()
@@ -173,7 +173,7 @@ class StepTracer:
         return forward_end
 
     def _open_optimizer(self) -> Any:
-        """Return the run's optimizer of this rank's weights after a step of it; ModelError."""
+        """Return the run's optimizer of this rank's weights, after one step; or ModelError."""
         trainer = self.trainer
         weights = [one for one in trainer.model.parameters() if one.requires_grad]
         try:
@@ -190,7 +190,7 @@ class StepTracer:
 
 
 def _update(optimizer: Any, gradients: list[Any]) -> None:
-    """Let an optimizer update its weights by some gradients, which it does not keep."""
+    """Let an optimizer update its weights by *gradients*, which are released afterwards."""
     own = [one for group in optimizer.param_groups for one in group["params"]]
     for weight, gradient in zip(own, gradients, strict=True):
         weight.grad = None if gradient is None else local_part(gradient)
@@ -199,7 +199,7 @@ def _update(optimizer: Any, gradients: list[Any]) -> None:
 
 
 def _text_sample(sample: dict[str, Any], tokens: int, share: float) -> dict[str, Any]:
-    """Return a sample of text alone, with the keys of another one."""
+    """Return a text-only sample of so many tokens, with the keys of *sample*."""
     token, with_loss = int(sample["input_ids"][-1]), round(share * tokens)
     text: dict[str, Any] = {
         "input_ids": [token] * tokens,
@@ -246,7 +246,7 @@ def shard_as_accelerate(model: Any, world_size: int, *, mixed: str) -> None:
 
 @contextmanager
 def fake_ranks(world_size: int) -> Iterator[None]:
-    """Let this process be rank 0 of a group that exchanges nothing, inside."""
+    """Make this process rank 0 of a group that exchanges nothing, until the block ends."""
     if dist.is_initialized():
         raise ModelError("trace", "ranks are traced by a process that is none: start one without torchrun")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)

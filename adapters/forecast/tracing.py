@@ -34,7 +34,7 @@ _DEVICE = torch.ops.prim.device.default
 
 class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
     """
-    Mode that records the blocks of memory of all tensors which are made in it.
+    Dispatch mode that records the memory blocks of all tensors created under it.
 
     Attributes:
         clock: Number of allocations and frees so far.
@@ -42,7 +42,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
 
     def __init__(self, *, vocabulary: int) -> None:
         """
-        Record from now on, inside of `tracing`.
+        Record nothing yet: `tracing` starts it.
 
         Args:
             vocabulary: Width of logits.
@@ -60,7 +60,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Trace inside; ModelError where the model cannot be traced."""
+        """Record until the block ends; ModelError if the model cannot be traced."""
         try:
             with self._record_resizes(), self._fake, self:
                 yield
@@ -70,7 +70,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
 
     @contextmanager
     def _record_resizes(self) -> Iterator[None]:
-        """Record resized memory inside: FSDP frees gathered weights so, and calls no operator."""
+        """Record resized storages until the block ends: FSDP frees gathered weights by a resize."""
         resize, held = torch.UntypedStorage.resize_, torch.UntypedStorage
 
         def record_and_resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -101,7 +101,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
 
     def trace(self, kinds: Mapping[int, Kind], *, start: int, forward_end: int) -> StepTrace:
         """
-        Return the blocks that were in memory after a point in time.
+        Return the blocks that were in memory at some time from *start* on.
 
         Args:
             kinds: Number of a block -> its kind, where it follows from what the block is for.
@@ -125,7 +125,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute whole numbers, let other tensors have sizes alone, and record what is new."""
+        """Compute integers, give floating-point results only sizes, and record new storages."""
         if func is _DEVICE:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if any(issubclass(one, DTensor) for one in types):
@@ -169,7 +169,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
 
 
 def _integer_indices(indices: Any) -> Iterator[Any]:
-    """Yield indices with whole numbers for booleans, so that the shape of the result follows."""
+    """Yield indices with boolean masks as integers, so that the result's shape is known."""
     for index in indices:
         if isinstance(index, torch.Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor):
             with unset_fake_temporarily():
@@ -179,7 +179,7 @@ def _integer_indices(indices: Any) -> Iterator[Any]:
 
 
 def _model_place(error: BaseException) -> str:
-    """Return the last place of an error in the code of models, as words to append."""
+    """Return text with the last line of model code in an error's traceback, to be appended."""
     frames = [one for one in traceback.extract_tb(error.__traceback__) if "modeling" in Path(one.filename).name]
     return f" in {frames[-1].name} of {Path(frames[-1].filename).name}" if frames else ""
 

@@ -58,10 +58,10 @@ def _number(text: str) -> int | None:
 @contextmanager
 def name_rendezvous_errors(environment: Mapping[str, str] = os.environ) -> Iterator[None]:
     """
-    Turn what torch makes of ranks that cannot meet into a RunError.
+    Raise RunError in place of torch's errors when ranks cannot meet at their store.
 
     Args:
-        environment: Environment variables of this process, with their address.
+        environment: Environment variables of this process, with the address of the store.
     """
     try:
         yield

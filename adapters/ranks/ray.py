@@ -38,7 +38,7 @@ class _Actor:
     """
 
     def meeting_point(self) -> tuple[str, int]:
-        """Return an address and a free port of this worker's machine."""
+        """Return this worker's IP address and a free port, for the ranks to meet."""
         address = ray.util.get_node_ip_address()
         with socket.socket() as listener:
             listener.bind((address, 0))

@@ -60,15 +60,15 @@ class OneRank:
         return build(lambda _: None)
 
     def gather(self, value: str) -> tuple[str, ...]:
-        """Return the value alone; see `core.ports.RankGroup`."""
+        """Return the one rank's value; see `core.ports.RankGroup`."""
         return (value,)
 
     def any(self, flag: bool) -> bool:  # noqa: FBT001  # see the port
-        """Return the flag."""
+        """Return the one rank's flag; see `core.ports.RankGroup`."""
         return flag
 
     def gather_arrays(self, arrays: Arrays) -> tuple[Arrays, ...]:
-        """Return the arrays alone."""
+        """Return the one rank's arrays; see `core.ports.RankGroup`."""
         return (arrays,)
 
     def stop_heartbeat(self) -> None:
@@ -134,7 +134,7 @@ class TorchGroup:
         return tuple(self._await_keys(keys, self._timeout_s, "rank_gone", late="for the other ranks"))
 
     def any(self, flag: bool) -> bool:  # noqa: FBT001  # see the port
-        """Return whether any rank's flag is set."""
+        """Return whether any rank's flag is set; see `core.ports.RankGroup`."""
         flags = torch.tensor([int(flag)])
         with name_lost_ranks(self.rank):
             dist.all_reduce(flags, dist.ReduceOp.MAX)
@@ -152,13 +152,13 @@ class TorchGroup:
         return tuple(gathered)
 
     def stop_heartbeat(self) -> None:
-        """Stop the heartbeat: from here on, collectives say who is gone."""
+        """Stop the heartbeat, once collectives are used: their failures show a lost rank."""
         if self._heartbeat:
             self._heartbeat.stop()
             self._heartbeat = None
 
     def report_failure(self, error: Exception) -> None:
-        """Tell the ranks that wait for this one why it ends, as far as they can still be told."""
+        """Publish the error that ends this rank to the ranks that wait for it, if it still can."""
         with suppress(dist.DistError):
             self._store.set(DIED, f"rank {self.rank} failed: {_reason_of(error)}")
 
@@ -242,12 +242,12 @@ def _let_others_read(store: Store, key: str, world_size: int) -> None:
 
 
 def _reason_of(error: BaseException) -> str:
-    """Return what other ranks say of an error of this one."""
+    """Return the text of this rank's error that other ranks report."""
     return with_remedy(error) if isinstance(error, PackplanError) else f"{type(error).__name__}: {error}"
 
 
 def _first_sentence(error: BaseException) -> str:
-    """Return what torch says first of a lost connection, without the place in its own code."""
+    """Return the first sentence of torch's error, without the place in torch's code."""
     return re.sub(r"^\[\S*\] ", "", str(error).partition("\n")[0]).partition(". ")[0][:200]
 
 
@@ -274,7 +274,7 @@ def meet(*, timeout_s: float = 1800.0, refusal: Exception | None = None) -> tupl
 
     Args:
         timeout_s: Seconds to wait for the others.
-        refusal: Error for which this rank does not run; it returns when all know it.
+        refusal: Error for which this rank cannot run. With it, this returns when all ranks know it.
 
     Returns:
         The store of this launch, the rank, and the number of ranks.
@@ -334,7 +334,7 @@ def _agree_on_launch(store: Store, rank: int, world_size: int, timeout_s: float)
 
 class _KeyWatch:
     """
-    Waits for keys on a thread of its own, since a node that falls silent blocks whoever asks it.
+    Waits for keys of the store on its own thread, since a silent node blocks its callers.
 
     Attributes:
         started: Time of construction, by the monotonic clock.
@@ -374,8 +374,7 @@ class _KeyWatch:
 
 class RankWorkers:
     """
-    Workers that are torchrun's ranks, or of this process alone; every rank gets all
-    results.
+    Workers that are torchrun's ranks, or this process alone. Every rank gets all results.
     """
 
     def __init__(self, worker: Any, group: RankGroup) -> None:

@@ -54,13 +54,13 @@ def add_logging_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, *, about: str = RUN) -> None:
-    """Declare a YAML, whose help is *about*, and its overrides; `parse_arguments` reads them."""
+    """Declare the path of a YAML, with the help *about*, and overrides, for `parse_arguments`."""
     parser.add_argument("config", metavar="run.yaml", help=about)
     add_overrides(parser)
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Declare what overrides keys of the YAML that the command reads."""
+    """Declare arguments `section.key=value`, which override keys of the command's YAML."""
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value",
         help="in place of the YAML's: training.seed=7; null unsets what the YAML sets",
@@ -69,9 +69,8 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
     """
-    Return the options of a command that takes overrides, which may also stand behind options.
-
-    A command's own parser, where *parser* holds several, is its `parser` among the options.
+    Parse the options of a command whose overrides may stand before and behind options. The parser
+    of a subcommand is stored in the options as `parser`.
     """
     options, others = parser.parse_known_args(arguments)
     if wrong := [text for text in others if text.startswith("-") or "=" not in text]:
@@ -92,9 +91,9 @@ def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = Fal
         command: The work to run.
         verbose: Also show what the libraries log.
         quiet: Show neither progress nor notes.
-        kept: Note after Ctrl-C: the work that is kept, and how to continue.
+        kept: Note printed after Ctrl-C: which work is kept, and how to continue.
 
-    Any other exception is our own fault, and keeps its traceback.
+    Any other exception is a fault of Packplan, and is raised with its traceback.
     """
     from packplan.adapters import progress
 
@@ -127,8 +126,8 @@ def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = Fal
 
 def run_program(main: Callable[[], int]) -> int:
     """
-    Run a program's main, and what it prints last; return its exit status, also where argparse,
-    Ctrl-C or a package that is not installed ends it.
+    Run a program's main, flush its output, and return its exit status, also where argparse, Ctrl-C
+    or a package that is not installed ends it.
 
     Args:
         main: Reads the command line, and returns the exit status.
@@ -191,7 +190,7 @@ def _report_output_error(error: OSError) -> int:
 
 
 def _print_error(text: str) -> None:
-    """Print on standard error, if anyone still reads it."""
+    """Print on standard error; do nothing if it is closed."""
     try:
         print(text, file=sys.stderr)
     except OSError:
@@ -207,7 +206,7 @@ def plain_console(width: int | None = None) -> "Console":
     """
     Return a console that prints text as it is, and lines as long as they are.
 
-    *width* is that of tables where standard output is no terminal.
+    *width* is the width of tables, in columns, where standard output is no terminal.
     """
     from rich.console import Console
 
@@ -216,7 +215,7 @@ def plain_console(width: int | None = None) -> "Console":
 
 def duration(seconds: float) -> str:
     """
-    Return seconds in hours, minutes, seconds or milliseconds.
+    Return seconds as text in hours, minutes, seconds or milliseconds.
 
     >>> [duration(one) for one in (0.25, 9, 100, 7200)]
     ['250 ms', '9.0 s', '1.7 min', '2.00 h']
@@ -275,8 +274,8 @@ class _LevelFormatter(logging.Formatter):
 
 def _set_up_logging(*, verbose: bool, quiet: bool) -> None:
     """
-    Log to standard error: all of ours on rank 0, warnings of other ranks, of the libraries, and in
-    quiet.
+    Log to standard error: all messages of Packplan on rank 0; only warnings of other ranks, of
+    libraries, and with --quiet.
     """
     rank = os.environ.get("RANK", "0")
     handler = logging.StreamHandler()

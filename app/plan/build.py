@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     add_config_arguments(parser)
     parser.add_argument(
         "--world-size", type=world_size, metavar="N", help="ranks, row-sharing ones as one (default: those that run)"
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Build, and log what to type next."""
+    """Measure and plan the run, and log the next commands."""
     with share_refusals():
         config = read_run_or_command(options.config, options.overrides, world_size=options.world_size)
         require_inputs(config)
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _log_next(config: RunConfig, words: list[str], world_size: int) -> None:
-    """Log where the plan is, and the commands that show it and train it on so many ranks."""
+    """Log the plan's folder, and the commands that show it and train it on *world_size* ranks."""
     typed = shlex.join(words)
     ranks = world_size * config.training.sequence_parallel_size
     train = f"torchrun --nproc-per-node {ranks} -m packplan.app.sft" if ranks > 1 else "packplan sft"
@@ -76,7 +76,7 @@ def build(config: RunConfig, group: RankGroup, *, splits: Sequence[Split], world
         config: The run.
         group: The ranks that measure.
         splits: Splits to build.
-        world_size: Ranks to align for; None takes those that measure.
+        world_size: Number of ranks to align for; None takes the size of *group*.
 
     Raises:
         PackplanError: Something the user can fix, or something stored that is damaged.

@@ -1,6 +1,5 @@
 """
-One pack or one sample of a plan: what it is made of, where it stands in the data, and when it is
-trained.
+Explains one pack or sample of a plan: its content, its place in the data, and its training steps.
 """
 
 import json
@@ -67,7 +66,7 @@ def explain_pack(config: RunConfig, opened: StoredSplit, pack: int) -> dict[str,
 
 
 def _measured_records(config: RunConfig, opened: StoredSplit) -> FileRecords | None:
-    """Return the data of a split, if they are here and have as many records as were measured."""
+    """Return the open data files of a split; None if absent or of another number of records."""
     try:
         records = open_split_records(config, opened.split.name)
     except DataSetError:

@@ -41,7 +41,7 @@ from packplan.core.samples.tables import column
 
 @attrs.frozen
 class PackMemory:
-    """Peak of a step on one pack."""
+    """Peak memory of a training step on one pack."""
 
     name: str
     tokens: int
@@ -50,24 +50,24 @@ class PackMemory:
 
 @attrs.frozen
 class MemoryFit:
-    """Memory of a run's step on one rank."""
+    """Memory of a run's training step on one rank, and whether it fits."""
 
     world_size: int
     sharding: ModelSharding
     memory: int | None
-    """Bytes of each rank's device; None if not said."""
+    """Bytes of each rank's device; None if not given."""
 
     packs: tuple[PackMemory, ...]
     """Heaviest pack of the plan, and a full one like it."""
 
     longest: LongestLength | None
-    """Longest packing length that fits; None if the memory is not said."""
+    """Longest packing length that fits; None if the memory is not given."""
 
     notes: tuple[str, ...]
 
     @property
     def fits(self) -> bool | None:
-        """Whether the plan fits, with the margin; None if the memory is not said."""
+        """Whether the plan fits, with the margin; None if the memory is not given."""
         return None if self.memory is None else self.needed <= self.memory
 
     @property
@@ -77,7 +77,7 @@ class MemoryFit:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     add_config_arguments(parser)
     parser.add_argument("--memory", type=memory_amount, metavar="80GiB", help="memory of each rank's device")
     parser.add_argument("--world-size", type=world_size, metavar="N", help="ranks that train (default: 1)")
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def memory_amount(text: str) -> int:
-    """Read an amount of memory, for argparse."""
+    """Read an amount of memory such as `80GiB` as bytes, for argparse."""
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -93,7 +93,7 @@ def memory_amount(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Plan, trace, and print."""
+    """Plan the run, trace its step, and print the memory."""
     config = read_run_or_command(options.config, options.overrides, world_size=options.world_size)
     require_static(config)
     if not config.training.packing:
@@ -117,7 +117,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _sharding_of(config: RunConfig) -> ModelSharding:
-    """Return how several ranks of a run share its model, by its settings."""
+    """Return the sharding of a run's model over its ranks; ConfigError under DeepSpeed ZeRO."""
     settings = config.training.trainer
     if stage := zero_stage(settings.get("deepspeed")):
         reason = f"is ZeRO of stage {stage}, whose memory cannot be traced: set training.fsdp instead"
@@ -176,7 +176,7 @@ def forecast(config: RunConfig, *, memory: int | None, ranks: int) -> MemoryFit:
 
 
 def _notes(config: RunConfig) -> list[str]:
-    """Return the assumptions behind the figures."""
+    """Return the assumptions behind the figures, a sentence each."""
     on_gpu = not config.training.trainer.get("use_cpu")
     others = ", and for CUDA and NCCL: an assumption, not measured on a GPU" if on_gpu else ": an assumption"
     notes = [f"{MARGIN:.0%} are added for rounding and fragmentation of blocks{others}"]
@@ -190,7 +190,7 @@ def _notes(config: RunConfig) -> list[str]:
 
 
 def _packs_to_trace(train: Split) -> dict[int, list[Any]]:
-    """Return the packs that may need the most memory, by their index, as encoded samples."""
+    """Return the packs that may need the most memory: pack index -> its encoded samples."""
     table, packs = train.table, train.raw.packs
     names = ("length", "supervised", "patches", "video_patches")
     tokens, supervised, images, videos = (packs.sums(column(table, name).astype(np.int64)) for name in names)
@@ -222,7 +222,7 @@ def _print(found: MemoryFit) -> None:
 
 
 def excess_message(found: MemoryFit) -> str:
-    """Return in words that a plan does not fit, and the length that would."""
+    """Return the message that a plan does not fit, with the packing length that would."""
     needed, memory = bytes_text(found.needed), bytes_text(found.memory or 0)
     need = f"a step of the plan takes up to {needed} on each rank, of {memory}"
     if found.longest is None or not found.longest.tokens:

@@ -40,7 +40,7 @@ Figure = tuple[bool, str, str, str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     add_config_arguments(parser)
     parser.add_argument("--split", choices=["train", "eval"], help="only this one (default: all that the run has)")
     parser.add_argument(
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Open the plans, then print."""
+    """Open the stored plans, and print their figures."""
     if options.text and options.sample is None:
         raise ConfigError.for_key("--text", "is of one sample: name it by --sample")
     config = read_run_or_command(options.config, options.overrides, world_size=options.world_size)
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _decode_spans(config: RunConfig, opened: StoredSplit, sample: int) -> list[dict[str, Any]]:
-    """Return a sample's runs of tokens that are trained or not, decoded."""
+    """Return the decoded text of a sample, split into spans of supervised and other tokens."""
     # ms-swift takes seconds to import, which no other look at a plan needs.
     from packplan.app.wiring.splits import open_encoders
 
@@ -106,7 +106,7 @@ def plan_summary(opened: StoredSplit) -> PlanSummary:
 
 
 def schedule_summary(opened: StoredSplit) -> ScheduleSummary:
-    """Return the figures of training over the plan, in the epoch that is shown."""
+    """Return the figures of training over the plan, for the epoch that is shown."""
     summary = summarise_schedule(
         opened.split.raw, opened.lengths.tokens, opened.schedule, packed=opened.packed, works=opened.split.works,
         epoch=opened.epoch,
@@ -115,13 +115,13 @@ def schedule_summary(opened: StoredSplit) -> ScheduleSummary:
 
 
 def source_summaries(opened: StoredSplit) -> tuple[SourceSummary, ...]:
-    """Return the figures of the plan by source; none before measuring has finished."""
+    """Return the plan's figures for each source; empty until all records are measured."""
     files, rows = opened.lengths.origin.files, opened.lengths.rows
     return summarise_sources(opened.split.raw, rows.table, files, media=rows.media) if files else ()
 
 
 def as_document(opened: StoredSplit) -> dict[str, Any]:
-    """Return a split for programs, as one document."""
+    """Return the figures of a split as the values of a JSON document."""
     split, origin, epochs = opened.split, opened.lengths.origin, opened.epochs
     return {
         "warnings": list(opened.warnings),
@@ -184,7 +184,7 @@ def _print(opened: StoredSplit, *, everything: bool) -> None:
 
 
 def _print_epochs(console: Console, opened: StoredSplit, *, most: int | None) -> None:
-    """Print a line for each epoch that has a plan of its own, at most so many."""
+    """Print a line for each epoch with a plan of its own: the first *most*, or all if None."""
     epochs, records = opened.epochs, opened.plan.epochs
     if epochs is None:
         return

@@ -24,7 +24,7 @@ from packplan.core.schedule import EpochSchedule
 
 @attrs.frozen(eq=False)
 class StoredSplit:
-    """Stored lengths and plan of a split, as so many ranks train it."""
+    """Stored lengths and plan of a split, with the schedule for a number of ranks."""
 
     lengths: StoredLengths
 
@@ -32,7 +32,7 @@ class StoredSplit:
     """Plan of the epoch that is shown, and records of all."""
 
     split: Split
-    """The same by the run's policy: table, raw and aligned plan, works."""
+    """The split under the run's policy: table, raw plan, aligned plan and works."""
 
     schedule: EpochSchedule
     """Schedule over the plan of the epoch that is shown."""
@@ -56,7 +56,7 @@ class StoredSplit:
 
 def selected_splits(config: RunConfig, split: str | None) -> list[str]:
     """
-    Return the splits of a run that are asked for, by default all; ConfigError if it lacks the one.
+    Return the names of a run's splits, or *split* alone; ConfigError if the run does not have it.
     """
     require_static(config)
     having = ["train", *(["eval"] if config.custom.val_jsonl else [])]
@@ -130,7 +130,7 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
 
 def _plan_of_epoch(planner: EpochPlanner, stored: StoredPlan, epoch: int, digest: str, *, where: str) -> RawPlan:
     """
-    Return the plan of an epoch, the one that was counted when it was built.
+    Plan an epoch again, and check it against the record that was stored when the run was built.
 
     Raises:
         ConfigError: There is no such epoch.
@@ -166,7 +166,7 @@ def _trained_epochs(
 
 
 def _warnings(config: RunConfig, opened: StoredSplit) -> Iterator[str]:
-    """Yield the reasons for which training would refuse the stored plan, or deviate from it."""
+    """Yield the reasons why training would refuse the stored plan, or deviate from it."""
     split, lengths, plan = opened.split, opened.lengths, opened.plan
     yield from stale_inputs(config, lengths)
     differences = plan.key.differences(split.plan_key(lengths.digest))

@@ -18,7 +18,7 @@ from packplan.core.forecast import RunForecast
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     add_config_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document, with each step, not a table")
 
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def as_document(forecast: RunForecast, *, world_size: int) -> dict[str, Any]:
-    """Return a forecast on so many ranks as the values of a JSON document."""
+    """Return a forecast for *world_size* ranks as the values of a JSON document."""
     pauses = {"evaluation": forecast.evaluation, "checkpoint": forecast.checkpoint}
     return {
         "seconds": forecast.seconds,
@@ -67,7 +67,7 @@ def as_document(forecast: RunForecast, *, world_size: int) -> dict[str, Any]:
 
 
 def _rows(forecast: RunForecast, *, world_size: int) -> Iterator[tuple[str, str, str]]:
-    """Yield the rows of a forecast: name, value and remark."""
+    """Yield the printed rows of a forecast: name, value and remark."""
     sure = "" if forecast.uncertainty is None else f"+- {forecast.uncertainty:.1%} "
     basis = counted(forecast.timing.num_measured, "step")
     remark = f"{sure}on {counted(world_size, 'rank')}, from {basis} measured here"

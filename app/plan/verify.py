@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     add_config_arguments(parser)
     parser.add_argument(
         "--samples", type=whole_number, default=0, metavar="K", help="of each split, encoded again (default: none)"
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Verify, print, and fail if anything is wrong."""
+    """Verify the splits and print the findings; MismatchError if there are any."""
     config = read_run_or_command(options.config, options.overrides)
     require_static(config)
 
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> None:
 
 @attrs.frozen
 class Finding:
-    """One thing that is wrong."""
+    """One fault that verification found."""
 
     check: str
     """`artefacts`, `plan`, `inputs`, `copies`, `images` or `samples`."""
@@ -113,12 +113,12 @@ class Finding:
 
 def verify(split: Split, *, num_samples: int = 0, decode: bool = False) -> Iterator[Finding]:
     """
-    Yield everything that is wrong with what is stored of a split.
+    Yield every fault of a split's stored lengths and plan.
 
     Args:
         split: The split as the run plans it now.
-        num_samples: So many, all over the data, are encoded again.
-        decode: Read the pixels of every image.
+        num_samples: Number of samples, spread over the data, that are encoded again.
+        decode: Decode the pixels of every image and video frame.
 
     Raises:
         NotBuiltError: Nothing is stored.
@@ -166,8 +166,8 @@ def _input_faults(
     where: str, origin: Origin, differences: tuple[Difference, ...], source: LengthSource
 ) -> Iterator[Finding]:
     """
-    Yield the differences between the run as it is now and the stored lengths, and each bad record
-    that is another one now.
+    Yield the differences between the run's current inputs and the stored ones, and each bad record
+    that has changed.
     """
     for difference in differences:
         yield Finding("inputs", difference.key, f"measured with {difference.stored!r}, now {difference.current!r}")
@@ -185,7 +185,7 @@ def _other_data(differences: tuple[Difference, ...]) -> bool:
 
 
 def _faults_of_plan(split: Split, lengths: StoredLengths, stored: StoredPlan | None) -> Iterator[Finding]:
-    """Hold the plan against the lengths and the run's policy, and plan again."""
+    """Yield faults of the plan: against the lengths, the run's policy, and a plan made again."""
     policy, where = split.policy, str(split.stores.plans.folder)
     if stored is None:
         yield Finding("plan", where, "no plan is stored: build plans")
@@ -211,7 +211,7 @@ def _faults_of_plan(split: Split, lengths: StoredLengths, stored: StoredPlan | N
 
 
 def _faults_of_epochs(split: Split, samples: EpochSamples, stored: StoredPlan) -> Iterator[Finding]:
-    """Plan each epoch again, and compare it with its record."""
+    """Plan each epoch again, and yield those whose plan differs from the stored record."""
     planner = EpochPlanner(split.policy, split.recipe or EpochRecipe(), samples)
     where = str(split.stores.plans.folder)
     if not stored.epochs:
@@ -222,7 +222,7 @@ def _faults_of_epochs(split: Split, samples: EpochSamples, stored: StoredPlan) -
 
 
 def _image_faults(name: str, lengths: StoredLengths, source: LengthSource, *, decode: bool) -> Iterator[Finding]:
-    """Compare every image with what was stored of it."""
+    """Yield each image whose size, dimensions or content differ from the stored ones."""
     table = lengths.rows.table[: len(source)]
     indices = np.flatnonzero(num_media(table))
     verb = "decoding" if decode else "comparing"
@@ -245,8 +245,8 @@ def _image_faults(name: str, lengths: StoredLengths, source: LengthSource, *, de
 
 def _iterate_measured(table: Table, media: MediaTable, indices: IntArray) -> Iterator[tuple[int, MeasuredSample]]:
     """
-    Yield some samples with what is stored of them, a few thousand at a time: all at once would take
-    a gigabyte.
+    Yield samples with their stored measurements, read a few thousand at a time: all at once would
+    take a gigabyte.
     """
     for start in range(0, indices.size, 4096):
         part = indices[start : start + 4096].tolist()
@@ -254,7 +254,7 @@ def _iterate_measured(table: Table, media: MediaTable, indices: IntArray) -> Ite
 
 
 def _sample_faults(name: str, lengths: StoredLengths, source: LengthSource, count: int) -> Iterator[Finding]:
-    """Encode samples again, the first and the last and some between, and compare."""
+    """Encode *count* samples again, from the first to the last, and yield those that differ."""
     samples = sample_indices(lengths.rows.table[: len(source)])
     chosen = np.linspace(0, samples.size - 1, min(count, samples.size)).round().astype(int)
     indices = np.unique(samples[chosen]).tolist()

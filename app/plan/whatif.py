@@ -62,7 +62,7 @@ class Alternative:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the command's arguments."""
     add_config_arguments(parser)
     parser.add_argument(
         "--max-length", type=positive_numbers, metavar="N,N", help="template.max_length (default: the run's)"
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Plan every combination, then print."""
+    """Plan every combination of packing length and ranks, and print the figures."""
     config = read_run_or_command(options.config, options.overrides, world_size=(options.world_size or [None])[0])
     require_static(config)
     if not config.training.packing:
@@ -115,7 +115,7 @@ def _alternatives(
     *,
     recipe: EpochRecipe | None,
 ) -> Iterator[Alternative]:
-    """Yield every combination when it is planned, with its figures or the reason of none."""
+    """Plan every combination, and yield each with its figures or the reason why it has none."""
     lengths, table = stored.tokens, stored.rows.table
     works, options = record_works(trained_work(config)[0], table), alignment(config, "train")
     for packing_length in packing_lengths:

@@ -42,7 +42,7 @@ def record_works(model: WorkModel, table: Table) -> SampleWorks:
 
 def planning_samples(policy: PlanPolicy, table: Table, files: Sequence[DataFile] = ()) -> EpochSamples:
     """
-    Return measured records as they are planned.
+    Return the lengths and works of measured records; DataSetError if a sample has no token.
 
     Args:
         policy: Settings of planning.
@@ -75,7 +75,7 @@ def plan_samples(
         policy: Settings of planning.
         samples: Measured records.
         recipe: Samples of each epoch; None plans all samples.
-        quick_bound: Take a bound that is found at once, where plans are only compared.
+        quick_bound: Compute a fast but looser lower bound, enough to compare plans.
         report: Called with each progress message too.
     """
     recipe = recipe or EpochRecipe()

@@ -109,9 +109,8 @@ def _log_epochs(split: Split, schedule: EpochSchedule) -> None:
 
 def source_draws_text(record: EpochRecord, files: Sequence[DataFile]) -> str:
     """
-    Return, as text, how many samples and which share of the tokens an epoch draws from each source.
-
-    The text of one source is empty.
+    Return text with the number of samples and share of tokens that an epoch draws from each source.
+    It is empty if there is only one source.
 
     Args:
         record: Record of the epoch.
@@ -126,7 +125,7 @@ def source_draws_text(record: EpochRecord, files: Sequence[DataFile]) -> str:
 
 
 def describe(planned: Split) -> Iterator[Line]:
-    """Yield the lines on a planned split, each with its log level."""
+    """Yield the log lines that describe a planned split, each with its log level."""
     for parts in (_describe_plan, _describe_packs, _describe_exceptions):
         yield from parts(planned)
 
@@ -207,7 +206,7 @@ def _describe_packs(planned: Split) -> Iterator[Line]:
 
 
 def _describe_exceptions(planned: Split) -> Iterator[Line]:
-    """Yield which samples are truncated, skipped or dropped."""
+    """Yield lines on the samples that are truncated, skipped or dropped."""
     raw = planned.raw
     lengths, cut = column(planned.table, "length"), column(planned.table, "cut") != 0
     if num_cut := int(cut.sum()):

@@ -79,7 +79,7 @@ _SKIP_ADVICE = "custom.on_bad_record: skip leaves such records out, and plan sho
 
 
 class BadRecords:
-    """The bad records of a source so far; a share of all records, at most."""
+    """Bad records that were found in a source so far, up to a largest share of all records."""
 
     def __init__(self, source: LengthSource, *, max_share: Decimal | None) -> None:
         """
@@ -112,8 +112,8 @@ class BadRecords:
 
     def add(self, index: int, error: RecordError) -> None:
         """
-        Add record *index*, behind the others; its error if none may be bad, DataSetError if they
-        are too many.
+        Add record *index*, which is above the earlier ones; raise *error* if none may be bad,
+        DataSetError if too many are.
         """
         if self._max_share is None:
             # Where the run is to be changed, skipping records would lose all like this one.
@@ -188,7 +188,7 @@ def _known_rows(source: LengthSource, indices: range, known: KnownLengths, *, wh
 
 
 def _unknown_ranges(rows: IntArray) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each part of records that are unknown, or close to such."""
+    """Yield start and end of each range of unknown records, close ranges joined into one."""
     unknown = np.flatnonzero(rows == UNKNOWN)
     if unknown.size:
         for part in np.split(unknown, np.flatnonzero(np.diff(unknown) > MAX_KNOWN_BETWEEN) + 1):
@@ -248,8 +248,8 @@ def measure(split: Split, report: ReportProgress) -> Table:
 
 def _load_stored(split: Split, bad: BadRecords) -> StoredRows:
     """
-    Return the stored measurements that still hold: where a bad record changed, those before it.
-    *bad* takes over the bad records that are stored.
+    Return the valid stored measurements: if a bad record changed, only those before it. The stored
+    bad records are put into *bad*.
 
     Raises:
         StaleError: The measurements are of other data or of another configuration.
@@ -286,8 +286,8 @@ def _check_and_complete(split: Split, done: StoredRows, bad: BadRecords) -> None
 
 def _measure_rows(split: Split, stored: StoredRows, *, bad: BadRecords, report: ReportProgress) -> StoredRows:
     """
-    Measure the records that a store does not have, and append them, flush by flush. No shortcut is
-    taken where those in *stored* were encoded in full.
+    Measure the records that a store lacks, and append them to it, flush by flush. No shortcut is
+    taken if the records in *stored* were encoded in full.
 
     Raises:
         RecordError: A record cannot become a sample; what was measured before it is kept.
@@ -358,8 +358,7 @@ def _check_repeatability(source: LengthSource, stored: StoredRows) -> dict[str, 
 
 def _check_repeatability_first(source: LengthSource, known: int, *, report: ReportProgress, skips: bool) -> None:
     """
-    Encode a few of the samples that are to be measured, if those are many, and compare: before
-    hours of measuring.
+    Encode a few of many samples several times, and compare the results, before hours of measuring.
 
     Forwards, then backwards, then in another process and epoch, in a third order. The first *known*
     are measured already; records that cannot become samples are passed over if *skips*.
@@ -386,7 +385,7 @@ def _check_repeatability_first(source: LengthSource, known: int, *, report: Repo
 
 def _compare_stored(source: LengthSource, stored: StoredRows) -> int:
     """
-    Encode a few stored samples again, the last first, where they were measured the first first.
+    Encode a few stored samples again, in the reverse of the order of measuring, and compare.
 
     Returns:
         How many.
@@ -414,8 +413,7 @@ def _compare_stored(source: LengthSource, stored: StoredRows) -> int:
 
 def _compare_in_another_process(source: LengthSource, measured: Mapping[int, Measurement]) -> None:
     """
-    Encode samples in another process and epoch, in an order of their own; DataSetError if one
-    differs.
+    Encode samples in another process and epoch, in another order; DataSetError if one differs.
     """
     indices = [*measured]
     elsewhere = indices[::2] + indices[1::2]
@@ -444,8 +442,8 @@ def _spread(total: int) -> list[int]:
 
 def _first_by_shape(table: Table, media: MediaTable) -> list[int]:
     """
-    Return the first sample with so many images, or videos, and the first with one of each width and
-    height, to powers of two.
+    Return the first sample of each number of images and of videos, and of each width and height of
+    media, rounded to powers of two.
     """
     per_sample, samples = num_media(table), sample_indices(table)
     _, by_number = np.unique(per_sample[samples], return_index=True)
@@ -458,8 +456,8 @@ def _first_by_shape(table: Table, media: MediaTable) -> list[int]:
 
 def _check_images(source: LengthSource, stored: StoredRows) -> None:
     """
-    Compare the images of some stored samples: a folder of other images is found before training
-    meets them.
+    Compare the images of some stored samples with their files, to find replaced images before
+    training.
     """
     samples = np.flatnonzero(num_media(stored.table))
     indices = samples[_spread(samples.size)].tolist()

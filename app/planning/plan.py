@@ -46,11 +46,11 @@ taken.
 
 
 class Ranks:
-    """Ranks of a run, of which rank 0 builds what all read; one deadline for all their waits."""
+    """Ranks of a run: rank 0 builds arrays for all, and one deadline bounds all their waits."""
 
     def __init__(self, group: RankGroup, *, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """
-        Begin to wait.
+        Start the deadline.
 
         Args:
             group: All ranks.
@@ -61,12 +61,12 @@ class Ranks:
         self.group, self._timeout_s, self._clock, self._started_s = group, timeout_s, clock, clock()
 
     def seconds_left(self) -> float:
-        """Return the seconds of a wait: almost none after the deadline, 0 without one."""
+        """Return the seconds until the deadline: almost 0 after it; 0 means that there is none."""
         return max(self._timeout_s - (self._clock() - self._started_s), _LATE_S) if self._timeout_s else 0.0
 
     def build(self, lock: Lock, make: Callable[[ReportProgress], Arrays]) -> Arrays:
         """
-        Return the arrays that rank 0 makes, on every rank. No other job writes the stores then.
+        Return the arrays that rank 0 makes, on every rank, while *lock* keeps other jobs out.
 
         Args:
             lock: Lock of the stores.
@@ -103,7 +103,7 @@ def measure_and_plan(split: Split, ranks: Ranks, *, world_size: int | None = Non
     Args:
         split: Samples, policy and stores.
         ranks: All ranks; rank 0 measures and plans.
-        world_size: Ranks to align for, if not these.
+        world_size: Number of ranks to align for; None takes those of *ranks*.
 
     Raises:
         PackplanError: Any error of rank 0, on every rank; MismatchError if ranks hold
@@ -127,7 +127,7 @@ def measure_and_plan(split: Split, ranks: Ranks, *, world_size: int | None = Non
 
 
 def _build_plan(split: Split, world_size: int, report: ReportProgress) -> dict[str, Any]:
-    """Return the table, and the raw plan with its key."""
+    """Measure, plan and store a split; return its table, raw plan and key as arrays."""
     name, policy, stores = split.name, split.policy, split.stores
     files = split.encoder.data_files()
     table = measure(split, report)
@@ -155,7 +155,7 @@ def _build_plan(split: Split, world_size: int, report: ReportProgress) -> dict[s
 
 
 def _require_drawable(recipe: EpochRecipe | None, policy: PlanPolicy, samples: EpochSamples) -> None:
-    """Refuse mixes that ask for more than their measured sources have; ConfigError by key."""
+    """Refuse mixes that draw more samples than their sources have; ConfigError by key."""
     if recipe is None or recipe.mixes is None:
         return
     entries = len(recipe.mixes.entries)

@@ -70,14 +70,14 @@ def balanced_sync_point(config: RunConfig) -> SyncPoint | None:
 
 
 def sync_point_of(config: RunConfig) -> SyncPoint:
-    """Return the point at which the ranks of a run wait for each other, by its settings."""
+    """Return the point at which a run's ranks wait for each other, by FSDP and DeepSpeed."""
     training = config.training
     stage = zero_stage(training.trainer.get("deepspeed"))
     return "microbatch" if training.trainer.get("fsdp") or stage >= REDUCES_EACH_BACKWARD else "step"
 
 
 def zero_stage(deepspeed: Any) -> int:
-    """Return the ZeRO stage of what `training.deepspeed` says; 0 where it names none."""
+    """Return the ZeRO stage of a value of `training.deepspeed`; 0 if it names none."""
     if isinstance(deepspeed, (str, Path)):
         try:
             deepspeed = json.loads(Path(deepspeed).read_text(encoding="utf-8"))
@@ -121,7 +121,7 @@ def split_schedule(
 
 
 def partial_window_warning(schedule: EpochSchedule) -> str | None:
-    """Return the warning that the last optimizer step of an epoch is smaller, if it is."""
+    """Return the warning that the last step of an epoch is smaller; None if it is not."""
     if not isinstance(schedule.num_packs, int):
         window, epochs = schedule.gradient_accumulation_steps, len(schedule.num_packs)
         ragged = sum(schedule.batches_in(epoch) % window > 0 for epoch in range(epochs))

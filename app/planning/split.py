@@ -52,8 +52,7 @@ class KnownTable:
 
 def alignment(config: RunConfig, split: str) -> dict[str, Any]:
     """
-    Return the options by which `align_plan` fills all ranks of a run's split; evaluation drops
-    nothing.
+    Return the keyword arguments of `align_plan` for a run's split; evaluation drops no packs.
     """
     if split == "eval":
         size = 1 if config.eval_packing else config.training.per_device_eval_batch_size
@@ -86,10 +85,10 @@ class Split:
     stores: Stores = attrs.field(default=None)
 
     encoder: Any = None
-    """Samples of its data files, which are trained."""
+    """Encoder of the samples, which are trained."""
 
     source: LengthSource = attrs.field(default=None)
-    """The same samples, to be measured."""
+    """Measurer of the same samples."""
 
     known: KnownTable | None = None
     """Table of known lengths; None measures all."""

@@ -42,10 +42,10 @@ def refusals(
     Yield each reason for which training refuses stored lengths, or the plan of them.
 
     Args:
-        plan: The stored plan; None leaves it out.
+        plan: The stored plan; None skips the checks of it.
         lengths: Tokens of each sample; int64, shape (num_samples,).
         policy: Settings of planning.
-        supervised: Tokens of each sample that the loss counts; None leaves them out.
+        supervised: Tokens of each sample that the loss counts; None skips the checks of them.
     """
     try:
         refuse_longer(lengths, policy)

@@ -1,5 +1,5 @@
 """
-The rollout variant: packs that come as samples come, from data mixed again each epoch.
+The variant `rollout`: packs are built while training, from data mixed again each epoch.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _log_start(config: RunConfig, progress: StreamProgress) -> None:
 
 
 def _length(config: RunConfig) -> str:
-    """Return the length of a run in words: its steps, else its epochs."""
+    """Return the length of a run as text: its steps, else its epochs."""
     training = config.training
     if training.max_steps > 0:
         return counted(training.max_steps, "optimizer step")

@@ -117,7 +117,7 @@ def _schedule_packs(
 
 
 def _log_plans(config: RunConfig, splits: dict[str, Split], schedule: EpochSchedule) -> None:
-    """Log the plans and the schedule that are trained, the resume, and how works are known."""
+    """Log the plans, the schedule, the step of a resume, and the source of the works."""
     for split in splits.values():
         log_plan(split)
     log_schedule(config, splits["train"], schedule)
@@ -228,8 +228,7 @@ def log_outcome(config: RunConfig, trainer: CheckedTrainer) -> None:
 
 def _inference_command(config: RunConfig, trainer: CheckedTrainer, checkpoint: str) -> str:
     """
-    Return the command of ms-swift that loads a checkpoint, and is told what no folder of weights
-    says.
+    Return the ms-swift command that loads a checkpoint, with the settings that its files lack.
     """
     words = ["swift", "infer", "--model", checkpoint]
     if config.training.adds_weights:

@@ -73,17 +73,17 @@ def require_traceable(config: RunConfig) -> None:
 
 
 def is_program(word: str) -> bool:
-    """Return whether a word begins a command of ms-swift, and is no name of a run."""
+    """Return whether a word starts a command of ms-swift; a run's YAML does not."""
     return bool(_PROGRAM.fullmatch(Path(word).name)) and ("/" not in word or Path(word).is_file())
 
 
 def split_command(given: Sequence[str] | None, *, skip: int = 0) -> tuple[list[str], list[str]]:
     """
-    Return the words up to the program of a command, and those behind it, which are the command's.
+    Split a command line behind the program of an ms-swift command; return both parts.
 
     Args:
         given: Words of a command line of this project; None takes those of the process.
-        skip: Programs that are named before, and are no command.
+        skip: Number of earlier words that name a program, but start no command.
     """
     words = sys.argv[1:] if given is None else given
     found = [at for at, word in enumerate(words) if is_program(word)][skip:]
@@ -130,7 +130,7 @@ def read_command(path: str, words: Sequence[str] = (), *, world_size: int | None
 
 
 def command_ranks(config: RunConfig) -> int | None:
-    """Return the ranks that train a run, where its command says them; a YAML does not."""
+    """Return the number of ranks that a run's command starts; None for a YAML."""
     return None if config.command is None else config.command.world_size
 
 
@@ -245,6 +245,6 @@ def _eval_data_names(arguments: Any) -> Iterator[str]:
 
 
 def _join_arguments(arguments: Any, *names: str) -> str:
-    """Return arguments as the command has them, to name the data in messages."""
+    """Return the named arguments as text of the command line, to name data in messages."""
     said = ((name, getattr(arguments, name)) for name in names)
     return " ".join(f"--{name} {' '.join(values)}" for name, values in said if values)

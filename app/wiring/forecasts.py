@@ -215,7 +215,7 @@ def time_packs(
 
 def stats_of_packs(train: Split, packs: Packs) -> PackStats:
     """
-    Return the statistics of packs, with works in FLOPs.
+    Return the statistics of the given packs, with works in FLOPs.
 
     Args:
         train: The planned split, whose works are known.
@@ -234,7 +234,7 @@ def _train_instead(trainer: PlanTrainer, stats: PackStats, schedule: EpochSchedu
 
 
 def _first_packs(planned: Split, world_size: int) -> Split:
-    """Return the plan of an evaluation with its first packs alone."""
+    """Return a split with only the first packs of its evaluation plan."""
     count = min(len(planned.raw.packs), _MAX_EVAL_PACKS * world_size * planned.aligned.batch_size)
     raw = attrs.evolve(planned.raw, packs=planned.raw.packs[:count])
     aligned = align_plan(raw, world_size=world_size, **planned.alignment)

@@ -1,4 +1,4 @@
-"""Tables of lengths: what writes them for any tool, and runs that take their lengths from one."""
+"""Tables of lengths: written for any tool, and read by runs in place of measuring."""
 
 import contextlib
 import logging
@@ -63,7 +63,7 @@ def run_to_measure(
 
 
 def store_folder(output: Path) -> Path:
-    """Return the folder of what is measured until a table is written."""
+    """Return the folder that keeps measurements until the table is written."""
     return output.with_name(f"{output.name}.measuring")
 
 
@@ -78,7 +78,7 @@ def require_table(output: Path) -> None:
 
 @contextlib.contextmanager
 def name_output(output: Path) -> Iterator[None]:
-    """Name the table, where it or what was measured for it is of other inputs."""
+    """Raise ConfigError by --output where the table, or measurements kept for it, are stale."""
     try:
         yield
     except StaleError as error:
@@ -117,7 +117,7 @@ def open_table(path: str | Path | None, source: LengthSource, *, key: str = "cus
 
 @contextlib.contextmanager
 def _name_key(key: str, remedy: str = "") -> Iterator[None]:
-    """Name the key or the option that names a table which cannot be used."""
+    """Raise ConfigError by *key*, which names the table, where a table cannot be used."""
     try:
         yield
     except ArgumentError as error:
@@ -126,7 +126,7 @@ def _name_key(key: str, remedy: str = "") -> Iterator[None]:
 
 def publish_table(split: Split, stored: StoredRows, output: Path) -> None:
     """
-    Write the table of measured records, and remove what was kept until then.
+    Write the table of measured records, and remove the folder that kept them.
 
     Args:
         split: Records that were measured.

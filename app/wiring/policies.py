@@ -28,7 +28,7 @@ def split_policy(config: RunConfig, split: str) -> PlanPolicy:
 
 def trained_work(config: RunConfig) -> tuple[WorkModel, str | None]:
     """
-    Return the work of a run's model, forward and backward, and why it is only estimated, if it is.
+    Return the work of a run's model, forward and backward, and the reason if it is estimated.
     """
     model, estimated = _model_work(config)
     training = config.training
@@ -41,7 +41,7 @@ def trained_work(config: RunConfig) -> tuple[WorkModel, str | None]:
 
 
 def _model_work(config: RunConfig) -> tuple[WorkModel, str | None]:
-    """Return the model's work, and why it is only estimated, if it is."""
+    """Return the work of the model's forward pass, and the reason if it is estimated."""
     try:
         sizes = config_content(config.model)
     except ConfigError as error:
@@ -59,7 +59,7 @@ def epoch_recipe(config: RunConfig, split: str, files: Iterable[DataFile] | None
     Args:
         config: The run.
         split: `train` or `eval`.
-        files: Open data files, which have to allow the mix; None does not look at them.
+        files: Open data files, which have to allow the mix; None skips that check.
 
     Raises:
         ConfigError: All faults of the mix.

@@ -29,18 +29,18 @@ class BackendProbe:
     """Why samples may or may not share packs, as a clause."""
 
     mixes_in: str | None = None
-    """Without it, the first module in which samples are mixed, and its class; None if unknown."""
+    """First module that mixes samples without Packplan, and its class; None if unknown."""
 
     seconds: float = 0.0
 
     @property
     def packs(self) -> bool:
-        """Whether samples may share packs, with what Packplan does for it."""
+        """Whether samples may share packs in training by Packplan."""
         return self.verdict is not None and self.verdict.passes
 
     @property
     def by_itself(self) -> bool:
-        """Whether they may without Packplan: under the model's own code and arguments."""
+        """Whether samples may share packs under the model's own code, without Packplan."""
         return self.packs and not (self.verdict.follows_rows or self.verdict.split)  # type: ignore[union-attr]  # it passes
 
 

@@ -92,7 +92,7 @@ def open_rank_group(settings: Mapping[str, Any], *, use_cpu: bool = False) -> It
 
 
 def _rank_values(config: RunConfig, options: Mapping[str, Any]) -> dict[str, str]:
-    """Return the run, the options and the versions of a rank, by key."""
+    """Return the settings, options and library versions of this rank as text, by key."""
     versions = {"python": platform.python_version(), **{name: installed_version(name) for name in _PACKAGES}}
     ours = {f"version of {name}": version for name, version in versions.items()}
     return shared_values(config, settings_files(config)) | flat_values({**options, **ours})
@@ -125,7 +125,7 @@ def settings_files(config: RunConfig) -> dict[str, Any]:
 
 def require_same(group: RankGroup, values: Mapping[str, str]) -> None:
     """
-    Compare values between all ranks; every rank calls this, soon after the others.
+    Compare values between all ranks; every rank has to call this.
 
     Args:
         group: All ranks.

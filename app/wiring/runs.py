@@ -1,6 +1,6 @@
 """
-A run as it is read: its YAML, with its model and its data as they are named -> folders and files on
-this machine; and refusals of what is not there, before libraries are imported that take seconds.
+Reads a run's YAML, finds its model and data as folders and files on this machine, and refuses
+missing ones before slow libraries are imported.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ Run = TypeVar("Run", bound=RunConfig)
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
-    Read a run's YAML, and make what it names ready: models and data of hubs, data that are drawn.
+    Read a run's YAML, and resolve its model, data and mixes to files on this machine.
 
     Args:
         path: The YAML.

@@ -69,13 +69,13 @@ def run_faults(config: RunConfig) -> Iterator[Fault]:
 
 
 def data_faults(custom: CustomConfig) -> Iterator[Fault]:
-    """Yield faults in how data are named."""
+    """Yield the fault of a run that names no data."""
     if not custom.train_jsonl and custom.fusion_config is None:
         yield Fault("custom.train_jsonl", "is not set: name the data file, or a list of them")
 
 
 def _source_faults(custom: CustomConfig) -> Iterator[Fault]:
-    """Yield faults in how the data are named twice, and in their names."""
+    """Yield faults of data that are named twice, and of `source_names`."""
     if custom.fusion_config is None:
         yield from source_name_faults(custom)
     elif custom.train_jsonl:
@@ -83,7 +83,7 @@ def _source_faults(custom: CustomConfig) -> Iterator[Fault]:
 
 
 def source_name_faults(custom: CustomConfig) -> Iterator[Fault]:
-    """Yield each name of a data file that the run does not have; a mix has those of its YAML."""
+    """Yield a fault for each key of `source_names` that is no data file of the run or mix."""
     for entry in custom.source_names:
         if entry not in {*custom.train_jsonl, *custom.val_jsonl}:
             data = "custom.train_jsonl" if custom.fusion_config is None else "custom.fusion_config"
@@ -92,14 +92,14 @@ def source_name_faults(custom: CustomConfig) -> Iterator[Fault]:
 
 
 def _video_faults(template: TemplateConfig) -> Iterator[Fault]:
-    """Yield the fault of a smallest number of frames above the largest."""
+    """Yield the fault of `fps_min_frames` above `fps_max_frames`."""
     least, most = template.fps_min_frames or 4, template.fps_max_frames or 768
     if least > most:
         yield Fault("template.fps_min_frames", f"is {least}, but template.fps_max_frames is {most}: lower it")
 
 
 def _step_faults(training: TrainingConfig) -> Iterator[Fault]:
-    """Yield faults in the number of steps, and in what ranks and losses share."""
+    """Yield faults of the number of steps, of ranks that share rows, and of the loss."""
     if training.max_steps < 1 and not 0 < training.num_train_epochs < MAX_EPOCHS:
         reason = f"is {training.num_train_epochs}, but has to be above 0 and below {MAX_EPOCHS:,}"
         yield Fault("training.num_train_epochs", reason)
@@ -141,7 +141,7 @@ def _mode_faults(config: RunConfig) -> Iterator[Fault]:
 
 
 def _epoch_faults(config: RunConfig) -> Iterator[Fault]:
-    """Yield faults of a run that packs each epoch again."""
+    """Yield faults of a run whose epochs have plans of their own."""
     training, key = config.training, "training.packing_epochs"
     if training.packing_epochs == "same":
         return
@@ -154,7 +154,7 @@ def _epoch_faults(config: RunConfig) -> Iterator[Fault]:
 
 
 def _rollout_faults(config: RunConfig) -> Iterator[Fault]:
-    """Yield faults of a run that packs while it trains."""
+    """Yield faults of a run that trains from a stream."""
     training = config.training
     yield from _unread_by_streams(config)
     if training.packing_mode == "static":
@@ -237,13 +237,13 @@ _DISTINGUISHING = re.compile(r"\d+|(?:^|_)(?:min|max)(?=_|$)")
 
 def explain_unknown_key(name: str, level: str, known: Iterable[str], *, refused: Mapping[str, str]) -> str:
     """
-    Return what is wrong with a key that its place does not have, and what to do.
+    Return the reason why a key is unknown at its place, and the advice what to write.
 
     Args:
         name: The key, as it is written.
         level: The section that it stands in, `training` or `policy.sequence_packing`; empty at the
             top.
-        known: All keys that there are, each with its section: `training.learning_rate`.
+        known: All keys of the configuration, each with its section: `training.learning_rate`.
         refused: Keys, with their sections, that are known and always refused -> why, and what to
             do.
 

@@ -26,7 +26,7 @@ def _accept(_: object) -> Iterator[str]:
 @attrs.frozen(kw_only=True)
 class Key:
     """
-    Facts about a key beside its type, default and reference text.
+    Properties of a YAML key beside its type, default and reference text.
 
     A key of a run that plans states `lengths`, `plan` or both, or `neither`.
     """
@@ -60,13 +60,13 @@ class Key:
 
 
 def key_metadata(**facts: Any) -> dict[Any, Any]:
-    """Return the metadata of a field whose key has these fields of `Key`."""
+    """Return the attrs metadata of a YAML key, from fields of `Key`."""
     return {Key: Key(**facts)}
 
 
 def key(default: T, **facts: Any) -> T:
     """
-    Return a field with a default.
+    Return an attrs field for a YAML key with a default.
 
     Args:
         default: Value of a key that the YAML does not set.
@@ -97,7 +97,7 @@ def keys_of(kind: type, prefix: str = "") -> Iterator[tuple[str, attrs.Attribute
 
 
 def key_faults(section: Any, prefix: str = "") -> Iterator[Fault]:
-    """Yield everything that the checks of single keys find in a section and those below it."""
+    """Yield the faults that checks of single keys find in a section and the sections below it."""
     for field in attrs.fields(type(section)):
         path, value = f"{prefix}{field.name}", getattr(section, field.name)
         if attrs.has(type(value)):
@@ -130,12 +130,12 @@ def must(holds: Callable[[Any], bool], wanted: str) -> Check:
 
 
 def at_least(least: int) -> Check:
-    """Return the check of a number that has a smallest value."""
+    """Return a check that accepts numbers of at least *least*."""
     return must(lambda value: value >= least, f"at least {least}")
 
 
 def one_of(names: Collection[str]) -> Check:
-    """Return the check of a name that has to be one of these."""
+    """Return a check that accepts only the given names."""
     return must(lambda value: value in names, f"one of {', '.join(names)}")
 
 
@@ -149,7 +149,7 @@ valid_seed = must(lambda value: 0 <= value < 2**32, "from 0 to 2**32 - 1")
 
 
 def valid_pattern(value: str) -> Iterator[str]:
-    """Check a regular expression."""
+    """Yield a fault if a text is no regular expression."""
     try:
         re.compile(value)
     except re.error as error:

@@ -72,12 +72,12 @@ REFUSALS = tuple(
 
 
 def refused_settings(host: Host) -> dict[str, Refusal]:
-    """Return what a host refuses, by setting."""
+    """Return the refusals of a host, by the name of the setting."""
     return {one.setting: one for one in REFUSALS if host in one.hosts}
 
 
 def refusals_of(arguments: Any, host: Host) -> Iterator[Refusal]:
-    """Yield what a host refuses of arguments; not every version of a host has each."""
+    """Yield each refused setting that is on in a host's arguments; one that they lack is off."""
     for setting, refusal in refused_settings(host).items():
         value = reduce(lambda found, name: getattr(found, name, None), setting.split("."), arguments)
         if value and not (setting.endswith("_size") and value == 1 and value is not True):

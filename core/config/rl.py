@@ -57,7 +57,7 @@ class DynamicBatchingConfig:
 
 @attrs.frozen(kw_only=True)
 class PolicyConfig:
-    """`policy.`: microbatches of `packplan rl`; those of TRL with neither section enabled."""
+    """`policy.`: microbatches of `packplan rl`; with neither section enabled, TRL forms them."""
 
     sequence_packing: SequencePackingConfig = attrs.field(factory=SequencePackingConfig)
 

@@ -245,7 +245,7 @@ class CustomConfig:
 
     @property
     def planned_mix(self) -> str | None:
-        """The mix whose epochs are planned before training; None if there is none."""
+        """Path of the mix whose epochs are planned before training; None without one."""
         return self.fusion_config if self.fusion_schedule else None
 
 
@@ -432,7 +432,7 @@ class TrainingConfig:
 
     @property
     def adds_weights(self) -> bool:
-        """Whether the tuner trains weights that it adds, and none of the model's."""
+        """Whether the tuner trains only weights that it adds, and none of the model's."""
         return self.tuner_type not in {"full", "dummy"}
 
 
