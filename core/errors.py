@@ -326,8 +326,7 @@ def _ranks_in_words(ranks: list[int]) -> str:
 
 def counted(number: int, name: str) -> str:
     """
-    Return the number with its noun, in the plural where that is due: `1 pack`, `2 epochs`, `0
-    batches`.
+    Return a number with its noun, in the plural unless it is 1: `1 pack`, `2 epochs`, `0 batches`.
     """
     return f"{number:,} {name}" + ("" if number == 1 else "es" if name.endswith("tch") else "s")
 

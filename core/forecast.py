@@ -601,7 +601,7 @@ def find_longest(peak_at: Callable[[int], int], *, start: int, limit: int, most:
 
 
 def _other_length(start: int, most: int) -> int:
-    """Return the second length of a line: twice the first, which has its images' share, or half."""
+    """Return a second length to trace: twice the first, with like shares of images, or half."""
     return 2 * start if 2 * start <= most else max(1, start // 2)
 
 

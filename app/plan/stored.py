@@ -130,7 +130,7 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
 
 def _plan_of_epoch(planner: EpochPlanner, stored: StoredPlan, epoch: int, digest: str, *, where: str) -> RawPlan:
     """
-    Plan an epoch again, and check it against the record that was stored when the run was built.
+    Return the raw plan of an epoch, made again and checked against its stored record.
 
     Raises:
         ConfigError: There is no such epoch.

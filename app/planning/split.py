@@ -134,7 +134,7 @@ class Split:
         return self._stats
 
     def plan_key(self, lengths_digest: str) -> Fingerprint:
-        """Return the inputs of its plans, or of its only one."""
+        """Return the fingerprint of the plan, or of all epochs' plans, for these lengths."""
         return plan_fingerprint(self.recipe, self.policy, lengths_digest)
 
     def align(self, world_size: int) -> AlignedPlan:
