@@ -11,7 +11,7 @@ from packplan.core.plan import RawPlan
 
 @attrs.frozen
 class AlignedPlan:
-    """Packs whose number is a multiple of the number of ranks."""
+    """Packs of all ranks of one world size: the raw plan, filled or cut at its end."""
 
     packs: Packs
     """The raw plan's packs, cut at the end or filled from the front."""
@@ -86,7 +86,7 @@ def align_plan(
 
 def aligned_positions(num: int, world_size: int, drop_last: bool) -> IntArray:  # noqa: FBT001  # three plain values
     """
-    Return the numbers below *num*, cut at the end or repeated from the front to fill all ranks.
+    Return positions of *num* packs, cut at the end or repeated from the front to fill all ranks.
 
     Args:
         num: Number of packs, >= 0.
@@ -116,7 +116,7 @@ def aligned_size(num: int, world_size: int, drop_last: bool) -> int:  # noqa: FB
 
 def count_batches(num: int, *, batch_size: int, drop_last: bool) -> int:
     """
-    Return the number of batches that a rank forms of *num* packs.
+    Return the number of batches that one rank forms from *num* packs.
 
     Args:
         num: Packs of one rank, >= 0.
@@ -131,7 +131,7 @@ def count_batches(num: int, *, batch_size: int, drop_last: bool) -> int:
 
 def require_a_batch(num: int, *, world_size: int, batch_size: int, drop_last: bool) -> None:
     """
-    Refuse a plan whose packs give the ranks no batch in a whole epoch.
+    Raise an error if a plan's packs give each rank no batch in a whole epoch.
 
     Args:
         num: Packs of the raw plan.

@@ -11,13 +11,13 @@ IGNORED_LABEL = -100
 
 def count_row_groups(num_ranks: int, row_ranks: int) -> int:
     """
-    Return the number of groups of ranks that share each packed row. A group counts as one rank of
-    a plan; group g has the ranks from g * *row_ranks* on.
+    Return the number of groups of ranks that share a packed row. A group counts as one rank of a
+    plan. Group g has *row_ranks* ranks, from g * *row_ranks* on.
 
     Args:
         num_ranks: All ranks.
-        row_ranks: Ranks that share each row, one after the other; ArgumentError unless it divides
-            all ranks.
+        row_ranks: Neighbouring ranks that share each row; ArgumentError unless it divides
+            *num_ranks*.
 
     >>> count_row_groups(6, 2)
     3
@@ -47,13 +47,13 @@ def resolve_accumulation(
     forced_batch_size: int = 1,
 ) -> Accumulation:
     """
-    Keep the effective batch while packing forces the per-device batch to one pack.
+    Return the accumulation that keeps the effective batch, although packing forces a batch of 1.
 
     Args:
         effective_batch_size: Packs of an optimizer step over all ranks. None takes the product of
-            the other two and the ranks.
-        per_device_train_batch_size: Value in the configuration, >= 1.
-        gradient_accumulation_steps: Value in the configuration; None means 1.
+            per-device batch size, accumulation and ranks.
+        per_device_train_batch_size: Packs or samples in a forward pass, as configured; >= 1.
+        gradient_accumulation_steps: Batches of a step on a rank, as configured; None means 1.
         world_size: Data-parallel learners, >= 1.
         forced_batch_size: Per-device batch size of training, >= 1; 1 when packing.
 
@@ -83,7 +83,7 @@ def resolve_accumulation(
 
 @attrs.frozen
 class PartialWindow:
-    """A last optimizer step of an epoch with fewer batches than the others."""
+    """Last optimizer step of an epoch, which has fewer batches than the others."""
 
     per_rank_batches: int
     gradient_accumulation_steps: int
@@ -96,8 +96,8 @@ class PartialWindow:
     @property
     def even_accumulation(self) -> int | None:
         """
-        Accumulation nearest to this one that divides the batches, from half to twice of it; None if
-        none does.
+        Nearest accumulation that divides the epoch's batches, from half to twice the present one;
+        None if none does.
         """
         steps = self.gradient_accumulation_steps
         near = (one for one in range(-(-steps // 2), 2 * steps + 1) if not self.per_rank_batches % one)

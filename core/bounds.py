@@ -23,7 +23,7 @@ def bound_effort(num_samples: int) -> float:
 
 @attrs.frozen
 class Bound:
-    """A number of packs that no packing can go below."""
+    """Lower bound on the number of packs, with the method that found it."""
 
     packs: int
     kind: BoundKind
@@ -34,7 +34,7 @@ class Bound:
 
 def lower_bound(lengths: Lengths, *, capacity: int, known: int | None = None, effort: float = inf) -> int:
     """
-    Return a number of packs that no packing can go below; see `find_bound`.
+    Return a lower bound on the number of packs; arguments as for `find_bound`.
 
     >>> lower_bound([60, 60, 50], capacity=100)
     3

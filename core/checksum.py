@@ -11,14 +11,14 @@ _FORMAT = b"packplan packs 1\n"
 
 def plan_checksum(packs: Packs | Sequence[Sequence[int]], *, lengths: IntArray | None = None) -> str:
     """
-    Return the SHA-256 hex digest of *packs*: their samples, grouping and both orders.
+    Return the SHA-256 hex digest of *packs*: their samples, in order of packs and inside each.
 
     The bytes are a format line, then the offsets and indices of `Packs` as little-endian int64, and
     *lengths* if they are given. The digest depends on no machine, process or hash seed.
 
     Args:
         packs: The packs.
-        lengths: Tokens of each sample, where plans of other lengths are to differ; shape
+        lengths: Tokens of each sample, to tell apart equal packs of other lengths; shape
             (num_samples,).
     """
     if not isinstance(packs, Packs):

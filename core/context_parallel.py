@@ -1,5 +1,5 @@
 """
-Context parallelism: layout of sequences in one packed row, and the part of it on each rank.
+Context parallelism: layout of sequences in one packed row, and each rank's part of the row.
 
 Each sequence is padded on its own and cut into 2 x cp_size chunks. Rank r takes chunk r from the
 head and chunk r from the tail: all ranks have the same causal work. A rank's row holds its chunks
@@ -21,7 +21,7 @@ from packplan.core.packs import count_up
 
 def padded_length(length: int, *, cp_size: int, tp_size: int = 1) -> int:
     """
-    Return the length of a sequence after padding.
+    Return the padded length of a sequence, which its ranks can share equally.
 
     Args:
         length: Tokens of the sequence, >= 1.
@@ -39,11 +39,11 @@ def padded_length(length: int, *, cp_size: int, tp_size: int = 1) -> int:
 
 def cu_seqlens(lengths: Lengths, *, pad_to_multiple_of: int = 1) -> list[int]:
     """
-    Return the start of each sequence in the packed row, and the end of the last.
+    Return the cumulative lengths of sequences in a packed row: each start, then the end.
 
     Args:
         lengths: Tokens of each sequence, >= 1.
-        pad_to_multiple_of: Each sequence is padded to a multiple of it; >= 1.
+        pad_to_multiple_of: Multiple to which each sequence is padded, >= 1.
 
     >>> cu_seqlens([8, 5, 7]), cu_seqlens([8, 5, 7], pad_to_multiple_of=4)
     ([0, 8, 13, 20], [0, 8, 16, 24])
@@ -54,11 +54,11 @@ def cu_seqlens(lengths: Lengths, *, pad_to_multiple_of: int = 1) -> list[int]:
 
 def chunk_positions(length: int, *, cp_size: int, cp_rank: int) -> list[int]:
     """
-    Return the positions of a sequence that a rank computes, ascending.
+    Return a rank's positions in one sequence, ascending: its chunk of the head and of the tail.
 
     Args:
         length: Tokens of the padded sequence, >= 1.
-        cp_size: Ranks that share it, >= 1. A single rank has all positions.
+        cp_size: Ranks that share the sequence, >= 1. A single rank has all positions.
         cp_rank: Rank among those that share the row, from 0.
 
     Raises:
@@ -88,8 +88,8 @@ def _freeze(values: Lengths) -> IntArray:
 @attrs.frozen(eq=False)
 class PackedLayout:
     """
-    Layout of sequences in one packed row, each with its own padding, and the parts of the row by
-    rank.
+    Layout of sequences in one packed row, each padded by itself, and each rank's part of the
+    row.
 
     Raises:
         ValueError: The two arrays do not describe one row, a sequence has no token, or its
@@ -144,34 +144,34 @@ class PackedLayout:
 
     @property
     def lengths(self) -> IntArray:
-        """Tokens of each sequence, padding aside; shape (num_sequences,)."""
+        """Tokens of each sequence without padding; shape (num_sequences,)."""
         return np.diff(self.cu_seqlens)
 
     @property
     def num_positions(self) -> int:
-        """Positions of the whole row, padding included. Ranks have equal parts."""
+        """Number of positions of the row, padding included."""
         return int(self.cu_seqlens_padded[-1])
 
     @cached_property
     def sequence(self) -> IntArray:
-        """Index of the sequence of each position; padding belongs to the sequence before it."""
+        """Index of each position's sequence, padding included; shape (num_positions,)."""
         return np.repeat(np.arange(self.lengths.size), np.diff(self.cu_seqlens_padded))
 
     @cached_property
     def position_ids(self) -> IntArray:
-        """Position of each token in its sequence, from 0. Padding counts on."""
+        """Position in the sequence, from 0, padding included; shape (num_positions,)."""
         return np.arange(self.num_positions) - self.cu_seqlens_padded[self.sequence]
 
     @cached_property
     def is_token(self) -> NDArray[np.bool_]:
-        """Whether each position of the row holds a token, not padding."""
+        """Whether a position holds a token, not padding; shape (num_positions,)."""
         return self.position_ids < self.lengths[self.sequence]
 
     @cached_property
     def targets(self) -> IntArray:
         """
-        Row position of the token that each position predicts; -1 at the end of a sequence and for
-        padding.
+        Row position of the token that each position predicts, -1 at the end of a sequence and for
+        padding; shape (num_positions,).
 
         >>> PackedLayout([0, 3, 4], [0, 4, 5]).targets.tolist()
         [1, 2, -1, -1, -1]
@@ -181,13 +181,13 @@ class PackedLayout:
 
     def blocks(self, cp_rank: int) -> IntArray:
         """
-        Return the segments of the row that a rank computes, in the order of the rank's row.
+        Return the blocks of neighbouring row positions that a rank computes, in its order.
 
         Args:
             cp_rank: Rank among those that share the row, from 0.
 
         Returns:
-            Start of the sequence, start and end of each segment; int64 of shape (num_blocks, 3).
+            Start of the sequence, start and end of each block; int64 of shape (num_blocks, 3).
             A query attends to the keys from the start of its sequence up to itself.
         """
         if whole_number("cp_rank", cp_rank, least=0) >= self.cp_size:
@@ -202,7 +202,7 @@ class PackedLayout:
         return pairs.reshape(-1, 3)
 
     def positions(self, cp_rank: int) -> IntArray:
-        """Return the row position of each position of a rank; shape (num_positions / cp_size,)."""
+        """Return the row positions that a rank computes; shape (num_positions / cp_size,)."""
         _, start, stop = self.blocks(cp_rank).T
         return count_up(stop - start, starts=start)
 
@@ -217,7 +217,7 @@ class PackedLayout:
 
     def causal_work(self) -> tuple[int, ...]:
         """
-        Return the number of query and key pairs on each rank, padding included.
+        Return the number of query-key pairs that each rank computes, padding included.
 
         >>> PackedLayout.from_lengths([6], cp_size=2).causal_work()
         (18, 18)

@@ -1,5 +1,5 @@
 """
-Epochs with plans of their own: the samples of each epoch, its plan, and a record of it.
+Epochs that are planned separately: samples, plan and stored record of each epoch.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ MOST_EPOCHS = 10_000
 
 @attrs.frozen(kw_only=True, eq=False)
 class EpochRecipe:
-    """Recipe of the samples of each epoch."""
+    """Mixes and seed that decide the samples of each epoch."""
 
     mixes: Mixes | None = None
     """Mix that each epoch draws; None takes all samples in each."""
@@ -37,7 +37,7 @@ class EpochRecipe:
     """Seed of the draws, from 0."""
 
     def fingerprint_inputs(self) -> dict[str, Value]:
-        """Return what enters the fingerprint of the plans."""
+        """Return the mixes and seed as inputs of the fingerprint of plans."""
         mixes = None if self.mixes is None else _mixes_json(self.mixes)
         seed = None if mixes is None else self.seed
         # Stored plans have the last two, which are always the same.
@@ -45,7 +45,7 @@ class EpochRecipe:
 
 
 def _mixes_json(mixes: Mixes) -> str:
-    """Return mixes as JSON, in which a file is its place among all: its path may change."""
+    """Return mixes as JSON, with a file's index in place of its path, which may change."""
     entries = [attrs.asdict(mix, filter=lambda _, value: value not in {None, False}) for mix in mixes.entries]
     for entry in entries:
         for source in entry["sources"]:
@@ -55,7 +55,7 @@ def _mixes_json(mixes: Mixes) -> str:
 
 @attrs.frozen(kw_only=True, eq=False)
 class EpochSamples:
-    """Measured records, from which each epoch takes its samples."""
+    """Lengths and works of all records, from which each epoch takes its samples."""
 
     lengths: IntArray
     """Tokens of each record, 0 for one that is no sample; shape (num_records,)."""
@@ -85,7 +85,7 @@ def _as_ints(values: Iterable[int]) -> tuple[int, ...]:
 
 @attrs.frozen(kw_only=True)
 class EpochRecord:
-    """Record that is kept of the plan of one epoch."""
+    """Stored figures and checksum of one epoch's plan."""
 
     epoch: int
 
@@ -122,15 +122,15 @@ class EpochRecord:
 
 def select_epoch(recipe: EpochRecipe, policy: PlanPolicy, samples: EpochSamples, epoch: int) -> IntArray:
     """
-    Return the samples of an epoch: ascending records, one as often as it is drawn.
+    Return the records that an epoch trains: int64, ascending, repeated if drawn more than once.
 
-    Long samples that the policy skips are not drawn by a mix, so that they do not change its
-    shares.
+    No mix draws long samples that the policy skips: they would change the shares of its
+    sources.
 
     Args:
-        recipe: Recipe of the samples of each epoch.
+        recipe: Mixes and seed, which decide the samples.
         policy: Settings of planning.
-        samples: All records.
+        samples: Lengths and works of all records.
         epoch: Epoch, from 0.
     """
     if recipe.mixes is None:
@@ -141,7 +141,7 @@ def select_epoch(recipe: EpochRecipe, policy: PlanPolicy, samples: EpochSamples,
 
 @attrs.frozen(eq=False)
 class EpochPlan:
-    """Plan of one epoch."""
+    """Raw plan of one epoch, with the samples that it packs."""
 
     epoch: int
 
@@ -162,12 +162,12 @@ def plan_epoch(
     report: Callable[[str], None] = lambda _: None,
 ) -> EpochPlan:
     """
-    Return the plan of an epoch.
+    Select the samples of an epoch, and return their plan.
 
     Args:
-        recipe: Recipe of the samples of each epoch.
+        recipe: Mixes and seed, which decide the samples.
         policy: Settings of planning.
-        samples: All records.
+        samples: Lengths and works of all records.
         epoch: Epoch, from 0.
         quick_bound: Take a lower bound that costs no search.
         report: Called with a progress message.
@@ -186,11 +186,11 @@ def plan_epoch(
 
 def record_epoch(planned: EpochPlan, samples: EpochSamples) -> EpochRecord:
     """
-    Return what is kept of an epoch's plan.
+    Return the stored record of an epoch's plan.
 
     Args:
-        planned: The plan.
-        samples: All records.
+        planned: Plan of the epoch.
+        samples: Lengths and works of all records.
     """
     plan, drawn = planned.raw, planned.selection
     drawn_samples: list[int] = []
@@ -219,11 +219,11 @@ def schedule_epochs(
     schedule: EpochSchedule, record: Callable[[int], EpochRecord]
 ) -> tuple[EpochSchedule, tuple[EpochRecord, ...]]:
     """
-    Return a schedule over epochs with plans of their own, without works, and the record of each.
+    Return a schedule over epochs that are planned separately, without works, and their records.
 
     Args:
-        schedule: Settings of the schedule, from where training starts.
-        record: Function that plans an epoch, and returns its record.
+        schedule: Settings of the schedule, and the epoch and step where training starts.
+        record: Function that plans an epoch, given its number, and returns its record.
 
     Raises:
         ArgumentError: An epoch has no pack for a rank, or there are too many epochs.
@@ -250,7 +250,7 @@ def schedule_epochs(
 
 
 def _require_batches(record: EpochRecord, schedule: EpochSchedule) -> None:
-    """Refuse an epoch without a batch for each rank; ArgumentError names it."""
+    """Raise an ArgumentError that names the epoch if it has no batch for each rank."""
     try:
         require_a_batch(
             record.num_packs,
@@ -264,10 +264,10 @@ def _require_batches(record: EpochRecord, schedule: EpochSchedule) -> None:
 
 def plan_fingerprint(recipe: EpochRecipe | None, policy: PlanPolicy, lengths_digest: str) -> Fingerprint:
     """
-    Return the inputs of the plans of a recipe, or of the only plan.
+    Return the fingerprint of the plans of all epochs.
 
     Args:
-        recipe: Recipe of the samples of each epoch; None where all epochs have one plan.
+        recipe: Mixes and seed, if each epoch has a plan; None if all epochs share one.
         policy: Settings of planning.
         lengths_digest: Digest of the measured lengths.
     """

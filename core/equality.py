@@ -67,7 +67,7 @@ logits.
 
 @attrs.frozen
 class Deviation:
-    """Difference of one number between a pack and its samples alone."""
+    """Difference that one check found between a pack and its samples computed alone."""
 
     check: str
     """A key of `CHECKS`."""
@@ -96,7 +96,7 @@ class Verdict:
 
 def loss_difference(found: float, expected: float, *, terms: float) -> float:
     """
-    Return the difference of a mean loss from the expected one, relative to the scale of its
+    Return the difference of a mean loss from the expected one, over a scale that bounds its
     rounding.
 
     Args:
@@ -116,7 +116,7 @@ def loss_difference(found: float, expected: float, *, terms: float) -> float:
 
 def judge(findings: Iterable[Deviation], *, precision: Precision, limit: float) -> tuple[Verdict, ...]:
     """
-    Return the verdict on each check that has a deviation, in the order of `CHECKS`.
+    Return a verdict for each check that has deviations, in the order of `CHECKS`.
 
     Args:
         findings: Deviations of all packs.
@@ -142,7 +142,7 @@ def judge(findings: Iterable[Deviation], *, precision: Precision, limit: float) 
 
 def pack_kind(images: Sequence[int]) -> str:
     """
-    Return the kind of a pack by its images: `text`, `image`, `several images`, or `mixed`.
+    Name the kind of a pack by its images: `text`, `image`, `several images`, or `mixed`.
 
     Args:
         images: Number of images of each sample.
@@ -155,9 +155,9 @@ def pack_kind(images: Sequence[int]) -> str:
 
 def packs_to_compare(packs: Packs, table: Table, *, count: int) -> list[int]:
     """
-    Return the indices of up to *count* packs of several samples, in their order.
+    Choose up to *count* packs of several samples to compare; return their indices, ascending.
 
-    The pack of most samples of each kind comes first, then packs spread over the plan.
+    Chosen are the pack of most samples of each kind, then packs spread over the plan.
 
     Args:
         packs: Packs of the plan.
@@ -200,8 +200,8 @@ _SUMS = 32
 
 def rounding_limit(epsilon: float, *, layers: int) -> float:
     """
-    Return the limit of relative differences of logits between packed and alone that rounding
-    explains, for the loaded model.
+    Return the largest relative difference between logits packed and alone that rounding in the
+    loaded model explains.
 
     Rounding grows slowly with depth. Logits of eager attention and of sdpa, both correct, were
     measured to differ in 16 bits by 2.3 steps at 2 layers and 4.3 at 32. In float32 it was 8 and 11
@@ -220,7 +220,7 @@ def rounding_limit(epsilon: float, *, layers: int) -> float:
 
 @attrs.frozen
 class StrategyTrial:
-    """One strategy to try, with its attention."""
+    """Strategy to keep samples apart that a probe tries, with its attention."""
 
     strategy: Strategy
 
@@ -235,11 +235,11 @@ class StrategyTrial:
 
 def yield_trials(attn_impl: str, *, native: str, flash: bool) -> Iterator[StrategyTrial]:
     """
-    Yield the trials for a run, in order.
+    Yield the strategies that a probe tries for a run, best first.
 
     Args:
         attn_impl: Attention that the run asks for, one of `BACKENDS`.
-        native: The attention of transformers that computes what the model means: sdpa or eager.
+        native: Attention of transformers that computes the model correctly: sdpa or eager.
         flash: Whether flash attention runs here.
 
     >>> [trial.strategy for trial in yield_trials("auto", native="sdpa", flash=False)]
@@ -262,7 +262,7 @@ def yield_trials(attn_impl: str, *, native: str, flash: bool) -> Iterator[Strate
 
 @attrs.frozen
 class ProbeResult:
-    """Isolation and equality that a probe measured."""
+    """Isolation of samples and equality with samples alone, as a probe measured them."""
 
     isolation: float
     """
@@ -281,13 +281,13 @@ class ProbeResult:
 
     @property
     def equality(self) -> float:
-        """Largest of the differences; infinite if one is not a finite number."""
+        """Largest difference of logits, losses and gradients; infinite if one is not finite."""
         values = (self.logits, self.losses, self.gradients)
         return max(values) if all(map(math.isfinite, values)) else math.inf
 
     def reason_against_packing(self, *, limit: float) -> str | None:
         """
-        Return the reason why samples may not share a row, as a clause, or None.
+        Return the reason why samples may not share a row, as a clause, or None if they may.
 
         Args:
             limit: Largest relative difference from the samples alone.
@@ -309,7 +309,7 @@ class ProbeResult:
 
 @attrs.frozen
 class PackingVerdict:
-    """Verdict on a model, with strategy, attention and measured numbers."""
+    """Whether a model may pack, with strategy, attention and measured differences."""
 
     model_type: str
     """Model type in the config.json."""
@@ -367,19 +367,19 @@ class PackingVerdict:
 
 
 def _finite_or_none(_: object, __: object, value: Any) -> Any:
-    """Return a value of a field, or None for a number that JSON lacks."""
+    """Return a field's value, or None for an infinite or undefined number, which JSON lacks."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @attrs.frozen
 class AttentionChoice:
-    """The attention that a run takes, and the reason."""
+    """Attention that a run uses, and the reason."""
 
     name: str
     """`varlen`, or a name of transformers' own."""
 
     why: str = ""
-    """Why this one, as a clause."""
+    """Reason for this attention, as a clause."""
 
     native: str = NATIVE
     """The attention of transformers that references are computed by."""
@@ -388,20 +388,20 @@ class AttentionChoice:
     """Classes of layers that run sample by sample."""
 
     follows_rows: bool = False
-    """Whether the model is told which samples lie in its row."""
+    """Whether the model receives the sample boundaries of its row."""
 
     verdict: PackingVerdict | None = None
-    """The verdict on the model that the choice follows from; None if the model was not asked."""
+    """Verdict of the probe that the choice follows from; None if the model was not probed."""
 
     leak: str | None = None
     """
-    Why samples may not share packs under it on this machine, as a clause. None if they may, or the
-    model was not asked.
+    Reason why samples may not share packs under this attention here, as a clause. None if they
+    may, or the model was not probed.
     """
 
     @property
     def backend(self) -> str:
-        """The attention of transformers that the model is loaded with."""
+        """Attention of transformers that the model is loaded with."""
         return self.native if self.name == VARLEN else self.name
 
     def __str__(self) -> str:
@@ -416,16 +416,16 @@ def choose_attention(
     on_cpu: bool = False,
 ) -> AttentionChoice:
     """
-    Return the attention of a run; its `leak` says whether samples may share packs under it.
+    Return the attention of a run; its `leak` is the reason if samples may not share packs.
 
     Args:
         attn_impl: Value of `attn_impl`.
-        verdict: Verdict on the model; None where it was not asked, or not yet.
+        verdict: Verdict of the probe on the model; None if it was not probed.
         flash_installed: Whether the package flash-attn is installed.
         on_cpu: Whether the model trains on a CPU.
 
     Raises:
-        ModelError: `varlen` is asked for by name, and does not run here.
+        ModelError: `varlen` is requested by name, and does not run here.
 
     >>> choose_attention("sdpa", None).name
     'sdpa'

@@ -57,7 +57,7 @@ def field_differences(first: attrs.AttrsInstance, second: attrs.AttrsInstance) -
 @attrs.frozen
 class Fingerprint:
     """
-    Named inputs and their digest.
+    Named inputs of stored lengths or of a plan, and their digest.
 
     >>> Fingerprint({"b": 1, "a": "x"}).digest == Fingerprint({"a": "x", "b": 1}).digest
     True
@@ -71,7 +71,7 @@ class Fingerprint:
         return json_digest(dict(self.inputs))
 
     def differences(self, current: Fingerprint) -> tuple[Difference, ...]:
-        """Return every key in which *current* differs from this one, by name."""
+        """Return the inputs that differ between this fingerprint and *current*, by name."""
         keys = sorted({*self.inputs, *current.inputs})
         pairs = ((key, self.inputs.get(key, _ABSENT), current.inputs.get(key, _ABSENT)) for key in keys)
         # 1 == True in Python, but not in the canonical JSON.
@@ -80,13 +80,13 @@ class Fingerprint:
 
 @attrs.frozen
 class RunIdentity:
-    """Model, loss and settings of a run, by which its checkpoints are known again."""
+    """Model, loss and settings of a run, which decide whether it may resume a checkpoint."""
 
     fixed: Fingerprint = Fingerprint({})
-    """Those that a resumed run has to share, by key."""
+    """Settings that a resumed run has to share, by key."""
 
     told: Fingerprint = Fingerprint({})
-    """Those that a resumed run may change, by key: changes are told."""
+    """Settings that a resumed run may change, by key; changes are reported."""
 
 
 NO_IDENTITY = RunIdentity()
@@ -94,21 +94,21 @@ NO_IDENTITY = RunIdentity()
 
 
 def to_plain(value: attrs.AttrsInstance) -> dict[str, Any]:
-    """Return a frozen value as mappings, lists, texts and numbers."""
+    """Return a frozen attrs value as dicts, lists, texts and numbers."""
     return attrs.asdict(value, value_serializer=lambda _, __, held: held.tolist() if _is_array(held) else held)
 
 
 def seal(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return plain values with their digest."""
+    """Return plain values with their digest added."""
     return {**values, SEAL: json_digest(values)}
 
 
 def unseal(values: object) -> dict[str, Any]:
     """
-    Return plain values without their digest.
+    Return sealed values without their digest, which is checked.
 
     Raises:
-        ValueError: They are not those that were sealed.
+        ValueError: The values have no digest, or another one.
     """
     if not isinstance(values, Mapping) or SEAL not in values:
         message = f"it has no {SEAL}"
@@ -122,11 +122,11 @@ def unseal(values: object) -> dict[str, Any]:
 
 def from_plain(kind: type[T], value: object) -> T:
     """
-    Return the frozen value of plain ones.
+    Return the frozen value that `to_plain` turned into plain values.
 
     Args:
-        kind: Class of the value, of `attrs`.
-        value: Plain values.
+        kind: Class of the value, an attrs class.
+        value: Result of `to_plain`, perhaps read from JSON.
 
     Raises:
         ValueError: A key is missing or unknown, or a value has another type or is out of range.

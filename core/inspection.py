@@ -107,8 +107,8 @@ class PlanSummary:
 @attrs.frozen
 class ScheduleSummary:
     """
-    Figures of an epoch and of the run at one world size. In evaluation, a step is one forward pass
-    of each rank.
+    Figures of an epoch and of the run at one world size. In evaluation, a step is one forward
+    pass of each rank.
     """
 
     world_size: int
@@ -171,9 +171,9 @@ def summarise(
     Return the figures of a plan.
 
     Args:
-        plan: Plan of samples of these lengths.
+        plan: Plan of samples with these lengths.
         lengths: Tokens of each record, 0 for one that is no sample.
-        packed: Whether samples share packs; if not, each is planned alone.
+        packed: Whether samples share packs; if not, each sample is a pack.
         supervised: Tokens of each sample that the loss counts, if they were measured.
 
     >>> from packplan.core.plan import build_raw_plan
@@ -222,15 +222,15 @@ def summarise_schedule(
     epoch: int = 0,
 ) -> ScheduleSummary:
     """
-    Return the figures of training over a plan.
+    Return the figures of training that follows a schedule over a plan.
 
     Args:
-        plan: Plan of samples of these lengths.
+        plan: Plan of samples with these lengths.
         lengths: Tokens of each record, 0 for one that is no sample.
         schedule: Schedule of the plan's packs from the beginning.
         packed: Whether samples share packs; if not, they are padded to the longest of their batch.
-        works: Work of samples; None counts the squares of their lengths.
-        epoch: Epoch, whose order decides who computes which pack.
+        works: Work of each sample; None takes squares of lengths as work.
+        epoch: Epoch whose assignment of packs to ranks is measured, from 0.
     """
     aligned = schedule.packs_per_epoch
     array = as_lengths(lengths, least=0)
@@ -263,7 +263,7 @@ QUANTILES = (5, 50, 95)
 
 @attrs.frozen
 class SourceSummary:
-    """Figures of a plan for the samples of one source."""
+    """Figures of one source's samples in a plan."""
 
     name: str
 
@@ -317,7 +317,7 @@ def summarise_sources(
     plan: RawPlan, table: Table, files: Sequence[DataFile], *, media: MediaTable
 ) -> tuple[SourceSummary, ...]:
     """
-    Return the figures of a plan by source, in the order of their first files.
+    Return the figures of a plan for each source, in the order of the sources' first files.
 
     Args:
         plan: Plan of the records that are samples.
@@ -353,13 +353,13 @@ def _count_by_source(
     plan: RawPlan, table: Table, media: MediaTable, owners: IntArray, num_sources: int
 ) -> dict[str, NDArray[np.int64]]:
     """
-    Return the fields of a summary that are counts or sums, each of shape (num_sources,).
+    Return the counts and sums of all sources, by `SourceSummary` field; shape (num_sources,).
 
     *owners* are the sources of the records; shape (num_records,).
     """
 
     def total(samples: IntArray, name: str | None = None) -> NDArray[np.int64]:
-        """Return the sum of a column over some samples, or their number, for each source."""
+        """Return each source's sum of a column over *samples*; without a name, their number."""
         values = None if name is None else column(table, name)[samples]
         return np.bincount(owners[samples], values, num_sources).astype(np.int64)
 
@@ -398,7 +398,7 @@ def length_quantiles(ascending: NDArray[np.integer]) -> tuple[int, ...]:
 
 @attrs.frozen
 class SamplePlace:
-    """Place of a sample in a plan."""
+    """Pack that holds a sample, or the reason why none does."""
 
     kind: Literal["packed", "long", "dropped", "skipped", "absent"]
     """
@@ -413,12 +413,12 @@ class SamplePlace:
     """
 
     pack_members: tuple[int, ...]
-    """All samples of that pack."""
+    """All samples of that pack; empty without one."""
 
 
 @attrs.frozen
 class ScheduledStep:
-    """Step and rank of a pack."""
+    """Optimizer step and rank that train a pack."""
 
     step: int
     """Optimizer step of the epoch, from 0."""
@@ -428,7 +428,7 @@ class ScheduledStep:
 
 def find_sample(plan: RawPlan, sample: int) -> SamplePlace:
     """
-    Return the place of a sample in a plan.
+    Find a sample in a plan; return its pack, or the reason why it has none.
 
     >>> from packplan.core.plan import build_raw_plan
     >>> find_sample(build_raw_plan([60, 20, 90], packing_length=80), 1).pack_members
@@ -447,7 +447,7 @@ def find_sample(plan: RawPlan, sample: int) -> SamplePlace:
 
 def scheduled_steps(schedule: EpochSchedule, pack: int, *, epoch: int = 0) -> tuple[ScheduledStep, ...]:
     """
-    Return when a pack of the raw plan is trained in an epoch: not at all, once, or more than once
+    Return the steps and ranks that train a pack of the raw plan in an epoch: none, one, or several
     where packs repeat to fill the ranks.
 
     Args:

@@ -26,7 +26,7 @@ from packplan.core.packs import BLOCK, Packs, count_up
 
 @attrs.frozen
 class LengthCounts:
-    """Samples by length."""
+    """Number of samples of each distinct length, the longest first."""
 
     sizes: list[int]
     """Distinct lengths in tokens, longest first."""
@@ -66,12 +66,12 @@ class PackingTrace:
 
     @property
     def num_bins(self) -> int:
-        """Bins that take a sample."""
+        """Number of bins that take a sample."""
         return max((first + num for _, first, num, _ in self._entries), default=0)
 
     def packs(self, lengths: IntArray, tally: LengthCounts) -> Packs:
         """
-        Return the packs in canonical order.
+        Return the packs that the trace describes, in canonical order.
 
         Args:
             lengths: Tokens of each sample; at least one.
@@ -90,7 +90,7 @@ class PackingTrace:
         return _to_samples(lengths, tally, self._bins_longest_first())
 
     def _bins_longest_first(self) -> NDArray[np.int32]:
-        """Return the bin of each sample, longest first; shape (num_samples,)."""
+        """Return the bin of each sample, samples ordered longest first; shape (num_samples,)."""
         index, first, num, per_bin = np.array(self._entries, dtype=np.int64).T
         order = np.argsort(index, kind="stable")
         first, num, per_bin = first[order], num[order], per_bin[order]
@@ -100,7 +100,7 @@ class PackingTrace:
 
 def _to_samples(lengths: IntArray, tally: LengthCounts, bins: NDArray[np.int32]) -> NDArray[np.int32]:
     """
-    Reorder *bins* from longest first to the order of *lengths*; equal lengths keep their order.
+    Return *bins*, given longest sample first, in the order of *lengths*; ties keep their order.
 
     This is a radix sort of 16-bit keys, block by block. A block fits the cache, and equal keys
     inside it read neighbouring elements of *bins*.
@@ -125,7 +125,7 @@ def _to_samples(lengths: IntArray, tally: LengthCounts, bins: NDArray[np.int32])
 
 
 class _OpenBins:
-    """Ranges of neighbouring bins with equal room."""
+    """Open bins of any fit, kept as ranges of neighbouring bins with equal room."""
 
     def __init__(self, *, fullest: bool) -> None:
         self._fullest = fullest
@@ -133,20 +133,20 @@ class _OpenBins:
         self._waits: list[tuple[int, int, int]] = []  # (-room, first, number): only a shorter one may fit
 
     def set_size(self, size: int) -> None:
-        """Go on to lengths of *size*, which is shorter than before."""
+        """Set the current length, shorter than before, and admit the ranges that it now fits."""
         while self._waits and -self._waits[0][0] >= size:
             room, first, number = heappop(self._waits)
             self.put_range(first, number, -room, size)
 
     def put_range(self, first: int, number: int, room: int, size: int) -> None:
-        """Keep a range of bins; *size* is the current length."""
+        """Add *number* bins from *first* on with equal *room*; *size* is the current length."""
         if room >= size:
             heappush(self._fits, (room if self._fullest else 0, first, number, room))
         else:
             heappush(self._waits, (-room, first, number))
 
     def take_range(self) -> tuple[int, int, int] | None:
-        """Return the preferred range that the current length fits, as (first, number, room)."""
+        """Remove the preferred range that the current length fits; return first, number, room."""
         return heappop(self._fits)[1:] if self._fits else None
 
 
@@ -154,7 +154,7 @@ def fit_decreasing(
     tally: LengthCounts, *, capacity: int, fullest: bool, trace: PackingTrace | None = None
 ) -> PackingTrace:
     """
-    Pack all samples, longest first.
+    Pack all samples by best fit or first fit, longest first.
 
     Args:
         tally: Lengths from 1 to *capacity*; counts may be 0.

@@ -1,4 +1,4 @@
-"""Lengths, the input of every packer, checked once."""
+"""Checks and conversions of lengths, works and other numbers that callers pass."""
 
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
@@ -100,8 +100,8 @@ def _convert_lengths(values: Sequence[int]) -> IntArray:
 
 def _as_array(values: Any) -> NDArray[Any]:
     """
-    Return *values* as an array; a tensor that numpy does not read, such as one with gradients, by
-    its numbers.
+    Return *values* as an array. A tensor that numpy cannot read, such as one with gradients, is
+    converted through a list.
     """
     try:
         return np.asarray(values)
@@ -112,7 +112,7 @@ def _as_array(values: Any) -> NDArray[Any]:
 
 
 def _read_in_one_slice(values: Sequence[int]) -> Sequence[int]:
-    """Return *values* read by one slice. Item by item, a million of a lazy column take seconds."""
+    """Read a lazy column by one slice: item by item, a million values take seconds."""
     try:
         return values[:]
     except TypeError:  # a deque has no slices
@@ -154,7 +154,7 @@ def whole_number(name: str, value: int, *, least: int = 1, most: int = 2**63 - 1
         most: Highest value.
 
     Raises:
-        ValueError: It is no such number. The message names it.
+        ValueError: It is no such number. The message has *name*.
 
     >>> whole_number("packing_length", 4096)
     4096
@@ -170,7 +170,7 @@ def whole_number(name: str, value: int, *, least: int = 1, most: int = 2**63 - 1
 
 
 def round_up(lengths: IntArray, multiple: int) -> IntArray:
-    """Return lengths rounded up to a multiple; ArgumentError if their total then passes 64 bits."""
+    """Round lengths up to a multiple; ArgumentError if their total then passes 64 bits."""
     multiple = whole_number("the pad multiple", multiple)
     if lengths.size and (int(lengths.max()) + multiple) * lengths.size >= 2**63:
         total = sum(-(-length // multiple) * multiple for length in lengths.tolist())
@@ -182,7 +182,7 @@ def round_up(lengths: IntArray, multiple: int) -> IntArray:
 
 def exact_share(name: str, value: float | str | Decimal | Fraction) -> Fraction:
     """
-    Return *value* exactly as the decimal it is written as; ValueError if it is not from 0 to 1.
+    Return a share as the exact decimal that was written; ValueError if it is not from 0 to 1.
 
     >>> exact_share("min_fill_ratio", 0.55)
     Fraction(11, 20)
@@ -199,7 +199,7 @@ def exact_share(name: str, value: float | str | Decimal | Fraction) -> Fraction:
 
 def as_works(works: Any, num: int, *, of: str = "packs") -> NDArray[np.float64]:
     """
-    Return *works* as float64, shape (num,).
+    Return works as an array of float64, after a check of number and values; shape (num,).
 
     Args:
         works: Work of each item, in any unit.

@@ -14,7 +14,7 @@ from packplan.core.packs import Packs
 
 @attrs.frozen
 class PackingMetrics:
-    """Exact sums over packs, and the shares of their capacity that follow from them."""
+    """Exact sums over packs, and their utilisation, balance, efficiency and gap."""
 
     num_packs: int
 
@@ -39,7 +39,7 @@ class PackingMetrics:
 
     @property
     def waste_ratio(self) -> float:
-        """`1 - utilisation`."""
+        """Share of the capacity that stays empty: `1 - utilisation`."""
         return float(1 - self.fill / self.num_packs)
 
     @property
@@ -65,7 +65,7 @@ def packing_metrics(
     lengths: Lengths, packs: Packs | Sequence[Sequence[int]], *, capacity: int, bound: int | None = None
 ) -> PackingMetrics:
     """
-    Return the metrics of packs.
+    Return the metrics of packs against a lower bound on their number.
 
     Args:
         lengths: Tokens of each sample, >= 1.
@@ -111,7 +111,7 @@ def packing_metrics(
 
 def padded_positions(lengths: Lengths, *, batch_size: int) -> float:
     """
-    Return the mean number of positions, padding included, of batches drawn at random.
+    Return the expected positions of all padded batches, if samples are batched at random.
 
     The mean is exact, over all ways to draw. The longest of b samples out of n is among the k
     shortest with probability C(k, b) / C(n, b).

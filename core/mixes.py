@@ -45,7 +45,7 @@ class Source:
 
 @attrs.frozen(kw_only=True)
 class Mix:
-    """Several data sets, mixed again each epoch."""
+    """Sources whose samples are drawn again each epoch, by ratio or count."""
 
     sources: tuple[Source, ...]
     """The data sets; at least one, each file once."""
@@ -64,14 +64,14 @@ class Mix:
 
     @property
     def epoch_total(self) -> int | None:
-        """Samples or tokens of an epoch that are asked for, or None."""
+        """Samples or tokens of an epoch, as *by* says; None if the YAML gives no total."""
         return self.samples_per_epoch if self.by == "samples" else self.tokens_per_epoch
 
 
 @attrs.frozen
 class Mixes:
     """
-    A curriculum: the mix of each epoch. The last one stays.
+    Mix of each epoch, a curriculum. The last mix also serves all later epochs.
 
     >>> mixes = Mixes(tuple(Mix(sources=(Source(jsonl=name, count=1),)) for name in "ab"))
     >>> mixes.files, mixes.mix_of_epoch(0).sources[0].jsonl, mixes.mix_of_epoch(7).sources[0].jsonl
@@ -90,23 +90,23 @@ class Mixes:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Files of all entries, in the order of their first mention."""
+        """Distinct files of all entries, in the order of their first mention."""
         return tuple(dict.fromkeys(source.jsonl for mix in self.entries for source in mix.sources))
 
     @property
     def file_keys(self) -> dict[str, str]:
-        """Key in the YAML that names each file first."""
+        """File -> key in the YAML that names it first."""
         named = [(entry, *one) for entry, mix in enumerate(self.entries) for one in enumerate(mix.sources)]
         return {one.jsonl: f"{self.key_prefix(entry)}sources[{number}].jsonl" for entry, number, one in named[::-1]}
 
     def key_prefix(self, entry: int) -> str:
-        """Return the beginning of the keys of an *entry* in the YAML."""
+        """Return the prefix that keys of *entry*, an index, have in the YAML."""
         return f"curriculum[{entry}]." if self.is_curriculum else ""
 
 
 def quotas(mix: Mix, available: Sequence[int]) -> list[Fraction]:
     """
-    Return the samples of each source in an epoch, or its tokens if the mix is by tokens.
+    Return the number of samples, or tokens if the mix is by tokens, that each source gives.
 
     Samples are whole numbers, each within one sample of the exact share: largest remainders come
     first, of equal ones the first source. Tokens are exact shares.
@@ -140,7 +140,7 @@ def quotas(mix: Mix, available: Sequence[int]) -> list[Fraction]:
 
 
 def _max_total(mix: Mix, available: Sequence[int], ratios: Sequence[Fraction], caps: Sequence[int | None]) -> Fraction:
-    """Return the total of the sources with a ratio when the first of them runs out."""
+    """Return the largest total at which no source with a ratio runs out."""
     sized = list(zip(mix.sources, available, ratios, caps, strict=True))
     levels = [
         size / ratio
@@ -153,7 +153,7 @@ def _max_total(mix: Mix, available: Sequence[int], ratios: Sequence[Fraction], c
 
 
 def _exact_shares(total: Fraction, ratios: Sequence[Fraction], caps: Sequence[int | None]) -> list[Fraction]:
-    """Return the exact shares of a total; less than it where the caps of all sources are."""
+    """Divide a total by ratios and caps, exactly. The shares sum up to less if all caps do."""
     shares = [Fraction(0)] * len(ratios)
     free = {number for number, ratio in enumerate(ratios) if ratio}
     while free:
@@ -176,7 +176,7 @@ Seed = tuple[int, int, int]
 
 @attrs.frozen(eq=False)
 class Pool:
-    """Samples of a source that can be drawn; arrays of shape (num_samples,)."""
+    """Samples that can be drawn from a source; arrays of shape (num_samples,)."""
 
     source: Source
 
@@ -193,7 +193,7 @@ class Pool:
 
 def source_pools(mix: Mix, mixes: Mixes, lengths: IntArray, sizes: Sequence[int]) -> list[Pool]:
     """
-    Return the samples of each source of a mix that can be drawn.
+    Return the pool of each source of a mix: the samples that can be drawn from it.
 
     Args:
         mix: An entry of *mixes*.
@@ -214,7 +214,7 @@ def source_pools(mix: Mix, mixes: Mixes, lengths: IntArray, sizes: Sequence[int]
 
 def draw_in_order(mixes: Mixes, sizes: Sequence[int], *, seed: int, epoch: int) -> IntArray:
     """
-    Return the records that an epoch trains in their order, for mixes by samples; int64.
+    Draw the records of an epoch, in the order of training, for mixes by samples; int64.
 
     Args:
         mixes: Mixes without `mixes_faults` and `stream_faults`.
@@ -240,10 +240,10 @@ def draw_in_order(mixes: Mixes, sizes: Sequence[int], *, seed: int, epoch: int) 
 
 def select_records(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], *, seed: int, epoch: int) -> IntArray:
     """
-    Return the records that an epoch trains: int64, ascending, repeated where replacement drew them
-    more than once.
+    Draw the records of an epoch: int64, ascending, repeated where replacement drew them more than
+    once.
 
-    By samples, and where every record can be drawn, they are those of `draw_in_order`.
+    If the mix is by samples and every record can be drawn, `draw_in_order` draws the same ones.
 
     Args:
         mixes: Mixes without `mixes_faults` and `measured_faults`.
@@ -264,7 +264,7 @@ def select_records(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], *, seed
 
 
 def _draw_positions(pool: Pool, mix: Mix, quota: Fraction, seed: Seed) -> IntArray:
-    """Return the positions in a pool that an epoch draws, ascending."""
+    """Draw positions in a pool, ascending, whose samples or tokens meet the quota."""
     bits, size = np.random.PCG64(seed), len(pool.indices)
     if not pool.source.replacement and quota >= pool.available(mix):
         return np.arange(size)
@@ -308,8 +308,8 @@ def select_lowest_keys(keys: NDArray[np.uint64], weights: IntArray, quota: Fract
 
 def index_of_nearest_sum(ends: IntArray, quota: Fraction, *, cap: int | None) -> int:
     """
-    Return the index of the sum that is nearest to a quota, of two the lower, and never a sum of 0
-    for a quota above 0.
+    Return the index of the sum nearest to a quota, the lower of two equally near. It is never a
+    sum of 0 for a quota above 0.
 
     Args:
         ends: Sums, strictly ascending, the first at most the quota and the last at least it.
@@ -334,13 +334,13 @@ def _running_sums(weights: IntArray) -> IntArray:
 
 
 def _draw_with_replacement(size: int, num: int, bits: np.random.PCG64) -> IntArray:
-    """Return *num* draws of the numbers below *size*, with replacement."""
+    """Draw *num* positions below *size*, with replacement."""
     # The high half of the product is below size, and nearly uniform for sizes far below 2**64.
     return (bits.random_raw(num) >> np.uint64(32)).astype(np.int64) * size >> 32
 
 
 def _draw_until_quota(lengths: IntArray, quota: Fraction, bits: np.random.PCG64) -> Iterator[IntArray]:
-    """Yield draws with replacement until their tokens reach *quota*."""
+    """Yield arrays of positions, drawn with replacement until their tokens reach *quota*."""
     left, mean = quota, Fraction(int(lengths.sum()), len(lengths))
     while left > 0:
         drawn = _draw_with_replacement(len(lengths), math.ceil(left / mean), bits)
@@ -354,7 +354,7 @@ _MOST_DRAWS = 10**8
 
 def mixes_faults(mixes: Mixes, sizes: Sequence[int]) -> Iterator[Fault]:
     """
-    Yield the faults of mixes that show before samples are measured.
+    Yield the faults of mixes that are found without measuring samples.
 
     Args:
         mixes: The curriculum.
@@ -372,7 +372,7 @@ def mixes_faults(mixes: Mixes, sizes: Sequence[int]) -> Iterator[Fault]:
 
 
 def stream_faults(mixes: Mixes) -> Iterator[Fault]:
-    """Yield the faults of mixes that are drawn without measuring their samples."""
+    """Yield the faults of mixes that a stream, which measures no samples, cannot draw."""
     for entry, mix in enumerate(mixes.entries):
         if mix.by == "tokens":
             reason = "is tokens, which only static plans count before they draw: set it to samples"
@@ -381,13 +381,13 @@ def stream_faults(mixes: Mixes) -> Iterator[Fault]:
 
 def measured_faults(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], epochs: int) -> Iterator[Fault]:
     """
-    Yield the faults of mixes that show when samples are measured.
+    Yield the faults of mixes that are found once samples are measured.
 
     Args:
         mixes: Mixes without `mixes_faults`.
         lengths: Tokens of each record of `mixes.files`, 0 where it cannot be drawn.
         sizes: Records of each file.
-        epochs: Number of epochs that are trained. Entries beyond them are not looked at.
+        epochs: Number of epochs that are trained. Later entries are not checked.
     """
     tokens = as_lengths(lengths, least=0)
     for entry, mix in enumerate(mixes.entries[:epochs]):
@@ -407,7 +407,7 @@ def _name_entry(mixes: Mixes, entry: int, found: Sequence[Fault]) -> Iterator[Fa
 
 
 def _value_faults(mix: Mix, sizes: Sequence[int]) -> Iterator[Fault]:
-    """Yield the faults of the values of a mix of sources of these *sizes*, in records."""
+    """Yield the faults of a mix's values; *sizes* are the records of each source."""
     if not mix.sources:
         yield Fault("sources", "is empty: name at least one")
     files = [source.jsonl for source in mix.sources]
@@ -432,7 +432,7 @@ def _value_faults(mix: Mix, sizes: Sequence[int]) -> Iterator[Fault]:
 
 
 def _source_faults(mix: Mix, source: Source, path: str) -> Iterator[Fault]:
-    """Yield the faults of the share of a source at this *path*."""
+    """Yield the faults of a source's ratio and count; *path* is its key in the YAML."""
     if (source.ratio is None) == (source.count is None):
         yield Fault(path, f"({source.jsonl}) needs either a ratio or a count")
     if source.ratio is not None and not (source.ratio.is_finite() and source.ratio > 0):
@@ -448,7 +448,7 @@ def _source_faults(mix: Mix, source: Source, path: str) -> Iterator[Fault]:
 
 
 def _total_faults(mix: Mix) -> Iterator[Fault]:
-    """Yield the faults of the total of a mix whose values have none."""
+    """Yield the faults of the total of a mix without faults in its values."""
     fixed, wanted, key = sum(source.count or 0 for source in mix.sources), mix.epoch_total, f"{mix.by}_per_epoch"
     if wanted is None:
         return
@@ -461,7 +461,7 @@ def _total_faults(mix: Mix) -> Iterator[Fault]:
 
 
 def _pool_faults(mix: Mix, drawable: Sequence[Pool]) -> Iterator[Fault]:
-    """Yield the faults of sources that have no sample, or one that passes their cap alone."""
+    """Yield a fault for each source without samples, or with a sample above its cap."""
     for number, pool in enumerate(drawable):
         path, file, cap = f"sources[{number}]", pool.source.jsonl, pool.source.cap
         longest = int(pool.lengths.max(initial=0))
@@ -473,7 +473,7 @@ def _pool_faults(mix: Mix, drawable: Sequence[Pool]) -> Iterator[Fault]:
 
 def _draw_faults(mix: Mix, available: Sequence[int], samples: Sequence[int]) -> Iterator[Fault]:
     """
-    Yield the faults of sources that are drawn from more often than memory holds.
+    Yield a fault for each source whose draws do not fit memory.
 
     *available* are samples or tokens of each source, and *samples* always samples.
     """
@@ -487,8 +487,8 @@ def _draw_faults(mix: Mix, available: Sequence[int], samples: Sequence[int]) -> 
 
 def _share_faults(mix: Mix, available: Sequence[int], least: Sequence[int] | None = None) -> Iterator[Fault]:
     """
-    Yield the faults of the shares of a mix without other faults. Every source has a sample, and
-    none runs out.
+    Yield a fault for each source whose share gives no sample or needs more than it has, for a
+    mix without other faults.
 
     *available* are samples or tokens of each source, and *least* those of its shortest sample.
     """

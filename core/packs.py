@@ -79,15 +79,15 @@ class Packs(Sequence[list[int]]):
 
     @property
     def num_samples(self) -> int:
-        """Sample indices in all packs together; a repeated pack counts again."""
+        """Number of sample indices in all packs; a repeated pack counts again."""
         return int(self.indices.size)
 
     def sizes(self) -> IntArray:
-        """Samples in each pack; shape (num_packs,)."""
+        """Number of samples in each pack; shape (num_packs,)."""
         return np.diff(self.offsets)
 
     def loads(self, lengths: IntArray) -> IntArray:
-        """Tokens in each pack, given every sample's length; shape (num_packs,)."""
+        """Return the tokens of each pack, given each sample's length; shape (num_packs,)."""
         if not len(self):
             return np.zeros(0, dtype=np.int64)
         return np.add.reduceat(lengths[self.indices], self.offsets[:-1])
@@ -108,7 +108,7 @@ class Packs(Sequence[list[int]]):
         return self.loads(whole).astype(np.float64)
 
     def take(self, positions: IntArray) -> Packs:
-        """Return the packs at *positions*, in that order; a position may repeat."""
+        """Return the packs at *positions*, in the order of *positions*; a position may repeat."""
         sizes = self.sizes()[positions]
         offsets = np.zeros(sizes.size + 1, dtype=np.int64)
         np.cumsum(sizes, out=offsets[1:])
@@ -116,7 +116,7 @@ class Packs(Sequence[list[int]]):
         return Packs(offsets, self.indices[starts + np.arange(offsets[-1])])
 
     def pack_of_record(self, num_records: int) -> IntArray:
-        """Return the pack of each record, -1 for none; shape (num_records,)."""
+        """Return the index of each record's pack, -1 for none; shape (num_records,)."""
         owners = np.full(num_records, -1, dtype=np.int64)
         owners[self.indices] = np.repeat(np.arange(len(self)), self.sizes())
         return owners
@@ -197,7 +197,7 @@ faster.
 
 def count_up(counts: IntArray, *, starts: IntArray, dtype: type[np.signedinteger[Any]] = np.int64) -> NDArray[Any]:
     """
-    Count *counts*[0] numbers up from `starts[0]`, then *counts*[1] from `starts[1]`, and so on.
+    Concatenate ranges: `counts[0]` numbers up from `starts[0]`, `counts[1]` from `starts[1]`, …
 
     Args:
         counts: Number of values from each start, >= 0; shape (num_starts,).
@@ -214,7 +214,7 @@ def count_up(counts: IntArray, *, starts: IntArray, dtype: type[np.signedinteger
 
 
 def _in_order_of_first_sample(labels: NDArray[np.int32], num_labels: int) -> NDArray[np.int32]:
-    """Renumber packs by their first sample; *labels* has the pack of each sample."""
+    """Renumber packs in order of their first sample; *labels* has the pack of each sample."""
     first = np.empty(num_labels, dtype=np.int64)
     # Assigned back to front: of equal labels, the first sample is written last, and stays.
     for end in range(labels.size, 0, -BLOCK):

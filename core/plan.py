@@ -74,12 +74,12 @@ class RawPlan:
 
     @property
     def planned_samples(self) -> int:
-        """Samples that training sees each epoch."""
+        """Number of samples that training sees each epoch."""
         return self.packs.num_samples
 
     @property
     def dropped_samples(self) -> int:
-        """Samples in dropped packs."""
+        """Number of samples in dropped packs."""
         return self.dropped_packs.num_samples
 
     @property
@@ -95,7 +95,7 @@ class RawPlan:
 
     def with_indices(self, indices: IntArray) -> RawPlan:
         """
-        Return the same plan under other indices of its samples.
+        Return the plan with other sample indices.
 
         Args:
             indices: New index of each sample, ascending; int64, shape (num_samples,).
@@ -201,7 +201,7 @@ def _find_plan_bound(
     tokens: IntArray, policy: PlanPolicy, *, known: int, effort: float, report: Callable[[str], None]
 ) -> Bound:
     """
-    Return the lower bound on the packs of samples; each sample that fills a pack needs one.
+    Return a lower bound on the packs of a plan; each sample that fills a pack needs its own.
 
     Args:
         tokens: Tokens of each sample that was packed, at most those of a pack.
@@ -222,7 +222,7 @@ def _find_plan_bound(
 
 
 def _checked_policy(policy: PlanPolicy) -> PlanPolicy:
-    """Return *policy*; TypeError if it is another thing, such as a packing length."""
+    """Return *policy*; TypeError if it is no `PlanPolicy`, such as a packing length."""
     if not isinstance(policy, PlanPolicy):
         message = f"the second argument is a PlanPolicy, not {policy!r}: write packing_length={policy!r}"
         raise TypeError(message)
@@ -268,11 +268,11 @@ def _no_packs_error(lengths: IntArray, skipped: IntArray, dropped: Packs, policy
 
 def refuse_longer(lengths: Lengths, policy: PlanPolicy) -> None:
     """
-    Check that no sample is longer than a pack, if the policy refuses such samples.
+    Raise an error if a sample is longer than a pack and the policy refuses such samples.
 
     Args:
         lengths: Tokens of each record, 0 for one that is no sample; shape (num_records,).
-        policy: How samples are planned.
+        policy: Settings of planning.
 
     Raises:
         ArgumentError: A sample is longer. The first one and their number are named.
@@ -291,7 +291,7 @@ def refuse_longer(lengths: Lengths, policy: PlanPolicy) -> None:
 
 def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
     """
-    Check that the fill filter drops no larger share of the tokens than the policy allows.
+    Raise an error if the fill filter drops a larger share of the tokens than the policy allows.
 
     One dropped pack is always allowed: the last pack of a small data set is rarely full.
 
@@ -339,7 +339,7 @@ def unsupervised_samples(plan: RawPlan, supervised: Lengths) -> IntArray:
 
 def refuse_unsupervised(plan: RawPlan, supervised: Lengths) -> None:
     """
-    Check that training has something to learn.
+    Raise an error if no planned sample has a supervised token.
 
     Args:
         plan: The raw plan.
@@ -384,7 +384,7 @@ def plan_to_arrays(plan: RawPlan) -> dict[str, IntArray]:
 
 
 def plan_from_arrays(arrays: Mapping[str, IntArray]) -> RawPlan:
-    """Return the plan of the arrays of `plan_to_arrays`; ValueError if they are no plan."""
+    """Rebuild the plan from the arrays of `plan_to_arrays`; ValueError if they are no plan."""
     return RawPlan(
         packs=Packs(arrays["offsets"], arrays["indices"]),
         dropped_packs=Packs(arrays["dropped_offsets"], arrays["dropped_indices"]),
@@ -396,5 +396,5 @@ def plan_from_arrays(arrays: Mapping[str, IntArray]) -> RawPlan:
 
 
 def min_load(ratio: float | str | Decimal, packing_length: int) -> int:
-    """Return the fewest tokens that reach *ratio*, read as a decimal: 55 of 100 at 0.55."""
+    """Return the fewest tokens that fill a pack to *ratio*, an exact decimal: 55 of 100 at 0.55."""
     return -int(-exact_share("min_fill_ratio", ratio) * packing_length // 1)

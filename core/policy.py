@@ -27,7 +27,7 @@ def _decimal(value: float | str | Decimal) -> str:
 @attrs.frozen(kw_only=True)
 class PlanPolicy:
     """
-    All settings that decide a raw plan, and the plans that are refused.
+    All settings that decide a raw plan or refuse it.
 
     A new setting of planning is a field here, an entry of `fingerprint`, and read from a run in
     `core.config.identity`. Its key declares `plan` (`core.config.keys`).
@@ -99,8 +99,8 @@ class PlanPolicy:
 
     def fingerprint(self, lengths_digest: str) -> Fingerprint:
         """
-        Return the inputs of the raw plan of stored lengths, without fields that cannot change the
-        packs.
+        Return the fingerprint of the raw plan of stored lengths, without fields that cannot change
+        the packs.
 
         The algorithm enters with its version. The ratio enters only if packs are dropped, the seed
         only if the algorithm or each epoch draws, the work only if it weighs. Without packing, only

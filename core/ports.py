@@ -31,14 +31,14 @@ ReportProgress = Callable[[str], None]
 
 
 class LengthSource(Protocol):
-    """Records that can be measured, in any order, with the same result."""
+    """Records that can be measured in any order, with equal results."""
 
     def __len__(self) -> int:
         """Return the number of records."""
 
     def data_digest(self, count: int, /, *, without: Sequence[int] = ()) -> str:
         """
-        Return the digest of the first records, bad ones aside; other records do not change it.
+        Return the digest of the first *count* records, except the bad ones in *without*.
 
         Args:
             count: Number of records.
@@ -47,12 +47,12 @@ class LengthSource(Protocol):
 
     def identity(self, index: int, /) -> tuple[str, str]:
         """
-        Return the digest of record *index* alone, and the folder that relative paths of its media
-        start from, absolute.
+        Return the digest of record *index*, and the absolute folder that relative paths of its
+        media start from.
         """
 
     def fingerprint(self) -> Fingerprint:
-        """Return all inputs of the measurements but the data."""
+        """Return all inputs of the measurements, such as the tokenizer, except the data."""
 
     def measure(self, index: int, /) -> Measurement:
         """
@@ -68,8 +68,8 @@ class LengthSource(Protocol):
 
         Args:
             indices: Sample indices; consecutive ones where *epoch* is None.
-            in_full: Encode each in full, and use no shortcut.
-            epoch: Encode in full in another process, as training does in this epoch.
+            in_full: Encode each record in full, without shortcuts.
+            epoch: Encode in full in another process, as training does in that epoch.
         """
 
     def media_facts(self, index: int, /, *, decode: bool = False) -> tuple[MediaFacts, ...]:
@@ -87,7 +87,7 @@ class LengthSource(Protocol):
 
 @attrs.frozen
 class StoredRows:
-    """Stored measurements."""
+    """Stored measurements: rows of records, and rows of their media."""
 
     table: Table
     """Measurements of the first records."""
@@ -128,12 +128,12 @@ class Origin:
         self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]
     ) -> tuple[Difference, ...]:
         """
-        Return the differences of a source as it is now from this origin.
+        Return the differences between this origin and the present state of its source.
 
         Args:
             key: All inputs of the source's measurements but the data.
             num_records: Records of its data; more than were measured are no difference.
-            data_digest: Number of records -> digest of the first ones, without those of `bad`.
+            data_digest: Number of records -> digest of the first ones, except `bad` ones.
         """
         differences = self.key.differences(key)
         if self.num_measured > num_records:
@@ -146,7 +146,7 @@ class Origin:
 
 @attrs.frozen
 class StoredLengths:
-    """Content of a store of lengths, whatever it was measured from."""
+    """Content of a store of lengths, not checked against the present data."""
 
     origin: Origin
 
@@ -163,7 +163,7 @@ class StoredLengths:
 
 @attrs.frozen
 class StoredPlan:
-    """Content of a store of plans, whatever it was planned from."""
+    """Content of a store of plans, not checked against the present lengths."""
 
     key: Fingerprint
     """Inputs of the plan."""
@@ -182,7 +182,7 @@ class Lock(Protocol):
 
     def hold(self, *, timeout_s: float, report: ReportProgress) -> AbstractContextManager[None]:
         """
-        Hold the lock; it is free as soon as its holder's process is gone.
+        Hold the lock inside a `with` block; the end of the process releases it too.
 
         Args:
             timeout_s: Seconds to wait for another job; 0 waits for ever.
@@ -206,7 +206,7 @@ class RankGroup(Protocol):
 
     def from_rank_zero(self, build: Callable[[ReportProgress], Arrays], *, timeout_s: float) -> Arrays:
         """
-        Return rank 0's arrays on every rank; no collective is outstanding while they are built.
+        Build arrays on rank 0, and return them on every rank; no collective is pending meanwhile.
 
         Args:
             build: Function that rank 0 alone runs, perhaps for hours. The waiting ranks show its
@@ -214,14 +214,14 @@ class RankGroup(Protocol):
             timeout_s: Seconds that the others wait; 0 waits for ever.
 
         Raises:
-            RunError: Rank 0 failed, died or was too slow; on the other ranks, with its reason.
+            RunError: On the other ranks, with the reason: rank 0 failed, died or was too slow.
         """
 
     def gather(self, value: str, /) -> tuple[str, ...]:
         """Return the value of every rank, by rank; RunError if one does not respond in time."""
 
     def stop_heartbeat(self) -> None:
-        """End the waits for rank 0 alone, since planning is over."""
+        """Stop the heartbeat that shows waiting ranks that rank 0 is alive; planning is over."""
 
     def any(self, flag: bool, /) -> bool:  # noqa: FBT001  # one positional truth, as in the builtin
         """Return whether any rank's flag is set."""

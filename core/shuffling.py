@@ -9,8 +9,8 @@ from packplan.core.lengths import IntArray
 
 def shuffled(num: int, *, seed: int | Sequence[int]) -> IntArray:
     """
-    Return the numbers below *num* in an order that depends on *seed* alone, in every version of
-    numpy.
+    Return a permutation of the numbers below *num*. It depends on *seed* alone, not on the version
+    of numpy.
 
     Args:
         num: Number of values, >= 0.

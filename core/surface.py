@@ -185,11 +185,11 @@ class PlanTable:
 
 def draw_packs(packs: Sequence[Sequence[int]], *, packing_length: int) -> str:
     """
-    Return an SVG drawing in which each pack is a bar of its samples on grey of the packing length.
+    Return an SVG drawing of packs: a bar of its samples for each, on grey to the packing length.
 
     Args:
         packs: Tokens of each sample of each pack.
-        packing_length: Tokens of a whole bar, >= 1. The bar of a longer pack ends there.
+        packing_length: Tokens of a full bar, >= 1. The bar of a longer pack is cut there.
 
     >>> draw_packs([[30, 50], [80]], packing_length=80).count("<rect")
     5

@@ -25,7 +25,7 @@ from packplan.core.packs import Packs
 
 @attrs.frozen
 class Algorithm:
-    """Packing algorithm: where its function is, and what its packs depend on."""
+    """Module of a packing algorithm, the version of its packs, and the inputs they depend on."""
 
     module: str
     """Module of this package whose function has the name of the algorithm; loaded at first use."""
@@ -85,7 +85,7 @@ def checked_seed(seed: int) -> int:
 
 def works_for_algorithm(algorithm: str, works: Any, num: int) -> NDArray[np.float64] | None:
     """
-    Return the works of samples as float64, or None as it is.
+    Check the works that are given to an algorithm; return them as float64, or None for None.
 
     Args:
         algorithm: Name of the algorithm that packs them.

@@ -62,7 +62,7 @@ def balanced(
     keys: NDArray[np.uint16] | None = None,
 ) -> Packs:
     """
-    Return packs of equal work.
+    Pack samples into packs of about equal work.
 
     Args:
         lengths: Tokens, each from 1 to *capacity*.
@@ -70,8 +70,8 @@ def balanced(
         works: Work of each sample, >= 0 in any unit; of the shape of *lengths*. None takes tokens
             and squares of lengths in the proportion of an ordinary model.
         report: Called with a progress message.
-        keys: Random numbers that the start of the search is drawn from, for other packs of the same
-            number and of equal work; shape (num_samples,). None starts longest first.
+        keys: Random numbers that the start of the search is drawn from, which gives other packs of
+            the same number and work; shape (num_samples,). None starts longest first.
     """
     units = to_units(WorkModel.estimated({}).trained().sample_flops(lengths) if works is None else works)
     packs, fewest = _pack_by(lengths, capacity), find_bound(lengths, capacity=capacity, effort=0).packs
@@ -127,7 +127,7 @@ def _pack_evenly(
 def _level_packs(
     lengths: IntArray, units: IntArray, labels: IntArray, *, capacity: int, report: Callable[[str], None]
 ) -> IntArray:
-    """Level packs that fit, in separate groups; return the pack of each sample."""
+    """Give packs that fit equal work, group by group; return the pack of each sample."""
     num = int(labels.max()) + 1
     sums = np.zeros(num, dtype=np.int64)
     np.add.at(sums, labels, units)
@@ -155,7 +155,7 @@ def _num_groups(num_samples: int, num_packs: int) -> int:
 
 def _deal_to_groups(order: IntArray, num_groups: int) -> Iterator[IntArray]:
     """
-    Deal the items of *order* to groups back and forth, so that sums are alike; yield the groups.
+    Yield groups of the items of *order*, dealt back and forth so that their sums are alike.
     """
     places = np.arange(order.size)
     row, column = places // num_groups, places % num_groups
@@ -169,8 +169,8 @@ def _fit_group(
     lengths: IntArray, units: IntArray, keys: NDArray[np.uint16] | None, *, num: int, capacity: int
 ) -> ExchangeSearch | None:
     """
-    Return packs within the capacity, in which samples of much work have reserved tokens if
-    possible; None if no packs are found that fit.
+    Find packs within the capacity, if possible with tokens reserved for samples of much work.
+    Return None if no packs are found that fit.
     """
     for share in _KEPT_EMPTY:
         rooms = _reserve_tokens(lengths, units, num=num, capacity=capacity, share=share)
@@ -184,8 +184,8 @@ def _fit_group(
 
 def _reserve_tokens(lengths: IntArray, units: IntArray, *, num: int, capacity: int, share: int) -> IntArray:
     """
-    Return the tokens of each sample together with those that it reserves, so that its pack stays at
-    the mean work.
+    Return each sample's tokens plus the tokens that it reserves, so that the work of its pack
+    stays at the mean.
 
     At most *share* percent of the unused tokens of all packs are reserved. If samples want more,
     each reserves the same number less, so that the heaviest samples keep a reserve.
@@ -203,15 +203,15 @@ def _reserve_tokens(lengths: IntArray, units: IntArray, *, num: int, capacity: i
 
 
 def _cut_reserve(wanted: IntArray, beside: IntArray, given_up: int) -> IntArray:
-    """Return the tokens that each sample reserves if it gives up *given_up* of those it wants."""
+    """Return each sample's reserved tokens: *given_up* fewer than wanted, at most *beside*."""
     left: IntArray = np.clip(wanted - given_up, 0, beside)
     return left
 
 
 def _start_packs(rooms: IntArray, keys: NDArray[np.uint16] | None, *, num: int) -> IntArray:
     """
-    Return the pack of each sample before any exchange, of *num* packs. Samples take *rooms* tokens,
-    and *keys* let each count as up to twice as long.
+    Return the pack of each sample before any exchange, from 0 to *num* - 1. *rooms* are tokens of
+    samples. Random *keys* change the order: each sample counts as up to twice as long.
     """
     order = np.argsort(-rooms if keys is None else rooms * -(1 + keys / 2**16), kind="stable")
     labels = np.empty(rooms.size, dtype=np.int64)
@@ -220,7 +220,7 @@ def _start_packs(rooms: IntArray, keys: NDArray[np.uint16] | None, *, num: int) 
 
 
 def _fill_emptiest(lengths: IntArray, num: int) -> IntArray:
-    """Return the pack of each sample in the given order: the emptiest so far, of *num* packs."""
+    """Put each sample, in the given order, into the emptiest of *num* packs; return its pack."""
     heap = list(range(num))  # load and pack in one number
     keys = [heapreplace(heap, heap[0] + length) for length in (lengths * num).tolist()]
     labels: IntArray = np.array(keys, dtype=np.int64) % num

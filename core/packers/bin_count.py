@@ -50,7 +50,7 @@ def split_to_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multipl
 
 
 def _split_in_halves(members: list[int], lengths: IntArray) -> tuple[list[int], list[int]]:
-    """Return two parts of about equal load, neither empty, indices ascending."""
+    """Split a pack into two of about equal load, neither empty, indices ascending."""
     halves: tuple[list[int], list[int]] = ([], [])
     loads = [0, 0]
     for index in sorted(members, key=lambda i: (-int(lengths[i]), i)):

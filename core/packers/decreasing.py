@@ -24,7 +24,7 @@ from packplan.core.length_counts import LengthCounts, PackingTrace, fit_decreasi
 
 
 def best_quick_packing(tally: LengthCounts, *, capacity: int) -> PackingTrace:
-    """Return the packing with the fewest bins of all algorithms below."""
+    """Return the packing with the fewest bins among all algorithms of this module."""
     quick = (constant_volume, best_fit_decreasing, first_fit_decreasing, modified_first_fit_decreasing)
     return min((algorithm(tally, capacity=capacity) for algorithm in quick), key=lambda trace: trace.num_bins)
 

@@ -38,7 +38,7 @@ _FIRST_LOOSE = 40
 
 @attrs.frozen
 class _Packing:
-    """Packing of items; the pack of each is computed only if it is needed."""
+    """Number of packs of items, and a function that computes the pack of each."""
 
     num: int
     """Number of packs."""
@@ -58,10 +58,10 @@ def redraw(
     report: Callable[[str], None] = lambda _: None,
 ) -> Packs:
     """
-    Return other packs than the algorithm's own, of equal quality: at most one in 200 more.
+    Draw other packs than the algorithm's own, at most one in 200 more.
 
-    They depend on the arguments alone. Two samples share a pack in few of the epochs, as far as
-    their lengths allow.
+    The packs depend on the arguments alone. Two given samples share a pack in few epochs, as far
+    as their lengths allow.
 
     Args:
         lengths: Tokens of each sample, each from 1 to *capacity*.
@@ -111,7 +111,7 @@ def redraw(
 
 
 def _group_starts(shuffled: IntArray, ends: IntArray, *, capacity: int, loose: int) -> IntArray:
-    """Return the first sample of each item. Samples of the first *loose* tokens are items alone."""
+    """Return each item's start in *shuffled*. Samples of the first *loose* tokens are loose."""
     group = (ends - 1) // capacity
     alone = (ends - shuffled) // capacity != group
     alone[: np.searchsorted(ends, loose, side="right")] = True
@@ -124,7 +124,7 @@ def _group_starts(shuffled: IntArray, ends: IntArray, *, capacity: int, loose: i
 def _pack_items(
     lengths: IntArray, *, capacity: int, algorithm: str, seed: int, report: Callable[[str], None]
 ) -> _Packing:
-    """Return the algorithm's own packing of items of these *lengths*."""
+    """Pack items of these *lengths* by the algorithm, without a draw."""
     if ALGORITHMS[algorithm].counts_lengths:
         tally = LengthCounts.from_lengths(lengths)
         trace = load_function(algorithm)(tally, capacity=capacity)
@@ -134,14 +134,14 @@ def _pack_items(
 
 
 def _exchange_equals(labels: NDArray[np.int32], lengths: IntArray, order: IntArray) -> Packs:
-    """Return packs in which samples of equal length changed places, as a shuffled *order* says."""
+    """Return packs in which samples of equal length changed places by a shuffled *order*."""
     places = np.argsort(lengths, kind="stable")
     drawn = order[np.argsort(lengths[order], kind="stable")]
     return _reorder_packs(labels[places], drawn)
 
 
 def _reorder_packs(labels: NDArray[np.int32], order: IntArray) -> Packs:
-    """Return packs of samples, given the pack of each in a shuffled *order*."""
+    """Return packs of samples; *labels* has the pack of each sample of *order*."""
     by_sample = np.empty_like(labels)
     by_sample[order] = labels
     return Packs.from_labels(by_sample)

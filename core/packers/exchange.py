@@ -61,7 +61,7 @@ changed.
 
 @attrs.frozen(eq=False)
 class _Parts:
-    """Parts of packs, by ascending tokens; arrays of one shape."""
+    """Parts of packs, by ascending tokens; arrays of shape (num_parts,)."""
 
     packs: IntArray
     tokens: IntArray
@@ -75,7 +75,7 @@ class _Parts:
 
 @attrs.define(eq=False)
 class ExchangeSearch:
-    """Packs of some samples, changed by exchanges between two of them at a time."""
+    """Packs of samples that are changed in place by exchanges between two packs at a time."""
 
     tokens: IntArray
     """Tokens of each sample; shape (num_samples,)."""
@@ -121,7 +121,7 @@ class ExchangeSearch:
         self._exchange(level=True, few=self.num // _FEW)
 
     def _exchange(self, *, level: bool, few: int) -> None:
-        """Exchange samples, then parts."""
+        """Exchange single samples, then parts, until at most *few* packs must change."""
         singles = _stable_order(self.tokens)
         idle = 0
         for _ in range(_SAMPLE_ROUNDS[level]):
@@ -150,7 +150,7 @@ class ExchangeSearch:
                 break
 
     def _excess(self, *, level: bool) -> int:
-        """Return the work by which packs are not level, or the tokens above the capacity."""
+        """Return the deviations from the mean work if *level*, else the tokens above capacity."""
         excess = np.abs(self.sums - self._mean) if level else np.maximum(self.loads - self.capacity, 0)
         return int(excess.sum())
 
@@ -233,7 +233,7 @@ class ExchangeSearch:
 
     def _draw_parts(self) -> tuple[IntArray, _Parts]:
         """
-        Return the samples in order of packs, and parts of this order: each sample, and some drawn.
+        Draw parts; return the samples ordered by pack, and the parts as ranges of this order.
         """
         num = self.tokens.size
         shuffled = np.argsort(self._draw_keys(num), kind="stable")

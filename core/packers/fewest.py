@@ -42,8 +42,8 @@ _TINY = 1e-6
 
 def auto(tally: LengthCounts, *, capacity: int) -> PackingTrace:
     """
-    Return the packs of constant volume if they are close to the bound and no quick algorithm needs
-    fewer, else the fewest that are found.
+    Return the packing of constant volume if it is close to the bound and no quick algorithm needs
+    fewer packs, else the packing with the fewest packs that a bounded search finds.
     """
     terms, width = to_lowest_terms(tally, capacity=capacity)
     bound = find_quick_bound(terms, capacity=width)
@@ -59,7 +59,7 @@ def auto(tally: LengthCounts, *, capacity: int) -> PackingTrace:
 
 def certified(lengths: IntArray, *, capacity: int, seed: int, report: Callable[[str], None]) -> Packs:
     """
-    Return the fewest packs found.
+    Search for the fewest packs until they meet the bound or a limit of iterations.
 
     Args:
         lengths: Tokens, each from 1 to *capacity*.
@@ -121,8 +121,8 @@ def _dive(tally: LengthCounts, *, capacity: int, patterns: list[Pattern]) -> Ite
 
 def _fix_bins(patterns: list[Pattern], uses: FloatArray, left: list[int], *, at_least: float) -> Filling:
     """
-    Take bins of the most used patterns from *left*, all whole uses and *at_least* as many in all;
-    return them.
+    Fix the bins of the most used patterns: all whole uses, and *at_least* bins in all. Return
+    them, and subtract their samples from *left*.
     """
     fixed: Filling = []
     for place in np.argsort(-uses, kind="stable").tolist():

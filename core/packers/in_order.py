@@ -13,7 +13,7 @@ from packplan.core.shuffling import shuffled
 
 def concatenative(lengths: IntArray, *, capacity: int) -> Packs:
     """
-    Return packs of consecutive samples, with a new one when the next sample does not fit.
+    Return packs of consecutive samples; a sample that does not fit starts a new pack.
 
     Args:
         lengths: Tokens, each from 1 to *capacity*; at least one.
@@ -41,7 +41,7 @@ def concatenative(lengths: IntArray, *, capacity: int) -> Packs:
 
 def first_fit_shuffle(lengths: IntArray, *, capacity: int, seed: int) -> Packs:
     """
-    Put samples, in a shuffled order, into the first bin that each fits.
+    Put each sample, in a shuffled order, into the first bin that it fits.
 
     Args:
         lengths: Tokens, each from 1 to *capacity*.

@@ -25,17 +25,17 @@ PatternKey = tuple[tuple[int, int], ...]
 
 
 def pattern_key(pattern: Pattern) -> PatternKey:
-    """Return a key that equal patterns share."""
+    """Return a hashable key that equal patterns share."""
     return tuple(sorted(pattern.items()))
 
 
 def num_packs(filling: Filling) -> int:
-    """Count the bins of all patterns."""
+    """Return the number of bins of a filling."""
     return sum(num for _, num in filling)
 
 
 def to_trace(filling: Filling) -> PackingTrace:
-    """Return the trace of a packing over patterns."""
+    """Convert a filling to a trace."""
     trace = PackingTrace()
     first = 0
     for pattern, num in filling:
@@ -46,25 +46,25 @@ def to_trace(filling: Filling) -> PackingTrace:
 
 
 class SpentError(Exception):
-    """A search would exceed its effort."""
+    """Raised when a search would exceed its effort."""
 
 
 class Effort:
-    """Steps that remain for all parts of a search."""
+    """Budget of steps for all parts of a search."""
 
     def __init__(self, limit: float = inf) -> None:
         """Allow *limit* steps; unlimited by default."""
         self.left = limit
 
     def spend(self, steps: int) -> None:
-        """Subtract *steps* before they are done; SpentError if fewer remain."""
+        """Subtract *steps* that are about to be taken; SpentError if fewer remain."""
         if steps > self.left:
             raise SpentError
         self.left -= steps
 
     @contextmanager
     def lend(self, most: float) -> Iterator["Effort"]:
-        """Give an effort of *most* steps, or of those that remain, whose rest is given back."""
+        """Lend up to *most* steps to a part of a search; take unused ones back at its end."""
         steps = int(min(most, self.left))
         self.spend(steps)
         own = Effort(steps)

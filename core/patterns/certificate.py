@@ -45,7 +45,7 @@ def find_quick_bound(tally: LengthCounts, *, capacity: int) -> int:
 
 
 def _l2_bound(sizes: IntArray, counts: IntArray, capacity: int) -> int:
-    """Return the bound L2; *sizes* ascend."""
+    """Return Martello and Toth's bound L2; *sizes* ascend."""
     samples = np.concatenate([[0], np.cumsum(counts)])
     tokens = np.concatenate([[0], np.cumsum(counts * sizes)])
     halves = int(np.searchsorted(sizes, capacity // 2, side="right"))
@@ -82,7 +82,7 @@ so both are optimal.
 
 @attrs.frozen
 class Certificate:
-    """Bounds of a packing problem, and the packing that was found."""
+    """Lower bound of a packing problem, and the packing that the search found."""
 
     bound: int
     """Number of packs that no packing can go below."""

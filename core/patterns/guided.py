@@ -46,7 +46,7 @@ and to enter one.
 
 def fill_guided(tally: LengthCounts, *, capacity: int, num_groups: int, effort: Effort) -> Filling:
     """
-    Pack all samples.
+    Pack all samples by guided filling: into bins in the proportions of linear programs.
 
     Args:
         tally: Lengths from 1 to *capacity*; counts may be 0.
@@ -75,7 +75,7 @@ def fill_guided(tally: LengthCounts, *, capacity: int, num_groups: int, effort: 
 
 
 class _BinFiller:
-    """Bins that were filled by slots of a program, and the samples that are left."""
+    """Bins filled with real samples by the slots of a program, and the samples left."""
 
     def __init__(self, tally: LengthCounts, capacity: int) -> None:
         self.alive = [index for index, count in enumerate(tally.counts) if count]
@@ -85,8 +85,8 @@ class _BinFiller:
 
     def fill(self, slots: list[int], num: int, effort: Effort) -> None:
         """
-        Fill up to *num* bins. Each slot takes the longest sample of at most so many tokens, and the
-        last slot the longest that fits.
+        Fill up to *num* bins. Each slot, a number of tokens, takes the longest sample of at most as
+        many. The last slot takes the longest sample that fits.
         """
         while num and self.alive:
             effort.spend(_STEPS_OF_A_BIN)
@@ -117,8 +117,8 @@ class _BinFiller:
 
 def _group_sizes(sizes: list[int], counts: list[int], num_groups: int) -> tuple[list[int], IntArray]:
     """
-    Return the longest length and the samples of each group of neighbouring sizes. If there are too
-    many, about the least number of tokens is allowed that each group loses by its longest.
+    Return the longest length and the number of samples of each group of neighbouring sizes. Groups
+    are as fine as *num_groups* allows: each loses few tokens if all count as its longest.
     """
     samples: list[int] = [0, *accumulate(counts)]
     tokens: list[int] = [0, *accumulate(size * count for size, count in zip(sizes, counts, strict=True))]
@@ -146,8 +146,8 @@ def _group_sizes(sizes: list[int], counts: list[int], num_groups: int) -> tuple[
 
 def _solve_program(longest: list[int], counts: IntArray, capacity: int, effort: Effort) -> list[tuple[Pattern, float]]:
     """
-    Return patterns of groups, each with its number of bins. Together they have a place for all
-    samples, in about the fewest bins that half of the effort finds.
+    Return patterns of groups, each with a number of bins. They have a place for every sample, in
+    about the fewest bins that half of the effort finds.
     """
     effort.spend(_STEPS_OF_A_PROGRAM)
     program = _Program(np.array(longest), counts, capacity)
@@ -161,7 +161,7 @@ def _solve_program(longest: list[int], counts: IntArray, capacity: int, effort: 
 
 
 class _Program:
-    """Patterns of groups in fractions, as few as are found, with a place for all samples."""
+    """Linear program over patterns: fewest fractional bins with a place for all samples."""
 
     def __init__(self, sizes: IntArray, counts: IntArray, capacity: int) -> None:
         self._sizes, self._counts, self._capacity = sizes, counts, capacity
@@ -175,7 +175,7 @@ class _Program:
 
     def generate_columns(self, effort: Effort) -> None:
         """
-        Enter patterns into the basis until its bins are within `_CLOSE` of the bound.
+        Add patterns to the basis until its number of bins is within `_CLOSE` of the bound.
 
         Raises:
             SpentError: The effort ends before.

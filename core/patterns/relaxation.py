@@ -84,21 +84,21 @@ def relax(
 
 def _estimate_master_steps(pool: dict[PatternKey, Pattern]) -> int:
     """
-    Estimate the steps of a master program: some milliseconds, and the product of its sizes and
-    entries.
+    Estimate the steps to solve a master program: some milliseconds, and the product of its sizes
+    and entries.
     """
     num_sizes = len({index for pattern in pool.values() for index in pattern})
     return 15_000 + num_sizes * sum(map(len, pool.values())) // 4
 
 
 def _estimate_knapsack_steps(num_sizes: int, capacity: int) -> int:
-    """Estimate the steps of a knapsack: a pass over sizes for each capacity up to *capacity*."""
+    """Estimate the steps to solve a knapsack: a pass over sizes for each number of tokens."""
     return capacity * (12 + num_sizes // 150)
 
 
 @attrs.frozen
 class MasterSolution:
-    """Solution of the linear program."""
+    """Solution of the master program, the linear program over patterns."""
 
     num_packs: float
 
@@ -144,7 +144,7 @@ def solve_master(patterns: list[Pattern], *, counts: IntArray) -> MasterSolution
 
 @attrs.frozen
 class Knapsack:
-    """Patterns of the highest price under given prices of samples."""
+    """Solved knapsack: patterns of the highest total price, given the price of each sample."""
 
     sizes: IntArray
     prices: IntArray
@@ -162,12 +162,12 @@ class Knapsack:
         return int(self.worth[-1])
 
     def worth_with_each_size(self) -> IntArray:
-        """Return, for each size, the highest price of a pattern that has it; shape (num_sizes,)."""
+        """Return the highest price of a pattern that has each size; shape (num_sizes,)."""
         worth: IntArray = self.prices + self.worth[self.worth.size - 1 - self.sizes]
         return worth
 
     def patterns_with(self, indices: list[int]) -> Iterator[Pattern]:
-        """Yield, for each of these sizes, the pattern of the highest price that has it."""
+        """Yield the pattern of the highest price that has each size of *indices*."""
         used = np.maximum.accumulate(np.where(self.first >= 0, np.arange(self.first.size), 0)).tolist()
         first, sizes = self.first.tolist(), self.sizes.tolist()
         for index in indices:
@@ -207,8 +207,8 @@ def solve_knapsack(sizes: IntArray, prices: IntArray, capacity: int) -> Knapsack
 
 def _add_patterns(pool: dict[PatternKey, Pattern], knapsack: Knapsack, duals: FloatArray) -> int:
     """
-    Add the best pattern with each size if it would lower the master program; return the number of
-    new ones.
+    Add to *pool* the best pattern with each size if it would lower the master program; return the
+    number of new patterns.
     """
     before = len(pool)
     dual = duals.tolist()

@@ -40,13 +40,13 @@ _STEPS_OF_AN_EXCHANGE, _CELLS_OF_A_STEP = 50, 256
 
 
 def search_effort(tally: LengthCounts) -> Effort:
-    """Return the effort of a search of less than a second, or of some seconds a million samples."""
+    """Return the default effort: less than a second, or some seconds for a million samples."""
     return Effort(max(2_500_000, 4 * sum(tally.counts)))
 
 
 def find_filling(tally: LengthCounts, *, capacity: int, enough: int, effort: Effort) -> Filling:
     """
-    Return a packing of few bins.
+    Search for a packing of few bins.
 
     Args:
         tally: Lengths from 1 to *capacity*, counts >= 1.
@@ -65,14 +65,14 @@ def find_filling(tally: LengthCounts, *, capacity: int, enough: int, effort: Eff
 
 
 def find_filling_quickly(tally: LengthCounts, *, capacity: int) -> Filling:
-    """Return a packing of the samples of *tally*, whose counts may be 0, by the first exchanges."""
+    """Return a packing of few bins by guided filling and exchanges alone; counts may be 0."""
     search = _Search(tally, capacity, FEW_GROUPS, Effort())
     return search.improve(search.fill(tally.counts), enough=sum(tally.counts))
 
 
 @attrs.frozen
 class _Search:
-    """Packing problem, and the effort that is left for it."""
+    """Search for a packing of few bins, with the effort that remains."""
 
     tally: LengthCounts
     capacity: int
@@ -80,13 +80,13 @@ class _Search:
     effort: Effort
 
     def fill(self, counts: list[int]) -> Filling:
-        """Pack so many samples of each length by guided filling."""
+        """Pack *counts* samples of each length by guided filling."""
         with self.effort.lend(_STEPS_OF_A_PROGRAM + _STEPS_OF_A_PAIR * self.num_groups**2) as own:
             tally = LengthCounts(self.tally.sizes, counts)
             return fill_guided(tally, capacity=self.capacity, num_groups=self.num_groups, effort=own)
 
     def improve(self, filling: Filling, enough: int) -> Filling:
-        """Gather room; pack open bins again, with some full ones, until *enough* packs are left."""
+        """Gather unused room, then re-pack bins that have room, until *enough* are left."""
         full, partial = gather_room(filling, self.tally, capacity=self.capacity, effort=self.effort)
         idle = 0
         for seed in range(1, MAX_REFILLS + 1):
@@ -108,7 +108,7 @@ class _Search:
 
 
 def _split_at_random(filling: Filling, num: int, seed: int) -> tuple[Filling, Filling]:
-    """Return the bins that stay, and about *num* that are drawn."""
+    """Split a packing into bins that stay and about *num* bins drawn at random."""
     if not filling:
         return [], []
     ends = np.cumsum([num_bins for _, num_bins in filling])
@@ -122,7 +122,7 @@ def _split_at_random(filling: Filling, num: int, seed: int) -> tuple[Filling, Fi
 
 def gather_room(filling: Filling, tally: LengthCounts, *, capacity: int, effort: Effort) -> tuple[Filling, Filling]:
     """
-    Return the full bins and the others of a packing of no more bins, fewer of which have room.
+    Exchange samples so that fewer bins have room; return the full bins, and the others.
 
     Args:
         filling: Packing of samples.
@@ -148,7 +148,7 @@ def gather_room(filling: Filling, tally: LengthCounts, *, capacity: int, effort:
 
 
 class _RoomyBins:
-    """Bins by pattern, and which of them have room."""
+    """Bins by pattern, with an index of the bins that have room."""
 
     def __init__(self, tally: LengthCounts, capacity: int) -> None:
         self.nums: dict[PatternKey, int] = {}
@@ -217,13 +217,13 @@ class _RoomyBins:
         return pattern_key(counts)
 
     def _hold(self, key: PatternKey, room: int) -> None:
-        """Let bins of a pattern take part in exchanges."""
+        """Add a pattern to the index of bins with room."""
         for index, _ in key:
             insort(self._holders[index], (room, key))
             self._most[self._sizes[index]] = self._holders[index][-1][0]
 
     def _release(self, key: PatternKey, room: int) -> None:
-        """Undo `_hold`."""
+        """Remove a pattern from the index of bins with room."""
         for index, _ in key:
             holders = self._holders[index]
             del holders[bisect_left(holders, (room, key))]

@@ -95,7 +95,7 @@ def assign_steps(works: IntArray, *, world_size: int, accumulation: int, sync_at
 
 
 def _split_steps(packs: IntArray, packs_per_step: int) -> Iterator[IntArray]:
-    """Yield views of packs in rows of whole steps, and of the shorter last step if there is one."""
+    """Yield the packs of whole steps as rows, then the shorter last step if there is one."""
     packs_per_step = min(packs_per_step, max(packs.size, 1))
     whole = packs.size - packs.size % packs_per_step
     parts = (packs[:whole].reshape(-1, packs_per_step), packs[whole:].reshape(1, -1))
@@ -103,7 +103,7 @@ def _split_steps(packs: IntArray, packs_per_step: int) -> Iterator[IntArray]:
 
 
 def _busiest_bounds(rows: IntArray, world_size: int) -> IntArray:
-    """Return the lower bound of the busiest rank's work; *rows* are steps' works, ascending."""
+    """Return a lower bound on the busiest rank's work in each step; *rows* are works, ascending."""
     packs_of_rank = rows.shape[1] // world_size
     if packs_of_rank == 2:
         # The heaviest together with the lightest is optimal.
@@ -115,7 +115,7 @@ def _busiest_bounds(rows: IntArray, world_size: int) -> IntArray:
 
 
 def _assign_step(steps: IntArray, world_size: int, sync_at: SyncPoint) -> IntArray:
-    """Return the order of the packs of each step, as places in *steps*; of its shape."""
+    """Return the order of each step's packs as columns of *steps*; of the same shape."""
     num_steps, per_step = steps.shape
     falling = np.argsort(-steps, axis=1, kind="stable").reshape(num_steps, -1, world_size)
     if sync_at == "microbatch":
@@ -132,7 +132,7 @@ def _assign_step(steps: IntArray, world_size: int, sync_at: SyncPoint) -> IntArr
 
 
 def _gather_works(steps: IntArray, held: IntArray) -> IntArray:
-    """Return the works of the packs at the places in *held*; of its shape."""
+    """Return the works of the packs at columns *held* of *steps*; of the shape of *held*."""
     return np.take_along_axis(steps, held.reshape(len(steps), -1), axis=1).reshape(held.shape)
 
 
@@ -186,7 +186,7 @@ def _level_ranks(steps: IntArray, held: IntArray) -> None:
 
 
 def _sets_to_exchange(packs_of_rank: int) -> list[NDArray[np.int64]]:
-    """Return the sets of packs that may be exchanged, by size."""
+    """Return sets of a rank's packs that may be exchanged: single packs, then perhaps pairs."""
     sizes = [1, 2] if 2 < packs_of_rank <= _PAIRS_UP_TO else [1]
     return [np.array(list(combinations(range(packs_of_rank), size))) for size in sizes]
 
@@ -231,6 +231,6 @@ def _exchange(held: IntArray, active: IntArray, works: IntArray, *, swaps: NDArr
 
 
 def _block_slices(num: int, width: int) -> Iterator[slice]:
-    """Yield slices of *num* rows, of about `_BLOCK` numbers each if rows have *width* numbers."""
+    """Yield slices that cut *num* rows of *width* numbers into blocks of about `_BLOCK`."""
     size = max(1, _BLOCK // width)
     return (slice(start, start + size) for start in range(0, num, size))

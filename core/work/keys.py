@@ -1,4 +1,4 @@
-"""Reader of the keys of a model's config.json, which records the keys read."""
+"""Reader of the keys of a model's config.json, which remembers the keys it has read."""
 
 import re
 from collections.abc import Mapping
@@ -52,13 +52,13 @@ class ConfigKeys:
         self._read = set[str]()
 
     def find(self, *names: str) -> Any:
-        """Return the value of the first of these keys that exists, or None."""
+        """Return the value of the first of *names* that exists, or None."""
         self._read.update(names)
         return next((self._sizes[name] for name in names if name in self._sizes), None)
 
     def find_size(self, *names: str) -> int | None:
         """
-        Return the value of the first of these keys that exists as an integer, None if none exists.
+        Return the size under the first of *names* that exists, as an integer; None if none exists.
 
         Raises:
             ModelError: The value is not a number from 0.
@@ -73,14 +73,14 @@ class ConfigKeys:
         return int(found)
 
     def size(self, *names: str) -> int:
-        """Return the first of these keys as `find_size` does; ModelError if none exists."""
+        """Return the size under the first of *names* that exists; ModelError if none does."""
         found = self.find_size(*names)
         if found is None:
             raise ModelError("work", f"config.json has no {names[0]}, which the work of a sample depends on")
         return found
 
     def unread(self) -> list[str]:
-        """Return the unread keys whose value is a size above 0 or a list."""
+        """Return keys not yet read whose value is a size above 0 or a list."""
         return sorted(
             key
             for key, value in self._sizes.items()

@@ -33,7 +33,7 @@ from packplan.core.work.vision import FLOPs, VisionWork, read_vision_work
 
 @attrs.frozen
 class WorkModel:
-    """Coefficients of the FLOPs of a model."""
+    """Work of a model: coefficients of the FLOPs of its forward pass, or of a training step."""
 
     per_position: float
     """FLOPs of the matrix products of one position, over all layers and the output head."""
@@ -56,7 +56,7 @@ class WorkModel:
         Return the work of a model from the content of its config.json.
 
         Raises:
-            ModelError: It lacks a size, or has one of which is not known what it adds.
+            ModelError: A size is missing, or a key has an unknown effect on the work.
         """
         thinker = config.get("thinker_config")  # the part that is trained, and that is given no sound
         config = thinker or config
@@ -88,7 +88,7 @@ class WorkModel:
 
     def trained(self, *, text: bool = True, vision: bool = True, vision_gradients: bool = True) -> WorkModel:
         """
-        Return the work of a forward and a backward pass; this object has the forward pass alone.
+        Return the work of a forward and a backward pass, from this work of the forward pass.
 
         A backward pass takes as many FLOPs for the gradients of a layer's inputs, and as many again
         for those of trained weights. Attention has no weights, and two products for each of its
@@ -112,7 +112,7 @@ class WorkModel:
 
     def scaled(self, text: float, attention: float) -> WorkModel:
         """
-        Return the work with each part in another unit, and the vision tower as it is.
+        Return the work of the text with each part times a factor; the vision tower is unchanged.
 
         Args:
             text: Factor of the matrix products of text positions, and of layers under the delta
@@ -141,7 +141,7 @@ class WorkModel:
         return self.row_flops(as_lengths(lengths))
 
     def row_flops(self, widths: Any) -> FLOPs:
-        """Return the forward FLOPs of rows of one text sample each; of the shape of *widths*."""
+        """Return the forward FLOPs of rows of one text sample, *widths* tokens long."""
         tokens = np.asarray(widths, dtype=np.float64)
         work: FLOPs = tokens * self.per_position + tokens * (tokens + 1) / 2 * self.per_pair
         for layers in self.local:
@@ -207,7 +207,7 @@ class SampleWorks:
 
     def scaled(self, text: float, attention: float, vision: float) -> SampleWorks:
         """
-        Return the works with each part in another unit, as nanoseconds for FLOPs.
+        Return the works with each part times a factor, such as nanoseconds for each FLOP.
 
         Args:
             text: See `WorkModel.scaled`.
@@ -222,5 +222,5 @@ class SampleWorks:
 
     @property
     def flops(self) -> FLOPs:
-        """FLOPs, or other units, of each sample, as whole numbers; shape (num_samples,)."""
+        """Work of each sample, in FLOPs or the unit of `scaled`; shape (num_samples,)."""
         return np.rint(self.model.row_flops(self.lengths) + self.images)

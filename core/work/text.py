@@ -143,7 +143,7 @@ def read_text_work(sizes: Sizes, *, model_type: str | None) -> dict[str, Any]:
 
 
 def _layer_kinds(keys: ConfigKeys, layers: int) -> list[Kind]:
-    """Return the kind of each layer."""
+    """Return the kind of attention of each layer."""
     named = keys.find("layer_types", "layers_block_type")
     window = keys.find("sliding_window")
     has_window = bool(window) and keys.find("use_sliding_window") is not False
@@ -166,7 +166,7 @@ def _layer_kinds(keys: ConfigKeys, layers: int) -> list[Kind]:
 
 
 def _attention_products(keys: ConfigKeys, width: int) -> tuple[int, int]:
-    """Return the products of one position, and of one pair of tokens, in an attention layer."""
+    """Return an attention layer's multiplications for one position, and for one pair of tokens."""
     heads = keys.size("num_attention_heads", "n_head", "num_heads")
     if (latent := keys.find_size("kv_lora_rank")) is not None:
         plain, rotated, value = (keys.size(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
@@ -182,7 +182,7 @@ def _attention_products(keys: ConfigKeys, width: int) -> tuple[int, int]:
 
 
 def _delta_products(keys: ConfigKeys, width: int) -> tuple[int, int]:
-    """Return the products of one position, and of a chunk, in a layer of the gated delta rule."""
+    """Return a gated-delta-rule layer's multiplications for one position, and for a chunk."""
     key, value = keys.size("linear_key_head_dim"), keys.size("linear_value_head_dim")
     heads = keys.size("linear_num_value_heads")
     keys_width, values_width = keys.size("linear_num_key_heads") * key, heads * value
@@ -195,7 +195,7 @@ def _delta_products(keys: ConfigKeys, width: int) -> tuple[int, int]:
 
 
 def _mlp_products(keys: ConfigKeys, width: int, layers: int) -> int:
-    """Return the products of one position in the MLPs of all layers."""
+    """Return the multiplications for one position in the MLPs of all layers."""
     experts = keys.find_size("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     inner = keys.find_size("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
     inner = _mlp_width(keys, 4 * width if inner is None else inner)
@@ -221,7 +221,7 @@ def _mlp_products(keys: ConfigKeys, width: int, layers: int) -> int:
 
 
 def _mlp_width(keys: ConfigKeys, inner: int) -> int:
-    """Return the width of MLPs, reduced and rounded if the config says so."""
+    """Return the inner width of MLPs, reduced and rounded if the config says so."""
     cut, factor = keys.find("block_auto_adjust_ff_dim"), keys.find("block_ffn_dim_multiplier")
     multiple = keys.find_size("block_multiple_of") or 1
     if not cut:
@@ -231,7 +231,7 @@ def _mlp_width(keys: ConfigKeys, inner: int) -> int:
 
 
 def _num_mlp_products(keys: ConfigKeys) -> int:
-    """Return the number of matrix products of an MLP: two, or three with a gate."""
+    """Return the number of weight matrices of an MLP: two, or three with a gate."""
     if (products := keys.find_size("mlp_products")) is not None:
         return products
     activation = keys.find("hidden_activation", "hidden_act", "activation_function", "mlp_hidden_act")

@@ -149,7 +149,7 @@ def _tile_work(keys: ConfigKeys, ratio: float, *, text: int) -> VisionWork:
 
 
 def _side_length(keys: ConfigKeys, name: str) -> int:
-    """Return a size in pixels, written as a number or as a list of equal ones."""
+    """Return a side in pixels, written as a number or as a list of equal numbers."""
     found = keys.find(name)
     if isinstance(found, (list, tuple)) and len(set(found)) == 1:
         return ConfigKeys({name: found[0]}).size(name)
