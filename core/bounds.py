@@ -34,7 +34,7 @@ class Bound:
 
 def lower_bound(lengths: Lengths, *, capacity: int, known: int | None = None, effort: float = inf) -> int:
     """
-    Return a lower bound on the number of packs; arguments as for `find_bound`.
+    Return a lower bound on the number of packs; see `find_bound`.
 
     >>> lower_bound([60, 60, 50], capacity=100)
     3

@@ -177,8 +177,8 @@ class StaleError(_FactError, UserError):
         """Return the error of a checkpoint that was trained from another plan."""
         head = f"{checkpoint} was trained from another plan or in another way, so this run cannot go on with it"
         reordered = any(difference.key == "order_version" for difference in differences)
-        kind = "changed_order" if reordered else "changed_plan"
-        return cls(kind, format_lines(head, differences), {"differences": differences})
+        fact = format_lines(head, differences)
+        return cls("changed_order" if reordered else "changed_plan", fact, {"differences": differences})
 
     @classmethod
     def file(cls, name: str, found: str) -> StaleError:
