@@ -160,7 +160,7 @@ def export_cached_rows(splits: Mapping[str, tuple[Any, Sequence[Sequence[int]]]]
     Args:
         splits: Name of each split -> its rows, a `datasets.Dataset`, and the tokens of each
             sequence of each row.
-        folder: Folder to make; there is none yet.
+        folder: Folder to make; it must not exist.
 
     Raises:
         OutputError: The folder cannot be written.
@@ -176,7 +176,7 @@ def _read_packs(rows: Any, plan: Plan, order: Order, target: Path) -> Iterator[R
 
     Raises:
         ArgumentError: The order does not fit the plan, or *target* exists; a row is no sample, has
-            media, or none of all teaches a token.
+            media, or no row has a token to learn.
         StaleError: A row is not as long as planned.
     """
     packs = RowsOfPacks(rows, plan)

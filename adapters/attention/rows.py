@@ -27,7 +27,7 @@ from packplan.core.errors import PackplanError
 
 @attrs.frozen(eq=False)
 class PackedRow:
-    """The samples of a row, one after the other."""
+    """Samples of a packed row, one after the other."""
 
     sample_ids: torch.Tensor
     """Sample of each token, counted from 0; int64 of shape (tokens,)."""
@@ -79,11 +79,11 @@ class PackedRow:
         )
         begins = columns[self.first]
 
-        def together(_: Any, __: Any, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        def in_same_chunk(_: Any, __: Any, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
             start = begins[queries]
             return (columns[queries] - start) // size == (columns[keys] - start) // size
 
-        return together
+        return in_same_chunk
 
     def with_padded_distances(self, mask_function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Return *mask_function* with distances between tokens measured in the padded batch."""

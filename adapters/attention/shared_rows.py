@@ -204,9 +204,9 @@ class SharedRows:
         self._open: dict[int, list[tuple[RowShare | None, ExitStack]]] = defaultdict(list)  # of each thread
         uncompiled: Any = torch.compiler.disable  # rows would each need a program of their own
         self._hooks = [
-            decoder.register_forward_pre_hook(uncompiled(self._cut), with_kwargs=True),
+            decoder.register_forward_pre_hook(uncompiled(self._cut_inputs), with_kwargs=True),
             # Before hooks that put back padding, which take the whole row.
-            decoder.register_forward_hook(uncompiled(self._join), prepend=True, always_call=True),
+            decoder.register_forward_hook(uncompiled(self._join_output), prepend=True, always_call=True),
         ]
 
     @property
@@ -220,7 +220,7 @@ class SharedRows:
         for hook in self._hooks:
             hook.remove()
 
-    def _cut(self, _: Any, args: Any, kwargs: Any) -> Any:
+    def _cut_inputs(self, _: Any, args: Any, kwargs: Any) -> Any:
         divided, inside = self._divide() if self.is_active else None, ExitStack()
         if divided is None:
             self._open[get_ident()].append((None, inside))
@@ -236,7 +236,7 @@ class SharedRows:
         self._open[get_ident()].append((share, inside))
         return (), options
 
-    def _join(self, _: Any, __: Any, output: Any) -> Any:
+    def _join_output(self, _: Any, __: Any, output: Any) -> Any:
         if not self._open[get_ident()]:  # the call was refused
             return None
         share, inside = self._open[get_ident()].pop()

@@ -24,7 +24,7 @@ import torch.distributed._functional_collectives as collectives  # which have gr
 
 @attrs.frozen(eq=False)
 class RowShare:
-    """Part of a row that a rank computes between attention."""
+    """Part of a packed row: the tokens that a rank computes in all layers but attention."""
 
     group: dist.ProcessGroup
     """Ranks that share the row."""
@@ -126,11 +126,11 @@ class RowShare:
 
         If all ranks compute the loss of the whole row, each gets the whole gradient of *values*.
         """
-        result: torch.Tensor = _Take.apply(values.movedim(axis, 0), self)  # type: ignore[no-untyped-call]
+        result: torch.Tensor = _TakePart.apply(values.movedim(axis, 0), self)  # type: ignore[no-untyped-call]
         return result.movedim(0, axis)
 
 
-class _Take(torch.autograd.Function):
+class _TakePart(torch.autograd.Function):
     """See `RowShare.take`; the tokens are the first axis."""
 
     @staticmethod

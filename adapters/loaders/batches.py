@@ -74,9 +74,9 @@ class PackBatches:
 
     def restart(self) -> None:
         """Serve the schedule from its start."""
-        self._serve(self._whole.start)
+        self._serve_from(self._whole.start)
 
-    def _serve(self, start: Progress) -> None:
+    def _serve_from(self, start: Progress) -> None:
         """Serve from *start* on."""
         self.schedule = attrs.evolve(self._whole, start=start)
         self.set_epoch(start.epoch)
@@ -130,7 +130,7 @@ class PackBatches:
             raise StaleError.plan(_SAVED, differences)
         if (fault := attrs.evolve(self._whole, start=then.progress).start_fault()) is not None:
             raise CorruptArtefactError(_SAVED, fault, DAMAGED)
-        self._serve(then.progress)
+        self._serve_from(then.progress)
 
 
 class EvalBatches:

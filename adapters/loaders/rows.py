@@ -70,7 +70,7 @@ Collate = Callable[[list[Row]], Mapping[str, Any]]
 
 class PackOfRows(list[Row]):
     """
-    The rows of one pack: what every data set of packs serves.
+    Rows of one pack: the item type of every data set of packs.
 
     Attributes:
         pack: Pack index in the plan.

@@ -83,7 +83,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @attrs.frozen(eq=False)
-class _Copies:
+class _SmallCopies:
     """Small copies of a model on one device and in one precision, and its samples alone."""
 
     build: Callable[[str], Any]
@@ -101,7 +101,7 @@ class _Copies:
     """Outcome of the row's samples, each alone."""
 
     @classmethod
-    def from_builder(cls, build: Callable[..., Any], device: str, precision: Precision) -> _Copies:
+    def from_builder(cls, build: Callable[..., Any], device: str, precision: Precision) -> _SmallCopies:
         """
         Compute each sample alone, and choose eager or sdpa as the native attention.
 
@@ -173,7 +173,7 @@ class SmallProbe:
     precision: Precision = "float32"
     """Precision of the copies."""
 
-    _copies: dict[tuple[str, Precision], _Copies] = attrs.field(factory=dict, init=False)
+    _copies: dict[tuple[str, Precision], _SmallCopies] = attrs.field(factory=dict, init=False)
 
     _verdicts: dict[StrategyTrial, PackingVerdict] = attrs.field(factory=dict, init=False)
 
@@ -206,7 +206,7 @@ class SmallProbe:
         build_one = SmallModels(self.config, trust_remote_code=self.trust_remote_code).build
         return partial(build_one, trials=_find_short_lengths(self.config, build_one))
 
-    def _copies_for(self, trial: StrategyTrial | None = None) -> _Copies:
+    def _copies_for(self, trial: StrategyTrial | None = None) -> _SmallCopies:
         """Return the copies that a trial runs on; without a trial, those of the given device."""
         where: tuple[str, Precision] = (self.device, self.precision)
         if trial is not None and not self.on_cpu and self.device == "cpu":
@@ -215,7 +215,7 @@ class SmallProbe:
             elif trial.strategy == "flash":  # which takes 16 bits
                 where = ("cuda", "bfloat16")
         if where not in self._copies:
-            self._copies[where] = _Copies.from_builder(self._build_copy, *where)
+            self._copies[where] = _SmallCopies.from_builder(self._build_copy, *where)
         return self._copies[where]
 
     def _find_verdict(self, attn_impl: str) -> PackingVerdict:
@@ -271,7 +271,7 @@ def _class_to_split(model: Any, name: str, found: set[str]) -> str | None:
     return None if not name or hasattr(module, "get_input_embeddings") else type(module).__name__
 
 
-def _find_mixing_module(model: Any, copies: _Copies) -> NamedModule | None:
+def _find_mixing_module(model: Any, copies: _SmallCopies) -> NamedModule | None:
     packed = copies.row.packed
     leak = first_leak(model, packed)
     if leak is not None:
@@ -319,7 +319,7 @@ def _draw_row(model: Any) -> ProbeRow:
     return ProbeRow.draw(model, LENGTHS, ids=range(FIRST_ID, VOCABULARY))
 
 
-def _try_strategy(copies: _Copies, trial: StrategyTrial, refused: PackingVerdict) -> PackingVerdict:
+def _try_strategy(copies: _SmallCopies, trial: StrategyTrial, refused: PackingVerdict) -> PackingVerdict:
     """
     Return the verdict on a strategy; where samples are not apart, layers that carry a state run
     sample by sample.

@@ -134,7 +134,7 @@ def device_and_precision(model: torch.nn.Module) -> str:
 
 
 def ordinary_ids(config: Any) -> list[int]:
-    """Return ids of tokens that no key of the configuration names."""
+    """Return the token ids that are the value of no key of the configuration: no special tokens."""
     parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
     special = {
         value

@@ -185,7 +185,7 @@ def shrink(config: Mapping[str, Any], *, times: int = 1) -> dict[str, Any]:
 def _count_layers(config: Mapping[str, Any], times: int) -> tuple[int, int]:
     """Return the number of layers of a part, and the number to keep; 0 if it has only sub-parts."""
     layers = next((config[name] for name in _LAYERS if isinstance(config.get(name), int)), 0)
-    return layers, min(layers, _kept_layers(config, layers, times))
+    return layers, min(layers, _count_kept_layers(config, layers, times))
 
 
 def _shrink_value(key: str, value: Any, context: _Context) -> Any:
@@ -213,7 +213,7 @@ def _shrink_list(key: str, value: Sequence[Any], context: _Context) -> list[Any]
     return items
 
 
-def _kept_layers(config: Mapping[str, Any], layers: int, times: int) -> int:
+def _count_kept_layers(config: Mapping[str, Any], layers: int, times: int) -> int:
     """Return the number of first layers that hold each kind of layer, up to *times* times."""
     kept = 2
     shared = 1 if config.get("num_kv_shared_layers") else 0
@@ -244,7 +244,7 @@ def _rotary_share(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
 
 
 def _shrink_rope(rope: Any, context: _Context) -> Any:
-    """Shrink rotary parameters, also those by kind of layer."""
+    """Shrink rotary parameters, given once or for each kind of layer."""
     if not isinstance(rope, Mapping):
         return rope
     if any(isinstance(value, Mapping) for value in rope.values()):

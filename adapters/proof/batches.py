@@ -99,7 +99,7 @@ class PackedBatch:
         ]
         return cls(inputs, batch.get("labels"), shape, tuple(places))
 
-    def _cut(self, number: int) -> dict[str, Any]:
+    def _cut_out_sample(self, number: int) -> dict[str, Any]:
         """
         Return sample *number* of the rows, as a batch that is not packed.
 
@@ -142,7 +142,7 @@ class PackedBatch:
             raise _error("has neither labels nor input_ids by token, so it has no loss")
         targets = [next_tokens(labels[place]) for place in self.places]
         if alone is None:
-            return [Sample(self._cut(number), own) for number, own in enumerate(targets)]
+            return [Sample(self._cut_out_sample(number), own) for number, own in enumerate(targets)]
         if len(alone) != len(self.places):
             raise _error(f"has {len(self.places)} samples, but alone has {len(alone)}: none may be dropped or added")
         for number, (batch, place) in enumerate(zip(alone, self.places, strict=True)):

@@ -204,7 +204,7 @@ def compare_values(
 
     Args:
         found: Values of each sample; shape (tokens, width).
-        expected: Those of the samples alone.
+        expected: Values of the same samples alone.
         typical: Compare each sample's typical token, not the worst.
     """
     scale = max((float(own.abs().max()) for own in expected), default=0.0) or 1.0

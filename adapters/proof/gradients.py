@@ -163,12 +163,12 @@ def watch_embeddings(model: torch.nn.Module, packed: PackedBatch) -> Iterator[Wa
     if isinstance(given, torch.Tensor):
         watched.inputs["inputs_embeds"] = collect(None, None, given.detach())
     with ExitStack() as hooks:
-        for module in _embeddings(model):
+        for module in _embedding_modules(model):
             hooks.enter_context(module.register_forward_hook(collect))
         yield watched
 
 
-def _embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:
+def _embedding_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules that embed token ids, and positions that are looked up."""
     found: list[torch.nn.Module] = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     try:

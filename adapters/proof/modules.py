@@ -38,7 +38,7 @@ class NamedModule:
 
 
 @attrs.frozen(eq=False)
-class _Call:
+class _ModuleCall:
     """One call of a module."""
 
     module: NamedModule
@@ -48,7 +48,7 @@ class _Call:
     returned: list[Any] = attrs.field(factory=list)
     """Kept parts of its output."""
 
-    inside: list[_Call] = attrs.field(factory=list)
+    inside: list[_ModuleCall] = attrs.field(factory=list)
     """Calls of other modules during this one, in their order."""
 
 
@@ -67,7 +67,7 @@ def first_leak(model: torch.nn.Module, packed: PackedBatch) -> tuple[Reach, Name
 
 
 @contextmanager
-def _record_calls(model: torch.nn.Module, keep: Callable[[Any], Any | None]) -> Iterator[list[_Call]]:
+def _record_calls(model: torch.nn.Module, keep: Callable[[Any], Any | None]) -> Iterator[list[_ModuleCall]]:
     """
     Record the module calls inside the block; the list then holds the calls of the model itself.
 
@@ -77,11 +77,11 @@ def _record_calls(model: torch.nn.Module, keep: Callable[[Any], Any | None]) -> 
         model: Model that computes inside.
         keep: Function from a tensor that a module takes or returns to the part to keep, or None.
     """
-    calls: list[_Call] = []
+    calls: list[_ModuleCall] = []
     running = [calls]
 
     def begin(module: NamedModule, _: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        running[-1].append(call := _Call(module, _kept_parts((arguments, options), keep)))
+        running[-1].append(call := _ModuleCall(module, _kept_parts((arguments, options), keep)))
         running.append(call.inside)
 
     def end(_: Any, __: Any, ___: Any, output: Any) -> None:
@@ -99,7 +99,7 @@ def _record_calls(model: torch.nn.Module, keep: Callable[[Any], Any | None]) -> 
 
 
 def _kept_parts(value: Any, keep: Callable[[Any], Any | None]) -> list[Any]:
-    """Return the results of *keep* on nested arguments or outputs, those that are not None."""
+    """Return the results of *keep*, without None, on all values nested in arguments or outputs."""
     if isinstance(value, Mapping):
         value = tuple(value.values())
     if isinstance(value, (tuple, list)):
@@ -159,7 +159,7 @@ def first_different_module(
         with _record_calls(model, partial(_sample_part, shape=packed.shape, place=place)) as found:
             model(**packed.inputs)
 
-    def shows(pair: tuple[_Call, _Call]) -> bool:
+    def shows(pair: tuple[_ModuleCall, _ModuleCall]) -> bool:
         mine, own = pair
         if mine.module != own.module:  # the row takes another way than the sample
             return False

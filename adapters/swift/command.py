@@ -43,7 +43,7 @@ TESTED_VERSIONS = ("4.6.0",)
 
 @attrs.frozen(eq=False)
 class SwiftCommand:
-    """A command of ms-swift that trains."""
+    """Training command of ms-swift, with its resolved arguments."""
 
     arguments: Any
     """Arguments as ms-swift resolves them."""
@@ -197,7 +197,7 @@ def _raise_config_errors() -> Iterator[None]:
 
 
 def refuse_untested_version(version: str) -> None:
-    """Refuse a version of ms-swift that is none of `TESTED_VERSIONS`; ConfigError."""
+    """Refuse a version of ms-swift that is not in `TESTED_VERSIONS`; ConfigError."""
     if version not in TESTED_VERSIONS:
         reason = (
             f"{version} is not a version that this plugin was tested with ({', '.join(TESTED_VERSIONS)}): install that "

@@ -112,9 +112,9 @@ class PlannedPacks(Dataset[PackOfRows]):
             StaleError: A row has another length than planned.
             DataSetError: A row cannot be encoded any more.
         """
-        return PackOfRows([self._row(index) for index in self.plan.packs[item]], item)
+        return PackOfRows([self._encode_row(index) for index in self.plan.packs[item]], item)
 
-    def _row(self, index: int) -> Row:
+    def _encode_row(self, index: int) -> Row:
         row: Row = self._rows[index]
         if self._encode is not None:
             try:
