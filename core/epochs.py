@@ -186,7 +186,7 @@ def plan_epoch(
 
 def record_epoch(planned: EpochPlan, samples: EpochSamples) -> EpochRecord:
     """
-    Return the stored record of an epoch's plan.
+    Return the record of an epoch's plan, to be stored.
 
     Args:
         planned: Plan of the epoch.

@@ -96,7 +96,7 @@ class RunForecast:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of samples trained in a second, without evaluations and checkpoints."""
+        """Tokens trained in a second over all ranks, without evaluations and checkpoints."""
         return self.tokens / self.epoch_seconds
 
 

@@ -337,7 +337,7 @@ def unsupervised_samples(plan: RawPlan, supervised: Lengths) -> IntArray:
     return np.sort(planned[np.asarray(supervised)[planned] == 0])
 
 
-def refuse_unsupervised(plan: RawPlan, supervised: Lengths) -> None:
+def require_supervised(plan: RawPlan, supervised: Lengths) -> None:
     """
     Raise an error if no planned sample has a supervised token.
 

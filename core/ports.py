@@ -74,11 +74,11 @@ class LengthSource(Protocol):
 
     def media_facts(self, index: int, /, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         """
-        Return the current size and digest of each image file of sample *index*.
+        Return the current size and digest of each image and video file of sample *index*.
 
         Args:
             index: Sample index.
-            decode: Whether pixels are read too, to find damage behind the headers.
+            decode: Whether pixels and frames are read too, to find damage behind the headers.
 
         Raises:
             RecordError: A file cannot be read.

@@ -257,7 +257,7 @@ class SwiftMeasurer:
             return list(outcomes)
 
     def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
-        """Return the current facts of the media files of sample *index*; see `core.ports`."""
+        """Return the size and digest of each media file of sample *index*; see `LengthSource`."""
         return tuple(fact for part in self._record_indices(index) for fact in self._record_facts(part, decode=decode))
 
     def _record_facts(self, index: int, *, decode: bool) -> tuple[MediaFacts, ...]:

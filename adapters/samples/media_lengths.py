@@ -66,11 +66,11 @@ def shrink_size(width: int, height: int, max_pixels: int | None) -> tuple[int, i
 
 
 @attrs.frozen
-class ImageLengths:
+class ImageCosts:
     """One method to compute the costs of images from their sizes."""
 
     name: str
-    """Name of the way in the log."""
+    """Name of the method in the log."""
 
     cost: Callable[[int, int], Measurement]
     """Width and height -> cost of an image; ValueError if its shape is refused."""
@@ -84,7 +84,7 @@ class ImageLengths:
         return all(self.beyond_stand_in(*size) == cost for size, cost in encoded.items())
 
 
-def prove_image_lengths(template: Template) -> ImageLengths | None:
+def prove_image_costs(template: Template) -> ImageCosts | None:
     """Return the first method that agrees with full encodes of images of `PROOF_SIZES`, or None."""
     try:
         stand_in, *costs = (
@@ -95,7 +95,7 @@ def prove_image_lengths(template: Template) -> ImageLengths | None:
         log.info("images of some sizes cannot be encoded: %s: %s", type(error).__name__, error)
         return None
     encoded = {size: cost - stand_in for size, cost in zip(PROOF_SIZES, costs, strict=True)}
-    return next((way for way in _image_lengths(template, stand_in) if way.agrees_with(encoded)), None)
+    return next((way for way in _image_costs(template, stand_in) if way.agrees_with(encoded)), None)
 
 
 # Processes that measure are given these, so they are functions of the module.
@@ -117,7 +117,7 @@ def _processor_cost(processor: Any, unit: int, most: int | None, width: int, hei
     return Measurement(int(said.num_image_tokens[0]), 0, 0, int(said.num_image_patches[0]) * unit)
 
 
-def _image_lengths(template: Template, stand_in: Measurement) -> Iterator[ImageLengths]:
+def _image_costs(template: Template, stand_in: Measurement) -> Iterator[ImageCosts]:
     """Yield the methods that may fit a template; a sample with the stand-in costs *stand_in*."""
     processor, most = template.processor, template.max_pixels
     images: Any = getattr(processor, "image_processor", None)
@@ -126,12 +126,12 @@ def _image_lengths(template: Template, stand_in: Measurement) -> Iterator[ImageL
     # A template that resizes by qwen_vl_utils names its function.
     resizes = "fetch_image" in type(template).replace_tag.__code__.co_names
     if resizes and isinstance(patch, int) and isinstance(merge, int):
-        yield ImageLengths("the arithmetic of qwen_vl_utils", partial(_qwen_cost, patch, merge, most))
+        yield ImageCosts("the arithmetic of qwen_vl_utils", partial(_qwen_cost, patch, merge, most))
     if hasattr(processor, "_get_num_multimodal_tokens"):
         # What it counts is a patch, or a tile of many.
         units = _processor_cost(processor, 1, most, *DUMMY_SIZE).patches
         says = partial(_processor_cost, processor, stand_in.patches // units if units else 1, most)
-        yield ImageLengths(f"what {type(processor).__name__} says of sizes", says)
+        yield ImageCosts(f"what {type(processor).__name__} says of sizes", says)
 
 
 _LARGE = (150, 70)

@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerFast
 
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.media import DUMMY_SIZE, FRAMES_OF_LAYER, measure_encoded, without_truncation
-from packplan.adapters.samples.media_lengths import ImageLengths, prove_image_lengths
+from packplan.adapters.samples.media_lengths import ImageCosts, prove_image_costs
 from packplan.adapters.samples.video_reading import reads_videos
 from packplan.core.errors import RecordError
 from packplan.core.samples.identity import DIGEST_BYTES
@@ -336,9 +336,9 @@ class ShortcutMeasurer:
         return counter
 
     @cached_property
-    def image_lengths(self) -> ImageLengths | None:
+    def image_lengths(self) -> ImageCosts | None:
         """Costs of images by their headers; None if samples with images are encoded in full."""
-        lengths = prove_image_lengths(self._encoder.template)
+        lengths = prove_image_costs(self._encoder.template)
         if lengths is None:
             self._log_once("no arithmetic gives the lengths of images, so samples with some are encoded in full")
         else:

@@ -93,7 +93,7 @@ class PlannedPacks(Dataset[PackOfRows]):
     @cached_property
     def facts(self) -> RowFacts:
         """
-        Digest and learned tokens of all rows of the data set.
+        Digest of all rows of the data set, and the number of supervised tokens of each.
 
         They are of encoded rows, except for a data set that ms-swift has cached with its lengths.
         """

@@ -104,7 +104,7 @@ def setting_faults(arguments: Any) -> Iterator[Fault]:
             yield Fault(f"training.{key}", f"cannot be used: {error}; change {names}, or remove it")
 
 
-def _build_optimizer(arguments: Any) -> None:
+def _try_optimizer(arguments: Any) -> None:
     try:
         Trainer.get_optimizer_cls_and_kwargs(arguments, torch.nn.Linear(1, 1))
     except ValueError:
@@ -119,28 +119,28 @@ def _try_lr_scheduler(arguments: Any) -> None:
     get_scheduler(arguments.lr_scheduler_type, optimizer, num_warmup_steps=0, num_training_steps=1, **of_kind)
 
 
-def _check_compilation(arguments: Any) -> None:
+def _try_compilation(arguments: Any) -> None:
     if arguments.torch_compile:
         DynamoBackend(arguments.torch_compile_backend.upper())
         torch.compile(torch.nn.Linear(1, 1), mode=arguments.torch_compile_mode)
 
 
-def _build_reporters(arguments: Any) -> None:
+def _try_reporters(arguments: Any) -> None:
     for callback in get_reporting_integration_callbacks(arguments.report_to):
         callback()
 
 
-def _check_shard_size(arguments: Any) -> None:
+def _try_shard_size(arguments: Any) -> None:
     if re.fullmatch(r"\d+(\.\d+)? ?[KMGT]B", arguments.max_shard_size, re.IGNORECASE) is None:
         raise ValueError(f"{arguments.max_shard_size!r} is no size, as 5GB is")
 
 
 _TRIALS: dict[tuple[str, ...], Callable[[Any], None]] = {
-    ("optim", "optim_args"): _build_optimizer,
+    ("optim", "optim_args"): _try_optimizer,
     ("lr_scheduler_type", "lr_scheduler_kwargs"): _try_lr_scheduler,
-    ("torch_compile", "torch_compile_backend", "torch_compile_mode"): _check_compilation,
-    ("report_to",): _build_reporters,
-    ("max_shard_size",): _check_shard_size,
+    ("torch_compile", "torch_compile_backend", "torch_compile_mode"): _try_compilation,
+    ("report_to",): _try_reporters,
+    ("max_shard_size",): _try_shard_size,
 }
 """Key, and the keys that belong to it -> function that uses them."""
 

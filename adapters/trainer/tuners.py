@@ -73,8 +73,8 @@ _FREEZES = (
 
 def make_quantisation(model: ModelConfig, *, on_cpu: bool) -> Any:
     """
-    Return transformers' quantisation settings for a model, with ms-swift's exceptions; None if the
-    run has none.
+    Return transformers' quantisation settings for a model, without the modules that ms-swift leaves
+    in full precision; None if the run has none.
 
     Args:
         model: Section `model` of the run.

@@ -40,7 +40,7 @@ def plain_model(model: Any) -> Any:
 
 def model_media(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """
-    Return the model inputs of a sample or a batch beside its tokens, such as pixels, as a batch.
+    Return a batch of the model inputs other than tokens, labels and positions, such as pixels.
 
     Args:
         model: Model of transformers, perhaps with adapters.

@@ -29,7 +29,7 @@ from packplan.core.plan import (
     plan_to_arrays,
     refuse_dropped,
     refuse_longer,
-    refuse_unsupervised,
+    require_supervised,
 )
 from packplan.core.policy import PlanPolicy
 from packplan.core.ports import Arrays, Lock, RankGroup, ReportProgress
@@ -148,7 +148,7 @@ def _build_plan(split: Split, world_size: int, report: ReportProgress) -> dict[s
         stores.plans.save(key, raw)
     refuse_dropped(raw, lengths, policy)
     if name == "train":
-        refuse_unsupervised(raw, column(table, "supervised"))
+        require_supervised(raw, column(table, "supervised"))
     stores.plans.save_aligned(key, align_plan(raw, world_size=world_size, **split.alignment))
     inputs = np.frombuffer(json.dumps(dict(key.inputs)).encode(), dtype=np.uint8)
     return {"table": table, "key": inputs, **plan_to_arrays(raw)}

@@ -9,7 +9,7 @@ from packplan.core.config.run import RunConfig
 from packplan.core.errors import ArgumentError, NotBuiltError, counted
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.lengths import IntArray, Lengths
-from packplan.core.plan import RawPlan, refuse_dropped, refuse_longer, refuse_unsupervised
+from packplan.core.plan import RawPlan, refuse_dropped, refuse_longer, require_supervised
 from packplan.core.policy import PlanPolicy
 from packplan.core.ports import StoredLengths
 
@@ -55,7 +55,7 @@ def refusals(
         if plan is not None:
             refuse_dropped(plan, lengths, policy)
             if supervised is not None:
-                refuse_unsupervised(plan, supervised)
+                require_supervised(plan, supervised)
     except ArgumentError as error:
         yield f"training refuses the plan: {with_remedy(error)}"
 

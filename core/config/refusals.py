@@ -15,7 +15,7 @@ is `use_plan`, and `balance` is that of `packplan.hf`.
 
 @attrs.frozen
 class Refusal:
-    """A setting that hosts refuse unless it is unset or off; a size has to be 1."""
+    """A setting that hosts refuse unless it is unset or off; one named `…_size` has to be 1."""
 
     setting: str
     """Name of the setting; a name behind a dot is an attribute of the setting before."""

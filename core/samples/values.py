@@ -31,7 +31,10 @@ def has(record: Mapping[str, Any], name: str) -> bool:
 
 
 def parse_text(value: Any, name: str) -> Any:
-    """Parse a text that holds a list or an object in JSON or Python; return others as is."""
+    """
+    Parse a text as JSON or a Python literal, and return any other value as is; UnusableRecordError,
+    which names the key *name*, for a text that is neither.
+    """
     if not isinstance(value, str):
         return value
     try:

@@ -141,7 +141,7 @@ class WorkModel:
         return self.row_flops(as_lengths(lengths))
 
     def row_flops(self, widths: Any) -> FLOPs:
-        """Return the forward FLOPs of rows of one text sample, *widths* tokens long."""
+        """Return the forward FLOPs of rows that hold one text sample each, *widths* tokens long."""
         tokens = np.asarray(widths, dtype=np.float64)
         work: FLOPs = tokens * self.per_position + tokens * (tokens + 1) / 2 * self.per_pair
         for layers in self.local:

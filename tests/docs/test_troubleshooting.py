@@ -18,7 +18,7 @@ from packplan.core.config.faults import with_remedy
 from packplan.core.errors import Difference, Fault, ModelError, PackplanError, RunError, StaleError
 from packplan.core.lengths import as_works
 from packplan.core.packers import pack
-from packplan.core.plan import build_raw_plan, refuse_dropped, refuse_longer, refuse_unsupervised
+from packplan.core.plan import build_raw_plan, refuse_dropped, refuse_longer, require_supervised
 from packplan.core.policy import PlanPolicy
 from packplan.core.shard import shard_packed
 from packplan.core.surface import plan
@@ -75,7 +75,7 @@ MADE = (
     raised(build_raw_plan, [300, 400], packing_length=2048, min_fill_ratio="0.65"),
     raised(refuse_dropped, build_raw_plan(MIXED, DROPPING), MIXED, DROPPING),
     raised(refuse_longer, [100, 5120, 7168], PlanPolicy(packing_length=4096, refuse_longer=True)),
-    raised(refuse_unsupervised, build_raw_plan([8] * 400, packing_length=64), [0] * 400),
+    raised(require_supervised, build_raw_plan([8] * 400, packing_length=64), [0] * 400),
     raised(align_plan, build_raw_plan([8] * 3, packing_length=8), world_size=4, dataloader_drop_last=True),
     ModelError.isolation("bloom", "auto", "gradients pass between samples of a row: 0.24 of a sample's own"),
     StaleError.lengths(FOLDER, OTHER),

@@ -83,7 +83,7 @@ def changed(words: list[str], out: str, fault: str) -> int:
     """Train data of which a row gets `longer`, or is `gone`, after it was measured."""
     from packplan.adapters.swift import packs
 
-    read_row = packs.PlannedPacks._row
+    read_row = packs.PlannedPacks._encode_row
 
     def row(self: Any, index: int) -> Any:
         if index == 4:
@@ -102,7 +102,7 @@ def changed(words: list[str], out: str, fault: str) -> int:
                 self._encode = encode
         return read_row(self, index)
 
-    packs.PlannedPacks._row = row
+    packs.PlannedPacks._encode_row = row
     return main("sft", words, str(Path(out).parent))
 
 

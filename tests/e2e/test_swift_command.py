@@ -221,7 +221,7 @@ def test_a_template_that_leaves_nothing_of_thin_images_encodes_all_in_full(monke
 
     monkeypatch.setattr(media_lengths, "encode_image", encode)
 
-    assert media_lengths.prove_image_lengths(None) is None
+    assert media_lengths.prove_image_costs(None) is None
 
 
 def user(content: object) -> dict[str, object]:

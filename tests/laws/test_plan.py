@@ -17,7 +17,7 @@ from packplan.core.plan import (
     plan_to_arrays,
     refuse_dropped,
     refuse_longer,
-    refuse_unsupervised,
+    require_supervised,
     unsupervised_samples,
 )
 from packplan.core.policy import PlanPolicy
@@ -132,10 +132,10 @@ def test_planned_samples_that_teach_nothing_are_counted_and_all_of_them_are_refu
 
     assert nothing == unsupervised_samples(plan, supervised).tolist()
     if nothing != packed:
-        assert refuse_unsupervised(plan, supervised) is None
+        assert require_supervised(plan, supervised) is None
         return
     with pytest.raises(ArgumentError, match=f"none of {len(packed)} planned sample") as raised:
-        refuse_unsupervised(plan, supervised)
+        require_supervised(plan, supervised)
     assert ("unsupervised", packed[0]) == (raised.value.kind, raised.value.details["sample"])
 
 

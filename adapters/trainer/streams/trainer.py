@@ -165,7 +165,7 @@ class StreamTrainer(CheckedTrainer):
         self.lap_seconds()
         step = self.state.global_step
         super()._run_epoch(epoch=epoch, **options)
-        if self._is_over and self.state.global_step == step:
+        if self._epoch_ended and self.state.global_step == step:
             self.control.should_training_stop = False  # the epoch's last step was before the resume
         if not (self.has_learned or start.step or self.was_terminated):
             raise DataSetError(
@@ -173,9 +173,9 @@ class StreamTrainer(CheckedTrainer):
                 "was learned: raise template.max_length if it truncates their answers"
             )
         counts = self._epoch_counts()
-        left = 0 if self._is_over else self.train_dataset.num_left(self._shards())
+        left = 0 if self._epoch_ended else self.train_dataset.num_left(self._shards())
         *summed, left = self.sum_over_ranks(torch.tensor([*attrs.astuple(counts), left])).tolist()
-        self._log_epoch(StreamCounts(*summed), 0.0 if self._is_over else 1 - left / len(self.train_dataset.indices))
+        self._log_epoch(StreamCounts(*summed), 0.0 if self._epoch_ended else 1 - left / len(self.train_dataset.indices))
         self._earlier += counts
         self.train_dataset.resume(RankState())
         self._left_over, self._served.progress = [], ()
@@ -224,7 +224,7 @@ class StreamTrainer(CheckedTrainer):
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         step = self.state.global_step
         progress = attrs.evolve(self.start, step=step, epoch=self._epoch, epoch_step=0, segments=())
-        if not self._is_over:
+        if not self._epoch_ended:
             segments = self.train_dataset.segments
             progress = attrs.evolve(progress, epoch_step=step - self._first_step, segments=segments)
         ranks = self.group.gather(json.dumps(to_plain(self._rank_state())))
@@ -234,7 +234,7 @@ class StreamTrainer(CheckedTrainer):
 
     def _rank_state(self) -> RankState:
         """Return this rank's progress after the last step, as saved in a checkpoint."""
-        if self._is_over:
+        if self._epoch_ended:
             return RankState(earlier=self._earlier + self._epoch_counts(), trained=self._trained)
         shards, last = self._shards(), self._served.progress[-1:]
         following = (last[0].shard + 1) % len(shards) if last else self.train_dataset.start.next_shard
@@ -271,8 +271,8 @@ class StreamTrainer(CheckedTrainer):
         if self.args.max_steps < sys.maxsize:
             yield
             return
-        left = 0 if self._is_over else self.train_dataset.num_left(self._shards()) * self.group.world_size
-        done = self._epoch + (0 if self._is_over else max(0, 1 - left / len(self.train_dataset.indices)))
+        left = 0 if self._epoch_ended else self.train_dataset.num_left(self._shards()) * self.group.world_size
+        done = self._epoch + (0 if self._epoch_ended else max(0, 1 - left / len(self.train_dataset.indices)))
         step, self.state.max_steps = self.state.global_step, self.state.global_step
         if done:
             self.state.max_steps = max(step, math.ceil(step * self.num_epochs / done))
@@ -288,7 +288,7 @@ class StreamTrainer(CheckedTrainer):
                 bar.total = None
 
     @property
-    def _is_over(self) -> bool:
+    def _epoch_ended(self) -> bool:
         """Whether the ranks have no further step in this epoch."""
         return bool(self.control.should_epoch_stop)
 
