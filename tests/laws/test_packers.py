@@ -49,6 +49,8 @@ def test_scaling_lengths_and_capacity_changes_nothing(algorithm, case, factor, r
 @pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if hasattr(references, name)])
 # Two bins have room for two small samples, which are three.
 @example(case=([35, 35, 11, 11, 11], 60), seed=0)
+# The longest small sample does not fit beside the shortest, and the next one does.
+@example(case=([310, 199, 150, 149, 101], 600), seed=0)
 @given(case=packable(max_size=90), seed=st.integers(0, 2**64 - 1))
 def test_fast_packers_pack_as_slow_ones_do(algorithm, case, seed):
     """The packs of the item-by-item algorithm or of the library that it names, ties included."""
