@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from packplan.core.config.keys import keys_of
+from packplan.core.config.run import RunConfig
 from tests.models_page import packing_families, unpacked_families
 
 ROOT = Path(__file__).parents[2]
@@ -285,3 +287,21 @@ def test_every_help_answers_without_torch_and_without_swift():
     for call, (status, heavy, said) in zip(calls, ends_of([[*call, "--help"] for call in calls]), strict=True):
         assert (0, []) == (status, heavy), call
         assert "usage:" in said, call
+
+
+def test_every_option_and_every_key_is_read():
+    """Of a command, as `options.NAME`; of a YAML, by its name, outside of its declaration."""
+    of_app = "".join(map(text_of, files_of("app")))
+    calls = [
+        node for path in files_of("app") for node in ast.walk(ast.parse(text_of(path))) if isinstance(node, ast.Call)
+    ]
+    declared = [call for call in calls if getattr(call.func, "attr", "") == "add_argument"]
+    names = [one.value for call in declared for one in call.args if str(getattr(one, "value", "")).startswith("--")]
+    unread = [name for name in names if not re.search(rf"\boptions\.{name[2:].replace('-', '_')}\b", of_app)]
+    keys = ROOT / "core" / "config" / "run.py"
+    elsewhere = "".join(text_of(path) for path in files_of("core", "adapters", "app") if path != keys)
+    fields = [key.rpartition(".")[2] for key, _ in keys_of(RunConfig)]
+    unread += [name for name in fields if f".{name}" not in elsewhere and f'"{name}"' not in elsewhere]
+
+    assert len(names) > 20
+    assert [] == unread, "nothing reads these: read them, or remove them"

@@ -158,7 +158,7 @@ def test_each_change_has_its_place():
         files = [file for place in places for file in ([place] if place.is_file() else place.rglob("*.py"))]
         lost += [word for word in words if "/" not in word and not any(word in text_of(file) for file in files)]
 
-    assert [] == lost
+    assert [] == lost, "name in CONTRIBUTING.md what the files of the row have now"
 
 
 def is_defined(name: str) -> bool:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, Phi3Config
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from packplan.adapters.attention import layout, set_attention, varlen
@@ -24,7 +25,7 @@ from packplan.app import sft
 from packplan.app.plan import __main__ as plan
 from packplan.app.wiring import verdicts
 from packplan.app.wiring.runs import read_config
-from packplan.core.equality import EQUALITY_LIMITS, AttentionChoice
+from packplan.core.equality import AUTO, BACKENDS, EQUALITY_LIMITS, VARLEN, AttentionChoice
 from packplan.core.errors import ModelError, PackplanError
 from tests.e2e.ready import train
 from tests.e2e.test_proof import BackwardLeak
@@ -418,3 +419,9 @@ def test_families_are_listed(capsys):
     assert "bloom: does not pack: gradients pass" in found
     assert 2 == models.main(["families", "--names", "nope"])
     assert "nope: no such family" in capsys.readouterr().err
+
+
+def test_each_backend_is_one_of_transformers_or_ours():
+    """`flash_attn` is ms-swift's word for what is installed."""
+    of_transformers = {*ALL_ATTENTION_FUNCTIONS.valid_keys(), "eager", "flash_attn"}
+    assert {AUTO, VARLEN} == {*BACKENDS} - of_transformers, "a backend of one's own is tried here: add its trial"
