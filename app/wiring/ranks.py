@@ -57,7 +57,7 @@ def join_ranks(
             given = _rank_values(config, options)
     settings = config.training.trainer
     with open_rank_group(settings, use_cpu=use_cpu) as group:
-        require_same(group, given)
+        require_same_run(group, given)
         yield group
 
 
@@ -123,7 +123,7 @@ def settings_files(config: RunConfig) -> dict[str, Any]:
     return found
 
 
-def require_same(group: RankGroup, values: Mapping[str, str]) -> None:
+def require_same_run(group: RankGroup, values: Mapping[str, str]) -> None:
     """
     Compare values between all ranks; every rank has to call this.
 
@@ -158,7 +158,7 @@ def require_same_weights(group: RankGroup, model: torch.nn.Module) -> None:
         return
     digests = weight_digests(model)
     group.any(False)  # noqa: FBT003  # some ranks load longer than `gather` lets another be silent
-    require_same(group, digests)
+    require_same_run(group, digests)
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ from packplan.adapters.trainer.trainer import PlanTrainer
 from packplan.adapters.trainer.vision import DummyImage, plain_model
 from packplan.app.planning.schedule import accumulation_of
 from packplan.app.planning.split import Split
-from packplan.app.wiring.ranks import require_same, require_same_weights, settings_files
+from packplan.app.wiring.ranks import require_same_run, require_same_weights, settings_files
 from packplan.app.wiring.verdicts import probe_loaded_model
 from packplan.core.config.identity import flat_values, run_identity
 from packplan.core.config.run import RunConfig
@@ -101,7 +101,7 @@ def open_checkpoint(
         kind=kind,
         differences=differences or (lambda state: state.identity.fixed.differences(now.fixed)),
     )
-    require_same(group, flat_values({"checkpoint": attrs.asdict(checkpoint.resume_state)}))
+    require_same_run(group, flat_values({"checkpoint": attrs.asdict(checkpoint.resume_state)}))
     if group.rank == 0:
         for one in checkpoint.resume_state.identity.told.differences(now.told):
             log.warning("%s had another value, and this run's is taken: %s", checkpoint.folder, one)

@@ -7,9 +7,11 @@ import pytest
 import yaml
 
 from packplan.adapters.config.run import load_mixes, parse_config
+from packplan.app.planning.log_lines import source_draws_text
 from packplan.app.wiring.policies import require_mixes
 from packplan.app.wiring.runs import require_inputs, resolve_inputs
 from packplan.core.config.run import RunConfig
+from packplan.core.epochs import EpochRecord
 from packplan.core.errors import ConfigError
 from packplan.core.samples.tables import DataFile
 
@@ -170,3 +172,15 @@ def test_a_stream_reads_the_order_that_is_asked(here):
     assert [[*range(5)]] * 2 == orders(train_dataloader_shuffle=False)
     assert shuffled == orders(data_seed=42) != seeded
     assert all(sorted(order) == [*range(5)] for order in (*shuffled, *seeded))
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_what_an_epoch_draws_of_each_source_is_logged(num):
+    """With its share of the tokens; nothing of one source."""
+    files = [DataFile(f"{name}.jsonl", name, "messages", 3) for name in "abc"[:num]]
+    of_sources = {"source_samples": [2] * num, "source_tokens": [10] * num} if num > 1 else {}
+    sums = {"num_samples": 2 * num, "num_tokens": 10 * num, "planned_samples": 2 * num, "planned_tokens": 10 * num}
+    record = EpochRecord(epoch=0, selection="", checksum="", num_packs=1, fill=1.0, **sums, **of_sources)
+
+    drawn = [f"{one.source} 2 ({1 / num:.2%} of the tokens)" for one in files] * (num > 1)
+    assert ", ".join(drawn) == source_draws_text(record, files)
