@@ -554,3 +554,13 @@ def test_a_change_that_size_and_times_hide_is_found_where_a_record_is_read(tmp_p
     cause = f"Its copy was changed: delete {text}" if text != path else "content planned"
     with pytest.raises(StaleError, match=cause):
         records.read(41)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
+def test_a_table_may_be_compressed_and_hold_long_fields(tmp_path, name):
+    """Longer than the csv module reads by itself."""
+    records = [{"text": "a" * 200_000}, {"text": "b"}]
+    written = table(records)
+    (tmp_path / name).write_bytes(gzip.compress(written) if name.endswith("gz") else written)
+
+    assert records == [plain(record) for record in opened(tmp_path / name)]
