@@ -12,6 +12,7 @@ its batches of a step are cut by `core.shard`, and run as other microbatches:
 """
 
 from collections.abc import Sequence
+from io import BytesIO
 from itertools import chain
 from typing import Any, cast
 
@@ -410,10 +411,17 @@ def _exchange_rows(outgoing: list[dict[int, Row]], device: Any) -> dict[int, Row
         outgoing: Rows for each rank, by number; their tensors may be views of larger ones.
         device: Device of the rows that are returned.
     """
-    copies = [send_to_device(recursively_apply(torch.clone, rows), "cpu") for rows in outgoing]
+    packed = []
+    for rows in outgoing:
+        buffer = BytesIO()
+        torch.save(send_to_device(recursively_apply(torch.clone, rows), "cpu"), buffer)
+        packed.append(torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8))
+    sizes = torch.tensor([len(part) for part in packed], device=device)
+    coming = torch.empty_like(sizes)
+    torch.distributed.all_to_all_single(coming, sizes)
+    received = torch.empty(int(coming.sum()), dtype=torch.uint8, device=device)
+    torch.distributed.all_to_all_single(received, torch.cat(packed).to(device), coming.tolist(), sizes.tolist())
     arrived: dict[int, Row] = {}
-    for source in range(len(copies)):
-        received: list[Any] = [None]
-        torch.distributed.scatter_object_list(received, copies, src=source)
-        arrived |= received[0]
+    for part in torch.split(received.cpu(), coming.tolist()):
+        arrived |= torch.load(BytesIO(part.numpy().tobytes()), weights_only=True)  # no pickle of other ranks is run
     return cast(dict[int, Row], send_to_device(arrived, device))

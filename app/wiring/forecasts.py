@@ -243,10 +243,7 @@ def _first_packs(planned: Split, world_size: int) -> Split:
 
 def _pause_intervals(config: RunConfig, schedule: EpochSchedule) -> tuple[int, int]:
     """Return the steps between two evaluations, and between two checkpoints; 0 for none."""
-    settings = training_arguments(
-        config,
-        gradient_accumulation_steps=schedule.gradient_accumulation_steps,
-    )
+    settings = training_arguments(config, gradient_accumulation_steps=schedule.gradient_accumulation_steps)
 
     def interval(strategy: str, steps: float) -> int:
         if strategy == "epoch":
