@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packplan.adapters.files import name_write_errors, publish_file, sync_folder, write_bytes
-from packplan.adapters.loaders.rows import RowsOfPacks, flatten, refuse_unlearned
+from packplan.adapters.loaders.rows import RowsOfPacks, flatten, require_supervised_rows
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import ArgumentError
@@ -58,7 +58,7 @@ def export_parquet(rows: Any, plan: Plan, path: str | Path, *, order: Order = No
 
     Columns: `pack` (index), `samples` and `lengths` (a value for each sample), `input_ids`,
     `labels` and `position_ids` (a value for each token). Labels are not shifted: the label of a
-    token is the token itself, or -100. The first token of each sample is not learned.
+    token is the token itself, or -100. The first token of each sample is not supervised.
 
     Args:
         rows: Tokenized rows by index, with `input_ids` and perhaps `labels` or masks.
@@ -82,7 +82,7 @@ def export_megatron_bridge(rows: Any, plan: Plan, path: str | Path, *, order: Or
 
     Columns: `input_ids` (whole samples), `seq_start_id` (start of each sample), `loss_mask` (int8,
     as long as `input_ids`). The reader trains token k to predict token k + 1 of its sample, so
-    the mask is shifted: it is 1 where the next token is learned, and 0 at the end of each sample.
+    the mask is shifted: it is 1 where the next token is supervised, and 0 where a sample ends.
     A sample of n tokens therefore takes n - 1 places of the tool's sequence.
 
     Args:
@@ -121,7 +121,7 @@ def export_llama_factory(
         plan: Plan of the lengths of these rows.
         folder: Folder to make; it must not exist.
         order: Pack indices, such as `schedule.order(0)`; None for the order of the plan.
-        pad_token_id: Token of the padding, which is neither learned nor attended to.
+        pad_token_id: Token of the padding, which is neither supervised nor attended to.
 
     Raises:
         ArgumentError: Rows or *order* do not fit the plan, a row has media, or *folder* exists.
@@ -176,7 +176,7 @@ def _read_packs(rows: Any, plan: Plan, order: Order, target: Path) -> Iterator[R
 
     Raises:
         ArgumentError: The order does not fit the plan, or *target* exists; a row is no sample, has
-            media, or no row has a token to learn.
+            media, or no row has a supervised token.
         StaleError: A row is not as long as planned.
     """
     packs = RowsOfPacks(rows, plan)
@@ -188,7 +188,7 @@ def _read_packs(rows: Any, plan: Plan, order: Order, target: Path) -> Iterator[R
     if target.exists() or target.is_symlink():
         fact = f"{target} exists: an export replaces nothing, so give it another path or remove it"
         raise ArgumentError("host", fact, {"path": str(target)})
-    learned: dict[int, int] = {}
+    supervised: dict[int, int] = {}
     for number in progress(numbers.tolist(), desc=f"writing {target.name}", unit=" packs", leave=False, delay=BRIEF_S):
         pack, samples = packs[number], plan.packs[number]
         for sample, row in zip(samples, pack, strict=True):
@@ -198,9 +198,9 @@ def _read_packs(rows: Any, plan: Plan, order: Order, target: Path) -> Iterator[R
         values = {name: flat[name][0].numpy().astype(np.int32) for name in _BY_TOKEN}
         lengths = plan.lengths[samples].astype(np.int32)
         starts = np.cumsum(lengths) - lengths
-        learned |= zip(samples, np.add.reduceat(values["labels"] != IGNORED_LABEL, starts, dtype=int), strict=True)
+        supervised |= zip(samples, np.add.reduceat(values["labels"] != IGNORED_LABEL, starts, dtype=int), strict=True)
         yield {"pack": number, "samples": samples, "lengths": lengths, **values}
-    refuse_unlearned(np.array(list(learned.values())))
+    require_supervised_rows(np.array(list(supervised.values())))
 
 
 def _plan_fields(plan: Plan) -> dict[str, Any]:
@@ -234,12 +234,12 @@ def _write_parquet(packs: Iterable[Row], schema: Any, target: Path) -> None:
 
 def _to_bridge_row(row: Row) -> Row:
     """Return a pack as a row of Megatron-Bridge; ArgumentError if its labels do not fit a mask."""
-    learned, lengths = row["labels"] != IGNORED_LABEL, row["lengths"]
-    if np.any(row["labels"][learned] != row["input_ids"][learned]):
+    supervised, lengths = row["labels"] != IGNORED_LABEL, row["lengths"]
+    if np.any(row["labels"][supervised] != row["input_ids"][supervised]):
         reason = "has labels that are not its tokens, and the format has a mask in their place"
         raise ArgumentError("host", f"pack {row['pack']:,} {reason}", {"pack": row["pack"]})
     starts = (np.cumsum(lengths) - lengths).astype(np.int32)
-    mask = np.append(learned[1:], False).astype(np.int8)
+    mask = np.append(supervised[1:], False).astype(np.int8)
     return {"input_ids": row["input_ids"], "seq_start_id": starts, "loss_mask": mask}
 
 

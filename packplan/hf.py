@@ -17,9 +17,9 @@ from packplan.adapters.hf.balance import balance
 from packplan.adapters.hf.training import token_mean, use_plan
 from packplan.adapters.hf.unpad import separate_samples, unpad
 from packplan.adapters.loaders.batches import PackBatches
-from packplan.adapters.loaders.rows import PACK, PackInputs, RowsOfPacks, count_learned, flatten, refuse_other_packs
+from packplan.adapters.loaders.rows import PACK, PackInputs, RowsOfPacks, count_supervised, flatten, refuse_other_packs
 
 __all__ = [
-    "PACK", "PackBatches", "PackInputs", "RowsOfPacks", "balance", "count_learned", "flatten", "refuse_other_packs",
+    "PACK", "PackBatches", "PackInputs", "RowsOfPacks", "balance", "count_supervised", "flatten", "refuse_other_packs",
     "separate_samples", "token_mean", "unpad", "use_plan",
 ]  # fmt: skip

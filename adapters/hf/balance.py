@@ -6,8 +6,8 @@ its batches of a step are cut by `core.shard`, and run as other microbatches:
 
 - All ranks run equally many microbatches in a step.
 - The loss of a microbatch is weighed by its share of the divisor of the trainer's own batch: rows,
-  learned tokens, or a constant of the step. Batches of one divisor are cut together, on all ranks.
-  Others are cut each by itself, and their rows stay on their rank.
+  supervised tokens, or a constant of the step. Batches of one divisor are cut together, on all
+  ranks. Others are cut each by itself, and their rows stay on their rank.
 - Logged values are means over all rows or tokens of the step, as in a step of one batch.
 """
 
@@ -273,7 +273,7 @@ class _BalancedTraining:
         step.logged[-1][1].update(
             {name: values.pop() for name, values in logged.items() if len(values) > before.get(name, 0)}
         )
-        # A mean over no learned token is not a number.
+        # A mean over no supervised token is not a number.
         return (loss if step.weight else torch.nan_to_num(loss)) * step.weight
 
     def _collected_values(self) -> dict[str, list[float]]:

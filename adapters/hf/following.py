@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches, read_saved_progress
-from packplan.adapters.loaders.rows import PACK, count_learned, refuse_other_packs
+from packplan.adapters.loaders.rows import PACK, count_supervised, refuse_other_packs
 from packplan.adapters.model_folder import model_file_facts
 from packplan.adapters.models import replace_attributes
 from packplan.adapters.trainer_state import save_with_digest
@@ -150,7 +150,7 @@ class FollowsSchedule:
 
 @attrs.define(eq=False)
 class _LossSums:
-    """Sums for the mean loss over this rank's learned tokens; repeated batches are left out."""
+    """Sums for the mean loss over this rank's supervised tokens; repeated batches are left out."""
 
     batches: EvalBatches
     expected: Iterator[list[int]] = attrs.field(default=attrs.Factory(lambda sums: iter(sums.batches), takes_self=True))
@@ -161,7 +161,7 @@ class _LossSums:
 
     done: int = 0
     weight: float = 0
-    """Learned tokens of the running batch."""
+    """Supervised tokens of the running batch."""
 
     @property
     def repeats(self) -> bool:
@@ -169,7 +169,7 @@ class _LossSums:
         return not self.batches.is_counted(self.done)
 
     def add(self, loss: torch.Tensor) -> None:
-        """Add the mean loss of the next batch, weighed by its learned tokens."""
+        """Add the mean loss of the next batch, weighed by its supervised tokens."""
         if self.weight and not self.repeats:
             self.sums += torch.tensor([float(loss) * self.weight, self.weight], dtype=torch.float64)
         self.done += 1
@@ -178,7 +178,7 @@ class _LossSums:
 class EvaluatesPacks:
     """
     Evaluation of a trainer over packs in the order of `EvalBatches`: the loss is the mean over all
-    learned tokens, and every pack counts once.
+    supervised tokens, and every pack counts once.
     """
 
     accelerator: Any
@@ -186,8 +186,8 @@ class EvaluatesPacks:
     _evaluated: _LossSums | None = None
 
     def _weight(self, inputs: dict[str, Any]) -> float:
-        """Return the weight of a batch's mean loss: its learned tokens."""
-        return count_learned(inputs["labels"])
+        """Return the weight of a batch's mean loss: its supervised tokens."""
+        return count_supervised(inputs["labels"])
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
         """Evaluate packs by their token mean; other batches as the trainer does."""
@@ -207,12 +207,12 @@ class EvaluatesPacks:
             output.metrics[name] = loss / weight
         else:
             del output.metrics[name]
-            log.warning("%s is left out: no sample of the evaluation has a token to learn", name)
+            log.warning("%s is left out: no sample of the evaluation has a supervised token", name)
         return output
 
     def _get_num_items_in_batch(self, *args: Any, **options: Any) -> Any:
         """
-        Return the learned tokens of a step, at least 1, by which its loss is divided; None in
+        Return the supervised tokens of a step, at least 1, by which its loss is divided; None in
         evaluation, which averages by batch.
         """
         if self._evaluated is not None:
@@ -254,7 +254,7 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
             collator: Makes a batch of packs the inputs of the model, with the index of the pack, or
                 the list of their indices, as `PACK`.
             eval_packs: Data set of the packs of evaluation, whose loss is the mean over their
-                learned tokens; None leaves evaluation as it is.
+                supervised tokens; None leaves evaluation as it is.
         """
         self._train_packs, self._eval_packs, self._collator = packs, eval_packs, collator
         # Consecutive ranks share rows where the schedule has fewer ranks than were started.

@@ -31,9 +31,9 @@ class BatchCounts:
     def from_batch(cls, batch: Mapping[str, Any]) -> "BatchCounts":
         """Return the counts of a batch."""
         answers, tools = batch["completion_mask"], batch.get("tool_mask")
-        learned = answers if tools is None else answers * tools
+        supervised = answers if tools is None else answers * tools
         attended = batch["prompt_mask"].sum() + answers.sum()
-        return cls(len(answers), *torch.stack([learned.sum(), attended]).tolist())
+        return cls(len(answers), *torch.stack([supervised.sum(), attended]).tolist())
 
 
 @attrs.frozen

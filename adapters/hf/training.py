@@ -16,7 +16,7 @@ from packplan.adapters.loaders.rows import (
     Collate,
     PackInputs,
     RowsOfPacks,
-    count_learned,
+    count_supervised,
     pad_rows,
     token_type_columns,
 )
@@ -37,8 +37,8 @@ def use_plan(
     without padding (see `unpad`). `gradient_accumulation_steps`, `num_train_epochs`, `max_steps`,
     `data_seed` (else `seed`) and `dataloader_drop_last` of the trainer's arguments decide the
     schedule, which has `steps_per_epoch` and `total_steps`. The loss of a step is the mean over its
-    learned tokens, over all ranks and batches. Checkpoints are the trainer's own, and resume in the
-    middle of an epoch, also on another number of ranks. All rows are read once before the first
+    supervised tokens, over all ranks and batches. Checkpoints are the trainer's own, and resume in
+    the middle of an epoch, also on another number of ranks. All rows are read once before the first
     step: a row that is no sample is refused, and a resumed run has to have the same rows.
 
     Call it on every rank, after the trainer is built: the model is probed first.
@@ -48,7 +48,7 @@ def use_plan(
             rows, or those that its collator tokenizes.
         plan: Plan of the lengths of `trainer.train_dataset`, as its collator makes them.
         eval_plan: Plan of the lengths of `trainer.eval_dataset`. Evaluation then gives the mean
-            over its learned tokens. None leaves evaluation as it is.
+            over its supervised tokens. None leaves evaluation as it is.
         sequence_parallel_size: Ranks that share each row of packed samples, one after the other.
 
     Raises:
@@ -88,17 +88,17 @@ def use_plan(
 
 def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None) -> Any:
     """
-    Return the mean loss of the learned tokens.
+    Return the mean loss of the supervised tokens.
 
     Args:
         outputs: Outputs of a causal language model; `logits` of shape (rows, tokens, vocabulary).
         labels: Shape (rows, tokens).
-        num_items_in_batch: Learned tokens of the whole step over all ranks; None for those of
+        num_items_in_batch: Supervised tokens of the whole step over all ranks; None for those of
             *labels*.
     """
     logits, targets = outputs["logits"][:, :-1].float(), labels[:, 1:].to(outputs["logits"].device)
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
-    return total / max(1, int(count_learned(labels) if num_items_in_batch is None else num_items_in_batch))
+    return total / max(1, int(count_supervised(labels) if num_items_in_batch is None else num_items_in_batch))
 
 
 def _collator_of(trainer: Any) -> Collate | None:

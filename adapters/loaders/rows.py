@@ -41,7 +41,7 @@ PACK = "packplan_pack"
 _TOKENS, _LABELS, _POSITIONS, _ATTENTION = "input_ids", "labels", "position_ids", "attention_mask"
 
 _MASKS = ("completion_mask", "assistant_masks", "assistant_mask")
-"""Columns of 0 and 1 by which TRL marks tokens that are learned."""
+"""Columns of 0 and 1 by which TRL marks tokens that are supervised."""
 
 _PACKED = {
     "seq_lengths": 1, "seq_lens": 1, "seq_start_id": 1, "cu_seqlens": 2, "cu_seq_lens_q": 2, "cu_seq_lens_k": 2,
@@ -126,7 +126,7 @@ class RowsOfPacks(Dataset[PackOfRows]):
 
     def inspect(self, *, num_workers: int = 0) -> RowFacts:
         """
-        Read all rows once, and return their digest and learned tokens.
+        Read all rows once, and return their digest and supervised tokens.
 
         Args:
             num_workers: Processes that read rows; useful where rows are computed when read.
@@ -152,11 +152,11 @@ class RowsOfPacks(Dataset[PackOfRows]):
                 raise block
             facts += block
         found = RowFacts.join(facts)
-        refuse_unlearned(found.num_learned)
+        require_supervised_rows(found.num_supervised)
         return found
 
     def _read_facts(self, indices: range) -> list[tuple[bytes, int]] | PackplanError:
-        """Return digest and learned tokens of rows, or the error, which workers would wrap."""
+        """Return digest and supervised tokens of rows, or the error, which workers would wrap."""
         several = getattr(self.rows, "__getitems__", None)  # of `datasets`, which is slow row by row
         rows = [self.rows[index] for index in indices] if several is None else several(list(indices))
         try:
@@ -204,33 +204,33 @@ def refuse_other_length(index: int, planned: int, length: int) -> None:
 
 @attrs.frozen(eq=False)
 class RowFacts:
-    """Digest and learned tokens of the rows of a data set."""
+    """Digest and supervised tokens of the rows of a data set."""
 
     digest: str
     """Digest of the tokens, labels and media of all rows, in their order."""
 
-    num_learned: IntArray
-    """Learned tokens of each row; int64, shape (num_rows,)."""
+    num_supervised: IntArray
+    """Supervised tokens of each row; int64, shape (num_rows,)."""
 
     @classmethod
     def join(cls, facts: Iterable[tuple[bytes, int]]) -> RowFacts:
-        """Return the facts of a data set from the digest and learned tokens of each row."""
-        digests, learned = zip(*facts, strict=True)
-        return cls(blake2b(b"".join(digests), digest_size=16).hexdigest(), np.array(learned, np.int64))
+        """Return the facts of a data set from the digest and supervised tokens of each row."""
+        digests, supervised = zip(*facts, strict=True)
+        return cls(blake2b(b"".join(digests), digest_size=16).hexdigest(), np.array(supervised, np.int64))
 
 
-def refuse_unlearned(learned: IntArray) -> None:
+def require_supervised_rows(supervised: IntArray) -> None:
     """Log how many samples have no token to learn; ArgumentError if all have none."""
-    unlearned = int((learned == 0).sum())
-    if unlearned == learned.size:
-        fact = f"none of {counted(learned.size, 'sample')} has a token to learn: all labels are {IGNORED_LABEL}"
-        raise ArgumentError("host", fact, {"samples": unlearned})
-    if unlearned:
-        log.warning("%s of %s: no label to learn", f"{unlearned:,}", counted(learned.size, "sample"))
+    unsupervised = int((supervised == 0).sum())
+    if unsupervised == supervised.size:
+        fact = f"none of {counted(supervised.size, 'sample')} has a supervised token: all labels are {IGNORED_LABEL}"
+        raise ArgumentError("host", fact, {"samples": unsupervised})
+    if unsupervised:
+        log.warning("%s of %s: no supervised token", f"{unsupervised:,}", counted(supervised.size, "sample"))
 
 
 def _row_facts(row: Row) -> tuple[bytes, int]:
-    """Return the digest and the learned tokens of a row from `read_row`."""
+    """Return the digest and the supervised tokens of a row from `read_row`."""
     digest = blake2b(digest_size=16)
     for array in (row[_TOKENS], row[_LABELS]):
         digest.update(array.tobytes())
@@ -394,10 +394,10 @@ class PackInputs:
         elif sum(found) != sum(planned.values()):
             fact = f"the collator makes {sum(found):,} tokens of pack {pack.pack}, of {sum(planned.values()):,} planned"
             raise ArgumentError("host", fact, {"pack": pack.pack})
-        return {**batch, _LABELS: _learned_labels(batch, own), PACK: pack.pack}
+        return {**batch, _LABELS: _supervised_labels(batch, own), PACK: pack.pack}
 
 
-def _learned_labels(batch: Mapping[str, Any], own: torch.Tensor) -> torch.Tensor:
+def _supervised_labels(batch: Mapping[str, Any], own: torch.Tensor) -> torch.Tensor:
     """Return the labels of a batch, -100 for padding and first tokens of samples."""
     labels: torch.Tensor | None = batch.get(_LABELS)
     if labels is None:
@@ -439,8 +439,8 @@ def refuse_other_packs(batches: Sequence[Mapping[str, Any]], planned: Iterable[S
             raise MismatchError("coverage", f"{fact}: another loader or epoch is served")
 
 
-def count_learned(labels: torch.Tensor) -> int:
-    """Return the learned tokens of a batch, given its labels of shape (rows, tokens)."""
+def count_supervised(labels: torch.Tensor) -> int:
+    """Return the supervised tokens of a batch, given its labels of shape (rows, tokens)."""
     return int((labels[..., 1:] != IGNORED_LABEL).sum())
 
 

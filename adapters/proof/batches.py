@@ -40,10 +40,10 @@ class Sample:
     """Arguments of the model: a batch of one."""
 
     targets: torch.Tensor
-    """Token that each token has to predict; int64, shape (tokens,), -100 where none is learned."""
+    """Token that each token has to predict; int64, shape (tokens,), -100 if not supervised."""
 
     weights: torch.Tensor | None = None
-    """Weight of each target in the loss; None takes the mean over the learned ones."""
+    """Weight of each target in the loss; None takes the mean over the supervised ones."""
 
 
 @attrs.frozen(eq=False)

@@ -123,9 +123,9 @@ def read_outcome(
     for own, sample in zip(logits, samples, strict=True):
         targets = sample.targets.to(own.device)
         each = F.cross_entropy(_widen(own), targets, ignore_index=IGNORED_LABEL, reduction="none")
-        learned = max(1, int((targets != IGNORED_LABEL).sum()))
-        losses.append(float(each.detach().double().sum()) / learned)
-        weighted.append(each.sum() / learned if sample.weights is None else (each * sample.weights.to(each)).sum())
+        supervised = max(1, int((targets != IGNORED_LABEL).sum()))
+        losses.append(float(each.detach().double().sum()) / supervised)
+        weighted.append(each.sum() / supervised if sample.weights is None else (each * sample.weights.to(each)).sum())
     loss = torch.stack(weighted).sum()
     found = weight_gradients(model, loss) if with_gradients else {}
     values = [_widen(own.detach()) for own in logits]

@@ -1,5 +1,5 @@
 """
-Assertion that an optimizer step of the user's own trainer is the mean over its learned tokens.
+Assertion that an optimizer step of the user's own trainer is the mean over its supervised tokens.
 
 A trainer of transformers runs its own `train` to the end of the first step: its loader, its
 accumulation, its number of items, its `training_step`, its log. The update of the weights is left
@@ -7,8 +7,8 @@ out. A function is called as it is. Afterwards weights, gradients, buffers, rand
 trainer's attributes are as before.
 
 The reference computes the batches of the step again, without dropout, and takes the mean over the
-learned tokens of all ranks, in float32 from the logits. So nothing of it depends on the trainer's
-own loss. Whether samples of a batch are apart is tested by `checks`.
+supervised tokens of all ranks, in float32 from the logits. So nothing of it depends on the
+trainer's own loss. Whether samples of a batch are apart is tested by `checks`.
 """
 
 import copy
@@ -37,13 +37,13 @@ _SHARING = ("tp_size", "cp_size", "sp_size")
 
 @attrs.frozen
 class StepLoss:
-    """An optimizer step, compared with the mean over its learned tokens."""
+    """An optimizer step, compared with the mean over its supervised tokens."""
 
     loss: float | None
     """Loss that the trainer reports; None if it reports none."""
 
     due: float
-    """Mean over the learned tokens."""
+    """Mean over the supervised tokens."""
 
     gradients: float
     """Norm of the gradients' difference, over the sum of the norms of the batches' own."""
@@ -52,7 +52,7 @@ class StepLoss:
     """Scale of the gradients, relative to those of the mean; 1 is right."""
 
     tokens: int
-    """Tokens that are learned."""
+    """Number of supervised tokens."""
 
     limit: float
     """Largest relative difference that was allowed."""
@@ -60,7 +60,7 @@ class StepLoss:
 
 def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limit: float | None = None) -> StepLoss:
     """
-    Assert that one optimizer step has the loss and the gradients of the mean of its learned tokens.
+    Assert that an optimizer step has the loss and gradients of the mean of its supervised tokens.
 
     The first step of the training is computed: all its passes, forward and backward, on all ranks,
     without the update of the weights. All ranks call this. Dropout is off meanwhile. Weights,
@@ -212,7 +212,7 @@ def _read_sample(batch: Mapping[str, Any]) -> Sample:
 
 
 def _compute_mean(model: torch.nn.Module, samples: list[Sample], tokens: int, autocast: Callable[[], Any]) -> Outcome:
-    """Return loss and gradients of the mean over the learned tokens of some batches."""
+    """Return loss and gradients of the mean over the supervised tokens of some batches."""
     device = next(model.parameters()).device
 
     def call(**inputs: Any) -> Any:

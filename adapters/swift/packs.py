@@ -20,25 +20,25 @@ ALGORITHMS = {"binpack": "constant_volume", "sequential": "concatenative"}
 
 Row = dict[str, Any]
 
-_DIGEST, _LEARNED = "packplan_digest", "packplan_learned"
-"""Columns that `AddRowFacts` adds: digest of an encoded row, and its learned tokens."""
+_DIGEST, _SUPERVISED = "packplan_digest", "packplan_learned"
+"""Columns that `AddRowFacts` adds: digest of an encoded row, and its supervised tokens."""
 
 
 class AddRowFacts(AddLengthPreprocessor):  # type: ignore[misc]  # has no types
-    """Step of ms-swift that adds the lengths of rows, and here their digests and learned tokens."""
+    """Step of ms-swift that adds lengths of rows, and here their digests and supervised tokens."""
 
     def preprocess(self, row: Row) -> Row:
-        """Return a row with its lengths, digest and learned tokens."""
+        """Return a row with its lengths, digest and supervised tokens."""
         encoded = EncodePreprocessor.preprocess(self, row)
-        digest, learned = digest_row(encoded)
-        return {**row, "lengths": encoded["lengths"], _DIGEST: digest, _LEARNED: learned}
+        digest, supervised = digest_row(encoded)
+        return {**row, "lengths": encoded["lengths"], _DIGEST: digest, _SUPERVISED: supervised}
 
 
 def digest_row(row: Mapping[str, Any]) -> tuple[bytes, int]:
     """
-    Return the digest of a row, and the number of its learned tokens.
+    Return the digest of a row, and the number of its supervised tokens.
 
-    A row without labels by token counts as one learned token, as does one that is not encoded.
+    A row without labels by token counts as one supervised token, as does one that is not encoded.
     """
     digest = blake2b(digest_size=16)
     for name, value in sorted(row.items()):
@@ -82,8 +82,8 @@ class PlannedPacks(Dataset[PackOfRows]):
             self._encode, dataset = template.encode, dataset.dataset
         self._rows, self._facts = dataset, None
         if _DIGEST in getattr(dataset, "column_names", ()):
-            self._facts = dataset.select_columns([_DIGEST, _LEARNED])
-            self._rows = dataset.remove_columns([_DIGEST, _LEARNED])
+            self._facts = dataset.select_columns([_DIGEST, _SUPERVISED])
+            self._rows = dataset.remove_columns([_DIGEST, _SUPERVISED])
         lengths = [count_tokens(length) for length in dataset["lengths"]]
         self.plan: Plan = plan(lengths, packing_length or template.max_length, algorithm=ALGORITHMS[packing_strategy])
         starts = self.plan.packs.offsets[:-1]
@@ -99,7 +99,7 @@ class PlannedPacks(Dataset[PackOfRows]):
         """
         if self._facts is None:
             return RowFacts.join(map(digest_row, self._rows))
-        return RowFacts.join(zip(self._facts[_DIGEST], self._facts[_LEARNED], strict=True))
+        return RowFacts.join(zip(self._facts[_DIGEST], self._facts[_SUPERVISED], strict=True))
 
     def __len__(self) -> int:
         return len(self.plan.packs)

@@ -10,7 +10,7 @@ from swift.arguments import SftArguments
 from swift.pipelines.train import sft
 from swift.utils import is_master
 
-from packplan.adapters.loaders.rows import refuse_unlearned
+from packplan.adapters.loaders.rows import require_supervised_rows
 from packplan.adapters.swift.command import prepare_arguments, refuse_untested_version, row_ranks, unplanned_type
 from packplan.adapters.swift.packs import AddRowFacts, PlannedPacks
 from packplan.adapters.swift.training import follow_plan, unpad_models
@@ -110,7 +110,7 @@ class _PlannedPipeline:
 
         Raises:
             DataSetError: No row is left, or the plan has another checksum than `checksum`.
-            ArgumentError: No row has a token to learn.
+            ArgumentError: No row has a supervised token.
         """
         packed = self._pack(pipeline, data_sets)
         packs: PlannedPacks | None = packed[0]
@@ -119,7 +119,7 @@ class _PlannedPipeline:
             raise DataSetError(message)
         if not pipeline.args.packing:
             return packed
-        refuse_unlearned(packs.facts.num_learned)
+        require_supervised_rows(packs.facts.num_supervised)
         found = plan_checksum(packs.plan.packs, lengths=packs.plan.lengths)
         if self.checksum not in (None, found):
             message = f"the plan is {found[:12]}, but {self.checksum[:12]} was planned: data or arguments have changed"

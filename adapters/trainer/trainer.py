@@ -142,7 +142,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         attention: Attention that trains, stored in checkpoints.
         resumes_from: Folder of the checkpoint that the run goes on from; None at its beginning.
         saved: Folder of the last checkpoint that this run saved or resumes from; None without one.
-        has_learned: Whether a step had a token of any weight.
+        has_supervised: Whether a step had a token of any weight.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         self._step_loss: torch.Tensor | float = 0.0
         self._size_before: float | None = None
         self._lap_start = time.perf_counter()
-        self.has_learned = False
+        self.has_supervised = False
         # Loaders of training; transformers opens another one for a resumed epoch.
         self._loaders: list[PackLoader] = []
         try:
@@ -342,7 +342,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
             return torch.tensor(self._evaluated.weight or 1.0, device=device)
         weights = sum(batch[NORMALISER] for batch in batch_samples)
         total = self.sum_over_ranks(torch.tensor(weights, dtype=torch.float64))
-        self.has_learned |= bool(total)
+        self.has_supervised |= bool(total)
         # A step without supervised tokens has a loss of 0, and not of 0 / 0.
         return torch.where(total > 0, total, 1.0).to(device, torch.float32)
 

@@ -19,7 +19,7 @@ packs = RowsOfPacks(rows, plan)
 facts = packs.inspect()  # all rows, once
 schedule = plan.schedule(packs_per_step=WINDOW, epochs=2)
 steps = list(schedule.steps())
-tokens = [sum(facts.num_learned[plan.packs[pack]].sum() for (pack,) in step.batches) for step in steps]
+tokens = [sum(facts.num_supervised[plan.packs[pack]].sum() for (pack,) in step.batches) for step in steps]
 batches = PackBatches(schedule, plan=plan.checksum, data=facts.digest)
 checkpoint = "out/last.ckpt" if "--resume" in sys.argv else None
 if checkpoint:
@@ -27,7 +27,7 @@ if checkpoint:
 
 
 class Packed(LightningModule):
-    """Trains packs by the mean over the learned tokens of each step."""
+    """Trains packs by the mean over the supervised tokens of each step."""
 
     def __init__(self, folder):
         super().__init__()

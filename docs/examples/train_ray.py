@@ -11,7 +11,7 @@ from ray.train.torch import TorchTrainer, prepare_model
 
 def train(config):
     import packplan as pp
-    from packplan.hf import PACK, PackBatches, PackInputs, RowsOfPacks, count_learned, refuse_other_packs, unpad
+    from packplan.hf import PACK, PackBatches, PackInputs, RowsOfPacks, count_supervised, refuse_other_packs, unpad
 
     import torch
     from datasets import load_from_disk
@@ -38,7 +38,7 @@ def train(config):
     for step in batches.schedule.steps(rank=rank):
         window = [next(stream) for _ in step.batches]
         refuse_other_packs(window, step.batches)
-        tokens = torch.tensor(sum(count_learned(batch["labels"]) for batch in window))
+        tokens = torch.tensor(sum(count_supervised(batch["labels"]) for batch in window))
         torch.distributed.all_reduce(tokens)
         tokens.clamp_(min=1)
         for batch in window:

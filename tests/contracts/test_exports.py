@@ -227,8 +227,8 @@ def test_samples_that_teach_nothing_are_counted(export, tmp_path, caplog):
 
     export([ROWS[0], *rows[1:]], plan, tmp_path / "some", order=[*range(len(plan.packs)), 0])
 
-    assert ["5 of 6 samples: no label to learn"] == caplog.messages
-    with pytest.raises(ArgumentError, match="none of 6 samples has a token to learn"):
+    assert ["5 of 6 samples: no supervised token"] == caplog.messages
+    with pytest.raises(ArgumentError, match="none of 6 samples has a supervised token"):
         export(rows, plan, tmp_path / "all")
     assert ["some"] == [path.name for path in tmp_path.iterdir()]
 

@@ -54,10 +54,10 @@ class Loop:
         collator = DataCollatorWithFlattening(return_tensors="pt")
         self.batches = [dict(collator([rows()[index] for index in pack])) for pack in PACKS[rank::ranks]]
         self.own = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in self.batches)
-        """Learned tokens of this rank."""
+        """Supervised tokens of this rank."""
 
     def step(self, divide: Callable[[torch.Tensor, int], torch.Tensor], *, reduced: bool = True) -> float:
-        """Run a step; *divide* makes a batch's loss of its sum and its learned tokens."""
+        """Run a step; *divide* makes a batch's loss of its sum and its supervised tokens."""
         reported = torch.zeros(())
         for batch in self.batches:
             logits, labels = self.model(**batch).logits[0, :-1], batch["labels"][0, 1:]

@@ -421,7 +421,7 @@ def test_rows_that_give_nothing_to_train_are_refused(words, server, tmp_path):
     assert [0] == finished([server.start(plugin_run.refused, commands, str(out), log=log)])
     rows, answers = json.loads(out.read_text())
     assert rows.startswith("packplan: no row is left to train")
-    assert answers.startswith(f"packplan: none of {NUM} samples has a token to learn")
+    assert answers.startswith(f"packplan: none of {NUM} samples has a supervised token")
     assert f"ms-swift left out {NUM} of {NUM} rows" in log.read_text()
 
 
@@ -490,7 +490,7 @@ def test_rows_are_known_by_what_they_teach():
 
     found = packs_of(ENCODED)
 
-    assert [2, 1] == found.facts.num_learned.tolist()
+    assert [2, 1] == found.facts.num_supervised.tolist()
     assert {"number", "lengths"} == set(found[0][0])
     assert found.facts.digest == packs_of(ENCODED).facts.digest
     assert found.facts.digest != packs_of(ENCODED[::-1]).facts.digest

@@ -212,8 +212,8 @@ def differences(
         model.zero_grad()
         packs = [pack for rank in ranks for (pack,) in rank[number].batches]
         samples = [rows[sample] for pack in packs for sample in plan.packs[pack]]
-        tokens = sum(learned_tokens(row) for row in samples)
-        loss = sum(loss_alone(model, row) for row in samples if learned_tokens(row)) / tokens
+        tokens = sum(supervised_tokens(row) for row in samples)
+        loss = sum(loss_alone(model, row) for row in samples if supervised_tokens(row)) / tokens
         loss.backward()
         mine = dict(model.named_parameters())
         apart = sum((step["gradients"][name] - mine[name].grad).square().sum() for name in step["gradients"])
@@ -224,7 +224,7 @@ def differences(
     return worst
 
 
-def learned_tokens(row: dict[str, Any]) -> int:
+def supervised_tokens(row: dict[str, Any]) -> int:
     """Return the number of tokens of a row that are learned."""
     return sum(label != -100 for label in row["labels"][1:])
 
@@ -233,16 +233,16 @@ def loss_alone(model: Any, row: dict[str, Any]) -> torch.Tensor:
     """Return the sum of a sample's losses, alone in a batch."""
     given = {key: torch.tensor([value]) for key, value in row.items() if isinstance(value, list)}
     given |= {key: value for key, value in row.items() if isinstance(value, torch.Tensor)}
-    return model(**given).loss * learned_tokens(row)
+    return model(**given).loss * supervised_tokens(row)
 
 
 def evaluated_alone(cell: dict[str, Any], rows: list[dict[str, Any]], weights: Any) -> float:
-    """Return the mean loss over all learned tokens, each sample by itself."""
+    """Return the mean loss over all supervised tokens, each sample by itself."""
     model = model_of(cell["model"], "sdpa")
     model.load_state_dict(weights)
     with torch.no_grad():
-        total = sum(float(loss_alone(model, row)) for row in rows if learned_tokens(row))
-    return total / sum(map(learned_tokens, rows))
+        total = sum(float(loss_alone(model, row)) for row in rows if supervised_tokens(row))
+    return total / sum(map(supervised_tokens, rows))
 
 
 def be_rank(rank: int, cell: dict[str, Any]) -> None:

@@ -127,7 +127,7 @@ def collated(out: Path) -> str:
 
 
 def learned_of(trainer: Any) -> int:
-    """Return the learned tokens of an epoch of a trainer."""
+    """Return the supervised tokens of an epoch of a trainer."""
     return sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in trainer.get_train_dataloader())
 
 

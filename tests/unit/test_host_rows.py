@@ -75,7 +75,7 @@ def test_a_sample_is_learned_as_it_says(columns, labels):
 
     assert (IDS, labels) == (batch["input_ids"][0].tolist(), batch["labels"][0].tolist())
     assert {"input_ids", "labels", "attention_mask", "packplan_pack"} == set(batch)
-    assert [3 - labels[1:].count(-100)] == packs.inspect().num_learned.tolist()
+    assert [3 - labels[1:].count(-100)] == packs.inspect().num_supervised.tolist()
 
 
 ROWS = st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=2, max_size=5, unique_by=tuple)
@@ -144,9 +144,9 @@ def test_samples_that_teach_nothing_are_counted(caplog):
 
     facts = RowsOfPacks(rows, pp.plan([1, 2, 2], 4)).inspect()
 
-    assert [0, 0, 1] == facts.num_learned.tolist()
-    assert ["2 of 3 samples: no label to learn"] == caplog.messages
-    with pytest.raises(ArgumentError, match="none of 2 samples has a token to learn"):
+    assert [0, 0, 1] == facts.num_supervised.tolist()
+    assert ["2 of 3 samples: no supervised token"] == caplog.messages
+    with pytest.raises(ArgumentError, match="none of 2 samples has a supervised token"):
         RowsOfPacks(rows[:2], pp.plan([1, 2], 4)).inspect()
 
 
@@ -180,7 +180,7 @@ def test_a_collator_of_ones_own_makes_the_batch(collate):
 
     assert [6, 7, 9] == batch["labels"][batch["labels"] != -100].tolist()
     assert [5, 6, 7, 8, 9, 4] == batch["input_ids"][batch["input_ids"] != 0].tolist()
-    assert [2, 1, 0] == packs.inspect().num_learned.tolist()
+    assert [2, 1, 0] == packs.inspect().num_supervised.tolist()
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ class StreamTrainer(CheckedTrainer):
         super()._run_epoch(epoch=epoch, **options)
         if self._epoch_ended and self.state.global_step == step:
             self.control.should_training_stop = False  # the epoch's last step was before the resume
-        if not (self.has_learned or start.step or self.was_terminated):
+        if not (self.has_supervised or start.step or self.was_terminated):
             raise DataSetError(
                 f"none of the samples of {counted(self.state.global_step, 'step')} had a supervised token, so nothing "
                 "was learned: raise template.max_length if it truncates their answers"
