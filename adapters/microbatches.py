@@ -85,7 +85,7 @@ class BatchedData:
             lengths: Tokens of each sequence; None: those of the field `input_lengths_key`.
             sequence_dims: Dimension that runs along the sequence by field, None if none does.
                 Needed for a field with a dimension as long as the tokens are wide, unless its name
-                is one of `core.shard.inputs.OF_TOKENS`.
+                is one of `core.shard.inputs.TOKEN_FIELDS`.
             pad_values: Padding by field, such as the pad id of the tokens and -100 of labels; 0
                 for others.
             input_key: Field of the tokens.

@@ -8,7 +8,7 @@ from typing import Any
 
 from packplan.core.errors import CorruptArtefactError
 from packplan.core.fingerprint import json_digest
-from packplan.core.schedule import DAMAGED
+from packplan.core.schedule import DAMAGED_STATE_REMEDY
 
 STATE = "trainer_state.json"
 """File that the trainer writes last into a checkpoint."""
@@ -45,11 +45,11 @@ def read_state(folder: Path) -> dict[str, Any]:
         digest = state["stateful_callbacks"].pop(_DIGEST_KEY, None)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"it is no state of a trainer ({error!r:.100}), or was being written when the run ended"
-        raise CorruptArtefactError(str(path), reason, DAMAGED) from error
+        raise CorruptArtefactError(str(path), reason, DAMAGED_STATE_REMEDY) from error
     ours = digest is not None or any("packplan" in name.lower() for name in state["stateful_callbacks"])
     if ours and digest != json_digest(state):
         reason = "differs from the saved one" if digest else "is missing: the file was edited"
-        raise CorruptArtefactError(str(path), f"its digest {reason}", DAMAGED)
+        raise CorruptArtefactError(str(path), f"its digest {reason}", DAMAGED_STATE_REMEDY)
     return state
 
 
@@ -67,4 +67,4 @@ def require_step(folder: Path, state: Mapping[str, Any], step: int) -> None:
     """
     if state.get("global_step") != step:
         reason = f"its global_step is {state.get('global_step')}, but that of its plan is {step}"
-        raise CorruptArtefactError(str(folder / STATE), reason, DAMAGED)
+        raise CorruptArtefactError(str(folder / STATE), reason, DAMAGED_STATE_REMEDY)

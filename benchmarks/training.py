@@ -19,7 +19,7 @@ from packplan.core.config.run import RunConfig
 from packplan.core.lengths import IntArray
 from packplan.core.samples.tables import Table
 from packplan.core.schedule import EpochSchedule
-from packplan.core.shuffling import shuffled
+from packplan.core.shuffling import seeded_permutation
 from packplan.core.work.model import WorkModel
 
 
@@ -40,7 +40,7 @@ class SortedSchedule(EpochSchedule):
         # The shortest samples remain, so that the smaller batch is the cheapest too.
         rest, full = np.split(ascending, [ascending.size % self.batch_size])
         batches = full.reshape(-1, self.batch_size)
-        return np.concatenate([batches[shuffled(len(batches), seed=(self.seed, epoch))].ravel(), rest])
+        return np.concatenate([batches[seeded_permutation(len(batches), seed=(self.seed, epoch))].ravel(), rest])
 
 
 class Encoded:
@@ -139,7 +139,7 @@ def _facts(trainer: Any, encoded: Encoded, way: Way) -> dict[str, Any]:
     return {
         "attention": trainer.attention.name,
         "batch_size": schedule.batch_size,
-        "num_steps": schedule.num_steps(0),
+        "num_steps": schedule.num_remaining_steps(0),
         "padding_share": padding,
         "flops": flops,
         "tokens_per_sample": sum(lengths) / len(lengths),

@@ -31,7 +31,7 @@ from packplan.core.errors import ModelError
 from packplan.core.lengths import IntArray
 from packplan.core.packers import pack
 from packplan.core.packs import Packs, concatenate
-from packplan.core.shuffling import shuffled
+from packplan.core.shuffling import seeded_permutation
 from packplan.core.work.assignment import assign_steps, to_units
 from packplan.core.work.model import WorkModel
 from packplan.core.work.text import DELTA_CHUNK
@@ -318,7 +318,7 @@ def _set_aside(packs: Packs, samples: Samples, num_short: int, aside: str) -> Pa
 def _chosen(works: NDArray[np.float64], way: str, ranks: int, accumulation: int, seed: int) -> IntArray:
     """Return the packs of an epoch's whole steps; shape (steps, packs of a rank, ranks)."""
     per_step = ranks * accumulation
-    drawn = shuffled(works.size, seed=seed)[: works.size // per_step * per_step]
+    drawn = seeded_permutation(works.size, seed=seed)[: works.size // per_step * per_step]
     chosen: IntArray = drawn[WAYS[way][1](to_units(works[drawn]), ranks, accumulation)]
     return chosen.reshape(-1, accumulation, ranks)
 

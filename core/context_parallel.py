@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.lengths import MOST_RANKS, IntArray, Lengths, as_lengths, round_up, whole_number
+from packplan.core.lengths import MOST_RANKS, IntArray, Lengths, as_lengths, round_up_lengths, whole_number
 from packplan.core.packs import count_up
 
 
@@ -48,7 +48,7 @@ def cu_seqlens(lengths: Lengths, *, pad_to_multiple_of: int = 1) -> list[int]:
     >>> cu_seqlens([8, 5, 7]), cu_seqlens([8, 5, 7], pad_to_multiple_of=4)
     ([0, 8, 13, 20], [0, 8, 16, 24])
     """
-    padded = round_up(as_lengths(lengths), whole_number("pad_to_multiple_of", pad_to_multiple_of))
+    padded = round_up_lengths(as_lengths(lengths), whole_number("pad_to_multiple_of", pad_to_multiple_of))
     return [0, *np.cumsum(padded).tolist()]
 
 

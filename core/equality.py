@@ -189,7 +189,7 @@ Version of the probe. It is raised if a probe can find new faults, so that store
 renewed.
 """
 
-_SUMMED_ALIKE = 2.0**-20
+_FINE_EPSILON = 2.0**-20
 """
 Types with a smaller step than this are summed in their own steps. Others are summed in float32.
 """
@@ -214,7 +214,7 @@ def rounding_limit(epsilon: float, *, layers: int) -> float:
     >>> [round(rounding_limit(2.0**-step, layers=36), 6) for step in (7, 10, 23)]
     [0.07164, 0.008955, 3.5e-05]
     """
-    sums = _SUMS if epsilon < _SUMMED_ALIKE else 1
+    sums = _SUMS if epsilon < _FINE_EPSILON else 1
     return epsilon * sums * (4 + math.log2(layers))
 
 

@@ -192,7 +192,7 @@ class MeasuredStep:
     seconds: float
     """Seconds from the end of the step before, without logs, evaluations and checkpoints."""
 
-    def predicted(self, time: StepTime) -> float:
+    def predict_seconds(self, time: StepTime) -> float:
         """Return the seconds that the coefficients *time* predict for this step."""
         flops = time.text * self.text + time.attention * self.attention + time.vision * self.vision
         return time.step + time.microbatch * self.microbatches + flops
@@ -254,9 +254,9 @@ class Calibration:
         for part in range(min(_FOLDS, len(self.steps))):
             left_out = self.steps[part::_FOLDS]
             others.append(fit_steps([one for one in self.steps if one not in left_out] or self.steps))
-            errors += [abs(one.predicted(others[-1]) / one.seconds - 1) for one in left_out]
+            errors += [abs(one.predict_seconds(others[-1]) / one.seconds - 1) for one in left_out]
         evaluated, share = self.evaluation, EVALUATION_SHARE
-        if evaluated is not None and (trained := evaluated.predicted(time) - time.step) > 0:
+        if evaluated is not None and (trained := evaluated.predict_seconds(time) - time.step) > 0:
             share = evaluated.seconds / trained
         return Timing(
             time=time,
@@ -335,7 +335,7 @@ class StepTerms:
             busiest = self._sum_by_step(batches.max(axis=1))
         return time.step + time.microbatch * self.counts + busiest
 
-    def busiest(self) -> Floats:
+    def busiest_flops(self) -> Floats:
         """Return the FLOPs of each step on its busiest ranks; shape (num_steps, 3)."""
         totals = self.flops.sum(axis=2)
         ranks = totals.argmax(axis=1)
@@ -445,9 +445,9 @@ def bytes_text(number: float) -> str:
 ModelSharding = Literal["ddp", "fsdp2"]
 """Way in which ranks share a model: whole on each, or by FSDP 2."""
 
-Kind = Literal["weights", "gradients", "optimizer", "activations", "temporaries"]
+MemoryKind = Literal["weights", "gradients", "optimizer", "activations", "temporaries"]
 
-KINDS: tuple[Kind, ...] = get_args(Kind)
+MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 """
 Kinds of memory. Weights include buffers. Activations are the batch, and what the forward pass keeps
 for the backward pass; temporaries are everything else of the two passes, and of the update.
@@ -488,7 +488,7 @@ class StepTrace:
     """Bytes of each block; shape (num_blocks,)."""
 
     kinds: NDArray[np.int64]
-    """Index of each block's kind in `KINDS`, or -1 for activations and temporaries; same shape."""
+    """Index in `MEMORY_KINDS` of each block, or -1 for activations and temporaries; same shape."""
 
     logits: NDArray[np.bool_]
     """Whether a block has the vocabulary's width, as logits and their gradients; same shape."""
@@ -507,18 +507,18 @@ class StepTrace:
             fused_loss: Leave out logits, which fused losses never hold as a whole.
         """
         kept = ~self.logits if fused_loss else np.ones(len(self.sizes), dtype=bool)
-        kinds, rows = self._kinds(), np.zeros((len(KINDS), 1 + int(self.freed.max(initial=1))), dtype=np.int64)
+        kinds, rows = self._kinds(), np.zeros((len(MEMORY_KINDS), 1 + int(self.freed.max(initial=1))), dtype=np.int64)
         for times, sign in ((self.allocated, 1), (self.freed, -1)):
             np.add.at(rows, (kinds[kept], times[kept]), sign * self.sizes[kept])
         held = rows.cumsum(axis=1)
-        highest = dict(zip(KINDS, held[:, int(held.sum(axis=0).argmax())].tolist(), strict=True))
+        highest = dict(zip(MEMORY_KINDS, held[:, int(held.sum(axis=0).argmax())].tolist(), strict=True))
         highest["temporaries"] += self.buckets
         return PeakMemory(**highest)
 
     def _kinds(self) -> NDArray[np.int64]:
         """Return the kind of every block."""
         kept = (self.allocated <= self.forward_end) & (self.freed > self.forward_end)
-        passing = np.where(kept, KINDS.index("activations"), KINDS.index("temporaries"))
+        passing = np.where(kept, MEMORY_KINDS.index("activations"), MEMORY_KINDS.index("temporaries"))
         return np.where(self.kinds < 0, passing, self.kinds)
 
 
@@ -559,7 +559,7 @@ class LongestLength:
     peak: int
     """Peak at that length, in bytes, without the margin."""
 
-    limited: bool
+    is_position_limit: bool
     """Whether the model's positions are the limit, and not the memory."""
 
 
@@ -585,7 +585,7 @@ def find_longest(peak_at: Callable[[int], int], *, start: int, limit: int, most:
     9984
     """
     room = limit / (1 + MARGIN)
-    known = {one: peak_at(one) for one in {start, _other_length(start, most)}}
+    known = {one: peak_at(one) for one in {start, _second_length(start, most)}}
     for _ in range(_ATTEMPTS):
         length = _extrapolate(known, room, most=most)
         if length in known:
@@ -597,10 +597,10 @@ def find_longest(peak_at: Callable[[int], int], *, start: int, limit: int, most:
             break
     fitting = [one for one, peak in known.items() if peak <= room and one <= most]
     longest = max(fitting, default=0)
-    return LongestLength(longest, known.get(longest, min(known.values())), limited=longest == most)
+    return LongestLength(longest, known.get(longest, min(known.values())), is_position_limit=longest == most)
 
 
-def _other_length(start: int, most: int) -> int:
+def _second_length(start: int, most: int) -> int:
     """Return a second length to trace: twice the first, with like shares of images, or half."""
     return 2 * start if 2 * start <= most else max(1, start // 2)
 

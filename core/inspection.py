@@ -455,7 +455,7 @@ def scheduled_steps(schedule: EpochSchedule, pack: int, *, epoch: int = 0) -> tu
         pack: Index of the pack.
         epoch: Epoch, from 0.
     """
-    batches = schedule.num_batches(epoch) * schedule.batch_size * schedule.world_size
+    batches = schedule.num_remaining_batches(epoch) * schedule.batch_size * schedule.world_size
     places = np.flatnonzero(schedule.order(epoch)[:batches] == pack)
     per_step = schedule.world_size * schedule.batch_size * schedule.gradient_accumulation_steps
     return tuple(ScheduledStep(place // per_step, place % schedule.world_size) for place in places.tolist())

@@ -87,7 +87,7 @@ class PackingTrace:
             lengths: Tokens of each sample; at least one.
             tally: Counts of these lengths. Every sample has to be in an entry.
         """
-        return _to_samples(lengths, tally, self._bins_longest_first())
+        return _reorder_bins(lengths, tally, self._bins_longest_first())
 
     def _bins_longest_first(self) -> NDArray[np.int32]:
         """Return the bin of each sample, samples ordered longest first; shape (num_samples,)."""
@@ -98,7 +98,7 @@ class PackingTrace:
         return bins if per_bin.max() == 1 else np.repeat(bins, np.repeat(per_bin, num))
 
 
-def _to_samples(lengths: IntArray, tally: LengthCounts, bins: NDArray[np.int32]) -> NDArray[np.int32]:
+def _reorder_bins(lengths: IntArray, tally: LengthCounts, bins: NDArray[np.int32]) -> NDArray[np.int32]:
     """
     Return *bins*, given longest sample first, in the order of *lengths*; ties keep their order.
 

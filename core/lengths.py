@@ -169,7 +169,7 @@ def whole_number(name: str, value: int, *, least: int = 1, most: int = 2**63 - 1
     return int(value)
 
 
-def round_up(lengths: IntArray, multiple: int) -> IntArray:
+def round_up_lengths(lengths: IntArray, multiple: int) -> IntArray:
     """Round lengths up to a multiple; ArgumentError if their total then passes 64 bits."""
     multiple = whole_number("the pad multiple", multiple)
     if lengths.size and (int(lengths.max()) + multiple) * lengths.size >= 2**63:
@@ -197,14 +197,14 @@ def exact_share(name: str, value: float | str | Decimal | Fraction) -> Fraction:
     return exact
 
 
-def as_works(works: Any, num: int, *, of: str = "packs") -> NDArray[np.float64]:
+def as_works(works: Any, num: int, *, items: str = "packs") -> NDArray[np.float64]:
     """
     Return works as an array of float64, after a check of number and values; shape (num,).
 
     Args:
         works: Work of each item, in any unit.
         num: Number of items.
-        of: Name of the items in the error, in the plural.
+        items: Name of the items in the error, in the plural.
 
     Raises:
         ArgumentError: The number of works differs, or one is negative or not finite.
@@ -212,15 +212,15 @@ def as_works(works: Any, num: int, *, of: str = "packs") -> NDArray[np.float64]:
     try:
         array = _as_array(works).astype(np.float64, copy=False)
     except (TypeError, ValueError):
-        fact = f"the work of {of} is a finite number of at least 0 for each, not {type(works).__name__}"
+        fact = f"the work of {items} is a finite number of at least 0 for each, not {type(works).__name__}"
         raise ArgumentError("works", fact, {"num": num, "num_works": 0}) from None
     if array.shape != (num,):
-        fact = f"works and {of} differ in number ({array.size:,} and {num:,}): give one work for each"
+        fact = f"works and {items} differ in number ({array.size:,} and {num:,}): give one work for each"
         raise ArgumentError("works", fact, {"num": num, "num_works": array.size})
     wrong = np.flatnonzero(~((array >= 0) & np.isfinite(array)))
     if wrong.size:
         index, value = int(wrong[0]), float(array[wrong[0]])
         others = f"; {wrong.size:,} of {num:,} are wrong" if wrong.size > 1 else ""
-        fact = f"work {index} is {value}, but the work of {of} is a finite number of at least 0{others}"
+        fact = f"work {index} is {value}, but the work of {items} is a finite number of at least 0{others}"
         raise ArgumentError("works", fact, {"index": index, "value": value, "num_wrong": int(wrong.size)})
     return array

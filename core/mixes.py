@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from packplan.core.config.run import PathText
 from packplan.core.errors import Fault, counted
 from packplan.core.lengths import IntArray, Lengths, as_lengths
-from packplan.core.shuffling import shuffled
+from packplan.core.shuffling import seeded_permutation
 
 
 @attrs.frozen(kw_only=True)
@@ -230,11 +230,11 @@ def draw_in_order(mixes: Mixes, sizes: Sequence[int], *, seed: int, epoch: int) 
         + (
             _draw_with_replacement(sizes[file], quota, np.random.PCG64((seed, epoch, number)))
             if source.replacement
-            else shuffled(sizes[file], seed=(seed, epoch, number))[:quota]
+            else seeded_permutation(sizes[file], seed=(seed, epoch, number))[:quota]
         )
         for number, (source, file, quota) in enumerate(zip(mix.sources, files, wanted, strict=True))
     ]
-    indices: IntArray = np.concatenate(drawn)[shuffled(sum(wanted), seed=(seed, epoch, len(wanted)))]
+    indices: IntArray = np.concatenate(drawn)[seeded_permutation(sum(wanted), seed=(seed, epoch, len(wanted)))]
     return indices
 
 

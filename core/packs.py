@@ -75,7 +75,7 @@ class Packs(Sequence[list[int]]):
         if not labels.size:
             return cls(np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64))
         num_labels = int(labels.max()) + 1
-        return cls(*_group_by_label(_in_order_of_first_sample(labels, num_labels), num_labels))
+        return cls(*_group_by_label(_renumber_by_first_sample(labels, num_labels), num_labels))
 
     @property
     def num_samples(self) -> int:
@@ -115,7 +115,7 @@ class Packs(Sequence[list[int]]):
         starts = np.repeat(self.offsets[positions] - offsets[:-1], sizes)
         return Packs(offsets, self.indices[starts + np.arange(offsets[-1])])
 
-    def pack_of_record(self, num_records: int) -> IntArray:
+    def to_labels(self, num_records: int) -> IntArray:
         """Return the index of each record's pack, -1 for none; shape (num_records,)."""
         owners = np.full(num_records, -1, dtype=np.int64)
         owners[self.indices] = np.repeat(np.arange(len(self)), self.sizes())
@@ -213,7 +213,7 @@ def count_up(counts: IntArray, *, starts: IntArray, dtype: type[np.signedinteger
     return numbers
 
 
-def _in_order_of_first_sample(labels: NDArray[np.int32], num_labels: int) -> NDArray[np.int32]:
+def _renumber_by_first_sample(labels: NDArray[np.int32], num_labels: int) -> NDArray[np.int32]:
     """Renumber packs in order of their first sample; *labels* has the pack of each sample."""
     first = np.empty(num_labels, dtype=np.int64)
     # Assigned back to front: of equal labels, the first sample is written last, and stays.

@@ -165,7 +165,7 @@ def build_raw_plan(
     tokens = np.minimum(array[packed], policy.packing_length)
     options: dict[str, Any] = {
         "capacity": policy.packing_length, "algorithm": policy.algorithm, "seed": policy.seed, "report": report,
-        "works": None if works is None else as_works(works, array.size, of="samples")[packed],
+        "works": None if works is None else as_works(works, array.size, items="samples")[packed],
     }  # fmt: skip
     grouped = redraw(tokens, epoch=epoch, **options) if policy.replanned else pack(tokens, **options)
     if not isinstance(packed, slice):

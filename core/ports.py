@@ -204,7 +204,7 @@ class RankGroup(Protocol):
     def world_size(self) -> int:
         """Number of learners."""
 
-    def from_rank_zero(self, build: Callable[[ReportProgress], Arrays], *, timeout_s: float) -> Arrays:
+    def build_on_rank_zero(self, build: Callable[[ReportProgress], Arrays], *, timeout_s: float) -> Arrays:
         """
         Build arrays on rank 0, and return them on every rank; no collective is pending meanwhile.
 

@@ -7,7 +7,7 @@ import numpy as np
 from packplan.core.lengths import IntArray
 
 
-def shuffled(num: int, *, seed: int | Sequence[int]) -> IntArray:
+def seeded_permutation(num: int, *, seed: int | Sequence[int]) -> IntArray:
     """
     Return a permutation of the numbers below *num*. It depends on *seed* alone, not on the version
     of numpy.

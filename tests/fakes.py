@@ -249,7 +249,7 @@ class ScriptedGroup:
         self.rank, self.world_size, self._others, self._hear = rank, world_size, others, hear
         self.waits: list[float] = []  # seconds that each wait could have taken
 
-    def from_rank_zero(self, build: Callable[[ReportProgress], Arrays], *, timeout_s: float) -> Arrays:
+    def build_on_rank_zero(self, build: Callable[[ReportProgress], Arrays], *, timeout_s: float) -> Arrays:
         self.waits.append(timeout_s)
         return build(self._hear)
 

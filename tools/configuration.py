@@ -25,7 +25,7 @@ import attrs
 
 from packplan.adapters.config.trainer_keys import GRPO_KEYS_FILE, LIBRARIES, SFT_KEYS_FILE, TrainerKey
 from packplan.adapters.versions import installed_version
-from packplan.core.config.keys import key_of
+from packplan.core.config.keys import key_facts
 from packplan.core.config.run import PathText
 
 _MARKED = re.compile(r"(<!-- keys of ([\w.]+) -->).*?(<!-- end of keys -->)", re.DOTALL)
@@ -134,7 +134,7 @@ def _sections(kind: type, path: str) -> Iterator[str]:
     rows, below = [], []
     for field in attrs.fields(attrs.resolve_types(kind)):
         plain = _without_none(field.type)
-        if key_of(field).set_by_command:
+        if key_facts(field).set_by_command:
             continue
         if attrs.has(plain):
             below.append((plain, f"{path}{field.name}."))

@@ -12,7 +12,7 @@ from packplan.adapters.config.layers import apply_overrides, expand_path, read_d
 from packplan.adapters.config.trainer_keys import TrainerKey
 from packplan.adapters.config.values import Advise, structure
 from packplan.core.config.faults import explain_unknown_key, run_faults
-from packplan.core.config.keys import keys_of
+from packplan.core.config.keys import yield_keys
 from packplan.core.config.refusals import refused_settings
 from packplan.core.config.rl import RlConfig, rl_faults
 from packplan.core.config.run import RunConfig, TrainingConfig
@@ -117,7 +117,7 @@ def load_rl_config(path: str | Path, grpo_keys: Mapping[str, TrainerKey], *, ove
 
 def known_keys(kind: type) -> Iterator[str]:
     """Yield the path of every key that a frozen class reads, and of every section."""
-    paths = (path for path, field in keys_of(kind) if get_origin(field.type) is not Mapping)
+    paths = (path for path, field in yield_keys(kind) if get_origin(field.type) is not Mapping)
     parts = (part.removesuffix("[]") for path in paths for part in accumulate(path.split("."), "{}.{}".format))
     return iter(dict.fromkeys(parts))
 

@@ -19,7 +19,7 @@ from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, Iterabl
 from cattrs.gen import make_dict_structure_fn, override
 
 from packplan.adapters.config.layers import expand_path, merge_sections
-from packplan.core.config.keys import key_of
+from packplan.core.config.keys import key_facts
 from packplan.core.config.run import PathText
 from packplan.core.errors import Fault
 
@@ -163,7 +163,7 @@ def _converter() -> cattrs.Converter:
     )
 
     def section(kind: Any) -> Any:
-        unread: Any = {one.name: override(omit=True) for one in attrs.fields(kind) if key_of(one).set_by_command}
+        unread: Any = {one.name: override(omit=True) for one in attrs.fields(kind) if key_facts(one).set_by_command}
         plain = make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True, **unread)
         return _mapping_hook(plain, "a section of keys")
 

@@ -100,7 +100,7 @@ def pair_with_flops(terms: StepTerms, seconds: Sequence[float]) -> list[Measured
         terms: Steps of an epoch.
         seconds: Seconds of each step of several epochs.
     """
-    busiest, counts = terms.busiest().tolist(), terms.counts.tolist()
+    busiest, counts = terms.busiest_flops().tolist(), terms.counts.tolist()
     found = []
     for number, one in enumerate(seconds):
         text, attention, vision = busiest[number % len(busiest)]

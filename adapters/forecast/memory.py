@@ -27,7 +27,7 @@ from packplan.adapters.models import local_part
 from packplan.adapters.trainer.trainer import CheckedTrainer
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import ModelError
-from packplan.core.forecast import Kind, ModelSharding, StepTrace
+from packplan.core.forecast import MemoryKind, ModelSharding, StepTrace
 
 _MOST_TOKENS = 131_072
 """Longest packing length that is looked at where a model says none."""
@@ -105,7 +105,7 @@ class StepTracer:
             forward_end = self._run_passes(batch)
             _update(self._optimizer, [one.grad for one in trained])
             states = (one for state in self._optimizer.state.values() for one in state.values())
-            held: dict[Kind, Iterable[Any]] = {
+            held: dict[MemoryKind, Iterable[Any]] = {
                 "weights": (*weights, *trainer.model.buffers()),
                 "gradients": (one.grad for one in trained if one.grad is not None),
                 "optimizer": (one for one in states if isinstance(one, torch.Tensor)),

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_iter
 
 from packplan.adapters.models import local_part
 from packplan.core.errors import ModelError
-from packplan.core.forecast import KINDS, Kind, StepTrace
+from packplan.core.forecast import MEMORY_KINDS, MemoryKind, StepTrace
 
 _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
 
@@ -99,7 +99,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
             self._note_allocation(storage, storage.nbytes(), is_logits=width == self._vocabulary and local.dim() < 4)
         return self._numbers[storage._cdata]  # noqa: SLF001
 
-    def trace(self, kinds: Mapping[int, Kind], *, start: int, forward_end: int) -> StepTrace:
+    def trace(self, kinds: Mapping[int, MemoryKind], *, start: int, forward_end: int) -> StepTrace:
         """
         Return the blocks that were in memory at some time from *start* on.
 
@@ -112,7 +112,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
         freed[freed < 0] = self.clock + 1
         known = np.full(len(freed), -1, dtype=np.int64)
         for number, kind in kinds.items():
-            known[number] = KINDS.index(kind)
+            known[number] = MEMORY_KINDS.index(kind)
         # Small models and long rows may have logits as wide as weights, which are no logits.
         logits = np.array(self._logits, dtype=np.bool_) & (known < 0)
         allocated, sizes = np.array(self._allocated, dtype=np.int64), np.array(self._sizes, dtype=np.int64)

@@ -74,8 +74,8 @@ class PackplanProgress(TrainerCallback, ExportableState):
         """Record the step; in an epoch resumed in its middle, correct `state.epoch`."""
         self.step, schedule = state.global_step, self.follower.schedule
         start, window = schedule.start, schedule.gradient_accumulation_steps
-        if start.epoch_step and self.step <= start.step + schedule.num_steps(start.epoch):
-            total = start.epoch_step * window + schedule.num_batches(start.epoch)
+        if start.epoch_step and self.step <= start.step + schedule.num_remaining_steps(start.epoch):
+            total = start.epoch_step * window + schedule.num_remaining_batches(start.epoch)
             done = min((start.epoch_step + self.step - start.step) * window, total)
             state.epoch = start.epoch + done / total
 
@@ -133,12 +133,12 @@ class FollowsSchedule:
         """Train an epoch, with the number of batches that are left of it."""
         schedule = self.schedule
         options |= {
-            "steps_in_epoch": schedule.num_batches(epoch),
-            "num_update_steps_per_epoch": schedule.num_steps(epoch),
+            "steps_in_epoch": schedule.num_remaining_batches(epoch),
+            "num_update_steps_per_epoch": schedule.num_remaining_steps(epoch),
         }
         self._expected = iter(schedule.batches(epoch, rank=self.follower.rank))
         super()._run_epoch(epoch=epoch, **options)  # type: ignore[misc]
-        if not schedule.num_batches(epoch):  # the epoch's last step was before the resume
+        if not schedule.num_remaining_batches(epoch):  # the epoch's last step was before the resume
             self.control.should_training_stop = False
 
     def get_batch_samples(self, batches_left: Any, num_batches: int, *args: Any) -> Any:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
-from packplan.core.config.refusals import refusals_of
+from packplan.core.config.refusals import active_refusals
 from packplan.core.errors import ArgumentError
 
 _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
@@ -32,7 +32,7 @@ def refuse_trainer(trainer: Any, *, row_ranks: int = 1, evaluates: bool = True) 
 def _plan_conflicts(trainer: Any) -> Iterator[str]:
     """Yield each setting that changes what a plan decides."""
     args = trainer.args
-    for refusal in refusals_of(args, "trainer"):
+    for refusal in active_refusals(args, "trainer"):
         yield f"{refusal.setting} is set, which {refusal.effect}"
     strategy = getattr(args, "train_sampling_strategy", "random")
     if strategy != "random":
@@ -96,7 +96,7 @@ def _loss_conflicts(trainer: Any) -> Iterator[str]:
     by_sequence = getattr(args, "importance_sampling_level", None) == "sequence"
     if loss == "luspo" and is_old_trl() and not (by_sequence and not trainer.beta):
         yield "loss_type is 'luspo', which TRL before 1.0 divides by padding, unless by sequence and with beta 0"
-    for refusal in refusals_of(args, "balance"):
+    for refusal in active_refusals(args, "balance"):
         yield f"{refusal.setting} is set, which {refusal.effect}"
     if getattr(args, "top_entropy_quantile", 1.0) < 1:
         yield "top_entropy_quantile is below 1, which compares the tokens of a batch"

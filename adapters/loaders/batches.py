@@ -14,7 +14,7 @@ import attrs
 from packplan.adapters.trainer_state import read_state, require_step
 from packplan.core.errors import ArgumentError, CorruptArtefactError, StaleError, counted
 from packplan.core.fingerprint import NO_IDENTITY, RunIdentity, from_plain, seal, to_plain, unseal
-from packplan.core.schedule import DAMAGED, EpochSchedule, Progress, ResumeState
+from packplan.core.schedule import DAMAGED_STATE_REMEDY, EpochSchedule, Progress, ResumeState
 
 _SAVED = "the saved progress"
 """Name of a state in messages."""
@@ -87,7 +87,7 @@ class PackBatches:
 
     def __len__(self) -> int:
         """Return the batches of the whole epoch on this rank; a resumed epoch may have fewer."""
-        return self.schedule.batches_in(self.epoch)
+        return self.schedule.num_epoch_batches(self.epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
         left = self.schedule.batches(self.epoch, rank=self.rank)
@@ -125,11 +125,11 @@ class PackBatches:
         try:
             then = from_plain(ResumeState, unseal(state))
         except ValueError as error:
-            raise CorruptArtefactError(_SAVED, str(error), DAMAGED) from error
+            raise CorruptArtefactError(_SAVED, str(error), DAMAGED_STATE_REMEDY) from error
         if differences := then.differences(self.state):
             raise StaleError.plan(_SAVED, differences)
         if (fault := attrs.evolve(self._whole, start=then.progress).start_fault()) is not None:
-            raise CorruptArtefactError(_SAVED, fault, DAMAGED)
+            raise CorruptArtefactError(_SAVED, fault, DAMAGED_STATE_REMEDY)
         self._serve_from(then.progress)
 
 

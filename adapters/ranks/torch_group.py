@@ -55,7 +55,7 @@ class OneRank:
     rank = 0
     world_size = 1
 
-    def from_rank_zero(self, build: Callable[[ReportProgress], Arrays], *, timeout_s: float) -> Arrays:  # noqa: ARG002  # no one waits
+    def build_on_rank_zero(self, build: Callable[[ReportProgress], Arrays], *, timeout_s: float) -> Arrays:  # noqa: ARG002  # no one waits
         """Return the result of *build*; see `core.ports.RankGroup`."""
         return build(lambda _: None)
 
@@ -116,7 +116,7 @@ class TorchGroup:
         self._calls = 0
         self._heartbeat = Heartbeat(self._store) if rank == 0 else None
 
-    def from_rank_zero(self, build: Callable[[ReportProgress], Arrays], *, timeout_s: float) -> Arrays:
+    def build_on_rank_zero(self, build: Callable[[ReportProgress], Arrays], *, timeout_s: float) -> Arrays:
         """Return on every rank what rank 0 builds; see `core.ports.RankGroup`."""
         self._calls += 1
         key = f"built/{self._calls}"

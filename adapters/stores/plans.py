@@ -156,7 +156,7 @@ class DiskPlanStore:
             "fingerprint": dict(key.inputs),
             "world_size": schedule.world_size,
             "total_steps": schedule.total_steps,
-            "epochs": [{**attrs.asdict(one), "steps": schedule.steps_in(one.epoch)} for one in records],
+            "epochs": [{**attrs.asdict(one), "steps": schedule.num_epoch_steps(one.epoch)} for one in records],
         }
         files.write_manifest(self.folder / f"schedule_ws{schedule.world_size}.json", content)
 

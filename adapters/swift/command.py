@@ -23,7 +23,7 @@ from swift.utils import parse_args, seed_everything
 from packplan.adapters.models import replace_attributes
 from packplan.adapters.swift.packs import ALGORITHMS
 from packplan.core.batch import count_row_groups
-from packplan.core.config.refusals import refusals_of
+from packplan.core.config.refusals import active_refusals
 from packplan.core.errors import ConfigError, Fault
 from packplan.core.fingerprint import Value
 
@@ -244,5 +244,5 @@ def _plan_conflicts(arguments: Any) -> Iterator[Fault]:
         yield Fault("--rlhf_type", f"is {kind}, but plans are made for dpo alone: leave out --packing, not the plugin")
     elif not kind and not arguments.packing:
         yield Fault("--packing", "is false, but packs are planned: say --packing true, or leave the plugin out")
-    for refusal in refusals_of(arguments, "rlhf" if kind else "plugin"):
+    for refusal in active_refusals(arguments, "rlhf" if kind else "plugin"):
         yield Fault(f"--{refusal.setting}", str(refusal))

@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
         require_static(config)
         world_size = command_ranks(config) or options.world_size
         if world_size is None:  # one process plans for one rank, or group of ranks
-            world_size = 1 if group.world_size == 1 else config.plan_ranks(group.world_size)
+            world_size = 1 if group.world_size == 1 else config.plan_world_size(group.world_size)
         accumulation_of(config, world_size=world_size)
         verdict = require_packing_model(config)
         splits = list(open_splits(config).values())

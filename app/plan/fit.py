@@ -25,8 +25,8 @@ from packplan.app.wiring.runs import require_inputs
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, MismatchError, counted
 from packplan.core.forecast import (
-    KINDS,
     MARGIN,
+    MEMORY_KINDS,
     LongestLength,
     ModelSharding,
     PeakMemory,
@@ -205,10 +205,10 @@ def _print(found: MemoryFit) -> None:
         f"memory of a training step on each rank ({ranks}{f', {found.sharding}' if found.world_size > 1 else ''})"
     )
     table = Table()
-    for name in ("", "tokens", *KINDS, "peak", "with margin"):
+    for name in ("", "tokens", *MEMORY_KINDS, "peak", "with margin"):
         table.add_column(name, justify="right" if name else "left")
     for one in found.packs:
-        kinds = (bytes_text(getattr(one.peak, kind)) for kind in KINDS)
+        kinds = (bytes_text(getattr(one.peak, kind)) for kind in MEMORY_KINDS)
         totals = bytes_text(one.peak.total), bytes_text(add_margin(one.peak.total))
         table.add_row(one.name, f"{one.tokens:,}", *kinds, *totals)
     console.width = max(console.width, console.measure(table, options=console.options.update(width=1000)).maximum)
@@ -241,5 +241,5 @@ def _print_longest(longest: LongestLength, report: Callable[[str], None]) -> Non
     if not longest.tokens:
         report("no packing length fits: add ranks that share the model, checkpointing, or adapters")
         return
-    end = ", at which the model's positions end" if longest.limited else ""
+    end = ", at which the model's positions end" if longest.is_position_limit else ""
     report(f"longest template.max_length that fits: {longest.tokens:,}{end} (peak {bytes_text(longest.peak)})")

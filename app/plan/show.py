@@ -135,7 +135,7 @@ def as_document(opened: StoredSplit) -> dict[str, Any]:
         else {
             "shown": opened.epoch,
             "total_steps": epochs.total_steps,
-            "epochs": [{**attrs.asdict(one), "steps": epochs.steps_in(one.epoch)} for one in opened.plan.epochs],
+            "epochs": [{**attrs.asdict(one), "steps": epochs.num_epoch_steps(one.epoch)} for one in opened.plan.epochs],
         },
         "checksums": _checksums(opened),
         "fingerprints": {
@@ -194,7 +194,7 @@ def _print_epochs(console: Console, opened: StoredSplit, *, most: int | None) ->
     for one in records[:most]:
         table.add_row(
             f"{one.epoch:,}", f"{one.num_samples:,}", f"{one.num_tokens:,}", f"{one.num_packs:,}", f"{one.fill:.4f}",
-            f"{epochs.steps_in(one.epoch):,}", source_draws_text(one, opened.lengths.origin.files),
+            f"{epochs.num_epoch_steps(one.epoch):,}", source_draws_text(one, opened.lengths.origin.files),
         )  # fmt: skip
     console.print(table, soft_wrap=False)
     if most is not None and len(records) > most:

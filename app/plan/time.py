@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
         forecast = forecast_time(config, *prepare(timed, group), group)
     if group.rank:
         return
-    ranks = config.plan_ranks(group.world_size)
+    ranks = config.plan_world_size(group.world_size)
     if options.json:
         print(json.dumps(as_document(forecast, world_size=ranks), indent=2))
         return

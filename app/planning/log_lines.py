@@ -101,7 +101,7 @@ def _log_epochs(split: Split, schedule: EpochSchedule) -> None:
             counted(one.num_samples, "sample"),
             counted(one.num_tokens, "token"),
             counted(one.num_packs, "pack"),
-            counted(schedule.steps_in(one.epoch), "step"),
+            counted(schedule.num_epoch_steps(one.epoch), "step"),
             one.checksum[:12],
             f": {drawn}" if (drawn := source_draws_text(one, files)) else "",
         )

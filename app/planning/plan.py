@@ -80,7 +80,7 @@ class Ranks:
             with lock.hold(timeout_s=self.seconds_left(), report=report):
                 return make(report)
 
-        return self.group.from_rank_zero(locked, timeout_s=self.seconds_left())
+        return self.group.build_on_rank_zero(locked, timeout_s=self.seconds_left())
 
     def require_same(self, what: str, value: str) -> None:
         """

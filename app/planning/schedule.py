@@ -124,7 +124,7 @@ def partial_window_warning(schedule: EpochSchedule) -> str | None:
     """Return the warning that the last step of an epoch is smaller; None if it is not."""
     if not isinstance(schedule.num_packs, int):
         window, epochs = schedule.gradient_accumulation_steps, len(schedule.num_packs)
-        ragged = sum(schedule.batches_in(epoch) % window > 0 for epoch in range(epochs))
+        ragged = sum(schedule.num_epoch_batches(epoch) % window > 0 for epoch in range(epochs))
         told = f"the last optimizer step of {ragged:,} of {counted(epochs, 'epoch')} sees fewer than {window:,} "
         return f"{told}batches per rank" if ragged else None
     partial = partial_window(

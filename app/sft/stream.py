@@ -26,7 +26,7 @@ from packplan.app.wiring.trainers import (
     open_stream_start,
 )
 from packplan.app.wiring.verdicts import decide_attention
-from packplan.core.config.faults import LESS_DROPPED
+from packplan.core.config.faults import DROP_LESS_REMEDY
 from packplan.core.config.identity import stream_inputs
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import Difference, counted
@@ -34,7 +34,7 @@ from packplan.core.fingerprint import Fingerprint
 from packplan.core.mixes import draw_in_order
 from packplan.core.ports import RankGroup
 from packplan.core.samples.tables import DataFile, records_by_source
-from packplan.core.shuffling import shuffled
+from packplan.core.shuffling import seeded_permutation
 from packplan.core.stream import PACKER_VERSION, Order, StreamProgress, StreamState
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _log_end(config: RunConfig, group: RankGroup, trainer: StreamTrainer) -> Non
         return
     training = config.training
     if totals.counts.dropped_more_than(training.packing_max_dropped_share):
-        log.warning("the stream has ended: %s. %s", totals, LESS_DROPPED)
+        log.warning("the stream has ended: %s. %s", totals, DROP_LESS_REMEDY)
     else:
         log.info("the stream has ended: %s", totals)
     if trainer.was_terminated:
@@ -166,4 +166,4 @@ def _order(config: RunConfig, files: Sequence[DataFile]) -> Order:
     total = sum(sizes)
     if not trainer.get("train_dataloader_shuffle", True):
         return lambda _: np.arange(total)
-    return lambda epoch: shuffled(total, seed=(seed, epoch))
+    return lambda epoch: seeded_permutation(total, seed=(seed, epoch))

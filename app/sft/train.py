@@ -70,7 +70,7 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> t
     """
     # What the settings alone can get wrong is found before hours of measuring.
     require_static(config)
-    world_size = config.plan_ranks(group.world_size)
+    world_size = config.plan_world_size(group.world_size)
     attention = decide_attention(config, isolated=config.training.packing and not may_leak)
     checkpoint = open_checkpoint(config, group, ResumeState)
     arguments = open_arguments(config, world_size=world_size)
@@ -143,8 +143,8 @@ def _log_resume(schedule: EpochSchedule, unit: str) -> None:
             "going on after optimizer step %d with epoch %d, which takes %s per rank and %s",
             start.step,
             start.epoch,
-            counted(schedule.num_batches(start.epoch), "batch"),
-            counted(schedule.num_steps(start.epoch), "step"),
+            counted(schedule.num_remaining_batches(start.epoch), "batch"),
+            counted(schedule.num_remaining_steps(start.epoch), "step"),
         )
         return
     log.info(
@@ -153,8 +153,8 @@ def _log_resume(schedule: EpochSchedule, unit: str) -> None:
         start.epoch,
         counted(consumed := schedule.consumed_packs(start.epoch).size, unit),
         verb_for(consumed),
-        counted(schedule.num_batches(start.epoch), "batch"),
-        counted(schedule.num_steps(start.epoch), "step"),
+        counted(schedule.num_remaining_batches(start.epoch), "batch"),
+        counted(schedule.num_remaining_steps(start.epoch), "step"),
     )
     before = start.segments[-1].world_size if start.segments else schedule.world_size
     if before != schedule.world_size:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import attrs
 
-from packplan.core.config.keys import key_faults, key_of
+from packplan.core.config.keys import key_facts, key_faults
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.errors import Fault, PackplanError, shorten, verb_for
 from packplan.core.packers import ALGORITHMS
@@ -156,7 +156,7 @@ def _epoch_faults(config: RunConfig) -> Iterator[Fault]:
 def _rollout_faults(config: RunConfig) -> Iterator[Fault]:
     """Yield faults of a run that trains from a stream."""
     training = config.training
-    yield from _unread_by_streams(config)
+    yield from _stream_faults(config)
     if training.packing_mode == "static":
         reason = "is static, but the rollout variant packs while it trains: set it to dynamic"
         yield Fault("training.packing_mode", reason)
@@ -166,13 +166,13 @@ def _rollout_faults(config: RunConfig) -> Iterator[Fault]:
         yield from _endless_faults(training)
 
 
-def _unread_by_streams(config: RunConfig) -> Iterator[Fault]:
+def _stream_faults(config: RunConfig) -> Iterator[Fault]:
     """Yield the keys that are set and that a stream does not read."""
     custom, trainer = config.custom, config.training.trainer
     for section in ("custom", "training"):
         values = getattr(config, section)
         for field in attrs.fields(type(values)):
-            stream, is_set = key_of(field).stream, getattr(values, field.name) != field.default
+            stream, is_set = key_facts(field).stream, getattr(values, field.name) != field.default
             if is_set and (stream == "refused" or (stream == "evaluation" and not custom.val_jsonl)):
                 yield Fault(f"{section}.{field.name}", "is of planned packs, which a stream has none of: remove it")
     if trainer.get("dataloader_persistent_workers"):
@@ -295,7 +295,7 @@ def _join_names(names: Sequence[str]) -> str:
     return " or ".join(names[:MAX_NAMED])
 
 
-LESS_DROPPED = "To drop less, set training.packing_drop_last: false, or lower training.packing_min_fill_ratio"
+DROP_LESS_REMEDY = "To drop less, set training.packing_drop_last: false, or lower training.packing_min_fill_ratio"
 """Remedy for a stream that drops too much."""
 
 _MEASURE_AGAIN = "restore it, or use another training.output_dir to measure and plan again"

@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from packplan.core.config.keys import key_of, keys_of
+from packplan.core.config.keys import key_facts, yield_keys
 from packplan.core.config.run import LOADS, TRAINS, TUNES, CustomConfig, PathText, RunConfig, TemplateConfig
 from packplan.core.errors import RankDifference
 from packplan.core.fingerprint import Fingerprint, RunIdentity, Value
@@ -76,7 +76,7 @@ def configured_inputs(template: TemplateConfig, custom: CustomConfig, *, packing
     inputs: dict[str, Value] = {"packing_length": packing_length if cut else None}
     for section, values in (("template", template), ("custom", custom)):
         for field in attrs.fields(type(values)):
-            lengths, value = key_of(field).lengths, getattr(values, field.name)
+            lengths, value = key_facts(field).lengths, getattr(values, field.name)
             if lengths == "value" or (lengths == "value if set" and value is not None):
                 inputs[f"{section}.{field.name}"] = _input_value(value)
     return inputs if cut else {**inputs, "template.truncation_strategy": None}
@@ -88,16 +88,16 @@ def _input_value(value: Any) -> Value:
     return str(value) if isinstance(value, float) else value
 
 
-DECLARED_KEYS = dict(keys_of(RunConfig))
+DECLARED_KEYS = dict(yield_keys(RunConfig))
 
 PATH_KEYS = frozenset(
-    {key for key, field in DECLARED_KEYS.items() if str(PathText) in str(field.type) and not key_of(field).per_rank}
+    {key for key, field in DECLARED_KEYS.items() if str(PathText) in str(field.type) and not key_facts(field).per_rank}
     | {"training.accelerator_config", "training.deepspeed", "training.fsdp_config", "training.logging_dir"}
 )
 """Keys of files and folders, which may be elsewhere on another machine."""
 
 PER_RANK: Mapping[str, str] = {
-    **{key: key_of(field).per_rank for key, field in DECLARED_KEYS.items() if key_of(field).per_rank},
+    **{key: key_facts(field).per_rank for key, field in DECLARED_KEYS.items() if key_facts(field).per_rank},
     "training.dataloader_persistent_workers": "memory of a rank's machine",
     "training.dataloader_pin_memory": "memory of a rank's machine",
     "training.dataloader_prefetch_factor": "memory of a rank's machine",
@@ -120,7 +120,7 @@ def shared_values(config: RunConfig, files: Mapping[str, Any]) -> dict[str, str]
         config: The run.
         files: Key -> content of the file that it names, which is compared in place of the path.
     """
-    sections = attrs.asdict(config, filter=lambda field, _: not key_of(field).set_by_command)
+    sections = attrs.asdict(config, filter=lambda field, _: not key_facts(field).set_by_command)
     sections["training"] |= sections["training"].pop("trainer")
     for section, name in (key.split(".") for key in (*PATH_KEYS, *PER_RANK)):
         key, value = f"{section}.{name}", sections[section].pop(name, None)
@@ -208,7 +208,7 @@ def run_identity(config: RunConfig, *, files: Mapping[str, Any], model: Mapping[
         if section not in {"model", "training"} or name == "model" or UNCOMPARED.fullmatch(name):
             continue
         declared = DECLARED_KEYS.get(f"{section}.{name}")
-        decides = TRAINS if declared is None else key_of(declared).neither
+        decides = TRAINS if declared is None else key_facts(declared).neither
         if decides in {LOADS, TUNES} or name in FIXED_ARGUMENTS or _FIXED_PATTERN.match(name):
             fixed[key] = value
         elif decides == TRAINS:

@@ -75,13 +75,13 @@ def key(default: T, **facts: Any) -> T:
     return attrs.field(default=default, metadata=key_metadata(**facts))
 
 
-def key_of(field: attrs.Attribute[Any]) -> Key:
+def key_facts(field: attrs.Attribute[Any]) -> Key:
     """Return the facts that a field declares."""
     known: Key = field.metadata.get(Key, Key())
     return known
 
 
-def keys_of(kind: type, prefix: str = "") -> Iterator[tuple[str, attrs.Attribute[Any]]]:
+def yield_keys(kind: type, prefix: str = "") -> Iterator[tuple[str, attrs.Attribute[Any]]]:
     """
     Yield each key of a class and of the sections below it: its path and its field. Keys of a list's
     sections have a `[]`.
@@ -89,11 +89,11 @@ def keys_of(kind: type, prefix: str = "") -> Iterator[tuple[str, attrs.Attribute
     for field in attrs.fields(attrs.resolve_types(kind)):
         path, item = f"{prefix}{field.name}", next(iter(get_args(field.type)), None)
         if attrs.has(field.type):
-            yield from keys_of(field.type, f"{path}.")
-        elif not key_of(field).set_by_command:
+            yield from yield_keys(field.type, f"{path}.")
+        elif not key_facts(field).set_by_command:
             yield path, field
             if isinstance(item, type) and attrs.has(item):
-                yield from keys_of(item, f"{path}[].")
+                yield from yield_keys(item, f"{path}[].")
 
 
 def key_faults(section: Any, prefix: str = "") -> Iterator[Fault]:
@@ -107,7 +107,7 @@ def key_faults(section: Any, prefix: str = "") -> Iterator[Fault]:
                 {f"{path}.{name}": one for name, one in value.items()} if isinstance(value, Mapping) else {path: value}
             )
             for where, one in values.items():
-                yield from (Fault(where, reason) for reason in key_of(field).check(one))
+                yield from (Fault(where, reason) for reason in key_facts(field).check(one))
 
 
 def must(holds: Callable[[Any], bool], wanted: str) -> Check:

@@ -76,7 +76,7 @@ def refused_settings(host: Host) -> dict[str, Refusal]:
     return {one.setting: one for one in REFUSALS if host in one.hosts}
 
 
-def refusals_of(arguments: Any, host: Host) -> Iterator[Refusal]:
+def active_refusals(arguments: Any, host: Host) -> Iterator[Refusal]:
     """Yield each refused setting that is on in a host's arguments; one that they lack is off."""
     for setting, refusal in refused_settings(host).items():
         value = reduce(lambda found, name: getattr(found, name, None), setting.split("."), arguments)

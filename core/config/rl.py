@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from packplan.core.config.faults import data_faults
-from packplan.core.config.keys import at_least, key, key_faults, keys_of, one_of
+from packplan.core.config.keys import at_least, key, key_faults, one_of, yield_keys
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import Fault
 from packplan.core.packers import ALGORITHMS
@@ -97,7 +97,7 @@ def rl_faults(config: RlConfig) -> Iterator[Fault]:
     """Yield everything wrong with a run of reinforcement learning that its types cannot express."""
     yield from key_faults(config)
     yield from data_faults(config.custom)
-    for path, field in keys_of(RunConfig):
+    for path, field in yield_keys(RunConfig):
         section, _, name = path.rpartition(".")
         value = getattr(getattr(config, section) if section else config, name)
         if section != "training" and path not in _READ_KEYS and value not in (field.default, {}):

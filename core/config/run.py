@@ -31,7 +31,7 @@ from packplan.core.config.keys import (
 )
 from packplan.core.equality import BACKENDS
 from packplan.core.packers import ALGORITHMS
-from packplan.core.samples.shapes import READ
+from packplan.core.samples.shapes import RECORD_KEYS
 
 Tuner: TypeAlias = Literal["full", "lora", "adapter", "boft", "dummy", "fourierft", "ia3", "llamapro", "vera"]
 
@@ -223,7 +223,7 @@ class CustomConfig:
     literal_image_tags: bool = key(False, neither=_LIMITS)
     """Let `<image>` stand as text in records without images; else these are refused."""
 
-    columns: dict[str, str] = key(attrs.Factory(dict), lengths="value", check=one_of(sorted(READ)))
+    columns: dict[str, str] = key(attrs.Factory(dict), lengths="value", check=one_of(sorted(RECORD_KEYS)))
     """The data's keys -> names of records, as `{q: query, a: response}`."""
 
     on_bad_record: Literal["stop", "skip"] = key("stop", neither=_ACCEPTS, stream="refused")
@@ -474,7 +474,7 @@ class RunConfig:
         # ms-swift's batches count packs.
         return 1 if self.training.packing and self.command is None else self.training.per_device_train_batch_size
 
-    def plan_ranks(self, num_ranks: int) -> int:
+    def plan_world_size(self, num_ranks: int) -> int:
         """Return the ranks of a plan, which are groups of ranks that share rows; ArgumentError."""
         return count_row_groups(num_ranks, self.training.sequence_parallel_size)
 

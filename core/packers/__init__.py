@@ -101,7 +101,7 @@ def works_for_algorithm(algorithm: str, works: Any, num: int) -> NDArray[np.floa
     if "works" not in ALGORITHMS[algorithm].takes:
         message = f"works do not change the packs of {algorithm}: take algorithm='balanced', or give none"
         raise ValueError(message)
-    return as_works(works, num, of="samples")
+    return as_works(works, num, items="samples")
 
 
 def pack(

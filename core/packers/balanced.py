@@ -34,7 +34,7 @@ from packplan.core.packs import Packs
 from packplan.core.work.assignment import to_units
 from packplan.core.work.model import WorkModel
 
-MORE = 200
+_PACKS_PER_EXTRA = 200
 """Packs for each extra pack beyond the fewest, which gives room to level work."""
 
 _GROUP_SAMPLES, _GROUP_PACKS = 1 << 15, 1 << 10
@@ -75,18 +75,18 @@ def balanced(
     """
     units = to_units(WorkModel.estimated({}).trained().sample_flops(lengths) if works is None else works)
     packs, fewest = _pack_by(lengths, capacity), find_bound(lengths, capacity=capacity, effort=0).packs
-    is_tight = len(packs) > fewest + fewest // MORE
+    is_tight = len(packs) > fewest + fewest // _PACKS_PER_EXTRA
     if is_tight:
         packs = _pack_by(lengths, capacity, auto)
         fewest = len(packs)
-    limit = min(lengths.size, fewest + fewest // MORE)
+    limit = min(lengths.size, fewest + fewest // _PACKS_PER_EXTRA)
     labels = None
     if not is_tight:
         labels = _pack_evenly(lengths, units, keys, num=limit, capacity=capacity, report=report)
     if labels is None:
         roomy = _pack_by(lengths, max(int(lengths.max()), capacity * _SHARE // 1000), auto)
         packs = roomy if len(roomy) <= limit else packs
-        labels = _level_packs(lengths, units, packs.pack_of_record(lengths.size), capacity=capacity, report=report)
+        labels = _level_packs(lengths, units, packs.to_labels(lengths.size), capacity=capacity, report=report)
     return Packs.from_labels(np.unique(labels, return_inverse=True)[1].astype(np.int32))
 
 
@@ -111,7 +111,7 @@ def _pack_evenly(
     if keys is not None:  # neighbours in this order change groups
         order = order[np.lexsort((keys, np.arange(order.size) // num_groups))]
     start = 0
-    for number, members in enumerate(_deal_to_groups(order, num_groups)):
+    for number, members in enumerate(_assign_to_groups(order, num_groups)):
         report(f"{counted(num, 'pack')}, levelling group {number + 1:,} of {num_groups:,}")
         size = num // num_groups + (number < num % num_groups)
         drawn = None if keys is None else keys[members]
@@ -133,7 +133,7 @@ def _level_packs(
     np.add.at(sums, labels, units)
     num_groups = _num_groups(lengths.size, num)
     group_of, place = np.empty(num, dtype=np.int64), np.empty(num, dtype=np.int64)
-    parts = list(_deal_to_groups(np.argsort(-sums, kind="stable"), num_groups))
+    parts = list(_assign_to_groups(np.argsort(-sums, kind="stable"), num_groups))
     for number, packs in enumerate(parts):
         group_of[packs], place[packs] = number, np.arange(packs.size)
     result = np.empty(lengths.size, dtype=np.int64)
@@ -153,7 +153,7 @@ def _num_groups(num_samples: int, num_packs: int) -> int:
     return max(1, min(num_samples // _GROUP_SAMPLES, num_packs // _GROUP_PACKS))
 
 
-def _deal_to_groups(order: IntArray, num_groups: int) -> Iterator[IntArray]:
+def _assign_to_groups(order: IntArray, num_groups: int) -> Iterator[IntArray]:
     """
     Yield groups of the items of *order*, dealt back and forth so that their sums are alike.
     """

@@ -29,7 +29,7 @@ from packplan.core.packs import Packs
 REDRAW_VERSION = "1"
 """Version of the packs of `redraw`, part of a plan's fingerprint, as an algorithm's is."""
 
-MORE = 200
+_PACKS_PER_EXTRA = 200
 """Packs of the algorithm's own packing for each further pack that a draw may have."""
 
 _FIRST_LOOSE = 40
@@ -89,7 +89,7 @@ def redraw(
     if "works" in chosen.takes:
         weights = None if weights is None else weights[order]
         packs = load_function(algorithm)(shuffled, capacity=capacity, works=weights, report=report, keys=keys)
-        return _reorder_packs(packs.pack_of_record(num).astype(np.int32), order)
+        return _reorder_packs(packs.to_labels(num).astype(np.int32), order)
     own: _Packing | None = None
     stage = "best_fit_decreasing" if algorithm == "certified" else algorithm
     fewest = -(-total // capacity)
@@ -98,14 +98,14 @@ def redraw(
         starts = _group_starts(shuffled, ends, capacity=capacity, loose=loose)
         items = np.diff(ends[np.append(starts[1:], num) - 1], prepend=0)
         found = _pack_items(items, capacity=capacity, algorithm=stage, seed=seed, report=report)
-        if found.num <= fewest + fewest // MORE:
+        if found.num <= fewest + fewest // _PACKS_PER_EXTRA:
             break
         own = own or _pack_items(lengths, capacity=capacity, algorithm=algorithm, seed=seed, report=report)
-        if found.num <= own.num + own.num // MORE:
+        if found.num <= own.num + own.num // _PACKS_PER_EXTRA:
             break
         if loose == total:
             return _exchange_equals(own.labels(), lengths, order)
-        loose = max(1, 2 * loose, loose * (found.num - own.num) * MORE // own.num)
+        loose = max(1, 2 * loose, loose * (found.num - own.num) * _PACKS_PER_EXTRA // own.num)
         loose = loose if 2 * loose < total else total
     return _reorder_packs(np.repeat(found.labels(), np.diff(starts, append=num)), order)
 
@@ -130,7 +130,7 @@ def _pack_items(
         trace = load_function(algorithm)(tally, capacity=capacity)
         return _Packing(trace.num_bins, lambda: trace.labels(lengths, tally))
     packs = pack(lengths, capacity=capacity, algorithm=algorithm, seed=seed, report=report)
-    return _Packing(len(packs), lambda: packs.pack_of_record(lengths.size).astype(np.int32))
+    return _Packing(len(packs), lambda: packs.to_labels(lengths.size).astype(np.int32))
 
 
 def _exchange_equals(labels: NDArray[np.int32], lengths: IntArray, order: IntArray) -> Packs:

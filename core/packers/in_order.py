@@ -8,7 +8,7 @@ import numpy as np
 
 from packplan.core.lengths import IntArray
 from packplan.core.packs import BLOCK, Packs
-from packplan.core.shuffling import shuffled
+from packplan.core.shuffling import seeded_permutation
 
 
 def concatenative(lengths: IntArray, *, capacity: int) -> Packs:
@@ -48,7 +48,7 @@ def first_fit_shuffle(lengths: IntArray, *, capacity: int, seed: int) -> Packs:
         capacity: Tokens a bin may hold.
         seed: Seed of the order, >= 0.
     """
-    order = shuffled(lengths.size, seed=seed)
+    order = seeded_permutation(lengths.size, seed=seed)
     labels = np.empty(lengths.size, dtype=np.int32)
     labels[order] = _first_fit(lengths[order].tolist(), capacity)
     return Packs.from_labels(labels)

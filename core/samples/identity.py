@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from packplan.core.samples.media import IMAGE_KEYS, PARTS, PATH_KEYS, VIDEO_KEYS
+from packplan.core.samples.media import IMAGE_KEYS, PART_KEYS, PATH_KEYS, VIDEO_KEYS
 from packplan.core.samples.urls import is_url, may_hold_signature, strip_signature
 
 HEAD_BYTES = 65_536
@@ -32,7 +32,7 @@ _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 _WRITTEN = ("tools", "arguments", "parameters", "input", "content")
 """Keys whose objects become text in their written order. `tools` may be a list of objects."""
 
-_MEDIA = frozenset({*IMAGE_KEYS, *VIDEO_KEYS, *PARTS, *PATH_KEYS})
+_MEDIA = frozenset({*IMAGE_KEYS, *VIDEO_KEYS, *PART_KEYS, *PATH_KEYS})
 """Keys of a record, in small letters, that hold media."""
 
 _MAY_DIFFER = re.compile(rf'"(?:data:|/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3]|(?:{"|".join(_WRITTEN)})":\{{|tools":\[)')

@@ -16,13 +16,13 @@ IMAGE_KEYS = ("images", "image")
 
 VIDEO_KEYS = ("videos", "video")
 
-PARTS = {"image": "images", "image_url": "images", "video": "videos", "video_url": "videos"}
+PART_KEYS = {"image": "images", "image_url": "images", "video": "videos", "video_url": "videos"}
 """Types of message parts that show a medium -> the record's key for it."""
 
 PATH_KEYS = ("path", "url")
 """Keys of an object that hold the path or URL of its medium."""
 
-_NAMING = (*PATH_KEYS, *PARTS, "source")
+_NAMING = (*PATH_KEYS, *PART_KEYS, "source")
 """Keys of a part of a message that may hold its medium."""
 
 _MEDIUM_SETTINGS = (
@@ -100,7 +100,7 @@ def shows_medium(part: Any) -> bool:
     """
     held = {name for name, value in part.items() if not is_empty(value)} if isinstance(part, Mapping) else set()
     kind = part["type"] if "type" in held else None
-    return isinstance(kind, str) and kind in PARTS and (held == {"type"} or not held.isdisjoint(_NAMING))
+    return isinstance(kind, str) and kind in PART_KEYS and (held == {"type"} or not held.isdisjoint(_NAMING))
 
 
 def _image_from_base64(image: str) -> bytes | None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from packplan.core.errors import counted
 from packplan.core.samples.media import VIDEO_TAG, to_images, to_videos
 from packplan.core.samples.shapes import IMAGE_TAG, ShapedRecord, to_shape
-from packplan.core.samples.tools import CALL, RESPONSE, to_tools
+from packplan.core.samples.tools import CALL, RESPONSE, WEIGHTS, to_tools
 from packplan.core.samples.values import fail, has, is_empty
 
 DENSE_PROMPT = "List every object in the image, each with its description and its place in pixels."
@@ -66,8 +66,6 @@ _KNOWN_ROLES = ("system", "user", "assistant", CALL, RESPONSE)
 
 _TRAINED = {"assistant", CALL}
 """Roles of messages that the model learns to write."""
-
-_WEIGHED = ("loss", "loss_scale")
 
 MAX_WEIGHT = 1_000_000
 """Largest weight of a message in the loss. Beyond it, float32 would lose the others."""
@@ -231,7 +229,7 @@ def _refuse_order(before: list[dict[str, Any]], message: Mapping[str, Any]) -> N
             fail("begins with the answer of a tool: a question, or a call, comes before")
     elif previous["role"] == RESPONSE and role == "user":
         fail("has a user message behind the answer of a tool: what the assistant makes of it comes between")
-    elif previous["role"] == role == CALL and any(previous.get(name) != message.get(name) for name in _WEIGHED):
+    elif previous["role"] == role == CALL and any(previous.get(name) != message.get(name) for name in WEIGHTS):
         fail("has calls of one turn with several weights, of which the first would count: write the same")
 
 

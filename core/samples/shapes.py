@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 import attrs
 
 from packplan.core.errors import counted
-from packplan.core.samples.media import IMAGE_KEYS, PARTS, PATH_KEYS, VIDEO_KEYS, VIDEO_TAG, refuse_media_settings
-from packplan.core.samples.tools import CALL, RESPONSE, split_blocks, split_calls, to_text_content
+from packplan.core.samples.media import IMAGE_KEYS, PART_KEYS, PATH_KEYS, VIDEO_KEYS, VIDEO_TAG, refuse_media_settings
+from packplan.core.samples.tools import CALL, RESPONSE, split_calls, split_parts, to_text_content
 from packplan.core.samples.values import fail, has, is_empty, parse_text
 
 IMAGE_TAG = "<image>"
@@ -36,7 +36,7 @@ RESPONSE_KEYS = (
     "content",
 )  # fmt: skip
 
-READ = frozenset(
+RECORD_KEYS = frozenset(
     {
         *MESSAGE_KEYS, *SYSTEM_KEYS, *IMAGE_KEYS, *VIDEO_KEYS, *QUERY_KEYS, *RESPONSE_KEYS,
         "history", "objects", "summary", "channel", "tools",
@@ -90,7 +90,7 @@ def to_shape(record: object, columns: Mapping[str, str] | None = None) -> Shaped
 
     Args:
         record: One JSON value of a data file.
-        columns: Key in the record -> key that a shape reads, one of `READ`.
+        columns: Key in the record -> key that a shape reads, one of `RECORD_KEYS`.
 
     Raises:
         ValueError: The record has no known shape, or would lose something.
@@ -121,7 +121,7 @@ def _refuse_shape(record: Mapping[str, Any]) -> NoReturn:
     for known, held in (*empty, *((name, "text") for name in RESPONSE_KEYS)):
         if known in record:
             fail(f"has no {held} in {known!r}, so there is nothing to learn from it")
-    if name := next((name for name, held in record.items() if _is_chat(held) and name not in READ), None):
+    if name := next((name for name, held in record.items() if _is_chat(held) and name not in RECORD_KEYS), None):
         listed = f"has a list of {counted(len(record[name]), 'object')} in {name!r}"
         fail(f"{listed}: write each on a line of its own, or map messages, as {{{name}: messages}}", argument="columns")
     fail(f"is of no known shape: {_describe_keys(record)}", argument="columns")
@@ -131,7 +131,7 @@ def _rename_keys(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mappi
     """Return a record with its keys renamed by *columns*, and known keys in lower case."""
     renamed: dict[str, Any] = {}
     for name, held in record.items():
-        known = columns.get(name) or (name.lower() if name.lower() in READ else name)
+        known = columns.get(name) or (name.lower() if name.lower() in RECORD_KEYS else name)
         if not has(renamed, known):
             renamed[known] = held
         elif not is_empty(held):
@@ -181,7 +181,7 @@ def _normalise_messages(messages: Sequence[Mapping[str, Any]], media: Media) -> 
     """Return messages of role and text only; images and videos in them go to *media*."""
     said = [message for message in map(_normalise_role, messages) if not _is_null_system(message)]
     called = map(to_text_content, split_calls(said))
-    return [_flatten_content(message, media) for message in split_blocks(called)]
+    return [_flatten_content(message, media) for message in split_parts(called)]
 
 
 def _add_media(record: Mapping[str, Any], media: Media) -> Mapping[str, Any]:
@@ -242,7 +242,7 @@ def _part_text(part: object, media: Media) -> str:
         if not isinstance(part.get("text"), str):
             fail("has a part of a message of the type text without a 'text'")
         return str(part["text"])
-    if kind not in PARTS:
+    if kind not in PART_KEYS:
         fail(f"has a part of a message of the type {kind!r}; known are text, image and image_url, video and video_url")
     refuse_media_settings(part)
     medium = next((part[name] for name in (kind, *PATH_KEYS) if not is_empty(part.get(name))), None)
@@ -252,10 +252,10 @@ def _part_text(part: object, media: Media) -> str:
         refuse_media_settings(medium)
         medium = medium["url"]
     if is_empty(medium):
-        media[_NAMED_BY_RECORD].append(PARTS[kind])
+        media[_NAMED_BY_RECORD].append(PART_KEYS[kind])
     else:
-        media[PARTS[kind]].append(medium)
-    return IMAGE_TAG if PARTS[kind] == "images" else VIDEO_TAG
+        media[PART_KEYS[kind]].append(medium)
+    return IMAGE_TAG if PART_KEYS[kind] == "images" else VIDEO_TAG
 
 
 def _source_image(source: Mapping[str, Any]) -> str:

@@ -16,7 +16,8 @@ from packplan.core.samples.values import fail, is_empty, parse_text, require_enc
 CALL, RESPONSE = "tool_call", "tool"
 """Roles of a tool call and of its answer."""
 
-_WEIGHED = ("loss", "loss_scale")
+WEIGHTS = ("loss", "loss_scale")
+"""Keys of a message that weigh it in the loss."""
 
 _CALL, _RESULT = "tool_use", "tool_result"
 """Types of message parts that are a call or an answer."""
@@ -71,7 +72,7 @@ def split_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         waiting[:answers] = _sort_answers(calls, waiting[:answers], "tool_call_id")
         rest = {name: held for name, held in message.items() if name != "tool_calls"}
         text = [] if is_empty(rest.get("content")) else [rest]
-        weighed = {name: message[name] for name in _WEIGHED if name in message}
+        weighed = {name: message[name] for name in WEIGHTS if name in message}
         converted += [*text, *({**(weighed if text else rest), **one} for one in map(_call_message, calls))]
     return converted
 
@@ -112,7 +113,7 @@ def to_text_content(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": response_text(content)}
 
 
-def split_blocks(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def split_parts(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """
     Yield messages; each part that is a tool call or an answer becomes a message of its own.
 
@@ -130,10 +131,10 @@ def split_blocks(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]
             answers = next((at for at, part in enumerate(parts) if part.get("type") != _RESULT), len(parts))
             parts = [*_sort_answers(calls, parts[:answers], "tool_use_id"), *parts[answers:]]
         calls = [part for part in parts if part.get("type") == _CALL]
-        yield from _split(message, parts)
+        yield from _split_message(message, parts)
 
 
-def _split(message: dict[str, Any], parts: Sequence[Any]) -> Iterator[dict[str, Any]]:
+def _split_message(message: dict[str, Any], parts: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """Yield one message for each run of parts of a message."""
     if not any(part.get("type") in {_CALL, _RESULT} for part in parts):
         yield message

@@ -33,7 +33,7 @@ _CREDENTIALS = re.compile(r"(?<=//)(?P<user>[^/?#\s]*@)|[?#][^\s'\"]*")
 _SIGNED = re.compile(r"(?:X-Amz-|X-Goog-|X-OSS-)?(?:Signature|Credential|Security-Token)=|[?&]sig=", re.IGNORECASE)
 """Parameters by which a signed URL is recognised."""
 
-_LIMITS = re.compile(
+_SIGNING_KEYS = re.compile(
     r"(?:X-(?:Amz|Goog|OSS)-.*|Signature|Expires|AWSAccessKeyId|GoogleAccessId|OSSAccessKeyId|Key-Pair-Id|Policy"
     r"|Security-Token|sig|se|st|sp|sv|sr|skoid|sktid|skt|ske|sks|skv|spr)",
     re.IGNORECASE,
@@ -97,7 +97,7 @@ def strip_signature(url: str) -> str:
     path, mark, query = url.partition("?")
     if not mark or not _SIGNED.search(mark + query):
         return url
-    kept = [part for part in query.partition("#")[0].split("&") if not _LIMITS.fullmatch(part.partition("=")[0])]
+    kept = [part for part in query.partition("#")[0].split("&") if not _SIGNING_KEYS.fullmatch(part.partition("=")[0])]
     return path + ("?" + "&".join(kept) if kept else "")
 
 

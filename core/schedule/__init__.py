@@ -1,7 +1,7 @@
 """Epoch schedules, which assign packs to ranks and steps, and statistics of an epoch."""
 
 from packplan.core.schedule.schedule import (
-    DAMAGED,
+    DAMAGED_STATE_REMEDY,
     ORDER_VERSION,
     EpochSchedule,
     EpochSegment,

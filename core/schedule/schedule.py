@@ -29,7 +29,7 @@ from packplan.core.errors import Difference, counted
 from packplan.core.fingerprint import NO_IDENTITY, Fingerprint, RunIdentity
 from packplan.core.lengths import MOST_RANKS, IntArray, as_works, whole_number
 from packplan.core.packers import checked_seed
-from packplan.core.shuffling import shuffled
+from packplan.core.shuffling import seeded_permutation
 from packplan.core.work.assignment import SyncPoint, assign_steps, to_units
 
 Works = NDArray[np.number]
@@ -174,7 +174,7 @@ class EpochSchedule:
     _assigned: dict[int, IntArray] = attrs.field(factory=dict, init=False, eq=False, repr=False)
     """Order of the last requested epoch, since its assignment takes long; read-only."""
 
-    _ends: list[int] = attrs.field(factory=list, init=False, eq=False, repr=False)
+    _last_steps: list[int] = attrs.field(factory=list, init=False, eq=False, repr=False)
     """Steps at the end of each epoch from that of `start` on, where epochs differ."""
 
     @classmethod
@@ -220,7 +220,7 @@ class EpochSchedule:
             raise ValueError(message)
         if self.works is not None:
             if not callable(self.works):
-                as_works(self.works, self.packs_in(0))
+                as_works(self.works, self.num_epoch_packs(0))
             if self.batch_size != 1:
                 message = f"works assign packs, so batch_size has to be 1, not {self.batch_size}"
                 raise ValueError(message)
@@ -230,19 +230,19 @@ class EpochSchedule:
         """Whether each epoch has its own packs."""
         return not isinstance(self.num_packs, int)
 
-    def packs_in(self, epoch: int) -> int:
+    def num_epoch_packs(self, epoch: int) -> int:
         """Return the number of packs in the raw plan of *epoch*; 0 if it has no plan."""
         if isinstance(self.num_packs, int):
             return self.num_packs
         return self.num_packs[epoch] if epoch < len(self.num_packs) else 0
 
-    def batches_in(self, epoch: int) -> int:
+    def num_epoch_batches(self, epoch: int) -> int:
         """Return the number of batches per rank in all of *epoch*, at this world size."""
-        return self.batches_of(aligned_size(self.packs_in(epoch), self.world_size, self.dataloader_drop_last))
+        return self._num_batches(aligned_size(self.num_epoch_packs(epoch), self.world_size, self.dataloader_drop_last))
 
-    def steps_in(self, epoch: int) -> int:
+    def num_epoch_steps(self, epoch: int) -> int:
         """Return the number of optimizer steps in all of *epoch*, at this world size."""
-        return -(-self.batches_in(epoch) // self.gradient_accumulation_steps)
+        return -(-self.num_epoch_batches(epoch) // self.gradient_accumulation_steps)
 
     @property
     def packs_per_epoch(self) -> int:
@@ -250,17 +250,17 @@ class EpochSchedule:
         Packs of the aligned plan, over all ranks, repeated ones included; of the epoch of `start`,
         where epochs differ. The next two properties are of the same epoch.
         """
-        return aligned_size(self.packs_in(self.start.epoch), self.world_size, self.dataloader_drop_last)
+        return aligned_size(self.num_epoch_packs(self.start.epoch), self.world_size, self.dataloader_drop_last)
 
     @property
     def batches_per_epoch(self) -> int:
         """Batches per rank in a whole epoch at this world size, >= 1."""
-        return self.batches_in(self.start.epoch)
+        return self.num_epoch_batches(self.start.epoch)
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in a whole epoch at this world size, >= 1."""
-        return self.steps_in(self.start.epoch)
+        return self.num_epoch_steps(self.start.epoch)
 
     @property
     def total_steps(self) -> int:
@@ -272,10 +272,10 @@ class EpochSchedule:
         if self.max_steps > 0:
             return self.max_steps
         start = self.start
-        first_epoch = start.epoch_step + self.num_steps(start.epoch)
+        first_epoch = start.epoch_step + self.num_remaining_steps(start.epoch)
         before = start.step - start.epoch_step
         if self.epochs_differ:
-            return self._total_of_differing(first_epoch)
+            return self._total_where_epochs_differ(first_epoch)
         per_epoch = self.steps_per_epoch
         if (before, first_epoch) == (start.epoch * per_epoch, per_epoch):
             # The product of floats before rounding up, as transformers computes it.
@@ -285,12 +285,12 @@ class EpochSchedule:
             return max(start.step, before + math.ceil(share * first_epoch))
         return before + first_epoch + math.ceil((share - 1) * per_epoch)
 
-    def _total_of_differing(self, first_epoch: int) -> int:
+    def _total_where_epochs_differ(self, first_epoch: int) -> int:
         """Return `total_steps` if epochs differ; *first_epoch* is the steps of the first one."""
         start, wanted = self.start, Fraction(str(self.num_train_epochs))
         whole, share = divmod(wanted, 1)
         if whole > start.epoch:
-            last = self.steps_in(int(whole)) if share else 0
+            last = self.num_epoch_steps(int(whole)) if share else 0
             return self.last_step(int(whole) - 1) + math.ceil(share * last)
         share = max(wanted - start.epoch, Fraction(0))
         return max(start.step, start.step - start.epoch_step + math.ceil(share * first_epoch))
@@ -308,14 +308,14 @@ class EpochSchedule:
         one. Steps count from 1, those before `start` included.
         """
         start = self.start
-        end = start.step + self.num_steps(start.epoch)
+        end = start.step + self.num_remaining_steps(start.epoch)
         if isinstance(self.num_packs, int):
             return end + (epoch - start.epoch) * self.steps_per_epoch
-        if not self._ends:
-            self._ends.append(end)
+        if not self._last_steps:
+            self._last_steps.append(end)
             for later in range(start.epoch + 1, len(self.num_packs)):
-                self._ends.append(self._ends[-1] + self.steps_in(later))
-        return self._ends[epoch - start.epoch]
+                self._last_steps.append(self._last_steps[-1] + self.num_epoch_steps(later))
+        return self._last_steps[epoch - start.epoch]
 
     def _epoch_after(self, step: int) -> int:
         """Return the epoch in which training goes on after *step* steps, `start.step` or more."""
@@ -325,14 +325,14 @@ class EpochSchedule:
             return start.epoch
         if isinstance(self.num_packs, int):
             return start.epoch + 1 + beyond // self.steps_per_epoch
-        return start.epoch + bisect_right(self._ends, step)
+        return start.epoch + bisect_right(self._last_steps, step)
 
     def order(self, epoch: int) -> IntArray:
         """Return the remaining packs of *epoch* in order, over all ranks; shape (num_consumed,)."""
         if self.works is None:
-            return self._remaining(epoch)
+            return self._remaining_order(epoch)
         if epoch not in self._assigned:
-            left = self._remaining(epoch)
+            left = self._remaining_order(epoch)
             ranks = {"world_size": self.world_size, "accumulation": self.gradient_accumulation_steps}
             order = left[assign_steps(self._work_units(left, epoch), sync_at=self.sync_at, **ranks)]
             order.flags.writeable = False
@@ -343,9 +343,9 @@ class EpochSchedule:
     def _work_units(self, packs: IntArray, epoch: int) -> IntArray:
         """Return the work of each of *packs* as an integer; of the shape of *packs*."""
         works = self.works(epoch) if callable(self.works) else self.works
-        return to_units(as_works(works, self.packs_in(epoch)))[packs]
+        return to_units(as_works(works, self.num_epoch_packs(epoch)))[packs]
 
-    def _remaining(self, epoch: int) -> IntArray:
+    def _remaining_order(self, epoch: int) -> IntArray:
         """Return the remaining packs of *epoch* in order, before work assigns them to ranks."""
         return self._segment_orders(epoch)[-1][self._segments(epoch)[-1].pack_offset :]
 
@@ -359,7 +359,7 @@ class EpochSchedule:
     def batches(self, epoch: int, *, rank: int) -> list[list[int]]:
         """Return the remaining batches of *rank* in *epoch*, each a list of packs."""
         mine = self.order(epoch)[rank :: self.world_size].tolist()
-        count = self.batches_of(len(mine) * self.world_size)
+        count = self._num_batches(len(mine) * self.world_size)
         return [mine[number * self.batch_size : (number + 1) * self.batch_size] for number in range(count)]
 
     def trained_packs(self, epoch: int, num_steps: int) -> IntArray:
@@ -368,18 +368,20 @@ class EpochSchedule:
         included; shape (num_trained,).
         """
         order, window = self.order(epoch), self.gradient_accumulation_steps
-        num_batches = min(self.batches_of(order.size), num_steps * window)
+        num_batches = min(self._num_batches(order.size), num_steps * window)
         return order[: num_batches * self.batch_size * self.world_size]
 
-    def num_batches(self, epoch: int) -> int:
+    def num_remaining_batches(self, epoch: int) -> int:
         """Return the number of remaining batches of each rank in *epoch*."""
-        return self.batches_of(self._remaining(epoch).size) if epoch == self.start.epoch else self.batches_in(epoch)
+        if epoch != self.start.epoch:
+            return self.num_epoch_batches(epoch)
+        return self._num_batches(self._remaining_order(epoch).size)
 
-    def num_steps(self, epoch: int) -> int:
+    def num_remaining_steps(self, epoch: int) -> int:
         """Return the number of remaining optimizer steps of *epoch*."""
-        return -(-self.num_batches(epoch) // self.gradient_accumulation_steps)
+        return -(-self.num_remaining_batches(epoch) // self.gradient_accumulation_steps)
 
-    def steps_before(self, epoch: int) -> int:
+    def _steps_before(self, epoch: int) -> int:
         """Return the number of optimizer steps of *epoch* that were done before `start`."""
         return self.start.epoch_step if epoch == self.start.epoch else 0
 
@@ -414,7 +416,7 @@ class EpochSchedule:
         if isinstance(self.num_packs, int) and not start.epoch <= begun <= start.epoch * self.num_packs:
             each = f"each has 1 to {counted(self.num_packs, 'step')}"
             return f"{counted(start.epoch, 'epoch')} cannot have taken {counted(begun, 'step')}: {each}"
-        most = max(self.packs_in(start.epoch), self.world_size)
+        most = max(self.num_epoch_packs(start.epoch), self.world_size)
         for segment in start.segments:
             if segment.world_size > most:
                 return f"a segment of {counted(segment.world_size, 'rank')} does not fit {counted(most, 'pack')}"
@@ -442,9 +444,9 @@ class EpochSchedule:
                 later.
         """
         begun = self.start.step - self.start.epoch_step if epoch == self.start.epoch else self.last_step(epoch - 1)
-        if num_batches >= self.num_batches(epoch):
-            return Progress(step=begun + self.steps_before(epoch) + self.num_steps(epoch), epoch=epoch + 1)
-        steps = self.steps_before(epoch) + num_batches // self.gradient_accumulation_steps
+        if num_batches >= self.num_remaining_batches(epoch):
+            return Progress(step=begun + self._steps_before(epoch) + self.num_remaining_steps(epoch), epoch=epoch + 1)
+        steps = self._steps_before(epoch) + num_batches // self.gradient_accumulation_steps
         return self._progress(epoch, begun + steps, num_batches=num_batches)
 
     def _progress(self, epoch: int, step: int, *, num_batches: int) -> Progress:
@@ -455,7 +457,7 @@ class EpochSchedule:
         *earlier, last = self._segments(epoch)
         offset = last.pack_offset + num_batches * self.batch_size * self.world_size
         now = attrs.evolve(last, pack_offset=offset)
-        steps = self.steps_before(epoch) + num_batches // self.gradient_accumulation_steps
+        steps = self._steps_before(epoch) + num_batches // self.gradient_accumulation_steps
         return Progress(step=step, epoch=epoch, epoch_step=steps, segments=(*earlier, now))
 
     def _segments(self, epoch: int) -> tuple[EpochSegment, ...]:
@@ -478,10 +480,10 @@ class EpochSchedule:
 
     def _whole_order(self, epoch: int, segment: EpochSegment) -> IntArray:
         """Return the order of a whole epoch on the ranks of *segment*."""
-        positions = aligned_positions(self.packs_in(epoch), segment.world_size, segment.dataloader_drop_last)
-        return positions[shuffled(positions.size, seed=(self.seed, epoch))] if self.shuffle else positions
+        positions = aligned_positions(self.num_epoch_packs(epoch), segment.world_size, segment.dataloader_drop_last)
+        return positions[seeded_permutation(positions.size, seed=(self.seed, epoch))] if self.shuffle else positions
 
-    def batches_of(self, num: int) -> int:
+    def _num_batches(self, num: int) -> int:
         """Return the number of batches that each rank forms from *num* packs."""
         return count_batches(num // self.world_size, batch_size=self.batch_size, drop_last=self.dataloader_drop_last)
 
@@ -493,7 +495,7 @@ def _drop_consumed(order: IntArray, consumed: list[IntArray]) -> IntArray:
     return once[~np.isin(once, np.concatenate(consumed))]
 
 
-DAMAGED = "name another checkpoint"
+DAMAGED_STATE_REMEDY = "name another checkpoint"
 """Remedy for a damaged state."""
 
 

@@ -130,7 +130,7 @@ class EpochStats:
             epoch: Epoch, from 0.
         """
         before = schedule.consumed_packs(epoch)
-        order = schedule.trained_packs(epoch, schedule.num_steps(epoch))
+        order = schedule.trained_packs(epoch, schedule.num_remaining_steps(epoch))
         _, places = np.unique(np.concatenate([before, order]), return_index=True)
         first = np.zeros(before.size + order.size, dtype=np.int64)
         first[places] = 1
@@ -161,7 +161,7 @@ class EpochStats:
         Return the work of each step from *start* to before *stop* on each rank; shape (steps,
         world_size).
         """
-        works = self._works(start, stop)
+        works = self._pack_works(start, stop)
         per_step = self.packs_per_step // self.world_size
         total: NDArray[np.float64] = np.add.reduceat(works, np.arange(0, len(works), per_step), axis=0)
         return total
@@ -172,7 +172,7 @@ class EpochStats:
         works of a rank over the sum of the mean works. It covers the steps from *start* to before
         *stop*.
         """
-        batches = self._batches(self._works(start, stop))
+        batches = self._sum_by_batch(self._pack_works(start, stop))
         return float(batches.max(axis=1).sum() / batches.mean(axis=1).sum())
 
     def batch_works(self) -> NDArray[np.float64]:
@@ -180,14 +180,14 @@ class EpochStats:
         Return the work of each microbatch of the epoch on each rank; shape (num_microbatches,
         world_size).
         """
-        return self._batches(self._works(0, -(-self.order.size // self.packs_per_step)))
+        return self._sum_by_batch(self._pack_works(0, -(-self.order.size // self.packs_per_step)))
 
-    def _batches(self, works: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _sum_by_batch(self, works: NDArray[np.float64]) -> NDArray[np.float64]:
         """Sum *works* over the packs of each microbatch."""
         sums: NDArray[np.float64] = np.add.reduceat(works, np.arange(0, len(works), self.batch_size), axis=0)
         return sums
 
-    def _works(self, start: int, stop: int) -> NDArray[np.float64]:
+    def _pack_works(self, start: int, stop: int) -> NDArray[np.float64]:
         """Return the work of each pack in steps *start* to *stop*; shape (rows, world_size)."""
         packs, _ = self._packs(start, stop)
         rows, stats = self._by_rank(packs), self.pack_stats

@@ -25,7 +25,7 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def pack_in_fewer_rounds(packs: Packs, costs: IntArray, *, capacity: int, rounds_of: int) -> Packs:
+def pack_in_fewer_rounds(packs: Packs, costs: IntArray, *, capacity: int, round_size: int) -> Packs:
     """
     Return a packing by the algorithm `certified` if it saves a whole round, else *packs*.
 
@@ -33,13 +33,13 @@ def pack_in_fewer_rounds(packs: Packs, costs: IntArray, *, capacity: int, rounds
         packs: Microbatches of one algorithm.
         costs: Positions of each sequence; shape (num_sequences,).
         capacity: Positions of a microbatch.
-        rounds_of: Microbatches that all workers compute at the same time.
+        round_size: Microbatches that all workers compute at the same time.
     """
-    least = round_up(-(-int(costs.sum()) // capacity), rounds_of)
-    if costs.size > MAX_CERTIFIED or least >= round_up(len(packs), rounds_of):
+    least = round_up(-(-int(costs.sum()) // capacity), round_size)
+    if costs.size > MAX_CERTIFIED or least >= round_up(len(packs), round_size):
         return packs
     fewer = pack(costs, capacity=capacity, algorithm="certified")
-    return fewer if round_up(len(fewer), rounds_of) < round_up(len(packs), rounds_of) else packs
+    return fewer if round_up(len(fewer), round_size) < round_up(len(packs), round_size) else packs
 
 
 def add_filler(packs: Packs, num_items: int) -> Packs:
@@ -136,7 +136,7 @@ def assign_packs(packs: Packs, works: IntArray, shards: int, *, balance: bool) -
                 heapreplace(heap, heap[0] + int(of_packs[pack_]) * shards)
             else:
                 heappop(heap)
-    return labels[packs.pack_of_record(packs.num_samples)]
+    return labels[packs.to_labels(packs.num_samples)]
 
 
 def rotate_to_least_loaded(

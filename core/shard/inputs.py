@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.errors import ArgumentError, counted
-from packplan.core.lengths import IntArray, Lengths, as_lengths, as_works, round_up, squares, whole_number
+from packplan.core.lengths import IntArray, Lengths, as_lengths, as_works, round_up_lengths, squares, whole_number
 from packplan.core.work.model import WorkModel
 
-OF_TOKENS = frozenset(
+TOKEN_FIELDS = frozenset(
     {
         "advantages", "attention_mask", "input_ids", "labels", "log_probabilities", "loss_mask",
         "old_log_probabilities", "position_ids", "reference_log_probabilities", "token_mask", "values",
@@ -27,7 +27,7 @@ def sequence_dims(
     Return the dimension of each field that runs along the sequence; None for fields without one.
 
     A field without a dimension as long as the tokens has none. One that has such a dimension may
-    have it by chance, so it is declared unless its name says it (`OF_TOKENS`).
+    have it by chance, so it is declared unless its name says it (`TOKEN_FIELDS`).
 
     Args:
         shapes: Shape of each tensor of a batch, which begins with the number of sequences.
@@ -51,7 +51,7 @@ def sequence_dims(
     found = dict[str, int | None]()
     for name, shape in shapes.items():
         fitting = _matching_dims(shape, width)
-        if name not in declared and fitting and (name not in OF_TOKENS or len(fitting) > 1):
+        if name not in declared and fitting and (name not in TOKEN_FIELDS or len(fitting) > 1):
             message = (
                 f"dimension {fitting[-1]} of {name} is as long as {input_key} are wide, {width:,}, but nothing says "
                 f"whether by chance: set sequence_dims={{'{name}': {fitting[-1]}}}, or None if it is"
@@ -106,7 +106,7 @@ def padded_lengths(
     """
     require_choice("when_long", when_long, get_args(WhenLong))
     array = as_lengths(lengths)
-    padded = round_up(array, multiple)
+    padded = round_up_lengths(array, multiple)
     if capacity is not None and when_long == "error" and array.size and int(padded.max()) > capacity:
         over = np.flatnonzero(padded > capacity)
         index, widest = int(over[0]), int(padded.max())
@@ -125,7 +125,7 @@ def padded_lengths(
 class SequenceWorks:
     """Work of sequences: a part that depends on padded width, and a part that does not."""
 
-    of_rows: Callable[[IntArray], NDArray[np.float64]]
+    row_works: Callable[[IntArray], NDArray[np.float64]]
     """Work of rows of one sequence each, from their widths."""
 
     own: NDArray[np.float64]
@@ -136,7 +136,7 @@ class SequenceWorks:
         """Return the work of *num* sequences; without *work*, it is the square of a row's width."""
         if work is None or isinstance(work, WorkModel):
             return cls(squares if work is None else work.sample_flops, np.zeros(num))
-        return cls(lambda widths: np.zeros(widths.shape), as_works(work, num, of="sequences"))
+        return cls(lambda widths: np.zeros(widths.shape), as_works(work, num, items="sequences"))
 
 
 def global_batches(num: int, batch_size: int) -> list[range]:

@@ -92,14 +92,14 @@ def shard_packed(
     costs_of = np.minimum(padded, capacity)
     works_of = SequenceWorks.from_arguments(work, array.size)
     # At least 1, so that a microbatch with sequences is never taken for an empty one.
-    units = np.maximum(to_units(works_of.of_rows(padded) + works_of.own), 1)
+    units = np.maximum(to_units(works_of.row_works(padded) + works_of.own), 1)
     done = np.zeros(shards, dtype=np.int64)
     balance, parts = assignment == "balanced", []
     for batch in global_batches(array.size, batch_size):
         costs, works = costs_of[batch.start : batch.stop], units[batch.start : batch.stop]
         packs = pack(costs, capacity=capacity, algorithm=algorithm, seed=seed)
         if balance:
-            packs = pack_in_fewer_rounds(packs, costs, capacity=capacity, rounds_of=shards)
+            packs = pack_in_fewer_rounds(packs, costs, capacity=capacity, round_size=shards)
         rounds = round_up(len(packs), shards) // shards
         items = fill_slots(costs, shards * rounds)
         costs, works = costs[items], works[items]

@@ -209,11 +209,11 @@ def join_batches(
     works = np.add.reduceat(work.own[slots.indices], slots.offsets[:-1])
     if mode == "packed":
         widths = positions = slots.loads(padded)
-        works += np.add.reduceat(work.of_rows(padded)[slots.indices], slots.offsets[:-1])
+        works += np.add.reduceat(work.row_works(padded)[slots.indices], slots.offsets[:-1])
     else:
         widths = np.tile(np.concatenate([part.widths for part in parts if part.widths is not None]), shards)
         positions = slots.sizes() * widths
-        works += slots.sizes() * work.of_rows(widths)
+        works += slots.sizes() * work.row_works(widths)
     return Sharding(
         mode=mode,
         num_shards=shards,

@@ -36,7 +36,7 @@ class ConfigKeys:
     Keys of a model's config.json, and which of them were read.
 
     >>> keys = ConfigKeys({"hidden_size": 8, "n_layer": 2, "num_streams": 4})
-    >>> keys.size("hidden_size"), keys.size("num_hidden_layers", "n_layer"), keys.unread()
+    >>> keys.size("hidden_size"), keys.size("num_hidden_layers", "n_layer"), keys.unread_sizes()
     (8, 2, ['num_streams'])
     """
 
@@ -79,7 +79,7 @@ class ConfigKeys:
             raise ModelError("work", f"config.json has no {names[0]}, which the work of a sample depends on")
         return found
 
-    def unread(self) -> list[str]:
+    def unread_sizes(self) -> list[str]:
         """Return keys not yet read whose value is a size above 0 or a list."""
         return sorted(
             key

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from packplan.core.errors import ModelError
 from packplan.core.work.keys import ATTENTION_PRODUCTS, PRODUCT, ConfigKeys, Sizes
 
-Kind = Literal["full", "window", "chunk", "delta", "conv"]
+LayerKind = Literal["full", "window", "chunk", "delta", "conv"]
 
-_KINDS: Mapping[str, Kind] = {
+_LAYER_KINDS: Mapping[str, LayerKind] = {
     "full_attention": "full",
     "attention": "full",
     "sliding_attention": "window",
@@ -131,7 +131,7 @@ def read_text_work(sizes: Sizes, *, model_type: str | None) -> dict[str, Any]:
     if kinds["chunk"]:
         chunk = keys.size("attention_chunk_size")
         local.append(LocalAttention(scale * kinds["chunk"] * pair // 2, chunk, in_chunks=True))
-    if unread := keys.unread():
+    if unread := keys.unread_sizes():
         named = ", ".join(unread[:5])
         raise ModelError("work", f"what {named} of its config.json adds to the work is not known")
     return {
@@ -142,7 +142,7 @@ def read_text_work(sizes: Sizes, *, model_type: str | None) -> dict[str, Any]:
     }
 
 
-def _layer_kinds(keys: ConfigKeys, layers: int) -> list[Kind]:
+def _layer_kinds(keys: ConfigKeys, layers: int) -> list[LayerKind]:
     """Return the kind of attention of each layer."""
     named = keys.find("layer_types", "layers_block_type")
     window = keys.find("sliding_window")
@@ -152,9 +152,9 @@ def _layer_kinds(keys: ConfigKeys, layers: int) -> list[Kind]:
     interval = keys.find("full_attention_interval")
     keys.find("attention_chunk_size", "no_rope_layers", "no_rope_layer_interval")
     if named is not None:
-        if others := sorted(set(named) - set(_KINDS)):
+        if others := sorted(set(named) - set(_LAYER_KINDS)):
             raise ModelError("work", f"the work of {', '.join(others)} layers is not known")
-        kinds = [_KINDS[name] for name in named]
+        kinds = [_LAYER_KINDS[name] for name in named]
         return ["full" if kind == "window" and not has_window else kind for kind in kinds]
     if interval:
         return ["full" if not number % interval else "delta" for number in range(1, layers + 1)]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from packplan.core.config.keys import keys_of
+from packplan.core.config.keys import yield_keys
 from packplan.core.config.run import RunConfig
 from tests.models_page import packing_families, unpacked_families
 
@@ -300,7 +300,7 @@ def test_every_option_and_every_key_is_read():
     unread = [name for name in names if not re.search(rf"\boptions\.{name[2:].replace('-', '_')}\b", of_app)]
     keys = ROOT / "core" / "config" / "run.py"
     elsewhere = "".join(text_of(path) for path in files_of("core", "adapters", "app") if path != keys)
-    fields = [key.rpartition(".")[2] for key, _ in keys_of(RunConfig)]
+    fields = [key.rpartition(".")[2] for key, _ in yield_keys(RunConfig)]
     unread += [name for name in fields if f".{name}" not in elsewhere and f'"{name}"' not in elsewhere]
 
     assert len(names) > 20

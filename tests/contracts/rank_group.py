@@ -54,7 +54,7 @@ def main(scene: str, out: str) -> None:
     try:
         _LOSSES.get(scene, lambda _: None)(group)
         _wait_until_told(group, scene)
-        arrays = group.from_rank_zero(build, timeout_s=0.5 if scene == "slow" else 60)
+        arrays = group.build_on_rank_zero(build, timeout_s=0.5 if scene == "slow" else 60)
         shown = {
             name: [array.ravel()[:9].tolist(), int(array.sum()), str(array.dtype), array.shape]
             for name, array in arrays.items()

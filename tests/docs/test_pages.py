@@ -20,7 +20,7 @@ from packplan.app.__main__ import COMMANDS
 from packplan.app.planning.plan import Ranks, measure_and_plan
 from packplan.app.planning.split import Split, Stores
 from packplan.core.config.identity import PATH_KEYS, PER_RANK
-from packplan.core.config.keys import keys_of
+from packplan.core.config.keys import yield_keys
 from packplan.core.config.run import RunConfig
 from packplan.core.packers import ALGORITHMS
 from packplan.core.policy import PlanPolicy
@@ -311,5 +311,5 @@ def test_the_page_lists_the_keys_that_ranks_may_have_for_themselves():
     (rows,) = re.findall(r"^\| keys \| why \|\n\|---\|---\|\n((?:\|.*\n)+)", page, re.MULTILINE)
     listed = [key for row in rows.splitlines() for key in CODE.findall(row.split("|")[1])]
 
-    named = {*PER_RANK, "custom.fusion_config"} | PATH_KEYS - dict(keys_of(RunConfig)).keys()
+    named = {*PER_RANK, "custom.fusion_config"} | PATH_KEYS - dict(yield_keys(RunConfig)).keys()
     assert sorted(key.rpartition(".")[2] for key in named) == sorted(key.rpartition(".")[2] for key in listed)

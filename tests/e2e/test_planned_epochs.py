@@ -140,7 +140,7 @@ def test_a_curriculum_on_two_ranks_goes_on_with_three(write_mix, start_ranks, tm
 def test_a_resumed_run_is_the_one_that_was_not_stopped(write_mix, execute, tmp_path):
     """From the middle of a later epoch; another mix is refused, and more epochs are none."""
     whole = execute(write_mix(name="whole", save_strategy="steps", save_steps=1, dataloader_num_workers=1))
-    stop = whole.schedule.steps_in(0) + 2
+    stop = whole.schedule.num_epoch_steps(0) + 2
     checkpoint = str(tmp_path / "whole" / f"checkpoint-{stop}")
     shutil.copytree(tmp_path / "whole" / "static_packing", tmp_path / "again" / "static_packing")
 
@@ -148,7 +148,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(write_mix, execute, tmp_p
 
     losses = [[entry["loss"] for entry in run.history if "loss" in entry] for run in (whole, resumed)]
     assert losses[0] == losses[1][: len(losses[0])]
-    assert whole.schedule.total_steps + resumed.schedule.steps_in(3) == resumed.num_steps
+    assert whole.schedule.total_steps + resumed.schedule.num_epoch_steps(3) == resumed.num_steps
     assert not hasattr(whole.planned["train"], "raw")
     for keys, named in (({"mix": changed(ratio=2)}, "mix"), ({"packing_epochs": "replanned"}, "replanned")):
         with pytest.raises(StaleError, match=rf"{named}: stored "):

@@ -225,7 +225,7 @@ def test_where_what_is_left_fills_no_batch_the_next_epoch_goes_on(write_run, exe
 
     resumed = execute(write_run(**run, training=keys))
 
-    assert (0, num // 2) == (resumed.schedule.num_batches(0), resumed.num_steps - (num - 1))
+    assert (0, num // 2) == (resumed.schedule.num_remaining_batches(0), resumed.num_steps - (num - 1))
     assert all(entry["epoch"] > 1 for entry in resumed.history if "loss" in entry and entry["step"] >= num)
     assert num - 1 == execute(write_run(**run, training={**keys, "num_train_epochs": 1})).num_steps
 

@@ -19,7 +19,7 @@ from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.splits import open_encoders
 from packplan.core.errors import RecordError
 from packplan.core.samples.records import REFUSED
-from packplan.core.samples.shapes import READ
+from packplan.core.samples.shapes import RECORD_KEYS
 
 
 def png(color: str) -> bytes:
@@ -281,8 +281,8 @@ def test_every_column_of_ms_swift_is_supported_or_refused():
     columns = {*RowPreprocessor.standard_keys, *MessagesPreprocessor().columns, *ResponsePreprocessor().columns}
     columns |= {field.name for field in fields(StdTemplateInputs)}
 
-    assert columns == {*READ, *REFUSED} - OWN - {"history", "summary"}
-    assert not {*READ} & {*REFUSED}
+    assert columns == {*RECORD_KEYS, *REFUSED} - OWN - {"history", "summary"}
+    assert not {*RECORD_KEYS} & {*REFUSED}
     assert OWN <= {*REFUSED}
 
 

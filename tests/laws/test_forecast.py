@@ -42,7 +42,7 @@ def steps_of(time, terms, *, slowed=()):
     steps = [MeasuredStep(*map(float, one), 1.0) for one in terms]
     return [
         attrs.evolve(
-            one, microbatches=int(one.microbatches), seconds=one.predicted(time) * (3 if number in slowed else 1)
+            one, microbatches=int(one.microbatches), seconds=one.predict_seconds(time) * (3 if number in slowed else 1)
         )
         for number, one in enumerate(steps)
     ]
@@ -60,7 +60,7 @@ def test_steps_that_follow_the_terms_are_predicted_exactly(time, seen, others):
 
     assert min(attrs.astuple(found)) >= 0
     for one in steps_of(time, seen + others if spans else seen):
-        assert one.seconds == pytest.approx(one.predicted(found), rel=1e-5)
+        assert one.seconds == pytest.approx(one.predict_seconds(found), rel=1e-5)
 
 
 def test_steps_that_something_slowed_down_do_not_count():
@@ -105,9 +105,9 @@ def test_a_step_takes_as_long_as_its_busiest_ranks(training, time, sync_at, done
         here = [rank[number * window : (number + 1) * window] for rank in ranks]
         waits = max(map(sum, here)) if sync_at == "step" else sum(map(max, zip(*here, strict=True)))
         assert found == pytest.approx(time.step + waits)
-    assert number + 1 == schedule.num_steps(epoch)
+    assert number + 1 == schedule.num_remaining_steps(epoch)
     # Coefficients of 1 find the busiest rank by FLOPs, so that the fit sees what they predict.
-    busiest = terms.busiest().sum(axis=1)
+    busiest = terms.busiest_flops().sum(axis=1)
     assert busiest == pytest.approx(terms.seconds(StepTime(0, 0, 1, 1, 1)))
 
 

@@ -14,7 +14,7 @@ from packplan.adapters.config.run import parse_config
 from packplan.app.wiring.policies import split_policy
 from packplan.core.config.faults import run_faults
 from packplan.core.config.identity import configured_inputs, plan_policy, stream_inputs
-from packplan.core.config.keys import key_of, keys_of
+from packplan.core.config.keys import key_facts, yield_keys
 from packplan.core.config.run import RunConfig
 from packplan.core.fingerprint import Fingerprint
 
@@ -81,7 +81,7 @@ def test_golden_fingerprints_of_plans(training, train, evaluation):
     assert [train, evaluation] == digests, "meant? write them here, and tell users in CHANGELOG.md"
 
 
-DECLARED = dict(keys_of(RunConfig))
+DECLARED = dict(yield_keys(RunConfig))
 
 SIZES = {
     "model_type": "glm4v",
@@ -140,7 +140,7 @@ def bases(tmp_path_factory):
 @pytest.mark.parametrize("path", DECLARED)
 def test_fingerprints_depend_on_exactly_the_keys_that_declare_it(path, bases):
     """Another value changes the fingerprint of some run, or of none, for a reason that is given."""
-    facts, others = key_of(DECLARED[path]), [changed(config, path) for config, _, _ in bases]
+    facts, others = key_facts(DECLARED[path]), [changed(config, path) for config, _, _ in bases]
     by_length = any(inputs != length_inputs(other) for (_, inputs, _), other in zip(bases, others, strict=True))
     by_plan = any(digests != digests_of_plans(other) for (_, _, digests), other in zip(bases, others, strict=True))
 
@@ -164,7 +164,7 @@ READ_ELSEWHERE = {
 @pytest.mark.parametrize("path", DECLARED)
 def test_a_stream_reads_or_refuses_every_key(path):
     """Another value changes samples or packs, is refused by name, or does neither."""
-    facts, stream = key_of(DECLARED[path]), run(**STREAM)
+    facts, stream = key_facts(DECLARED[path]), run(**STREAM)
     other = changed(stream, path)
     is_refused = path in {fault.path for fault in run_faults(other)}
     decides = length_inputs(stream) != length_inputs(other) or stream_inputs(stream) != stream_inputs(other)
@@ -185,8 +185,8 @@ LEAST = {"training.seed": 0, "training.max_steps": -1, "template.fps_max_frames"
 @pytest.mark.parametrize(
     ("path", "check"),
     [
-        (path, key_of(field).check)
-        for path, field in keys_of(RunConfig)
+        (path, key_facts(field).check)
+        for path, field in yield_keys(RunConfig)
         if int in (field.type, *get_args(field.type)) and path != "model.quant_bits"  # 4 or 8
     ],
 )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packplan.core.forecast import (
-    KINDS,
+    MEMORY_KINDS,
     StepTrace,
     add_margin,
     bytes_text,
@@ -65,7 +65,7 @@ def test_the_peak_is_the_largest_sum_of_blocks_at_one_time(trace, fused_loss):
     peak = trace.peak(fused_loss=fused_loss)
 
     assert expected == peak.total
-    assert peak.total == sum(getattr(peak, kind) for kind in KINDS)
+    assert peak.total == sum(getattr(peak, kind) for kind in MEMORY_KINDS)
 
 
 def test_kinds_follow_from_what_blocks_are_for_and_when_they_live():
@@ -114,7 +114,7 @@ def test_the_length_that_is_found_fits_and_its_peak_is_its_own(shape, start, lim
         assert tried[found.tokens] == found.peak
         assert add_margin(found.peak) <= limit + 1
         assert found.tokens <= most
-        assert found.limited == (found.tokens == most)
+        assert found.is_position_limit == (found.tokens == most)
     else:
         assert all(add_margin(peak) > limit or tokens > most for tokens, peak in tried.items())
 

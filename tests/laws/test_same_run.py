@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from packplan.adapters.config.run import SECTIONS, known_keys
 from packplan.adapters.config.trainer_keys import SFT_KEYS_FILE
-from packplan.core.config import keys
 from packplan.core.config.identity import (
     FIXED_ARGUMENTS,
     PATH_KEYS,
@@ -22,6 +21,7 @@ from packplan.core.config.identity import (
     run_identity,
     shared_values,
 )
+from packplan.core.config.keys import key_facts, yield_keys
 from packplan.core.config.run import (
     LOADS,
     TRAINS,
@@ -103,7 +103,7 @@ def changed(config, path: tuple[str, ...], value: object):
     return attrs.evolve(config, **{name: changed(getattr(config, name), tuple(rest), value) if rest else value})
 
 
-OF_SAMPLES = [key for key, field in keys.keys_of(RunConfig) if (keys.key_of(field).lengths or "").startswith("value")]
+OF_SAMPLES = [key for key, field in yield_keys(RunConfig) if (key_facts(field).lengths or "").startswith("value")]
 
 
 @pytest.mark.parametrize("key", sorted({*OF_SAMPLES} - {"template.truncation_strategy"}))
@@ -118,8 +118,8 @@ def test_a_key_that_decides_samples_is_refused_in_a_resumed_run(key):
 @pytest.mark.parametrize(("reason", "is_fixed"), [(LOADS, True), (TUNES, True), (TRAINS, False)])
 def test_a_resumed_run_keeps_how_weights_are_loaded_and_which_are_trained(reason, is_fixed):
     """Other settings of a step may change, but for the listed ones, and are told."""
-    for key, field in keys.keys_of(RunConfig):
-        if keys.key_of(field).neither == reason and not UNCOMPARED.fullmatch(name := key.split(".")[1]):
+    for key, field in yield_keys(RunConfig):
+        if key_facts(field).neither == reason and not UNCOMPARED.fullmatch(name := key.split(".")[1]):
             other = run_identity(changed(RUN, tuple(key.split(".")), "b"), files={}, model={})
             plain = run_identity(RUN, files={}, model={})
             assert (other.fixed != plain.fixed) == (is_fixed or name in FIXED_ARGUMENTS), key

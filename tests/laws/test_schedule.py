@@ -142,7 +142,7 @@ def test_resumes_on_other_ranks_finish_the_epoch_with_what_it_has_not_consumed(s
     consumed = []
     cut, fillers = schedule.num_packs % schedule.world_size, -schedule.num_packs % schedule.world_size
     for world_size, accumulation in changes:
-        here = schedule.num_steps(0) if schedule.start.epoch == 0 else 0
+        here = schedule.num_remaining_steps(0) if schedule.start.epoch == 0 else 0
         steps = trained(schedule)[: data.draw(st.integers(0, here))]
         if not steps or len(steps) == here:
             continue
@@ -157,7 +157,7 @@ def test_resumes_on_other_ranks_finish_the_epoch_with_what_it_has_not_consumed(s
             start=schedule.progress_at(schedule.start.step + len(steps)),
         )
         assert schedule.start_fault() is None
-        event(f"the rest gives no batch: {not schedule.num_batches(0)}")
+        event(f"the rest gives no batch: {not schedule.num_remaining_batches(0)}")
         left = set(before.order(0).tolist()[len(packs_of(steps)) :]) - set(consumed)
         if world_size == before.world_size:
             continue
@@ -177,8 +177,8 @@ def test_resumes_on_other_ranks_finish_the_epoch_with_what_it_has_not_consumed(s
         assert not missing
         assert counts.total() - schedule.num_packs <= fillers
     ends = trained(schedule)
-    later = (2 - schedule.start.epoch - 1) * schedule.steps_per_epoch
-    assert schedule.num_steps(schedule.start.epoch) + later == len(ends) == schedule.total_steps - schedule.start.step
+    here, later = schedule.num_remaining_steps(schedule.start.epoch), 1 - schedule.start.epoch
+    assert here + later * schedule.steps_per_epoch == len(ends) == schedule.total_steps - schedule.start.step
     epoch_one = Counter(packs_of(step for step in ends if step[0] == 1))
     assert epoch_one == Counter(attrs.evolve(schedule, start=Progress()).order(1).tolist())
 
@@ -204,7 +204,7 @@ def test_an_epoch_whose_rest_gives_no_batch_takes_no_further_step(  # noqa: PLR0
     resumed = attrs.evolve(schedule, world_size=after, batch_size=batch_size, start=schedule.progress_at(stop))
 
     assert resumed.start_fault() is None
-    assert num_batches == resumed.num_batches(0) == resumed.num_steps(0)
+    assert num_batches == resumed.num_remaining_batches(0) == resumed.num_remaining_steps(0)
     assert (0 if num_batches else 1) == resumed.progress_at(stop).epoch
     steps = trained(resumed)
     assert [0] * num_batches + [1] * resumed.steps_per_epoch == [epoch for epoch, _ in steps]
@@ -354,7 +354,7 @@ def test_a_resume_on_as_many_ranks_goes_on_where_it_stopped(schedule, data):
     assert all(schedule.progress_at(step) == resumed.progress_at(step) for step in range(stop, len(whole) + 1))
     epoch = schedule.progress_at(stop).epoch
     before = Counter(packs_of(step for step in whole[:stop] if step[0] == epoch))
-    assert before == Counter(resumed.consumed_packs(epoch).tolist() if resumed.packs_in(epoch) else [])
+    assert before == Counter(resumed.consumed_packs(epoch).tolist() if resumed.num_epoch_packs(epoch) else [])
 
 
 @given(differing(), st.data())

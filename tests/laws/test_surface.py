@@ -64,7 +64,7 @@ def test_the_steps_of_the_ranks_are_the_batches_of_the_epochs(schedule):
 def test_what_follows_any_number_of_batches_is_the_rest_of_the_epoch(schedule, data):
     """Also in the middle of a step, and after two interruptions; whole steps give `at`."""
     epoch = data.draw(st.integers(0, 2))
-    whole = schedule.num_batches(epoch)
+    whole = schedule.num_remaining_batches(epoch)
     first = data.draw(st.integers(0, whole))
     start = schedule.progress_after(epoch, first)
     resumed = attrs.evolve(schedule, start=start, works=None)

@@ -53,8 +53,8 @@ def test_a_window_is_what_its_batches_add_up_to(training, data):
     """Fill, work, imbalance, tokens and coverage of the steps from one to another."""
     lengths, plan, schedule, pack_stats = training
     stats = EpochStats.from_schedule(pack_stats, schedule, 0)
-    start = data.draw(st.integers(0, schedule.num_steps(0) - 1))
-    stop = data.draw(st.integers(start + 1, schedule.num_steps(0)))
+    start = data.draw(st.integers(0, schedule.num_remaining_steps(0) - 1))
+    stop = data.draw(st.integers(start + 1, schedule.num_remaining_steps(0)))
     event(f"packed: {pack_stats.packed}")
 
     works, rows, total, packs, seen_before, seen = [], [], 0, [], set(), set()
@@ -98,7 +98,7 @@ def test_an_epoch_covers_what_the_plan_does(training):
     """Skipped and dropped samples are not covered; the parts of a resumed epoch add up."""
     lengths, plan, schedule, pack_stats = training
     whole = EpochStats.from_schedule(pack_stats, schedule, 0)
-    num_steps = schedule.num_steps(0)
+    num_steps = schedule.num_remaining_steps(0)
     statistics = whole.epoch_statistics(num_steps)
 
     assert plan.planned_samples / len(lengths) == statistics["epoch_coverage"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from packplan.adapters.config.run import known_keys, load_mixes
 from packplan.core.config.faults import explain_unknown_key, similar_keys
-from packplan.core.config.refusals import Host, refusals_of, refused_settings
+from packplan.core.config.refusals import Host, active_refusals, refused_settings
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError
 from tests.documents import KEYS, faults_of
@@ -54,9 +54,9 @@ def test_a_host_refuses_what_is_on(host):
     for value, told in ((True, {*settings}), (2, {*settings}), (1, {*settings} - sizes), (False, set()), (None, set())):
         section = SimpleNamespace(**{name.rpartition(".")[2]: value for name in settings})
         section.accelerator_config = section
-        assert told == {one.setting for one in refusals_of(section, host)}
+        assert told == {one.setting for one in active_refusals(section, host)}
     assert all(str(one).startswith(f"{one.effect}: ") for one in settings.values())
-    assert not [*refusals_of(object(), host)]
+    assert not [*active_refusals(object(), host)]
 
 
 @pytest.mark.parametrize(

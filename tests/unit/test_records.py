@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packplan.core.samples.records import REFUSED, to_messages
-from packplan.core.samples.shapes import READ
+from packplan.core.samples.shapes import RECORD_KEYS
 from packplan.core.samples.values import UnusableRecordError
 from tests.records import ANSWER, QUESTION, asked, chat
 
@@ -115,7 +115,7 @@ def test_a_key_that_would_be_ignored_is_refused_whatever_it_holds(key, written, 
         assert to_messages(chat(**{written(key): empty}))
 
 
-@pytest.mark.parametrize("key", sorted(READ - {"messages", "conversation", "conversations"}))
+@pytest.mark.parametrize("key", sorted(RECORD_KEYS - {"messages", "conversation", "conversations"}))
 def test_a_supported_key_in_capitals_is_the_same_column(key):
     """As ms-swift takes it; twice, it is refused, whichever comes first."""
     record = chat(**{key: "x"})

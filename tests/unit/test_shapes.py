@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packplan.core.samples.records import to_messages
-from packplan.core.samples.shapes import READ, to_shape
+from packplan.core.samples.shapes import RECORD_KEYS, to_shape
 from packplan.core.samples.values import UnusableRecordError
 from tests.records import ANSWER, QUESTION, asked, chat, json_values
 
@@ -220,7 +220,7 @@ odd_values = st.recursive(
 """Values of JSON, and of types that columns of Parquet have."""
 
 
-@given(st.dictionaries(st.sampled_from(sorted(READ)), odd_values, min_size=1, max_size=4))
+@given(st.dictionaries(st.sampled_from(sorted(RECORD_KEYS)), odd_values, min_size=1, max_size=4))
 def test_any_value_under_any_key_is_read_or_refused_as_a_record(record):
     """No other error, and no message of more than a few hundred characters."""
     try:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from packplan.core.errors import ArgumentError
 from packplan.core.fingerprint import from_plain, unseal
-from packplan.core.lengths import as_works, round_up
+from packplan.core.lengths import as_works, round_up_lengths
 from packplan.core.stream import StreamProgress
 
 
@@ -35,7 +35,7 @@ def test_an_array_is_read_number_by_number():
 
 def test_lengths_near_the_largest_are_rounded_up():
     """Where their total still has 63 bits."""
-    assert [2**62, 2] == round_up(np.array([2**62, 1]), 2).tolist()
+    assert [2**62, 2] == round_up_lengths(np.array([2**62, 1]), 2).tolist()
 
 
 class Unreadable:

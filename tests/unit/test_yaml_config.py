@@ -51,9 +51,9 @@ def test_ranks_that_share_rows_count_as_one():
     """Where they divide all ranks; else the run is refused by its key."""
     config = parsed(SHARED)
 
-    assert 3 == config.plan_ranks(6)
+    assert 3 == config.plan_world_size(6)
     with pytest.raises(ArgumentError, check=lambda error: error.kind == "ranks"):
-        config.plan_ranks(1)
+        config.plan_world_size(1)
 
 
 def test_half_of_a_surrogate_pair_is_no_text():
