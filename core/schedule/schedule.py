@@ -290,8 +290,7 @@ class EpochSchedule:
         start, wanted = self.start, Fraction(str(self.num_train_epochs))
         whole, share = divmod(wanted, 1)
         if whole > start.epoch:
-            last = self.num_epoch_steps(int(whole)) if share else 0
-            return self.last_step(int(whole) - 1) + math.ceil(share * last)
+            return self.last_step(int(whole) - 1) + math.ceil(share * self.num_epoch_steps(int(whole)))
         share = max(wanted - start.epoch, Fraction(0))
         return max(start.step, start.step - start.epoch_step + math.ceil(share * first_epoch))
 
@@ -451,8 +450,7 @@ class EpochSchedule:
 
     def _progress(self, epoch: int, step: int, *, num_batches: int) -> Progress:
         """Return the progress after *step* steps, *num_batches* batches of *epoch* among them."""
-        resumed = epoch == self.start.epoch and bool(self.start.segments)
-        if not num_batches and not resumed:
+        if not (num_batches or (epoch == self.start.epoch and self.start.segments)):
             return Progress(step=step, epoch=epoch)
         *earlier, last = self._segments(epoch)
         offset = last.pack_offset + num_batches * self.batch_size * self.world_size
