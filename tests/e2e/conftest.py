@@ -13,6 +13,7 @@ import yaml
 
 from packplan.core.errors import PackplanError
 from tests.processes import Started
+from tests.records import write_lines
 from tests.stored import asked, remember_verdict
 
 Sections = dict[str, dict[str, Any]]
@@ -85,6 +86,21 @@ def write_run(demo: Path, text_jsonl: Path, tmp_path: Path) -> Callable[..., Pat
         return path
 
     return write
+
+
+@pytest.fixture
+def open_source(write_run: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[Any, Any]]:
+    """Return a function that opens records, or a file of them: what measures and what encodes."""
+    from packplan.app.wiring.runs import read_config
+    from packplan.app.wiring.splits import open_splits
+
+    def open_(records: Any, of: str = "qwen2_5_vl", *, custom: Any = (), **template: Any) -> tuple[Any, Any]:
+        data = records if isinstance(records, Path) else write_lines(tmp_path / "data.jsonl", records)
+        custom, training = {"train_jsonl": str(data), **dict(custom)}, {"packing_length_precompute_workers": 1}
+        split = open_splits(read_config(write_run(of, custom=custom, template=template, training=training)))["train"]
+        return split.source, split.encoder
+
+    return open_
 
 
 @pytest.fixture

@@ -1,10 +1,13 @@
-"""Runs that are ready to train, or have trained, as tests ask them."""
+"""Runs that are ready to train, or have trained, and measured samples, as tests ask them."""
 
 from types import SimpleNamespace
 from typing import Any
 
 from packplan.app.planning.split import Split
 from packplan.app.sft import train as way
+from packplan.core.errors import RecordError
+from packplan.core.ports import LengthSource
+from packplan.core.samples.tables import RecordOutcome
 
 
 def prepare(*arguments: Any, **options: Any) -> Any:
@@ -15,6 +18,15 @@ def prepare(*arguments: Any, **options: Any) -> Any:
 def train(*arguments: Any) -> Any:
     """Return a run that has trained."""
     return _facts(*way.train(*arguments))
+
+
+def measured(source: LengthSource) -> list[RecordOutcome]:
+    """Return the outcome of each record by the shortcut: that of a full encode, or its refusal."""
+    quick, full = (list(source.measure_many(range(len(source)), in_full=in_full)) for in_full in (False, True))
+    refused = {place for place, one in enumerate(quick) if isinstance(one, RecordError)}
+    assert refused == {place for place, one in enumerate(full) if isinstance(one, RecordError)}
+    assert all(place in refused or one == full[place] for place, one in enumerate(quick))
+    return quick
 
 
 def _facts(trainer: Any, splits: dict[str, Split]) -> Any:

@@ -4,7 +4,6 @@ import os
 import struct
 import time
 from fractions import Fraction
-from functools import cache
 from pathlib import Path
 
 import attrs
@@ -14,8 +13,8 @@ from PIL import Image
 
 from packplan.adapters.samples import media_files
 from packplan.core.errors import RecordError
-from tests.e2e.test_videos import SAMPLING, asked, measurer_of
-from tests.records import write_lines
+from tests.e2e.ready import measured
+from tests.e2e.test_videos import SAMPLING, showing
 from tools.demo.videos import MadeVideo
 
 pytestmark = pytest.mark.slow
@@ -27,9 +26,8 @@ def patched(data: bytes, box: bytes, offset: int, kind: str, *values: float) -> 
     return data[:place] + written + data[place + len(written) :]
 
 
-@cache
-def grey_frame(size: tuple[int, int]) -> bytes:
-    """Return a grey frame of this width and height, encoded once for all videos of it."""
+def write_grey(size: tuple[int, int], number: int, rate: Fraction, *paths: Path) -> None:
+    """Write videos that repeat one grey frame, which is encoded once."""
     import av
 
     codec = av.CodecContext.create("mjpeg", "w")
@@ -39,26 +37,17 @@ def grey_frame(size: tuple[int, int]) -> bytes:
     for plane in frame.planes:
         plane.update(bytes([120]) * plane.buffer_size)
     frame.pts, frame.time_base = 0, Fraction(1)
-    (encoded,) = [*codec.encode(frame), *codec.encode()]
-    return bytes(encoded)
-
-
-def repeated(path: Path, size: tuple[int, int], number: int, rate: Fraction) -> Path:
-    """Write a video of one grey frame, encoded once."""
-    import av
-
-    data = grey_frame(size)
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mjpeg", rate=rate)
-        stream.width, stream.height = size
-        stream.pix_fmt = "yuvj420p"
-        for place in range(number):
-            packet = av.Packet(data)
-            packet.stream, packet.time_base, packet.duration = stream, 1 / rate, 1
-            packet.pts = packet.dts = place
-            packet.is_keyframe = True
-            container.mux(packet)
-    return path
+    data = b"".join(map(bytes, [*codec.encode(frame), *codec.encode()]))
+    for path in paths:
+        with av.open(str(path), "w") as container:
+            stream = container.add_stream("mjpeg", rate=rate)
+            stream.width, stream.height, stream.pix_fmt = *size, codec.pix_fmt
+            for place in range(number):
+                packet = av.Packet(data)
+                packet.stream, packet.time_base, packet.duration = stream, 1 / rate, 1
+                packet.pts = packet.dts = place
+                packet.is_keyframe = True
+                container.mux(packet)
 
 
 def bad_videos(folder: Path) -> dict[str | tuple[str, str], str]:
@@ -81,8 +70,8 @@ def bad_videos(folder: Path) -> dict[str | tuple[str, str], str]:
     sound(folder / "sound.mp4")
     # decord would take memory for each, and end the process.
     (folder / "count.mp4").write_bytes(patched(whole, b"stts", 8, ">I", 4_000_000_000))
-    repeated(folder / "8k.avi", (7680, 4320), 4, Fraction(1))
-    repeated(folder / "10h.mkv", (32, 32), 3600, Fraction(1, 10))
+    write_grey((7680, 4320), 4, Fraction(1), folder / "8k.avi")
+    write_grey((32, 32), 3600, Fraction(1, 10), folder / "10h.mkv")
     (folder / "large").mkdir()
     Image.new("1", (8200, 8200)).save(folder / "large" / "0.png")
     (folder / "large" / "1.png").hardlink_to(folder / "large" / "0.png")
@@ -124,21 +113,20 @@ def sound(path: Path) -> None:
         container.mux(stream.encode())
 
 
-def test_a_bad_video_is_named_by_its_record_and_nothing_takes_its_place(write_run, tmp_path):
-    """From its container as by a full encode, with the same words; the others are measured."""
+def test_a_bad_video_is_named_by_its_record_and_nothing_takes_its_place(open_source, tmp_path):
+    """From its container, and refused by a full encode too; the others are measured."""
     says = bad_videos(tmp_path)
-    data = write_lines(tmp_path / "bad.jsonl", [asked(video) for video in [*says, "whole.mp4"]])
     limits = {"max_video_s": 600, "max_video_bytes": 3_000_000}
-    samples, _ = measurer_of(write_run(custom={"train_jsonl": str(data), **limits}, template=SAMPLING))
+    source, _ = open_source([showing(video) for video in [*says, "whole.mp4"]], custom=limits, **SAMPLING)
 
-    for in_full in (False, True):
-        *bad, good = samples.measure_many(range(len(says) + 1), in_full=in_full)
-        assert 1 == good.measurement.videos
-        for number, (outcome, said) in enumerate(zip(bad, says.values(), strict=True), start=1):
-            assert isinstance(outcome, RecordError)
-            assert f"bad.jsonl, line {number}: " in str(outcome)
-            assert said in str(outcome)
-            assert len(str(outcome)) < 600
+    *bad, good = measured(source)
+
+    assert 1 == good.measurement.videos
+    for number, (outcome, said) in enumerate(zip(bad, says.values(), strict=True), start=1):
+        assert isinstance(outcome, RecordError)
+        assert f"data.jsonl, line {number}: " in str(outcome)
+        assert said in str(outcome)
+        assert len(str(outcome)) < 600
 
 
 @pytest.mark.parametrize("container", ["mp4", "mkv"])
@@ -149,23 +137,25 @@ def test_frames_beyond_the_bound_are_refused_by_their_size(monkeypatch, tmp_path
     assert (64, 48) == attrs.astuple(media_files.video_facts(video, max_seconds=600))[1:3]
 
     monkeypatch.setattr(media_files, "MAX_PIXELS", 64 * 48 - 1)
-
     with pytest.raises(ValueError, match=r"has frames of 64 x 48, but may have 3,071 pixels: shrink it"):
         media_files.video_facts(video, max_seconds=600)
 
 
-def test_8k_and_10_hours_take_little_time(tmp_path):
+@pytest.mark.parametrize(
+    ("kinds", "size", "number", "rate"),
+    [(("mp4", "mkv"), (7680, 4320), 40, Fraction(2)), (("mp4", "mkv", "avi"), (32, 32), 36_000, Fraction(1))],
+)
+def test_8k_and_10_hours_take_little_time(tmp_path, kinds, size, number, rate):
     """One frame is decoded, whatever the container."""
-    large = [repeated(tmp_path / f"8k.{kind}", (7680, 4320), 40, Fraction(2)) for kind in ("mp4", "mkv")]
-    long = [repeated(tmp_path / f"10h.{kind}", (32, 32), 36_000, Fraction(1)) for kind in ("mp4", "mkv", "avi")]
-    for path, expected in (*((path, (7680, 40)) for path in large), *((path, (32, 36_000)) for path in long)):
+    write_grey(size, number, rate, *(paths := [tmp_path / f"a.{kind}" for kind in kinds]))
+    for path in paths:
         started = time.process_time()
         found = media_files.video_facts(str(path), max_seconds=40_000)
         assert time.process_time() - started < 5
-        assert expected == (found.width, found.num_frames)
+        assert (*size, number) == (found.width, found.height, found.num_frames)
 
 
-def test_a_container_that_lies_gives_the_length_that_training_has(write_run, tmp_path):
+def test_a_container_that_lies_gives_the_length_that_training_has(open_source, tmp_path):
     """Of its size, duration, rate or number of frames; odd sides and transparency too."""
     whole = {kind: MadeVideo(kind, num_frames=30).write(tmp_path / f"w.{kind}").read_bytes() for kind in ("mp4", "mkv")}
     avi = MadeVideo("avi", "mpeg4", num_frames=30).write(tmp_path / "w.avi").read_bytes()
@@ -184,34 +174,27 @@ def test_a_container_that_lies_gives_the_length_that_training_has(write_run, tmp
         (tmp_path / name).write_bytes(data)
     MadeVideo("webm", "libvpx-vp9", size=(97, 53)).write(tmp_path / "odd.webm")
     MadeVideo("webm", "libvpx-vp9", pixels="yuva420p").write(tmp_path / "clear.webm")
-    names = [*lies, "odd.webm", "clear.webm"]
-    data = write_lines(tmp_path / "lies.jsonl", [asked(name) for name in names])
-    samples, _ = measurer_of(write_run(custom={"train_jsonl": str(data)}, template=SAMPLING))
+    source, _ = open_source([showing(name) for name in [*lies, "odd.webm", "clear.webm"]], **SAMPLING)
 
-    quick, full = (list(samples.measure_many(range(len(names)), in_full=way)) for way in (False, True))
-
-    assert quick == full
-    assert all(one.measurement.videos == 1 for one in quick)
+    assert all(one.measurement.videos == 1 for one in measured(source))
 
 
-def test_damage_between_two_frames_is_found_by_decoding_all(write_run, tmp_path):
+def test_damage_between_two_frames_is_found_by_decoding_all(open_source, tmp_path):
     """By `verify --decode`, else by training, with its record. Its container is sound."""
     for name, bad, turned in (("a.mp4", "bad.mp4", 0), ("b.mp4", "turned.mp4", 90)):
         whole = MadeVideo(num_frames=60, size=(160, 120), turned=turned).write(tmp_path / name).read_bytes()
         middle = len(whole) // 2
         (tmp_path / bad).write_bytes(whole[:middle] + bytes(800) + whole[middle + 800 :])
-    data = write_lines(tmp_path / "damaged.jsonl", map(asked, ("a.mp4", "b.mp4", "bad.mp4", "turned.mp4")))
-    template = {**SAMPLING, "fps": 12, "max_length": 4096}
-    samples, encoder = measurer_of(write_run(custom={"train_jsonl": str(data)}, template=template))
-    measured = list(samples.measure_many(range(4), in_full=False))
+    records = map(showing, ("a.mp4", "b.mp4", "bad.mp4", "turned.mp4"))
+    source, encoder = open_source(records, **SAMPLING | {"fps": 12, "max_length": 4096})
+    measured = list(source.measure_many(range(4), in_full=False))
     assert [1] * 4 == [one.measurement.videos for one in measured]
     for index in (0, 1):
-        assert measured[index].media == samples.media_facts(index, decode=True)
+        assert measured[index].media == source.media_facts(index, decode=True)
 
     for index, name in ((2, "bad.mp4"), (3, "turned.mp4")):
-        for read in (lambda index: samples.media_facts(index, decode=True), encoder.encode):
+        for read in (lambda index: source.media_facts(index, decode=True), encoder.encode):
             with pytest.raises(RecordError) as caught:
                 read(index)
-            assert f"damaged.jsonl, line {index + 1}: " in str(caught.value)
-            assert f"{name} cannot be decoded: " in str(caught.value)
-            assert "encode it again, or remove its record (packplan plan verify --decode finds" in str(caught.value)
+            for said in (f"data.jsonl, line {index + 1}: ", f"{name} cannot be decoded: ", "plan verify --decode"):
+                assert said in str(caught.value)

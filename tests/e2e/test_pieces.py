@@ -8,8 +8,8 @@ from swift.template import Template
 
 from packplan.adapters.samples.shortcut import PieceCounter, prove_pieces
 from packplan.core.samples.tables import MeasuredSample, ShortcutError
-from tests.e2e.test_videos import measurer_of
-from tests.records import write_lines
+from tests.e2e.ready import measured
+from tests.records import asked, chat
 
 MARKS = (
     "<|im_end|>", "<|im_start|>user\n", "<think>\nso\n</think>\n\n", "<bbox>", "<ref-object>", "<video>", "  ", "\n",
@@ -36,30 +36,17 @@ def record(rng: random.Random, num_images: int = 0) -> dict:
             for _ in range(rng.choice((1, 1, 2)))
         ]
     messages[-1] = {"role": "assistant", "content": text(rng) + "."}
-    asked = [message for message in messages if message["role"] == "user"]
     if rng.random() < 0.1:
         messages = messages[-1:]
-        asked = messages
+    questions = [message for message in messages if message["role"] == "user"] or messages
     for number in range(num_images):
-        rng.choice(asked)["content"] += f"<image>{number}"
-    return {"messages": messages, **({"images": [f"{n}.png" for n in range(num_images)]} if num_images else {})}
-
-
-@pytest.fixture
-def samples(write_run, tmp_path):
-    """Return a function that writes records and opens what measures them, by a model's template."""
-
-    def open_(of, records, **template):
-        data = str(write_lines(tmp_path / "records.jsonl", records))
-        training = {"packing_length_precompute_workers": 1}
-        return measurer_of(write_run(of, custom={"train_jsonl": data}, template=template, training=training))[0]
-
-    return open_
+        rng.choice(questions)["content"] += f"<image>{number}"
+    return chat(*messages, **({"images": [f"{n}.png" for n in range(num_images)]} if num_images else {}))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("of", ["qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"])
-def test_texts_measure_as_full_encodes_do(of, samples, tmp_path):
+def test_texts_measure_as_full_encodes_do(of, open_source, tmp_path):
     """Whatever the turns, the marks in them and where images stand, also truncated."""
     rng = random.Random(of)  # noqa: S311
     most = 3 if of.endswith("vl") else 0
@@ -67,55 +54,49 @@ def test_texts_measure_as_full_encodes_do(of, samples, tmp_path):
         Image.new("RGB", (40 + 90 * number, 100)).save(tmp_path / f"{number}.png")
     records = [record(rng, rng.randint(0, most)) for _ in range(50)]
     scale = {"qwen2": "all"}.get(of, "default")  # of a template that trains the first token too
-    measured = samples(of, records, max_length=700, truncation_strategy="right", loss_scale=scale)
+    source, _ = open_source(records, of, max_length=700, truncation_strategy="right", loss_scale=scale)
 
-    in_full, quick = (list(measured.measure_many(range(50), in_full=way)) for way in (True, False))
+    lengths = [one.measurement for one in measured(source) if isinstance(one, MeasuredSample)]
 
-    assert in_full == quick
-    lengths = [one.measurement for one in quick if isinstance(one, MeasuredSample)]
     assert len(lengths) > 40
     assert 5 < sum(one.cut for one in lengths) < 25
 
 
-def test_few_samples_are_encoded(samples):
+def test_few_samples_are_encoded(open_source):
     """Whatever their number: a few that prove the way, the first of each kind, one in hundreds."""
-    measured = samples("qwen2", [record(random.Random(6))] * 600)  # noqa: S311
-    calls, encode = [], measured._encoder.template.encode
-    measured._encoder.template.encode = lambda *args, **options: calls.append(args) or encode(*args, **options)
+    source, encoder = open_source([record(random.Random(6))] * 600, "qwen2")  # noqa: S311
+    calls, encode = [], encoder.template.encode
+    encoder.template.encode = lambda *args, **options: calls.append(args) or encode(*args, **options)
 
-    assert 1 == len(set(measured.measure_many(range(600), in_full=False)))
+    assert 1 == len(set(source.measure_many(range(600), in_full=False)))
 
     # Two that prove the template, the first of its kind, and number 512.
     assert 4 == len(calls)
 
 
 @pytest.mark.parametrize("number", [0, 70])
-def test_a_count_that_is_wrong_is_found_by_the_audit(number, samples, monkeypatch):
+def test_a_count_that_is_wrong_is_found_by_the_audit(number, open_source, monkeypatch):
     """The first record of a kind is encoded too, wherever it stands."""
-    plain = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    turns = {"messages": plain["messages"] * 3}
-    records = [plain] * 100
-    records[number] = turns
-    measured = samples("qwen2", records)
+    records = [asked("a")] * 100
+    records[number] = chat(*asked("a")["messages"] * 3)
+    source, _ = open_source(records, "qwen2")
     ends = PieceCounter._count_trained_ends
     # Right for what proves the way: one turn, and two.
     monkeypatch.setattr(PieceCounter, "_count_trained_ends", lambda self, parts: len(parts) < 6 and ends(self, parts))
 
     with pytest.raises(ShortcutError, match=rf"line {number + 1} measured .* but encodes to"):
-        list(measured.measure_many(range(100), in_full=False))
+        list(source.measure_many(range(100), in_full=False))
 
 
-def test_a_template_with_ways_of_its_own_encodes_each_sample(samples, monkeypatch):
+def test_a_template_with_ways_of_its_own_encodes_each_sample(open_source):
     """And says which way it is."""
-    records = [record(random.Random(n)) for n in range(3)]  # noqa: S311
-    measured = samples("qwen2", records)
-    template = measured._encoder.template
+    source, encoder = open_source([record(random.Random(n)) for n in range(3)], "qwen2")  # noqa: S311
 
     class Own(Template):
         def _tokenize(self, context, **kwargs):
             return super()._tokenize(context, **kwargs) * 2
 
-    monkeypatch.setattr(template, "__class__", Own)
+    encoder.template.__class__ = Own
 
-    assert (None, "its template has a way of its own to tokenize") == prove_pieces(template, tokens={})
-    assert list(measured.measure_many(range(3), in_full=True)) == list(measured.measure_many(range(3), in_full=False))
+    assert (None, "its template has a way of its own to tokenize") == prove_pieces(encoder.template, tokens={})
+    assert 3 == len(measured(source))

@@ -1,9 +1,11 @@
-"""Records and media of other machines: copied once, known again, and without credentials."""
+"""Records and media of other machines: whole, copied once, known again, and without credentials."""
 
+import hashlib
 import io
 import json
 import logging
 import random
+import time
 from pathlib import Path
 
 import fsspec
@@ -14,12 +16,13 @@ from PIL import Image
 
 from packplan.adapters.processes import open_pool
 from packplan.adapters.samples import remote_files
-from packplan.adapters.samples.downloads import MediaCache, fetch_data_files
+from packplan.adapters.samples.downloads import MAX_BYTES, MediaCache, fetch_data_files
+from packplan.adapters.samples.remote_files import Timeouts
 from packplan.app import measure
 from packplan.app.plan import __main__ as plan
-from packplan.core.errors import DataSetError
+from packplan.core.errors import DataSetError, OutputError
 from tests.e2e.test_plan_build import artefacts_of
-from tests.object_server import KEY, serving
+from tests.object_server import KEY, Reply, serving
 from tests.records import asked, write_lines
 from tools.demo.videos import MadeVideo
 
@@ -28,6 +31,15 @@ pytestmark = pytest.mark.slow
 SECRET = "neverwritethissecretdown"  # noqa: S105  # it is made for this test
 
 NUM = 64
+
+
+def picture(color: str, kind: str = "png") -> bytes:
+    sink = io.BytesIO()
+    Image.new("RGB", (60, 40), color).save(sink, kind)
+    return sink.getvalue()
+
+
+RED = picture("red")
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +53,13 @@ def objects(serving_all, monkeypatch):
     """Return an empty server of objects, which S3's libraries find, and no proxy."""
     for of_last_test in (serving_all.held, serving_all.private, serving_all.asked, serving_all.sent):
         of_last_test.clear()
-    serving_all.sends_parts = True
-    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
-    settings = {"ENDPOINT_URL": serving_all.url, "ACCESS_KEY_ID": KEY, "SECRET_ACCESS_KEY": SECRET, "REGION": "here"}
-    for name, value in {**settings, "EC2_METADATA_DISABLED": "true", "CONFIG_FILE": "/dev/null"}.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
-    monkeypatch.setattr(remote_files, "_file_systems", {})
+    serving_all.sends_parts, serving_all.faults = True, {}
+    settings = {"ENDPOINT_URL": serving_all.url, "ACCESS_KEY_ID": KEY, "SECRET_ACCESS_KEY": SECRET, "REGION": "here",
+                "EC2_METADATA_DISABLED": "true", "CONFIG_FILE": "/dev/null"}  # fmt: skip
+    variables = {f"AWS_{name}": value for name, value in settings.items()}
+    for name, value in {**variables, "no_proxy": "*", "NO_PROXY": "*"}.items():
+        monkeypatch.setenv(name, value)
+    remote_files._file_systems.clear()
     s3fs.S3FileSystem.clear_instance_cache()
     return serving_all
 
@@ -57,17 +69,14 @@ def data(tmp_path_factory) -> Path:
     """A folder of records, with images and videos at relative paths."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "images").mkdir()
-    sink = io.BytesIO()
-    Image.new("RGB", (60, 40), "red").save(sink, "jpeg")
     for number in range(NUM):
-        (folder / "images" / f"{number}.jpg").write_bytes(sink.getvalue() + bytes(number))
+        (folder / "images" / f"{number}.jpg").write_bytes(picture("red", "jpeg") + bytes(number))
     MadeVideo(num_frames=50).write(folder / "clip.mp4")
     MadeVideo("webm", "libvpx-vp9", seed=1).write(folder / "small.webm")
     MadeVideo(rate=None, seed=3).write(folder / "vary.mp4")
     records = [asked(f"say {n}", images=[f"images/{n}.jpg"]) for n in range(NUM)]
-    records += [asked("what moves?", videos=[name]) for name in ("clip.mp4", "small.webm", "vary.mp4")]
     frames = [f"images/{n}.jpg" for n in range(3)]
-    records.append(asked("what moves?", videos=[frames]))
+    records += [asked("what moves?", videos=[one]) for one in ("clip.mp4", "small.webm", "vary.mp4", frames)]
     write_lines(folder / "records.jsonl", records)
     return folder
 
@@ -80,8 +89,7 @@ def uploaded(objects, folder: Path, kind: str, bucket: str = "bucket") -> str:
             objects.held[name] = file.read_bytes()
             fsspec.filesystem("memory").pipe_file(name, file.read_bytes())
     objects.sends_parts = kind != "whole"
-    found = {"http": f"{objects.url}/{bucket}/data", "s3": f"s3://{bucket}/data", "memory": f"memory://{bucket}/data"}
-    return found.get(kind, found["http"])
+    return f"{ {'s3': 's3:/', 'memory': 'memory:/'}.get(kind, objects.url) }/{bucket}/data"
 
 
 @pytest.fixture
@@ -97,11 +105,6 @@ def run(capfd, tmp_path, demo):
     return main
 
 
-def lengths_of(path: Path):
-    """Return a table without what the records' folder decides."""
-    return pq.read_table(path).drop_columns(["sha256"])
-
-
 @pytest.mark.parametrize("kind", ["http", "s3", "whole"])
 def test_a_place_is_measured_as_its_files_are(objects, data, run, tmp_path, kind):
     """Lengths and facts of media; all is fetched once, and nothing of it stays."""
@@ -110,7 +113,11 @@ def test_a_place_is_measured_as_its_files_are(objects, data, run, tmp_path, kind
 
     run(f"{place}/records.jsonl")
 
-    assert lengths_of(tmp_path / "files.parquet").equals(lengths_of(tmp_path / "lengths.parquet"))
+    # The digest of a record has its folder.
+    files, remote = (
+        pq.read_table(tmp_path / f"{one}.parquet").drop_columns(["sha256"]) for one in ("files", "lengths")
+    )
+    assert files.equals(remote)
     assert not list(tmp_path.glob("*.measuring"))
     assert {name: len(held) for name, held in objects.held.items()} == objects.sent
 
@@ -125,31 +132,27 @@ def test_patterns_of_places_are_listed(objects, run, tmp_path, kind):
     run(f"{place}/*.jsonl", model="qwen2")
 
     run(tmp_path / "*.jsonl", model="qwen2", output="files.parquet")
-    named, files = (
-        json.loads(pq.read_schema(tmp_path / f"{one}.parquet").metadata[b"packplan_lengths"])["files"]
-        for one in ("lengths", "files")
-    )
-    assert ["*.jsonl"] * 2 == [one["source"] for one in named] == [one["source"] for one in files]
+    remote, files = (pq.read_table(tmp_path / f"{one}.parquet") for one in ("lengths", "files"))
+    assert files.equals(remote)
+    named, its = (json.loads(one.schema.metadata[b"packplan_lengths"])["files"] for one in (remote, files))
+    assert ["*.jsonl"] * 2 == [one["source"] for one in named] == [one["source"] for one in its]
     assert [f"{place}/1.jsonl", f"{place}/2.jsonl"] == [one["file"].replace(":///", "://") for one in named]
-    assert pq.read_table(tmp_path / "files.parquet").equals(pq.read_table(tmp_path / "lengths.parquet"))
     assert "no such file" in run(f"{place}/none-*.jsonl", status=2, model="qwen2").replace("matches no", "no such")
 
 
 def test_a_file_that_changed_is_copied_again(objects, tmp_path, caplog):
     """One that did not is asked for and not sent; one that is gone is read from its copy."""
     logging.getLogger("packplan").propagate = True
-    url, sizes = f"{objects.url}/bucket/a.jsonl", []
-    for content in (b"first", b"first", b"second"):
+    for content, sent in ((b"first", 5), (b"first", 0), (b"second", 6)):
         objects.sent.clear()
         objects.held["/bucket/a.jsonl"] = content
-        assert content == copied(url, tmp_path)
-        sizes.append(objects.sent["/bucket/a.jsonl"])
-    assert [5, 0, 6] == sizes
+        assert content == copied(f"{objects.url}/bucket/a.jsonl", tmp_path)
+        assert sent == objects.sent["/bucket/a.jsonl"]
     assert "a.jsonl is another file than before: it was fetched again" in caplog.text
 
     objects.held.clear()
 
-    assert b"second" == copied(url, tmp_path)
+    assert b"second" == copied(f"{objects.url}/bucket/a.jsonl", tmp_path)
     assert "there is no such file; its copy of before is read" in caplog.text
 
 
@@ -176,13 +179,10 @@ def test_processes_that_are_forked_read_on(objects, tmp_path, kind, capfd):
 def test_a_file_that_changes_while_it_is_fetched_is_refused(objects, tmp_path, monkeypatch):
     """And one that is sent whole or in parts comes as it is; an empty one too."""
     held = random.Random(1).randbytes(1234)  # noqa: S311  # as good as any
-    for objects.sends_parts in (True, False):
-        objects.held |= {"/bucket/a.jsonl": held, "/bucket/empty.jsonl": b""}
+    objects.held |= {"/bucket/a.jsonl": held, "/bucket/b.jsonl": held, "/bucket/empty.jsonl": b""}
+    for objects.sends_parts in (False, True):
         for name, expected in (("a", held), ("empty", b"")):
-            (copy,) = fetch_data_files(f"{objects.url}/bucket/{name}.jsonl", tmp_path / str(objects.sends_parts))
-            assert expected == copy.read_bytes()
-    objects.sends_parts = True
-    objects.held["/bucket/b.jsonl"] = held
+            assert expected == copied(f"{objects.url}/bucket/{name}.jsonl", tmp_path / str(objects.sends_parts))
     plain = remote_files._SizeLimit.relative_update
 
     def changing(self, size=1):
@@ -191,39 +191,31 @@ def test_a_file_that_changes_while_it_is_fetched_is_refused(objects, tmp_path, m
 
     monkeypatch.setattr(remote_files._SizeLimit, "relative_update", changing)
     with pytest.raises(DataSetError, match=r"b\.jsonl cannot be read: it changed while it was fetched"):
-        fetch_data_files(f"{objects.url}/bucket/b.jsonl", tmp_path)
+        copied(f"{objects.url}/bucket/b.jsonl", tmp_path)
     assert not list(tmp_path.rglob("b.jsonl"))
 
 
-def written(folder: Path) -> bytes:
-    return b"\n".join(file.read_bytes() + str(file).encode() for file in folder.rglob("*") if file.is_file())
-
-
 @pytest.mark.parametrize("kind", ["http", "s3"])
-def test_credentials_are_in_nothing_that_is_printed_or_written(  # noqa: PLR0917  # fixtures
-    objects, data, run, tmp_path, kind, caplog
-):
+def test_credentials_are_in_nothing_that_is_printed_or_written(objects, data, run, tmp_path, caplog, kind):  # noqa: PLR0917  # fixtures
     """Of signed URLs, of user names, of the environment; whether they suffice or not."""
     caplog.set_level(logging.DEBUG)
     place = uploaded(objects, data, kind, "private")
     query = f"?X-Amz-Credential=me&X-Amz-Signature={SECRET}" if kind == "http" else ""
     if kind == "s3":
         objects.private.add("private")
-    records = [asked("say", images=[f"{place}/images/{n}.jpg{query}"]) for n in range(4)]
-    objects.held["/private/data/signed.jsonl"] = write_lines(tmp_path / "signed.jsonl", records).read_bytes()
-    (tmp_path / "signed.jsonl").unlink()
-    cache = f"custom.media_cache={tmp_path}/media"
+    lines = [json.dumps(asked("say", images=[f"{place}/images/{n}.jpg{query}"])) for n in range(4)]
+    objects.held["/private/data/signed.jsonl"] = "\n".join(lines).encode()
 
-    said = run(f"{place}/signed.jsonl{query}", cache)
+    said = run(f"{place}/signed.jsonl{query}", f"custom.media_cache={tmp_path}/media")
 
     assert f"{place}/signed.jsonl" in said
     objects.held.clear()
     objects.private.add("private")
-    for words in ((f"{place}/other.jsonl{query}",), (f"{place.replace('//', f'//me:{SECRET}@', 1)}/a.jsonl",)):
-        said += run(*words, status=2)
-    assert SECRET not in said
-    assert SECRET not in "".join(record.getMessage() for record in caplog.records if record.name.startswith("packplan"))
-    assert SECRET.encode() not in written(tmp_path)
+    for words in (f"{place}/other.jsonl{query}", f"{place.replace('//', f'//me:{SECRET}@', 1)}/a.jsonl"):
+        said += run(words, status=2)
+    said += "".join(record.getMessage() for record in caplog.records if record.name.startswith("packplan"))
+    written = (file.read_bytes() + str(file).encode() for file in tmp_path.rglob("*") if file.is_file())
+    assert SECRET.encode() not in said.encode() + b"\n".join(written)
 
 
 def test_errors_of_libraries_lose_what_may_be_credentials(monkeypatch):
@@ -244,29 +236,25 @@ def test_another_signature_of_the_same_url_is_the_same_data(objects, data, tmp_p
         ("images/1.jpg", MediaCache(tmp_path / "media").path),
     ):
         objects.sent.clear()
-        copies = {str(copy_of(f"{place}/{name}?X-Amz-Signature={signature}")) for signature in "ab"}
-        assert 1 == len(copies)
+        assert 1 == len({str(copy_of(f"{place}/{name}?X-Amz-Signature={signature}")) for signature in "ab"})
         assert len(objects.held[f"/bucket/data/{name}"]) == sum(objects.sent.values())
 
 
 @pytest.mark.parametrize("kind", ["http", "s3"])
 def test_a_place_that_asks_for_credentials_is_one_line(objects, data, run, monkeypatch, kind):
     """Of records and of media; asked a few times at most."""
-    place = uploaded(objects, data, kind, "private")
-    objects.private.add("private")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDANOTHER")
-    open_place = uploaded(objects, data, kind)
-    image = f"{place}/images/1.jpg"
-    objects.held["/bucket/data/one.jsonl"] = json.dumps(asked("say", images=[image])).encode()
+    place, open_place = (uploaded(objects, data, kind, bucket) for bucket in ("private", "bucket"))
+    objects.private.add("private")
+    objects.held["/bucket/data/one.jsonl"] = json.dumps(asked("say", images=[f"{place}/images/1.jpg"])).encode()
     for words, named in ((f"{place}/records.jsonl", "records.jsonl"), (f"{open_place}/one.jsonl", "images/1.jpg")):
         objects.asked.clear()
-        said = run(words, status=2)
-        (line,) = [line for line in said.splitlines() if "asks for" in line]
+        (line,) = [line for line in run(words, status=2).splitlines() if "asks for" in line]
         assert f"{place}/{named}" in line
         assert objects.asked[f"/private/data/{named}"] <= 4
 
 
-def test_what_could_name_files_of_this_machine_is_refused(objects, run, tmp_path, demo):
+def test_what_could_name_files_of_this_machine_is_refused(objects, run, tmp_path):
     """Schemes of local files, chains, playlists; and what no file system reads."""
     (tmp_path / "mine.jsonl").write_text(json.dumps(asked("mine")))
     for place in (f"file://{tmp_path}/mine.jsonl", f"{objects.url}/a::file://{tmp_path}/mine.jsonl"):
@@ -279,9 +267,7 @@ def test_what_could_name_files_of_this_machine_is_refused(objects, run, tmp_path
     assert "cannot be read, it is truncated, damaged or no video" in run(f"{objects.url}/bucket/a.jsonl", status=2)
 
 
-def test_a_run_plans_and_trains_a_place_and_then_needs_no_network(  # noqa: PLR0917  # fixtures
-    objects, data, run, write_run, execute, tmp_path
-):
+def test_a_run_plans_and_trains_a_place_and_then_needs_no_network(objects, data, run, write_run, execute, tmp_path):  # noqa: PLR0917  # fixtures
     """By the packs of the same files; its lengths may come from the table of a measurement."""
     place = uploaded(objects, data, "http")
     run(f"{place}/records.jsonl")
@@ -299,3 +285,107 @@ def test_a_run_plans_and_trains_a_place_and_then_needs_no_network(  # noqa: PLR0
     assert 0 == plan.main(["build", str(files)])
     packs = [artefacts_of(tmp_path / name)["train/raw_plan.indices.bin"] for name in ("run", "files")]
     assert packs[0] == packs[1]
+
+
+@pytest.fixture
+def cache(tmp_path, objects):
+    """Return a function that opens the cache, as another process would; a server has an image."""
+    objects.held["/red.png"] = RED
+    quick = Timeouts(total_s=0.5, read_s=0.3, retry_waits_s=(0.0, 0.0))
+    return lambda: MediaCache(tmp_path / "media", timeouts=quick)
+
+
+def left(cache):
+    """Return all files of the cache that are no locks."""
+    return [path for path in cache.folder.rglob("*") if path.is_file() and path.name != "lock"]
+
+
+def test_an_image_is_fetched_once(cache, objects):
+    """By whoever asks, under the digest of its content; a server that is busy is asked again."""
+    objects.faults["/to"] = [Reply(302, headers={"Location": "/red.png"})]
+    objects.faults["/busy"] = [Reply(503), Reply(503), Reply(200, RED)]
+    first = cache().path(f"{objects.url}/red.png")
+
+    assert hashlib.sha256(RED).hexdigest() == first.rsplit("/", 1)[1]
+    assert first == cache().path(f"{objects.url}/red.png") == cache().path(f"{objects.url}/to")
+    assert 3 == len(left(cache()))
+    assert first == cache().path(f"{objects.url}/busy")
+    assert 2 * len(RED) == objects.sent["/red.png"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "says"),
+    [
+        (Reply(200, RED[:-20], {"Content-Length": str(len(RED))}), "Not enough data.* in 3 attempts"),
+        (Reply(200, b"50\r\n" + RED[:20], {"Transfer-Encoding": "chunked"}), "Not enough data.* in 3 attempts"),
+        (Reply(200, b"<html>please log in</html>"), "what came, 26 bytes, cannot be read, it is damaged or no image"),
+        (Reply(200, RED[:60]), "what came, 60 bytes, cannot be read"),
+        (Reply(404), "there is no such file"),
+        (Reply(403), "answers 403"),
+        (Reply(200, b"", {"Content-Length": "1001"}), "has more than 1,000 bytes"),
+        (Reply(200, RED * 800, {}), "has more than 1,000 bytes"),
+        (Reply(200, RED, pause_s=1), "in 3 attempts|took more than"),
+        (Reply(200, RED, pause_s=0.05), r"took more than 0\.5 s"),
+        (Reply(302, headers={"Location": "/image"}), "TooManyRedirects"),
+        (Reply(302, headers={"Location": "file:///etc/passwd"}), "Redirect.*: file:///etc/passwd"),
+        (Reply(302, headers={"Location": "ftp://127.0.0.1/a.png?hidden"}), r"Redirect.*: ftp://127.0.0.1/a.png\?…"),
+    ],
+)
+def test_what_is_no_whole_image_is_refused_and_not_kept(cache, objects, reply, says, monkeypatch):
+    """Within the time and the bytes that it may take, and asked for once."""
+    objects.faults["/image"] = [reply]
+    monkeypatch.setitem(MAX_BYTES, "image", 1000)
+    held, started = cache(), time.monotonic()
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"cannot be fetched: .*({says})"):
+            held.path(f"{objects.url}/image")
+
+    assert time.monotonic() - started < 3
+    assert [] == left(held)
+    assert objects.asked["/image"] <= 6 + 6 * ("TooMany" in says)
+
+
+@pytest.mark.parametrize("url", ["http://", "http://127.0.0.1:1/a.png", "http://[/a.png", "http://127.0.0.1:x/a.png"])
+def test_servers_that_are_none_are_refused(cache, url):
+    with pytest.raises(ValueError, match="cannot be fetched: "):
+        cache().path(url)
+
+
+def test_another_image_in_place_of_one_that_is_gone_is_refused(cache, objects):
+    """The same one is fetched again; a note that is damaged counts as none."""
+    url = f"{objects.url}/red.png"
+    first = Path(cache().path(url))
+    first.unlink()
+    assert str(first) == cache().path(url)
+
+    first.unlink()
+    objects.held["/red.png"] = picture("black")
+    with pytest.raises(ValueError, match="the server has another one now"):
+        cache().path(url)
+    (note,) = cache().folder.rglob("*.json")
+    note.write_text("{}")
+    assert str(first) != cache().path(url)
+
+
+def test_what_may_be_a_credential_is_in_no_message_and_no_note(cache, objects):
+    """Neither a query, which may be a signature, nor a password, with which no server is asked."""
+    held, objects.faults["/private"] = cache(), [Reply(403)]
+    with pytest.raises(ValueError, match=r"/private\?… cannot be fetched: [^?]*$"):
+        held.path(f"{objects.url}/private?signature=hidden#hidden")
+    with pytest.raises(ValueError, match="it holds a name or a password") as raised:
+        held.path(f"{objects.url.replace('//', '//me:hidden@')}/red.png")
+    assert "hidden" not in str(raised.value)
+    assert 0 == objects.asked["/red.png"]
+
+    held.path(f"{objects.url}/red.png?signature=hidden")
+
+    (note,) = held.folder.rglob("*.json")
+    assert f"{objects.url}/red.png?…" == json.loads(note.read_text())["url"]
+
+
+def test_a_folder_that_cannot_be_written_is_no_fault_of_a_record(cache, objects, tmp_path):
+    """It stops the run, and names the folder."""
+    (tmp_path / "media").write_text("")
+    with pytest.raises(OutputError, match="media"):
+        cache().path(f"{objects.url}/red.png")

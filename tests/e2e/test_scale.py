@@ -12,7 +12,7 @@ from packplan.app.plan import __main__ as plan
 from packplan.app.wiring.runs import read_config
 from packplan.core.errors import ConfigError
 from tests.e2e import sharded_main
-from tests.e2e.test_videos import SAMPLING, asked
+from tests.e2e.test_videos import SAMPLING, showing
 from tests.processes import finished
 from tests.records import write_lines
 from tools.demo.videos import MadeVideo
@@ -97,7 +97,7 @@ def test_sharded_ranks_with_and_without_media_stay_in_step(server, write_run, tm
     MadeVideo().write(tmp_path / "a.mp4")
     Image.new("RGB", (90, 60), (40, 10, 200)).save(tmp_path / "a.png")
     media = ([], []), ([], ["a.png"]), (["a.mp4"], []), (["a.mp4"], ["a.png"])
-    data = write_lines(tmp_path / "media.jsonl", [asked(*videos, images=images) for videos, images in media])
+    data = write_lines(tmp_path / "media.jsonl", [showing(*videos, images=images) for videos, images in media])
     path = str(write_run("qwen3_vl", custom={"train_jsonl": str(data)}, template=SAMPLING, training={"max_steps": 1}))
     assert 0 == plan.main(["build", path, "--quiet"])  # the ranks find the plan
 
