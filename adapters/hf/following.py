@@ -258,7 +258,7 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
         """
         self._train_packs, self._eval_packs, self._collator = packs, eval_packs, collator
         # Consecutive ranks share rows where the schedule has fewer ranks than were started.
-        rank = self.args.process_index * schedule.world_size // self.args.world_size
+        rank = self.args.process_index // (self.args.world_size // schedule.world_size)
         self.follow(PackBatches(schedule, rank, schedule.world_size, plan=plan, data=data, identity=self._identity()))
 
     def _identity(self) -> RunIdentity:

@@ -47,6 +47,8 @@ from packplan.core.samples.tables import (
 
 log = logging.getLogger(__name__)
 
+_log_info_once = cache(log.info)
+
 AUDITED_ONE_IN = 512
 """Number of samples of which one is encoded in full too."""
 
@@ -346,7 +348,7 @@ class ShortcutMeasurer:
         return lengths
 
     def _log_once(self, text: str) -> None:
-        _log_once(f"{self._encoder.template.template_meta.template_type}: {text}")
+        _log_info_once("%s: %s", self._encoder.template.template_meta.template_type, text)
 
     def measure(self, indices: Sequence[int]) -> tuple[list[RecordOutcome], bytes]:
         """
@@ -443,11 +445,6 @@ class ShortcutMeasurer:
             self._audited_kinds.add(kind)
             return True
         return one.index % AUDITED_ONE_IN == 0 and "videos" not in one.sample
-
-
-@cache
-def _log_once(text: str) -> None:
-    log.info("%s", text)
 
 
 def _sample_kind(sample: dict[str, Any]) -> object:

@@ -185,6 +185,7 @@ def open_template(
     if not cuts:  # ms-swift fills in the model's own limit, and would refuse what is longer
         opened.max_length = None
     opened.set_mode("train")
+    opened.packing = opened.padding_free = packs
     # ms-swift would read `<img>path</img>` in a text as an image, or put an <image> in its place;
     # and looks for the end of each <img> through the rest of the line.
     opened._replace_image_tags = _do_nothing  # noqa: SLF001  # no public way

@@ -98,9 +98,9 @@ class SwiftCommand:
             ConfigError: ms-swift cannot load the processor or the template.
         """
         with _raise_config_errors():
-            _, processor = self.arguments.get_model_processor(load_model=False)
-            template = self.arguments.get_template(processor)
+            template = self.arguments.get_template(self.arguments.get_model_processor(load_model=False)[1])
             template.set_mode("train")  # halves of pairs are encoded one by one
+            template.packing = template.padding_free = True
         return template
 
     def open_rows(self, template: Any) -> dict[str, Any]:

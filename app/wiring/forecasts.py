@@ -19,6 +19,7 @@ from packplan.adapters.forecast.calibration import measure_steps
 from packplan.adapters.forecast.memory import OutlineTrainer, StepTracer, fake_ranks
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.encoder import SwiftEncoder
+from packplan.adapters.samples.video_reading import has_separate_video_pass
 from packplan.adapters.trainer.arguments import training_arguments
 from packplan.adapters.trainer.model import open_model
 from packplan.adapters.trainer.trainer import PlanTrainer
@@ -93,8 +94,8 @@ def open_step_tracer(
     template.model = plain_model(model)
     arguments = training_arguments(config, gradient_accumulation_steps=1)
     if samples.sees_images and (world_size > 1 or config.training.freeze_llm):
-        DummyImage.from_model(model, template).run_in_every_batch()
-    template.packing = template.padding_free = config.training.packing
+        separately = sharding == "fsdp2" and has_separate_video_pass(template)
+        DummyImage.from_model(model, template).run_in_every_batch(passes=1 + separately)
     trainer = OutlineTrainer(
         group=OneRank(), attention=attention, eval_dataset=None, reduction=config.training.loss_reduction, model=model,
         args=arguments, template=template, train_dataset=None,

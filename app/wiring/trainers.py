@@ -177,7 +177,6 @@ def _open_model(
     # trained.
     if samples.sees_images and (group.world_size > 1 or config.training.freeze_llm):
         use_tower_in_each_batch(model, template, arguments)
-    template.packing = template.padding_free = config.training.packing
     return template, model
 
 

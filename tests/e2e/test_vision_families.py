@@ -131,7 +131,7 @@ def measurer(path) -> SwiftMeasurer:
 def test_lengths_are_those_of_full_encodes(vision_run, pictures, few_pictures, caplog, family):
     """For 45 sizes and several images: from headers where possible, else by full encodes."""
     caplog.set_level("INFO", "packplan")
-    shortcut._log_once.cache_clear()  # another test of this process may have heard it
+    shortcut._log_info_once.cache_clear()  # another test of this process may have heard it
     data, sizes = (pictures, 45) if family in HEADERS else (few_pictures, 5)
     samples = measurer(vision_run(family, custom={"train_jsonl": str(data)}))
     in_full = list(samples.measure_many(range(len(samples)), in_full=True))
