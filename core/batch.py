@@ -6,7 +6,7 @@ from packplan.core.errors import ArgumentError, counted
 from packplan.core.lengths import MOST_RANKS, whole_number
 
 IGNORED_LABEL = -100
-"""Label of a token from which nothing is learned, as losses of torch and transformers have it."""
+"""Label that the losses of torch and transformers ignore."""
 
 
 def count_row_groups(num_ranks: int, row_ranks: int) -> int:
@@ -16,7 +16,7 @@ def count_row_groups(num_ranks: int, row_ranks: int) -> int:
 
     Args:
         num_ranks: All ranks.
-        row_ranks: Neighbouring ranks that share each row; ArgumentError unless it divides
+        row_ranks: Neighbouring ranks that share each row; ArgumentError unless their number divides
             *num_ranks*.
 
     >>> count_row_groups(6, 2)
@@ -97,7 +97,7 @@ class PartialWindow:
     def even_accumulation(self) -> int | None:
         """
         Nearest accumulation that divides the epoch's batches, from half to twice the present one;
-        None if none does.
+        None if no number does.
         """
         steps = self.gradient_accumulation_steps
         near = (one for one in range(-(-steps // 2), 2 * steps + 1) if not self.per_rank_batches % one)

@@ -11,8 +11,8 @@ from packplan.core.patterns.certificate import BoundKind, certify, find_quick_bo
 
 _FIXED_EFFORT, _EFFORT_OF_A_SAMPLE = 380_000, 0.3
 """
-Steps of the usual search for a lower bound: a fixed part of about 0.1 s, and a part for each
-sample of about its planning time.
+Steps of the usual search for a lower bound: a fixed number, about 0.1 s, and a number for each
+sample, about its planning time.
 """
 
 
@@ -29,7 +29,7 @@ class Bound:
     kind: BoundKind
 
     best: int
-    """Packs of the best packing that is known; `auto` needs no more."""
+    """Packs of the best known packing; `auto` needs at most as many."""
 
 
 def lower_bound(lengths: Lengths, *, capacity: int, known: int | None = None, effort: float = inf) -> int:

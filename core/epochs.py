@@ -23,7 +23,7 @@ from packplan.core.policy import PlanPolicy
 from packplan.core.schedule import EpochSchedule, Progress
 
 MOST_EPOCHS = 10_000
-"""Epochs that are planned at most, so that a number of steps far too large is refused in time."""
+"""Limit of planned epochs, so that a number of steps far too large is refused in time."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -37,7 +37,7 @@ class EpochRecipe:
     """Seed of the draws, from 0."""
 
     def fingerprint_inputs(self) -> dict[str, Value]:
-        """Return the mixes and seed as inputs of the fingerprint of plans."""
+        """Return the mixes and the seed as inputs of a plan's fingerprint."""
         mixes = None if self.mixes is None else _mixes_json(self.mixes)
         seed = None if mixes is None else self.seed
         # Stored plans have the last two, which are always the same.
@@ -61,7 +61,7 @@ class EpochSamples:
     """Tokens of each record, 0 for one that is no sample; shape (num_records,)."""
 
     sizes: tuple[int, ...] = ()
-    """Records of each source of the data, in order; only mixes need them."""
+    """Number of records of each source of the data, in order; only mixes need it."""
 
     works: NDArray[np.float64] | None = None
     """Work of each record, for algorithms that pack by work; shape (num_records,)."""
@@ -90,34 +90,34 @@ class EpochRecord:
     epoch: int
 
     selection: str
-    """SHA-256 of the samples of the epoch."""
+    """SHA-256 of the record indices that the epoch draws."""
 
     checksum: str
     """Checksum of the packs of its raw plan."""
 
     num_samples: int
-    """Samples that were drawn, those of dropped packs and skipped ones included."""
+    """Samples that the epoch draws, including samples of dropped packs and skipped samples."""
 
     num_tokens: int
-    """Tokens of the samples that were drawn."""
+    """Tokens of the samples that the epoch draws."""
 
     num_packs: int
     """Packs of its raw plan."""
 
     planned_samples: int
-    """Samples in these packs."""
+    """Samples in the packs of its raw plan."""
 
     planned_tokens: int
-    """Tokens in these packs."""
+    """Tokens in the packs of its raw plan."""
 
     fill: float
-    """Mean fill of these packs. A long pack counts as full."""
+    """Mean fill of the packs of its raw plan. A long pack counts as full."""
 
     source_samples: tuple[int, ...] = attrs.field(default=(), converter=_as_ints)
-    """Samples that were drawn of each source of the data; empty for one source."""
+    """Samples drawn from each source of the data; empty for one source."""
 
     source_tokens: tuple[int, ...] = attrs.field(default=(), converter=_as_ints)
-    """Tokens that were drawn of each source of the data; empty for one source."""
+    """Tokens drawn from each source of the data; empty for one source."""
 
 
 def select_epoch(recipe: EpochRecipe, policy: PlanPolicy, samples: EpochSamples, epoch: int) -> IntArray:
@@ -146,10 +146,10 @@ class EpochPlan:
     epoch: int
 
     selection: IntArray
-    """Samples of the epoch: ascending records, one as often as it is drawn."""
+    """Record indices of the epoch's samples, ascending; drawn twice, an index stands twice."""
 
     raw: RawPlan
-    """Raw plan, whose indices are those of records."""
+    """Raw plan, whose sample indices are record indices."""
 
 
 def plan_epoch(
@@ -219,7 +219,7 @@ def schedule_epochs(
     schedule: EpochSchedule, record: Callable[[int], EpochRecord]
 ) -> tuple[EpochSchedule, tuple[EpochRecord, ...]]:
     """
-    Return a schedule over epochs that are planned separately, without works, and their records.
+    Return a schedule over separately planned epochs, without works, and the record of each epoch.
 
     Args:
         schedule: Settings of the schedule, and the epoch and step where training starts.

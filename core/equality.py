@@ -23,7 +23,7 @@ VARLEN = "varlen"
 """Packplan's attention of variable length: each sample of a pack by itself, without a mask."""
 
 NATIVE = "sdpa"
-"""Default attention of transformers. It computes references if it is exact."""
+"""Default attention of transformers. It computes the samples alone if it is exact."""
 
 FLEX = "flex_attention"
 
@@ -31,8 +31,8 @@ FLASH_BACKENDS = ("flash_attention_2", "flash_attention_3", "flash_attn")
 
 BACKENDS = (AUTO, VARLEN, NATIVE, "eager", FLEX, *FLASH_BACKENDS)
 """
-Names that a run may ask for; transformers has others, of kernels from a hub (with a slash)
-and paged ones (with a bar).
+Values of `attn_impl`, besides transformers' kernels from a hub (with a slash) and its paged
+attention (with a bar).
 """
 
 
@@ -50,18 +50,18 @@ CHECKS = MappingProxyType(
         "isolation": "largest gradient of a sample's logits with respect to another sample, over its own",
     }
 )
-"""Checks -> meaning of their number."""
+"""Name of a check -> meaning of its number."""
 
 EQUALITY_LIMITS: Mapping[Precision, float] = MappingProxyType({"float32": 2e-5, "float16": 2e-2, "bfloat16": 1e-1})
 """Largest relative difference between a packed sample and the same one alone."""
 
 _LOSS_LIMITS: Mapping[Precision, float] = MappingProxyType({"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2})
-"""Largest relative difference of mean losses, which depth does not add to."""
+"""Largest relative difference of mean losses, which does not grow with depth."""
 
 _LOSS_SHARE = 0.1
 """
-A loss below this share of its terms is compared with that share of them, since rounding follows the
-logits.
+A loss below this share of its terms is compared relative to that share, since rounding grows with
+the logits.
 """
 
 
@@ -121,7 +121,7 @@ def judge(findings: Iterable[Deviation], *, precision: Precision, limit: float) 
     Args:
         findings: Deviations of all packs.
         precision: Precision that the model computes in, which decides the limit of losses.
-        limit: Largest difference of logits and gradients; of other checks than losses it is 0.
+        limit: Largest difference of logits and gradients; 0 for checks other than these and losses.
 
     >>> findings = [Deviation("logits", 3e-6, 0, 1), Deviation("logits", 2.0, 0, 4)]
     >>> judge(findings, precision="float32", limit=2e-5)[0].worst.sample
@@ -190,12 +190,10 @@ renewed.
 """
 
 _FINE_EPSILON = 2.0**-20
-"""
-Types with a smaller step than this are summed in their own steps. Others are summed in float32.
-"""
+"""Types of a smaller epsilon accumulate sums in their own precision. Others use float32."""
 
 _SUMS = 32
-"""Steps that the sums of a layer add to a number if they are taken in the type's own steps."""
+"""Error of a layer's sums, in epsilons, if they are accumulated in the type's own precision."""
 
 
 def rounding_limit(epsilon: float, *, layers: int) -> float:
@@ -204,11 +202,11 @@ def rounding_limit(epsilon: float, *, layers: int) -> float:
     loaded model explains.
 
     Rounding grows slowly with depth. Logits of eager attention and of sdpa, both correct, were
-    measured to differ in 16 bits by 2.3 steps at 2 layers and 4.3 at 32. In float32 it was 8 and 11
-    steps, and 126 in one family.
+    measured to differ in 16 bits by 2.3 epsilons at 2 layers and 4.3 at 32. In float32 it was 8 and
+    11 epsilons, and 126 in one family.
 
     Args:
-        epsilon: Step between 1 and the next number of the type.
+        epsilon: Difference between 1 and the next number of the type.
         layers: Layers of the text model, >= 1.
 
     >>> [round(rounding_limit(2.0**-step, layers=36), 6) for step in (7, 10, 23)]
@@ -267,7 +265,7 @@ class ProbeResult:
     isolation: float
     """
     Largest gradient of a sample's logits with respect to another sample, over the largest with
-    respect to itself. 0 if samples are apart.
+    respect to itself. 0 if no gradient passes between samples.
     """
 
     logits: float
@@ -382,7 +380,7 @@ class AttentionChoice:
     """Reason for this attention, as a clause."""
 
     native: str = NATIVE
-    """The attention of transformers that references are computed by."""
+    """Attention of transformers that computes the samples alone."""
 
     split: tuple[str, ...] = ()
     """Classes of layers that run sample by sample."""
@@ -454,7 +452,7 @@ def choose_attention(
 
 def reason_against_backend(attn_impl: str, *, flash_installed: bool, on_cpu: bool) -> str | None:
     """
-    Return why a backend of attention does not train on this machine; None if it may.
+    Return the reason why an attention backend cannot train on this machine; None if it can.
 
     Args:
         attn_impl: Name of the backend.

@@ -303,13 +303,13 @@ class RankDifference:
 
 _MOST, _MOST_CHARACTERS, _BEFORE = 3, 80, 20
 """
-Values and ranks of a difference that are named, characters of a value, and those of them before the
-first that differs.
+Limits of the text of a difference: values or ranks named, characters of a value, and characters
+kept before the first that differs.
 """
 
 
 def _text_from(value: str | None, same: int) -> str:
-    """Return a value as text; a long one without most of its first *same* characters, all equal."""
+    """Return a value as text; of a long one, the part where it differs after *same* characters."""
     if value is None or len(value) <= _MOST_CHARACTERS:
         return "absent" if value is None else value
     start = max(0, same - _BEFORE)
@@ -333,7 +333,7 @@ def counted(number: int, name: str) -> str:
 
 def verb_for(number: int, one: str = "is", many: str = "are") -> str:
     """
-    Return the verb form that agrees with a number: `is` or `are`, or the two given.
+    Return the form of a verb that agrees with a number, such as `is` or `are`.
 
     Args:
         number: How many there are.
@@ -350,8 +350,8 @@ def token_range(lowest: int, highest: int) -> str:
 
 def format_ranges(indices: Iterable[int], *, most: int | None = None) -> str:
     """
-    Return indices as text, in order: consecutive ones as a range, and repeated ranges once with
-    their number.
+    Return indices as text, in order. Consecutive indices are a range; a range that repeats is
+    written once, with its number of times.
 
     Args:
         indices: Whole numbers.
@@ -386,14 +386,14 @@ def format_lines(head: str, items: Iterable[object]) -> str:
 
 MAX_LINE, MAX_LINES = 500, 60
 """
-Characters of a line of an error's text, and lines of it: whatever it quotes, the fact and the
-remedy can be read.
+Limits of an error's text, in characters of a line and in lines. So a long quotation never hides the
+fact or the remedy.
 """
 
 
 def shorten(text: str) -> str:
     r"""
-    Return *text* with the middle of its long lines, and of too many lines, left out.
+    Return *text* without the middle of lines that are too long, or of too many lines.
 
     >>> text = shorten("the image " + "x" * 75_852 + " does not exist")
     >>> len(text), text[:12], text[-16:], "… 75,877 characters …" in text

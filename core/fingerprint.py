@@ -1,6 +1,6 @@
 """
-Fingerprints: named inputs of stored lengths or of a plan, with a digest; and frozen values as plain
-ones that JSON can hold, sealed by a digest.
+Fingerprints: named inputs of stored lengths or of a plan, with a digest. Also conversion of frozen
+values to plain JSON values, sealed by a digest.
 
 A fingerprint is a flat mapping of names to JSON values. Two of them are compared key by key, and
 the difference is readable. Lengths depend on everything that decides how a record becomes tokens. A
@@ -26,7 +26,7 @@ from packplan.core.errors import Difference
 T = TypeVar("T")
 
 SEAL = "sha256"
-"""Key of the digest of plain values."""
+"""Key under which sealed values hold their digest."""
 
 _ABSENT = "(absent)"
 
@@ -90,7 +90,7 @@ class RunIdentity:
 
 
 NO_IDENTITY = RunIdentity()
-"""Identity of a run of which nothing but its plan is known."""
+"""Identity of a run whose model and settings are not known."""
 
 
 def to_plain(value: attrs.AttrsInstance) -> dict[str, Any]:
@@ -105,10 +105,10 @@ def seal(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def unseal(values: object) -> dict[str, Any]:
     """
-    Return sealed values without their digest, which is checked.
+    Check the digest of sealed values, and return the values without it.
 
     Raises:
-        ValueError: The values have no digest, or another one.
+        ValueError: The values have no digest, or not the digest of their content.
     """
     if not isinstance(values, Mapping) or SEAL not in values:
         message = f"it has no {SEAL}"

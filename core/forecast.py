@@ -59,7 +59,7 @@ class RunForecast:
     """Seconds of each step of the first epoch; shape (num_steps,)."""
 
     others: Floats
-    """Seconds of the first epoch as predicted by each of `timing.others`; shape (num_others,)."""
+    """Seconds of the first epoch by each of `timing.others`; shape (num_others,)."""
 
     total_steps: int
     """Optimizer steps of the run."""
@@ -147,10 +147,10 @@ forward pass is a third.
 """
 
 _FOLDS = 7
-"""Parts of the measured steps that are left out in turn."""
+"""Number of parts of the measured steps, each left out of one fit."""
 
 _VARIES = 1e-6
-"""Smallest spread of a term over its largest value at which the term is fitted."""
+"""Least spread of a term, relative to its largest value, from which the term is fitted."""
 
 
 @attrs.frozen
@@ -214,7 +214,7 @@ class Timing:
     """Seconds of saving a checkpoint."""
 
     others: tuple[StepTime, ...] = ()
-    """Coefficients with each part of the measured steps left out."""
+    """Coefficients of further fits, each without one part of the measured steps."""
 
     step_error: float | None = None
     """Relative error that 95 % of steps that the fit has not seen stay below; None if not known."""
@@ -240,7 +240,7 @@ class Calibration:
     """Measured steps of a run."""
 
     steps: tuple[MeasuredStep, ...]
-    """At least one."""
+    """Measured steps, at least one."""
 
     evaluation: MeasuredStep | None = None
     """An evaluation, with the FLOPs of training on its packs; None without one."""
@@ -249,7 +249,7 @@ class Calibration:
     """Seconds of saving a checkpoint; 0 if the run saves none."""
 
     def timing(self) -> Timing:
-        """Fit the seconds of these steps, with the error on steps that were left out."""
+        """Return the timing fitted to these steps, with its error on steps that were left out."""
         time, errors, others = fit_steps(self.steps), [], []
         for part in range(min(_FOLDS, len(self.steps))):
             left_out = self.steps[part::_FOLDS]
@@ -270,7 +270,7 @@ class Calibration:
 
 def fit_steps(steps: Sequence[MeasuredStep]) -> StepTime:
     """
-    Return the coefficients of least relative deviations; those of terms that do not vary are 0.
+    Return the coefficients of least absolute relative error; 0 for terms that do not vary.
 
     >>> steps = [MeasuredStep(1, flops, 0, 0, 2 + 3 * flops) for flops in (1, 2, 4)]
     >>> [round(one, 6) for one in attrs.astuple(fit_steps(steps))]
@@ -350,13 +350,13 @@ class StepTerms:
 
 
 REPEATS = 3
-"""Times that each step is measured, one after all others."""
+"""Times that the list of steps is measured, each time as a whole."""
 
 _QUANTILES = (1.0, 0.0, 0.5, 0.75, 0.25)
-"""Places of measured packs among those of a plan, by work; the heaviest come first."""
+"""Quantiles of work whose packs are measured; the heaviest come first."""
 
 _WINDOW = 8
-"""A step has packs of like work: at most one of these parts of a plan, repeated if need be."""
+"""A measured step has packs of like work, from one 8th of the plan at most, perhaps repeated."""
 
 
 def calibration_packs(
@@ -399,7 +399,7 @@ def calibration_packs(
 
 
 def _window(ranked: IntArray, place: float, window: int) -> IntArray:
-    """Return *window* neighbouring packs of a ranking, at the relative place from 0 to 1."""
+    """Return *window* neighbouring packs of a ranking, at a relative *place* from 0 to 1."""
     start = round(place * (ranked.size - window))
     return ranked[start : start + window]
 
@@ -411,7 +411,7 @@ _FORM = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(iB|B|)")
 
 def parse_bytes(text: str) -> int:
     """
-    Return the bytes that a text names: `80GiB` has 2 ** 30 bytes a unit, `80GB` and `80G` 10 ** 9.
+    Return the bytes that a text names: a GiB has 2 ** 30 bytes, a GB or G has 10 ** 9.
 
     Raises:
         ValueError: It is no positive amount of whole bytes.
@@ -497,7 +497,7 @@ class StepTrace:
     """Time at which the forward pass ends."""
 
     buckets: int = 0
-    """Bytes of buckets in which ranks sum gradients; they are there throughout."""
+    """Bytes of the buckets in which ranks sum gradients, allocated during the whole step."""
 
     def peak(self, *, fused_loss: bool = False) -> PeakMemory:
         """
@@ -516,7 +516,7 @@ class StepTrace:
         return PeakMemory(**highest)
 
     def _kinds(self) -> NDArray[np.int64]:
-        """Return the kind of every block."""
+        """Return the index in `MEMORY_KINDS` of every block; shape (num_blocks,)."""
         kept = (self.allocated <= self.forward_end) & (self.freed > self.forward_end)
         passing = np.where(kept, MEMORY_KINDS.index("activations"), MEMORY_KINDS.index("temporaries"))
         return np.where(self.kinds < 0, passing, self.kinds)
@@ -524,12 +524,12 @@ class StepTrace:
 
 def candidate_packs(tokens: NDArray[Any], supervised: NDArray[Any], patches: NDArray[Any]) -> tuple[int, ...]:
     """
-    Return the packs that may need the most memory: of the most tokens, of the most with a loss, of
-    the most patches, and of the largest sum of shares of these.
+    Return the packs that may need the most memory: with the most tokens, the most supervised
+    tokens, the most patches, or the largest sum of shares of all three.
 
     Args:
         tokens: Tokens of each pack; shape (num_packs,).
-        supervised: Tokens of each pack with a loss; same shape.
+        supervised: Supervised tokens of each pack; same shape.
         patches: Vision patches of each pack; same shape.
 
     >>> candidate_packs(*np.array([[9, 8, 8], [1, 2, 3], [0, 0, 0]]))
@@ -578,7 +578,7 @@ def find_longest(peak_at: Callable[[int], int], *, start: int, limit: int, most:
     Args:
         peak_at: Peak of a full pack of so many tokens, in bytes.
         start: Length to begin with, >= 1.
-        limit: Bytes that a peak may have.
+        limit: Bytes that a peak with its margin may have.
         most: Longest length that the model has positions for.
 
     >>> find_longest(lambda tokens: 10 * tokens, start=512, limit=110_000, most=32768).tokens
@@ -601,12 +601,12 @@ def find_longest(peak_at: Callable[[int], int], *, start: int, limit: int, most:
 
 
 def _second_length(start: int, most: int) -> int:
-    """Return a second length to trace: twice the first, with like shares of images, or half."""
+    """Return a second length to trace: twice the first within *most* tokens, else half of it."""
     return 2 * start if 2 * start <= most else max(1, start // 2)
 
 
 _ENOUGH = 0.03
-"""Room that may be left at the length that is returned, relative to its peak."""
+"""Memory that may stay free at the returned length, relative to its peak."""
 
 _ATTEMPTS = 2
 

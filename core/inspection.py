@@ -46,7 +46,7 @@ class PlanSummary:
     """Packs beyond the bound, dropped ones included, over the bound. None without packing."""
 
     auto_packs: int
-    """Packs that `auto` would need; 0 where it saves at most 0.2 %, or was not asked."""
+    """Packs that `auto` needs at most; 0 where it saves at most 0.2 %, or was not compared."""
 
     num_samples: int
     """Samples of the data set: planned, dropped and skipped ones."""
@@ -72,7 +72,7 @@ class PlanSummary:
     """Planned tokens that the loss counts, of any weight; None if not measured."""
 
     unsupervised_samples: int | None
-    """Planned samples without such a token, from which nothing is learned; None if not measured."""
+    """Planned samples without a supervised token; None if not measured."""
 
     dropped_packs: int
     """Packs filled below the ratio."""
@@ -93,7 +93,7 @@ class PlanSummary:
     """Mean fill of the packs; None without packing. A long pack counts as full."""
 
     fill_p5: float | None
-    """Fill that 95 % of the packs reach."""
+    """Fill that 95 % of the packs reach; None without packing."""
 
     fill_worst: float | None
 
@@ -258,7 +258,7 @@ def summarise_schedule(
 
 
 QUANTILES = (5, 50, 95)
-"""Percentages of a source's samples for quantiles of length."""
+"""Percentages of samples that the quantiles of length cover."""
 
 
 @attrs.frozen
@@ -355,11 +355,11 @@ def _count_by_source(
     """
     Return the counts and sums of all sources, by `SourceSummary` field; shape (num_sources,).
 
-    *owners* are the sources of the records; shape (num_records,).
+    *owners* has the source index of each record; shape (num_records,).
     """
 
     def total(samples: IntArray, name: str | None = None) -> NDArray[np.int64]:
-        """Return each source's sum of a column over *samples*; without a name, their number."""
+        """Return, for each source, the sum of a column over *samples*, or their number."""
         values = None if name is None else column(table, name)[samples]
         return np.bincount(owners[samples], values, num_sources).astype(np.int64)
 
@@ -387,7 +387,7 @@ def _count_by_source(
 
 def length_quantiles(ascending: NDArray[np.integer]) -> tuple[int, ...]:
     """
-    Return the lengths that 5 %, 50 % and 95 % of all do not exceed; empty without lengths.
+    Return the lengths that 5 %, 50 % and 95 % of sorted lengths do not exceed; empty without any.
 
     >>> length_quantiles(np.arange(1, 101))
     (5, 50, 95)
@@ -408,12 +408,10 @@ class SamplePlace:
     """
 
     pack: int | None
-    """
-    Index of the pack among the plan's packs, or among its dropped ones; None for one in no pack.
-    """
+    """Index of the pack among the plan's packs, or among its dropped packs; None without a pack."""
 
     pack_members: tuple[int, ...]
-    """All samples of that pack; empty without one."""
+    """All samples of the pack; empty without a pack."""
 
 
 @attrs.frozen

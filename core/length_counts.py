@@ -3,8 +3,8 @@ Equal lengths counted once, and any fit over them. The cost of planning grows wi
 lengths, not with samples.
 
 Rules: index 0 is the longest length; samples of one length keep their input order, and algorithms
-take them in it. An algorithm fills a `PackingTrace` over indices; only `PackingTrace.packs` touches
-single samples, in passes over cache-sized blocks.
+take them in that order. An algorithm fills a `PackingTrace` over indices; only `PackingTrace.packs`
+touches single samples, in passes over cache-sized blocks.
 
 Any fit is best fit and first fit, longest samples first. Both stay with a bin until the length no
 longer fits. In first fit it remains the first that fits; in best fit it becomes the fullest. So a
@@ -62,7 +62,7 @@ class PackingTrace:
     def __init__(self) -> None:
         self._entries: list[tuple[int, int, int, int]] = []
         self.write = self._entries.append
-        """Take an entry (index, first, num, per_bin)."""
+        """Append an entry (index, first, num, per_bin)."""
 
     @property
     def num_bins(self) -> int:
@@ -100,7 +100,7 @@ class PackingTrace:
 
 def _reorder_bins(lengths: IntArray, tally: LengthCounts, bins: NDArray[np.int32]) -> NDArray[np.int32]:
     """
-    Return *bins*, given longest sample first, in the order of *lengths*; ties keep their order.
+    Return the bin of each sample in the order of *lengths*, from *bins* of samples longest first.
 
     This is a radix sort of 16-bit keys, block by block. A block fits the cache, and equal keys
     inside it read neighbouring elements of *bins*.

@@ -21,7 +21,7 @@ A list or an array of whole numbers, or an object whose slice is one, such as a 
 IntArray = NDArray[np.int64]
 
 MOST_RANKS = 100_000
-"""Ranks, or workers, at most: arrays have a place for each."""
+"""Limit of ranks or workers, since arrays have a place for each."""
 
 
 def as_lengths(lengths: Lengths, *, least: int = 1) -> IntArray:
@@ -138,7 +138,7 @@ def _raise_first_bad(values: Sequence[object]) -> None:
 
 
 def squares(lengths: IntArray) -> NDArray[np.float64]:
-    """Return the squares of *lengths* as float64, which 64-bit integers may not hold."""
+    """Return the squares of *lengths* as float64, since they may exceed 64-bit integers."""
     found: NDArray[np.float64] = lengths.astype(np.float64) ** 2
     return found
 
@@ -149,12 +149,12 @@ def whole_number(name: str, value: int, *, least: int = 1, most: int = 2**63 - 1
 
     Args:
         name: Name of the argument.
-        value: Value that was given.
+        value: Value of the argument.
         least: Lowest value that it may have.
-        most: Highest value.
+        most: Highest value that it may have.
 
     Raises:
-        ValueError: It is no such number. The message has *name*.
+        ValueError: The value is no such number. The message has *name*.
 
     >>> whole_number("packing_length", 4096)
     4096

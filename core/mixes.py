@@ -55,12 +55,12 @@ class Mix:
 
     samples_per_epoch: int | None = None
     """
-    Samples of all sources in an epoch. Unset, the first source to run out limits them; if none can,
-    it is the number of all samples within the caps.
+    Samples of all sources in an epoch. Unset, the first source to run out sets the total; if none
+    can run out, the total is all samples within the caps.
     """
 
     tokens_per_epoch: int | None = None
-    """The same in tokens, for `by: tokens`."""
+    """Total of an epoch in tokens, for `by: tokens`."""
 
     @property
     def epoch_total(self) -> int | None:
@@ -153,7 +153,7 @@ def _max_total(mix: Mix, available: Sequence[int], ratios: Sequence[Fraction], c
 
 
 def _exact_shares(total: Fraction, ratios: Sequence[Fraction], caps: Sequence[int | None]) -> list[Fraction]:
-    """Divide a total by ratios and caps, exactly. The shares sum up to less if all caps do."""
+    """Divide a total by ratios and caps, exactly. Shares sum to less if caps limit them all."""
     shares = [Fraction(0)] * len(ratios)
     free = {number for number, ratio in enumerate(ratios) if ratio}
     while free:
@@ -187,7 +187,7 @@ class Pool:
     """Tokens of the samples, >= 1."""
 
     def available(self, mix: Mix) -> int:
-        """Return the number of samples or tokens, whichever the *mix* counts."""
+        """Return the number of samples, or of tokens if the *mix* is by tokens."""
         return len(self.indices) if mix.by == "samples" else int(self.lengths.sum())
 
 
@@ -349,7 +349,7 @@ def _draw_until_quota(lengths: IntArray, quota: Fraction, bits: np.random.PCG64)
 
 
 _MOST_DRAWS = 10**8
-"""Samples that an epoch may draw from a source; with replacement, the data do not limit them."""
+"""Limit of samples that an epoch draws from a source; with replacement, the data set no limit."""
 
 
 def mixes_faults(mixes: Mixes, sizes: Sequence[int]) -> Iterator[Fault]:
@@ -475,7 +475,7 @@ def _draw_faults(mix: Mix, available: Sequence[int], samples: Sequence[int]) -> 
     """
     Yield a fault for each source whose draws do not fit memory.
 
-    *available* are samples or tokens of each source, and *samples* always samples.
+    *available* are the samples or tokens of each source, as the mix counts; *samples* its samples.
     """
     found = zip(mix.sources, available, samples, quotas(mix, available), strict=True)
     for number, (source, size, num, quota) in enumerate(found):
@@ -490,7 +490,7 @@ def _share_faults(mix: Mix, available: Sequence[int], least: Sequence[int] | Non
     Yield a fault for each source whose share gives no sample or needs more than it has, for a
     mix without other faults.
 
-    *available* are samples or tokens of each source, and *least* those of its shortest sample.
+    *available* and *least* are the samples or tokens of each source, and of its shortest sample.
     """
     unit, least = mix.by.removesuffix("s"), least or [1] * len(available)
     found = zip(mix.sources, available, quotas(mix, available), least, strict=True)

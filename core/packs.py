@@ -38,7 +38,7 @@ class Packs(Sequence[list[int]]):
     """
 
     offsets: IntArray = attrs.field(converter=_frozen_array)
-    """Where each pack starts in `indices`, and the end of the last; shape (num_packs + 1,)."""
+    """Start of each pack in `indices`, and end of the last; shape (num_packs + 1,)."""
 
     indices: IntArray = attrs.field(converter=_frozen_array)
     """Sample indices of all packs, one pack after the other; shape (num_samples,)."""
@@ -190,8 +190,7 @@ def sort_by_first_index(packs: Packs) -> Packs:
 
 BLOCK = 1 << 16
 """
-Samples that are sorted at a time. Their keys fit the cache, where a radix sort is five times
-faster.
+Samples sorted at a time, so that their keys fit the cache. There a radix sort is five times faster.
 """
 
 

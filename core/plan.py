@@ -22,7 +22,7 @@ from packplan.core.patterns.certificate import BoundKind
 from packplan.core.policy import PlanPolicy
 
 _SAVED = 500
-"""`auto_packs` is set where `auto` saves more than one pack in so many, which is 0.2 %."""
+"""`auto_packs` is set where `auto` saves more than one pack in this many, which is 0.2 %."""
 
 
 @attrs.frozen
@@ -53,7 +53,7 @@ class RawPlan:
     planned_tokens: int
     dropped_tokens: int
     skipped_tokens: int
-    """Tokens whose sum is `num_tokens`."""
+    """Tokens of planned, dropped and skipped samples; the sum is `num_tokens`."""
 
     long_tokens: int
     """Tokens of the packs of `single_long`; part of `planned_tokens`."""
@@ -204,9 +204,9 @@ def _find_plan_bound(
     Return a lower bound on the packs of a plan; each sample that fills a pack needs its own.
 
     Args:
-        tokens: Tokens of each sample that was packed, at most those of a pack.
+        tokens: Tokens of each sample that was packed, each at most the packing length.
         policy: All settings of planning.
-        known: Number of packs.
+        known: Number of packs that hold these samples.
         effort: Steps that a search for the bound may take.
         report: Called with a progress message.
     """

@@ -103,7 +103,7 @@ class PlanPolicy:
         the packs.
 
         The algorithm enters with its version. The ratio enters only if packs are dropped, the seed
-        only if the algorithm or each epoch draws, the work only if it weighs. Without packing, only
+        only if packs are drawn, the work only if the algorithm packs by work. Without packing, only
         `packing_length` and `allow_single_long` can change the packs.
         """
         inputs: dict[str, Value] = {

@@ -96,10 +96,10 @@ class StoredRows:
     """Media table of the same records."""
 
     in_full: bool = False
-    """Whether they were encoded in full, since the shortcut proved wrong."""
+    """Whether the records were encoded in full, since the shortcut proved wrong."""
 
     repeatability: Mapping[str, Any] | None = None
-    """Samples that were encoded again with equal results; None if that is not yet checked."""
+    """Figures of samples that were encoded again with equal results; None if not yet checked."""
 
 
 @attrs.frozen

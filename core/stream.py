@@ -28,7 +28,7 @@ def _exact_ratio(value: float | str | Decimal | Fraction) -> Fraction:
 
 @attrs.frozen(kw_only=True)
 class StreamOptions:
-    """Options of the packing of a stream."""
+    """Options for the packing of a stream."""
 
     packing_length: int
     """Token limit of a pack. Samples of as many tokens or more are long."""
@@ -73,7 +73,7 @@ class StreamCounts:
     """Numbers of samples and tokens of a stream, by outcome."""
 
     samples: int = 0
-    """Samples that came to the buffer."""
+    """Samples admitted so far, long ones included."""
 
     packs: int = 0
     """Packs to train."""
@@ -91,7 +91,7 @@ class StreamCounts:
     """Filled tokens of the packing length over all packs; a long pack counts as full."""
 
     tokens: int = 0
-    """Tokens of all samples so far."""
+    """Tokens of the samples admitted so far."""
 
     dropped_packs: int = 0
     """Dropped packs: underfilled ones, and those that fill no step of all ranks."""
@@ -143,7 +143,7 @@ class ShardState:
     """Places of the shard that were read."""
 
     ahead: tuple[StreamItem, ...] = ()
-    """Items that were read and have not come to the buffer yet."""
+    """Items that were read but not yet admitted, in order."""
 
     buffer: tuple[StreamItem, ...] = ()
     """Items in the buffer, in order of arrival."""
@@ -152,11 +152,11 @@ class ShardState:
     """Packs that are filled and wait to be trained, in order."""
 
     counts: StreamCounts = StreamCounts()
-    """Counts of the shard's samples in this epoch; packs that wait are not among them."""
+    """Counts of the shard's samples in this epoch; waiting packs are not counted yet."""
 
     @property
     def admitted(self) -> tuple[StreamItem, ...]:
-        """Items that were put into the buffer and still wait, in the buffer or in a pack."""
+        """Items that wait in the buffer or in a filled pack."""
         return (*chain.from_iterable(self.packs), *self.buffer)
 
     @property
@@ -172,7 +172,8 @@ def read_place(state: ShardState, place: int) -> ShardState:
 
 def admit_first(state: ShardState, length: int, *, options: StreamOptions) -> ShardState:
     """
-    Put the first item that was read ahead into the buffer, and return the new state.
+    Admit the first item that was read ahead; return the new state. A long item becomes a pack or is
+    skipped. Others enter the buffer, which is packed once it is full.
 
     Args:
         state: State before; an item is ahead.
@@ -205,7 +206,10 @@ def take_pack(state: ShardState, *, options: StreamOptions) -> tuple[tuple[Strea
 
 
 def _pack_buffer(state: ShardState, options: StreamOptions, *, most_carried: int, drop: bool) -> ShardState:
-    """Pack the buffer, and drop underfilled packs if *drop*; return the new state."""
+    """
+    Pack the buffer; return the new state. The newest underfilled packs, up to *most_carried*
+    samples, stay in the buffer. The others are evicted: dropped if *drop*, else trained.
+    """
     arrived = list(enumerate(state.buffer))
     bins = binpacking.to_constant_volume(arrived, options.packing_length, key=lambda one: one[1].length)
     full: list[tuple[StreamItem, ...]] = []
@@ -234,7 +238,7 @@ class StreamSegment:
     """Earlier part of an epoch, trained on one number of shards."""
 
     reads: tuple[int, ...]
-    """Places that each shard has read."""
+    """Number of places that each shard has read."""
 
 
 @attrs.frozen
@@ -328,11 +332,11 @@ def reshard(
     progress: StreamProgress, ranks: Sequence[RankState], *, world_size: int, shards_per_rank: int
 ) -> tuple[StreamProgress, tuple[RankState, ...]]:
     """
-    Move the progress of a stream to another number of ranks or shards per rank.
+    Return the progress of a stream and its ranks for another number of ranks or shards per rank.
 
     Args:
         progress: Progress of the stream.
-        ranks: Progress of each rank of before.
+        ranks: Progress of each former rank.
         world_size: Number of ranks now.
         shards_per_rank: Number of shards of each rank now.
     """

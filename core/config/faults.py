@@ -4,7 +4,7 @@ errors that core states without a key.
 
 All faults are reported at once. An unknown key is told where it belongs, or which key it misspells:
 `packing_lenght` is `packing_length`, and `min_pixels` is not `max_pixels`. docs/troubleshooting.md
-has more than the one remedy by kind of error.
+has further remedies for each kind of error.
 """
 
 import re
@@ -21,7 +21,7 @@ from packplan.core.packers import ALGORITHMS
 from packplan.core.samples.urls import mask_credentials
 
 MAX_EPOCHS = 10**6
-"""Epochs from which on `training.num_train_epochs` is taken for a typing error."""
+"""Number of epochs from which `training.num_train_epochs` is taken for a typing error."""
 
 _TUNERS: Mapping[str, tuple[str, ...]] = {
     r"lora_\w+|use_rslora|use_dora|lorap_lr_ratio|target_parameters|init_weights": ("lora",),
@@ -167,7 +167,7 @@ def _rollout_faults(config: RunConfig) -> Iterator[Fault]:
 
 
 def _stream_faults(config: RunConfig) -> Iterator[Fault]:
-    """Yield the keys that are set and that a stream does not read."""
+    """Yield a fault for each key that is set and that a stream does not read."""
     custom, trainer = config.custom, config.training.trainer
     for section in ("custom", "training"):
         values = getattr(config, section)
@@ -229,10 +229,10 @@ def _quantisation_faults(model: ModelConfig, training: TrainingConfig) -> Iterat
 
 
 MAX_NAMED = 3
-"""Most keys that one piece of advice names."""
+"""Limit of keys that one piece of advice names."""
 
 _DISTINGUISHING = re.compile(r"\d+|(?:^|_)(?:min|max)(?=_|$)")
-"""Parts that change what a key means, as `min`: a misspelling keeps those of its key."""
+"""Parts that change the meaning of a key, such as `min`; suggested keys have the same parts."""
 
 
 def explain_unknown_key(name: str, level: str, known: Iterable[str], *, refused: Mapping[str, str]) -> str:

@@ -109,7 +109,7 @@ PER_RANK: Mapping[str, str] = {
     "training.log_on_each_node": "what is shown",
     "training.report_to": "services that rank 0 reports to, whose packages others may lack",
 }
-"""Key that may differ between ranks -> why that changes nothing in training."""
+"""Key that may differ between ranks -> reason why that changes nothing in training."""
 
 
 def shared_values(config: RunConfig, files: Mapping[str, Any]) -> dict[str, str]:
@@ -187,7 +187,7 @@ UNCOMPARED = re.compile(
     r"(?:per_device_eval_|greater_|push_|batch_eval).*|report_to|run_name|project|debug|callbacks|disable_tqdm|"
     r"early_stop_interval|(?:vit_)?gradient_checkpointing.*|use_cpu|prediction_loss_only|safe_serialization|max_shard_size|skip_memory_metrics|tuner_type"
 )
-"""Names of keys that are not kept, since they decide no step, or are compared elsewhere."""
+"""Names of keys outside the identity: no step depends on them, or they are compared elsewhere."""
 
 
 def run_identity(config: RunConfig, *, files: Mapping[str, Any], model: Mapping[str, str]) -> RunIdentity:

@@ -36,8 +36,8 @@ class Key:
 
     lengths: Literal["value", "value if set", "otherwise"] | None = None
     """
-    How the key enters the fingerprint of lengths: by name, by name unless it is unset, or as
-    something that follows from it, such as a digest of the files that it names.
+    Way in which the key enters the fingerprint of lengths: by name, by name unless it is unset, or
+    through what follows from its value, such as a digest of files that it names.
     """
 
     plan: bool = False
@@ -76,7 +76,7 @@ def key(default: T, **facts: Any) -> T:
 
 
 def key_facts(field: attrs.Attribute[Any]) -> Key:
-    """Return the facts that a field declares."""
+    """Return the properties that the field of a YAML key declares."""
     known: Key = field.metadata.get(Key, Key())
     return known
 
@@ -115,7 +115,7 @@ def must(holds: Callable[[Any], bool], wanted: str) -> Check:
     Return a check that accepts a value if *holds(value)* is true.
 
     Args:
-        holds: Whether a value is right.
+        holds: Function that returns whether a value is right.
         wanted: Description of a right value, which ends the message.
 
     >>> list(must(lambda value: value < 5, "below 5")(7))

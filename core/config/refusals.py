@@ -9,7 +9,7 @@ import attrs
 Host = Literal["sft", "plugin", "rlhf", "trainer", "balance"]
 """
 `sft` is `packplan sft`; `plugin` and `rlhf` are ms-swift's plugin with packs and without; `trainer`
-is `use_plan`, and `balance` is that of `packplan.hf`.
+is `packplan.hf.use_plan`, and `balance` is `packplan.hf.balance`.
 """
 
 
@@ -77,7 +77,7 @@ def refused_settings(host: Host) -> dict[str, Refusal]:
 
 
 def active_refusals(arguments: Any, host: Host) -> Iterator[Refusal]:
-    """Yield each refused setting that is on in a host's arguments; one that they lack is off."""
+    """Yield the refusal of each setting that is on in a host's arguments."""
     for setting, refusal in refused_settings(host).items():
         value = reduce(lambda found, name: getattr(found, name, None), setting.split("."), arguments)
         if value and not (setting.endswith("_size") and value == 1 and value is not True):

@@ -2,7 +2,7 @@
 Balanced: packs of equal work within the capacity, at most one in two hundred more than `auto`.
 
 Groups of some thousand packs are levelled separately, so time and memory are linear in the samples.
-Samples in order of length and work are dealt to the groups in turn, so groups are alike.
+Samples in order of length and work are assigned to the groups in turn, so groups are alike.
 
 1. Start: inside a group, each sample goes to the pack with the fewest tokens so far, longest sample
    first. A pack may exceed the capacity.
@@ -41,7 +41,7 @@ _GROUP_SAMPLES, _GROUP_PACKS = 1 << 15, 1 << 10
 """Least number of samples and of packs in a group."""
 
 _LIGHT = 4
-"""A quarter of samples has less work per token than is assumed beside heavy samples."""
+"""Work per token beside heavy samples is assumed so low that one in 4 samples has less."""
 
 _KEPT_EMPTY = (80, 40, 0)
 """
@@ -50,7 +50,7 @@ with which all packs fit is taken.
 """
 
 _SHARE = 996
-"""Thousandths of the capacity for packs that are levelled, if few enough packs suffice."""
+"""Thousandths of the capacity that packs of `auto` may fill, if they stay within the limit."""
 
 
 def balanced(
@@ -155,7 +155,7 @@ def _num_groups(num_samples: int, num_packs: int) -> int:
 
 def _assign_to_groups(order: IntArray, num_groups: int) -> Iterator[IntArray]:
     """
-    Yield groups of the items of *order*, dealt back and forth so that their sums are alike.
+    Yield groups of the items of *order*, assigned back and forth so that their sums are alike.
     """
     places = np.arange(order.size)
     row, column = places // num_groups, places % num_groups

@@ -19,7 +19,7 @@ def split_to_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multipl
     Args:
         packs: Packs in canonical order.
         lengths: Tokens of each sample.
-        minimum: Least number of packs, >= 1. 1 also allows no packs without samples.
+        minimum: Least number of packs, >= 1. With 1, no samples give no packs.
         multiple: Divisor of the number of packs, >= 1.
 
     Raises:

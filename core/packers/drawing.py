@@ -33,7 +33,7 @@ _PACKS_PER_EXTRA = 200
 """Packs of the algorithm's own packing for each further pack that a draw may have."""
 
 _FIRST_LOOSE = 40
-"""One in so many tokens is loose at first, beside samples across a cut."""
+"""One in this many tokens is loose at first, beside samples across a cut."""
 
 
 @attrs.frozen
@@ -44,7 +44,7 @@ class _Packing:
     """Number of packs."""
 
     labels: Callable[[], NDArray[np.int32]]
-    """Return the pack of each item."""
+    """Function that returns the pack of each item."""
 
 
 def redraw(

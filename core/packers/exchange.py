@@ -24,10 +24,10 @@ Limit of rounds that exchange one sample for one, to level work (True) and to ma
 """
 
 _CYCLES = (20, 60)
-"""Limits of draws of parts of several samples: for packs of many samples, and of few."""
+"""Least and largest number of draws of parts: for packs of many samples, and of few."""
 
 _DRAWS = 150
-"""Draws times the samples of a pack, between those limits."""
+"""Draws for packs of one sample; packs of n samples have an n-th, within `_CYCLES`."""
 
 _ROUNDS_OF_A_CYCLE = (4, 16)
 """
@@ -48,8 +48,8 @@ A pack is level within a thousandth of the mean work. An exchange gains at least
 
 _IDLE_ROUNDS, _IDLE_ROUNDS_OF_A_CYCLE, _IDLE_CYCLES, _SLOW = 30, 6, 12, 1000
 """
-Rounds of samples and rounds of the same parts without any exchange that end the search, and draws
-of parts that take away less than a thousandth of what is left to level.
+Idle rounds of samples, idle rounds of the same parts, and idle draws that end a search. A draw is
+idle if it reduces the excess by less than a thousandth.
 """
 
 _FEW, _MANY = 500, 8

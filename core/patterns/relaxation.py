@@ -154,7 +154,7 @@ class Knapsack:
     """The highest price of a pattern of at most n tokens; shape (capacity + 1,)."""
 
     first: IntArray
-    """Index of a size of such a pattern; -1 if token n stays unused; shape (capacity + 1,)."""
+    """Index of a size in the pattern of `worth`; -1 if token n is unused; shape (capacity + 1,)."""
 
     @property
     def best(self) -> int:

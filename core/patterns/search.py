@@ -22,7 +22,7 @@ from packplan.core.patterns import Effort, Filling, PatternKey, SpentError, num_
 from packplan.core.patterns.guided import fill_guided
 
 FEW_GROUPS, MORE_GROUPS = 32, 96
-"""Groups of lengths in the first program, and in later ones if that is not nearly enough."""
+"""Groups of lengths in the first search, and in a second one if the first needs too many packs."""
 
 MAX_REFILLS = 12
 """
@@ -30,7 +30,7 @@ Times that open bins are packed again. Two in a row that close less than a tenth
 """
 
 _NEAR = 100
-"""Packs per pack above what is enough up to which few groups may reach it."""
+"""The search of few groups goes on if it is at most one pack, and one in 100, above *enough*."""
 
 _STEPS_OF_A_PROGRAM, _STEPS_OF_A_PAIR = 250_000, 120
 """Limit of a guided filling: a fixed part, and one for each pair of groups of its program."""

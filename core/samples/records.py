@@ -105,7 +105,7 @@ def to_messages(
         record: One JSON value of a data file, or its `to_shape`.
         object_field_order: Whether each object's description or its geometry comes first.
         use_summary: Answer a dense caption with its `summary` instead of its objects.
-        columns: Names of the record's keys -> the names that they have here.
+        columns: Key in the record -> key that a shape reads.
         urls: Whether images and videos may be URLs.
         literal_image_tags: Whether `<image>` is text in a record without images.
 

@@ -23,7 +23,7 @@ Media = defaultdict[str, list[Any]]
 """Images and videos from inside messages, by the record's keys for them."""
 
 _NAMED_BY_RECORD = "named by the record"
-"""Key of `Media`: for each part that shows the next medium of its record, the record's key."""
+"""Key of `Media` with the record's key for each part that shows the next medium of its record."""
 
 MESSAGE_KEYS = ("messages", "conversations", "conversation")
 

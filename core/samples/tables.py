@@ -36,7 +36,7 @@ class Measurement:
     """Vision patches of all images, before merging."""
 
     cut: bool = attrs.field(default=False, converter=bool)
-    """Whether the template truncated it."""
+    """Whether the template truncated the sample."""
 
     videos: int = 0
 
@@ -47,7 +47,7 @@ class Measurement:
     """Vision patches of all videos, of two frames each, before merging."""
 
     bad: bool = attrs.field(default=False, converter=bool)
-    """Whether the record cannot become a sample; all else is 0 then."""
+    """Whether the record cannot become a sample; then all other fields are 0."""
 
     def differences(self, fetched: Measurement) -> tuple[Difference, ...]:
         """Return the fields in which the *fetched* sample differs from this planned one."""
@@ -66,10 +66,10 @@ COLUMNS = tuple(field.name for field in attrs.fields(Measurement))
 """Columns of a table of measurements, in order."""
 
 NOTHING = Measurement(0, 0, 0, 0)
-"""Measurement of no record at all, from which sums begin."""
+"""Measurement of no record, from which sums begin."""
 
 BAD = Measurement(0, 0, 0, 0, bad=True)
-"""The row of a record that cannot become a sample."""
+"""Measurement of a record that cannot become a sample."""
 
 Table = NDArray[np.int32]
 """Measurements of many records, by index: int32 of shape (num_records, len(COLUMNS))."""
@@ -258,7 +258,7 @@ class KnownLengths:
     """
     Measurements of records, found by the identity of a record.
 
-    The identity of a record of text is its digest, that of others is their `media_identity`.
+    The identity of a record of text is its digest; a record with media has a `media_identity`.
     """
 
     identities: Identities
@@ -335,7 +335,7 @@ class RecordLocation:
     file: str
 
     number: int
-    """Number of the line, row or whatever *unit* names."""
+    """Number of the line, the row or another *unit*."""
 
     unit: str = "line"
 
@@ -351,7 +351,7 @@ class BadRecord:
     """Index of the record in the data, from 0."""
 
     where: str
-    """Text of its `RecordLocation`."""
+    """File and line of the record: the text of its `RecordLocation`."""
 
     reason: str
     """Reason why it cannot become a sample."""

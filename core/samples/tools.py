@@ -20,7 +20,7 @@ WEIGHTS = ("loss", "loss_scale")
 """Keys of a message that weigh it in the loss."""
 
 _CALL, _RESULT = "tool_use", "tool_result"
-"""Types of message parts that are a call or an answer."""
+"""Types of message parts that are a tool call or a tool's answer."""
 
 
 def to_tools(value: object) -> list[dict[str, Any]]:

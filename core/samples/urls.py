@@ -59,7 +59,7 @@ def is_url(name: object) -> bool:
 
 def url_fault(name: str) -> str | None:
     """
-    Return why a name with a scheme is refused; None for a supported URL, or a path.
+    Return the reason why a name with a scheme is refused; None for a supported URL, or a path.
 
     >>> url_fault("ftp://host/a.jsonl").partition(":")[0]
     'is at ftp'

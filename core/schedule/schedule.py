@@ -101,7 +101,7 @@ class Step:
 
 
 _LEAST = {"gradient_accumulation_steps": 1, "batch_size": 1, "max_steps": -1}
-"""Whole numbers of a schedule -> lowest value."""
+"""Whole-number field of `EpochSchedule` -> lowest value."""
 
 
 def _checked_packs(num_packs: int | tuple[int, ...]) -> int | tuple[int, ...]:
@@ -115,9 +115,8 @@ class EpochSchedule:
     """
     Order of packs, batches and steps in each epoch, from the progress `start` on.
 
-    Every whole epoch gives each rank a batch, so that no count of steps is 0: ArgumentError if
-    it would not. What an epoch has left after a resume on other ranks may give none: then it takes
-    no further step.
+    ArgumentError unless every whole epoch gives each rank a batch. After a resume on other ranks,
+    the rest of an epoch may be too small for a batch: then it takes no further step.
     """
 
     num_packs: int | tuple[int, ...] = attrs.field(converter=_checked_packs)
@@ -158,8 +157,8 @@ class EpochSchedule:
         default=None, eq=attrs.cmp_using(eq=np.array_equal), hash=False, repr=False
     )
     """
-    Work of each pack, or a function that returns that of an epoch's packs. The packs of a step are
-    assigned to ranks by it; None keeps their order. It needs a `batch_size` of 1.
+    Work of each pack, or a function that takes an epoch and returns the work of its packs. A step's
+    packs are assigned to ranks by work; None keeps their order. Needs a `batch_size` of 1.
     """
 
     sync_at: SyncPoint = "step"
@@ -172,10 +171,10 @@ class EpochSchedule:
     """Progress at which this schedule starts."""
 
     _assigned: dict[int, IntArray] = attrs.field(factory=dict, init=False, eq=False, repr=False)
-    """Order of the last requested epoch, since its assignment takes long; read-only."""
+    """Epoch -> its assigned order, of the last requested epoch alone; read-only."""
 
     _last_steps: list[int] = attrs.field(factory=list, init=False, eq=False, repr=False)
-    """Steps at the end of each epoch from that of `start` on, where epochs differ."""
+    """Last step of each epoch from the epoch of `start` on, where epochs differ."""
 
     @classmethod
     def from_plan(cls, aligned: AlignedPlan, **fields: Any) -> Self:
@@ -231,35 +230,32 @@ class EpochSchedule:
         return not isinstance(self.num_packs, int)
 
     def num_epoch_packs(self, epoch: int) -> int:
-        """Return the number of packs in the raw plan of *epoch*; 0 if it has no plan."""
+        """Return the number of packs in the raw plan of *epoch*; 0 for an epoch without a plan."""
         if isinstance(self.num_packs, int):
             return self.num_packs
         return self.num_packs[epoch] if epoch < len(self.num_packs) else 0
 
     def num_epoch_batches(self, epoch: int) -> int:
-        """Return the number of batches per rank in all of *epoch*, at this world size."""
+        """Return the number of batches of each rank in the whole *epoch*, at this world size."""
         return self._num_batches(aligned_size(self.num_epoch_packs(epoch), self.world_size, self.dataloader_drop_last))
 
     def num_epoch_steps(self, epoch: int) -> int:
-        """Return the number of optimizer steps in all of *epoch*, at this world size."""
+        """Return the number of optimizer steps in the whole *epoch*, at this world size."""
         return -(-self.num_epoch_batches(epoch) // self.gradient_accumulation_steps)
 
     @property
     def packs_per_epoch(self) -> int:
-        """
-        Packs of the aligned plan, over all ranks, repeated ones included; of the epoch of `start`,
-        where epochs differ. The next two properties are of the same epoch.
-        """
+        """Packs of the whole epoch of `start` over all ranks, repeated packs included."""
         return aligned_size(self.num_epoch_packs(self.start.epoch), self.world_size, self.dataloader_drop_last)
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches per rank in a whole epoch at this world size, >= 1."""
+        """Batches of each rank in the whole epoch of `start`, at this world size; >= 1."""
         return self.num_epoch_batches(self.start.epoch)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in a whole epoch at this world size, >= 1."""
+        """Optimizer steps in the whole epoch of `start`, at this world size; >= 1."""
         return self.num_epoch_steps(self.start.epoch)
 
     @property
@@ -267,7 +263,7 @@ class EpochSchedule:
         """
         Optimizer steps at the end of training, those before `start` included.
 
-        Epochs that were trained on other ranks count as one epoch each, for any number of steps.
+        Epochs trained on other numbers of ranks count as one each, whatever their number of steps.
         """
         if self.max_steps > 0:
             return self.max_steps
@@ -340,7 +336,7 @@ class EpochSchedule:
         return self._assigned[epoch]
 
     def _work_units(self, packs: IntArray, epoch: int) -> IntArray:
-        """Return the work of each of *packs* as an integer; of the shape of *packs*."""
+        """Return the work of each of *packs* in units of `to_units`; of the shape of *packs*."""
         works = self.works(epoch) if callable(self.works) else self.works
         return to_units(as_works(works, self.num_epoch_packs(epoch)))[packs]
 
@@ -408,8 +404,8 @@ class EpochSchedule:
 
     def start_fault(self) -> str | None:
         """
-        Return why `start`, perhaps read from a damaged checkpoint, cannot be a progress over these
-        packs; None if it can.
+        Return the reason why `start`, perhaps of a damaged checkpoint, cannot be a progress over
+        these packs; None if it can.
         """
         start, begun = self.start, self.start.step - self.start.epoch_step
         if isinstance(self.num_packs, int) and not start.epoch <= begun <= start.epoch * self.num_packs:
@@ -449,7 +445,7 @@ class EpochSchedule:
         return self._progress(epoch, begun + steps, num_batches=num_batches)
 
     def _progress(self, epoch: int, step: int, *, num_batches: int) -> Progress:
-        """Return the progress after *step* steps, *num_batches* batches of *epoch* among them."""
+        """Return the progress after *step* steps and *num_batches* remaining batches of *epoch*."""
         if not (num_batches or (epoch == self.start.epoch and self.start.segments)):
             return Progress(step=step, epoch=epoch)
         *earlier, last = self._segments(epoch)
@@ -459,7 +455,7 @@ class EpochSchedule:
         return Progress(step=step, epoch=epoch, epoch_step=steps, segments=(*earlier, now))
 
     def _segments(self, epoch: int) -> tuple[EpochSegment, ...]:
-        """Return the segments of *epoch* up to `start`; these ranks continue or add the last."""
+        """Return the segments of *epoch*; the last, of these ranks, continues `start` or is new."""
         earlier = self.start.segments if epoch == self.start.epoch else ()
         mine = EpochSegment(self.world_size, self.dataloader_drop_last, 0)
         if earlier and attrs.evolve(earlier[-1], pack_offset=0) == mine:
@@ -482,7 +478,7 @@ class EpochSchedule:
         return positions[seeded_permutation(positions.size, seed=(self.seed, epoch))] if self.shuffle else positions
 
     def _num_batches(self, num: int) -> int:
-        """Return the number of batches that each rank forms from *num* packs."""
+        """Return the number of batches that each rank forms from *num* packs over all ranks."""
         return count_batches(num // self.world_size, batch_size=self.batch_size, drop_last=self.dataloader_drop_last)
 
 
@@ -494,7 +490,7 @@ def _drop_consumed(order: IntArray, consumed: list[IntArray]) -> IntArray:
 
 
 DAMAGED_STATE_REMEDY = "name another checkpoint"
-"""Remedy for a damaged state."""
+"""Remedy for a damaged resume state."""
 
 
 @attrs.frozen
@@ -533,7 +529,7 @@ class ResumeState:
 
         Args:
             schedule: Order of packs.
-            tuner: See the class.
+            tuner: Tuner of the run; empty where it is unknown.
             **facts: `plan`, `data`, and perhaps `inputs` and `identity`.
         """
         order: dict[str, Any] = {"seed": schedule.seed, "shuffle": schedule.shuffle}

@@ -146,13 +146,13 @@ class EpochStats:
 
     def num_positions(self, start: int, stop: int) -> int:
         """
-        Return the positions that all ranks compute in the steps *start* to before *stop* of this
-        epoch, counted from 0, padding included.
+        Return the number of positions that all ranks compute in steps *start* to before *stop*,
+        padding included.
         """
         return int(self._widths(self._by_rank(self._packs(start, stop)[0])).sum())
 
     def num_tokens(self, start: int, stop: int) -> int:
-        """Return the tokens of samples in steps *start* to before *stop*, once a sample."""
+        """Return the tokens in steps *start* to before *stop*; a repeated pack counts once."""
         packs, first = self._packs(start, stop)
         return int((self.pack_stats.tokens[packs] * first).sum())
 
@@ -188,7 +188,7 @@ class EpochStats:
         return sums
 
     def _pack_works(self, start: int, stop: int) -> NDArray[np.float64]:
-        """Return the work of each pack in steps *start* to *stop*; shape (rows, world_size)."""
+        """Return the work of packs in steps *start* to before *stop*; shape (rows, world_size)."""
         packs, _ = self._packs(start, stop)
         rows, stats = self._by_rank(packs), self.pack_stats
         return stats.work[rows] if stats.packed else stats.padded_work(rows, self._widths(rows))
@@ -200,9 +200,9 @@ class EpochStats:
         - `fill`: Mean fill of packs; a long pack counts as full.
         - `samples_per_pack`, and `long_share` of the samples.
         - `work`: Mean work of a step over all ranks.
-        - `work_imbalance`: Work of the busiest rank over the mean rank, a mean over steps; of
-          several ranks.
-        - `microbatch_imbalance`: The same if ranks wait for each other in each microbatch.
+        - `work_imbalance`: Work of the busiest rank over the mean rank, a mean over steps; only
+          with several ranks.
+        - `microbatch_imbalance`: See the method; only with several ranks.
         - `coverage`: Share of the data set that the epoch has consumed before *stop*.
         """
         pack_stats, (packs, _) = self.pack_stats, self._packs(start, stop)
@@ -224,8 +224,8 @@ class EpochStats:
 
     def epoch_statistics(self, stop: int) -> Mapping[str, float]:
         """
-        Return statistics of the epoch up to before step *stop*, over distinct packs, those before
-        this run included.
+        Return statistics of the distinct packs that the epoch consumes before step *stop*, packs
+        before this run included.
 
         At least one pack has to be consumed.
         """
@@ -248,7 +248,7 @@ class EpochStats:
         return self.order[chosen], self.first[chosen]
 
     def _by_rank(self, packs: IntArray) -> IntArray:
-        """Reshape the packs of whole steps to one column per rank; shape (rows, world_size)."""
+        """Reshape packs to rows of one pack for each rank; shape (rows, world_size)."""
         return packs.reshape(-1, self.world_size)
 
     def _widths(self, rows: IntArray) -> IntArray:

@@ -1,4 +1,4 @@
-"""Validation of the arguments that all sharding functions share."""
+"""Arguments that all sharding functions share: checks, conversions and works of sequences."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Self, get_args
@@ -17,7 +17,7 @@ TOKEN_FIELDS = frozenset(
         "old_log_probabilities", "position_ids", "reference_log_probabilities", "token_mask", "values",
     }
 )  # fmt: skip
-"""Names of fields in which a dimension as long as the tokens are wide is that of the tokens."""
+"""Names of fields of one value a token; a dimension of the input's width runs along the tokens."""
 
 
 def sequence_dims(
@@ -26,13 +26,13 @@ def sequence_dims(
     """
     Return the dimension of each field that runs along the sequence; None for fields without one.
 
-    A field without a dimension as long as the tokens has none. One that has such a dimension may
-    have it by chance, so it is declared unless its name says it (`TOKEN_FIELDS`).
+    A dimension as long as the tokens may be so by chance. So it has to be declared, unless its
+    field is one of `TOKEN_FIELDS`.
 
     Args:
         shapes: Shape of each tensor of a batch, which begins with the number of sequences.
         input_key: Field of the tokens, of shape (batch, width).
-        declared: Dimension by field, None for one of sequences.
+        declared: Field -> dimension; None for a field with one value for each sequence.
 
     Raises:
         ArgumentError: A declared dimension is not as long as the tokens are wide, or one has to be
@@ -85,7 +85,7 @@ def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         choices: Values that it may have.
 
     Raises:
-        ArgumentError: It has another one.
+        ArgumentError: The value is none of *choices*.
     """
     if value not in choices:
         message = f"{name} is {value!r}, but has to be one of {', '.join(choices)}"

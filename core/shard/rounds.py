@@ -85,12 +85,12 @@ class _Pool:
 
     def add(self, size: int, step: int, below: int) -> int | None:
         """
-        Put an item into the least loaded microbatch with room; return its key before that, or None.
+        Put an item into the least loaded microbatch with room; return its former key, or None.
 
         Args:
             size: Positions of the item.
             step: Work of the item, in units of a key.
-            below: Limit of the key before.
+            below: Limit of the former key.
         """
         keys, waiting, room = self.keys, self._waiting, self._room
         while waiting and -waiting[0][0] >= size:

@@ -127,7 +127,7 @@ class Sharding:
         return values.reshape(self.num_shards, -1)
 
     def shard(self, rank: int) -> tuple[ShardBatch, ...]:
-        """Return the microbatches of worker *rank*, one value for each global batch."""
+        """Return the microbatches of worker *rank*, one `ShardBatch` for each global batch."""
         ends = np.cumsum(self.num_microbatches) + range(self.num_shards)[rank] * sum(self.num_microbatches)
         return tuple(self._cut(int(end) - num, int(end)) for num, end in zip(self.num_microbatches, ends, strict=True))
 

@@ -18,7 +18,7 @@ _IS_SIZE = re.compile(
     r"(size|size_mlp|expert|expert_num|dim|dims|rank|ranks|heads?|layers?|experts|kernel|expand|width|window|inner|types?|pattern|interval|step|"
     r"blocks|streams|groups|head_sharing|multiplier|freq|period|offset|codebooks|topk|cache)(_\w*per_\w+)?$"
 )
-"""Names of keys whose values work may depend on."""
+"""Names of keys whose values the work may depend on."""
 
 _HARMLESS = re.compile(
     r"(rope_|rotary|mrope|yarn|router_|moe_router|initializer|max_|quant|torch|chunk_size_feed_forward|_token|num_labels|"
@@ -61,7 +61,7 @@ class ConfigKeys:
         Return the size under the first of *names* that exists, as an integer; None if none exists.
 
         Raises:
-            ModelError: The value is not a number from 0.
+            ModelError: The value is not a number of at least 0.
         """
         found = self.find(*names)
         if found is None:

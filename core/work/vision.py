@@ -32,7 +32,7 @@ class VisionWork:
 
     window: int
     """
-    Patches on the side of a window; 0 without windows. Those at the right and lower edges are
+    Patches on the side of a window, 0 without windows. Windows at the right and lower edges are
     smaller.
     """
 
