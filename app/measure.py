@@ -33,7 +33,7 @@ from packplan.core.samples.tables import column, sample_indices
 
 log = logging.getLogger(__name__)
 
-KEPT = "what was measured is kept; run again to go on"
+KEPT_NOTE = "what was measured is kept; run again to go on"
 
 _OVERRIDE = re.compile(r"(?:model|template|custom|training)\.\w+=")
 """Beginning of an argument that is no data file but the value of a key."""
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     )  # fmt: skip
     add_logging_options(parser)
     options = parser.parse_intermixed_args(arguments)
-    return run_command(partial(run, options), verbose=options.verbose, quiet=options.quiet, kept=KEPT)
+    return run_command(partial(run, options), verbose=options.verbose, quiet=options.quiet, kept=KEPT_NOTE)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -79,13 +79,13 @@ def run(options: argparse.Namespace) -> None:
             from packplan.app.wiring.ranks import join_ranks
             from packplan.app.wiring.splits import open_splits
 
-    with length_tables.name_output(output), join_ranks(config, use_cpu=True) as group:
+    with length_tables.name_output_errors(output), join_ranks(config, use_cpu=True) as group:
         split = open_splits(config)["train"]
         split.name = "data"
         if output.exists():
             split.known = length_tables.open_table(output, split.source, key="--output")
         ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
-        ranks.build(split.stores.lock, partial(_write_table, split, output))
+        ranks.build_on_rank_zero(split.stores.lock, partial(_write_table, split, output))
 
 
 def _write_table(split: Split, output: Path, report: ReportProgress) -> Arrays:

@@ -16,13 +16,13 @@ from packplan.core.errors import OutputError, PackplanError, VerificationError
 if TYPE_CHECKING:
     from rich.console import Console
 
-KEPT = (
+KEPT_NOTE = (
     "what was measured, planned and saved is kept; run again to go on (training: with "
     "training.resume_from_checkpoint=last, if a checkpoint was saved)"
 )
 """Note after Ctrl-C, for most commands: the work that is kept."""
 
-RUN = "the run; see docs/configuration.md"
+RUN_HELP = "the run; see docs/configuration.md"
 """Help text of a run's YAML."""
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -53,7 +53,7 @@ def add_logging_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verbose", action="store_true", help="also show what ms-swift and transformers log")
 
 
-def add_config_arguments(parser: argparse.ArgumentParser, *, about: str = RUN) -> None:
+def add_config_arguments(parser: argparse.ArgumentParser, *, about: str = RUN_HELP) -> None:
     """Declare the path of a YAML, with the help *about*, and overrides, for `parse_arguments`."""
     parser.add_argument("config", metavar="run.yaml", help=about)
     add_overrides(parser)
@@ -82,7 +82,7 @@ def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None
     return options
 
 
-def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = False, kept: str = KEPT) -> int:
+def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = False, kept: str = KEPT_NOTE) -> int:
     """
     Run *command*; return 0, 2 for the user's fault or a full disk, 3 for a failed verification, 130
     for Ctrl-C.

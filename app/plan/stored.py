@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import attrs
 
-from packplan.app.planning.epochs import EpochPlanner, plan_samples, planning_samples
+from packplan.app.planning.epochs import EpochPlanner, plan_samples, to_epoch_samples
 from packplan.app.planning.log_lines import describe
 from packplan.app.planning.measure import bad_records_line
 from packplan.app.planning.schedule import partial_window_warning, require_static, split_schedule
@@ -102,7 +102,7 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
     lengths, recipe, kept = open_measured(config, name)
     plans, origin, policy = kept.plans, lengths.origin, split_policy(config, name)
     plan, where = plans.inspect(), str(plans.folder)
-    samples = planning_samples(policy, lengths.rows.table, origin.files)
+    samples = to_epoch_samples(policy, lengths.rows.table, origin.files)
     if plan is None or plan.key.inputs["lengths"] != lengths.digest:
         # Where the lengths give no plan, building raises this too, and would not help.
         refuse_longer(lengths.tokens, policy)

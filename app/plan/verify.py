@@ -20,7 +20,7 @@ import numpy as np
 
 from packplan.adapters.progress import loading_libraries, progress
 from packplan.app.cli.command import add_config_arguments, whole_number
-from packplan.app.planning.epochs import EpochPlanner, plan_samples, planning_samples
+from packplan.app.planning.epochs import EpochPlanner, plan_samples, to_epoch_samples
 from packplan.app.planning.schedule import require_static
 from packplan.app.planning.split import Split
 from packplan.app.planning.stored_lengths import refusals
@@ -127,7 +127,7 @@ def verify(split: Split, *, num_samples: int = 0, decode: bool = False) -> Itera
     damage = lengths_kept.damage()
     plan_damage = plans_kept.damage()
     yield from (Finding("artefacts", error.path, error.reason) for error in [*damage, *plan_damage])
-    origin = _or_none(lengths_kept.origin)
+    origin = _read_or_none(lengths_kept.origin)
     if origin is None and not damage and not plan_damage:
         raise NotBuiltError(str(lengths_kept.folder), "holds no lengths")
     differences: tuple[Difference, ...] = ()
@@ -137,14 +137,14 @@ def verify(split: Split, *, num_samples: int = 0, decode: bool = False) -> Itera
         yield from _input_faults(str(lengths_kept.folder), origin, differences, source)
     yield from (Finding("copies", *fault) for fault in split.encoder.copy_faults())
     # What is damaged is named above, and compared with nothing.
-    lengths, plan = _or_none(lengths_kept.inspect), _or_none(plans_kept.inspect)
+    lengths, plan = _read_or_none(lengths_kept.inspect), _read_or_none(plans_kept.inspect)
     if lengths is None:
         return
     if plan is not None or not plan_damage:
         log.info("%s: checking the plan, and planning again", name)
         yield from _faults_of_plan(split, lengths, plan)
     # Where records came or went before others, these are other samples now.
-    if len(source) != len(lengths.rows.table) and _other_data(differences):
+    if len(source) != len(lengths.rows.table) and _is_other_data(differences):
         log.warning("%s: images and samples are not compared, since the data have other records", name)
         return
     yield from _image_faults(name, lengths, source, decode=decode)
@@ -154,7 +154,7 @@ def verify(split: Split, *, num_samples: int = 0, decode: bool = False) -> Itera
 T = TypeVar("T")
 
 
-def _or_none(read: Callable[[], T | None]) -> T | None:
+def _read_or_none(read: Callable[[], T | None]) -> T | None:
     """Return the stored artefact, or None if it is missing or damaged."""
     try:
         return read()
@@ -172,7 +172,7 @@ def _input_faults(
     for difference in differences:
         yield Finding("inputs", difference.key, f"measured with {difference.stored!r}, now {difference.current!r}")
     total = len(source)
-    if origin.num_measured < total and not _other_data(differences):
+    if origin.num_measured < total and not _is_other_data(differences):
         reason = f"{origin.num_measured:,} of {counted(total, 'record')} are measured: build goes on"
         yield Finding("inputs", where, reason)
     for one in origin.bad:
@@ -180,7 +180,7 @@ def _input_faults(
             yield Finding("inputs", one.where, "changed, and was bad: build measures it again")
 
 
-def _other_data(differences: tuple[Difference, ...]) -> bool:
+def _is_other_data(differences: tuple[Difference, ...]) -> bool:
     return any(difference.key.startswith("data.") for difference in differences)
 
 
@@ -201,7 +201,7 @@ def _faults_of_plan(split: Split, lengths: StoredLengths, stored: StoredPlan | N
     for reason in refusals(None if differences else stored.plan, lengths.tokens, policy, supervised=supervised):
         yield Finding("plan", where, reason)
     if not differences:
-        samples = planning_samples(policy, lengths.rows.table, lengths.origin.files)
+        samples = to_epoch_samples(policy, lengths.rows.table, lengths.origin.files)
         again = plan_samples(f"{split.name} again", policy, samples, recipe=split.recipe, quick_bound=True)
         bound = {name: getattr(stored.plan, name) for name in ("lower_bound", "bound_kind")}
         if attrs.evolve(again, **bound) != stored.plan:

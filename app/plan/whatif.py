@@ -14,7 +14,7 @@ from rich.table import Table
 from packplan.adapters.progress import progress
 from packplan.app.cli.command import add_config_arguments, plain_console, positive_numbers, world_sizes
 from packplan.app.plan.stored import open_measured
-from packplan.app.planning.epochs import plan_samples, planning_samples, record_works
+from packplan.app.planning.epochs import plan_samples, record_works, to_epoch_samples
 from packplan.app.planning.schedule import require_static, split_schedule
 from packplan.app.planning.split import alignment
 from packplan.app.planning.stored_lengths import stale_inputs
@@ -123,7 +123,7 @@ def _alternatives(
         policy, name = split_policy(other, "train"), f"packs of {packing_length:,}"
         try:
             refuse_longer(lengths, policy)
-            samples = planning_samples(policy, table, stored.origin.files)
+            samples = to_epoch_samples(policy, table, stored.origin.files)
             raw = plan_samples(name, policy, samples, recipe=recipe, quick_bound=True)
             refuse_dropped(raw, lengths, policy)
         except UserError as error:

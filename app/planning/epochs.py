@@ -40,9 +40,9 @@ def record_works(model: WorkModel, table: Table) -> SampleWorks:
     return SampleWorks.from_lengths(model, column(table, "length").astype(np.int64), **media)
 
 
-def planning_samples(policy: PlanPolicy, table: Table, files: Sequence[DataFile] = ()) -> EpochSamples:
+def to_epoch_samples(policy: PlanPolicy, table: Table, files: Sequence[DataFile] = ()) -> EpochSamples:
     """
-    Return the lengths and works of measured records; DataSetError if a sample has no token.
+    Return measured records as the samples that plans pack; DataSetError if a sample has no token.
 
     Args:
         policy: Settings of planning.

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from packplan.app.planning.schedule import forced_batches, partial_window_warning
+from packplan.app.planning.schedule import forced_batch_lines, partial_window_warning
 from packplan.app.planning.split import Split
 from packplan.core.checksum import plan_checksum
 from packplan.core.config.run import RunConfig
@@ -37,7 +37,7 @@ Line = tuple[int, str]
 
 
 def log_plan(planned: Split) -> None:
-    """Log a planned split in words."""
+    """Log the lines of `describe`, each after the name of its split."""
     of = f"{planned.name}, its first epoch" if planned.recipe else planned.name
     for level, line in describe(planned):
         log.log(level, "%s: %s", of, line)
@@ -67,7 +67,7 @@ def log_schedule(config: RunConfig, train: Split, schedule: EpochSchedule) -> No
         schedule: Order of its packs.
     """
     _log_epochs(train, schedule)
-    for forced in forced_batches(config):
+    for forced in forced_batch_lines(config):
         log.warning("%s", forced)
     batch = schedule.batch_size * schedule.gradient_accumulation_steps
     each = (

@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs, plan_samples, planning_samples
+from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs, plan_samples, to_epoch_samples
 from packplan.app.planning.measure import measure
 from packplan.app.planning.split import Split
 from packplan.core.align import align_plan
@@ -64,7 +64,7 @@ class Ranks:
         """Return the seconds until the deadline: almost 0 after it; 0 means that there is none."""
         return max(self._timeout_s - (self._clock() - self._started_s), _LATE_S) if self._timeout_s else 0.0
 
-    def build(self, lock: Lock, make: Callable[[ReportProgress], Arrays]) -> Arrays:
+    def build_on_rank_zero(self, lock: Lock, make: Callable[[ReportProgress], Arrays]) -> Arrays:
         """
         Return the arrays that rank 0 makes, on every rank, while *lock* keeps other jobs out.
 
@@ -113,7 +113,7 @@ def measure_and_plan(split: Split, ranks: Ranks, *, world_size: int | None = Non
     if not len(source):
         raise no_samples_error()
     world_size = world_size or ranks.group.world_size
-    arrays = dict(ranks.build(split.stores.lock, partial(_build_plan, split, world_size)))
+    arrays = dict(ranks.build_on_rank_zero(split.stores.lock, partial(_build_plan, split, world_size)))
     split.table, split.key = arrays.pop("table"), Fingerprint(json.loads(arrays.pop("key").tobytes()))
     split.raw = plan_from_arrays(arrays)
     split.aligned = split.align(world_size)
@@ -141,7 +141,7 @@ def _build_plan(split: Split, world_size: int, report: ReportProgress) -> dict[s
     if raw is not None:
         log.info("%s: the stored plan fits and is used again", name)
     else:
-        samples = planning_samples(policy, table, files)
+        samples = to_epoch_samples(policy, table, files)
         _require_drawable(split.recipe, policy, samples)
         log.info("%s: planning %s", name, counted(int(np.count_nonzero(samples.lengths)), "sample"))
         raw = plan_samples(name, policy, samples, recipe=split.recipe, report=report)
@@ -178,7 +178,7 @@ def plan_epochs(split: Split, schedule: EpochSchedule, ranks: Ranks) -> EpochSch
     """
     if split.recipe is None:
         return schedule
-    samples = planning_samples(split.policy, split.table, split.encoder.data_files())
+    samples = to_epoch_samples(split.policy, split.table, split.encoder.data_files())
     planner = EpochPlanner(split.policy, split.recipe, samples)
 
     def build(report: ReportProgress) -> Arrays:
@@ -189,7 +189,7 @@ def plan_epochs(split: Split, schedule: EpochSchedule, ranks: Ranks) -> EpochSch
         told = json.dumps([attrs.asdict(one) for one in records])
         return {"records": np.frombuffer(told.encode(), dtype=np.uint8)}
 
-    rows = json.loads(ranks.build(split.stores.lock, build)["records"].tobytes())
+    rows = json.loads(ranks.build_on_rank_zero(split.stores.lock, build)["records"].tobytes())
     split.epochs = epochs = PlannedEpochs(planner, tuple(EpochRecord(**row) for row in rows), split.works)
     by_work = None if schedule.works is None else lambda epoch: epochs.stats(epoch).work
     return attrs.evolve(schedule, num_packs=tuple(one.num_packs for one in epochs.records), works=by_work)

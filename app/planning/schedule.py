@@ -41,7 +41,7 @@ def accumulation_of(config: RunConfig, *, world_size: int) -> Accumulation:
     )
 
 
-def forced_batches(config: RunConfig) -> Iterator[str]:
+def forced_batch_lines(config: RunConfig) -> Iterator[str]:
     """Yield a line for each setting of batches that packing changes, or that has no effect."""
     training = config.training
     if training.packing and training.per_device_train_batch_size != 1:

@@ -70,7 +70,7 @@ class Split:
     alignment: Mapping[str, Any] = MappingProxyType({"dataloader_drop_last": False, "batch_size": 1})
     """Options of `align_plan`."""
 
-    work: WorkModel = WorkModel.estimated({})  # noqa: RUF009  # frozen
+    work_model: WorkModel = WorkModel.estimated({})  # noqa: RUF009  # frozen
     """Work of the model that is trained, forward and backward."""
 
     recipe: EpochRecipe | None = None
@@ -117,7 +117,7 @@ class Split:
     def works(self) -> SampleWorks:
         """Work of each record of a measured split, which balances ranks."""
         if self._works is None:
-            self._works = record_works(self.work, self.table)
+            self._works = record_works(self.work_model, self.table)
         return self._works
 
     def packs_of(self, epoch: int) -> Packs:
@@ -125,7 +125,7 @@ class Split:
         return self.raw.packs if self.epochs is None else self.epochs.stats(epoch).packs
 
     def pack_stats(self, epoch: int) -> PackStats:
-        """Return the packs of an epoch, with statistics."""
+        """Return the statistics of the packs of an epoch."""
         if self.epochs is not None:
             return self.epochs.stats(epoch)
         if self._stats is None:

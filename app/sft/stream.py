@@ -13,7 +13,7 @@ import numpy as np
 
 from packplan.app.planning.log_lines import log_plan
 from packplan.app.planning.plan import Ranks, measure_and_plan
-from packplan.app.planning.schedule import accumulation_of, forced_batches
+from packplan.app.planning.schedule import accumulation_of, forced_batch_lines
 from packplan.app.sft.train import log_interruption, log_nothing_left, log_outcome, log_termination
 from packplan.app.wiring.policies import require_mixes
 from packplan.app.wiring.ranks import lock_output
@@ -104,11 +104,11 @@ def _prepare(config: RunConfig, group: RankGroup) -> StreamTrainer:
         resumes_from=None if checkpoint is None else checkpoint.folder,
     )
     if group.rank == 0:
-        for forced in forced_batches(config):
+        for forced in forced_batch_lines(config):
             log.warning("%s", forced)
         log.info(
             "%s in optimizer steps of %s over %s; packs come as samples come, so the steps of an epoch are not known",
-            _length(config),
+            _length_text(config),
             counted(accumulation_of(config, world_size=group.world_size).effective_batch_size, "pack"),
             counted(group.world_size, "rank"),
         )
@@ -123,7 +123,7 @@ def _log_start(config: RunConfig, progress: StreamProgress) -> None:
         return
     is_done = progress.epoch >= training.num_train_epochs
     if progress.step >= training.max_steps if training.max_steps > 0 else is_done:
-        log_nothing_left(progress.step, f"after {_length(config)}")
+        log_nothing_left(progress.step, f"after {_length_text(config)}")
         return
     log.info("resuming after optimizer step %d, in epoch %d", progress.step, progress.epoch)
     if progress.segments:
@@ -132,7 +132,7 @@ def _log_start(config: RunConfig, progress: StreamProgress) -> None:
         )
 
 
-def _length(config: RunConfig) -> str:
+def _length_text(config: RunConfig) -> str:
     """Return the length of a run as text: its steps, else its epochs."""
     training = config.training
     if training.max_steps > 0:
@@ -153,7 +153,7 @@ def _log_end(config: RunConfig, group: RankGroup, trainer: StreamTrainer) -> Non
     else:
         log.info("the stream has ended: %s", totals)
     if trainer.was_terminated:
-        log_termination(trainer, f"a run of {_length(config)}")
+        log_termination(trainer, f"a run of {_length_text(config)}")
 
 
 def _order(config: RunConfig, files: Sequence[DataFile]) -> Order:

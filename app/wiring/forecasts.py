@@ -164,11 +164,11 @@ def forecast_time(
 
 def evaluation_terms(config: RunConfig, planned: Split) -> StepTerms:
     """
-    Return an evaluation as one step, since its ranks wait for each other at its end alone.
+    Return the terms of an evaluation, as those of one step: ranks wait for each other at its end.
 
     Args:
         config: The run.
-        planned: Plan of the evaluation.
+        planned: Split that is evaluated.
     """
     schedule = split_schedule(config, "eval", planned.aligned)
     whole = attrs.evolve(schedule, gradient_accumulation_steps=schedule.batches_per_epoch)
@@ -204,7 +204,7 @@ def time_packs(
         batch_size=before.batch_size, shuffle=False, sync_at=sync_point_of(config),
     )  # fmt: skip
     evaluated = _first_packs(splits["eval"], before.world_size) if trainer.eval_dataset is not None else None
-    _train_instead(trainer, stats, schedule, evaluated)
+    _replace_packs(trainer, stats, schedule, evaluated)
     terms = StepTerms.from_epoch(
         EpochStats.from_schedule(stats, schedule, 0), splits["train"].works,
         sync_at=schedule.sync_at,
@@ -225,7 +225,7 @@ def stats_of_packs(train: Split, packs: Packs) -> PackStats:
     return attrs.evolve(train, raw=attrs.evolve(train.raw, packs=packs), stats=None).pack_stats(0)
 
 
-def _train_instead(trainer: PlanTrainer, stats: PackStats, schedule: EpochSchedule, evaluated: Split | None) -> None:
+def _replace_packs(trainer: PlanTrainer, stats: PackStats, schedule: EpochSchedule, evaluated: Split | None) -> None:
     """Let a trainer train and evaluate other packs, in the order of another schedule."""
     trainer.follower.reschedule(schedule)
     trainer.pack_stats = lambda _: stats

@@ -72,12 +72,12 @@ def require_table(output: Path) -> None:
     if not output.parent.is_dir():
         raise ConfigError.for_key("--output", f"is {output}, whose folder does not exist: make it")
     if output.exists():
-        with _name_key("--output", "; name another file"):
+        with _name_key_errors("--output", "; name another file"):
             read_length_table_key(output)
 
 
 @contextlib.contextmanager
-def name_output(output: Path) -> Iterator[None]:
+def name_output_errors(output: Path) -> Iterator[None]:
     """Raise ConfigError by --output where the table, or measurements kept for it, are stale."""
     try:
         yield
@@ -103,20 +103,20 @@ def open_table(path: str | Path | None, source: LengthSource, *, key: str = "cus
     """
     if path is None:
         return None
-    with _name_key(key):
+    with _name_key_errors(key):
         measured = read_length_table_key(Path(path))
     if differences := measured.differences(source.fingerprint()):
         raise attrs.evolve(StaleError.lengths(str(path), differences), kind="table_lengths")
 
     def read() -> KnownLengths:
-        with _name_key(key):
+        with _name_key_errors(key):
             return read_length_table(Path(path))
 
     return KnownTable(str(path), read)
 
 
 @contextlib.contextmanager
-def _name_key(key: str, remedy: str = "") -> Iterator[None]:
+def _name_key_errors(key: str, remedy: str = "") -> Iterator[None]:
     """Raise ConfigError by *key*, which names the table, where a table cannot be used."""
     try:
         yield

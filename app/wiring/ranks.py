@@ -95,10 +95,10 @@ def _rank_values(config: RunConfig, options: Mapping[str, Any]) -> dict[str, str
     """Return the settings, options and library versions of this rank as text, by key."""
     versions = {"python": platform.python_version(), **{name: installed_version(name) for name in _PACKAGES}}
     ours = {f"version of {name}": version for name, version in versions.items()}
-    return shared_values(config, settings_files(config)) | flat_values({**options, **ours})
+    return shared_values(config, read_settings_files(config)) | flat_values({**options, **ours})
 
 
-def settings_files(config: RunConfig) -> dict[str, Any]:
+def read_settings_files(config: RunConfig) -> dict[str, Any]:
     """
     Return the content of the files of settings that a run names; the trainer refuses those that
     cannot be read.

@@ -34,7 +34,7 @@ from packplan.adapters.trainer.trainer import PlanTrainer
 from packplan.adapters.trainer.vision import DummyImage, plain_model
 from packplan.app.planning.schedule import accumulation_of
 from packplan.app.planning.split import Split
-from packplan.app.wiring.ranks import require_same_run, require_same_weights, settings_files
+from packplan.app.wiring.ranks import read_settings_files, require_same_run, require_same_weights
 from packplan.app.wiring.verdicts import probe_loaded_model
 from packplan.core.config.identity import flat_values, run_identity
 from packplan.core.config.run import RunConfig
@@ -112,7 +112,7 @@ def identity_of(config: RunConfig) -> RunIdentity:
     """Return the model, samples, loss and settings of a run, as its checkpoints keep them."""
     model = model_file_facts(Path(config.model.model), also=PROCESSING_FILES)
     model["template.template"] = swift_types(config.model, config.template)[1]
-    return run_identity(config, files=settings_files(config), model=model)
+    return run_identity(config, files=read_settings_files(config), model=model)
 
 
 def resume_facts(config: RunConfig, train: Split) -> dict[str, Any]:

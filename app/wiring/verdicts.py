@@ -50,7 +50,7 @@ def decide_attention(config: RunConfig, *, isolated: bool) -> AttentionChoice:
     if isolated:
         _refuse_leak(config, attention)
     if needs_verdict(config):
-        attention = _attention(config, find_verdict(config), on_cpu=on_cpu)
+        attention = _attention(config, find_or_probe_verdict(config), on_cpu=on_cpu)
     if isolated:
         _refuse_leak(config, attention)
     return attention_for_shared_rows(attention) if config.training.sequence_parallel_size > 1 else attention
@@ -72,10 +72,10 @@ def require_packing_model(config: RunConfig) -> PackingVerdict | None:
     return decide_attention(config, isolated=True).verdict
 
 
-def find_verdict(config: RunConfig) -> PackingVerdict:
+def find_or_probe_verdict(config: RunConfig) -> PackingVerdict:
     """Return the verdict on a run's model: stored, or by probe."""
     on_cpu = runs_on_cpu(config.training.trainer)
-    stored = stored_verdict(config)
+    stored = load_verdict(config)
     if stored is not None and not (stored.strategy == "flash" and on_cpu):
         return stored
     refuse_remote_code(config.model)
@@ -166,7 +166,7 @@ def verdict_key(config: RunConfig) -> Fingerprint:
     )
 
 
-def stored_verdict(config: RunConfig) -> PackingVerdict | None:
+def load_verdict(config: RunConfig) -> PackingVerdict | None:
     """
     Return the verdict on a run's model as it is now, if it is stored; CorruptArtefactError if it is
     damaged.
@@ -176,7 +176,7 @@ def stored_verdict(config: RunConfig) -> PackingVerdict | None:
 
 def store_verdict(config: RunConfig, verdict: PackingVerdict) -> None:
     """Keep the verdict on a run's model beside its plans."""
-    if verdict != stored_verdict(config):
+    if verdict != load_verdict(config):
         _open_verdicts(config).save(verdict_key(config), verdict)
 
 

@@ -85,7 +85,7 @@ def trained_samples(seen: list[dict], steps: int, *, accumulation: int) -> list[
 
 def planner_of(path: Path) -> EpochPlanner:
     """Return the planner of a run whose plans are built."""
-    from packplan.app.planning.epochs import planning_samples
+    from packplan.app.planning.epochs import to_epoch_samples
     from packplan.app.planning.stored_lengths import open_lengths
     from packplan.app.wiring.policies import epoch_recipe, split_policy
     from packplan.app.wiring.stores import open_stores
@@ -94,7 +94,7 @@ def planner_of(path: Path) -> EpochPlanner:
     lengths = open_lengths(open_stores(config, "train").lengths)
     policy = split_policy(config, "train")
     return EpochPlanner(
-        policy, epoch_recipe(config, "train"), planning_samples(policy, lengths.rows.table, lengths.origin.files)
+        policy, epoch_recipe(config, "train"), to_epoch_samples(policy, lengths.rows.table, lengths.origin.files)
     )
 
 
