@@ -50,7 +50,7 @@ def decide_attention(config: RunConfig, *, isolated: bool) -> AttentionChoice:
     if isolated:
         _refuse_leak(config, attention)
     if needs_verdict(config):
-        attention = _attention(config, find_or_probe_verdict(config), on_cpu=on_cpu)
+        attention = _attention(config, find_verdict(config), on_cpu=on_cpu)
     if isolated:
         _refuse_leak(config, attention)
     return attention_for_shared_rows(attention) if config.training.sequence_parallel_size > 1 else attention
@@ -72,7 +72,7 @@ def require_packing_model(config: RunConfig) -> PackingVerdict | None:
     return decide_attention(config, isolated=True).verdict
 
 
-def find_or_probe_verdict(config: RunConfig) -> PackingVerdict:
+def find_verdict(config: RunConfig) -> PackingVerdict:
     """Return the verdict on a run's model: stored, or by probe."""
     on_cpu = runs_on_cpu(config.training.trainer)
     stored = load_verdict(config)
