@@ -104,6 +104,20 @@ def open_source(write_run: Callable[..., Path], tmp_path: Path) -> Callable[...,
 
 
 @pytest.fixture
+def ready() -> Callable[[Path], Any]:
+    """Return a function that plans in this process, and returns a run that is ready to train."""
+    from packplan.adapters.ranks.torch_group import OneRank
+    from packplan.app.wiring.runs import read_config
+    from tests.e2e.ready import prepare
+
+    def run(path: Path) -> Any:
+        _recall(path)
+        return prepare(read_config(path), OneRank())
+
+    return run
+
+
+@pytest.fixture
 def execute() -> Callable[[Path], Any]:
     """Return a function that plans and trains in this process, and returns the result."""
     from packplan.adapters.ranks.torch_group import OneRank

@@ -52,8 +52,19 @@ def write_grey(size: tuple[int, int], number: int, rate: Fraction, *paths: Path)
 
 def bad_videos(folder: Path) -> dict[str | tuple[str, str], str]:
     """Write videos that cannot be trained; return their names -> what is said of them."""
+    import av
+
     whole = MadeVideo(num_frames=80, size=(96, 54)).write(folder / "whole.mp4").read_bytes()
-    (folder / "cut.mp4").write_bytes(whole[: len(whole) * 2 // 3])
+    with (
+        av.open(folder / "whole.mp4") as source,
+        av.open(folder / "cut.mp4", "w", options={"movflags": "faststart"}) as target,
+    ):
+        stream = target.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(video=0):
+            if packet.size:
+                packet.stream = stream
+                target.mux(packet)
+    os.truncate(folder / "cut.mp4", (folder / "cut.mp4").stat().st_size * 2 // 3)
     mkv = MadeVideo("mkv", num_frames=80).write(folder / "whole.mkv").read_bytes()
     (folder / "codec.mp4").write_bytes(whole.replace(b"avc1", b"zzz1"))
     MadeVideo(num_frames=10, rate=Fraction(1, 4000)).write(folder / "hours.mp4")
@@ -79,7 +90,7 @@ def bad_videos(folder: Path) -> dict[str | tuple[str, str], str]:
     os.mkfifo(folder / "pipe.mp4")
     return {
         "gone.mp4": "gone.mp4 does not exist",
-        "cut.mp4": "truncated",
+        "cut.mp4": "is truncated: its index names frames behind",
         "cut.mkv": "is truncated: it says 3.2 s",
         "codec.mp4": "is of a codec that is not known here: encode it again, as H.264",
         "hours.mp4": "has 40,000 s, but may have 600: cut it, or raise custom.max_video_s",

@@ -7,7 +7,6 @@ import multiprocessing
 import re
 import shutil
 from collections import Counter
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,12 +22,11 @@ from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app import sft
 from packplan.app.wiring.ranks import lock_output
 from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.trainers import open_checkpoint
 from packplan.core.errors import ConfigError, OutputError, StaleError
-from packplan.core.schedule import ResumeState
 from tests.e2e import rank_main
 from tests.e2e.ready import train
 from tests.processes import finished
+from tests.records import ANSWER, QUESTION, chat, write_lines
 
 pytestmark = pytest.mark.slow
 
@@ -52,13 +50,8 @@ def assert_equal(found: Path, expected: Path) -> None:
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-KEYS = {
-    "num_train_epochs": 2,
-    "effective_batch_size": 2,
-    "packing_drop_last": False,
-    "save_strategy": "steps",
-    "save_steps": 1,
-}
+KEYS = {"num_train_epochs": 2, "effective_batch_size": 2, "packing_drop_last": False, "save_strategy": "steps",
+        "save_steps": 1}  # fmt: skip
 
 EPOCH_END = -1
 
@@ -66,29 +59,26 @@ SHORT = {"weight_decay": 0.1, "lr_scheduler_type": "constant", "learning_rate": 
          "report_to": "none", "gradient_checkpointing": False, "dataloader_num_workers": 0}  # fmt: skip
 """Keys of the runs of `trained`, beside `KEYS`."""
 
-LORA = {"tuner_type": "lora", "lora_dropout": 0.2}
-
 
 @pytest.fixture(scope="module")
 def trained(demo, tmp_path_factory):
     """Return sections, checkpoint folder and result of a run of `qwen2` with two checkpoints."""
-    messages = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "blue circle " * 7}]
     folder = tmp_path_factory.mktemp("trained")
-    (folder / "text.jsonl").write_text(f"{json.dumps({'messages': messages})}\n" * 16)
+    write_lines(folder / "text.jsonl", [chat(QUESTION, {**ANSWER, "content": "blue circle " * 7})] * 16)
     sections = {
         "model": {"model": str(demo / "models" / "qwen2")},
         "template": {"max_length": 128, "system": "You look at scenes."},
         "custom": {"train_jsonl": str(folder / "text.jsonl")},
     }
-    training_keys = {**KEYS, **SHORT, "output_dir": str(folder / "run"), "max_steps": 2}
-    (folder / "run.yaml").write_text(yaml.safe_dump({**sections, "training": training_keys}))
+    training = {**KEYS, **SHORT, "output_dir": str(folder / "run"), "max_steps": 2}
+    (folder / "run.yaml").write_text(yaml.safe_dump({**sections, "training": training}))
     return sections, folder / "run", train(read_config(folder / "run.yaml"), OneRank())
 
 
 @pytest.mark.parametrize(
     ("model", "stop", "keys"),
     [
-        ("qwen2", 5, LORA),
+        ("qwen2", 5, {"tuner_type": "lora", "lora_dropout": 0.2}),
         ("qwen3", EPOCH_END, {"save_strategy": "epoch", "dataloader_num_workers": 2}),
         ("qwen3_vl", 2, {"save_steps": 2, "dataloader_num_workers": 2}),
     ],
@@ -97,9 +87,8 @@ def test_a_resume_ends_bit_for_bit_as_one_run_does(  # noqa: PLR0917  # fixtures
     write_run, execute, few_scenes, tmp_path, model, stop, keys
 ):
     """Losses, telemetry and weights, from mid-epoch and its end; no process is left."""
-    overlay = {"custom": {"train_jsonl": str(few_scenes)}, "template": {"max_length": 500}}
-    overlay = overlay if model.endswith("vl") else {"template": {"max_length": 256}}
-    keys = {**KEYS, **keys}
+    scenes = {"custom": {"train_jsonl": str(few_scenes)}, "template": {"max_length": 500}}
+    overlay, keys = scenes if model.endswith("vl") else {}, {**KEYS, **keys}
     whole = execute(write_run(model, name="whole", training=keys, **overlay))
     last, per_epoch = whole.num_steps, whole.schedule.steps_per_epoch
     assert per_epoch > 2
@@ -128,33 +117,46 @@ def resume(write_run, execute):
     return run
 
 
-def test_a_resumed_run_says_what_differs_from_its_checkpoint(trained, resume, caplog):
-    """Another attention is logged; a rate that the optimizer would not take is refused."""
-    sections, folder, _ = trained
-    keys = {**SHORT, "save_strategy": "no", "max_steps": 2}
-
-    sections = {**sections, "model": {**sections["model"], "attn_impl": "sdpa"}}
+def test_a_checkpoint_resumes_the_run_of_its_plan_model_and_settings_alone(trained, resume, demo, tmp_path, caplog):
+    """A moved model and another attention, which is logged; else refused, before a step."""
+    sections, folder, first = trained
+    moved = {"model": shutil.copytree(demo / "models" / "qwen2", tmp_path / "moved").as_posix()}
     with caplog.at_level(logging.INFO):
-        assert 2 == resume(sections, folder / "checkpoint-1", **keys).num_steps
+        other = {**sections, "model": {**moved, "attn_impl": "sdpa"}}
+        assert 2 == resume(other, folder / "checkpoint-1", save_strategy="no", max_steps=2).num_steps
     assert "trained by the attention varlen; the run goes on by sdpa" in caplog.text
-    with pytest.raises(StaleError, match=r"training\.learning_rate"):
-        resume(sections, folder / "checkpoint-1", **{**keys, "learning_rate": "1e-5"})
+
+    tensors = load_file(tmp_path / "moved" / "model.safetensors")
+    tensors[min(tensors)] += 1
+    save_file(tensors, tmp_path / "moved" / "model.safetensors", {"format": "pt"})
+    for changed, keys, error, says in (
+        ({"model": moved}, {}, StaleError, r"model\.model model\.safetensors: stored '"),
+        ({"template": {"max_length": 200}}, {}, StaleError,
+         f"plan: stored '{first.planned['train'].raw_checksum}', now '"),
+        ({}, {"data_seed": 7}, StaleError, "seed: stored 42, now 7"),
+        ({}, {"learning_rate": "1e-5"}, StaleError, r"training\.learning_rate"),
+        ({}, {"tuner_type": "lora"}, StaleError, "tuner: stored 'full', now 'lora'"),
+        ({}, {"ignore_data_skip": True}, ConfigError, "lets a resumed run train packs twice"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=says):
+            resume(
+                {name: own | changed.get(name, {}) for name, own in sections.items()}, folder / "checkpoint-1", **keys
+            )
 
 
 def test_what_is_left_is_trained_by_the_settings_of_the_resumed_run(trained, resume, fetched, tmp_path):
-    """The packs left, each once; logs and saves by its own YAML; no other tuner."""
+    """The packs left, each once; logs and saves by its own YAML."""
     sections, folder, first = trained
 
     keys = {"save_steps": 4, "logging_steps": 3, "restore_callback_states_from_checkpoint": True}
     resumed = resume(sections, folder / "checkpoint-2", **keys)
+
     assert len(first.schedule.order(0)) > 2 * 2
     assert [*first.schedule.order(0)[2 * 2 :].tolist(), *first.schedule.order(1).tolist()] == fetched
     later = range(3, resumed.num_steps + 1)
     assert [n for n in later if n % 3 == 0] == [e["step"] for e in resumed.history if "loss" in e and e["step"] > 2]
     saved = {f"checkpoint-{step}" for step in later if step % 4 == 0 or step == resumed.num_steps}
     assert saved == {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
-    with pytest.raises(StaleError, match="tuner: stored 'full', now 'lora'"):
-        resume(sections, folder / "checkpoint-2", tuner_type="lora")
 
 
 def test_a_checkpoint_names_its_attention_and_the_model_in_it_does_not(trained):
@@ -164,20 +166,6 @@ def test_a_checkpoint_names_its_attention_and_the_model_in_it_does_not(trained):
     assert {"attn_impl": "varlen"} == state["stateful_callbacks"]["packplan_attention"]
     assert not re.search("varlen|packplan", (checkpoint / "config.json").read_text())
     assert "sdpa" == AutoModelForCausalLM.from_pretrained(checkpoint).config._attn_implementation
-
-
-def test_a_plan_that_changed_is_refused_with_both_checksums(trained, resume):
-    """And so is another seed; nothing is trained."""
-    sections, folder, first = trained
-    checkpoint = folder / "checkpoint-1"
-
-    other = {**sections, "template": {**sections["template"], "max_length": 200}}
-    with pytest.raises(StaleError, match=f"plan: stored '{first.planned['train'].raw_checksum}', now '"):
-        resume(other, checkpoint)
-    with pytest.raises(StaleError, match="seed: stored 42, now 7"):
-        resume(sections, checkpoint, data_seed=7)
-    with pytest.raises(ConfigError, match="lets a resumed run train packs twice"):
-        resume(sections, checkpoint, ignore_data_skip=True)
 
 
 def test_a_model_of_a_hub_is_known_by_its_name_in_another_trainer(demo):
@@ -192,42 +180,23 @@ def test_a_model_of_a_hub_is_known_by_its_name_in_another_trainer(demo):
     assert {} == known("")
 
 
-def test_a_model_is_known_by_its_files(trained, write_run, demo, tmp_path):
-    """Wherever they stand; one changed number of a weight is another model."""
-    sections, folder, _ = trained
-    keys = {**KEYS, **SHORT, "resume_from_checkpoint": str(folder / "checkpoint-1")}
-    other = tmp_path / "other"
-    shutil.copytree(demo / "models" / "qwen2", other)
-    config = read_config(write_run(training=keys, **{**sections, "model": {"model": str(other)}}))
-    assert open_checkpoint(config, OneRank(), ResumeState)
-
-    held = load_file(other / "model.safetensors")
-    name = next(iter(held))
-    held[name] = held[name] + 1
-    save_file(held, other / "model.safetensors", {"format": "pt"})
-
-    with pytest.raises(StaleError, match=r"model\.model model\.safetensors: stored '"):
-        open_checkpoint(config, OneRank(), ResumeState)
-
-
 def test_where_what_is_left_fills_no_batch_the_next_epoch_goes_on(write_run, execute, text_jsonl, tmp_path):
     """Neither a step nor a crash; at the last epoch, no step."""
     num, data = 8, tmp_path / "eight.jsonl"
     data.write_text("".join(text_jsonl.read_text().splitlines(keepends=True)[:num]))
-    keys = {"packing": False, "dataloader_drop_last": True, "num_train_epochs": 2, "save_strategy": "steps",
-            "save_steps": num - 1, "per_device_train_batch_size": 1}  # fmt: skip
-    run = {"of": "qwen2", "custom": {"train_jsonl": str(data)}}
-    execute(write_run(**run, training={**keys, "max_steps": num - 1}))
-    keys |= {
-        "per_device_train_batch_size": 2,
-        "resume_from_checkpoint": str(tmp_path / "run" / f"checkpoint-{num - 1}"),
-    }
 
-    resumed = execute(write_run(**run, training=keys))
+    def run(**keys):
+        keys = {"packing": False, "dataloader_drop_last": True, "num_train_epochs": 2, "save_strategy": "steps",
+                "save_steps": num - 1, **keys}  # fmt: skip
+        return execute(write_run("qwen2", custom={"train_jsonl": str(data)}, training=keys))
+
+    run(max_steps=num - 1)
+    resumes = {"per_device_train_batch_size": 2, "resume_from_checkpoint": str(tmp_path / f"run/checkpoint-{num - 1}")}
+    resumed = run(**resumes)
 
     assert (0, num // 2) == (resumed.schedule.num_remaining_batches(0), resumed.num_steps - (num - 1))
     assert all(entry["epoch"] > 1 for entry in resumed.history if "loss" in entry and entry["step"] >= num)
-    assert num - 1 == execute(write_run(**run, training={**keys, "num_train_epochs": 1})).num_steps
+    assert num - 1 == run(**resumes, num_train_epochs=1).num_steps
 
 
 def test_other_ranks_finish_the_epoch_with_what_it_has_left(start_ranks, write_run, tmp_path):
@@ -260,17 +229,12 @@ def test_other_ranks_finish_the_epoch_with_what_it_has_left(start_ranks, write_r
 def test_ranks_meet_where_rank_zero_cannot_write(write_run):
     """It says why, and the others, which wait for it, that it is rank 0's."""
     config = read_config(write_run("qwen2", training={"output_dir": "/dev/null/run"}))
-    met = []
-
-    def meet(rank, value):
-        met.append((rank, value))
-        return True
-
     for rank, error, says in ((0, OutputError, "/dev/null/run cannot be written"), (1, ConfigError, "rank 0 cannot")):
-        group = SimpleNamespace(rank=rank, any=partial(meet, rank))
+        met = []
+        group = SimpleNamespace(rank=rank, any=lambda value, met=met: met.append(value) or True)
         with pytest.raises(error, match=says), lock_output(config, group):
             raise AssertionError
-    assert [(0, True), (1, False)] == met
+        assert [rank == 0] == met
 
 
 def test_two_runs_do_not_train_into_one_folder(write_run, tmp_path, capsys):
@@ -278,5 +242,4 @@ def test_two_runs_do_not_train_into_one_folder(write_run, tmp_path, capsys):
     path = write_run("qwen2", training=KEYS)
     with lock_output(read_config(path), OneRank()):
         assert 2 == sft.main([str(path)])
-    assert "training.output_dir: is " in (said := capsys.readouterr().err)
-    assert "which another run trains into" in said
+    assert re.search(r"training\.output_dir: is .*which another run trains into", capsys.readouterr().err)

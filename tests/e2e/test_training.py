@@ -5,11 +5,9 @@ import logging
 import math
 import os
 import signal
-from collections import Counter
-from contextlib import contextmanager
+import time
 from itertools import chain
 from pathlib import Path
-from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,30 +15,25 @@ import pytest
 import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import TrainerCallback
 
-from packplan.adapters.ranks.torch_group import OneRank
-from packplan.adapters.samples import measurer
-from packplan.adapters.trainer import trainer as module
-from packplan.adapters.trainer.trainer import PlanTrainer
 from packplan.app.planning.schedule import split_schedule
-from packplan.app.sft import train as way
 from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.splits import open_splits
 from packplan.core.errors import ConfigError, RecordError, StaleError
-from tests.e2e.ready import prepare
+from tests.records import asked, chat, write_lines
 
 pytestmark = pytest.mark.slow
 
 
-def losses(result) -> list[float]:
-    return [entry["loss"] for entry in result.history if "loss" in entry]
+def losses(history) -> list[float]:
+    return [entry["loss"] for entry in history if "loss" in entry]
 
 
-def first_lines(path: Path, number: int) -> Path:
+def first_lines(path: Path, number: int) -> str:
     """Write so many records of a file into another one beside it, and return that."""
     first = path.with_name(f"{path.stem}{number}.jsonl")
     first.write_text("".join(path.read_text().splitlines(keepends=True)[:number]))
-    return first
+    return str(first)
 
 
 def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(  # noqa: PLR0917  # fixtures
@@ -58,7 +51,9 @@ def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(  # noqa: PL
 
     assert all(list(range(num_packs)) == sorted(epoch) for epoch in epochs)
     assert epochs[0] != epochs[1]
-    assert 2 * math.ceil(num_packs / 3) == result.schedule.total_steps == result.num_steps == len(losses(result))
+    assert (
+        2 * math.ceil(num_packs / 3) == result.schedule.total_steps == result.num_steps == len(losses(result.history))
+    )
     assert f"{result.schedule.steps_per_epoch} per epoch, {result.num_steps} in total" in caplog.text
     for said in ("N_raw_packs", "N_aligned_packs", "world_size 1", "dataloader_drop_last false", "raw_plan checksum",
                  "aligned_plan checksum", "each of 3 packs", "is a pack of its own"):  # fmt: skip
@@ -89,7 +84,7 @@ def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(  # noqa: PL
     assert "the lengths of all 12 samples are stored" in caplog.text
     assert "used again" in caplog.text
     assert result.planned["train"].raw_checksum == again.planned["train"].raw_checksum
-    assert losses(result) == losses(again)
+    assert losses(result.history) == losses(again.history)
     assert fetched[: 2 * num_packs] == fetched[2 * num_packs :]
     other = read_config(write_run(training={**keys, "seed": 7}, **overlay))
     schedule = split_schedule(other, "train", result.planned["train"].aligned, result.schedule.works)
@@ -97,176 +92,137 @@ def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(  # noqa: PL
 
 
 @pytest.mark.parametrize(
-    ("batch", "drop_last"), [({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}, False),
-                             ({"per_device_train_batch_size": 7, "effective_batch_size": 14}, True)],
-)  # fmt: skip
-def test_without_packing_padded_batches_train_through_the_same_trainer(write_run, execute, fetched, batch, drop_last):
-    """Every sample once; steps as announced; evaluation is padded too."""
-    path = write_run("qwen2", training={"packing": False, "dataloader_drop_last": drop_last, **batch})
+    ("size", "step", "drop_last"),
+    [(4, {"gradient_accumulation_steps": 2}, False), (7, {"effective_batch_size": 14}, True)],
+)
+def test_without_packing_padded_batches_train_through_the_same_trainer(  # noqa: PLR0917  # fixtures
+    write_run, execute, fetched, size, step, drop_last
+):
+    """Every sample once; steps of two batches, as announced."""
+    keys = {"packing": False, "per_device_train_batch_size": size, "dataloader_drop_last": drop_last, **step}
+    result = execute(write_run("qwen2", training=keys))
 
-    result = execute(path)
-
-    size = batch["per_device_train_batch_size"]
     batches = 30 // size if drop_last else math.ceil(30 / size)
-    assert Counter(fetched).most_common(1)[0][1] == 1
-    assert (batches * size if drop_last else 30) == len(fetched)
+    assert len(fetched) == len(set(fetched)) == (batches * size if drop_last else 30)
     assert 30 % size, "no remainder to try"
     assert math.ceil(batches / 2) == result.num_steps
 
 
-def test_tokens_per_second_leave_out_the_time_of_evaluating(write_run, execute, text_jsonl, monkeypatch):
+class Acts(TrainerCallback):
+    """Calls a function before each step with the number of those done, or with each prediction."""
+
+    def __init__(self, *, before_step=lambda _: None, at_prediction=lambda: None) -> None:
+        self._before_step, self._at_prediction = before_step, at_prediction
+
+    def on_step_begin(self, args, state, control, **_):
+        self._before_step(state.global_step)
+
+    def on_prediction_step(self, *_, **__):
+        self._at_prediction()
+
+
+def test_tokens_per_second_leave_out_the_time_of_evaluating(write_run, ready, text_jsonl, monkeypatch):
     """By a clock that ticks while an evaluation runs, and once a step."""
     now = [0.0]
-    evaluate = PlanTrainer.evaluation_loop
 
-    def slow(*arguments, **options):
-        now[0] += 1000
-        return evaluate(*arguments, **options)
-
-    def tick():
-        now[0] += 0.001
+    def tick(seconds=0.001):
+        now[0] += seconds
         return now[0]
 
-    monkeypatch.setattr(module.time, "perf_counter", tick)
-    monkeypatch.setattr(PlanTrainer, "evaluation_loop", slow)
     keys = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 4, "logging_steps": 2}
-    val = first_lines(text_jsonl, 2)
-    result = execute(write_run("qwen3", custom={"val_jsonl": str(val)}, training=keys))
+    trainer = ready(write_run("qwen3", custom={"val_jsonl": first_lines(text_jsonl, 2)}, training=keys)).trainer
+    monkeypatch.setattr(time, "perf_counter", tick)
+    trainer.add_callback(Acts(at_prediction=lambda: tick(1000)))
 
-    rates = [entry["tokens_per_second"] for entry in result.history if "loss" in entry]
-    assert 2 < len(result.history)
+    trainer.train()
+
+    assert now[0] > 4000
+    rates = [entry["tokens_per_second"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(rates) > 1
     assert all(rate > 1000 for rate in rates)
 
 
-def test_a_text_model_refuses_records_with_images(write_run, execute, demo):
+def test_a_text_model_refuses_records_with_media(write_run, ready, demo):
     """By line, before training; the way out is another model, not fewer records."""
     with pytest.raises(RecordError, match=r"train\.jsonl, line 1: .*reads text only: name a model that sees in .*VL$"):
-        execute(write_run("qwen2", custom={"train_jsonl": str(demo / "data" / "train.jsonl")}))
+        ready(write_run("qwen2", custom={"train_jsonl": str(demo / "data" / "train.jsonl")}))
 
 
-def test_the_best_model_is_loaded_whole(write_run, execute, few_scenes, tmp_path, monkeypatch):
+def test_the_best_model_is_loaded_whole(write_run, ready, few_scenes, tmp_path):
     """The first one here, which is the worst: the weights are its checkpoint's."""
-    trainers = []
-    build = way.build_trainer
-    monkeypatch.setattr(way, "build_trainer", lambda *a, **k: trainers.append(build(*a, **k)) or trainers[-1])
     keys = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2,
             "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
             "greater_is_better": True}  # fmt: skip
-    custom = {"train_jsonl": str(few_scenes), "val_jsonl": str(first_lines(few_scenes, 2))}
+    custom = {"train_jsonl": str(few_scenes), "val_jsonl": first_lines(few_scenes, 2)}
+    trainer = ready(write_run(custom=custom, training=keys, template={"max_length": 200})).trainer
 
-    execute(write_run(custom=custom, training=keys, template={"max_length": 200}))
+    trainer.train()
 
-    (trainer,) = trainers
     best = tmp_path / "run" / "checkpoint-1"
     assert str(best) == trainer.state.best_model_checkpoint
     saved = type(trainer.model).from_pretrained(best).state_dict()
     assert all(torch.equal(saved[name], tensor) for name, tensor in trainer.model.state_dict().items())
 
 
-def test_sigterm_saves_a_checkpoint_that_the_next_run_goes_on_from(write_run, execute, monkeypatch, tmp_path):
+def test_sigterm_saves_a_checkpoint_that_the_next_run_goes_on_from(write_run, ready, execute):
     """The running step ends, all is saved; the handler is put back."""
     keys = {"num_train_epochs": 2, "max_steps": 4, "effective_batch_size": 2}
     before = signal.getsignal(signal.SIGTERM)
-    step = PlanTrainer.training_step
+    trainer = ready(write_run("qwen3", training=keys)).trainer
+    trainer.add_callback(Acts(before_step=lambda done: done == 1 and os.kill(os.getpid(), signal.SIGTERM)))
 
-    def killed_in_the_second_step(trainer, *arguments, **options):
-        if trainer.state.global_step == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(trainer, *arguments, **options)
+    trainer.train()
 
-    with monkeypatch.context() as patch:
-        patch.setattr(PlanTrainer, "training_step", killed_in_the_second_step)
-        ended = execute(write_run("qwen3", training=keys))
-
-    assert (True, 2) == (ended.terminated, ended.num_steps)
+    assert (True, 2) == (trainer.was_terminated, trainer.state.global_step)
     assert before == signal.getsignal(signal.SIGTERM)
     rest = execute(write_run("qwen3", training={**keys, "resume_from_checkpoint": "last"}))
     assert (2, 4) == (rest.schedule.start.step, rest.num_steps)
-    assert losses(ended) == losses(rest)[:2]
-
-
-@contextmanager
-def before_training(happen):
-    """Let something happen between planning and training."""
-    plain = way.build_trainer
-    with patch.object(way, "build_trainer", lambda *a, **k: happen() or plain(*a, **k)):
-        yield
+    assert losses(trainer.state.log_history) == losses(rest.history)[:2]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_sample_that_changed_after_planning_stops_the_run_and_is_named(write_run, execute, tmp_path, workers):
+def test_a_sample_that_changed_after_planning_stops_the_run_and_is_named(write_run, ready, tmp_path, workers):
     """An image of another size in place of the planned one; from worker processes too."""
-    image = tmp_path / "a.png"
-    Image.new("RGB", (90, 60)).save(image)
-    messages = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "red"}]
-    (tmp_path / "one.jsonl").write_text(json.dumps({"messages": messages, "images": ["a.png"]}))
+    Image.new("RGB", (90, 60)).save(tmp_path / "a.png")
+    data = write_lines(tmp_path / "one.jsonl", [asked("<image>?", images=["a.png"])])
     keys = {"dataloader_num_workers": workers, "packing_drop_last": False}
-    path = write_run(custom={"train_jsonl": str(tmp_path / "one.jsonl")}, training=keys)
+    trainer = ready(write_run(custom={"train_jsonl": str(data)}, training=keys)).trainer
+    Image.new("RGB", (420, 420)).save(tmp_path / "a.png")
 
-    named = r"sample 0 .*one\.jsonl, line 1.* length planned \d+, fetched \d+"
-    with (
-        before_training(lambda: Image.new("RGB", (420, 420)).save(image)),
-        pytest.raises(StaleError, match=named) as raised,
-    ):
-        execute(path)
+    with pytest.raises(StaleError, match=r"sample 0 .*one\.jsonl, line 1.* length planned \d+, fetched \d+") as raised:
+        trainer.train()
     assert {"length", "patches"} == {difference.key for difference in raised.value.details["differences"]}
 
 
-def test_a_text_edited_in_a_copy_after_planning_stops_the_run_and_is_named(write_run, execute, text_jsonl):
+def test_a_text_edited_in_a_copy_after_planning_stops_the_run_and_is_named(write_run, ready, text_jsonl):
     """Of equal size, times and tokens; once the copy is deleted, the next start trains."""
     data = text_jsonl.with_suffix(".parquet")
-    lines = text_jsonl.read_text().splitlines()
-    pq.write_table(pa.Table.from_pylist([json.loads(line) for line in lines]), data)
+    pq.write_table(pa.Table.from_pylist(list(map(json.loads, text_jsonl.read_text().splitlines()))), data)
     keys = {"dataloader_num_workers": 1, "packing_drop_last": False}
     path = write_run("qwen2", custom={"train_jsonl": str(data)}, training=keys)
-
-    def edit():
-        (copy,) = data.parent.glob("run/records/*.arrow")
-        before = copy.stat()
-        with copy.open("r+b") as file:
-            file.write(copy.read_bytes().replace(b"say 13", b"say 31"))
-        os.utime(copy, ns=(before.st_atime_ns, before.st_mtime_ns))
+    trainer = ready(path).trainer
+    (copy,) = data.parent.glob("run/records/*.arrow")
+    before = copy.stat()
+    with copy.open("r+b") as file:
+        file.write(copy.read_bytes().replace(b"say 13", b"say 31"))
+    os.utime(copy, ns=(before.st_atime_ns, before.st_mtime_ns))
 
     named = r"sample 13 .*text\.parquet, row 14\) .*: content planned .* delete .*records.*, which is made again"
-    for edited in (edit, lambda: None):
-        with before_training(edited), pytest.raises(StaleError, match=named):
-            execute(path)
-    (copy,) = data.parent.glob("run/records/*.arrow")
+    for started in (trainer, ready(path).trainer):
+        with pytest.raises(StaleError, match=named):
+            started.train()
     copy.unlink()
-    assert execute(path).num_steps
-
-
-def test_several_processes_measure_the_same(demo, write_run, monkeypatch):
-    """A pool of two gives the table of one process, and the first bad record's own error."""
-    monkeypatch.setattr(measurer.os, "cpu_count", lambda: 2)
-    config = read_config(write_run())
-    samples = open_splits(config)["train"].source
-    samples.pool_start_s = 0.0
-    assert 2 == samples._workers
-
-    assert [samples.measure_in_full(index) for index in range(40)] == list(
-        samples.measure_many(range(40), in_full=False)
-    )
+    ready(path).trainer.train()
 
 
 @pytest.mark.covers
-def test_channels_are_collated_with_their_packs(write_run, tmp_path):
+def test_channels_are_collated_with_their_packs(write_run, ready, tmp_path):
     """They reach the batch; a loss per channel is refused, since packs mix them."""
-    path = tmp_path / "channels.jsonl"
-    records = [
-        {
-            "messages": [{"role": "user", "content": "say"}, {"role": "assistant", "content": "word " * (n + 1)}],
-            "channel": "ab"[n % 2],
-        }
-        for n in range(10)
-    ]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    keys = {
-        "custom": {"train_jsonl": str(path)},
-        "template": {"max_length": 512},
-        "training": {"packing_drop_last": False},
-    }
-    prepared = prepare(read_config(write_run("qwen2", **keys)), OneRank())
+    answers = ({"role": "assistant", "content": "word " * (n + 1)} for n in range(10))
+    records = [chat({"role": "user", "content": "say"}, one, channel="ab"[n % 2]) for n, one in enumerate(answers)]
+    custom = {"train_jsonl": str(write_lines(tmp_path / "channels.jsonl", records))}
+    keys = {"custom": custom, "template": {"max_length": 512}, "training": {"packing_drop_last": False}}
+    prepared = ready(write_run("qwen2", **keys))
 
     batch = next(iter(prepared.trainer.get_train_dataloader()))
 

@@ -1,6 +1,7 @@
 """Videos: lengths as full encodes give them; packs train as their samples alone do."""
 
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 
 import attrs
@@ -10,11 +11,11 @@ import torch
 from PIL import Image
 
 from benchmarks.measuring import VIDEO_MODELS, differing, video_lengths, write_videos
-from packplan.adapters.ranks.torch_group import OneRank
+from packplan.adapters.samples.media_files import video_facts
 from packplan.adapters.samples.video_reading import _read_video
 from packplan.app.check import compare
 from packplan.app.wiring.runs import read_config
-from tests.e2e.ready import measured, prepare
+from tests.e2e.ready import measured
 from tests.records import ANSWER, chat, write_lines
 from tools.demo.videos import MadeVideo, made_videos
 
@@ -66,19 +67,21 @@ def test_containers_give_the_lengths_of_full_encodes(demo, tmp_path):
 
 @pytest.mark.parametrize("model", VIDEO_MODELS)
 def test_keys_of_sampling_steer_lengths_and_encodes_alike(model, mixed, open_source):
-    """Frames in lists and files, beside images; another key, another fingerprint."""
-    plain, _ = open_source(mixed, model, max_length=1024)
-    for sampling in (
-        {},
-        {"fps": 5, "fps_max_frames": 6, "video_min_pixels": 4000},
-        {"fps": 0.5, "fps_min_frames": 8, "video_min_pixels": 3200, "video_max_pixels": 7000},
-        {"video_min_pixels": 3200, "video_total_pixels": 20000},
-    ):
-        steered, _ = open_source(mixed, model, max_length=1024, **sampling)
+    """Each alone: frames in lists and files, beside images; another key, another fingerprint."""
+    sampling, lengths, fingerprint = {}, [], None
+    for key, value in (
+        ("video_min_pixels", 3200), ("fps", 5), ("fps_max_frames", 6), ("fps", 0.5), ("fps_min_frames", 6),
+        ("video_max_pixels", 5000), ("video_total_pixels", 10000),
+    ):  # fmt: skip
+        source, _ = open_source(mixed, model, max_length=1024, **(sampling := sampling | {key: value}))
+        found = [one.measurement for one in measured(source)]
 
-        assert [0, 1, 1, 3, 0] == [one.measurement.videos for one in measured(steered)]
-        changed = plain.fingerprint().differences(steered.fingerprint())
-        assert {f"template.{key}" for key in sampling} == {one.key for one in changed}
+        assert [0, 1, 1, 3, 0] == [one.videos for one in found]
+        lengths.append([one.length for one in found])
+        if fingerprint is not None:
+            assert [f"template.{key}"] == [one.key for one in fingerprint.differences(source.fingerprint())]
+        fingerprint = source.fingerprint()
+    assert all(one != other for one, other in pairwise(lengths))
 
 
 def test_a_turned_video_has_the_frames_that_it_shows(tmp_path):
@@ -94,15 +97,17 @@ def test_a_turned_video_has_the_frames_that_it_shows(tmp_path):
         expected = np.rot90(plain.permute(0, 2, 3, 1).numpy(), turned // 90, axes=(1, 2))
         assert np.array_equal(expected, frames.permute(0, 2, 3, 1).numpy())
         assert rate == its_rate
+        facts = video_facts(str(video), max_seconds=60)
+        assert (facts.height, facts.width) == frames.shape[2:]
 
 
 @pytest.mark.parametrize("model", VIDEO_MODELS)
-def test_a_pack_with_videos_is_its_samples_alone(model, mixed, write_run):
+def test_a_pack_with_videos_is_its_samples_alone(model, mixed, write_run, ready):
     """Positions exactly, logits, losses and gradients to rounding; no sample sees another."""
     template = {**SAMPLING, "max_length": 512}
     run = write_run(model, custom={"train_jsonl": str(mixed)}, template=template, training={"packing_drop_last": False})
-    ready = prepare(config := read_config(run), OneRank())
-    report = compare(config, ready.trainer, ready.planned["train"], num_packs=1)
+    its = ready(run)
+    report = compare(read_config(run), its.trainer, its.planned["train"], num_packs=1)
 
     assert ((0, "mixed", 5),) == report.packs
     assert [] == [verdict.check for verdict in report.verdicts if not verdict.passed]
