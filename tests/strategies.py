@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from packplan.core.plan import RawPlan, build_raw_plan
 from packplan.core.schedule import EpochSchedule
 
 capacities, packing_lengths = st.integers(1, 200), st.integers(2, 120)
@@ -53,13 +52,6 @@ def _raw_length(number: int, packing_length: int) -> int:
 
 
 @st.composite
-def raw_plans(draw: st.DrawFn, *, max_packs: int = 24) -> RawPlan:
-    """Plans of a known number of packs, 1 to *max_packs*."""
-    num_packs = draw(st.integers(1, max_packs))
-    return build_raw_plan([7] * num_packs, packing_length=7)
-
-
-@st.composite
 def pack_lists(draw: st.DrawFn) -> list[list[int]]:
     """Disjoint packs in canonical order."""
     labels = draw(st.lists(st.integers(0, 6), min_size=1, max_size=30))
@@ -73,3 +65,22 @@ def plain_schedule(num_packs: int, world_size: int = 1, **fields: Any) -> EpochS
     """Return a schedule of one epoch of one batch a step that drops nothing, but for *fields*."""
     plain = {"dataloader_drop_last": False, "gradient_accumulation_steps": 1, "num_train_epochs": 1}
     return EpochSchedule(num_packs=num_packs, world_size=world_size, **plain | fields)
+
+
+@st.composite
+def schedules(draw: st.DrawFn, *, differing: bool = False) -> EpochSchedule:
+    """Schedules of whole runs, padded or assigned by work; epochs may have packs of their own."""
+    world_size, batch_size = draw(st.integers(1, 5)), draw(st.sampled_from([1, 1, 1, 2, 3]))
+    drop_last = draw(st.booleans())
+    sizes = st.integers(world_size * batch_size if drop_last else 1, 24 if differing else 40)
+    num_packs = draw(st.tuples(sizes, sizes, sizes) if differing else sizes)
+    works: Any = None
+    if batch_size == 1 and draw(st.booleans()):
+        drawn = np.array(draw(st.lists(st.integers(0, 9), min_size=40, max_size=40)))
+        works = (lambda epoch: drawn[: num_packs[epoch]]) if differing else drawn[:num_packs]
+    return EpochSchedule(
+        num_packs=num_packs, world_size=world_size, dataloader_drop_last=drop_last, batch_size=batch_size, works=works,
+        gradient_accumulation_steps=draw(st.integers(1, 4)), seed=draw(st.integers(0, 3)), shuffle=draw(st.booleans()),
+        num_train_epochs=draw(st.sampled_from([1, 2, 3, 0.4, 1.5, 2.1])),
+        sync_at=draw(st.sampled_from(["step", "microbatch"])),
+    )  # fmt: skip

@@ -316,7 +316,7 @@ class EpochSchedule:
         """Return the epoch in which training goes on after *step* steps, `start.step` or more."""
         start = self.start
         beyond = step - self.last_step(start.epoch)
-        if beyond < 0:
+        if beyond < 0 or not self.num_epoch_packs(start.epoch):
             return start.epoch
         if isinstance(self.num_packs, int):
             return start.epoch + 1 + beyond // self.steps_per_epoch
