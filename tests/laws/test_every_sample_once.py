@@ -108,7 +108,7 @@ BUILDERS = {
     "library": raw_lengths().map(lambda case: built(case[0], pp.plan(*case).raw)), "epoch": epochs(),
     "stream": streamed(), **{f"{mode} shards": sharded(mode) for mode in MODES},
 }  # fmt: skip
-"""What builds packs of samples -> its strategy. A new packer stands in `ALGORITHMS` alone."""
+"""Name of a builder -> strategy of its packs. A new packer stands in `ALGORITHMS` alone."""
 
 
 @pytest.mark.parametrize("builder", BUILDERS)
