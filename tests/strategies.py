@@ -73,7 +73,7 @@ def schedules(draw: st.DrawFn, *, differing: bool = False) -> EpochSchedule:
     world_size, batch_size = draw(st.integers(1, 5)), draw(st.sampled_from([1, 1, 1, 2, 3]))
     drop_last = draw(st.booleans())
     sizes = st.integers(world_size * batch_size if drop_last else 1, 24 if differing else 40)
-    num_packs = draw(st.tuples(sizes, sizes, sizes) if differing else sizes)
+    num_packs: Any = draw(st.tuples(sizes, sizes, sizes) if differing else sizes)
     works: Any = None
     if batch_size == 1 and draw(st.booleans()):
         drawn = np.array(draw(st.lists(st.integers(0, 9), min_size=40, max_size=40)))
