@@ -17,12 +17,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from packplan.adapters.samples import data_files
 from packplan.adapters.samples.data_files import file_faults, open_records
 from packplan.adapters.samples.formats import arrow_rows, record_file, rewriting
+from packplan.adapters.samples.formats import lines as json_lines
 from packplan.core.errors import DataSetError, OutputError, PackplanError, RecordError, StaleError
 from tests.records import json_values
 
@@ -45,27 +46,34 @@ def array(records) -> bytes:
     return json.dumps(records, indent=1, ensure_ascii=False).encode()
 
 
+def table(records) -> bytes:
+    """Return rows of texts alone, as CSV."""
+    return "".join(f"{','.join(row)}\n" for row in (records[0].keys(), *map(dict.values, records))).encode()
+
+
 def zst(data: bytes) -> bytes:
     return pa.compress(data, codec="zstd", asbytes=True)
 
 
+def columns(records) -> pa.Table:
+    return records if isinstance(records, pa.Table) else pa.Table.from_pylist(records)
+
+
 def parquet(records) -> bytes:
-    sink = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(records), sink, row_group_size=3)
+    pq.write_table(columns(records), sink := io.BytesIO(), row_group_size=3)
     return sink.getvalue()
 
 
 def arrow(records, new=pa.ipc.new_stream) -> bytes:
-    sink, table = io.BytesIO(), records if isinstance(records, pa.Table) else pa.Table.from_pylist(records)
-    with new(sink, table.schema) as writer:
-        writer.write_table(table, max_chunksize=2)
+    with new(sink := io.BytesIO(), columns(records).schema) as writer:
+        writer.write_table(columns(records), max_chunksize=2)
     return sink.getvalue()
 
 
 FORMATS = {
     "a.jsonl": lines,
     "a.json": array,
-    "a.jsonl.gz": lambda records: gzip.compress(lines(records)),
+    "a.jsonl.gz": lambda records: gzip.compress(lines(records), mtime=0),
     "a.json.gz": lambda records: gzip.compress(array(records)),
     "a.jsonl.zst": lambda records: zst(lines(records)),
     "a.json.zst": lambda records: zst(array(records)),
@@ -75,20 +83,17 @@ FORMATS = {
 }
 """Name of a file -> how records are written to it."""
 
+DIRECT = {"a.jsonl", "a.arrow", "b.arrow"}
+"""Files that are read where they are; of others, a copy is read."""
 
-def table(records) -> bytes:
-    """Rows of texts alone, as CSV."""
-    return "".join(f"{','.join(row)}\n" for row in (records[0].keys(), *map(dict.values, records))).encode()
+CACHED = ["a.jsonl", "a.json", "a.csv", "a.jsonl.gz", "a.arrow", "a.parquet"]
 
-
-COPIED = ["a.json", "a.jsonl.gz", "a.json.gz", "a.jsonl.zst", "a.json.zst", "a.parquet"]
-
-every_format = pytest.mark.parametrize("name", FORMATS)
+each_format = pytest.mark.parametrize("name", FORMATS)
 
 
 def write(folder: Path, name: str, records=RECORDS) -> Path:
     path = folder / name
-    path.write_bytes((table if name == "a.csv" else FORMATS[name])(records))
+    path.write_bytes((FORMATS | {"a.csv": table})[name](records))
     return path
 
 
@@ -96,159 +101,151 @@ def opened(path: Path, **options):
     return open_records((str(path),), cache=path.parent / "cache", **options)
 
 
+def sent(records):
+    """Return records as another process gets them."""
+    return pickle.loads(pickle.dumps(records))  # noqa: S301  # our own bytes
+
+
 def read_file(path: Path) -> Path:
-    """The file that is read in the place of another: its copy, where it has one."""
+    """Return the file that is read in the place of another: its copy, where it has one."""
     return next(iter(copies(path.parent)), path)
 
 
 def copies(folder: Path) -> list[Path]:
-    """All copies, by name."""
     return sorted(path for path in folder.glob("cache/*") if path.suffix in {".jsonl", ".arrow"})
 
 
 def plain(record):
-    """A record without what it does not have."""
+    """Return a record without what it does not have."""
     return {key: value for key, value in record.items() if value is not None}
 
 
-@every_format
-def test_every_record_comes_back_from_its_place(tmp_path, name):
-    """In any order; in another process too; each place names the file and the row or line."""
+@each_format
+def test_equal_records_are_one_data_set_in_every_format(tmp_path, name):
+    """In any order, in another process too; another value or folder of media is another digest."""
+    (tmp_path / "plain.jsonl").write_bytes(lines(RECORDS))
     path = write(tmp_path, name)
-
-    records = pickle.loads(pickle.dumps(opened(path)))  # noqa: S301  # our own bytes
+    reference, records = opened(tmp_path / "plain.jsonl"), sent(opened(path))
 
     assert [*map(plain, RECORDS)] == [*map(plain, records)]
     assert plain(RECORDS[5]) == plain(records[5])
-    unit = "line" if "jsonl" in name else "row"
-    assert f"{path}, {unit} 6" == str(records.location(5))
-    assert str(tmp_path) == records.folder(5)
+    assert (f"{path}, {'line' if 'jsonl' in name else 'row'} 6", str(tmp_path)) == (
+        str(records.location(5)), records.folder(5)
+    )  # fmt: skip
     with pytest.raises(IndexError):
         records[len(records)]
-
-
-@every_format
-def test_equal_records_have_one_digest_in_every_format(tmp_path, name):
-    """Any count, in any order; another value, or another folder of media, is another one."""
-    (tmp_path / "plain.jsonl").write_bytes(lines(RECORDS))
-    reference, records = opened(tmp_path / "plain.jsonl"), opened(write(tmp_path, name))
-
     for count in (3, 7, 1, 4):
         assert reference.digest(count) == records.digest(count)
-    other = write(tmp_path, name, [*RECORDS[:6], {**RECORDS[6], "id": 7}])
-    assert records.digest(6) == opened(other).digest(6)
-    assert reference.digest(7) != opened(other).digest(7)
+    other = opened(write(tmp_path, name, [*RECORDS[:6], {**RECORDS[6], "id": 7}]))
+    assert (records.digest(6), records.digest(7) != other.digest(7)) == (other.digest(6), True)
     (tmp_path / "folder").mkdir()
     assert records.digest(7) != opened(write(tmp_path / "folder", name)).digest(7)
 
 
 @pytest.fixture
 def unsettled(monkeypatch):
-    """Facts of a file are kept, however small the file, and however late it changed."""
+    """Keep facts of a file, however small it is, and however late it changed."""
     monkeypatch.setattr(record_file, "MIN_CACHED_BYTES", 0)
     monkeypatch.setattr(record_file, "SETTLED_NS", -(10**18))
+
+
+@pytest.fixture
+def hide_change(monkeypatch):
+    """Return a function that lets a file's size and times be for ever what they are now."""
+
+    def hide(path: Path) -> None:
+        state = record_file.file_state(path)
+        monkeypatch.setattr(record_file, "file_state", lambda _: state)
+
+    return hide
 
 
 def faults(path: Path) -> list[str]:
     return [reason for _, reason in data_files.copy_faults((str(path),), cache=path.parent / "cache")]
 
 
-@every_format
-def test_a_copy_that_is_not_what_its_file_holds_is_found(tmp_path, name):
-    """A file that is read where it is has none."""
-    path = write(tmp_path, name)
-    opened(path)
-    assert [] == faults(path)
-    assert (name in COPIED) == bool(copies(tmp_path))
-    for held in copies(tmp_path):
-        held.write_bytes(held.read_bytes().replace(b"a.png", b"b.png"))
-        assert [f"its copy was changed: delete {held}, and build again"] == faults(path)
-
-
-@pytest.mark.parametrize("name", COPIED)
+@each_format
 @pytest.mark.usefixtures("unsettled")
-def test_a_file_that_changed_unseen_is_found(tmp_path, name, monkeypatch):
-    """Where its size and times are what they were, a start takes its copy; verifying reads it."""
+def test_a_copy_is_made_once_and_is_what_its_file_holds(tmp_path, name, hide_change):
+    """Other content is another copy; verifying finds that a copy, or a file unseen, has changed."""
     path = write(tmp_path, name)
-    opened(path)
-    first = record_file.file_state(path)
-    monkeypatch.setattr(record_file, "file_state", lambda _: first)
-    write(tmp_path, name, RECORDS[:3])
+    digest = opened(path).digest(7)
+    made = copies(tmp_path)
+    assert ([], len(made)) == (faults(path), name not in DIRECT)
+    for copy in made:
+        written = copy.stat()
+        assert digest == opened(path).digest(7)
+        assert written == copies(tmp_path)[0].stat()
+        times = path.stat()
+        write(tmp_path, name, RECORDS[:3])
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        assert 3 == len(opened(path))
+        path = path.rename(tmp_path / f"moved-{name}")
+        assert (3, 2) == (len(opened(path)), len(copies(tmp_path)))
+        (small,) = {*copies(tmp_path)} - {copy}
+        whole = small.read_bytes()
+        small.write_bytes(whole.replace(b"a.png", b"b.png"))
+        assert [f"its copy was changed: delete {small}, and build again"] == faults(path)
+        small.write_bytes(whole)
+        hide_change(path)
+        path.write_bytes(FORMATS[name](RECORDS))
+        assert 3 == len(opened(path))
+        assert ["the file is another one than its copy"] == [reason[:37] for reason in faults(path)]
 
-    assert len(RECORDS) == len(opened(path))
-    assert ["the file is another one than its copy"] == [reason[:37] for reason in faults(path)]
 
-
-@every_format
-@pytest.mark.parametrize("is_sent", [False, True], ids=["here", "in another process"])
-def test_a_record_that_changed_after_it_was_digested_is_refused_by_name(tmp_path, name, is_sent):
+@each_format
+def test_a_record_that_changed_after_it_was_digested_is_refused_by_name(tmp_path, name):
     """Size and times stay; other records come back as they were; a changed copy is named."""
     rows = [{"query": f"text {number}", "response": "a"} for number in range(7)]
-    path = write(tmp_path, name, rows)
-    records = opened(path)
+    records = opened(path := write(tmp_path, name, rows))
     records.digest(7)
     held = read_file(path)
     before, changed = held.stat(), held.read_bytes().replace(b"text 3", b"text B")
     with held.open("r+b") as file:
         file.write(changed)
     os.utime(held, ns=(before.st_atime_ns, before.st_mtime_ns))
-    if is_sent:
-        records = pickle.loads(pickle.dumps(records))  # noqa: S301  # our own bytes
 
-    with pytest.raises(StaleError, match=re.escape(f"sample 3 ({records.location(3)})")) as raised:
-        records.read(3)
-    assert (name in COPIED) == (f"delete {held}" in str(raised.value))
-    assert (name in COPIED) != (f"{held} has changed since this run opened it" in str(raised.value))
-    assert [rows[index] for index in (0, 1, 2, 4, 5, 6)] == [records.read(index)[0] for index in (0, 1, 2, 4, 5, 6)]
+    cause = f"{held} has changed since this run opened it" if name in DIRECT else f"delete {held}"
+    for here in (sent(records), records):
+        with pytest.raises(StaleError, match=re.escape(f"sample 3 ({records.location(3)})")) as raised:
+            here.read(3)
+        assert cause in str(raised.value)
+        assert [rows[index] for index in (0, 1, 2, 4, 5, 6)] == [here.read(index)[0] for index in (0, 1, 2, 4, 5, 6)]
 
 
-@every_format
-def test_a_file_that_is_cut_off_gives_no_other_record(tmp_path, name):
-    """At any byte: it is refused by name; lines before the cut are what they were."""
-    whole = FORMATS[name](RECORDS)
-    path = tmp_path / name
-    for end in range(0, len(whole) - 1, max(1, len(whole) // 41)):
-        path.write_bytes(whole[:end])
-        try:
-            records = opened(path)
-        except DataSetError as error:
-            assert name in str(error)  # noqa: PT017
-            continue
-        assert name in {"a.jsonl", "a.arrow", "b.arrow"}, end
+def test_a_file_that_changes_after_it_was_opened_says_so(tmp_path):
+    """Also where the places of its records hold no JSON now, or the file is gone."""
+    for change in (lambda path: path.write_text('{"b": 1}\n' * 9), Path.unlink):
+        (tmp_path / "a.jsonl").write_text('{"b": "text"}\n' * 3)
+        records = opened(tmp_path / "a.jsonl")
+        change(tmp_path / "a.jsonl")
+
+        with pytest.raises(StaleError, match=r"a\.jsonl has changed since this run opened it: "):
+            records.read(1)
+
+
+@each_format
+def test_a_damaged_file_is_refused_by_name_or_gives_records(tmp_path, name):
+    """Cut off at any byte, none but those it held; with any byte changed, no end of the process."""
+    whole, path = FORMATS[name](RECORDS), tmp_path / name
+    cuts = [whole[:end] for end in range(0, len(whole) - 1, max(1, len(whole) // 41))]
+    flips = [
+        whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :]
+        for place in range(0, len(whole), max(1, len(whole) // 61))
+    ]
+    for content in (*cuts, *flips):
+        path.write_bytes(content)
         found = []
-        for index in range(len(records)):
-            try:
-                found.append(plain(records[index]))
-            except RecordError as error:
-                assert name in str(error)  # noqa: PT017
-        assert [*map(plain, RECORDS)][: len(found)] == found
-        assert len(found) < len(RECORDS) or name == "a.arrow"
-
-
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
-def test_an_archive_that_is_cut_off_says_after_which_line(tmp_path, name):
-    """Though all lines before are whole."""
-    rows = [{"t": hashlib.sha256(str(number).encode()).hexdigest()} for number in range(2_000)]
-    whole = FORMATS[name](rows)
-    (tmp_path / name).write_bytes(whole[: len(whole) * 9 // 10])
-
-    with pytest.raises(DataSetError, match=r"line 1,\d\d\d: the archive cannot be read on \(Truncated"):
-        opened(tmp_path / name)
-
-
-@pytest.mark.parametrize("name", [*COPIED, "a.arrow", "b.arrow"])
-def test_a_damaged_byte_never_ends_the_process(tmp_path, name):
-    """Anywhere in the file: an error that names it, or records; in one process for all."""
-    whole = FORMATS[name](RECORDS)
-    path = tmp_path / name
-    for place in range(0, len(whole), max(1, len(whole) // 61)):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
         try:
             records = opened(path)
             records.digest(len(records))
-            list(records)
+            found.extend(map(plain, records))
         except PackplanError as error:
             assert name in str(error)  # noqa: PT017
+        if len(content) < len(whole):
+            assert [*map(plain, RECORDS)][: len(found)] == found
+            assert not found or name in DIRECT
+            assert len(found) < len(RECORDS) or name == "a.arrow"
 
 
 def test_a_folder_of_datasets_is_a_data_set(tmp_path):
@@ -263,8 +260,7 @@ def test_a_folder_of_datasets_is_a_data_set(tmp_path):
     records = opened(tmp_path / "set")
 
     assert [*map(plain, RECORDS)] == list(records)
-    assert str(tmp_path / "set") == records.folder(0)
-    assert f"{tmp_path / 'set'}, row 7" == str(records.location(6))
+    assert (str(tmp_path / "set"), f"{tmp_path / 'set'}, row 7") == (records.folder(0), str(records.location(6)))
     assert 7 == len(opened(tmp_path / "both" / "train"))
     (reason,) = file_faults([str(tmp_path / "both")])
     assert "both holds several splits: name one of its folders, test, train" in reason
@@ -277,37 +273,77 @@ def test_a_folder_of_datasets_is_a_data_set(tmp_path):
 
 def test_a_folder_of_shards_is_a_data_set(tmp_path):
     """By name; one that holds several is refused, and names them."""
-    (tmp_path / "set" / "data").mkdir(parents=True)
+    (folder := tmp_path / "set" / "data").mkdir(parents=True)
     for name, rows in (("train-00001-of-00002", RECORDS[3:6]), ("train-00000-of-00002", RECORDS[:3])):
-        (tmp_path / "set" / "data" / f"{name}.parquet").write_bytes(parquet(rows))
+        (folder / f"{name}.parquet").write_bytes(parquet(rows))
 
     assert [*map(plain, RECORDS[:6])] == list(opened(tmp_path / "set"))
-    (tmp_path / "set" / "data" / "test-00000-of-00001.parquet").write_bytes(parquet(RECORDS))
+    (folder / "test-00000-of-00001.parquet").write_bytes(parquet(RECORDS))
     with pytest.raises(DataSetError, match=r"several data sets: name one of them, data/test\*.parquet, data/train\*"):
         opened(tmp_path / "set")
 
 
 @given(st.lists(st.lists(st.text(alphabet='a,"\n\t é', max_size=4), min_size=2, max_size=2), min_size=1, max_size=4))
+@example([["a" * 200_000, "longer than the csv module reads by itself"]])
 def test_a_table_of_text_comes_back_as_the_csv_module_wrote_it(tmp_path_factory, rows):
-    """Quotes, commas and line ends in a field; with tabs too; an empty field is none."""
+    """Quotes, commas and line ends in a field; with tabs, or compressed; an empty field is none."""
     folder = tmp_path_factory.mktemp("csv")
-    for name, delimiter in (("a.csv", ","), ("a.tsv", "\t")):
-        with (folder / name).open("w", newline="", encoding="utf-8-sig") as file:
-            csv.writer(file, delimiter=delimiter, quoting=csv.QUOTE_ALL).writerow(["query", "response"])
-            csv.writer(file, delimiter=delimiter).writerows(rows)
+    written = [{key: field for key, field in zip(("query", "response"), row, strict=True) if field} for row in rows]
+    for name, delimiter in (("a.csv", ","), ("a.tsv", "\t"), ("b.csv.gz", ",")):
+        file = io.StringIO(newline="")
+        csv.writer(file, delimiter=delimiter, quoting=csv.QUOTE_ALL).writerow(["query", "response"])
+        csv.writer(file, delimiter=delimiter).writerows(rows)
+        text = file.getvalue().encode("utf-8-sig")
+        (folder / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+        assert written == list(sent(opened(folder / name)))
 
-        written = [zip(("query", "response"), row, strict=True) for row in rows]
-        records = pickle.loads(pickle.dumps(opened(folder / name)))  # noqa: S301  # our own bytes
-        assert [{key: field for key, field in record if field} for record in written] == list(records)
+
+@given(
+    st.lists(st.tuples(json_values, st.sampled_from(["\n", "\r\n", "\n\n", "\n  \n"])), min_size=1, max_size=4),
+    st.sampled_from(["", "\ufeff"]), st.sampled_from([None, 1]), st.booleans(),
+)  # fmt: skip
+def test_json_of_anything_comes_back_as_the_json_module_wrote_it(tmp_path_factory, rows, mark, indent, is_plain):
+    """From an array, with blanks or not, and from lines, each at its number."""
+    folder, values = tmp_path_factory.mktemp("json"), [value for value, _ in rows]
+    (folder / "a.json").write_text(json.dumps(values, indent=indent, ensure_ascii=is_plain), "utf-8")
+    assert values == list(opened(folder / "a.json"))
+
+    text = mark + "".join(f"{json.dumps({'a': value})}{end}" for value, end in rows)
+    (folder / "a.jsonl").write_text(text, newline="")
+    records = sent(opened(folder / "a.jsonl"))
+    assert [{"a": value} for value in values] == list(records)
+    for index in reversed(range(len(records))):
+        line = text.encode().split(b"\n")[records.location(index).number - 1]
+        assert records[index] == json.loads(line)
 
 
-@given(st.lists(json_values, min_size=1, max_size=4), st.sampled_from([None, 1]), st.booleans())
-def test_an_array_of_anything_is_found_as_the_json_module_reads_it(tmp_path_factory, values, indent, is_plain):
-    """Brackets, quotes and backslashes in texts; with blanks or not."""
-    path = tmp_path_factory.mktemp("array") / "a.json"
-    path.write_text(json.dumps(values, indent=indent, ensure_ascii=is_plain), "utf-8")
-
-    assert values == list(opened(path))
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b'{"a": ', "no valid JSON"),
+        (b"\xff\xfe", "UTF-8"),
+        (b"NaN", "NaN is no JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a": [{"b": 1, "c": 2, "b": 3}]}', "the key 'b' is written twice"),
+        (b'{"a": "\\ud83d"}', r"has \\ud83d without its other half"),
+        (b'{"\\uDC00": 1}', r"has \\udc00 without its other half"),
+        (b'{"a": -' + b"9" * 5000 + b"}", "no valid JSON: Exceeds the limit"),
+        (b'{"a": 1e999}', "the number 1e999 is too large: write it as text"),
+    ],
+    ids=["torn", "bytes", "nan", "deep", "twice", "half", "half of a key", "digits", "infinite"],
+)
+def test_a_malformed_record_is_named(tmp_path, line, says):
+    """Line 7, when line 7 is wrong, and only when it is read; as a row of an array, if it ends."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"{}\n" * 4 + b'["\\ud83d\\ude00", "\\\\ud83d"]\n\n' + line + b"\n{}\n")
+    records = opened(path)
+    assert ["\U0001f600", "\\ud83d"] == records[4]
+    with pytest.raises(RecordError, match=rf"a\.jsonl, line 7: .*{says}"):
+        records[5]
+    path.write_bytes(b"[\n{},\r\n" + line + b", {}]")
+    error = RecordError if line.endswith((b"}", b"NaN")) else DataSetError
+    with pytest.raises(error, match=rf"a\.jsonl.*({says}|is no JSON value)"):
+        opened(path)[1]
 
 
 def test_a_line_end_in_a_text_of_an_array_is_refused_by_its_row(tmp_path):
@@ -320,6 +356,11 @@ def test_a_line_end_in_a_text_of_an_array_is_refused_by_its_row(tmp_path):
         records[1]
 
 
+TWINS = pa.Table.from_arrays([pa.array(["a"])] * 2, names=["query", "query"])
+
+RANDOM = lines([{"t": hashlib.sha256(str(number).encode()).hexdigest()} for number in range(2_000)])
+
+
 @pytest.mark.parametrize(
     ("name", "data", "says"),
     [
@@ -329,12 +370,10 @@ def test_a_line_end_in_a_text_of_an_array_is_refused_by_its_row(tmp_path):
         ("a.csv", b"a,b\n1,\xff\n", "is not UTF-8"),
         ("a.json", b'[{"a": "\xff"}]', "is not UTF-8"),
         ("a.csv", b"a,a\n1,2\n", "names the column 'a' twice"),
-        ("a.csv", b"a,\xff\n1,2\n", "is not UTF-8"),
         ("a.csv", b"a,b\n", "holds no record"),
         ("a.csv", b"", "holds no record"),
         ("a.json", b'[{"a": 1}, {"a": "x', r"row 2: is no JSON value \(Unterminated string"),
         ("a.json", b'[{"a": 1}, {"a": [', r"row 2: is no JSON value \(Expecting value\): the file may be cut off"),
-        ("a.json", b'[{"a": 1}, ', r"row 2: is no JSON value \(Expecting value\)"),
         ("a.json", b'[{"a": 1} {"a": 2}]', "row 1: is not followed by a comma"),
         ("a.json", b'[{"a": 1}, ]', "row 1: is the last of the array, but a comma follows it"),
         ("a.json", b'[{"a": 1}] 2', "row 1: is the last of the array, but more follows"),
@@ -343,8 +382,13 @@ def test_a_line_end_in_a_text_of_an_array_is_refused_by_its_row(tmp_path):
         ("a.jsonl", b"\n  \n", "holds no record"),
         ("a.zip", b"PK\x03\x04\x14\0xx", "is no text, and of no format that is read: unpack it"),
         ("a.jsonl.gz", gzip.compress(gzip.compress(b"{}", mtime=0), mtime=0), "is no text, .*unpack it"),
+        *(
+            (f"a.jsonl.{end}", pack(RANDOM)[:60_000], r"line 1,\d\d\d: the archive cannot be read on \(Truncated")
+            for end, pack in (("gz", gzip.compress), ("zst", zst))
+        ),
         ("a.jsonl", '{"a": 1}'.encode("utf-16"), "is no text"),
         ("a.arrow", b"{}\n", "is damaged, or no Arrow file"),
+        *((name, FORMATS[name](TWINS), "has two columns 'query'") for name in ("a.parquet", "a.arrow")),
     ],
 )
 def test_what_is_no_data_file_is_refused_for_what_it_is(tmp_path, name, data, says):
@@ -374,43 +418,32 @@ def test_a_pattern_names_files_in_order(tmp_path):
     assert 7 == open_records((f"{tmp_path}/[x].jsonl",))[0]
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-def test_columns_of_one_name_are_refused(tmp_path, name):
-    """One of them would be read, in silence."""
-    twins, path = pa.Table.from_arrays([pa.array(["a"])] * 2, names=["query", "query"]), tmp_path / name
-    if name == "a.parquet":
-        pq.write_table(twins, path)
-    else:
-        path.write_bytes(arrow(twins))
-
-    with pytest.raises(DataSetError, match=rf"{name} has two columns 'query'"):
-        opened(path)
+NO_TEXT = "has a name or a folder that is no text of UTF-8: rename it"
 
 
-@pytest.mark.parametrize("name", COPIED)
-@pytest.mark.usefixtures("unsettled")
-def test_a_copy_is_made_once_and_knows_its_file(tmp_path, name):
-    """A second start does not write it again; other content is another copy."""
-    path = write(tmp_path, name)
-    digest = opened(path).digest(7)
-    (copy,) = copies(tmp_path)
-    written = copy.stat()
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("pipe.jsonl", "is a pipe or a device: name"),
+        ("", r"is no folder of datasets\.save_to_disk: name"),
+        ("gone.jsonl", r"gone\.jsonl cannot be read"),
+        (os.fsdecode(b"\xe9/*.jsonl"), NO_TEXT),
+        ("\ud83d.jsonl", NO_TEXT),
+    ],
+    ids=ascii,
+)
+def test_what_names_no_data_file_is_refused_and_not_waited_for(tmp_path, name, says):
+    """A pipe, a folder, nothing; and a name that no digest or manifest can hold."""
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (folder := tmp_path / os.fsdecode(b"\xe9")).mkdir()
+    (folder / "a.jsonl").write_text("{}")
+    with pytest.raises(DataSetError, match=says):
+        open_records((str(tmp_path / name),))
 
-    assert digest == opened(path).digest(7)
-    assert written == copies(tmp_path)[0].stat()
-    times = path.stat()
-    write(tmp_path, name, RECORDS[:3])
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert 3 == len(opened(path))
-    path.rename(tmp_path / f"moved-{name}")
-    assert 3 == len(opened(tmp_path / f"moved-{name}"))
-    assert 2 == len(copies(tmp_path))
 
-
-@pytest.mark.parametrize("name", COPIED)
-def test_a_writer_that_ends_early_leaves_no_copy(tmp_path, name, monkeypatch):
+def test_a_writer_that_ends_early_leaves_no_copy(tmp_path, monkeypatch):
     """Killed, or on a full disk, which is named: the next start makes it, whatever was left."""
-    path = write(tmp_path, name)
+    path = write(tmp_path, "a.parquet")
     with pytest.raises(DataSetError, match="unpack or convert it"):
         open_records((str(path),))
     full = OSError(28, "No space left on device")
@@ -429,14 +462,14 @@ def test_a_writer_that_ends_early_leaves_no_copy(tmp_path, name, monkeypatch):
 
 def test_readers_that_start_together_share_one_copy(tmp_path, monkeypatch):
     """One writes it, as ranks on one disk do; the others wait."""
-    path, written = write(tmp_path, "a.parquet"), []
-    plain_write = rewriting._rewrite_parquet
-    monkeypatch.setattr(rewriting, "_rewrite_parquet", lambda *args: (written.append(1), plain_write(*args)))
+    path = write(tmp_path, "a.parquet")
+    rewrite = Mock(side_effect=rewriting._rewrite_parquet)
+    monkeypatch.setattr(rewriting, "_rewrite_parquet", rewrite)
 
     with ThreadPoolExecutor(4) as pool:
         digests = {*pool.map(lambda _: opened(path).digest(7), range(4))}
 
-    assert 1 == len(digests) == len(written)
+    assert 1 == len(digests) == rewrite.call_count
 
 
 @given(st.data())
@@ -461,9 +494,27 @@ def test_a_digest_without_some_records_is_as_if_they_were_not_there(tmp_path_fac
         assert alone.digest(len(kept)) == records.digest(end, without=sorted(out))
         assert [alone.record_digest(row) for row in range(len(kept))] == [*map(records.record_digest, kept)]
         assert rows == list(records)
-        assert [index - cut * (index >= cut) + 1 for index in kept] == [
-            records.location(index).number for index in kept
-        ]
+        places = [records.location(index).number for index in kept]
+        assert [index - cut * (index >= cut) + 1 for index in kept] == places
+
+
+@given(st.lists(st.sampled_from([1, 2, 7, 8, 9, 30]), min_size=1), st.integers(1, 10))
+def test_lines_are_found_whatever_is_read_at_once(tmp_path_factory, sizes, chunk):
+    """With the digest of their text; those over the limit are refused, with the key."""
+    path = tmp_path_factory.mktemp("chunks") / "a.jsonl"
+    path.write_text("".join(f"  {'1' * size} \n\n" for size in sizes))
+    whole = opened(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_lines, "CHUNK", chunk)
+        records = opened(path, max_line_bytes=12)
+
+        assert whole.digest(len(whole)) == records.digest(len(records))
+        for index, size in enumerate(sizes):
+            if size <= 12:
+                assert int("1" * size) == records[index]
+                continue
+            with pytest.raises(RecordError, match=rf"line {2 * index + 1}: the line has {size} bytes.*max_line_bytes"):
+                records[index]
 
 
 @pytest.mark.parametrize(
@@ -481,17 +532,30 @@ def test_a_long_text_is_refused_by_its_place_and_an_image_is_no_text(tmp_path, n
     assert opened(tmp_path / name).digest(2) == records.digest(2)
 
 
+def test_a_long_line_is_never_in_memory_whole(tmp_path):
+    """Opening, digesting and refusing a line of 34 MB takes a few MB."""
+    with (tmp_path / "a.jsonl").open("wb") as file:
+        file.writelines([b'{"a": "', *[b"x" * 1_000_000] * 34, b'"}\n{}\n'])
+
+    tracemalloc.start()
+    records = sent(opened(tmp_path / "a.jsonl", max_line_bytes=1000))
+    records.digest(2)
+    with pytest.raises(RecordError, match="the line has 34,000,010 bytes, but may have 33,554,432: write images"):
+        records[0]
+    assert {} == records[1]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8_000_000
+
+
 def resident_bytes(path: Path) -> int:
-    """How much of a file this process maps, and holds."""
+    """Return how much of a file this process maps, and holds."""
     maps = Path("/proc/self/smaps").read_text(encoding="utf-8").split("VmFlags")
     held = [one for one in maps if f"{path.resolve()}\n" in one]
     return 1024 * sum(int(line.split()[1]) for one in held for line in one.splitlines() if line.startswith("Rss:"))
 
 
-CACHED = ["a.jsonl", "a.json", "a.csv", "a.jsonl.gz", "a.arrow", "a.parquet"]
-
-
-@pytest.mark.parametrize("name", [*CACHED, "b.arrow"])
+@pytest.mark.parametrize("name", ["a.json", "a.csv", "a.jsonl.gz", "b.arrow", "a.parquet"])
 def test_a_file_takes_little_memory(tmp_path, name, monkeypatch):
     """Rewritten, opened, read in shuffled order; only an array is in memory while it is copied."""
     monkeypatch.setattr(arrow_rows, "MOST_HELD", 2**20)
@@ -508,59 +572,38 @@ def test_a_file_takes_little_memory(tmp_path, name, monkeypatch):
         assert rows[row] == records[row]
 
     assert where.stat().st_size > 20_000_000
-    assert held < 100 * len(rows) or name.endswith(".arrow")  # whose batches have two rows here
+    assert held < 100 * len(rows) or name == "b.arrow"  # whose batches have two rows here
     assert peak < 12_000_000 or name == "a.json"
     assert max(after_opening, resident_bytes(where)) < 3_000_000
 
 
 @pytest.mark.parametrize("name", CACHED)
 @pytest.mark.usefixtures("unsettled")
-def test_a_later_start_has_the_same_digests_records_and_places(tmp_path, name):
-    """By what is cached; another file, or a damaged cache, is read again."""
-    rows = [{"t": f"text {number}", "n": f"{number}"} for number in range(50)]
+def test_a_later_start_knows_a_file_by_what_is_cached(tmp_path, name, hide_change):
+    """A damaged cache is read again; a change that times hide is found where a record is read."""
+    rows = [{"t": f"text {number}", "n": f"{number}"} for number in range(10, 60)]
     path = write(tmp_path, name, rows)
     first = opened(path)
-    digest = first.digest(50)
-
-    again = opened(path)
+    digest, again = first.digest(50), opened(path)
     assert (digest, rows) == (again.digest(50), list(again))
     assert [*map(first.location, range(50))] == [*map(again.location, range(50))]
     held = next((tmp_path / "cache").glob("*-digests.bin"))
     held.write_bytes(held.read_bytes()[:-1] + b"?")
     assert digest == opened(path).digest(50)
-    write(tmp_path, name, [*rows[:25], {"t": "text 2S", "n": "25"}, *rows[26:]])
+    write(tmp_path, name, [*rows[:41], {"t": "text 5S", "n": "51"}, *rows[42:]])
     assert digest != opened(path).digest(50)
 
-
-@pytest.mark.parametrize("name", CACHED)
-@pytest.mark.usefixtures("unsettled")
-def test_a_change_that_size_and_times_hide_is_found_where_a_record_is_read(tmp_path, name, monkeypatch):
-    """As a sample, or by verification, which names it; a later start reads no record before."""
-    rows = [{"t": f"text {number}", "n": f"{number}"} for number in range(10, 60)]
-    path = write(tmp_path, name, rows)
-    before = opened(path).digest(50)
-    assert [] == faults(path)
-    text = read_file(path)
-    as_it_was = record_file.file_state(text)
-    monkeypatch.setattr(record_file, "file_state", lambda _: as_it_was)
-
+    write(tmp_path, name, rows)
+    assert (digest, []) == (opened(path).digest(50), faults(path))
+    text = next((file for file in copies(tmp_path) if b"text 51" in file.read_bytes()), path)
+    hide_change(text)
     text.write_bytes(text.read_bytes().replace(b"text 51", b"text 5l"))
 
     records = opened(path)
-    assert before == records.digest(50)
+    assert digest == records.digest(50)
     (reason,) = faults(path)
     assert f"{records.location(41).unit} {records.location(41).number} is another one" in reason
     assert rows[40] == records.read(40)[0]
     cause = f"Its copy was changed: delete {text}" if text != path else "content planned"
     with pytest.raises(StaleError, match=cause):
         records.read(41)
-
-
-@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
-def test_a_table_may_be_compressed_and_hold_long_fields(tmp_path, name):
-    """Longer than the csv module reads by itself."""
-    records = [{"text": "a" * 200_000}, {"text": "b"}]
-    written = table(records)
-    (tmp_path / name).write_bytes(gzip.compress(written) if name.endswith("gz") else written)
-
-    assert records == [plain(record) for record in opened(tmp_path / name)]

@@ -63,28 +63,20 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.fixture
-def reopen_lengths(tmp_path):
-    """Return a function that opens the same length store again, as a new process would."""
-    return lambda: DiskLengthStore(tmp_path)
-
-
-def test_lengths_come_back_row_by_row(reopen_lengths):
+def test_lengths_come_back_row_by_row(tmp_path):
     """Whatever the flushes, to whoever resumes or inspects; nothing once they are discarded."""
-    store = reopen_lengths()
+    store = DiskLengthStore(tmp_path)
     assert (None, []) == (store.inspect(), list(store.damage()))
     for first, end in ((0, 4), (4, 7), (7, 10)):
         assert first == len(taken(store))
         put(store, first, end, in_full=True, repeatability={"samples": [end]})
 
-        again, lengths = reopen_lengths(), reopen_lengths().inspect()
+        again, lengths = DiskLengthStore(tmp_path), DiskLengthStore(tmp_path).inspect()
 
         assert Origin(KEY, 10, end, DATA(end)) == lengths.origin
         assert ROWS[:end].tolist() == taken(again) == again.read(KEY, 10, DATA).table.tolist()
-        assert (ROWS[:end].tolist(), IMAGES[:end].tolist()) == (
-            lengths.rows.table.tolist(),
-            lengths.rows.media.tolist(),
-        )
+        assert ROWS[:end].tolist() == lengths.rows.table.tolist()
+        assert IMAGES[:end].tolist() == lengths.rows.media.tolist()
         assert ROWS[:end, 0].tolist() == lengths.tokens.tolist()
         assert (True, {"samples": [end]}) == (lengths.rows.in_full, lengths.rows.repeatability)
         assert store.digest() == again.digest() == lengths.digest
@@ -92,56 +84,40 @@ def test_lengths_come_back_row_by_row(reopen_lengths):
         store = again
 
     store.discard()
-    assert [] == taken(reopen_lengths())
-    assert reopen_lengths().inspect() is None
+    assert ([], None) == (taken(DiskLengthStore(tmp_path)), DiskLengthStore(tmp_path).inspect())
     store.append(StoredRows(ROWS[2:5], IMAGES[2:5], in_full=True), DATA(3))
-    assert ROWS[2:5].tolist() == reopen_lengths().resume(KEY, 10, DATA).table.tolist()
+    assert ROWS[2:5].tolist() == DiskLengthStore(tmp_path).resume(KEY, 10, DATA).table.tolist()
 
 
-def test_a_probe_and_files_are_kept_until_rows_follow_them(reopen_lengths):
+def test_a_probe_and_files_are_kept_until_rows_follow_them(tmp_path):
     """They speak of the rows they saw; nothing else changes with the files."""
-    store = filled(reopen_lengths(), 4, repeatability={"samples": [3, 0]})
+
+    def kept():
+        held = DiskLengthStore(tmp_path).inspect()
+        return held.rows.repeatability, held.origin.files, held.digest, held.origin.data_digest
+
+    store = filled(DiskLengthStore(tmp_path), 4, repeatability={"samples": [3, 0]})
     files = (DataFile("a.jsonl", "a", "text", 3), DataFile("b.jsonl", "b", "text", 1))
-    before = store.inspect()
-
+    before = kept()
     store.save_files(files)
+    assert ({"samples": [3, 0]}, files, *before[2:]) == kept()
 
-    after = reopen_lengths().inspect()
-    assert files == after.origin.files
-    assert {"samples": [3, 0]} == after.rows.repeatability
-    assert (before.digest, before.origin.data_digest) == (after.digest, after.origin.data_digest)
-
-    store = reopen_lengths()
+    store = DiskLengthStore(tmp_path)
     taken(store)
     put(store, 4, 10)
-    assert (None, ()) == (reopen_lengths().inspect().rows.repeatability, reopen_lengths().inspect().origin.files)
+    assert (None, ()) == kept()[:2]
     put(store, 10, 10, repeatability={"samples": [9]})
-    assert {"samples": [9]} == reopen_lengths().inspect().rows.repeatability
+    assert {"samples": [9]} == kept()[0]
 
 
-def test_lengths_stay_valid_while_the_data_they_were_measured_from_does(reopen_lengths):
+def test_lengths_stay_valid_while_the_data_they_were_measured_from_does(tmp_path):
     """Rows may be appended, and changed behind those; none before may change or go."""
-    filled(reopen_lengths(), 5)
+    filled(DiskLengthStore(tmp_path), 5)
 
-    assert 5 == len(taken(reopen_lengths(), 12, lambda n: DATA(n) if n <= 5 else "changed"))
+    assert 5 == len(taken(DiskLengthStore(tmp_path), 12, lambda n: DATA(n) if n <= 5 else "changed"))
     for num_samples, data in ((10, lambda n: f"other {n}"), (4, DATA)):
         with pytest.raises(StaleError, match="data"):
-            taken(reopen_lengths(), num_samples, data)
-
-
-def test_a_plan_comes_back_whole_under_its_key_only(tmp_path):
-    """Equal in every field; inspected, with the world sizes of this plan alone."""
-    store = DiskPlanStore(tmp_path)
-    assert store.load(KEY) is store.inspect() is None
-    for key, world_sizes in ((OTHER, [3, 1]), (KEY, [4, 2])):
-        store.save(key, PLAN)
-        for world_size in world_sizes:
-            store.save_aligned(key, aligned(PLAN, world_size))
-
-        assert StoredPlan(key, PLAN, tuple(sorted(world_sizes))) == store.inspect()
-        assert [] == list(store.damage())
-    assert PLAN == store.load(KEY)
-    assert store.load(OTHER) is None
+            taken(DiskLengthStore(tmp_path), num_samples, data)
 
 
 EPOCHS = tuple(
@@ -153,19 +129,25 @@ EPOCHS = tuple(
 )  # fmt: skip
 
 
-def test_records_of_epochs_come_back_under_the_key_of_their_plan(tmp_path):
-    """Those of the most epochs, whatever the ranks; none under another key."""
+def test_a_plan_and_its_epochs_come_back_whole_under_its_key_only(tmp_path):
+    """Inspected, with the world sizes of this plan alone; the records of the most epochs."""
     store = DiskPlanStore(tmp_path)
-    store.save(KEY, PLAN)
-    assert () == store.load_epochs(KEY) == store.inspect().epochs
+    assert store.load(KEY) is store.inspect() is None
+    for key, world_sizes in ((OTHER, [3, 1]), (KEY, [4, 2])):
+        store.save(key, PLAN)
+        for world_size in world_sizes:
+            store.save_aligned(key, aligned(PLAN, world_size))
 
+        assert StoredPlan(key, PLAN, tuple(sorted(world_sizes))) == store.inspect()
+        assert [] == list(store.damage())
+    assert (PLAN, None) == (store.load(KEY), store.load(OTHER))
+
+    assert () == store.load_epochs(KEY) == store.inspect().epochs
     for world_size, records in ((2, EPOCHS[:2]), (3, EPOCHS)):
         packs = tuple(one.num_packs for one in records)
         store.save_epochs(KEY, records, plain_schedule(packs, world_size, num_train_epochs=len(records)))
-
     assert EPOCHS == store.load_epochs(KEY) == store.inspect().epochs
-    assert () == store.load_epochs(Fingerprint({"lengths": "others"}))
-    assert [] == list(store.damage())
+    assert ((), []) == (store.load_epochs(OTHER), list(store.damage()))
 
 
 @pytest.fixture
@@ -190,23 +172,22 @@ def test_the_disk_holds_small_readable_manifests_and_nothing_else(whole):
     """Counts and checksums to read; every file is named by a manifest; a look leaves them so."""
     DiskPlanStore(whole).inspect()
     manifests = {path.name: json.loads(path.read_text()) for path in whole.glob("*.json")}
-    named = {entry["file"] for entry in manifests["raw_plan.json"]["arrays"].values()}
-    assert {"lengths.bin", "images.bin", *named, *manifests} == set(content(whole))
-    assert {"lengths.json", "raw_plan.json", "plan_ws2.json", "plan_ws3.json", "schedule_ws2.json"} == set(manifests)
-    schedule = manifests["schedule_ws2.json"]
+    lengths, raw, of_two, schedule = (
+        manifests[f"{name}.json"] for name in ("lengths", "raw_plan", "plan_ws2", "schedule_ws2")
+    )
+    named = {entry["file"] for entry in raw["arrays"].values()}
+    assert {"lengths.bin", "images.bin", "plan_ws3.json", *named, *manifests} == set(content(whole))
     assert ([3, 3, 4], 10) == ([one["steps"] for one in schedule["epochs"]], schedule["total_steps"])
-    assert 10 == manifests["lengths.json"]["samples"]["rows"]
-    assert plan_checksum(PLAN.packs) == manifests["raw_plan.json"]["checksum"]
-    told = {name: manifests["plan_ws2.json"][name] for name in ("repeated", "checksum", "num_aligned_packs")}
+    assert (10, plan_checksum(PLAN.packs)) == (lengths["samples"]["rows"], raw["checksum"])
     two = aligned(PLAN, 2)
-    assert {
-        "repeated": list(two.repeated), "checksum": plan_checksum(two.packs), "num_aligned_packs": len(two.packs)
-    } == told  # fmt: skip
+    assert (list(two.repeated), plan_checksum(two.packs), len(two.packs)) == (
+        of_two["repeated"], of_two["checksum"], of_two["num_aligned_packs"]
+    )  # fmt: skip
 
 
 def damaged_versions(path: Path, whole: bytes):
     """Yield a file with one bit changed all over it, cut short, and written in another layout."""
-    for place in range(0, len(whole), 13):
+    for place in range(0, len(whole), 29):
         flipped = bytearray(whole)
         flipped[place] ^= 1 << place % 8  # every bit of a byte in turn
         yield bytes(flipped)
@@ -262,18 +243,11 @@ def test_a_run_that_maps_lengths_survives_their_being_measured_anew(whole):
     assert (ROWS.tolist(), IMAGES.tolist()) == (mapped.table.tolist(), mapped.media.tolist())
 
 
-@pytest.fixture
-def two_runs(tmp_path):
-    """Folders of two runs; the first one's is filled by its store."""
-    folders = tmp_path / "one" / "train", tmp_path / "two" / "train"
-    for folder in folders:
-        folder.mkdir(parents=True)
-    return folders
-
-
-def test_another_runs_lengths_are_taken_over_once(two_runs):
+def test_another_runs_lengths_are_taken_over_once_if_they_fit(tmp_path):
     """Whole or partial, the same bytes; the other run is only read, and later not even that."""
-    one, two = two_runs
+    one, two, three = (tmp_path / name / "train" for name in ("one", "two", "three"))
+    for folder in (one, two, three):
+        folder.mkdir(parents=True)
     assert [] == taken(DiskLengthStore(two, lengths_from=one)), "which has none yet"
     other = filled(DiskLengthStore(one), 6)
     before = content(one)
@@ -283,17 +257,11 @@ def test_another_runs_lengths_are_taken_over_once(two_runs):
     put(other, 6, 10, repeatability={"samples": [1]})
     assert ROWS[:6].tolist() == taken(DiskLengthStore(two, lengths_from=one))
 
-
-def test_another_runs_lengths_have_to_fit(two_runs):
-    """Other inputs are refused with both values, and a folder that is none."""
-    one, two = two_runs
-    filled(DiskLengthStore(one), 6)
-
     with pytest.raises(StaleError, match="a: stored 1, now 2") as raised:
-        DiskLengthStore(two, lengths_from=one).resume(OTHER, 10, DATA)
+        DiskLengthStore(three, lengths_from=one).resume(OTHER, 10, DATA)
     assert "borrowed_lengths" == raised.value.kind
     with pytest.raises(ConfigError, match=r"training.packing_lengths_from: has no folder"):
-        taken(DiskLengthStore(two, lengths_from=one.parents[1] / "none" / "train"))
+        taken(DiskLengthStore(three, lengths_from=tmp_path / "none" / "train"))
 
 
 @pytest.mark.parametrize(
