@@ -164,7 +164,7 @@ class ModelError(_FactError, UserError):
 
 @attrs.define(eq=False)
 class StaleError(_FactError, UserError):
-    """Something stored was made from other inputs than those of this run."""
+    """Something stored was made from other inputs than this run has."""
 
     @classmethod
     def lengths(cls, where: str, differences: tuple[Difference, ...]) -> StaleError:
@@ -255,12 +255,12 @@ class VerificationError(PackplanError):
 
 @attrs.define(eq=False)
 class MismatchError(_FactError, VerificationError, AssertionError):
-    """Packs, ranks or samples are not what was planned, or samples are not as they are alone."""
+    """Packs, ranks or samples differ from the plan, or packed samples from the samples alone."""
 
 
 @attrs.define(eq=False)
 class CorruptArtefactError(VerificationError):
-    """A stored file is not what was written."""
+    """A stored file differs from the file that was written."""
 
     path: str
     reason: str
@@ -318,7 +318,7 @@ def _text_from(value: str | None, same: int) -> str:
 
 
 def _ranks_in_words(ranks: list[int]) -> str:
-    """Return ranks as text: the first few by number, and how many others."""
+    """Return ranks as text: the first few by number, and the number of others."""
     named = ", ".join(map(str, ranks[:_MOST]))
     others = f" and {len(ranks) - _MOST:,} more" if len(ranks) > _MOST else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {named}{others}"
@@ -337,8 +337,8 @@ def verb_for(number: int, one: str = "is", many: str = "are") -> str:
 
     Args:
         number: How many there are.
-        one: The verb for exactly one.
-        many: The verb for any other number.
+        one: Form for exactly one.
+        many: Form for any other number.
     """
     return one if number == 1 else many
 

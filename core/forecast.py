@@ -30,7 +30,7 @@ class Pause:
     """Seconds of each pause."""
 
     every: int
-    """Optimizer steps between two pauses; 0 for no pauses. Else the last step always has one."""
+    """Optimizer steps between two pauses; 0 for none. Otherwise the last step has a pause."""
 
     at_start: bool = False
     """Whether there is also a pause before the first step."""
@@ -142,7 +142,7 @@ Floats = NDArray[np.float64]
 
 EVALUATION_SHARE = 1 / 3
 """
-Seconds of an evaluation over those of training on its packs where none was measured: by FLOPs, the
+Seconds of an evaluation over seconds of training on its packs, if none was measured: by FLOPs, the
 forward pass is a third.
 """
 
@@ -158,10 +158,10 @@ class StepTime:
     """Coefficients of the seconds of an optimizer step."""
 
     step: float
-    """Seconds of each step: the optimizer, and what ranks exchange once a step."""
+    """Seconds of each step: the optimizer, and the exchange between ranks once a step."""
 
     microbatch: float
-    """Seconds of each microbatch: its start, and what ranks exchange in it."""
+    """Seconds of each microbatch: its start, and the exchange between ranks in it."""
 
     text: float
     """Seconds per FLOP of the matrix products of text positions."""
@@ -313,7 +313,7 @@ class StepTerms:
     @classmethod
     def from_epoch(cls, trained: EpochStats, flops: SampleWorks, *, sync_at: SyncPoint) -> StepTerms:
         """
-        Return the terms of an epoch, or of what is left of it.
+        Return the terms of an epoch, or of the rest of it.
 
         Args:
             trained: Packs of the epoch in their order.
@@ -372,8 +372,8 @@ def calibration_packs(
     """
     Return the samples of each pack to train, in order, step after step.
 
-    The steps hold packs of like work from the heaviest to the lightest, those of most images,
-    halves of packs, and the run's own first steps. The last one has a single microbatch.
+    The steps hold packs of like work from the heaviest to the lightest, packs of most images,
+    halves of packs, and the run's own first steps. The last step has a single microbatch.
 
     Args:
         packs: Packs of the plan.
@@ -576,7 +576,7 @@ def find_longest(peak_at: Callable[[int], int], *, start: int, limit: int, most:
     peak corrects it. A length is only returned if its own peak fits.
 
     Args:
-        peak_at: Peak of a full pack of so many tokens, in bytes.
+        peak_at: Function from tokens of a full pack to the peak of a step, in bytes.
         start: Length to begin with, >= 1.
         limit: Bytes that a peak with its margin may have.
         most: Longest length that the model has positions for.

@@ -43,7 +43,7 @@ class PlanSummary:
     """Method that found the bound."""
 
     gap: float | None
-    """Packs beyond the bound, dropped ones included, over the bound. None without packing."""
+    """Packs beyond the bound, dropped packs included, over the bound. None without packing."""
 
     auto_packs: int
     """Packs that `auto` needs at most; 0 where it saves at most 0.2 %, or was not compared."""
@@ -139,7 +139,7 @@ class ScheduleSummary:
     work_per_step: float
     """
     Mean work of a step of the first epoch over all ranks. It is in FLOPs if they are known, else
-    the sum of squares of sample lengths, padded ones without packing.
+    the sum of squares of sample lengths, or of padded lengths without packing.
     """
 
     work_imbalance: float

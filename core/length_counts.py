@@ -7,9 +7,10 @@ take them in that order. An algorithm fills a `PackingTrace` over indices; only 
 touches single samples, in passes over cache-sized blocks.
 
 Any fit is best fit and first fit, longest samples first. Both stay with a bin until the length no
-longer fits. In first fit it remains the first that fits; in best fit it becomes the fullest. So a
-range of neighbouring bins with equal room takes its samples in one move. The packs are those of
-the item-by-item algorithms (Johnson, "Near-optimal bin packing algorithms", 1973), ties included.
+longer fits. In first fit, the bin remains the first that fits; in best fit, it becomes the fullest.
+So a range of neighbouring bins with equal room takes its samples in one move. The packs are those
+of the item-by-item algorithms (Johnson, "Near-optimal bin packing algorithms", 1973), ties
+included.
 """
 
 from __future__ import annotations

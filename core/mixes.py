@@ -56,7 +56,7 @@ class Mix:
     samples_per_epoch: int | None = None
     """
     Samples of all sources in an epoch. Unset, the first source to run out sets the total; if none
-    can run out, the total is all samples within the caps.
+    can, all samples within the caps do.
     """
 
     tokens_per_epoch: int | None = None

@@ -222,7 +222,7 @@ def _find_plan_bound(
 
 
 def _checked_policy(policy: PlanPolicy) -> PlanPolicy:
-    """Return *policy*; TypeError if it is no `PlanPolicy`, such as a packing length."""
+    """Return *policy*; TypeError if it is no `PlanPolicy` but, for example, a packing length."""
     if not isinstance(policy, PlanPolicy):
         message = f"the second argument is a PlanPolicy, not {policy!r}: write packing_length={policy!r}"
         raise TypeError(message)
@@ -230,7 +230,7 @@ def _checked_policy(policy: PlanPolicy) -> PlanPolicy:
 
 
 def _split_by_fill(grouped: Packs, lengths: IntArray, policy: PlanPolicy) -> tuple[Packs, Packs]:
-    """Return the packs that the fill filter keeps, and those that it drops."""
+    """Return the packs that the fill filter keeps, and the packs that it drops."""
     least = min_load(policy.min_fill_ratio, policy.packing_length) if policy.drop_last else 0
     keep = grouped.loads(lengths) >= least if least > 1 else np.ones(len(grouped), dtype=bool)
     if keep.all():
@@ -275,7 +275,7 @@ def refuse_longer(lengths: Lengths, policy: PlanPolicy) -> None:
         policy: Settings of planning.
 
     Raises:
-        ArgumentError: A sample is longer. The first one and their number are named.
+        ArgumentError: A sample is longer. The first such sample and their number are named.
     """
     array, limit = as_lengths(lengths, least=0), policy.packing_length
     over = np.flatnonzero(array > limit)

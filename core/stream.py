@@ -19,7 +19,7 @@ Order = Callable[[int], IntArray]
 """Epoch -> indices of samples, in order."""
 
 PACKER_VERSION = str(binpacking.__version__)
-"""Version of binpacking. Another one may pack in another way, as 2.0 did after 1.5."""
+"""Version of binpacking. Another version may pack in another way, as 2.0 did after 1.5."""
 
 
 def _exact_ratio(value: float | str | Decimal | Fraction) -> Fraction:
@@ -94,7 +94,7 @@ class StreamCounts:
     """Tokens of the samples admitted so far."""
 
     dropped_packs: int = 0
-    """Dropped packs: underfilled ones, and those that fill no step of all ranks."""
+    """Dropped packs: underfilled packs, and packs that fill no step of all ranks."""
 
     dropped_tokens: int = 0
     """Tokens in the packs that were dropped."""

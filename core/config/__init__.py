@@ -1,4 +1,4 @@
 """
-Keys of a run's YAML as classes, their faults, advice on unknown keys, and what of them enters
-fingerprints and is compared between ranks.
+Keys of a run's YAML as classes, their faults, advice on unknown keys, and the keys that enter
+fingerprints or are compared between ranks.
 """

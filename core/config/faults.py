@@ -237,15 +237,14 @@ _DISTINGUISHING = re.compile(r"\d+|(?:^|_)(?:min|max)(?=_|$)")
 
 def explain_unknown_key(name: str, level: str, known: Iterable[str], *, refused: Mapping[str, str]) -> str:
     """
-    Return the reason why a key is unknown at its place, and the advice what to write.
+    Return the reason why a key is unknown at its place, with advice on what to write.
 
     Args:
         name: The key, as it is written.
         level: The section that it stands in, `training` or `policy.sequence_packing`; empty at the
             top.
         known: All keys of the configuration, each with its section: `training.learning_rate`.
-        refused: Keys, with their sections, that are known and always refused -> why, and what to
-            do.
+        refused: Keys, with their sections, that are known and always refused -> reason and remedy.
 
     >>> explain_unknown_key("learning_rate", "", ["training.learning_rate"], refused={})
     'is no key of the top level: write training.learning_rate'

@@ -4,8 +4,8 @@ checkpoint that it resumes.
 
 A path says where something is on a rank's own machine. Only whether it is set is compared, and the
 content elsewhere: weights, checkpoint, data and tokenizer by their digests, files of settings by
-what they hold. Data and packing of a checkpoint are compared by the plan and the digest of the
-data; `docs/training.md` has the same list.
+their content. Data and packing of a checkpoint are compared by the plan and the digest of the data;
+`docs/training.md` has the same list.
 """
 
 import json

@@ -15,7 +15,7 @@ is `packplan.hf.use_plan`, and `balance` is `packplan.hf.balance`.
 
 @attrs.frozen
 class Refusal:
-    """A setting that hosts refuse unless it is unset or off; one named `…_size` has to be 1."""
+    """A setting that hosts refuse unless it is unset or off; a setting `…_size` may also be 1."""
 
     setting: str
     """Name of the setting; a name behind a dot is an attribute of the setting before."""

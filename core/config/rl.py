@@ -1,5 +1,5 @@
 """
-Configuration of `packplan rl`: sections `policy:` and `grpo:`, and what it reads of the other
+Configuration of `packplan rl`: sections `policy:` and `grpo:`, and the keys that it reads of other
 sections.
 """
 
@@ -23,11 +23,11 @@ class SequencePackingConfig:
     """Pack sequences into microbatches."""
 
     train_mb_tokens: int = key(4096, check=at_least(1))
-    """Tokens of a microbatch in updates of the policy; a longer sequence is one by itself."""
+    """Tokens of a microbatch in updates of the policy; a longer sequence has its own."""
 
     logprob_mb_tokens: int | None = key(None, check=at_least(1))
     """
-    The same for log-probabilities alone, of the policy or the reference model; unset,
+    Limit for log-probabilities alone, of the policy or the reference model; unset,
     `train_mb_tokens`.
     """
 
@@ -35,7 +35,7 @@ class SequencePackingConfig:
     """Packing algorithm, as `training.packing_algorithm` has them."""
 
     sequence_length_round: int = key(1, check=at_least(1))
-    """Each sequence counts as rounded up to a multiple of it."""
+    """Lengths are rounded up to a multiple of it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -49,10 +49,10 @@ class DynamicBatchingConfig:
     """Sequences times width of a microbatch in updates of the policy."""
 
     logprob_mb_tokens: int | None = key(None, check=at_least(1))
-    """The same for log-probabilities alone; unset, `train_mb_tokens`."""
+    """Limit for log-probabilities alone; unset, `train_mb_tokens`."""
 
     sequence_length_round: int = key(64, check=at_least(1))
-    """Widths count as rounded up to a multiple of it."""
+    """Widths are rounded up to a multiple of it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -75,8 +75,8 @@ class RlConfig(RunConfig):
 
     grpo: Mapping[str, Any] = attrs.field(factory=dict)
     """
-    `reward_funcs`, functions as `module:function`, and arguments of TRL: those of `GRPOConfig`, and
-    of `ModelConfig` for low-rank adapters.
+    `reward_funcs`, functions as `module:function`, and arguments of TRL's `GRPOConfig`, and of its
+    `ModelConfig` for low-rank adapters.
     """
 
 

@@ -85,7 +85,7 @@ class ModelConfig:
     """Type of the weights; unset, the model's."""
 
     experts_impl: Literal["eager", "grouped_mm", "batched_mm"] | None = key(None, neither=LOADS)
-    """How experts of a mixture are computed; unset, transformers' choice."""
+    """Computation of a mixture's experts; unset, transformers' choice."""
 
     trust_remote_code: bool = key(False, neither=LOADS)
     """Run Python code from the model's folder."""
@@ -109,7 +109,7 @@ class TemplateConfig:
 
     template: str | None = key(None, lengths="otherwise")
     """
-    ms-swift's name of the chat template; unset, the only one of its registry. Those that do not
+    ms-swift's name of the chat template; unset, the only one of its registry. Templates that do not
     declare packing need `training.packing: false`.
     """
 
@@ -317,7 +317,7 @@ class TrainingConfig:
     """Processes that measure, at most one a core."""
 
     effective_batch_size: int | None = key(None, neither=TRAINS, check=at_least(1))
-    """Packs (samples, if unpacked) of a step over all ranks; unset, from the next two."""
+    """Packs (samples, if unpacked) of a step over all ranks; unset, from the next two keys."""
 
     per_device_train_batch_size: int = key(1, neither=TRAINS, check=at_least(1))
     """Batch of a rank. Packing forces 1, and keeps a step's packs by accumulation."""
@@ -407,7 +407,7 @@ class TrainingConfig:
     """Freeze the vision tower."""
 
     freeze_aligner: bool = key(False, neither=TUNES)
-    """Freeze the weights between the two."""
+    """Freeze the projector of the vision tower."""
 
     freeze_parameters: tuple[str, ...] = key((), neither=TUNES)
     """Prefixes of names of frozen weights, in full training."""

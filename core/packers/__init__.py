@@ -1,10 +1,10 @@
 """
 Packing algorithms by name.
 
-To add one, write a function of its name in a module of this package, and an entry of `ALGORITHMS`
-with that module. The function takes lengths, each from 1 to `capacity`, `capacity` by keyword, and
-what the entry lists in `takes`. It returns `Packs` in canonical order. `tests.laws.test_packers`
-holds every entry to the same laws.
+To add an algorithm, write a function of its name in a module of this package, and an entry of
+`ALGORITHMS` with that module. The function takes lengths, each from 1 to `capacity`, `capacity` by
+keyword, and what the entry lists in `takes`. It returns `Packs` in canonical order.
+`tests.laws.test_packers` holds every entry to the same laws.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -260,6 +260,6 @@ class ExchangeSearch:
 
 
 def _stable_order(keys: IntArray) -> IntArray:
-    """Return a stable argsort of numbers from 0. Those below 2**16 are sorted by radix."""
+    """Return a stable argsort of numbers from 0; by radix if all are below 2**16."""
     small = keys.size and int(keys.max()) < 1 << 16
     return np.argsort(keys.astype(np.uint16) if small else keys, kind="stable")

@@ -167,7 +167,7 @@ class _Program:
         self._sizes, self._counts, self._capacity = sizes, counts, capacity
         per_bin = capacity // sizes
         self.columns: list[Pattern] = [{group: num} for group, num in enumerate(per_bin.tolist())]
-        """Patterns of the basis. One without samples gives places of a group to the next."""
+        """Patterns of the basis; an empty one stands for places that pass to the next group."""
         self.uses = counts / per_bin
         self._costs = np.ones(sizes.size)
         self._prices = 1 / per_bin

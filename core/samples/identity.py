@@ -37,8 +37,8 @@ _MEDIA = frozenset({*IMAGE_KEYS, *VIDEO_KEYS, *PART_KEYS, *PATH_KEYS})
 
 _MAY_DIFFER = re.compile(rf'"(?:data:|/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3]|(?:{"|".join(_WRITTEN)})":\{{|tools":\[)')
 """
-Text in plain JSON for which the canonical form may differ, apart from `null`. It begins with one
-fixed character, which is found five times as fast as one of two.
+Text in plain JSON that the canonical form may change, apart from `null`. It begins with one fixed
+character, which is found five times as fast as a choice of two.
 """
 
 _LONG, _FIRST = 4096, 2

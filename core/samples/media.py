@@ -95,8 +95,8 @@ def refuse_media_settings(described: Mapping[str, Any]) -> None:
 
 def shows_medium(part: Any) -> bool:
     """
-    Return whether a part of a message shows an image or a video: it holds or names one, or has only
-    a type, and shows the next medium of its record.
+    Return whether a part of a message shows an image or a video: it holds or names the medium, or
+    has only a type, and shows the next medium of its record.
     """
     held = {name for name, value in part.items() if not is_empty(value)} if isinstance(part, Mapping) else set()
     kind = part["type"] if "type" in held else None

@@ -93,7 +93,7 @@ def to_shape(record: object, columns: Mapping[str, str] | None = None) -> Shaped
         columns: Key in the record -> key that a shape reads, one of `RECORD_KEYS`.
 
     Raises:
-        ValueError: The record has no known shape, or would lose something.
+        ValueError: The record has no known shape, or a part of it would be ignored.
 
     >>> to_shape({"question": "Why?", "answer": "So."}).shape
     'question, answer'
@@ -345,7 +345,7 @@ def _history_messages(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _turn_messages(query: object, response: object, names: tuple[str, str]) -> Iterator[dict[str, Any]]:
-    """Yield the messages of one question and answer; a null one is left out."""
+    """Yield the messages of one question and answer; null values are left out."""
     for role, text, name in (("user", query, names[0]), ("assistant", response, names[1])):
         if text is None:
             continue

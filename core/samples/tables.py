@@ -54,7 +54,7 @@ class Measurement:
         return field_differences(self, fetched)
 
     def __add__(self, other: Measurement) -> Measurement:
-        """Return the sum of two measurements; it is truncated if one of them is."""
+        """Return the sum of two measurements; the sum is truncated if one of them is."""
         return Measurement(*map(operator.add, to_row(self), to_row(other)))
 
     def __sub__(self, other: Measurement) -> Measurement:
@@ -310,7 +310,7 @@ class DataFile:
     """Name of the source; files of one source are counted together."""
 
     shape: str
-    """Shape of the records, as it is logged."""
+    """Name of the shape of the records, as it is logged."""
 
     records: int
     """Number of records, bad ones included."""

@@ -33,7 +33,7 @@ def has(record: Mapping[str, Any], name: str) -> bool:
 def parse_text(value: Any, name: str) -> Any:
     """
     Parse a text as JSON or a Python literal, and return any other value as is; UnusableRecordError,
-    which names the key *name*, for a text that is neither.
+    which names the key *name*, for any other text.
     """
     if not isinstance(value, str):
         return value

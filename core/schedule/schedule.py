@@ -74,7 +74,7 @@ class Progress:
     """Optimizer steps done in that epoch."""
 
     segments: tuple[EpochSegment, ...] = ()
-    """Segments of that epoch so far. The last one is going on."""
+    """Segments of that epoch so far. The last segment is going on."""
 
     def __attrs_post_init__(self) -> None:
         consumed = sum(segment.pack_offset // segment.world_size for segment in self.segments)
@@ -121,7 +121,7 @@ class EpochSchedule:
 
     num_packs: int | tuple[int, ...] = attrs.field(converter=_checked_packs)
     """
-    Packs of the raw plan, >= 1. Where each epoch has its own plan, those of every epoch of the
+    Packs of the raw plan, >= 1. Where each epoch has its own plan, the packs of every epoch of the
     training, from 0.
     """
 
@@ -282,7 +282,7 @@ class EpochSchedule:
         return before + first_epoch + math.ceil((share - 1) * per_epoch)
 
     def _total_where_epochs_differ(self, first_epoch: int) -> int:
-        """Return `total_steps` if epochs differ; *first_epoch* is the steps of the first one."""
+        """Return `total_steps` where epochs differ, given the steps of the epoch of `start`."""
         start, wanted = self.start, Fraction(str(self.num_train_epochs))
         whole, share = divmod(wanted, 1)
         if whole > start.epoch:
@@ -299,8 +299,8 @@ class EpochSchedule:
 
     def last_step(self, epoch: int) -> int:
         """
-        Return the number of the last optimizer step of *epoch*, which is that of `start` or a later
-        one. Steps count from 1, those before `start` included.
+        Return the number of the last optimizer step of *epoch*, the epoch of `start` or a later
+        one. Steps count from 1, steps before `start` included.
         """
         start = self.start
         end = start.step + self.num_remaining_steps(start.epoch)
@@ -359,7 +359,7 @@ class EpochSchedule:
 
     def trained_packs(self, epoch: int, num_steps: int) -> IntArray:
         """
-        Return the packs of the first remaining steps of *epoch*, over all ranks, repeated ones
+        Return the packs of the first remaining steps of *epoch*, over all ranks, repeated packs
         included; shape (num_trained,).
         """
         order, window = self.order(epoch), self.gradient_accumulation_steps
@@ -517,7 +517,7 @@ class ResumeState:
     progress: Progress
 
     inputs: Mapping[str, Any] = attrs.field(factory=dict)
-    """Inputs of the plan by name, to tell why it is another one; empty where they are unknown."""
+    """Inputs of the plan by name, to tell why a plan differs; empty where they are unknown."""
 
     identity: RunIdentity = NO_IDENTITY
     """Model, loss and settings of the run."""
@@ -538,7 +538,7 @@ class ResumeState:
     def differences(self, now: ResumeState) -> tuple[Difference, ...]:
         """
         Return the fields in which the current state *now* differs from this stored one, and the
-        inputs that make its plan another one.
+        inputs that make their plans differ.
         """
         names = ("plan", "data", "seed", "shuffle", "tuner", "order_version")
         pairs = [(name, getattr(self, name), getattr(now, name)) for name in names]

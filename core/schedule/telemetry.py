@@ -29,7 +29,7 @@ class PackStats:
     samples: IntArray
     tokens: IntArray
     work: NDArray[np.float64]
-    """FLOPs if `works` are given, else the sum of the squares of the samples' lengths."""
+    """FLOPs of each pack if `works` are given, else its sum of squared sample lengths."""
 
     long: IntArray
     """Number of long samples: 1 in a pack of a long sample, else 0."""
@@ -38,7 +38,7 @@ class PackStats:
     """Tokens a pack of several samples may hold."""
 
     all_samples: int
-    """Samples of the data set, those in no pack included."""
+    """Samples of the data set, samples in no pack included."""
 
     skipped_samples: int
     """Long samples that are in no pack."""

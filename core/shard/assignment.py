@@ -50,7 +50,7 @@ def add_filler(packs: Packs, num_items: int) -> Packs:
 
 def balance_items(costs: IntArray, works: IntArray, *, shards: int, per_shard: int, capacity: int) -> IntArray | None:
     """
-    Assign items by descending work, each to the least loaded worker with room; None if one fits
+    Assign items by descending work, each to the least loaded worker with room; None if an item fits
     nowhere.
 
     Args:
@@ -101,8 +101,8 @@ def balance_items(costs: IntArray, works: IntArray, *, shards: int, per_shard: i
 
 def _place_evenly(sizes: list[int], num: int, capacity: int) -> list[int] | None:
     """
-    Return the microbatch of each item, with about equal positions in each; None if one exceeds the
-    capacity.
+    Return the microbatch of each item, with about equal positions in each; None if a microbatch
+    exceeds the capacity.
     """
     heap = list(range(num))  # load and place in one number
     places = []

@@ -1,6 +1,4 @@
-"""
-Microbatches of RL batches: one packed row each, or rows of similar length padded to one width.
-"""
+"""Microbatches of RL batches: a packed row each, or rows of similar length padded to one width."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ class _Round:
 
     def _exchange(self, busy: int, idle: int) -> bool:
         """
-        Swap or move one item from microbatch *busy* to *idle* if that evens them out; return
+        Swap or move one item from microbatch *busy* to *idle* if that evens out their work; return
         whether it did.
         """
         gives, takes = self.held[busy], self.held[idle]

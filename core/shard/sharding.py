@@ -149,12 +149,12 @@ class CutBatch:
 
     sequences: IntArray
     """
-    Sequences of the batch, in order inside each microbatch; shape (num_slots,). Where one repeats,
-    all but the first are filler.
+    Sequences of the batch, in order inside each microbatch; shape (num_slots,). Where a sequence
+    repeats, all but its first slot are filler.
     """
 
     labels: IntArray
-    """Microbatch of each slot, the first `num` those of worker 0; shape (num_slots,)."""
+    """Microbatch of each slot; the first `num` belong to worker 0; shape (num_slots,)."""
 
     num: int
     """Microbatches of every worker."""

@@ -34,8 +34,8 @@ _ROUNDS = 60
 
 _SINGLE_ROUNDS = 8
 """
-First rounds, which exchange one pack for one since that table is small. Later rounds also exchange
-two for two.
+First rounds, which exchange one pack for one, since the table of such exchanges is small. Later
+rounds also exchange two for two.
 """
 
 _STALE = 8

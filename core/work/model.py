@@ -91,8 +91,8 @@ class WorkModel:
         Return the work of a forward and a backward pass, from this work of the forward pass.
 
         A backward pass takes as many FLOPs for the gradients of a layer's inputs, and as many again
-        for those of trained weights. Attention has no weights, and two products for each of its
-        own.
+        for those of trained weights. Attention has no weights, and its backward pass has two
+        products for each of the forward pass.
 
         Args:
             text: Whether the weights of the language model are trained, not frozen or under

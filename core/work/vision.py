@@ -10,7 +10,7 @@ from packplan.core.errors import ModelError
 from packplan.core.work.keys import ATTENTION_PRODUCTS, PRODUCT, ConfigKeys, Sizes
 
 FLOPs = NDArray[np.float64]
-"""Floating-point operations; float64, since those of a large data set exceed 64-bit integers."""
+"""Floating-point operations; float64, since sums over a data set exceed 64-bit integers."""
 
 
 @attrs.frozen
@@ -129,8 +129,8 @@ def _glm_work(keys: ConfigKeys) -> VisionWork:
 
 def _tile_work(keys: ConfigKeys, ratio: float, *, text: int) -> VisionWork:
     """
-    Return the work of InternVL's tower, whose tiles count as windows. Each has one token more than
-    patches.
+    Return the work of InternVL's tower, whose tiles count as windows. Each tile has one token more
+    than patches.
     """
     width, depth = keys.size("hidden_size"), keys.size("num_hidden_layers")
     patch, size = _side_length(keys, "patch_size"), _side_length(keys, "image_size")
