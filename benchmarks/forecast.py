@@ -166,7 +166,7 @@ def _row(name: str, found: Mapping[str, Any], unseen: int) -> ForecastRow:
     for place in places[found["fitted"] : found["fitted"] + unseen]:
         repeats = [one for steps in rounds if (one := steps[place])]
         seconds = statistics.median(one.seconds for one in repeats)
-        errors.append(abs(repeats[0].predict_seconds(timing.time) / seconds - 1))
+        errors.append(abs(repeats[0].predict_seconds(timing.step_time) / seconds - 1))
     first = found["fitted"] + unseen
     repeated = [one.seconds for steps in rounds for one in steps[first : first + _REPEATED] if one]
     low, middle, high = statistics.quantiles(repeated, n=4)

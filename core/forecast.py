@@ -58,8 +58,8 @@ class RunForecast:
     steps: Floats
     """Seconds of each step of the first epoch; shape (num_steps,)."""
 
-    others: Floats
-    """Seconds of the first epoch by each of `timing.others`; shape (num_others,)."""
+    refit_seconds: Floats
+    """Seconds of the first epoch by each of `timing.refits`; shape (num_refits,)."""
 
     total_steps: int
     """Optimizer steps of the run."""
@@ -92,7 +92,7 @@ class RunForecast:
     @property
     def uncertainty(self) -> float | None:
         """Relative uncertainty of the seconds of steps, two standard errors; None if not known."""
-        return self.timing.uncertainty(self.epoch_seconds, self.others.tolist())
+        return self.timing.uncertainty(self.epoch_seconds, self.refit_seconds.tolist())
 
     @property
     def tokens_per_second(self) -> float:
@@ -125,12 +125,12 @@ def forecast_run(
     terms = StepTerms.from_epoch(trained, flops, sync_at=schedule.sync_at)
     evaluation = 0.0
     if evaluated is not None:
-        forward = evaluated.seconds(attrs.evolve(timing.time, step=0.0))
+        forward = evaluated.seconds(attrs.evolve(timing.step_time, step=0.0))
         evaluation = timing.evaluation * float(forward.sum())
     return RunForecast(
         timing=timing,
-        steps=terms.seconds(timing.time),
-        others=np.array([terms.seconds(other).sum() for other in timing.others]),
+        steps=terms.seconds(timing.step_time),
+        refit_seconds=np.array([terms.seconds(refit).sum() for refit in timing.refits]),
         total_steps=schedule.total_steps,
         tokens=trained.num_tokens(0, len(terms.counts)),
         evaluation=Pause(evaluation, every[0], at_start=evaluates_first),
@@ -202,7 +202,7 @@ class MeasuredStep:
 class Timing:
     """Seconds of the parts of a run, fitted to measured steps."""
 
-    time: StepTime
+    step_time: StepTime
 
     num_measured: int
     """Measured steps from which the coefficients follow."""
@@ -213,26 +213,26 @@ class Timing:
     checkpoint: float = 0.0
     """Seconds of saving a checkpoint."""
 
-    others: tuple[StepTime, ...] = ()
+    refits: tuple[StepTime, ...] = ()
     """Coefficients of further fits, each without one part of the measured steps."""
 
     step_error: float | None = None
     """Relative error that 95 % of steps that the fit has not seen stay below; None if not known."""
 
-    def uncertainty(self, seconds: float, others: Sequence[float]) -> float | None:
+    def uncertainty(self, seconds: float, refit_seconds: Sequence[float]) -> float | None:
         """
         Return the relative uncertainty of a prediction, two standard errors; None if not known.
 
         The standard error is the jackknife's, over the parts that are left out.
 
         Args:
-            seconds: Prediction by `time`.
-            others: Predictions by each of `self.others`.
+            seconds: Prediction by `step_time`.
+            refit_seconds: Predictions by each of `refits`.
         """
-        if not self.others or not seconds:
+        if not self.refits or not seconds:
             return None
-        count = len(others)
-        return 2 * float(np.sqrt((count - 1) * np.mean((np.array(others) / seconds - 1) ** 2)))
+        count = len(refit_seconds)
+        return 2 * float(np.sqrt((count - 1) * np.mean((np.array(refit_seconds) / seconds - 1) ** 2)))
 
 
 @attrs.frozen
@@ -250,20 +250,20 @@ class Calibration:
 
     def timing(self) -> Timing:
         """Return the timing fitted to these steps, with its error on steps that were left out."""
-        time, errors, others = fit_steps(self.steps), [], []
+        time, errors, refits = fit_steps(self.steps), [], []
         for part in range(min(_FOLDS, len(self.steps))):
             left_out = self.steps[part::_FOLDS]
-            others.append(fit_steps([one for one in self.steps if one not in left_out] or self.steps))
-            errors += [abs(one.predict_seconds(others[-1]) / one.seconds - 1) for one in left_out]
+            refits.append(fit_steps([one for one in self.steps if one not in left_out] or self.steps))
+            errors += [abs(one.predict_seconds(refits[-1]) / one.seconds - 1) for one in left_out]
         evaluated, share = self.evaluation, EVALUATION_SHARE
         if evaluated is not None and (trained := evaluated.predict_seconds(time) - time.step) > 0:
             share = evaluated.seconds / trained
         return Timing(
-            time=time,
+            step_time=time,
             num_measured=len(self.steps),
             evaluation=share,
             checkpoint=self.checkpoint,
-            others=tuple(others),
+            refits=tuple(refits),
             step_error=float(np.quantile(errors, 0.95)),
         )
 
@@ -559,7 +559,7 @@ class LongestLength:
     peak: int
     """Peak at that length, in bytes, without the margin."""
 
-    is_position_limit: bool
+    limited: bool
     """Whether the model's positions are the limit, and not the memory."""
 
 
@@ -597,7 +597,7 @@ def find_longest(peak_at: Callable[[int], int], *, start: int, limit: int, most:
             break
     fitting = [one for one, peak in known.items() if peak <= room and one <= most]
     longest = max(fitting, default=0)
-    return LongestLength(longest, known.get(longest, min(known.values())), is_position_limit=longest == most)
+    return LongestLength(longest, known.get(longest, min(known.values())), limited=longest == most)
 
 
 def _second_length(start: int, most: int) -> int:

@@ -368,7 +368,7 @@ def mixes_faults(mixes: Mixes, sizes: Sequence[int]) -> Iterator[Fault]:
         found = list(_value_faults(mix, own)) or list(_total_faults(mix))
         if not found and mix.by == "samples":
             found = list(_share_faults(mix, own)) or list(_draw_faults(mix, own, own))
-        yield from _name_entry(mixes, entry, found)
+        yield from _prefix_faults(mixes, entry, found)
 
 
 def stream_faults(mixes: Mixes) -> Iterator[Fault]:
@@ -376,7 +376,7 @@ def stream_faults(mixes: Mixes) -> Iterator[Fault]:
     for entry, mix in enumerate(mixes.entries):
         if mix.by == "tokens":
             reason = "is tokens, which only static plans count before they draw: set it to samples"
-            yield from _name_entry(mixes, entry, [Fault("by", reason)])
+            yield from _prefix_faults(mixes, entry, [Fault("by", reason)])
 
 
 def measured_faults(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], epochs: int) -> Iterator[Fault]:
@@ -398,10 +398,10 @@ def measured_faults(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], epochs
             available = [pool.available(mix) for pool in drawable]
             found = list(_share_faults(mix, available, least))
             found = found or list(_draw_faults(mix, available, [len(pool.indices) for pool in drawable]))
-        yield from _name_entry(mixes, entry, found)
+        yield from _prefix_faults(mixes, entry, found)
 
 
-def _name_entry(mixes: Mixes, entry: int, found: Sequence[Fault]) -> Iterator[Fault]:
+def _prefix_faults(mixes: Mixes, entry: int, found: Sequence[Fault]) -> Iterator[Fault]:
     for fault in found:
         yield attrs.evolve(fault, path=f"{mixes.key_prefix(entry)}{fault.path}")
 

@@ -155,14 +155,14 @@ class ShardState:
     """Counts of the shard's samples in this epoch; waiting packs are not counted yet."""
 
     @property
-    def admitted(self) -> tuple[StreamItem, ...]:
+    def admitted_items(self) -> tuple[StreamItem, ...]:
         """Items that wait in the buffer or in a filled pack."""
         return (*chain.from_iterable(self.packs), *self.buffer)
 
     @property
-    def waiting(self) -> tuple[StreamItem, ...]:
+    def waiting_items(self) -> tuple[StreamItem, ...]:
         """Items that were read, but not yet trained, dropped or skipped."""
-        return (*self.admitted, *self.ahead)
+        return (*self.admitted_items, *self.ahead)
 
 
 def read_place(state: ShardState, place: int) -> ShardState:
@@ -347,9 +347,9 @@ def reshard(
     if not shards:
         return now, (totals, *[RankState()] * (world_size - 1))
     ended = StreamSegment(reads=tuple(shard.read for shard in shards))
-    waiting = sorted(chain.from_iterable(shard.waiting for shard in shards), key=lambda item: item.place)
+    waiting = sorted(chain.from_iterable(shard.waiting_items for shard in shards), key=lambda item: item.place)
     # These come to a buffer again, and are counted then.
-    again = [item.length for shard in shards for item in shard.admitted]
+    again = [item.length for shard in shards for item in shard.admitted_items]
     counts = sum((shard.counts for shard in shards), StreamCounts(samples=-len(again), tokens=-sum(again)))
     num_shards = world_size * shards_per_rank
     assigned = [ShardState(ahead=tuple(waiting[shard::num_shards])) for shard in range(num_shards)]

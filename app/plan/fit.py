@@ -241,5 +241,5 @@ def _print_longest(longest: LongestLength, report: Callable[[str], None]) -> Non
     if not longest.tokens:
         report("no packing length fits: add ranks that share the model, checkpointing, or adapters")
         return
-    end = ", at which the model's positions end" if longest.is_position_limit else ""
+    end = ", at which the model's positions end" if longest.limited else ""
     report(f"longest template.max_length that fits: {longest.tokens:,}{end} (peak {bytes_text(longest.peak)})")

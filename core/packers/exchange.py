@@ -94,6 +94,7 @@ class ExchangeSearch:
 
     loads: IntArray = attrs.field(init=False)
     sums: IntArray = attrs.field(init=False)
+    """Tokens (`loads`) and work (`sums`) of each pack; shape (num,)."""
     _mean: int = attrs.field(init=False)
     _stream: np.random.PCG64 = attrs.field(init=False)
 

@@ -31,7 +31,7 @@ class PackStats:
     work: NDArray[np.float64]
     """FLOPs of each pack if `works` are given, else its sum of squared sample lengths."""
 
-    long: IntArray
+    num_long: IntArray
     """Number of long samples: 1 in a pack of a long sample, else 0."""
 
     packing_length: int
@@ -76,7 +76,7 @@ class PackStats:
             samples=packs.sizes(),
             tokens=packs.loads(lengths),
             work=packs.sums(squares(lengths)) if works is None else np.zeros(0),
-            long=packs.loads(is_long),
+            num_long=packs.loads(is_long),
             packing_length=plan.packing_length,
             all_samples=plan.num_samples,
             skipped_samples=len(plan.skipped_long),
@@ -113,10 +113,10 @@ class EpochStats:
     order: IntArray
     """Packs of the epoch that this run trains, in order; shape (num_consumed,)."""
 
-    first: IntArray
+    is_first: IntArray
     """1 if a pack is consumed for the first time in the epoch, else 0; of the shape of `order`."""
 
-    before: IntArray
+    earlier_packs: IntArray
     """Distinct packs that the epoch consumed before this run."""
 
     @classmethod
@@ -140,8 +140,8 @@ class EpochStats:
             batch_size=schedule.batch_size,
             packs_per_step=schedule.world_size * schedule.batch_size * schedule.gradient_accumulation_steps,
             order=order,
-            first=first[before.size :],
-            before=np.unique(before),
+            is_first=first[before.size :],
+            earlier_packs=np.unique(before),
         )
 
     def num_positions(self, start: int, stop: int) -> int:
@@ -216,7 +216,7 @@ class EpochStats:
         return {
             **({"fill": float(fills.mean())} if fills.size else {}),
             **({"samples_per_pack": samples / packs.size} if pack_stats.packed else {}),
-            "long_share": int(pack_stats.long[packs].sum()) / samples,
+            "long_share": int(pack_stats.num_long[packs].sum()) / samples,
             "work": float(works.sum(axis=1).mean()),
             **(imbalances if self.world_size > 1 else {}),
             "coverage": self._coverage(stop),
@@ -232,7 +232,7 @@ class EpochStats:
         pack_stats, packs = self.pack_stats, self._distinct_packs(stop)
         fills = self._fills(packs)
         spread = {"mean": fills.mean(), "min": fills.min(), "p5": np.percentile(fills, 5)} if fills.size else {}
-        num_long = int(pack_stats.long[packs].sum())
+        num_long = int(pack_stats.num_long[packs].sum())
         return {
             **{f"epoch_fill_{name}": float(value) for name, value in spread.items()},
             "epoch_long_share": num_long / int(pack_stats.samples[packs].sum()),
@@ -244,8 +244,9 @@ class EpochStats:
         }
 
     def _packs(self, start: int, stop: int) -> tuple[IntArray, IntArray]:
+        """Return `order` and `is_first` of steps *start* to before *stop*."""
         chosen = slice(start * self.packs_per_step, stop * self.packs_per_step)
-        return self.order[chosen], self.first[chosen]
+        return self.order[chosen], self.is_first[chosen]
 
     def _by_rank(self, packs: IntArray) -> IntArray:
         """Reshape packs to rows of one pack for each rank; shape (rows, world_size)."""
@@ -269,7 +270,7 @@ class EpochStats:
     def _distinct_packs(self, stop: int) -> IntArray:
         """Return the distinct packs that the epoch has consumed before step *stop*."""
         packs, first = self._packs(0, stop)
-        return np.concatenate([self.before, packs[first > 0]])
+        return np.concatenate([self.earlier_packs, packs[first > 0]])
 
     def _coverage(self, stop: int) -> float:
         return int(self.pack_stats.samples[self._distinct_packs(stop)].sum()) / self.pack_stats.all_samples

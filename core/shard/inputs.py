@@ -128,7 +128,7 @@ class SequenceWorks:
     row_works: Callable[[IntArray], NDArray[np.float64]]
     """Work of rows of one sequence each, from their widths."""
 
-    own: NDArray[np.float64]
+    fixed: NDArray[np.float64]
     """Work of each sequence that no padding changes; shape (num_sequences,)."""
 
     @classmethod

@@ -90,7 +90,7 @@ def shard_packed(
     costs_of = np.minimum(padded, capacity)
     works_of = SequenceWorks.from_arguments(work, array.size)
     # At least 1, so that a microbatch with sequences is never taken for an empty one.
-    units = np.maximum(to_units(works_of.row_works(padded) + works_of.own), 1)
+    units = np.maximum(to_units(works_of.row_works(padded) + works_of.fixed), 1)
     done = np.zeros(shards, dtype=np.int64)
     balance, parts = assignment == "balanced", []
     for batch in global_batches(array.size, batch_size):

@@ -206,7 +206,7 @@ def join_batches(
     # Filler follows the sequences of its global batch.
     weights = np.zeros(slots.num_samples, dtype=np.int64)
     weights[np.unique(sequences, return_index=True)[1]] = 1
-    works = np.add.reduceat(work.own[slots.indices], slots.offsets[:-1])
+    works = np.add.reduceat(work.fixed[slots.indices], slots.offsets[:-1])
     if mode == "packed":
         widths = positions = slots.loads(padded)
         works += np.add.reduceat(work.row_works(padded)[slots.indices], slots.offsets[:-1])

@@ -85,7 +85,7 @@ def test_a_stream_is_packed_by_the_rules(stream):
     event(f"dropped: {bool(dropped)}")
     assert trained == packs
     assert (len(underfilled), len(dropped)) == (state.counts.underfilled_packs, state.counts.dropped_packs)
-    assert not state.waiting
+    assert not state.waiting_items
 
 
 @pytest.mark.parametrize(("length", "full"), [(54, False), (55, True), (56, True)])

@@ -155,11 +155,11 @@ def test_exact_steps_leave_no_uncertainty_and_uneven_ones_do():
     assert uneven.uncertainty(2.0, [2.1, 1.9] * 3) == pytest.approx(2 * 5**0.5 * 0.05)
     # A term that one step alone has is known where that step is not left out.
     rare = Calibration(tuple(steps_of(StepTime(1, 0, 0, 0, 1), [(1, 1, 0, 0)] * 7 + [(1, 1, 0, 9)]))).timing()
-    assert (1, 1) == pytest.approx((rare.time.vision, rare.time.step + rare.time.text))
+    assert (1, 1) == pytest.approx((rare.step_time.vision, rare.step_time.step + rare.step_time.text))
     assert rare.step_error > 0.5
     # Nothing varies in one step, so an evaluation is no share of anything.
     single = Calibration(tuple(steps_of(time, terms[:1])), MeasuredStep(1, 0, 0, 0, 25)).timing()
-    assert (3, 1 / 3) == pytest.approx((single.time.step, single.evaluation))
+    assert (3, 1 / 3) == pytest.approx((single.step_time.step, single.evaluation))
 
 
 @given(st.data())

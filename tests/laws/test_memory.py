@@ -114,7 +114,7 @@ def test_the_length_that_is_found_fits_and_its_peak_is_its_own(shape, start, lim
         assert tried[found.tokens] == found.peak
         assert add_margin(found.peak) <= limit + 1
         assert found.tokens <= most
-        assert found.is_position_limit == (found.tokens == most)
+        assert found.limited == (found.tokens == most)
     else:
         assert all(add_margin(peak) > limit or tokens > most for tokens, peak in tried.items())
 

@@ -144,11 +144,11 @@ def test_no_sample_is_lost_or_trained_twice_on_other_ranks(stream, shapes, data)
         assert (
             counts.packs
             <= len(trained)
-            == counts.samples - counts.dropped - counts.skipped - sum(len(state.admitted) for state in shards)
+            == counts.samples - counts.dropped - counts.skipped - sum(len(state.admitted_items) for state in shards)
         )
         ranks = tuple(RankState(tuple(shards[n : n + per_rank])) for n in range(0, len(shards), per_rank))
         if now is not None:
-            waiting = sorted(item.place for state in shards for item in state.waiting)
+            waiting = sorted(item.place for state in shards for item in state.waiting_items)
             event(f"samples wait: {len(waiting) > 1}")
             progress, ranks = reshard(progress, ranks, world_size=now[0], shards_per_rank=now[1])
             again = [[item.place for item in state.ahead] for rank in ranks for state in rank.shards]

@@ -99,7 +99,7 @@ class StreamedPacks(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
     def num_left(self, shards: Sequence[ShardState]) -> int:
         """Return the number of records of this rank that are neither trained nor left out yet."""
         parts = [self._places(shard, len(shards))[state.read :] for shard, state in enumerate(shards)]
-        return sum(map(len, parts)) + sum(len(state.waiting) for state in shards)
+        return sum(map(len, parts)) + sum(len(state.waiting_items) for state in shards)
 
     def filler_pack(self) -> PackOfRows:
         """Return a pack of one early record of the epoch, as filler for a rank without packs."""
@@ -139,7 +139,7 @@ class StreamedPacks(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
                 self._log_long(item, sample["length"])
                 state = admit_first(state, sample["length"], options=self.options)
                 if len(state.buffer) <= before:  # some left the buffer, perhaps not in a pack
-                    kept = {item.place for item in state.admitted}
+                    kept = {item.place for item in state.admitted_items}
                     encoded = {place: sample for place, sample in encoded.items() if place in kept}
             elif (place := next(unread, None)) is not None:
                 state = read_place(state, place)
