@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 
 NO_TARGET = -1
 
-_LEAST = torch.finfo(torch.float32).min
-"""Logarithm of an impossible token's probability, which times 0 is 0."""
+_LEAST = -1e9
+"""Logarithm of an impossible token's probability: times 0 it is 0, and times a gradient finite."""
 
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 18, 1 << 26
 """Logits in float32 at a time: as many as a core's cache holds, or 256 MB to keep a GPU busy."""

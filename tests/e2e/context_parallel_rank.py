@@ -1,6 +1,7 @@
-"""One rank of a group that shares a packed row."""
+"""One rank of a group that shares packed rows: how far its results are from those alone."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,13 @@ from packplan.core.context_parallel import PackedLayout
 from packplan.core.equality import VARLEN, AttentionChoice
 from packplan.core.errors import MismatchError
 from tests.e2e.unpad_rank import build
-from tests.nearness import apart
+from tests.nearness import FLOAT32, apart, norm
 
 LENGTHS = [13, 1, 30, 8, 2]
 """Ragged, one of a single token, one that two ranks share without padding."""
+
+Difference = float
+"""Distance of results over the limit of it: at most 1."""
 
 
 def sequences() -> list[torch.Tensor]:
@@ -42,15 +46,38 @@ def load(folder: str, dtype: str = "float32") -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).train()
 
 
-def share(
-    folder: str, *, dtype: str = "float32", checkpointing: bool = False, give_positions: bool = True
-) -> dict[str, object]:
-    """Run a model on this rank's part; return logits, loss and gradients of all ranks."""
+def alone(folder: str, dtype: str = "float32") -> dict:
+    """Return what the plain model gives each sequence by itself."""
     model = load(folder, dtype)
+    logits, loss, scale, gradients = [], torch.zeros(()), 0.0, {}
+    for tokens in sequences():
+        model.zero_grad()
+        logits.append(model(input_ids=tokens[None]).logits[0])
+        own = token_loss(logits[-1], torch.cat([tokens[1:], torch.tensor([-1])]))
+        own.backward()
+        loss = loss + own.detach()
+        mine = {name: p.grad for name, p in model.named_parameters()}
+        scale += norm(mine)
+        gradients |= {name: gradients.get(name, 0) + gradient for name, gradient in mine.items()}
+    return {"logits": torch.cat(logits).detach(), "loss": loss, "gradients": gradients, "scale": scale}
+
+
+def distances(found: dict, expected: dict) -> list[float]:
+    """Return how far logits, losses and gradients are apart, each on the scale of its terms."""
+    values = [apart({"": found[name]}, {"": expected[name]}) for name in ("logits", "loss")]
+    return [*values, apart(found["gradients"], expected["gradients"], scale=expected["scale"])]
+
+
+def in_context(
+    folder: str, *, dtype: str = "float32", checkpointing: bool = False, give_positions: bool = True
+) -> list[Difference]:
+    """Run a model on this rank's part of a row, as a loop of one's own does."""
+    model, expected = load(folder, dtype), alone(folder)
     if checkpointing:
         model.gradient_checkpointing_enable()
     plain = model.config._attn_implementation
     layout = PackedLayout.from_lengths(LENGTHS, cp_size=dist.get_world_size())
+    assert 1 == len(set(layout.causal_work()))
     row = torch.full((layout.num_positions,), 7)
     row[layout.is_token] = torch.cat(sequences())
     positions = layout.positions(dist.get_rank())
@@ -63,31 +90,22 @@ def share(
         loss = token_loss(logits[0], targets[positions])
         loss.backward()
     assert plain == model.config._attn_implementation
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
     loss = loss.detach()
-    dist.all_reduce(loss)
+    for part in (loss, *gradients.values()):
+        dist.all_reduce(part)
     parts = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, logits.detach())
-    return {
-        "logits": torch.cat(parts, dim=1)[0, layout.restore][layout.is_token],
-        "loss": loss,
-        "gradients": {name: p.grad for name, p in model.named_parameters()},
-        "work": layout.causal_work(),
-    }
+    whole = torch.cat(parts, dim=1)[0, layout.restore][layout.is_token]
+    limits = [FLOAT32] * 3
+    if dtype != "float32":
+        limits = [max(2 * rounding, 1e-3) for rounding in distances(alone(folder, dtype), expected)]
+    found = distances({"logits": whole, "loss": loss, "gradients": gradients}, expected)
+    return [distance / limit for distance, limit in zip(found, limits, strict=True)]
 
 
-def be_sharing(out: str, cases: dict[str, dict]) -> None:
-    """Be one rank of those that share rows; write how far each case is from whole rows."""
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    found = {name: differences(**options) for name, options in cases.items()}
-    Path(out, f"found{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-def differences(*, family: str, checkpointing: bool = False, **sizes: int) -> list[float]:
-    """Return the isolation of a model that shares rows, and its differences from whole rows."""
+def in_model(*, family: str, checkpointing: bool = False, **sizes: int) -> list[Difference]:
+    """Run a model whose calls share rows, as a trainer does."""
     model = build(family, **sizes).train()
     set_attention(model, attention_for_shared_rows(AttentionChoice(VARLEN)))
     model.config.use_cache = False
@@ -105,30 +123,30 @@ def differences(*, family: str, checkpointing: bool = False, **sizes: int) -> li
         model.zero_grad()
         loss = model(**batch, **more).loss
         loss.backward()
-        return loss.detach(), {name: weight.grad.clone() for name, weight in model.named_parameters()}
+        return {"": loss.detach()[None]}, {name: weight.grad.clone() for name, weight in model.named_parameters()}
+
+    def logits():
+        return [{"": model(**given).logits.detach()} for given in ({"input_ids": ids.view(2, -1)}, batch)]
 
     with compute_whole_rows():
         expected, gradients = taken(labels=labels)
-        padded = model(input_ids=ids.view(2, -1)).logits
-        logits = model(**batch).logits.detach()
-    apart_of = [float((model(input_ids=ids.view(2, -1)).logits - padded).abs().max())]
-    apart_of.append(apart({"": model(**batch).logits.detach()}, {"": logits}))
+        due = logits()
+    found = [apart(*pair) for pair in zip(logits(), due, strict=True)]
     for more in ({"labels": labels}, kept):
-        loss, found = taken(**more)
-        for gradient in found.values():
+        loss, own = taken(**more)
+        for gradient in own.values():
             dist.all_reduce(gradient.div_(dist.get_world_size()))
-        apart_of += [apart({"": loss[None]}, {"": expected[None]}), apart(found, gradients)]
+        found += [apart(loss, expected), apart(own, gradients)]
     isolation = probe_loaded(model, native="eager", named=VARLEN).isolation
     with pytest.raises(MismatchError, match="were given different ones"):
         model(**{**batch, "input_ids": ids + dist.get_rank()})
-    return [isolation, *apart_of]
+    return [math.inf if isolation else 0.0, *(distance / FLOAT32 for distance in found)]
 
 
 def main(out: str, cases: dict[str, dict]) -> None:
-    """Be one rank; rank 0 keeps each case's results."""
+    """Be one rank; write the differences of each case."""
     dist.init_process_group("gloo")
-    for name, options in cases.items():
-        result = share(**options)
-        if dist.get_rank() == 0:
-            torch.save(result, Path(out, f"{name}.pt"))
+    torch.set_num_threads(1)
+    found = {name: (in_context if "folder" in case else in_model)(**case) for name, case in cases.items()}
+    Path(out, f"found{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

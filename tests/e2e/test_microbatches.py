@@ -1,7 +1,6 @@
 """A batch as tensors: nothing is lost or mixed on the way into microbatches and back."""
 
 import re
-from functools import partial
 
 import attrs
 import numpy as np
@@ -19,23 +18,25 @@ from packplan.core.shard import shard_dynamic, shard_packed
 pytestmark = pytest.mark.covers
 
 
+PADS = {"tokens": 7, "labels": -100, "values": 0.3}
+
+
 def batch_of(lengths):
     """Return a batch whose token t of sequence s is 1000 * s + t + 1, with fields of each kind."""
-    width = max(lengths) + 2
-    ids = torch.zeros((len(lengths), width), dtype=torch.int64)
-    for number, length in enumerate(lengths):
-        ids[number, :length] = 1000 * number + torch.arange(1, length + 1)
+    columns = torch.arange(max(lengths))
+    ids = 1000 * torch.arange(len(lengths))[:, None] + columns + 1
+    own = columns < torch.tensor(lengths)[:, None]
     return BatchedData.from_fields(
         {
-            "input_ids": ids,
-            "values": ids.double() / 2,
-            "features": ids[..., None].expand(-1, -1, 3) * torch.tensor([1, 2, 3]),
+            "tokens": ids.where(own, 7),
+            "labels": ids.where(own, -100),
+            "values": (ids.double() / 2).where(own, 0.3),
+            "features": (ids * own)[..., None] * torch.tensor([1, 2, 3]),
             "rewards": torch.arange(len(lengths), dtype=torch.float32),
             "pixel_values": [torch.full((number, 2), number) for number in range(len(lengths))],
         },
-        lengths=lengths,
-        sequence_dims={"features": 1},
-    )
+        lengths=lengths, input_key="tokens", pad_values=PADS, sequence_dims={"features": 1},
+    )  # fmt: skip
 
 
 def cut(mode, lengths, shards, global_batch, multiple):
@@ -47,57 +48,51 @@ def cut(mode, lengths, shards, global_batch, multiple):
     return shard_dynamic(lengths, **workers, **budget, sequence_length_round=multiple)
 
 
-cases = {
-    "mode": st.sampled_from(["packed", "dynamic"]),
-    "lengths": st.lists(st.integers(1, 20), min_size=1, max_size=20),
-    "shards": st.integers(1, 3),
-    "global_batch": st.integers(1, 24),
-    "multiple": st.sampled_from([1, 4]),
-}
-
-
-@given(**cases)
+@given(
+    mode=st.sampled_from(["packed", "dynamic"]),
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=20),
+    shards=st.integers(1, 3),
+    global_batch=st.integers(1, 24),
+    multiple=st.sampled_from([1, 4]),
+)
+@example(mode="packed", lengths=[5, 2, 3], shards=1, global_batch=3, multiple=4)
 def test_microbatches_hold_every_token_where_it_belongs(mode, lengths, shards, global_batch, multiple):
-    """In place and position; per-token results come back sequence by sequence, in order."""
+    """In place and position, padded as its field; results come back in the order of sequences."""
     batch = batch_of(lengths)
     sharding = cut(mode, lengths, shards, global_batch, multiple)
 
     returned = []
     for worker in batch.shard(sharding):
-        for number in range(len(worker.global_batches)):
-            widths = worker.global_batches[number].widths.tolist()
-            for microbatch, width in zip(worker.microbatches(number), widths, strict=True):
-                assert (1 if mode == "packed" else len(microbatch.data), width) == tuple(microbatch.input_ids.shape)
-                flat, positions = microbatch.input_ids.reshape(-1), microbatch.position_ids.reshape(-1)
-                token = torch.as_tensor(microbatch.layout.is_token)
-                assert torch.equal(positions[token], flat[token] % 1000 - 1)
-                assert not flat[~token].any()
-                assert microbatch.data.lengths.tolist() == microbatch.cu_seqlens.diff().tolist()
-                starts = microbatch.cu_seqlens_padded[:-1].tolist()
-                assert flat[starts].tolist() == microbatch.data.tensor("input_ids")[:, 0].tolist()
-                computed = microbatch.unpacked(flat.double() / 2)
-                expected = microbatch.data.tensor("values")
-                assert torch.equal(expected[:, : computed.shape[1]], computed)
-                for place, own in enumerate(microbatch.data["pixel_values"]):
-                    assert (own == int(microbatch.data.tensor("rewards")[place])).all()
-                returned.append(microbatch.data)
+        widths = [width for one in worker.global_batches for width in one.widths.tolist()]
+        for microbatch, width in zip(worker, widths, strict=True):
+            data, flat = microbatch.data, microbatch.input_ids.reshape(-1)
+            assert (1 if mode == "packed" else len(data), width) == tuple(microbatch.input_ids.shape)
+            token, positions = torch.as_tensor(microbatch.layout.is_token), microbatch.position_ids.reshape(-1)
+            assert torch.equal(positions[token], flat[token] % 1000 - 1)
+            assert {7} >= {microbatch.pad_id, *flat[~token].tolist()}
+            assert torch.equal(flat.where(token & (positions > 0), -100), microbatch.labels.reshape(-1))
+            assert data.lengths.tolist() == microbatch.cu_seqlens.diff().tolist()
+            assert int(microbatch.cu_seqlens_padded.diff().max()) == microbatch.max_seqlen
+            assert torch.equal(flat[microbatch.cu_seqlens_padded[:-1]], data.tensor("tokens")[:, 0])
+            assert torch.equal(data.tensor("values"), microbatch.unpacked(flat.double() / 2, pad_value=0.3))
+            for place, own in enumerate(data["pixel_values"]):
+                assert (own == int(data.tensor("rewards")[place])).all()
+            returned.append(data)
     together = concatenate(returned).select(torch.tensor(sharding.restore)).truncate(batch.width)
-    for name in ("input_ids", "values", "features", "rewards"):
+    for name in ("tokens", "labels", "values", "features", "rewards"):
         assert torch.equal(batch.tensor(name), together.tensor(name))
     assert sharding.weights.tolist() == torch.cat([part.tensor(WEIGHTS) for part in returned]).tolist()
 
 
-def entries_of(data, *, loss, logits, layout=None):
-    """Return the fields of each sequence as a loss gets them."""
+def entries_of(data, *, logits, layout, **names):
+    """Return the fields of each sequence as a packed loss gives them."""
     found = []
 
     def noted(logits, entry, **_):
-        found.append(
-            {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
-        )
+        found.append({name: torch.as_tensor(value).tolist() for name, value in entry.items()})
         return logits.sum(), {}
 
-    loss(noted)(logits, data, layout=layout, num_sequences=1, num_tokens=1)
+    PackedLoss(noted, **names)(logits, data, layout=layout, num_sequences=1, num_tokens=1)
     return found
 
 
@@ -113,87 +108,54 @@ def test_a_field_runs_along_the_sequence_where_it_is_declared():
     }
     names = {"input_key": "tokens", "input_lengths_key": "sizes"}
     batch = BatchedData.from_fields(fields, sequence_dims={"vector": None, "spans": 2}, **names)
+    ends = {"tokens": 1, "position_ids": 2, "spans": 2}
     expected = [
-        {name: field.tolist() for name, field in batch.select([number]).truncate(length).fields.items()}
-        for number, length in enumerate(lengths)
-    ]
-    assert [(1, length, 8) for length in lengths] == [
-        (len(one["tokens"]), len(one["spans"][0][1]), len(one["vector"][0])) for one in expected
-    ]
+        {name: (field[n : n + 1].narrow(ends[name], 0, length) if name in ends else field[n : n + 1]).tolist()
+         for name, field in fields.items()}
+        for n, length in enumerate(lengths)
+    ]  # fmt: skip
 
-    found = []
-    for cut in (
-        shard_packed(lengths, shards=1, batch_size=3, max_tokens_per_microbatch=16),
-        shard_dynamic(lengths, shards=1, batch_size=3, max_tokens_per_microbatch=16),
-    ):
-        (worker,) = batch.shard(cut)
+    for shard in (shard_packed, shard_dynamic):
+        (worker,) = batch.shard(shard(lengths, shards=1, batch_size=3, max_tokens_per_microbatch=16))
+        found = []
         for row in worker:
-            data = {name: row.data[name] for name in fields}
-            loss = partial(PackedLoss, sequence_dims=row.data.sequence_dims, **names)
-            found += entries_of(data, loss=loss, logits=torch.ones(1, row.layout.num_positions, 2), layout=row.layout)
-
-    for one in expected:
-        assert 2 == found.count(one)
-
-
-@given(case=st.fixed_dictionaries(cases), more=st.integers(1, 5))
-@example(case={"mode": "packed", "lengths": [5, 2, 3], "shards": 1, "global_batch": 3, "multiple": 4}, more=2)
-def test_fields_are_padded_with_their_own_value(case, more):
-    """Wherever padding is added: in rows, in wider batches and in batches that become one."""
-    own = {"tokens": 7, "labels": -100, "values": 0.3}
-    lengths = case["lengths"]
-    ids, values = (batch_of(lengths).tensor(name) for name in ("input_ids", "values"))
-    narrow = BatchedData.from_fields(
-        {"tokens": ids, "labels": ids, "values": values, "marks": values},
-        lengths=lengths, input_key="tokens", pad_values=own, sequence_dims={"marks": 1},
-    ).truncate(max(lengths))  # fmt: skip
-
-    wide = narrow.truncate(max(lengths) + more)
-    for name in narrow.fields:
-        assert torch.equal(narrow.tensor(name), wide.tensor(name)[:, : narrow.width])
-        assert (wide.tensor(name)[:, narrow.width :] == own.get(name, 0)).all()
-        assert torch.equal(wide.tensor(name), concatenate([narrow, wide]).tensor(name)[: len(narrow)])
-    for worker in narrow.shard(cut(**case)):
-        for microbatch in worker:
-            flat, labels = microbatch.input_ids.reshape(-1), microbatch.labels.reshape(-1)
-            token = torch.as_tensor(microbatch.layout.is_token)
-            starts = torch.as_tensor(microbatch.layout.position_ids) == 0
-            if case["mode"] == "packed":
-                assert (flat[~token] == 7).all()
-            assert 7 == microbatch.pad_id
-            assert torch.equal(flat[token & ~starts], labels[token & ~starts])
-            assert (labels[starts | ~token] == -100).all()
-            assert int(microbatch.cu_seqlens_padded.diff().max()) == microbatch.max_seqlen
-            back = microbatch.unpacked(labels, pad_value=-100)
-            assert (back[:, 0] == -100).all()
-            assert [int((row != -100).sum()) for row in back] == (microbatch.data.lengths - 1).tolist()
+            data, logits = {name: row.data[name] for name in fields}, torch.ones(1, row.layout.num_positions, 2)
+            found += entries_of(data, logits=logits, layout=row.layout, sequence_dims=row.data.sequence_dims, **names)
+        assert sorted(expected, key=str) == sorted(found, key=str)
 
 
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), more=st.integers(0, 9))
-def test_rows_of_one_length_are_padded_behind_the_last_sequence(lengths, more):
-    """As stages of a pipeline exchange them; what does not fit is refused."""
+def test_wider_rows_and_batches_are_padded_at_their_end(lengths, more):
+    """With each field's own value; as stages of a pipeline exchange rows; too narrow is refused."""
     batch = batch_of(lengths)
     needed = sum(-(-length // 2) * 2 for length in lengths)
 
-    row = pack_row(batch, multiple=2, row_length=needed + more)
-
+    row, plain = pack_row(batch, multiple=2, row_length=needed + more), pack_row(batch, multiple=2)
     assert needed + more == row.input_ids.shape[1] == int(row.cu_seqlens_padded[-1])
-    plain = pack_row(batch, multiple=2)
     assert plain.cu_seqlens_padded[:-1].tolist() == row.cu_seqlens_padded[:-1].tolist()
     assert torch.equal(plain.input_ids, row.input_ids[:, :needed])
-    assert not row.input_ids[:, needed:].any()
+    assert (row.input_ids[:, needed:] == 7).all()
     with pytest.raises(ArgumentError, match="do not fit a row of"):
         pack_row(batch, multiple=2, row_length=needed - 1)
 
+    wide = batch.truncate(batch.width + more)
+    for name in ("tokens", "labels", "values", "features"):
+        assert torch.equal(batch.tensor(name), wide.tensor(name)[:, : batch.width])
+        assert (wide.tensor(name)[:, batch.width :] == PADS.get(name, 0)).all()
+        assert torch.equal(wide.tensor(name), concatenate([batch, wide]).tensor(name)[: len(batch)])
+
 
 IDS = torch.ones((2, 4), dtype=torch.int64)
-
 
 FIELDS = {
     "input_ids": IDS, "texts": ["a", "b"], "scores": torch.ones(2, 3), "x": torch.ones(2), "mrope": torch.ones(2, 3, 5),
 }  # fmt: skip
 
 NO_LENGTHS = ([1.0, 2], [0, 2], [[1], [2]], [True, True], ["a", "b"], [1, [2]], torch.tensor([1j, 2]))
+
+NO_DIMS = (
+    ("x", 1), ("gone", 1), ("texts", 1), ("scores", 1), ("input_ids", 0), ("input_ids", None), ("mrope", 3),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -210,34 +172,42 @@ NO_LENGTHS = ([1.0, 2], [0, 2], [[1], [2]], [True, True], ["a", "b"], [1, [2]], 
         *((FIELDS, {"pad_values": {name: 1}}, f"pad_values names {name}") for name in ("gone", "texts")),
         *((FIELDS, {"pad_values": {"input_ids": pad}}, "which int64 cannot hold") for pad in (0.5, "x")),
         *((FIELDS, {"sequence_dims": {name: dim}}, f"dimension {dim} of {name} is not as long")
-          for name, dim in (("x", 1), ("gone", 1), ("texts", 1), ("scores", 1), ("input_ids", 0), ("input_ids", None),
-                            ("mrope", 3))),
+          for name, dim in NO_DIMS),
     ],
 )  # fmt: skip
-def test_a_batch_that_is_none_is_refused(fields, options, says):
+def test_an_invalid_batch_is_refused(fields, options, says):
     """Fields, lengths, pad values and dimensions that do not go together."""
     with pytest.raises(ArgumentError, match=says):
         BatchedData.from_fields(fields, **{"lengths": [1, 2], **options})
 
 
-def test_what_a_batch_cannot_be_asked_for_is_refused():
-    """A list as a tensor; microbatches of other sequences; what it does not have."""
-    batch = BatchedData.from_fields({"input_ids": IDS, "texts": ["a", "b"]}, lengths=np.array([1, 2]))
-    with pytest.raises(ArgumentError, match="field texts is a list"):
-        batch.tensor("texts")
-    with pytest.raises(ArgumentError, match="made for sequences of other lengths"):
-        batch.shard(shard_packed([1, 2, 2], shards=1, batch_size=3, max_tokens_per_microbatch=4))
-    for ask in (batch.tensor, lambda name: batch[name]):
-        with pytest.raises(ArgumentError, match="the batch has no field gone, but input_ids, texts"):
-            ask("gone")
-    for indices in ([2], [-1], [0.7], [[0, 1]], torch.tensor([True, False]), ["a"]):
-        with pytest.raises(ArgumentError, match="are selected by whole numbers from 0 to 1"):
-            batch.select(indices)
-    with pytest.raises(ValueError, match="width is -1, but has to be"):
-        batch.truncate(-1)
-    for num_values in (7, 9):
-        with pytest.raises(ArgumentError, match=rf"the shape \({num_values},\), but the microbatch has 8 positions"):
-            pad_rows(batch).unpacked(torch.ones(num_values))
+BATCH = BatchedData.from_fields({"input_ids": IDS, "texts": ["a", "b"]}, lengths=np.array([1, 2]))
+
+EMPTY = BATCH.select([])
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (lambda: BATCH.tensor("texts"), "field texts is a list"),
+        (lambda: BATCH.shard(shard_packed([1, 2, 2], shards=1, batch_size=3, max_tokens_per_microbatch=4)),
+         "made for sequences of other lengths"),
+        *((lambda ask=ask: ask("gone"), "no field gone, but input_ids, texts")
+          for ask in (BATCH.tensor, BATCH.__getitem__)),
+        *((lambda indices=indices: BATCH.select(indices), "are selected by whole numbers from 0 to 1")
+          for indices in ([2], [-1], [0.7], [[0, 1]], torch.tensor([True, False]), ["a"])),
+        (lambda: BATCH.truncate(-1), "width is -1, but has to be"),
+        *((lambda num=num: pad_rows(BATCH).unpacked(torch.ones(num)), rf"\({num},\), but the microbatch has 8")
+          for num in (7, 9)),
+        *((lambda length=length: pack_row(EMPTY, multiple=2, row_length=length), "no sequence, so there is no row")
+          for length in (None, 8)),
+        (lambda: concatenate([]), "no batch to concatenate"),
+    ],
+)  # fmt: skip
+def test_what_a_batch_cannot_be_asked_for_is_refused(ask, says):
+    """A list as a tensor; microbatches of other sequences; what it does not have; an empty row."""
+    with pytest.raises((ArgumentError, ValueError), match=says):
+        ask()
 
 
 @pytest.mark.parametrize(
@@ -255,7 +225,7 @@ def test_a_field_that_only_may_run_along_the_sequence_is_named(name, shape, dim)
         batch.with_fields(**{name: torch.ones(shape)})
     assert 2 == batch.with_fields({name: dim}, **{name: torch.ones(shape)}).truncate(2).tensor(name).shape[dim]
     with pytest.raises(ArgumentError, match=says):
-        entries_of(fields, loss=PackedLoss, logits=torch.ones(1, 8, 2), layout=PackedLayout.from_lengths([4, 4]))
+        entries_of(fields, logits=torch.ones(1, 8, 2), layout=PackedLayout.from_lengths([4, 4]))
     with pytest.raises(ArgumentError, match=says):
         FusedLoss(OfTokens((name,)))(torch.ones(2, 4, 5), fields, num_sequences=2, num_tokens=6)
 
@@ -316,15 +286,7 @@ def test_no_field_is_lost_where_batches_become_one():
                 concatenate(batches)
 
 
-def test_a_batch_may_be_empty_but_a_row_may_not():
-    """It adds nothing to others, and has no row; no batches at all are refused."""
-    batch = batch_of([3, 1])
-    empty = batch.select([])
-
-    assert 0 == len(empty) == len(concatenate([empty, empty])) == len(empty.truncate(2).slice(0, 1))
-    assert torch.equal(batch.tensor("features"), concatenate([empty, batch, empty]).tensor("features"))
-    for row_length in (None, 8):
-        with pytest.raises(ArgumentError, match="no sequence, so there is no row to pack"):
-            pack_row(empty, multiple=2, row_length=row_length)
-    with pytest.raises(ArgumentError, match="no batch to concatenate"):
-        concatenate([])
+def test_a_batch_may_be_empty():
+    """It adds nothing to others."""
+    assert 0 == len(EMPTY) == len(concatenate([EMPTY, EMPTY])) == len(EMPTY.truncate(2).slice(0, 1))
+    assert BATCH["texts"] == concatenate([EMPTY, BATCH, EMPTY])["texts"]

@@ -11,79 +11,44 @@ from packplan.core.context_parallel import PackedLayout
 from packplan.core.equality import VARLEN, AttentionChoice
 from packplan.core.errors import ModelError
 from tests.e2e import context_parallel_rank, rank_main
-from tests.e2e.context_parallel_rank import load, sequences, token_loss
-from tests.nearness import FLOAT32, apart, norm
+from tests.nearness import FLOAT32
 from tests.processes import finished
-
-MODELS = ["qwen2", "qwen3"]
 
 _IN_CI = pytest.mark.skipif(
     "FOUR_RANKS" not in os.environ, reason="four ranks run in .ci/run alone, which has the time"
 )
 
-GROUPS = [2, pytest.param(4, marks=_IN_CI)]
-
-
-@pytest.fixture
-def models(demo):
-    """Return the folder of the demo's models."""
-    return demo / "models"
-
-
-@pytest.fixture
-def shared(server, tmp_path):
-    """Return a function that runs cases on ranks, and returns what each gave."""
-
-    def run(world_size, cases):
-        ranks = server.ranks(world_size, context_parallel_rank.main, str(tmp_path), cases, folder=tmp_path)
-        assert [0] * world_size == finished(ranks)
-        return {name: torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in cases}
-
-    return run
-
-
-def alone(folder, dtype="float32") -> dict:
-    """Return what the plain model gives each sequence by itself."""
-    model = load(str(folder), dtype)
-    logits, loss, scale, gradients = [], torch.zeros(()), 0.0, {}
-    for tokens in sequences():
-        model.zero_grad()
-        logits.append(model(input_ids=tokens[None]).logits[0])
-        own = token_loss(logits[-1], torch.cat([tokens[1:], torch.tensor([-1])]))
-        own.backward()
-        loss = loss + own.detach()
-        mine = {name: p.grad for name, p in model.named_parameters()}
-        scale += norm(mine)
-        gradients |= {name: gradients.get(name, 0) + gradient for name, gradient in mine.items()}
-    return {"logits": torch.cat(logits).detach(), "loss": loss, "gradients": gradients, "scale": scale}
-
-
-def differences(found, expected) -> dict[str, float]:
-    """Return how far results are apart, each on the scale of its terms."""
-    return {
-        **{name: apart({"": found[name]}, {"": expected[name]}) for name in ("logits", "loss")},
-        "gradients": apart(found["gradients"], expected["gradients"], scale=expected["scale"]),
-    }
+SHARED = {
+    "grouped heads": {"family": "qwen2"},
+    "heads that ranks do not divide": {"family": "qwen2", "num_attention_heads": 10, "num_key_value_heads": 2},
+    "fewer heads than ranks": {"family": "qwen2", "num_attention_heads": 1, "num_key_value_heads": 1},
+    "windows": {"family": "gemma3_text"},
+    "attention of its own code": {"family": "gemma2", "num_key_value_heads": 4},
+    "experts": {"family": "qwen3_moe"},
+    "layers computed again": {"family": "qwen2", "checkpointing": True},
+    "a loop of one's own": {"folder": "{models}/qwen3", "checkpointing": True},
+    "a loop that gives no positions": {"folder": "{models}/qwen2", "give_positions": False},
+    "a loop in bfloat16": {"folder": "{models}/qwen2", "dtype": "bfloat16"},
+}
+"""Cases of `context_parallel_rank`: models that share rows, or in loops that give them a part."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", GROUPS)
-def test_logits_and_gradients_are_those_of_each_sequence_alone(shared, models, world_size):
-    """With gradient checkpointing and without positions; equal causal work; bfloat16 too."""
-    cases = {model: {"folder": str(models / model)} for model in MODELS}
-    cases["qwen2"]["give_positions"] = False
-    cases["checkpointing"] = {"folder": str(models / "qwen3"), "checkpointing": True}
-    cases["bfloat16"] = {"folder": str(models / "qwen2"), "dtype": "bfloat16"}
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=_IN_CI)])
+def test_ranks_that_share_a_row_get_what_each_sequence_gives_alone(server, demo, tmp_path, world_size):
+    """
+    The loss of labels, of those that ms-swift keeps, and logits; the gradients over the ranks;
+    nothing passes between samples; a call that is no packed row is each rank's own.
+    """
+    cases = {name: {**case, "folder": case["folder"].format(models=demo / "models")} if "folder" in case else case
+             for name, case in SHARED.items()}  # fmt: skip
+    ranks = server.ranks(world_size, context_parallel_rank.main, str(tmp_path), cases, folder=tmp_path)
+    assert [0] * world_size == finished(ranks)
 
-    found = shared(world_size, cases)
-
-    expected = {model: alone(models / model) for model in MODELS}
-    for case, model in [("qwen2", "qwen2"), ("qwen3", "qwen3"), ("checkpointing", "qwen3")]:
-        assert max(differences(found[case], expected[model]).values()) < FLOAT32, case
-        assert 1 == len(set(found[case]["work"]))
-    rounding = differences(alone(models / "qwen2", "bfloat16"), expected["qwen2"])
-    for what, difference in differences(found["bfloat16"], expected["qwen2"]).items():
-        assert difference < max(2 * rounding[what], 1e-3), what
+    for rank in range(world_size):
+        found = json.loads((tmp_path / f"found{rank}.json").read_text())
+        assert found.keys() == SHARED.keys()
+        assert {} == {case: differ for case, differ in found.items() if not max(differ) < 1}
 
 
 @pytest.fixture
@@ -97,9 +62,9 @@ def group_of_one():
 
 
 @pytest.fixture
-def qwen3(models):
+def qwen3(demo):
     """Return a model, with a sequence of eight tokens."""
-    return load(str(models / "qwen3")), torch.arange(8)[None]
+    return context_parallel_rank.load(str(demo / "models" / "qwen3")), torch.arange(8)[None]
 
 
 def test_a_row_that_nobody_shares_is_the_row(group_of_one, qwen3):
@@ -134,39 +99,10 @@ def test_what_cannot_be_computed_is_refused(group_of_one, qwen3):
         attention_for_shared_rows(AttentionChoice(VARLEN, split=("Mamba",)))
 
 
-SHARED = {
-    "grouped heads": {"family": "qwen2"},
-    "heads that ranks do not divide": {"family": "qwen2", "num_attention_heads": 10, "num_key_value_heads": 2},
-    "fewer heads than ranks": {"family": "qwen2", "num_attention_heads": 1, "num_key_value_heads": 1},
-    "windows": {"family": "gemma3_text"},
-    "attention of its own code": {"family": "gemma2", "num_key_value_heads": 4},
-    "experts": {"family": "qwen3_moe"},
-    "layers computed again": {"family": "qwen2", "checkpointing": True},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", GROUPS)
-def test_ranks_that_share_a_row_get_what_each_gets_alone(server, tmp_path, world_size):
-    """
-    The loss of labels, of those that ms-swift keeps, and logits; the mean of the gradients; nothing
-    passes between samples; a call that is no packed row is each rank's own.
-    """
-    ranks = server.ranks(world_size, context_parallel_rank.be_sharing, str(tmp_path), SHARED, folder=tmp_path)
-    assert [0] * world_size == finished(ranks)
-
-    for rank in range(world_size):
-        found = json.loads((tmp_path / f"found{rank}.json").read_text())
-        assert found.keys() == SHARED.keys()
-        for case, (isolation, *differ) in found.items():
-            assert isolation == 0, case
-            assert max(differ) < FLOAT32, case
-
-
 @pytest.mark.slow
 def test_a_run_goes_on_on_another_number_of_ranks_to_a_row(write_run, execute, start_ranks, few_scenes, tmp_path):
     """With images and adapters: two ranks to a row take the steps of one, also after a resume."""
-    keys = {"effective_batch_size": 2, "tuner_type": "lora", "lora_dropout": 0, "max_steps": 4, "num_train_epochs": 2,
+    keys = {"effective_batch_size": 2, "tuner_type": "lora", "lora_dropout": 0, "max_steps": 3, "num_train_epochs": 2,
             "save_strategy": "steps", "save_steps": 2, "packing_drop_last": False}  # fmt: skip
     custom = {"train_jsonl": str(few_scenes), "val_jsonl": str(few_scenes)}
     overlay = {"custom": custom, "template": {"max_length": 500}}
@@ -184,4 +120,4 @@ def test_a_run_goes_on_on_another_number_of_ranks_to_a_row(write_run, execute, s
         for history in (ranks[0]["history"], resumed.history, alone.history)
     )
     assert found == pytest.approx(expected, rel=FLOAT32)
-    assert left[-3:] == pytest.approx(expected[-3:], rel=FLOAT32)
+    assert left[-2:] == pytest.approx(expected[-2:], rel=FLOAT32)

@@ -3,7 +3,7 @@
 import copy
 import json
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -18,7 +18,6 @@ from transformers import (
     AutoProcessor,
 )
 
-from packplan.adapters.hf.packed_calls import TextStack
 from packplan.core.errors import ArgumentError, ModelError, PackplanError
 from packplan.hf import unpad
 from tests.e2e import unpad_rank
@@ -44,10 +43,10 @@ def assert_same(model, hooks, batch, **options):
     assert calls + 1 == hooks.counts.calls
     with hooks.paused():
         due, expected = computed(model, batch, **options)
-    own = batch["attention_mask"].bool()
     torch.testing.assert_close(found.loss, due.loss, atol=2e-6, rtol=2e-6)
-    if found.logits.shape[:2] == own.shape:
-        torch.testing.assert_close(found.logits[own], due.logits[own], atol=2e-5, rtol=1e-5)
+    assert due.keys() - found.keys() <= {"past_key_values"}
+    for name in found.keys() - {"loss", "logits" if found.logits.shape != due.logits.shape else ""}:
+        assert_same_values(found[name], due[name], batch["attention_mask"].bool())
     assert gradients.keys() == expected.keys()
     for name, one in gradients.items():
         torch.testing.assert_close(
@@ -56,10 +55,32 @@ def assert_same(model, hooks, batch, **options):
     return found, due
 
 
+def assert_same_values(found, due, own):
+    """Outputs of each token, of all layers or of each row are the same, but for padding."""
+    if isinstance(found, tuple):
+        for one, other in zip(found, due, strict=True):
+            assert_same_values(one, other, own)
+    elif found.shape[:2] == own.shape:
+        torch.testing.assert_close(found[own], due[own], atol=2e-5, rtol=1e-5)
+    else:
+        by_token = own.flatten() if found.shape[:1] == (own.numel(),) else ...
+        torch.testing.assert_close(found[by_token], due[by_token], atol=2e-6, rtol=1e-5)
+
+
 @cache
-def hooked(family: str = "qwen2"):
+def hooked(family: str = "qwen2", *, logits: bool = True):
     model = build(family)
-    return model, unpad(model)
+    return model, unpad(model, logits=logits)
+
+
+def adapted(*, checkpointing=False):
+    """Return a model with adapters, whose layers are perhaps computed again."""
+    model = get_peft_model(build("qwen2"), LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    if checkpointing:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    return model
 
 
 @settings(max_examples=25)
@@ -86,112 +107,92 @@ def test_any_mask_gives_the_padded_results_at_real_tokens_and_zeros_elsewhere(ma
     assert not is_packed or not found[~own].any()
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gpt2", "opt", "gemma3_text", "qwen3_moe", "qwen3_5_text"])
-def test_a_family_trains_the_same(family):
-    """Absolute positions, windows, experts and states along the row included."""
-    model = build(family)
+BETWEEN = padded() * (torch.arange(POSITIONS) % 5 != 3)
+
+CASES = {
+    **{family: (partial(build, family), {}) for family in ("gpt2", "opt", "gemma3_text")},
+    "all layers": (partial(build, "qwen2"), {"output_hidden_states": True, "use_cache": True}),
+    "experts": (partial(build, "qwen3_moe", router_aux_loss_coef=0.5), {"output_router_logits": True}),
+    "adapters": (adapted, {}),
+    "adapters, checkpointing": (partial(adapted, checkpointing=True), {}),
+    "positions": (partial(build, "gpt2"), {"position_ids": (padded().cumsum(1) - 1).clamp(min=0)}),
+}
+"""Case -> model, and further arguments of its calls."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_trains_the_same(case):
+    """Absolute positions, the caller's, windows, experts with their loss, adapters, all layers."""
+    make, options = CASES[case]
+    model = make()
     hooks = unpad(model)
 
-    assert_same(model, hooks, batch_of(padded()))
-    if family != "qwen3_5_text":  # its own padded pass carries states over padding in between
-        assert_same(model, hooks, batch_of(padded() * (torch.arange(POSITIONS) % 5 != 3)))
+    found, _ = assert_same(model, hooks, batch_of(padded()), **options)
+    assert_same(model, hooks, batch_of(BETWEEN), **options)
+
+    if case == "experts":
+        assert 0 < found.aux_loss.item()
+    if case == "all layers":
+        batch = batch_of(padded())
+        embedded = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+        assert_same(model, hooks, batch | {"inputs_embeds": embedded}, **options)
 
 
-def test_rows_are_apart_where_positions_go_on_from_one_to_the_next():
-    """A model that finds samples by positions alone computes such a batch padded."""
-    model = build("gptj", n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64)
-    hooks = unpad(model)
-    columns = torch.arange(POSITIONS)[None]
-    batch = batch_of(torch.cat([columns < 9, columns >= 9]).long())
-    calls = hooks.counts.calls
-
-    found, _ = computed(model, batch)
-    with hooks.paused():
-        due, _ = computed(model, batch)
-
-    assert calls == hooks.counts.calls
-    torch.testing.assert_close(found.loss, due.loss)
-    assert_same(model, hooks, batch_of(padded()))
-
-
-def test_positions_of_the_caller_are_kept():
-    """Trainers count positions as they like; rows that are packed already pass through."""
-    model, hooks = hooked("gpt2")
-    batch = batch_of(padded())
-    counted = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
-
-    assert_same(model, hooks, batch | {"position_ids": counted})
-    calls = hooks.counts.calls
-    model(**batch, position_ids=counted % 7)
-
-    assert calls == hooks.counts.calls
-
-
-def test_embeddings_and_all_hidden_states_are_put_back():
-    """A caller that embeds tokens itself reads every layer where the padded pass has it."""
-    model, hooks = hooked()
-    batch = batch_of(padded())
-    own = batch["attention_mask"].bool()
-    embedded = {**batch, "inputs_embeds": model.get_input_embeddings()(batch.pop("input_ids")).detach()}
-    embedded.pop("input_ids")
-
-    found, due = assert_same(model, hooks, embedded, output_hidden_states=True)
-
-    for mine, other in zip(found.hidden_states, due.hidden_states, strict=True):
-        torch.testing.assert_close(mine[own], other[own], atol=2e-5, rtol=1e-5)
-
-
-def test_the_auxiliary_loss_of_experts_is_that_of_the_padded_pass():
-    """Scores of routers go back too, where the mask leaves padding out."""
-    model = build("qwen3_moe", router_aux_loss_coef=0.5)
-    hooks = unpad(model)
-
-    found, due = assert_same(model, hooks, batch_of(padded()), output_router_logits=True)
-
-    assert 0 < due.aux_loss.item()
-    torch.testing.assert_close(found.aux_loss, due.aux_loss)
-
-
-@pytest.mark.parametrize("family", ["qwen2", "xlm-roberta", "modernbert"])
+@pytest.mark.parametrize("family", ["qwen2", "bert", "xlm-roberta", "modernbert"])
 def test_heads_that_pool_read_the_same(family):
     """Rewards and classes, of models that read one way or both."""
     model = build(family, AutoModelForSequenceClassification, num_labels=2)
     model.config.architectures = [type(model).__name__]  # as of a checkpoint
     hooks = unpad(model)
-    batch = batch_of(padded(left=(0, 0, 0, 0))) | {"labels": torch.tensor([0, 1, 1, 0])}
 
-    found, due = assert_same(model, hooks, batch)
-
-    torch.testing.assert_close(found.logits, due.logits, atol=2e-6, rtol=1e-5)
+    assert_same(model, hooks, batch_of(padded(left=(0, 0, 0, 0))) | {"labels": torch.tensor([0, 1, 1, 0])})
 
 
-def test_logits_of_padding_are_left_out_on_request():
-    """The loss and its gradients are the same, and in training logits have real tokens alone."""
-    model = build("qwen2")
+def test_rows_that_are_packed_or_could_not_be_told_apart_pass_through():
+    """Positions that restart, or that go on from row to row in a model that knows no other sign."""
+    model, hooks = hooked("gpt2")
+    calls = hooks.counts.calls
+    model(**batch_of(padded()), position_ids=torch.arange(POSITIONS)[None] % 7)
+    assert calls == hooks.counts.calls
+
+    model = build("gptj", n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64)
+    hooks = unpad(model)
+    columns = torch.arange(POSITIONS)[None]
+    batch = batch_of(torch.cat([columns < 9, columns >= 9]).long())
+    calls = hooks.counts.calls
+    found = model(**batch).loss
+    assert calls == hooks.counts.calls
+    with hooks.paused():
+        torch.testing.assert_close(found, model(**batch).loss)
+    assert_same(model, hooks, batch_of(padded()))
+
+
+@pytest.mark.parametrize("kind", [AutoModelForCausalLM, AutoModelForTokenClassification])
+def test_logits_of_padding_are_left_out_on_request(kind):
+    """In training, where labels of next tokens read them; loss and gradients stay the same."""
+    model = build("qwen2", kind, classifier_dropout=0.0).train()
     hooks = unpad(model, logits=False)
     batch = batch_of(padded())
-    model.train()
+    if kind is AutoModelForTokenClassification:
+        batch["labels"].clamp_(max=1)
 
     found, _ = assert_same(model, hooks, batch)
 
-    assert (1, int(batch["attention_mask"].sum())) == found.logits.shape[:2]
-    assert (ROWS, POSITIONS) == model.eval()(**batch).logits.shape[:2]
+    left = (1, int(batch["attention_mask"].sum())) if kind is AutoModelForCausalLM else (ROWS, POSITIONS)
+    assert left == found.logits.shape[:2]
+    # Labels that padding between tokens predicts.
+    for one, is_training in ((batch, False), (batch | {"attention_mask": BETWEEN}, True)):
+        assert (ROWS, POSITIONS) == model.train(is_training)(**one).logits.shape[:2]
 
 
-@pytest.mark.parametrize("kind", [AutoModelForTokenClassification, AutoModelForCausalLM])
-def test_only_labels_of_next_tokens_are_packed(kind):
-    """Another loss, a choice of logits, and calls that pass through keep all logits."""
-    model = build("qwen3_5_text" if kind is AutoModelForCausalLM else "qwen2", kind, classifier_dropout=0.0)
-    hooks = unpad(model, logits=False)
-    model.train()
+def test_states_along_a_row_are_kept_and_calls_that_pass_through_keep_all_logits():
+    """The padded pass carries states over padding in between; a caller may choose logits."""
+    model, hooks = hooked("qwen3_5_text", logits=False)
     batch = batch_of(padded(left=(0, 0, 0, 0)))
-    if kind is AutoModelForTokenClassification:
-        batch["labels"] = batch["labels"].clamp(max=1)
-        found, _ = assert_same(model, hooks, batch)
-        assert (ROWS, POSITIONS) == found.logits.shape[:2]
-        return
-    between = batch_of(padded() * (torch.arange(POSITIONS) % 5 != 3))
-    for one in (between, batch | {"logits_to_keep": torch.arange(POSITIONS)}):
+    assert_same(model, hooks, batch_of(padded()))
+
+    model.train()
+    for one in (batch_of(BETWEEN), batch | {"logits_to_keep": torch.arange(POSITIONS)}):
         assert (ROWS, POSITIONS) == model(**one).logits.shape[:2]
 
 
@@ -232,19 +233,6 @@ def test_generation_passes_through():
     model.eval()
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_adapters_and_checkpointing(checkpointing):
-    """Hooks lie inside of adapters, and layers are computed again from the packed row."""
-    model = get_peft_model(build("qwen2"), LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    hooks = unpad(model)
-    if checkpointing:
-        model.enable_input_require_grads()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
-
-    assert_same(model, hooks, batch_of(padded()))
-
-
 def test_threads_share_a_model():
     """Each has its own batch, whichever call ends first."""
     model, hooks = hooked()
@@ -262,8 +250,11 @@ def test_a_removed_hook_leaves_the_model_alone():
     model = build("qwen2")
     hooks = unpad(model)
     batch = batch_of(padded())
+    as_long = torch.arange(5, 5 + int(batch["attention_mask"].sum()))[None]
+    due = model(input_ids=as_long).logits
     with pytest.raises(IndexError):
         model(input_ids=batch["input_ids"] + 10_000, attention_mask=batch["attention_mask"])
+    assert torch.equal(due, model(input_ids=as_long).logits)
     assert_same(model, hooks, batch)
     calls = hooks.counts.calls
 
@@ -271,8 +262,8 @@ def test_a_removed_hook_leaves_the_model_alone():
         unpad(model)
     hooks.remove()
     model(**batch)
-
     assert calls == hooks.counts.calls
+    assert_same(model, unpad(model), batch)
 
 
 def shared_out():
@@ -302,44 +293,45 @@ def test_what_cannot_be_packed_is_refused_by_name(named):
 
 
 FAULTS = {
-    "order": lambda given, tokens: {"input_ids": tokens.take(given["input_ids"]).flip(1)},
-    "positions": lambda _, tokens: {"position_ids": torch.arange(len(tokens.places))[None]},
-    "mask": lambda given, tokens: {
-        "attention_mask": tokens.take(given["attention_mask"]) * (tokens.restarting_positions != 1)
-    },
+    "order": lambda packed: {"input_ids": packed["input_ids"].flip(1)},
+    "positions": lambda packed: {"position_ids": torch.arange(packed["input_ids"].shape[1])[None]},
+    "mask": lambda packed: {"attention_mask": (packed["position_ids"] != 1).long()},
+    "shifted": lambda _: {},
 }
 """Fault -> arguments of the packed call in its place."""
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, "shifted"])
-def test_a_fault_of_the_hook_is_found_by_its_probe(fault, monkeypatch):
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_packed_call_with_a_fault_is_found_by_its_probe(fault):
     """Tokens in another order, positions that go on, a mask, and shifted results are refused."""
-    if fault == "shifted":
-        back = TextStack.put_back
+    model = build("gpt2")
 
-        def shift(self, output, tokens, *, keep):
-            output = back(self, output, tokens, keep=keep)
+    def is_packed(given):
+        return given.get("input_ids") is not None and len(given["input_ids"]) == 1
+
+    def spoil(_, args, given):
+        return args, given | (FAULTS[fault](given) if is_packed(given) else {})
+
+    def shift(_, args, given, output):
+        if fault == "shifted" and is_packed(given):
             output["last_hidden_state"] = output["last_hidden_state"].roll(1, 1)
-            return output
 
-        monkeypatch.setattr(TextStack, "put_back", shift)
-    else:
-        pack, wrong = TextStack.pack, FAULTS[fault]
-        monkeypatch.setattr(TextStack, "pack", lambda *call: pack(*call) | wrong(*call[1:]))
+    model.transformer.register_forward_pre_hook(spoil, with_kwargs=True)
+    model.transformer.register_forward_hook(shift, with_kwargs=True)
 
     with pytest.raises(ModelError, match="padded rows cannot be packed"):
-        unpad(build("gpt2"))
+        unpad(model)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "internvl"])
-def test_a_model_that_sees_trains_the_same(family, side, tmp_path):
+def test_a_model_that_sees_trains_the_same(family, tmp_path):
     """Images keep their tokens, positions and features, whichever side is padded."""
     write_vision_model(tmp_path, family, ["a red circle, a blue bar"] * 4, seed=0)
     model = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
-    hooks = unpad(model)
+    hooks, processor = unpad(model), AutoProcessor.from_pretrained(tmp_path)
 
-    assert_same(model, hooks, pictures_batch(AutoProcessor.from_pretrained(tmp_path), family, side))
+    for side in ("left", "right"):
+        assert_same(model, hooks, pictures_batch(processor, family, side))
 
 
 def pictures_batch(processor, family: str, side: str):

@@ -2,13 +2,20 @@
 
 import copy
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausalLM
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 from transformers.masking_utils import (
     and_masks,
     blockwise_overlay,
@@ -31,7 +38,11 @@ pytestmark = pytest.mark.slow
 
 MODELS = ["qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3"]
 
-PACKS = {"one": [33], "two": [1, 40], "many": [1 + 7 * n % 31 for n in range(24)]}
+PACKS = {"one": [33], "two": [1, 40], "many": [1, 9, 24, 9, 17, 2, 9, 31, 1, 12]}
+
+WINDOW = 8
+
+WINDOWED = {"a long one": [40], "at its edges": [8, 9, 1, 23], "multiples": [24, 16, 7]}
 
 EQUAL = 1e-6
 """Largest difference in float32, as a share of the largest value."""
@@ -40,23 +51,16 @@ EQUAL_IN_FLOAT64 = 1e-12
 
 
 @pytest.fixture(scope="module")
-def loaded(demo):
-    """Return a function that loads a tiny model, once for all tests, which take copies."""
+def opened(demo):
+    """Return a function that opens a tiny model, to attend by varlen."""
 
     @cache
-    def load(name: str):
+    def load(name):
         kind = AutoModelForImageTextToText if name.endswith("vl") else AutoModelForCausalLM
         return kind.from_pretrained(demo / "models" / name, dtype=torch.float32)
 
-    return load
-
-
-@pytest.fixture
-def opened(loaded):
-    """Return a function that opens a tiny model, to attend by varlen."""
-
     def open_one(name: str, *, checkpointing: str = "", lora: bool = False):
-        model = copy.deepcopy(loaded(name))
+        model = windowed_model() if name == "windowed" else copy.deepcopy(load(name))
         attention.set_varlen_attention(model)
         model.config.get_text_config().use_cache = False
         if lora:
@@ -73,6 +77,17 @@ def opened(loaded):
     return open_one
 
 
+def windowed_model():
+    """Return a model with a sliding window in one of its two layers."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 200, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    window = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, **window))
+    assert ["full_attention", "sliding_attention"] == model.config.layer_types
+    return model
+
+
 def drawn(model, lengths):
     return ProbeRow.draw(model, lengths, ids=range(200))
 
@@ -87,10 +102,6 @@ def difference(model, lengths):
     return found.equality
 
 
-def gradients(model):
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
 def step(model, lengths=PACKS["two"]):
     """Return the logits of a row, and the gradients of their mean square."""
     model.zero_grad()
@@ -99,15 +110,19 @@ def step(model, lengths=PACKS["two"]):
     return logits.detach(), gradients(model)
 
 
+def gradients(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
 def apart(found, expected):
     """Return the largest differences of some tensors, over the largest value of each."""
     return [float((f - e).abs().max() / e.abs().max()) for f, e in zip(found, expected, strict=True)]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS)
-def test_a_row_is_its_samples_alone(opened, name, lengths):
-    """Logits, losses and gradients of 1, 2 and 24 samples; exactly, in float64."""
+@pytest.mark.parametrize(("name", "pack"), [*product(MODELS, PACKS), *product(["windowed"], WINDOWED)])
+def test_a_row_is_its_samples_alone(opened, name, pack):
+    """Logits, losses and gradients; exactly, in float64; windows are those of each sample."""
+    lengths = (PACKS | WINDOWED)[pack]
     model = opened(name)
 
     assert attention.NAME == model.config.get_text_config()._attn_implementation
@@ -125,30 +140,7 @@ def test_recomputed_layers_and_adapters_are_equal_too(opened, name, lora):
         assert max(apart(step(opened(name, lora=lora, checkpointing=how)), step(plain))) < EQUAL
 
 
-WINDOW = 8
-
-
-def windowed_model():
-    """Return a model with a sliding window in one of its two layers, to attend by varlen."""
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=200, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1,
-        )
-    )  # fmt: skip
-    assert ["full_attention", "sliding_attention"] == model.config.layer_types
-    attention.set_varlen_attention(model)
-    return model
-
-
-@pytest.mark.parametrize("lengths", [[40], [8, 9, 1, 23], [24, 16, 7]])
-def test_sliding_windows_keep_their_meaning(lengths):
-    """A sample's own mask counts: shorter and longer than the window, and multiples."""
-    assert difference(windowed_model(), lengths) < EQUAL
-
-
-class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+class Largest(TorchDispatchMode):
     """Notes the largest tensor that any operation returns."""
 
     def __init__(self):
@@ -164,9 +156,9 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 @pytest.mark.parametrize("windowed", [False, True])
-def test_no_tensor_grows_with_the_square_of_the_row(windowed):
+def test_no_tensor_grows_with_the_square_of_the_row(opened, windowed):
     """Forward and backward, with windows too; the dense mask would be found."""
-    model = windowed_model().model
+    model = opened("windowed").model
     if not windowed:
         model.config.layer_types = ["full_attention"] * 2
     length = 2048
@@ -202,9 +194,9 @@ def indices(lengths):
     return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
 
 
-@given(lengths_of_rows, st.none() | st.integers(2, 20), st.sampled_from(["", "images", "chunks"]))
-def test_a_layout_is_what_the_models_mask_means(lengths, window, overlay):
-    """Packed, windowed, chunked, and with images that see both ways."""
+@given(lengths_of_rows, st.none() | st.integers(2, 20), st.sampled_from(["", "images", "chunks"]), st.booleans())
+def test_a_layout_is_what_the_models_mask_means(lengths, window, overlay, share_heads):
+    """Packed, windowed, chunked, and with images that see both ways; attention is by that mask."""
     total, parts = sum(lengths), [causal_mask_function, packed_sequence_mask_function(indices(lengths))]
     if window is not None:
         parts.append(sliding_window_overlay(window))
@@ -212,33 +204,20 @@ def test_a_layout_is_what_the_models_mask_means(lengths, window, overlay):
         parts.append(chunked_overlay(5, torch.zeros(1, dtype=torch.long)))
     function = and_masks(*parts)
     if overlay == "images":
-        inside = torch.cat([torch.arange(n) // 3 for n in lengths]) + 100 * indices(lengths)[0]
+        inside = torch.cat([torch.arange(n) // 3 for n in lengths]) + 101 * indices(lengths)[0]
         function = or_masks(function, blockwise_overlay(torch.where(inside % 2 == 0, inside, -1)[None]))
-    event(f"{overlay or 'plain'}, window {window is not None}")
 
     found = read_layout(function, length=total, window=window, device="cpu")
 
-    expected = sdpa_mask(1, total, total, mask_function=function, allow_is_causal_skip=False)[0, 0]
-    assert torch.equal(expected, dense(found))
+    event(f"{overlay or 'plain'}, window {window is not None}, masks {found.masks is not None}")
+    expected = sdpa_mask(1, total, total, mask_function=function, allow_is_causal_skip=False)
+    assert torch.equal(expected[0, 0], dense(found))
     if not overlay:
         assert found.masks is None
         assert sum(found.lengths) == total
-
-
-@given(lengths_of_rows, st.booleans())
-def test_masks_that_are_no_windows_are_applied(lengths, share_heads):
-    """Blocks with masks of their own give what a dense mask gives."""
-    inside = torch.cat([torch.arange(n) // 3 for n in lengths]) + 100 * indices(lengths)[0]
-    packed_causal = and_masks(causal_mask_function, packed_sequence_mask_function(indices(lengths)))
-    function = or_masks(packed_causal, blockwise_overlay(inside[None]))
-    found = read_layout(function, length=sum(lengths), window=None, device="cpu")
-    query, key, value = tensors(sum(lengths), key_heads=2 if share_heads else 4)
-    mask = sdpa_mask(1, sum(lengths), sum(lengths), mask_function=function, allow_is_causal_skip=False)
-
+    query, key, value = tensors(total, key_heads=2 if share_heads else 4)
     ours = varlen.attend_within(query, key, value, found, dropout=0.0, scaling=0.3)
-
-    assert (found.masks is not None) == (max(lengths) > 1)
-    torch.testing.assert_close(ours, reference(query, key, value, mask, 0.3))
+    torch.testing.assert_close(ours, reference(query, key, value, expected, 0.3))
 
 
 def tensors(length, *, key_heads=2, size=8):
@@ -254,18 +233,28 @@ def reference(query, key, value, mask, scaling):
     return (scores.softmax(-1) @ value).transpose(1, 2)
 
 
-def reference_varlen_attn(*, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, enable_gqa):
-    """Compute what torch documents of `varlen_attn`, from the definition."""
-    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-    lengths = [stop - start for start, stop in pairwise(cu_seq_q.tolist())]
-    assert max_q == max_k == max(lengths)
-    assert enable_gqa or query.shape[1] == key.shape[1]
-    left, right = (side if side >= 0 else len(query) for side in window_size)
-    tokens, samples = torch.arange(len(query)), indices(lengths)[0]
-    ahead = tokens - tokens[:, None]
-    mask = (samples == samples[:, None]) & (ahead <= right) & (ahead >= -left)
-    heads_first = (part.transpose(0, 1)[None] for part in (query, key, value))
-    return reference(*heads_first, mask, scale)[0]
+class AsOnGpu(TorchDispatchMode):
+    """Computes the operator of torch's `varlen_attn` from its definition, and notes its types."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is not torch.ops.torch_attn._varlen_attn.default:
+            return func(*args, **(kwargs or {}))
+        query, key, value, starts, starts_of_keys, most, most_keys, is_causal, scale, window, *gqa = args
+        self.asked.append({query.dtype, key.dtype, value.dtype})
+        assert starts.dtype == starts_of_keys.dtype == torch.int32
+        lengths = [stop - start for start, stop in pairwise(starts.tolist())]
+        assert most == most_keys == max(lengths)
+        assert any(gqa) or query.shape[1] == key.shape[1]
+        left, right = (side if side >= 0 else len(query) for side in window)
+        tokens, samples = torch.arange(len(query)), indices(lengths)[0]
+        ahead = tokens - tokens[:, None]
+        mask = (samples == samples[:, None]) & (ahead <= (0 if is_causal else right)) & (ahead >= -left)
+        heads_first = (part.transpose(0, 1)[None] for part in (query, key, value))
+        return reference(*heads_first, mask, scale)[0], torch.empty(0), torch.empty(0)
 
 
 LAYOUTS = {
@@ -274,19 +263,6 @@ LAYOUTS = {
     "window of 6": {"is_causal": True, "window": 6},
     "both ways": {"is_causal": False},
 }
-
-
-def test_autocast_is_heeded_where_the_kernel_does_not_know_it():
-    """float32 tensors come as what autocast computes in."""
-    parts = list(tensors(5))
-    layout = Layout.from_boundaries(torch.tensor([0, 5]), is_causal=True)
-
-    with torch.autocast("cpu", torch.bfloat16):
-        found = varlen.fused_arguments(*parts, layout, scaling=None)
-        why_not = varlen.why_not_fused(parts[0], layout, dropout=0.0, capability=(9, 0))
-
-    assert [torch.bfloat16] * 3 == [found[name].dtype for name in ("query", "key", "value")]
-    assert why_not is None
 
 
 @pytest.mark.parametrize(
@@ -315,23 +291,23 @@ def test_the_fused_kernel_is_left_where_it_cannot_run(says, options):
 
 @pytest.mark.parametrize("kind", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("key_heads", [2, 4])
-def test_a_gpu_takes_the_fused_kernel_or_says_once_why_not(monkeypatch, caplog, kind, key_heads):
-    """In float32 the blocks are computed; in bfloat16 the kernel is asked for what they compute."""
+def test_a_gpu_takes_the_fused_kernel_or_says_once_why_not(caplog, kind, key_heads):
+    """In float32 blocks are computed; in bfloat16, also by autocast, the kernel gives the same."""
     layout = Layout(torch.tensor([0, 7, 8, 30, 37], dtype=torch.int32), **kind)
-    monkeypatch.setattr(varlen, "_capability", lambda _: (9, 0))
-    asked = []
-    monkeypatch.setattr(varlen, "varlen_attn", lambda **o: asked.append(o) or reference_varlen_attn(**o))
     varlen._log_reason_once.cache_clear()
 
-    def found(dtype):
+    def found(dtype, *, autocast=False):
         parts = [part.bfloat16().to(dtype) for part in tensors(37, key_heads=key_heads)]
-        return varlen.attend_within(*parts, layout, dropout=0.0, scaling=0.3)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return varlen.attend_within(*parts, layout, dropout=0.0, scaling=0.3)
 
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO"), varlen.trace_as_on_gpu(), AsOnGpu() as gpu:
         blocks = [found(torch.float32) for _ in range(2)][-1]
-        assert (0, 1) == (len(asked), caplog.text.count("it computes in float32"))
-        torch.testing.assert_close(found(torch.bfloat16).float(), blocks, rtol=2e-2, atol=2e-2)
-        assert (1, 1) == (len(asked), caplog.text.count("it computes in"))
+        assert (0, 1) == (len(gpu.asked), caplog.text.count("it computes in float32"))
+        fused = [found(torch.bfloat16), found(torch.float32, autocast=True)]
+    for one in fused:
+        torch.testing.assert_close(one.float(), blocks, rtol=2e-2, atol=2e-2)
+    assert ([{torch.bfloat16}] * 2, 1) == (gpu.asked, caplog.text.count("it computes in"))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's varlen_attn runs on a CUDA GPU alone")
@@ -381,14 +357,15 @@ def test_patches_are_projected_as_by_the_convolution(number, bias, larger):
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
-def test_a_vision_tower_attends_once_a_layer(opened, name, monkeypatch):
+def test_a_vision_tower_attends_once_a_layer(opened, name):
     """Over all images of a row; outputs and gradients are those of transformers' loop."""
     model, calls = opened(name).double(), []
     tower = model.model.visual
+    assert attention.PATCHES_NAME == tower.config._attn_implementation
+    AttentionInterface.register("counted_flash", lambda *a, **o: calls.append(a) or varlen.attend_to_patches(*a, **o))
+    tower.config._attn_implementation = "counted_flash"
     grid = torch.tensor([[1, 4, 6], [1, 10, 12], [1, 4, 6], [1, 2, 2], [2, 8, 8]])
     pixels = torch.randn(int(grid.prod(-1).sum()), tower.patch_embed.proj.weight[0].numel(), dtype=torch.float64)
-    plain = varlen.attend_within
-    monkeypatch.setattr(varlen, "attend_within", lambda *a, **o: calls.append(a[3]) or plain(*a, **o))
 
     def look():
         tower.zero_grad()
@@ -406,12 +383,12 @@ def test_a_vision_tower_attends_once_a_layer(opened, name, monkeypatch):
     assert 2 * len(tower.blocks) == len(calls)
     assert PatchProjection is type(tower.patch_embed.proj)
     assert max(*apart(ours, expected), *apart(projected, expected)) < EQUAL_IN_FLOAT64
-    assert all(not layout.is_causal for layout in calls)
 
 
-def test_what_is_no_packed_row_is_left_to_transformers(opened):
+@pytest.mark.parametrize("name", ["qwen3", "windowed"])
+def test_what_is_no_packed_row_is_left_to_transformers(opened, name):
     """Padding on either side, and generation, are bit for bit those of its sdpa."""
-    model = opened("qwen3").eval()
+    model = opened(name).eval()
     ids = torch.randint(0, 200, (3, 16), generator=torch.Generator().manual_seed(0))
     left, right = (torch.ones(3, 16).long() for _ in range(2))
     left[1, :5] = right[2, 9:] = 0
@@ -432,12 +409,11 @@ def test_what_is_no_packed_row_is_left_to_transformers(opened):
     assert all(torch.equal(*pair) for pair in zip(expected, ours, strict=True))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor:UserWarning"
-)  # the compiler looks at all attributes
-def test_a_compiled_model_gives_the_same():
+# The compiler looks at all attributes.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_a_compiled_model_gives_the_same(opened):
     """For rows of several layouts, one after the other; the attention itself runs as it is."""
-    model = windowed_model()
+    model = opened("windowed")
     compiled = torch.compile(model, backend="eager")
     for lengths in ([5, 19, 3], [1, 1, 25]):
         assert max(apart(step(compiled, lengths), step(model, lengths))) < EQUAL

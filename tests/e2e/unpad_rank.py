@@ -107,23 +107,21 @@ def shard(model: Any) -> Any:
     return fully_shard(model)
 
 
-def before(wrap: Callable[[Any], Any], family: str = "qwen2", **options: Any) -> tuple[Any, Any]:
-    """Return a model that is hooked, and then shared by ranks."""
-    model = build(family)
-    hooks = unpad(model, **options)
-    return wrap(model), hooks
-
-
 def after(wrap: Callable[[Any], Any]) -> tuple[Any, Any]:
     """Return a model that is shared by ranks, and then hooked."""
     model = wrap(build("qwen2"))
     return model, unpad(model)
 
 
+def before(wrap: Callable[[Any], Any], family: str) -> tuple[Any, Any]:
+    """Return a model that is hooked, and then shared by ranks."""
+    model = build(family)
+    hooks = unpad(model, logits=False)
+    return wrap(model), hooks
+
+
 CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "ddp_before": partial(before, DistributedDataParallel),
-    "ddp_after": partial(after, DistributedDataParallel),
-    "fsdp_before": partial(before, shard),
-    "fsdp_after": partial(after, shard),
-    "fsdp_experts": partial(before, shard, "qwen3_moe", logits=False),
+    "ddp": partial(after, DistributedDataParallel),
+    "fsdp": partial(after, shard),
+    "fsdp, hooked before, of experts": partial(before, shard, "qwen3_moe"),
 }
