@@ -1,196 +1,180 @@
 """A model packs if a probe shows it: every kind of family, planted faults, verdicts."""
 
 import json
-from functools import wraps
+import re
+import shutil
+from functools import partial
 
 import attrs
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, Phi3Config
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM, Phi3Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama import modeling_llama
+from transformers.models.qwen3_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from packplan.adapters.attention import layout, set_attention, varlen
+from packplan.adapters.attention import NAME, set_attention
 from packplan.adapters.attention.rows import read_row, split_states
 from packplan.adapters.probe import rows
 from packplan.adapters.probe.probe import probe_config
-from packplan.adapters.probe.rows import probe_loaded
+from packplan.adapters.probe.rows import measure_images, probe_loaded
 from packplan.adapters.probe.shrink import LONGEST, shrink
-from packplan.adapters.probe.small_model import SmallModels
+from packplan.adapters.probe.small_model import SmallModels, open_model_config
 from packplan.adapters.proof.comparison import compare, difference_limit, experts_may_differ, run_alone
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app import sft
 from packplan.app.plan import __main__ as plan
-from packplan.app.wiring import verdicts
 from packplan.app.wiring.runs import read_config
+from packplan.app.wiring.verdicts import find_verdict, require_packing_model, store_verdict, stored_verdict
+from packplan.core.config.run import ModelConfig
 from packplan.core.equality import AUTO, BACKENDS, EQUALITY_LIMITS, VARLEN, AttentionChoice
-from packplan.core.errors import ModelError, PackplanError
-from tests.e2e.ready import train
+from packplan.core.errors import ConfigError, ModelError, PackplanError
+from tests.e2e.ready import prepare
 from tests.e2e.test_proof import BackwardLeak
 from tools import models
-from tools.families import default_config, probe_family
+from tools.families import default_config
 
 pytestmark = pytest.mark.slow
 
-PASSING = {
-    "mamba": ("varlen", ("MambaMixer",)),
-    "rwkv": ("own", ("RwkvFeedForward", "RwkvSelfAttention")),
-    "deepseek_v32": ("own", ()),
-    "gptj": ("own", ()),
-    "qwen3_vl_moe": ("varlen", ()),
-    "minicpmv4_7": ("varlen", ("Qwen3_5GatedDeltaNet",)),
-}
-"""Family -> its strategy, and the layers that run sample by sample."""
+
+class FaultyConfig(LlamaConfig):
+    """Configuration of a Llama with a fault, by its name in `FAULTS`."""
+
+    model_type = "faulty"
 
 
-@pytest.mark.parametrize("family", PASSING)
-def test_families_of_every_kind_pack(family):
-    verdict = probe_family(family)
+class Faulty(LlamaForCausalLM):
+    """A model with a fault in each copy that is built of it."""
 
-    assert PASSING[family] == (verdict.strategy, verdict.split), verdict.reason
-    assert 0 == verdict.measured.isolation
-    assert verdict.measured.equality <= EQUALITY_LIMITS["float32"] / 4
-    assert () == verdict.not_exercised
+    config_class = FaultyConfig
 
-
-@pytest.mark.parametrize("family", ["bloom", "xglm", "deepseek_v4"])
-def test_families_that_leak_are_refused_with_the_numbers(family):
-    verdict = probe_family(family)
-
-    assert not verdict.passes
-    assert verdict.measured.isolation > 0
-    assert f"{verdict.measured.isolation:.2g}" in verdict.reason
+    def __init__(self, config):
+        super().__init__(config)
+        FAULTS[config.fault](self)
 
 
-def rope(kind, **more):
-    return {"rope_type": kind, "rope_theta": 10000.0, **more}
+class BlurredConfig(Qwen3VLConfig):
+    model_type = "blurred"
 
 
-def test_rotary_parameters_of_each_kind_of_layer_shrink_as_they_do_alone():
-    """None is left out: its factors may follow the row."""
-    longrope = rope("longrope", long_factor=[1.0] * 48)
-    kinds = {"full_attention": rope("dynamic", factor=2.0), "sliding_attention": longrope}
+class Blurred(Qwen3VLForConditionalGeneration):
+    """A model whose images see each other."""
 
-    def small(rope_parameters):
-        return shrink({"model_type": "any", "rope_parameters": rope_parameters})["rope_parameters"]
+    config_class = BlurredConfig
 
-    assert {kind: small(alone) for kind, alone in kinds.items()} == small(kinds)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        LlamaConfig(rope_parameters=rope("dynamic", factor=2.0)),
-        Phi3Config(
-            rope_parameters=rope(
-                "longrope", short_factor=[1.0] * 48, long_factor=[1.0 + 0.5 * i for i in range(48)],
-                original_max_position_embeddings=4096,
-            ),
-            max_position_embeddings=131072,
-        ),
-    ],
-    ids=["dynamic", "longrope"],
-)  # fmt: skip
-def test_rotary_factors_that_follow_the_row_are_refused_with_the_numbers(config):
-    """No gradient passes, and yet a sample beside a long one is another."""
-    verdict = probe_config(config)
-
-    assert not verdict.passes
-    assert 0 == verdict.measured.isolation
-    assert verdict.measured.equality > 1e-2
-    assert "differ from themselves alone" in verdict.reason
+    def __init__(self, config):
+        super().__init__(config)
+        blur(self)
 
 
-def one_block(_, *, length, **__):
-    """Read a row as one sample."""
-    return layout.Layout(torch.tensor([0, length]), is_causal=True)
+AutoModelForCausalLM.register(FaultyConfig, Faulty)
+AutoModelForImageTextToText.register(BlurredConfig, Blurred)
 
 
-@pytest.fixture
-def let_llama(monkeypatch):
-    """Return a function that changes the hidden states that Llama computes."""
-    plain = modeling_llama.LlamaModel.forward
-
-    def compute(change):
-        def forward(self, *arguments, **options):
-            found = plain(self, *arguments, **options)
-            found.last_hidden_state = change(found.last_hidden_state)
-            return found
-
-        monkeypatch.setattr(modeling_llama.LlamaModel, "forward", forward)
-
-    return compute
+def replace_forward(module, forward):
+    """Let a module compute *forward* of its plain forward pass and its input."""
+    module.forward = partial(forward, module.forward)
 
 
-def leak_beyond(reach):
+def at_the_end(change):
+    """Return what plants a change of the last hidden states."""
+
+    def forward(plain, *arguments, **options):
+        found = plain(*arguments, **options)
+        found.last_hidden_state = change(found.last_hidden_state)
+        return found
+
+    return lambda model: replace_forward(model.model, forward)
+
+
+def in_layers(make, *parts):
+    """Return what plants a forward pass, made anew for some parts of each layer."""
+
+    def plant(model):
+        for layer in model.model.layers:
+            for part in parts:
+                replace_forward(layer.get_submodule(part), make())
+
+    return plant
+
+
+def leak_beyond(reach, seen):
     """Let each token know of the one that is so many tokens before it."""
-    return lambda seen: torch.cat([seen[:, :reach], seen[:, reach:] + 1e-3 * seen[:, :-reach]], 1)
+    return torch.cat([seen[:, :reach], seen[:, reach:] + 1e-3 * seen[:, :-reach]], 1)
 
 
-@pytest.mark.parametrize("leak", [leak_beyond(64), BackwardLeak.apply])
-def test_a_leak_in_the_model_is_refused(let_llama, leak):
-    """One that short rows do not show, and one that no logit shows."""
-    let_llama(leak)
-
-    verdict = probe_family("llama")
-
-    assert not verdict.passes
-    assert verdict.measured.isolation > 0
+def carry(plain, seen):
+    """Carry a state along the row."""
+    return plain(seen) + 0.02 * seen.cumsum(1)
 
 
-def test_a_blind_probe_proves_nothing(let_llama):
-    """A model whose logits do not depend on what it reads."""
-    let_llama(lambda seen: seen * 0)
+def carry_whole_rows():
+    """Carry a state along the row, and refuse to run sample by sample."""
+    calls = []
 
-    verdict = probe_family("llama")
+    def forward(plain, seen):
+        calls.append(seen.shape[1])
+        if calls[-4:] == [33, 3, 70, 51]:
+            raise RuntimeError
+        return carry(plain, seen)
 
-    assert not verdict.passes
-    assert "nothing can be said" in verdict.reason
-
-
-def test_a_window_that_is_ignored_is_refused(monkeypatch):
-    """Samples are apart, and see more than they do alone; the model's own mask is taken instead."""
-    plain = layout.read_layout
-    monkeypatch.setattr(varlen, "read_layout", lambda *a, **o: plain(*a, **{**o, "window": None}))
-    monkeypatch.setattr(layout, "sdpa_mask", None)  # unless the window is read off the mask itself
-    monkeypatch.setattr(layout, "_is_causal_within", lambda *_: True)
-
-    by_name, chosen = (probe_config(default_config("mistral"), attn_impl=name) for name in ("varlen", "auto"))
-
-    assert not by_name.passes
-    assert 0 == by_name.measured.isolation
-    assert by_name.measured.equality > 1e-3
-    assert "own" == chosen.strategy
+    return forward
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2_vl"])
-def test_positions_that_go_on_or_lack_a_row_are_refused(monkeypatch, family):
-    """As a collator or a hook might hand them over."""
-    plain = rows.ProbeRow.draw
+def remember(*, carries):
+    """Remember from call to call, and carry a state perhaps."""
+    last = []
 
-    def draw(*arguments, **options):
-        row = plain(*arguments, **options)
-        positions = row.packed.inputs["position_ids"]
-        wrong = positions[1:] if len(positions) == 4 else torch.arange(positions.shape[-1])[None]
-        return attrs.evolve(row, packed=attrs.evolve(row.packed, inputs={**row.packed.inputs, "position_ids": wrong}))
+    def forward(plain, seen):
+        mixed = seen + 0.1 * last.pop() if last else seen
+        last.append(seen[:, -1:].detach())
+        return plain(mixed) + carries * seen.cumsum(1)
 
-    monkeypatch.setattr(rows.ProbeRow, "draw", draw)
-
-    verdict = probe_family(family)
-
-    assert not verdict.passes
-    assert verdict.measured is None or verdict.measured.isolation > 0
+    return forward
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "minicpmv4_6", "qwen2_5_omni_thinker"])
-def test_images_that_see_each_other_are_refused(monkeypatch, family):
-    """A leak in the tower, of whole images or patches in a line; rows of text would not show it."""
-    kind = type(SmallModels(default_config(family)).build(attention="sdpa"))
-    plain = kind.get_image_features
+def stiff(model):
+    """Refuse to be built with a span below 1,024, which may be the rows of a table."""
+    if model.config.memory_span < 1024:
+        raise ValueError
+    if getattr(model.config, "with_table", False):
+        model.slots = torch.nn.Parameter(torch.zeros(model.config.memory_span, 2))
 
-    @wraps(plain)
+
+def remember_a_span(model):
+    """Leak as far as a key says that no rule knows."""
+    span = getattr(model.config, "memory_span", None) or model.config.spans[0]
+    at_the_end(partial(leak_beyond, span))(model)
+
+
+FAULTS = {
+    "a leak that short rows do not show": at_the_end(partial(leak_beyond, 64)),
+    "a leak too small for 16 bits": at_the_end(partial(leak_beyond, 17)),
+    "a leak of gradients alone": at_the_end(BackwardLeak.apply),
+    "a blind model": at_the_end(lambda seen: seen * 0),
+    "another result under our attention": lambda model: at_the_end(
+        lambda seen: seen * (1 + model.config._attn_implementation.startswith(NAME))
+    )(model),
+    "states of two kinds": in_layers(lambda: carry, "mlp", "input_layernorm"),
+    "a state that cannot be split": in_layers(carry_whole_rows, "mlp"),
+    "a memory of calls": in_layers(partial(remember, carries=0.0), "mlp"),
+    "a memory of calls, and a state": in_layers(partial(remember, carries=0.1), "mlp"),
+    "too many weights": lambda model: model.register_parameter("more", torch.nn.Parameter(torch.empty(21_000_000))),
+    "a span": remember_a_span,
+    "a span that cannot shrink": stiff,
+}  # fmt: skip
+
+
+def faulty(fault, **keys):
+    return FaultyConfig(num_hidden_layers=2, fault=fault, **keys)
+
+
+def blur(model):
+    """Let the images of a pass see each other, whole images or patches in a line."""
+    plain = model.get_image_features
+
     def blurred(*arguments, **options):
         found = plain(*arguments, **options)
         features = found.pooler_output
@@ -198,12 +182,145 @@ def test_images_that_see_each_other_are_refused(monkeypatch, family):
         found.pooler_output = [one + 1e-3 * mean for one in features]
         return found
 
-    monkeypatch.setattr(kind, "get_image_features", blurred)
+    blurred.__wrapped__ = plain  # the probe reads its parameters
+    model.get_image_features = blurred
 
-    verdict = probe_config(default_config(family), attn_impl="varlen")
+
+def rope(kind, **more):
+    return {"rope_type": kind, "rope_theta": 10000.0, **more}
+
+
+LONGROPE = {"long_factor": [1.0 + 0.5 * i for i in range(48)], "original_max_position_embeddings": 4096}
+
+PASSING = {
+    **{family: (default_config(family), *shown) for family, shown in {
+        "rwkv": ("own", ("RwkvFeedForward", "RwkvSelfAttention")),
+        "deepseek_v32": ("own", ()),
+        "gptj": ("own", ()),
+        "qwen3_vl_moe": ("varlen", ()),
+        "minicpmv4_7": ("varlen", ("Qwen3_5GatedDeltaNet",)),
+    }.items()},
+    "states of two kinds": (faulty("states of two kinds"), "varlen", ("LlamaMLP", "LlamaRMSNorm")),
+    "numbers that say nothing": (
+        LlamaConfig(pretraining_tp=4096, release={"steps": 120_000, "batches": [512, 1024]}), "varlen", ()),
+    "a span that is a size of weights": (
+        faulty("a span that cannot shrink", memory_span=4096, with_table=True), "varlen", ()),
+    "another result under our attention": (faulty("another result under our attention"), "own", ()),
+}  # fmt: skip
+"""Model -> its configuration, its strategy, and the layers that run sample by sample."""
+
+
+@pytest.mark.parametrize(("config", "strategy", "split"), PASSING.values(), ids=PASSING)
+def test_models_of_every_kind_pack(config, strategy, split):
+    verdict = probe_config(config)
+
+    assert (strategy, split) == (verdict.strategy, verdict.split), verdict.reason
+    assert 0 == verdict.measured.isolation
+    assert verdict.measured.equality <= EQUALITY_LIMITS["float32"] / 4
+    assert () == verdict.not_exercised
+
+
+REFUSED = {
+    **{family: (default_config(family), "isolation", "gradients pass") for family in ("bloom", "xglm")},
+    **{name: (faulty(name), "isolation", "") for name in list(FAULTS)[:3]},
+    "images that see each other": (BlurredConfig(**default_config("qwen3_vl").to_dict()), "isolation", ""),
+    **{f"a span under {key}": (faulty("a span", **{key: value}), "isolation", "")
+       for key, value in {"memory_span": 4096, "spans": [4096, 4096]}.items()},
+    "a state that cannot be split": (
+        faulty("a state that cannot be split"), "isolation",
+        "LlamaMLP carries it along the row, and does not run sample by sample"),
+    "a memory of calls": (faulty("a memory of calls"), "equality", ""),
+    "a memory of calls, and a state": (faulty("a memory of calls, and a state"), "equality", ""),
+    "dynamic factors": (
+        LlamaConfig(rope_parameters=rope("dynamic", factor=2.0)), "equality", "differ from themselves alone"),
+    "longrope": (
+        Phi3Config(rope_parameters=rope("longrope", short_factor=[1.0] * 48, **LONGROPE),
+                   max_position_embeddings=131072), "equality", "differ from themselves alone"),
+    "a blind model": (faulty("a blind model"), "", "nothing can be said"),
+    "too many weights": (faulty("too many weights"), "", "more than 20,000,000"),
+    "a span that cannot shrink": (
+        faulty("a span that cannot shrink", memory_span=4096, other_span=4096), "", r"shorter: memory_span \(4,096\)$"),
+}  # fmt: skip
+"""Model -> its configuration, what shows that it may not pack, and its reason."""
+
+
+@pytest.mark.parametrize(("config", "shows", "reason"), REFUSED.values(), ids=REFUSED)
+def test_models_that_leak_are_refused_with_the_numbers(config, shows, reason):
+    """By gradients between samples, or by equality alone; what cannot be shown is refused, too."""
+    verdict = probe_config(config)
 
     assert not verdict.passes
-    assert verdict.measured.isolation > 0
+    assert re.search(reason, verdict.reason)
+    if shows:
+        number = getattr(verdict.measured, shows)
+        assert (verdict.measured.isolation > 0) == (shows == "isolation")
+        assert number > 1e-3 * (shows == "equality")
+        assert f"{number:.2g}" in verdict.reason
+
+
+def test_an_attention_that_gives_other_results_is_refused():
+    """By its name; `auto` takes the model's own instead."""
+    verdict = probe_config(PASSING["another result under our attention"][0], attn_impl="varlen")
+
+    assert not verdict.passes
+    assert 0 == verdict.measured.isolation < 1e-3 < verdict.measured.equality
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "minicpmv4_6", "qwen2_5_omni_thinker"])
+def test_images_that_see_each_other_are_found(family):
+    """In each form in which towers take images; rows of text would not show it."""
+    model = SmallModels(default_config(family)).build(attention="sdpa")
+    assert 0 == measure_images(model, native="sdpa").isolation
+    blur(model)
+
+    assert measure_images(model, native="sdpa").isolation > 0
+
+
+CODE = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def forward(self, {takes}*arguments, **options):
+        found = super().forward(*arguments, **options)
+        found.logits = found.logits + {leak} * found.logits.cumsum(1)
+        return found
+"""
+
+
+@pytest.mark.parametrize(("leak", "takes"), [("0.0", ""), ("0.1", ""), ("0.0", "pixel_values, ")])
+def test_code_beside_a_model_is_asked_where_the_user_trusts_it(tmp_path, leak, takes):
+    """It packs if it proves that it may; code that computes no row without images is refused."""
+    (tmp_path / "own.py").write_text(CODE.format(leak=leak, takes=takes))
+    content = {
+        **LlamaConfig(num_hidden_layers=2).to_dict(), "model_type": "own", "architectures": ["OwnModel"],
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config = open_model_config(ModelConfig(model=str(tmp_path), trust_remote_code=True))
+
+    verdict = probe_config(config, trust_remote_code=True)
+
+    assert verdict.passes == ((leak, takes) == ("0.0", ""))
+    if takes:
+        assert re.search(r"its small copy does not run \(TypeError.*'pixel_values'", verdict.reason)
+    else:
+        assert (verdict.measured.isolation > 0) == (leak == "0.1")
+
+
+def test_rotary_parameters_of_each_kind_of_layer_shrink_as_they_do_alone():
+    """None is left out: its factors may follow the row."""
+    kinds = {"full_attention": rope("dynamic", factor=2.0), "sliding_attention": rope("longrope", **LONGROPE)}
+
+    def small(rope_parameters):
+        return shrink({"model_type": "any", "rope_parameters": rope_parameters})["rope_parameters"]
+
+    assert {kind: small(alone) for kind, alone in kinds.items()} == small(kinds)
 
 
 def test_what_stands_after_a_layer_stands_after_one_that_is_there():
@@ -247,20 +364,16 @@ def test_a_small_copy_keeps_each_kind_of_layer_and_their_order(layers, hidden, h
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.booleans())
 def test_a_row_is_read_off_positions_that_restart(lengths, four_rows):
-    """The samples that were packed; padded batches and three rows of positions are no row."""
+    """The samples that were packed; padded batches and three rows with a mask are no row."""
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    some = positions.expand(4, 1, -1) if four_rows else positions
 
-    row = read_row(some)
+    row = read_row(positions.expand(4, 1, -1) if four_rows else positions)
 
     assert tuple(lengths) == row.lengths
     assert [sum(lengths[:i]) for i, length in enumerate(lengths) for _ in range(length)] == row.first.tolist()
-    assert (
-        read_row(positions.expand(3, 1, -1), torch.ones(1, 1))
-        is read_row(positions.expand(2, -1))
-        is read_row(None)
-        is None
-    )
+    assert read_row(positions.expand(3, 1, -1), torch.ones(1, 1)) is read_row(positions.expand(2, -1)) is None
+    with pytest.raises(PackplanError, match="lack their first row"):
+        read_row(positions.expand(3, 1, -1))
 
 
 def test_layers_that_are_computed_again_have_the_row_of_their_own_forward_pass():
@@ -287,12 +400,8 @@ def test_layers_that_are_computed_again_have_the_row_of_their_own_forward_pass()
 
 def test_what_lost_its_row_is_an_error():
     """A split layer outside of its model, and a forward pass put back: both would leak."""
-
-    class Mixer(torch.nn.Linear):
-        pass
-
-    layer = torch.nn.Sequential(Mixer(2, 2))
-    split_states(layer, ["Mixer"])
+    layer = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    split_states(layer, ["Linear"])
     model = SmallModels(default_config("gpt_oss")).build(attention="eager")
     set_attention(model, AttentionChoice("varlen", native="eager", follows_rows=True))
     row = rows.ProbeRow.draw(model, (5, 9), ids=range(16, 96))
@@ -305,17 +414,17 @@ def test_what_lost_its_row_is_an_error():
         model(**row.packed.inputs)
 
 
-def loaded(family, *, attention="varlen", precision="bfloat16"):
-    """Return a small model of a family in some precision, as a run has it."""
-    model = SmallModels(default_config(family)).build(attention="sdpa").to(getattr(torch, precision)).train()
-    set_attention(model, AttentionChoice(attention))
+def loaded(config, precision="bfloat16"):
+    """Return a small model in some precision, as a run has it."""
+    model = SmallModels(config).build(attention="sdpa").to(getattr(torch, precision)).train()
+    set_attention(model, AttentionChoice("varlen"))
     return model
 
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16", "float32"])
 def test_the_loaded_model_is_asked_and_left_as_it_was(precision):
     """In its own precision, without dropout, which is no difference between samples."""
-    model = loaded("llama", precision=precision)
+    model = loaded(default_config("llama"), precision)
     model.model.norm = torch.nn.Sequential(model.model.norm, torch.nn.Dropout(0.5))
     name = model.config._attn_implementation
 
@@ -329,8 +438,8 @@ def test_the_loaded_model_is_asked_and_left_as_it_was(precision):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "lfm2_moe"])
-@pytest.mark.parametrize("precision", ["float16", "bfloat16", "float32"])
-def test_two_right_ways_to_compute_a_model_are_within_the_limit(family, precision):
+@pytest.mark.parametrize(("precision", "most"), {"float32": 4e-5, "float16": 0.13, "bfloat16": 0.17}.items())
+def test_two_right_ways_to_compute_a_model_are_within_the_limit(family, precision, most):
     """Eager attention and sdpa round at other places, and experts are then chosen otherwise."""
     model = SmallModels(default_config(family)).build(attention="eager").to(getattr(torch, precision)).eval()
     samples = rows.ProbeRow.draw(model, rows.LOADED_LENGTHS, ids=range(16, 96)).samples
@@ -339,55 +448,49 @@ def test_two_right_ways_to_compute_a_model_are_within_the_limit(family, precisio
 
     apart = compare(run_alone(model, samples, with_gradients=False), eager, typical=experts_may_differ(model))
 
-    most = {"float32": 4e-5, "float16": 0.13, "bfloat16": 0.17}[precision]
     assert 0 < max(apart.logits) < difference_limit(model) < most
 
 
-def test_a_leak_too_small_for_16_bits_is_refused_by_its_gradient(let_llama):
+def test_a_leak_too_small_for_16_bits_is_refused_by_its_gradient():
     """Of a thousandth, which rounding hides in logits."""
-    let_llama(leak_beyond(17))
-
     with pytest.raises(ModelError, match="gradients pass between samples"):
-        probe_loaded(loaded("llama"), native="sdpa", named="auto")
+        probe_loaded(loaded(faulty("a leak too small for 16 bits")), native="sdpa", named="auto")
 
 
 @pytest.fixture
-def execute():
-    """Return a function that trains in this process, and finds no verdict of other tests."""
-    return lambda path: train(read_config(path), OneRank())
+def changed_run(demo, write_run, tmp_path):
+    """Return a function that copies a model with another config.json, and gives its run."""
+
+    def write(**keys):
+        shutil.copytree(demo / "models" / "qwen2", tmp_path / "model", dirs_exist_ok=True)
+        path = tmp_path / "model" / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+        return read_config(write_run("qwen2", model={"model": str(tmp_path / "model")}, training={"max_steps": 1}))
+
+    return write
 
 
-def test_a_second_start_asks_nothing(write_run, execute, monkeypatch):
+def test_a_second_start_asks_nothing(changed_run):
     """Neither the small copy nor the loaded model; another config.json does."""
-    one_step = {"max_steps": 1}
-    path = write_run("qwen3", training=one_step)
-    verdicts._probe_once.cache_clear()
-    execute(path)
-    stored = json.loads((path.parent / "run" / "static_packing" / "verdict.json").read_text())
-    asked = []
-    monkeypatch.setattr(verdicts, "probe_config", lambda *a, **o: asked.append("small") or probe_config(*a, **o))
-    monkeypatch.setattr(verdicts, "probe_loaded", lambda *a, **o: asked.append("loaded") or probe_loaded(*a, **o))
-    verdicts._probe_once.cache_clear()
-    execute(path)
+    config = changed_run()
+    prepare(config, OneRank())
+    store_verdict(config, attrs.evolve(stored_verdict(config), reason="of the first start"))
 
-    assert [] == asked
-    assert ["cpu, float32"] == stored["verdict"]["loaded_on"]
-    execute(write_run("qwen3", model={"attn_impl": "eager"}, training=one_step))
-    assert ["small", "loaded"] == asked
+    prepare(config, OneRank())
+
+    again = stored_verdict(config)
+    assert ("of the first start", ("cpu, float32",)) == (again.reason, again.loaded_on)
+    assert stored_verdict(changed_run(rms_norm_eps=1e-5)) is None
 
 
-def test_a_loaded_model_that_leaks_ends_the_run_before_its_first_step(write_run, execute, monkeypatch):
-    """With the numbers, and nothing trained."""
+def test_a_loaded_model_that_leaks_ends_the_run_before_its_first_step(changed_run):
+    """With the numbers, whatever its small copy showed."""
+    verdict = find_verdict(changed_run())
+    leaking = changed_run(rope_parameters=rope("dynamic", factor=2.0), max_position_embeddings=16)
+    store_verdict(leaking, verdict)
 
-    def leaking(model, **options):
-        monkeypatch.setattr(varlen, "mask_within_samples", None)
-        monkeypatch.setattr(varlen, "read_layout", one_block)
-        return probe_loaded(model, **options)
-
-    monkeypatch.setattr(verdicts, "probe_loaded", leaking)
-
-    with pytest.raises(ModelError, match=r"the loaded model \(cpu, float32\) was asked, and gradients pass"):
-        execute(write_run("qwen3"))
+    with pytest.raises(ModelError, match=r"the loaded model \(cpu, float32\) was asked, and packed samples differ"):
+        prepare(leaking, OneRank())
 
 
 @pytest.mark.parametrize(
@@ -409,6 +512,26 @@ def test_a_model_that_cannot_be_asked_or_leaks_is_refused_before_measuring(write
         assert 2 == command([str(path)])
         assert says in capfd.readouterr().err
     assert not list(tmp_path.rglob("lengths*"))
+
+
+def test_a_configuration_of_more_layers_than_the_weights_have_is_refused(changed_run, tmp_path):
+    """Before it is asked: what trains would be random numbers, in part."""
+    config, file = changed_run(num_hidden_layers=4, layer_types=["full_attention"] * 4), "model/model.safetensors"
+
+    with pytest.raises(ConfigError, match=r"config\.json of 4 layers \(num_hidden_layers\) beside weights of 2"):
+        require_packing_model(config)
+    weights = load_file(tmp_path / file)
+    more = {
+        name.replace(f"layers.{n}", f"layers.{n + 2}"): one.clone() for name, one in weights.items() for n in (0, 1)
+    }
+    save_file(weights | more, tmp_path / file)
+    assert require_packing_model(config).passes
+    (tmp_path / file).write_bytes(b"\xff" * 64)
+    (tmp_path / "model" / "config.json").write_text(
+        (tmp_path / "model" / "config.json").read_text().replace("1e-06", "1e-05")
+    )
+    with pytest.raises(ConfigError, match=r"model\.safetensors is cut off or no file of weights"):
+        require_packing_model(config)
 
 
 def test_families_are_listed(capsys):
