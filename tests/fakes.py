@@ -4,7 +4,7 @@ import io
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.core.align import AlignedPlan
-from packplan.core.errors import CorruptArtefactError, Difference, RecordError, StaleError
+from packplan.core.errors import RecordError, UserError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import RawPlan
 from packplan.core.ports import Arrays, ReportProgress, StoredRows
@@ -27,14 +27,17 @@ from packplan.core.samples.tables import (
 
 
 class ListSource:
-    """Samples of given lengths, each with an image; counts what is measured."""
+    """Samples of given lengths, each with an image; bad ones have negative lengths."""
 
-    def __init__(self, lengths: list[int], *, name: str = "data") -> None:
+    def __init__(self, lengths: Sequence[int], *, name: str = "data") -> None:
         self.lengths, self.name = lengths, name
         self.measured: list[int] = []
+        self.elsewhere: list[int] = []
         self.image_bytes = 1000
         self.widths: dict[int, int] = {}
-        self.elsewhere: list[int] = []
+        self.masked: Collection[int] = ()  # truncated to no supervised token
+        self.errors: dict[int, UserError] = {}  # raised where a sample is measured
+        self.media_errors: dict[int, UserError] = {}
         self.faulty_copies: list[tuple[str, str]] = []
 
     def __len__(self) -> int:
@@ -55,9 +58,17 @@ class ListSource:
     def data_digest(self, count: int, *, without: Sequence[int] = ()) -> str:
         return str([self.lengths[index] for index in range(count) if index not in without])
 
+    def error(self, index: int, reason: str, remedy: str = "") -> RecordError:
+        return RecordError(f"{self.name}, line {index + 1}", reason, remedy)
+
     def measure(self, index: int) -> Measurement:
+        if index in self.errors:
+            raise self.errors[index]
+        if self.lengths[index] < 0:
+            raise self.error(index, "is bad")
         self.measured.append(index)
-        return Measurement(self.lengths[index], 1, 1, 4)
+        is_masked = index in self.masked
+        return Measurement(self.lengths[index], 1 - is_masked, 1, 4, cut=is_masked)
 
     def measure_many(
         self, indices: Sequence[int], *, in_full: bool, epoch: int | None = None
@@ -82,38 +93,9 @@ class ListSource:
         return [MeasuredSample(self.measure(index)) for index in indices]
 
     def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
+        if index in self.media_errors:
+            raise self.media_errors[index]
         return (MediaFacts(self.image_bytes, self.widths.get(index, 28), 28, self.lengths[index]),)
-
-
-class FailingSource(ListSource):
-    """Some records cannot be measured."""
-
-    def __init__(self, lengths: list[int], *, bad: set[int]) -> None:
-        super().__init__(lengths)
-        self.bad = bad
-
-    def measure(self, index: int) -> Measurement:
-        if index in self.bad:
-            raise RecordError(f"{self.name}, line {index + 1}", "cannot be measured")
-        return super().measure(index)
-
-
-class EditedSource(ListSource):
-    """One record is no longer what it was when it was digested."""
-
-    edited = 3
-
-    def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
-        self._require_same(index)
-        return super().media_facts(index, decode=decode)
-
-    def measure(self, index: int) -> Measurement:
-        self._require_same(index)
-        return super().measure(index)
-
-    def _require_same(self, index: int) -> None:
-        if index == self.edited:
-            raise StaleError.sample(index, f"{self.name}, line {index + 1}", (Difference("content", "ad", "8b"),))
 
 
 class OddSource(ListSource):
@@ -162,13 +144,13 @@ class GuessingSource(ListSource):
             if is_wrong and self.audits:
                 raise ShortcutError(f"{self.name}, line {index + 1}", (1,), (2,))
             if in_full and index == self.bad:
-                yield RecordError(f"{self.name}, line {index + 1}", "cannot be measured")
+                yield self.error(index, "is bad")
             yield MeasuredSample(Measurement(self.lengths[index] + is_wrong, 1, 1, 4), self.media_facts(index))
 
 
 def folder_of(owner: object) -> Path:
-    """Return a new folder that leaves with its owner."""
-    folder = Path(tempfile.mkdtemp())
+    """Return a new folder that leaves with its owner, in memory if it can: disks sync slowly."""
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))  # noqa: S108
     weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
     return folder
 
@@ -219,13 +201,6 @@ class CountedPlanStore(DiskPlanStore):
     def save_aligned(self, key: Fingerprint, aligned: AlignedPlan) -> None:
         self.aligned.append(aligned.world_size)
         super().save_aligned(key, aligned)
-
-
-class TornPlanStore(CountedPlanStore):
-    """Everything it loads is damaged."""
-
-    def load(self, key: Fingerprint) -> RawPlan | None:
-        raise CorruptArtefactError("memory", "torn")
 
 
 class Terminal(io.StringIO):

@@ -1,11 +1,19 @@
 """A split with its stores and ranks, over doubles."""
 
+from packplan.app.planning.measure import measure
 from packplan.app.planning.plan import Ranks, measure_and_plan
 from packplan.app.planning.split import Split, Stores
 from packplan.core.policy import PlanPolicy
 from tests.fakes import CountedLengthStore, CountedPlanStore, FreeLock, ListSource, ScriptedGroup
 
 LENGTHS = [60, 20, 50, 30, 40, 40, 80, 7]
+
+
+def masked(samples) -> ListSource:
+    """Return a source of which these samples were truncated to no supervised token."""
+    source = ListSource(LENGTHS)
+    source.masked = samples
+    return source
 
 
 def policy(**changes) -> PlanPolicy:
@@ -26,6 +34,9 @@ class Desk:
         alignment = {"dataloader_drop_last": dataloader_drop_last, "batch_size": batch_size}
         own["stores"] = Stores(self.lengths, self.plans, self.lock)
         return Split(name, policy(**options), alignment, encoder=self.source, source=self.source, **own)
+
+    def measure(self, **options):
+        return measure(self.split(**options), lambda _: None)
 
     def plan(self, ranks=None, **options) -> Split:
         return measure_and_plan(self.split(**options), ranks or Ranks(self.group, timeout_s=1))

@@ -7,25 +7,16 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.app.planning.measure import REPEATED_SAMPLES, measure
+from packplan.app.planning.measure import REPEATED_SAMPLES
 from packplan.core.errors import ArgumentError, DataSetError, RecordError
 from packplan.core.samples.tables import BAD, column, from_row
 from tests.fakes import CountedLengthStore, ListSource
 from tests.flows.desk import Desk
 
 
-class FaultySource(ListSource):
-    """Records whose length is below 0 cannot become samples."""
-
-    def measure(self, index, **_):
-        if self.lengths[index] < 0:
-            raise RecordError(f"data, line {index + 1}", "is bad")
-        return super().measure(index)
-
-
-def measured(source, store, share="1"):
+def measured(source, store=None, share="1"):
     share = None if share is None else Decimal(share)
-    return measure(Desk(source, lengths=store).split(flush_every=3, max_bad_share=share), lambda _: None)
+    return Desk(source, lengths=store).measure(flush_every=3, max_bad_share=share)
 
 
 lengths = st.lists(st.integers(1, 9) | st.just(-1), min_size=1, max_size=90).filter(lambda them: max(them) > 0)
@@ -37,23 +28,23 @@ def test_every_record_has_a_row_and_bad_ones_are_flagged(lengths):
     event(f"bad: {lengths.count(-1) > 0}")
     store = CountedLengthStore()
 
-    table = measured(FaultySource(lengths), store)
+    table = measured(ListSource(lengths), store)
 
     assert [max(0, length) for length in lengths] == column(table, "length").tolist()
-    assert [length < 0 for length in lengths] == [from_row(table, index) == BAD for index in range(len(table))]
-    assert [length < 0 for length in lengths] == column(table, "bad").astype(bool).tolist()
-    assert [(index, f"data, line {index + 1}", "is bad") for index, length in enumerate(lengths) if length < 0] == [
-        (one.index, one.where, one.reason) for one in store.bad_records()
-    ]
-    later = FaultySource(lengths)
+    bad = [index for index, length in enumerate(lengths) if length < 0]
+    assert bad == [index for index in range(len(table)) if from_row(table, index) == BAD]
+    assert bad == np.flatnonzero(column(table, "bad")).tolist()
+    found = [(one.index, one.where, one.reason) for one in store.bad_records()]
+    assert [(index, f"data, line {index + 1}", "is bad") for index in bad] == found
+    later = ListSource(lengths)
     assert table.tolist() == measured(later, store).tolist()
     assert len(later.measured) <= REPEATED_SAMPLES
 
 
-def planned(source, store, **changes):
+def planned(source, **changes):
     """Plan a split of a source, bad records flagged."""
     options = {"packing_length": 9, "min_fill_ratio": "0.4", "max_dropped_share": 1, **changes}
-    return Desk(source, lengths=store).plan(max_bad_share=Decimal(1), flush_every=3, **options)
+    return Desk(source).plan(max_bad_share=Decimal(1), flush_every=3, **options)
 
 
 @given(
@@ -65,14 +56,14 @@ def test_the_packs_are_those_of_the_good_records_alone(lengths, algorithm, packi
     good = [index for index, length in enumerate(lengths) if length > 0]
     changes = {"algorithm": algorithm, "packing": packing, "allow_single_long": single_long}
     try:
-        alone = planned(ListSource([lengths[index] for index in good]), CountedLengthStore(), **changes)
+        alone = planned(ListSource([lengths[index] for index in good]), **changes)
     except ArgumentError:
         with pytest.raises(ArgumentError):
-            planned(FaultySource(lengths), CountedLengthStore(), **changes)
+            planned(ListSource(lengths), **changes)
         return
     event(f"bad: {len(good) < len(lengths)}, long: {bool(alone.raw.single_long)}, {algorithm}")
 
-    among_bad = planned(FaultySource(lengths), CountedLengthStore(), **changes)
+    among_bad = planned(ListSource(lengths), **changes)
 
     assert alone.raw.with_indices(np.array(good)) == among_bad.raw
     assert [[good[index] for index in pack] for pack in alone.aligned.packs] == among_bad.aligned.packs.tolist()
@@ -83,13 +74,13 @@ def test_the_packs_are_those_of_the_good_records_alone(lengths, algorithm, packi
 def test_a_bad_record_that_was_fixed_is_measured_and_becomes_a_sample(lengths, data):
     """With all behind it; those before it are not measured again, and other bad ones stay."""
     store = CountedLengthStore()
-    measured(FaultySource(lengths), store)
+    measured(ListSource(lengths), store)
     bad = [index for index, length in enumerate(lengths) if length < 0]
     fixed = data.draw(st.sets(st.sampled_from(bad))) if bad else set()
     event(f"bad: {len(bad) > 0}, fixed: {len(fixed) > 0}")
-    later = FaultySource([5 if index in fixed else length for index, length in enumerate(lengths)])
+    later = ListSource([5 if index in fixed else length for index, length in enumerate(lengths)])
 
-    assert measured(later, store).tolist() == measured(FaultySource(later.lengths), CountedLengthStore()).tolist()
+    assert measured(later, store).tolist() == measured(ListSource(later.lengths)).tolist()
     assert [index for index in bad if index not in fixed] == [one.index for one in store.bad_records()]
     if fixed:
         assert len([index for index in later.measured if index < min(fixed)]) <= 4 * REPEATED_SAMPLES
@@ -98,45 +89,32 @@ def test_a_bad_record_that_was_fixed_is_measured_and_becomes_a_sample(lengths, d
 def test_a_sample_without_a_token_is_not_left_out():
     """It is none of those that are flagged, so that nothing would count it."""
     with pytest.raises(DataSetError, match=r"1 sample of 3 has no token, the first is sample 1: remove such records"):
-        planned(ListSource([5, 0, 6]), CountedLengthStore())
+        planned(ListSource([5, 0, 6]))
 
 
 def test_more_than_the_share_stop_the_run():
     """With their number and the first of them; as many as the share do not."""
     lengths = [5] * 98 + [-1] * 2
-    assert 100 == len(measured(FaultySource(lengths), CountedLengthStore(), "0.02"))
+    assert 100 == len(measured(ListSource(lengths), share="0.02"))
 
     with pytest.raises(
         DataSetError, match=r"2 of 100 records cannot .* custom\.max_bad_share \(0\.01\).*\n  data, line 99"
     ):
-        measured(FaultySource(lengths), CountedLengthStore(), "0.01")
+        measured(ListSource(lengths), share="0.01")
     with pytest.raises(DataSetError, match="none of the train records"):
-        measured(FaultySource([-1]), CountedLengthStore())
+        measured(ListSource([-1]))
 
 
-class UnreadSource(ListSource):
-    """Records that no setting but the model's could make samples."""
-
-    def measure(self, index, **_):
-        raise RecordError(f"data, line {index + 1}", "has images", "name a model that sees")
-
-
-def test_a_record_that_is_good_for_another_run_has_that_as_its_remedy():
-    """Leaving records out is no way there, and is not named; with a share, the remedy is kept."""
+def test_a_run_that_stops_at_bad_records_names_the_remedy_and_takes_over_none():
+    """Leaving out is none for a record that is good for another run; with a share, that is kept."""
+    unread = ListSource([5, 6])
+    unread.errors = {index: unread.error(index, "has images", "name a model that sees") for index in (0, 1)}
     with pytest.raises(RecordError) as raised:
-        measured(UnreadSource([5, 6]), CountedLengthStore(), None)
+        measured(unread, share=None)
     assert "data, line 1: has images: name a model that sees" == str(raised.value)
-
     with pytest.raises(DataSetError, match=r"\n  data, line 1: has images: name a model that sees"):
-        measured(UnreadSource([5, 6]), CountedLengthStore(), "0.1")
-    with pytest.raises(RecordError, match=r"line 1: is bad \(custom\.on_bad_record: skip leaves such records out,"):
-        measured(FaultySource([-1]), CountedLengthStore(), None)
+        measured(unread, share="0.1")
 
-
-def test_a_run_that_stops_at_bad_records_takes_over_none():
-    """What an earlier start left out is named again."""
-    store = CountedLengthStore()
-    measured(FaultySource([5, -1, 6]), store)
-
-    with pytest.raises(RecordError, match="line 2: is bad"):
-        measured(FaultySource([5, -1, 6]), store, None)
+    measured(source := ListSource([5, -1, 6]), store := CountedLengthStore())
+    with pytest.raises(RecordError, match=r"line 2: is bad \(custom\.on_bad_record: skip leaves such records out,"):
+        measured(source, store, None)

@@ -1,12 +1,12 @@
 """Mixes of a YAML: a curriculum of several, their files, and everything that is wrong with them."""
 
-import json
+from pathlib import Path
 
 import attrs
 import pytest
 import yaml
 
-from packplan.adapters.config.run import load_mixes, parse_config
+from packplan.adapters.config.run import load_mixes
 from packplan.app.planning.log_lines import source_draws_text
 from packplan.app.wiring.policies import require_mixes
 from packplan.app.wiring.runs import require_inputs, resolve_inputs
@@ -14,6 +14,8 @@ from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecord
 from packplan.core.errors import ConfigError
 from packplan.core.samples.tables import DataFile
+from tests.documents import parsed
+from tests.records import write_lines
 
 SIZES = {"a": 8, "b": 5, "c": 3}
 
@@ -23,8 +25,7 @@ def here(tmp_path, monkeypatch):
     """Write three sources into the working directory."""
     monkeypatch.chdir(tmp_path)
     for name, size in SIZES.items():
-        records = [{"messages": [], "from": name, "number": number} for number in range(size)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_lines(tmp_path / f"{name}.jsonl", ({"messages": [], "from": name, "at": at} for at in range(size)))
     return tmp_path
 
 
@@ -32,23 +33,12 @@ def source(name: str, **more: object) -> dict[str, object]:
     return {"jsonl": f"{name}.jsonl", **(more or {"ratio": 1})}
 
 
-def written(here, *entries: list[dict[str, object]], **more: object) -> str:
-    """Write a curriculum, whose entries all have the keys *more*; return its path."""
-    (here / "mix.yaml").write_text(yaml.safe_dump({"curriculum": [{"sources": entry, **more} for entry in entries]}))
-    return str(here / "mix.yaml")
-
-
-def run(path: str, **custom: object) -> RunConfig:
-    """Return a run of the mixes in *path*, planned unless other keys say so."""
-    sections = {
-        "model": {"model": "m"},
-        "template": {"max_length": 80},
-        "custom": {"fusion_config": path, "fusion_schedule": "planned", **custom},
-        "training": {"output_dir": "out"},
-    }
-    if custom.get("trainer_variant") == "rollout":
-        sections["training"] |= {"packing_mode": "dynamic", "max_steps": 1}
-    return parse_config(sections, "run.yaml", {})
+def run(*entries: list[dict[str, object]], by: str = "samples", **custom: object) -> RunConfig:
+    """Return a run of a curriculum of these entries, planned unless other keys say so."""
+    Path("mix.yaml").write_text(yaml.safe_dump({"curriculum": [{"sources": entry, "by": by} for entry in entries]}))
+    keys = {"fusion_config": "mix.yaml", "fusion_schedule": "planned", "train_jsonl": None, **custom}
+    stream = {"packing_mode": "dynamic", "max_steps": 1} if custom.get("trainer_variant") == "rollout" else {}
+    return resolve_inputs(parsed({f"custom.{key}": value for key, value in keys.items()}, **stream))
 
 
 STREAM = {"fusion_schedule": None, "trainer_variant": "rollout"}
@@ -59,54 +49,52 @@ def files_of(config: RunConfig) -> list[DataFile]:
     return [DataFile(file, file, "messages", SIZES[file[-7]]) for file in config.custom.train_jsonl]
 
 
-def faults_of_inputs(path: str) -> list[str]:
-    """Return the faults of the data of a run of the mixes in *path*."""
-    with pytest.raises(ConfigError) as raised:
-        require_inputs(resolve_inputs(run(path)))
-    return [str(fault) for fault in raised.value.faults if fault.path.startswith("custom")]
-
-
 def test_a_file_is_one_however_it_is_spelled(here):
     """In several entries it is the same file; twice in one entry it is refused."""
     (here / "link.jsonl").symlink_to(here / "b.jsonl")
-    spellings = [source("a")], [{"jsonl": str(here / "a.jsonl"), "ratio": 1}, source("./b")], [source("link")]
 
-    config = resolve_inputs(run(written(here, *spellings)))
+    config = run([source("a")], [{"jsonl": str(here / "a.jsonl"), "ratio": 1}, source("./b")], [source("link")])
 
     assert ("a.jsonl", "./b.jsonl") == config.custom.train_jsonl == require_mixes(config, files_of(config)).files
-    twice = resolve_inputs(run(written(here, [source("a")], [source("a"), source("../" + here.name + "/a")])))
+    twice = run([source("a")], [source("a"), source("../" + here.name + "/a")])
     with pytest.raises(ConfigError, match=r"curriculum\[1\]\.sources\[1\]\.jsonl: is a\.jsonl, as sources\[0\]"):
         require_mixes(twice, files_of(twice))
 
 
-def test_files_are_looked_at_by_their_keys_before_libraries_are_loaded(here):
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ((["a"], ["gone", "b"], ["gone"]),
+         "custom.fusion_config.curriculum[1].sources[0].jsonl: gone.jsonl cannot be read"),
+        ((["b"], ["[bc]"]), "custom.fusion_config: b.jsonl is named twice, once as b.jsonl: "),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("here")
+def test_files_are_looked_at_by_their_keys_before_libraries_are_loaded(entries, says):
     """Each where it is named first; patterns may have a file in common."""
-    path = written(here, [source("a")], [source("gone"), source("b")], [source("gone")])
-    assert 1 == len(found := faults_of_inputs(path))
-    assert found[0].startswith("custom.fusion_config.curriculum[1].sources[0].jsonl: gone.jsonl cannot be read")
-    (fault,) = faults_of_inputs(written(here, [source("b")], [source("[bc]")]))
-    assert fault.startswith("custom.fusion_config: b.jsonl is named twice, once as b.jsonl: ")
+    with pytest.raises(ConfigError) as raised:
+        require_inputs(run(*([source(name) for name in entry] for entry in entries)))
+    (fault,) = [str(one) for one in raised.value.faults if one.path.startswith("custom")]
+    assert fault.startswith(says)
 
 
-def test_tokens_are_counted_by_static_plans_alone(here):
+@pytest.mark.usefixtures("here")
+def test_tokens_are_counted_by_static_plans_alone():
     """What is drawn before it is measured takes samples."""
-    path = written(here, [source("a")], by="tokens")
-    stream, planned = resolve_inputs(run(path, **STREAM)), resolve_inputs(run(path))
+    stream, planned = (run([source("a")], by="tokens", **keys) for keys in (STREAM, {}))
 
     with pytest.raises(ConfigError, match=r"curriculum\[0\]\.by: "):
         require_mixes(stream, files_of(stream))
     assert "tokens" == require_mixes(planned, files_of(planned)).mix_of_epoch(0).by
 
 
-def test_sources_of_a_mix_have_names(here):
+@pytest.mark.usefixtures("here")
+def test_sources_of_a_mix_have_names():
     """As it spells them, or as evaluation does; another name is refused by its key."""
-    path = written(here, [source("a")])
-    names = {"a.jsonl": "chats", "v.jsonl": "held out"}
-
-    assert resolve_inputs(run(path, val_jsonl=["v.jsonl"], source_names=names))
+    assert run([source("a")], val_jsonl=["v.jsonl"], source_names={"a.jsonl": "chats", "v.jsonl": "held out"})
     with pytest.raises(ConfigError, match=r"custom\.source_names\.b\.jsonl: is no entry of custom\.fusion_config"):
-        resolve_inputs(run(path, source_names={"b.jsonl": "books"}))
-    both = resolve_inputs(run(written(here, [source("a"), source("b")])))
+        run([source("a")], source_names={"b.jsonl": "books"})
+    both = run([source("a"), source("b")])
     with pytest.raises(ConfigError, match=r"custom\.source_names: gives several files of the mix one name"):
         require_mixes(both, [attrs.evolve(file, source="chats") for file in files_of(both)])
 
@@ -140,12 +128,12 @@ def test_what_is_no_mix_is_said(here, text, faults):
 
 
 @pytest.mark.slow
-def test_a_stream_follows_a_curriculum(here):
+@pytest.mark.usefixtures("here")
+def test_a_stream_follows_a_curriculum():
     """Its order of an epoch has the records of that epoch's entry."""
     from packplan.app.sft.stream import _order
 
-    path = written(here, [source("c", count=2)], [source("a", count=3), source("b", count=5)])
-    config = resolve_inputs(run(path, **STREAM))
+    config = run([source("c", count=2)], [source("a", count=3), source("b", count=5)], **STREAM)
 
     order = _order(config, files_of(config))
 
@@ -157,21 +145,22 @@ def test_a_stream_follows_a_curriculum(here):
 
 
 @pytest.mark.slow
-def test_a_stream_reads_the_order_that_is_asked(here):
+@pytest.mark.usefixtures("here")
+def test_a_stream_reads_the_order_that_is_asked():
     """That of the data without a shuffle, else one of each epoch, by `data_seed` if that is set."""
     from packplan.app.sft.stream import _order
 
     def orders(**trainer: object) -> list[list[int]]:
-        config = run("", fusion_config=None, train_jsonl="b.jsonl", **STREAM)
+        config = run(fusion_config=None, **STREAM | {"train_jsonl": "b.jsonl"})
         training = attrs.evolve(config.training, trainer=trainer)
         order = _order(attrs.evolve(config, training=training), files_of(config))
         return [order(epoch).tolist() for epoch in (0, 1)]
 
-    shuffled, seeded = orders(), orders(data_seed=7)
+    shuffled = orders()
 
     assert [[*range(5)]] * 2 == orders(train_dataloader_shuffle=False)
-    assert shuffled == orders(data_seed=42) != seeded
-    assert all(sorted(order) == [*range(5)] for order in (*shuffled, *seeded))
+    assert shuffled == orders(data_seed=42) != orders(data_seed=7)
+    assert all(sorted(order) == [*range(5)] for order in shuffled)
 
 
 @pytest.mark.parametrize("num", [1, 2, 3])

@@ -48,40 +48,21 @@ def wheel(tmp_path_factory) -> Path:
             shutil.copy(ROOT / name, folder / name)
     quietly(sys.executable, "-c", SOURCES, sources, cwd=folder)
     (archive,) = sources.glob("*.tar.gz")
-    quietly(
-        sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", sources, archive
-    )
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index"]
+    quietly(*pip, "-w", sources, archive)
     (built,) = sources.glob("*.whl")
     return built
 
 
-def environment(folder: Path, wheel: Path) -> Path:
-    """Make an environment with the wheel alone; return its folder of packages."""
-    quietly(sys.executable, "-m", "venv", "--without-pip", folder)
-    python = folder / "bin" / "python"
-    quietly(
-        sys.executable, "-m", "pip", "--python", python, "install", "--no-compile", "--no-deps", "--no-index", wheel
-    )
-    return Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-
-
 @pytest.fixture(scope="module")
 def programs(wheel, tmp_path_factory) -> Path:
-    """The programs of an environment with the wheel, and with this one's other packages."""
-    folder = tmp_path_factory.mktemp("environment")
-    # A line of a .pth adds a folder, and runs none of the .pth files in it: not that of an editable
-    # install.
-    (environment(folder, wheel) / "others.pth").write_text(f"{OTHERS}\n")
-    return folder / "bin"
-
-
-@pytest.fixture(scope="module")
-def bare(wheel, tmp_path_factory) -> Path:
     """The programs of an environment with the wheel and the packages that it requires."""
-    folder = tmp_path_factory.mktemp("bare")
-    packages = environment(folder, wheel)
+    folder = tmp_path_factory.mktemp("environment")
+    quietly(sys.executable, "-m", "venv", "--without-pip", folder)
+    install = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--no-compile"]
+    quietly(*install, "--no-deps", "--no-index", wheel)
     for name in REQUIRED:
-        (packages / name).symlink_to(OTHERS / name)
+        Path(sysconfig.get_path("purelib", vars={"base": str(folder)}), name).symlink_to(OTHERS / name)
     return folder / "bin"
 
 
@@ -95,9 +76,10 @@ def foreign(tmp_path) -> Path:
     return folder
 
 
-def run(folder: Path, *command: object) -> subprocess.CompletedProcess[str]:
-    plain = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    return subprocess.run([*map(str, command)], cwd=folder, env=plain, capture_output=True, text=True, check=False)
+def run(folder: Path, *command: object, beside: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder, beside the packages of another one."""
+    own = {**os.environ, "PYTHONPATH": beside}
+    return subprocess.run([*map(str, command)], cwd=folder, env=own, capture_output=True, text=True, check=False)
 
 
 def test_the_wheel_holds_every_file_of_the_package(wheel):
@@ -117,9 +99,9 @@ def test_the_wheel_holds_every_file_of_the_package(wheel):
 def test_it_runs_where_other_packages_are_called_app_and_core(programs, foreign, tmp_path):
     """With YAML and data elsewhere; a rank that torchrun starts, too."""
     path = store_run(tmp_path, world_sizes=(1,))
-    shown = run(foreign, programs / "packplan", "plan", "show", path)
+    shown = run(foreign, programs / "packplan", "plan", "show", path, beside=str(OTHERS))
     launcher = [programs / "python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 1]
-    of_ranks = run(foreign, *launcher, "-m", "packplan", "plan", "show", path)
+    of_ranks = run(foreign, *launcher, "-m", "packplan", "plan", "show", path, beside=str(OTHERS))
 
     assert (0, "") == (shown.returncode, shown.stderr)
     assert shown.stdout.startswith("train:")
@@ -137,18 +119,17 @@ assert all(getattr(packplan, name) is not None for name in packplan.__all__)
 """
 
 
-def test_three_requirements_plan_a_list(bare, tmp_path):
+def test_three_requirements_plan_a_list(programs, tmp_path):
     """All names of the library load, without torch, YAML or a file."""
-    ended = run(tmp_path, bare / "python", "-c", LIBRARY)
+    ended = run(tmp_path, programs / "python", "-c", LIBRARY)
 
     assert (0, "[[0, 1], [2, 3], [4, 5]] (0,) ['pack', 'shard_packed']\n") == (ended.returncode, ended.stdout), ended
 
 
 @pytest.mark.parametrize("command", ["sft", "plan", "check", "rl"])
-def test_a_command_whose_extra_is_missing_names_it(bare, tmp_path, command):
+def test_a_command_whose_extra_is_missing_names_it(programs, tmp_path, command):
     words = {"plan": ["show", "run.yaml"]}.get(command, ["run.yaml"])
-    (tmp_path / "train.sh").write_text("swift sft --model m\n")
-    ended = run(tmp_path, bare / "packplan", command, *words)
+    ended = run(tmp_path, programs / "packplan", command, *words)
 
     assert 2 == ended.returncode, ended.stderr
     assert ended.stderr.startswith("error: this needs the package ")

@@ -1,18 +1,25 @@
 """Measuring and planning a split, over doubles: what is measured, kept, planned again, compared."""
 
 import logging
+import re
 
-import attrs
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 
+from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.planning.log_lines import describe, log_plan
-from packplan.app.planning.measure import REPEATED_SAMPLES
+from packplan.app.planning.measure import (
+    COMPARED_TOKENS,
+    MAX_KNOWN_BETWEEN,
+    REPEATED_FIRST_ABOVE,
+    REPEATED_SAMPLES,
+    merge_known,
+)
 from packplan.app.planning.plan import Ranks
-from packplan.app.planning.split import alignment
+from packplan.app.planning.split import KnownTable, alignment
 from packplan.core.config.identity import plan_policy
-from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.errors import (
     ArgumentError,
     CorruptArtefactError,
@@ -22,25 +29,18 @@ from packplan.core.errors import (
     StaleError,
 )
 from packplan.core.plan import build_raw_plan
-from packplan.core.samples.tables import column
+from packplan.core.samples.tables import KnownLengths, column, media_identity, to_tables
 from packplan.core.work.model import SampleWorks, WorkModel
 from packplan.core.work.vision import VisionWork
-from tests.fakes import (
-    UNSTEADY,
-    FailingSource,
-    GuessingSource,
-    ListSource,
-    OddSource,
-    ScriptedGroup,
-    TornPlanStore,
-)
-from tests.flows.desk import LENGTHS, Desk
+from tests.documents import parsed
+from tests.fakes import UNSTEADY, GuessingSource, ListSource, OddSource, ScriptedGroup
+from tests.flows.desk import LENGTHS, Desk, masked
 
 pytestmark = pytest.mark.covers
 
 
-def test_a_second_run_measures_and_plans_nothing():
-    """Warm: a few samples are compared with what is stored, and the same plan comes back."""
+def test_a_later_run_measures_and_plans_what_is_new_alone():
+    """Some samples are compared; other ranks align the same plan; appended rows are measured."""
     desk = Desk()
     first = desk.plan()
     desk.source.measured.clear()
@@ -48,10 +48,20 @@ def test_a_second_run_measures_and_plans_nothing():
     second = desk.plan()
 
     assert [7, 6, 5, 4, 3, 2, 1, 0] == desk.source.measured
-    assert [8] == desk.lengths.flushes
-    assert 1 == desk.plans.saves
+    assert ([8], 1) == (desk.lengths.flushes, desk.plans.saves)
     assert (first.raw, first.checksum) == (second.raw, second.checksum)
     assert build_raw_plan(LENGTHS, packing_length=80, min_fill_ratio="0.65") == first.raw
+
+    desk.group = ScriptedGroup(world_size=4)
+    four = desk.plan()
+    assert (1, [1, 1, 4]) == (desk.plans.saves, desk.plans.aligned)
+    assert first.raw_checksum == four.raw_checksum
+    assert 0 == len(four.aligned.packs) % 4
+
+    desk.source = ListSource([*LENGTHS, 33, 44])
+    more = desk.plan()
+    assert [8, 9] == desk.source.measured[:2]
+    assert build_raw_plan([*LENGTHS, 33, 44], packing_length=80, min_fill_ratio="0.65") == more.raw
 
 
 def test_packs_of_equal_work_are_planned_from_what_was_measured():
@@ -59,30 +69,14 @@ def test_packs_of_equal_work_are_planned_from_what_was_measured():
     work = WorkModel(per_position=10, per_pair=1, vision=VisionWork(100, 1, 0, 0))
     desk = Desk()
     planned = desk.plan(algorithm="balanced", work=work)
-    table = planned.table
-    works = SampleWorks.from_lengths(
-        work, LENGTHS, images=column(table, "images"), patches=column(table, "patches")
-    ).flops
+    media = {name: column(planned.table, name) for name in ("images", "patches")}
+    works = SampleWorks.from_lengths(work, LENGTHS, **media).flops
 
     assert build_raw_plan(LENGTHS, packing_length=80, algorithm="balanced", works=works) == planned.raw
     assert planned.raw_checksum == desk.plan(algorithm="balanced", work=work).raw_checksum
     assert 1 == desk.plans.saves
     desk.plan(algorithm="balanced", work=work.trained())
     assert 2 == desk.plans.saves
-
-
-def test_another_world_size_never_plans_anew():
-    """It aligns the same raw plan."""
-    desk = Desk()
-    one = desk.plan()
-    desk.group = ScriptedGroup(world_size=4)
-
-    four = desk.plan()
-
-    assert 1 == desk.plans.saves
-    assert [1, 4] == desk.plans.aligned
-    assert one.raw_checksum == four.raw_checksum
-    assert 0 == len(four.aligned.packs) % 4
 
 
 @pytest.mark.parametrize(
@@ -101,27 +95,14 @@ def test_other_data_in_the_same_folder_are_refused(source, says):
     assert [] == desk.source.measured
 
 
-def test_appended_rows_alone_are_measured():
-    """And the plan is made again, since its lengths are others."""
-    desk = Desk()
-    desk.plan()
-    desk.source = ListSource([*LENGTHS, 33, 44])
-
-    planned = desk.plan()
-
-    assert [8, 9] == desk.source.measured[:2]
-    assert build_raw_plan([*LENGTHS, 33, 44], packing_length=80, min_fill_ratio="0.65") == planned.raw
-
-
 @given(st.integers(0, 7), st.integers(1, 9))
 def test_what_was_measured_before_a_failure_is_kept(bad, flush_every):
     """After the record is fixed, only it and what follows is measured."""
-    desk = Desk(FailingSource(LENGTHS, bad={bad, 7}))
+    desk = Desk(ListSource([*LENGTHS[:bad], -1, *LENGTHS[bad + 1 :]]))
     with pytest.raises(RecordError, match=f"line {bad + 1}"):
         desk.plan(flush_every=flush_every)
     assert not desk.source.is_measuring, "processes would go on measuring"
-    desk.source.bad = set()
-    desk.source.measured.clear()
+    desk.source = ListSource(LENGTHS)
 
     table = desk.plan(flush_every=flush_every).table
 
@@ -143,7 +124,7 @@ def test_samples_that_measure_differently_are_refused(unsteady):
 
 def test_lengths_measured_but_not_checked_are_checked_by_the_next_run():
     """An interrupted run's rows are complete by chance when the data is cut to them."""
-    desk = Desk(FailingSource(LENGTHS, bad={6}))
+    desk = Desk(ListSource([*LENGTHS[:6], -1]))
     with pytest.raises(RecordError):
         desk.plan()
     desk.source = OddSource(LENGTHS[:6], UNSTEADY["epoch"])
@@ -154,6 +135,68 @@ def test_lengths_measured_but_not_checked_are_checked_by_the_next_run():
     desk.plan()
     assert list(range(5, -1, -1)) == desk.lengths.stored().repeatability["samples"]
     assert not desk.lock.is_held
+
+
+@pytest.mark.parametrize("known", [0, 8])
+@pytest.mark.parametrize("unsteady", UNSTEADY)
+def test_many_samples_are_not_measured_when_a_few_measure_differently(unsteady, known):
+    """The few that are encoded first are all that is encoded; nothing more is stored."""
+    lengths = LENGTHS * 1000
+    desk = Desk(ListSource(lengths[:known]))
+    if known:
+        desk.plan()
+    desk.source = OddSource(lengths, UNSTEADY[unsteady])
+    desk.source.differs = known
+
+    with pytest.raises(DataSetError, match="encode the same every time"):
+        desk.plan()
+
+    assert len(set(desk.source.measured)) <= REPEATED_SAMPLES
+    assert len(desk.source.measured) <= 2 * REPEATED_SAMPLES
+    assert known == sum(desk.lengths.flushes)
+
+
+@pytest.mark.parametrize(("drifted", "world_size"), [(0, 1), (57, 3), (399, 1)])
+def test_stored_lengths_are_not_trusted_when_samples_encode_to_others(drifted, world_size):
+    """The first that differs is named with both; nothing is planned, measured or lost."""
+    desk = Desk(ListSource(LENGTHS * 50), group=ScriptedGroup(world_size=world_size))
+    desk.plan()
+    desk.source = OddSource(LENGTHS * 50, lambda _, index, __: index == drifted)
+    length = LENGTHS[drifted % 8]
+
+    says = rf"sample {drifted} encodes to \({length + 1}, .*\), but \({length}, .* another training.output_dir"
+    with pytest.raises(DataSetError, match=says):
+        desk.plan(packing_length=90)
+
+    assert (desk.plans.saves, [256, 144]) == (1, desk.lengths.flushes)
+    assert desk.source.measured == sorted(desk.source.measured, reverse=True)
+    assert len(desk.source.measured) <= REPEATED_SAMPLES
+    assert [] == desk.source.elsewhere, "no process is started"
+
+
+@pytest.mark.parametrize(("length", "num"), [(100, REPEATED_SAMPLES), (COMPARED_TOKENS // 3 - 50, 4), (10_000_000, 1)])
+def test_what_is_compared_at_a_start_is_little_however_long_samples_are(length, num):
+    """So many as have a few tokens together, the shortest first, and one at least."""
+    desk = Desk(ListSource([length] * 14 + [50] + [length] * 85))
+    desk.plan()
+    desk.source.measured.clear()
+    desk.plan()
+    assert (num, True) == (len(desk.source.measured), 14 in desk.source.measured)
+
+
+@pytest.mark.parametrize("left", [REPEATED_FIRST_ABOVE, REPEATED_FIRST_ABOVE + 1])
+def test_some_samples_are_encoded_again_before_many_are_measured(left):
+    """Forwards and backwards here, and elsewhere in a third order."""
+    desk = Desk(ListSource([7] * 10))
+    desk.plan()
+    desk.source = ListSource([7] * (10 + left))
+    desk.plan()
+
+    again = desk.source.measured[: desk.source.measured.index(11)]
+    few = again[:REPEATED_SAMPLES] if left > REPEATED_FIRST_ABOVE else []
+    assert [*few, *few[::-1], *few[::2], *few[1::2], 10] == again
+    assert few == sorted(set(few))
+    assert [] == few or (10, 10 + left - 1) == (few[0], few[-1])
 
 
 def test_an_image_replaced_after_measuring_is_found_at_the_next_start():
@@ -167,31 +210,22 @@ def test_an_image_replaced_after_measuring_is_found_at_the_next_start():
     assert REPEATED_SAMPLES == len(desk.lengths.stored().repeatability["samples"])
 
 
-@given(st.booleans(), st.integers(0, 7), st.integers(1, 9))
-def test_a_shortcut_that_is_wrong_is_given_up(audits, wrong, flush_every):
-    """At the end, or on the way: all is encoded in full then, and nothing else stays."""
+@given(st.booleans(), st.none() | st.integers(0, 7), st.integers(0, 7), st.integers(1, 9))
+def test_a_shortcut_that_is_wrong_is_given_up(audits, bad, wrong, flush_every):
+    """At the end, or on the way: all is encoded in full then, also after an interruption."""
     desk = Desk(GuessingSource(LENGTHS, wrong=wrong, audits=audits))
+    desk.source.bad, ways = bad, [False, True]
+    if bad is not None:
+        with pytest.raises(RecordError):
+            desk.plan(flush_every=flush_every)
+        # What shows that the shortcut is wrong may lie in what is measured already.
+        desk.source.bad, desk.source.wrong = None, 7
+        ways += [True] if bad else desk.source.ways[2:]
 
     table = desk.plan(flush_every=flush_every).table
 
-    assert [False, True] == desk.source.ways
+    assert bad == 0 or ways == desk.source.ways
     assert LENGTHS == table[:, 0].tolist() == desk.lengths.inspect().tokens.tolist()
-    assert desk.lengths.stored().in_full
-
-
-@given(st.integers(0, 7), st.integers(1, 9))
-def test_measuring_in_full_that_was_interrupted_goes_on_in_full(bad, flush_every):
-    """What shows that the shortcut is wrong may lie in what is measured already."""
-    desk = Desk(GuessingSource(LENGTHS, wrong=0))
-    desk.source.bad = bad
-    with pytest.raises(RecordError):
-        desk.plan(flush_every=flush_every)
-    desk.source.bad, desk.source.wrong = None, 7
-
-    table = desk.plan(flush_every=flush_every).table
-
-    assert LENGTHS == table[:, 0].tolist()
-    assert bad == 0 or [False, True, True] == desk.source.ways
     assert desk.lengths.stored().in_full
 
 
@@ -212,8 +246,7 @@ def test_a_source_without_samples_is_refused_before_anything_is_stored():
 
     with pytest.raises(ArgumentError, match="the data set is empty"):
         desk.plan()
-    assert [] == desk.lock.waits
-    assert desk.lengths.inspect() is None
+    assert ([], None) == (desk.lock.waits, desk.lengths.inspect())
 
 
 def test_training_and_evaluation_share_one_deadline():
@@ -226,17 +259,20 @@ def test_training_and_evaluation_share_one_deadline():
         desk.plan(ranks)
 
     waits = [wait for desk in desks for wait in desk.lock.waits]
-    assert [7, 1] == group.waits[:2]
-    assert [6, 0.5] == waits[:2]
+    assert ([7, 1], [6, 0.5]) == (group.waits[:2], waits[:2])
     assert all(0 < wait < 0.1 for wait in (group.waits[2], waits[2]))
 
     (for_ever := Desk()).plan(Ranks(for_ever.group, timeout_s=0, clock=iter([0]).__next__))
     assert ([0], [0]) == (for_ever.group.waits, for_ever.lock.waits)
 
 
-def test_a_damaged_plan_is_never_used():
-    with pytest.raises(CorruptArtefactError, match="torn"):
-        Desk(plans=TornPlanStore()).plan()
+def test_a_damaged_plan_is_never_used(tmp_path):
+    desk = Desk(plans=DiskPlanStore(tmp_path))
+    desk.plan()
+    (tmp_path / "raw_plan.json").write_bytes(b"{}")
+
+    with pytest.raises(CorruptArtefactError, match="raw_plan"):
+        desk.plan()
 
 
 def test_ranks_that_disagree_stop_the_run():
@@ -246,28 +282,14 @@ def test_ranks_that_disagree_stop_the_run():
         Desk(group=group).plan()
 
 
-UNMATCHED = [60] * 6 + [40, 40, 80]
-"""At 80 tokens a pack and a ratio of 0.8, six packs of one sample each are dropped."""
-
-
-class MaskedSource(ListSource):
-    """Samples of which some have no supervised token, since they were truncated."""
-
-    masked = frozenset(range(len(LENGTHS)))
-
-    def measure(self, index, **_):
-        measured = super().measure(index)
-        return attrs.evolve(measured, supervised=0, cut=True) if index in self.masked else measured
-
-
 @pytest.mark.parametrize(
     ("source", "options", "kind", "allowed"),
     [
         (ListSource([*LENGTHS, 95]), {"refuse_longer": True}, "too_long", {"refuse_longer": False}),
         (ListSource(LENGTHS), {"packing": False, "dataloader_drop_last": True, "batch_size": 9}, "too_short",
          {"dataloader_drop_last": False}),
-        (ListSource(UNMATCHED), {"min_fill_ratio": "0.8"}, "dropped_tokens", {"max_dropped_share": "1"}),
-        (MaskedSource(LENGTHS), {"drop_last": False}, "unsupervised", {"name": "eval"}),
+        (ListSource([60] * 6 + [40, 40, 80]), {"min_fill_ratio": "0.8"}, "dropped_tokens", {"max_dropped_share": "1"}),
+        (masked(range(8)), {"drop_last": False}, "unsupervised", {"name": "eval"}),
     ],
 )  # fmt: skip
 def test_what_training_refuses_is_refused_where_it_is_planned(source, options, kind, allowed):
@@ -286,15 +308,12 @@ def test_what_training_refuses_is_refused_where_it_is_planned(source, options, k
 
 def test_samples_that_teach_nothing_are_counted():
     """An evaluation of them alone is planned, and said to be left out."""
-    some = MaskedSource(LENGTHS)
-    some.masked = {2, 3, 7}
-
-    planned, alone = Desk(some).plan(drop_last=False), Desk(MaskedSource(LENGTHS)).plan(name="eval", drop_last=False)
+    planned = Desk(masked({2, 3, 7})).plan(drop_last=False)
+    alone = Desk(masked(range(8))).plan(name="eval", drop_last=False)
 
     assert (True, False) == (planned.is_supervised, alone.is_supervised)
     (line,), (left_out,) = ([line for _, line in describe(of) if "no supervised" in line] for of in (planned, alone))
-    assert line.startswith("3 planned samples have")
-    assert line.endswith(": 2..3, 7")
+    assert re.fullmatch("3 planned samples have .*: 2..3, 7", line)
     assert left_out.endswith(", so training leaves the evaluation out")
 
 
@@ -313,13 +332,9 @@ def test_the_log_says_how_many_packs_auto_needs_where_that_saves_some(caplog, al
 @pytest.mark.parametrize("eval_packing", [True, False])
 def test_a_run_says_how_its_splits_are_aligned(packing, eval_packing):
     """Packs go one at a time, padded batches as the run says; evaluation never drops."""
-    training = TrainingConfig(
-        output_dir="o", packing=packing, eval_packing=eval_packing, dataloader_drop_last=True,
-        per_device_train_batch_size=2, per_device_eval_batch_size=3,
-    )  # fmt: skip
-    config = RunConfig(
-        model=ModelConfig(model="m"), template=TemplateConfig(max_length=8), custom=CustomConfig(train_jsonl=("t",)),
-        training=training,
+    config = parsed(
+        packing=packing, eval_packing=eval_packing, dataloader_drop_last=True, per_device_train_batch_size=2,
+        per_device_eval_batch_size=3,
     )  # fmt: skip
 
     packs_eval = packing and eval_packing
@@ -330,3 +345,73 @@ def test_a_run_says_how_its_splits_are_aligned(packing, eval_packing):
         (alignment(config, split), plan_policy(config, split).packing, plan_policy(config, split).drop_last)
         for split in ("train", "eval")
     ]
+
+
+EVERYTHING = list(range(200))
+
+
+def table_of(source) -> KnownTable:
+    """Return a table of the measured records of a source."""
+    rows, media = to_tables(source.measure_many(range(len(source)), in_full=False))
+    identities = [media_identity(*source.identity(index)) for index in range(len(rows))]
+    known = KnownLengths(np.array([one.encode() for one in identities], "S64"), rows, media)
+    return KnownTable("table", lambda: known)
+
+
+def measured(source, known=None):
+    """Measure a source as a run does; return its table and its media."""
+    desk = Desk(source)
+    desk.measure(known=known)
+    return desk.lengths.stored()
+
+
+@given(
+    known=st.lists(st.sampled_from(EVERYTHING), unique=True),
+    asked=st.lists(st.sampled_from(EVERYTHING), min_size=1, max_size=150),
+    start=st.integers(0, 5),
+)
+def test_only_what_a_table_lacks_is_measured_and_the_result_is_the_same(known, asked, start):
+    """In any order, with records twice; known ones are measured only close to unknown ones."""
+    source = ListSource(asked)
+    indices = range(min(start, len(asked) - 1), len(asked))
+
+    found = list(merge_known(source, indices, table_of(ListSource(known))))
+
+    unknown = [index for index in indices if asked[index] not in known]
+    event(f"unknown {bool(unknown)}, of all {len(unknown) == len(indices)}")
+    assert found == list(ListSource(asked).measure_many(indices, in_full=False))
+    assert set(unknown) <= set(source.measured)
+    assert all(min(abs(index - one) for one in unknown) <= MAX_KNOWN_BETWEEN for index in source.measured)
+
+
+def test_a_run_that_a_table_knows_encodes_some_samples_to_audit_it():
+    """And stores what it would have measured."""
+    source = ListSource(EVERYTHING)
+
+    stored = measured(source, table_of(ListSource(EVERYTHING[::-1])))
+
+    alone = measured(ListSource(EVERYTHING))
+    assert (stored.table.tolist(), stored.media.tolist()) == (alone.table.tolist(), alone.media.tolist())
+    assert stored.repeatability == alone.repeatability
+    assert 0 < len(set(source.measured)) < 40
+
+
+def test_a_table_that_is_wrong_is_not_believed():
+    """A sample that encodes otherwise has all samples encoded in full, and the table not asked."""
+    source = GuessingSource(EVERYTHING, wrong=-1)
+
+    stored = measured(source, table_of(GuessingSource(EVERYTHING, wrong=0)))
+
+    assert stored.in_full
+    assert EVERYTHING == stored.table[:, 0].tolist()
+    assert [True] == source.ways
+
+
+def test_processes_that_measure_end_where_the_records_are_not_all_asked_for():
+    """Closing closes the source's own generator."""
+    source = ListSource(EVERYTHING)
+    outcomes = merge_known(source, range(10), table_of(ListSource([1])))
+    next(outcomes)
+    assert source.is_measuring
+    outcomes.close()
+    assert not source.is_measuring

@@ -6,12 +6,11 @@ import pytest
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.plan.verify import verify
-from packplan.core.errors import ArgumentError, NotBuiltError, RecordError
+from packplan.core.errors import ArgumentError, Difference, NotBuiltError, StaleError
 from packplan.core.packs import Packs
 from packplan.core.plan import build_raw_plan
-from tests.fakes import UNSTEADY, EditedSource, FailingSource, ListSource, OddSource
-from tests.flows.desk import LENGTHS, Desk, policy
-from tests.flows.test_planning import UNMATCHED, MaskedSource
+from tests.fakes import UNSTEADY, ListSource, OddSource
+from tests.flows.desk import LENGTHS, Desk, masked, policy
 
 
 @pytest.fixture
@@ -28,10 +27,6 @@ def desk_in(folder, source) -> Desk:
 def found(folder, source, *, num_samples=8, decode=False, **changes) -> list[str]:
     split = desk_in(folder, source).split(**changes)
     return [str(one) for one in verify(split, num_samples=num_samples, decode=decode)]
-
-
-def kinds(findings) -> list[str]:
-    return [one.split(":")[0] for one in findings]
 
 
 copied = ListSource(LENGTHS)
@@ -73,17 +68,27 @@ def test_what_changed_since_is_found(built, source, changes, expected):
     assert all(words in one for words, one in zip(expected, findings, strict=True)), findings
 
 
-def test_a_record_that_is_another_one_hides_no_other_fault(built):
-    """It is named where its images are compared, and where it is encoded again."""
-    source = EditedSource(LENGTHS)
-    source.widths = {5: 99}
+def test_samples_and_images_that_changed_or_cannot_be_read_hide_no_other_fault(built):
+    """With the own reason, where images are compared and where samples are encoded again."""
+    source = ListSource(LENGTHS)
+    edited = StaleError.sample(3, "data, line 4", (Difference("content", "ad", "8b"),))
+    source.errors = {2: source.error(2, "cannot be measured"), 3: edited}
+    source.media_errors = {3: edited, 5: source.error(5, "the image is gone")}
+    source.widths = {6: 99}
+    facts = source.media_facts
+    source.media_facts = lambda index, **_: facts(index) * (2 if index == 7 else 1)
 
-    findings = found(built, source)
+    changed, gone, image, two, unread, again = found(built, source)
 
-    assert ["images: sample 3", "images: image 0 of sample 5", "samples: sample 3"] == [
-        ":".join(finding.split(":")[:2]) for finding in findings
-    ]
-    assert all("content planned ad, fetched 8b" in finding for finding in (findings[0], findings[2]))
+    for finding, kind in ((changed, "images"), (again, "samples")):
+        assert finding.startswith(f"{kind}: sample 3")
+        assert "content planned ad, fetched 8b" in finding
+    assert image.startswith("images: image 0 of sample 6")
+    assert [
+        "images: sample 5: data, line 6: the image is gone",
+        "images: sample 7: measured with 1 image, now 2",
+        "samples: sample 2: data, line 3: cannot be measured",
+    ] == [gone, two, unread]
 
 
 def test_nothing_to_verify_is_no_success(tmp_path):
@@ -108,7 +113,7 @@ def test_damage_hides_no_other_input(built, file, content, expected):
     else:
         (built / file).write_bytes(content)
 
-    assert expected == kinds(found(built, ListSource(LENGTHS, name="other")))
+    assert expected == [one.split(":")[0] for one in found(built, ListSource(LENGTHS, name="other"))]
 
 
 def test_a_plan_of_other_lengths_is_found(tmp_path, built):
@@ -142,37 +147,22 @@ def test_another_plan_under_the_same_name_is_found(tmp_path, lengths, plan):
     assert any("planned again from the stored lengths, it is another one" in one for one in findings)
 
 
-def test_samples_and_images_that_cannot_be_read_are_findings(built):
-    """With the record's own reason; the others are still looked at."""
-
-    class Gone(FailingSource):
-        def media_facts(self, index, *, decode=False):
-            if index == 5:
-                raise RecordError(f"{self.name}, line 6", "the image is gone")
-            return super().media_facts(index) * (2 if index == 6 else 1)
-
-    assert [
-        "images: sample 5: data, line 6: the image is gone",
-        "images: sample 6: measured with 1 image, now 2",
-        "samples: sample 2: data, line 3: cannot be measured",
-    ] == found(built, Gone(LENGTHS, bad={2}))
-
-
 def test_samples_that_measure_otherwise_each_time_are_findings(built):
-    assert ["samples"] * 8 == kinds(found(built, OddSource(LENGTHS, UNSTEADY["each call"])))
+    findings = found(built, OddSource(LENGTHS, UNSTEADY["each call"]))
+    assert ["samples"] * 8 == [one.split(":")[0] for one in findings]
 
 
 def test_a_plan_that_training_refuses_is_a_finding(tmp_path):
     """It was built under another share, or has nothing to learn."""
-    source = ListSource(UNMATCHED)
+    source = ListSource([60] * 6 + [40, 40, 80])
     desk_in(tmp_path, source).plan(min_fill_ratio="0.8", max_dropped_share="1")
 
     assert [] == found(tmp_path, source, min_fill_ratio="0.8", max_dropped_share="1")
     (finding,) = found(tmp_path, source, min_fill_ratio="0.8")
     assert "training refuses the plan: 6 of 9 samples" in finding
 
-    (masked := tmp_path / "masked").mkdir()
+    (folder := tmp_path / "masked").mkdir()
     with pytest.raises(ArgumentError, match="supervised"):
-        desk_in(masked, MaskedSource(LENGTHS)).plan(drop_last=False)
-    (finding,) = found(masked, MaskedSource(LENGTHS), drop_last=False)
+        desk_in(folder, masked(range(8))).plan(drop_last=False)
+    (finding,) = found(folder, masked(range(8)), drop_last=False)
     assert "training refuses the plan: none of 8 planned samples has a supervised token" in finding
