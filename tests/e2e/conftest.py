@@ -1,10 +1,8 @@
 """Runs over the tiny models: how a test writes a YAML and executes it in this process."""
 
 import contextlib
-import json
 import os
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import yaml
 
 from packplan.core.errors import PackplanError
 from tests.processes import Started
-from tests.records import write_lines
+from tests.records import chat, write_lines
 from tests.stored import asked, remember_verdict
 
 Sections = dict[str, dict[str, Any]]
@@ -25,19 +23,13 @@ def _stack():
     import tests.stack  # noqa: F401
 
 
-@pytest.fixture
-def encodes_elsewhere() -> None:
-    """Let a test that asks for this encode samples again in another process, as runs do."""
-
-
 @pytest.fixture(autouse=True)
-def _light(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _light(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let runs in this process neither fork it to encode samples again nor wait for a disk."""
     from tests.e2e.rank_main import SwiftMeasurer, measure_here
 
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    if "encodes_elsewhere" not in request.fixturenames:
-        monkeypatch.setattr(SwiftMeasurer, "measure_in_loader", measure_here)
+    monkeypatch.setattr(SwiftMeasurer, "measure_in_loader", measure_here)
 
 
 @pytest.fixture(scope="session")
@@ -69,16 +61,10 @@ def write_run(demo: Path, text_jsonl: Path, tmp_path: Path) -> Callable[..., Pat
             "template": {"max_length": 1024 if has_images else 256, "system": "You look at scenes."},
             "custom": {"train_jsonl": str(demo / "data" / "train.jsonl" if has_images else text_jsonl)},
             "training": {
-                "output_dir": str(tmp_path / name),
-                "num_train_epochs": 1,
-                "learning_rate": "5e-3",
-                "logging_steps": 1,
-                "report_to": [],
-                "save_strategy": "no",
-                "gradient_checkpointing": False,
-                "dataloader_num_workers": 0,
+                "output_dir": str(tmp_path / name), "num_train_epochs": 1, "learning_rate": "5e-3", "logging_steps": 1,
+                "report_to": [], "save_strategy": "no", "gradient_checkpointing": False, "dataloader_num_workers": 0,
             },
-        }
+        }  # fmt: skip
         for section, keys in overlay.items():
             sections[section] |= keys
         path = tmp_path / f"{name}.yaml"
@@ -137,18 +123,25 @@ def execute() -> Callable[[Path], Any]:
 @pytest.fixture
 def text_jsonl(tmp_path: Path) -> Path:
     """Write records without images, of several lengths, and return their file."""
-    path = tmp_path / "text.jsonl"
-    records = [
-        {
-            "messages": [
-                {"role": "user", "content": f"say {n}"},
-                {"role": "assistant", "content": "blue circle " * (1 + n % 7)},
-            ]
-        }
-        for n in range(30)
-    ]
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    return path
+    turns = ((f"say {n}", "blue circle " * (1 + n % 7)) for n in range(30))
+    records = (chat({"role": "user", "content": one}, {"role": "assistant", "content": other}) for one, other in turns)
+    return write_lines(tmp_path / "text.jsonl", records)
+
+
+@pytest.fixture
+def shortcuts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Samples, as they are measured in this process by the shortcut."""
+    from packplan.adapters.samples.measurer import SwiftMeasurer
+
+    seen: list[int] = []
+    plain = SwiftMeasurer.measure_batch
+
+    def batch(self: Any, indices: range, *, in_full: bool) -> Any:
+        seen.extend(indices)
+        return plain(self, indices, in_full=in_full)
+
+    monkeypatch.setattr(SwiftMeasurer, "measure_batch", batch)
+    return seen
 
 
 @pytest.fixture
@@ -165,19 +158,6 @@ def fetched(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(loader.PackedDataset, "__getitem__", noted)
     return positions
-
-
-@pytest.fixture(scope="module")
-def _opened_template() -> Callable[..., Any]:
-    from packplan.app.wiring import splits
-
-    return cache(splits.open_template)
-
-
-@pytest.fixture
-def one_template(_opened_template: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let runs of one model and template share it: those of a file's tests that ask for this."""
-    monkeypatch.setattr("packplan.app.wiring.splits.open_template", _opened_template)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Runs `packplan sft` as a rank; a fault is `measure`, `gradients` or `infinite`."""
+"""Runs `packplan sft` as a rank; a fault is `gradients` or `infinite`."""
 
 import json
 import math
@@ -56,8 +56,6 @@ def main(config: str, out: str, fault: str = "") -> int:
         way.build_trainer = build_trainer
         if fault == "gradients":
             silence()
-        if fault == "measure":
-            SwiftMeasurer.measure = _fail
         run = read_config(config)
         with join_ranks(run) as group:
             result = train(run, group)
@@ -90,10 +88,6 @@ def _told(result: Any) -> dict[str, Any]:
 def measure_here(samples: SwiftMeasurer, indices: Sequence[int], *, epoch: int) -> list[Any]:  # its name
     """Encode samples again in this process: to fork it for that takes 0.1 s."""
     return [samples.measure_in_full(index) for index in indices]
-
-
-def _fail(*_):
-    raise ZeroDivisionError("planted")
 
 
 def seen(out: Path, world_size: int) -> list[dict[str, Any]]:

@@ -1,5 +1,7 @@
-"""Runs that are ready to train, or have trained, and measured samples, as tests ask them."""
+"""What tests ask of records that are measured, of plans, and of runs that train or have trained."""
 
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +29,27 @@ def measured(source: LengthSource) -> list[RecordOutcome]:
     assert refused == {place for place, one in enumerate(full) if isinstance(one, RecordError)}
     assert all(place in refused or one == full[place] for place, one in enumerate(quick))
     return quick
+
+
+def chats(count: int, first: int = 0) -> list[dict[str, str]]:
+    """Return records of several lengths."""
+    return [{"query": f"say {n}", "response": "blue circle " * (1 + n % 7)} for n in range(first, first + count)]
+
+
+def artefacts_of(run: Path) -> dict[str, bytes]:
+    """Return every file that a run's planning left, but its locks."""
+    folder = run / "static_packing"
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def assert_refused(outcomes: Sequence[RecordOutcome], says: Iterable[str]) -> None:
+    """Check that each record is refused by its line, with its words among few others."""
+    for number, (outcome, words) in enumerate(zip(outcomes, says, strict=True), start=1):
+        assert isinstance(outcome, RecordError)
+        assert f"data.jsonl, line {number}: " in str(outcome)
+        assert words in str(outcome)
+        assert len(str(outcome)) < 600
 
 
 def _facts(trainer: Any, splits: dict[str, Split]) -> Any:

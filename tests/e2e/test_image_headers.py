@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from packplan.core.errors import RecordError
-from tests.e2e.ready import measured
+from tests.e2e.ready import assert_refused, measured
 from tests.records import asked
 
 pytestmark = pytest.mark.slow
@@ -69,8 +68,4 @@ def test_a_shape_that_the_processor_refuses_is_refused_from_its_header(open_sour
     Image.new("RGB", size).save(tmp_path / "line.png")
     source, _ = open_source([asked("<image>?", images=["line.png"])], max_pixels=max_pixels)
 
-    (outcome,) = measured(source)
-
-    assert isinstance(outcome, RecordError)
-    assert "data.jsonl, line 1: " in str(outcome)
-    assert says in str(outcome)
+    assert_refused(measured(source), [says])

@@ -8,13 +8,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.app import measure
 from packplan.app.plan import __main__ as plan
 from packplan.core.samples.tables import COLUMNS
-from tests.e2e.test_plan_build import artefacts_of, refuse_to_measure, write_lines
+from tests.e2e.ready import artefacts_of, chats
 from tests.processes import finished
+from tests.records import write_lines
 
 pytestmark = pytest.mark.slow
 
@@ -32,34 +32,12 @@ def run(capfd, tmp_path):
     return main
 
 
-@pytest.fixture
-def measured(monkeypatch) -> list[int]:
-    """Return the records that are measured, in order."""
-    seen: list[int] = []
-    plain = SwiftMeasurer.measure_batch
-
-    def batch(self, indices, *, in_full):
-        seen.extend(indices)
-        return plain(self, indices, in_full=in_full)
-
-    monkeypatch.setattr(SwiftMeasurer, "measure_batch", batch)
-    return seen
-
-
 def rows_of(path: Path) -> list[dict[str, Any]]:
     return pq.read_table(path).to_pylist()
 
 
-def without_index(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in row.items() if name != "index"} for row in rows]
-
-
-def chats(count: int, first: int = 0) -> list[dict[str, str]]:
-    return [{"query": f"say {n}", "response": "blue circle " * (1 + n % 7)} for n in range(first, first + count)]
-
-
 def test_plans_of_a_run_that_takes_its_lengths_are_those_of_one_that_measures(  # noqa: PLR0917  # fixtures
-    write_run, run, demo, few_scenes, tmp_path, monkeypatch
+    write_run, run, demo, few_scenes, tmp_path, shortcuts
 ):
     """Byte for byte; the table is what the run stored, and only what is audited is encoded."""
     custom = {"train_jsonl": str(few_scenes), "val_jsonl": str(demo / "data" / "val.jsonl")}
@@ -67,41 +45,38 @@ def test_plans_of_a_run_that_takes_its_lengths_are_those_of_one_that_measures(  
     assert 0 == plan.main(["build", str(path)])
     run("--config", path)
     rows = rows_of(tmp_path / "lengths.parquet")
-    kept = [
-        DiskLengthStore(tmp_path / "alone" / "static_packing" / split).inspect().rows for split in ("train", "eval")
-    ]
+    folders = (tmp_path / "alone" / "static_packing" / split for split in ("train", "eval"))
+    kept = [DiskLengthStore(folder).inspect().rows for folder in folders]
     table, media = (np.concatenate([getattr(one, name) for one in kept]) for name in ("table", "media"))
     assert table.tolist() == [[int(row[name]) for name in COLUMNS] for row in rows]
     assert media.tolist() == [[*one.values()] for row in rows for one in row["media"]]
     assert not (tmp_path / "lengths.parquet.measuring").exists()
-    refuse_to_measure(monkeypatch)
+    shortcuts.clear()
 
     taking = write_run(name="taking", custom={**custom, "lengths": str(tmp_path / "lengths.parquet")})
     assert 0 == plan.main(["build", str(taking)])
 
+    assert [] == shortcuts
     assert artefacts_of(tmp_path / "alone") == artefacts_of(tmp_path / "taking")
     assert 0 == plan.main(["verify", str(taking)])
 
 
-def test_a_table_is_continued_with_records_that_it_lacks(run, demo, tmp_path, measured):
+def test_a_table_is_continued_with_records_that_it_lacks(run, demo, tmp_path, shortcuts):
     """Appended, put before, removed: the table is that of the data as they are now."""
-    model, data = demo / "models" / "qwen2", tmp_path / "data.jsonl"
-    output = tmp_path / "lengths.parquet"
-    write_lines(data, chats(60))
-    run(data, "--model", model)
-    before = rows_of(output)
-    measured.clear()
+    model, data, output = demo / "models" / "qwen2", tmp_path / "data.jsonl", tmp_path / "lengths.parquet"
+    run(write_lines(data, chats(60)), "--model", model)
+    before = pq.read_table(output).drop_columns(["index"])
+    shortcuts.clear()
 
     changed = [*chats(1, first=70), *chats(59), *chats(2, first=80)]
-    write_lines(data, changed)
-    said = run(data, "--model", model)
+    said = run(write_lines(data, changed), "--model", model)
 
     assert f"the lengths of 59 records are taken from {output}" in said
-    assert [0, 60, 61] == measured
-    write_lines(tmp_path / "fresh.jsonl", changed)
-    run(tmp_path / "fresh.jsonl", "--model", model, output=tmp_path / "fresh.parquet")
-    assert rows_of(tmp_path / "fresh.parquet") == rows_of(output)
-    assert without_index(before[:59]) == without_index(rows_of(output)[1:60])
+    assert [0, 60, 61] == shortcuts
+    after = pq.read_table(output)
+    run(write_lines(tmp_path / "fresh.jsonl", changed), "--model", model, output=tmp_path / "fresh.parquet")
+    assert pq.read_table(tmp_path / "fresh.parquet").equals(after)
+    assert before.slice(0, 59).equals(after.drop_columns(["index"]).slice(1, 59))
 
 
 def test_ranks_write_the_table_that_one_process_writes(server, run, demo, few_scenes, tmp_path):
@@ -115,24 +90,20 @@ def test_ranks_write_the_table_that_one_process_writes(server, run, demo, few_sc
     assert not (tmp_path / "two.parquet.measuring").exists()
 
 
-def test_what_cannot_be_measured_is_named(  # noqa: PLR0917  # fixtures
-    write_run, run, demo, text_jsonl, tmp_path, capfd
-):
+def test_what_cannot_be_measured_is_named(write_run, run, demo, text_jsonl, tmp_path, capfd):  # noqa: PLR0917  # fixtures
     """A model, data or output that is none; a table of other inputs; an option without another."""
-    model = demo / "models" / "qwen2"
-    text = tmp_path / "text.txt"
+    model, text, none = demo / "models" / "qwen2", tmp_path / "text.txt", tmp_path / "none"
     text.write_text("mine")
     for words, output, fault in (
         ((text_jsonl,), None, "--model: is not given"),
         (("--model", model), None, "DATA: is not given"),
-        ((text_jsonl, "--model", tmp_path / "none"), None, "model.model: "),
+        ((text_jsonl, "--model", none), None, "model.model: "),
         ((tmp_path / "none.jsonl", "--model", model), None, "none.jsonl cannot be read"),
         ((text_jsonl, "--model", model, "template.max_pixel=5"), None, "did you mean max_pixels"),
-        ((text_jsonl, "--model", model), tmp_path / "none" / "lengths.parquet", "--output: .*whose folder"),
+        ((text_jsonl, "--model", model), none / "lengths.parquet", "--output: .*whose folder"),
         ((text_jsonl, "--model", model), text, "--output: .*is no table of lengths"),
     ):
-        said = run(*words, status=2, output=output)
-        assert re.search(fault, said)
+        assert re.search(fault, run(*words, status=2, output=output))
         assert not list(tmp_path.glob("*.measuring"))
     assert "mine" == text.read_text()
 
@@ -140,10 +111,9 @@ def test_what_cannot_be_measured_is_named(  # noqa: PLR0917  # fixtures
     said = run(text_jsonl, "--model", model, "template.system=Look.", status=2)
     assert "--output: the lengths in" in said
     assert "template.system: stored None, now 'Look.'" in said
-    lengths = {"train_jsonl": str(text_jsonl), "lengths": str(tmp_path / "lengths.parquet")}
-    assert 2 == plan.main(["build", str(write_run("qwen2", custom=lengths))])
-    assert "remove custom.lengths to measure here" in capfd.readouterr().err
-    for name, fault in (("text.txt", "is no table of lengths"), ("none.parquet", "does not exist")):
-        lengths["lengths"] = str(tmp_path / name)
+    for name, fault in (("lengths.parquet", "remove custom.lengths to measure here"),
+                        ("text.txt", f"custom.lengths: {text} is no table of lengths"),
+                        ("none.parquet", f"custom.lengths: {none}.parquet does not exist")):  # fmt: skip
+        lengths = {"train_jsonl": str(text_jsonl), "lengths": str(tmp_path / name)}
         assert 2 == plan.main(["build", str(write_run("qwen2", custom=lengths))])
-        assert f"custom.lengths: {tmp_path / name} {fault}" in capfd.readouterr().err
+        assert fault in capfd.readouterr().err

@@ -3,37 +3,19 @@
 import json
 import os
 import re
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from packplan.adapters.samples.encoder import SwiftEncoder
-from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.plan import __main__ as plan
+from tests.e2e.ready import artefacts_of, chats
 from tests.processes import finished
+from tests.records import write_lines
 
 pytestmark = pytest.mark.slow
-
-
-def artefacts_of(run: Path) -> dict[str, bytes]:
-    """Return every file that a run's planning left, but its locks."""
-    folder = run / "static_packing"
-    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
-def refuse_to_measure(monkeypatch) -> None:
-    monkeypatch.setattr(SwiftMeasurer, "measure_batch", lambda *_, **__: pytest.fail("a sample was measured"))
-
-
-def write_lines(path: Path, rows: Iterable[object]) -> str:
-    """Write rows as JSON Lines; return the file's path."""
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return str(path)
 
 
 @pytest.fixture
@@ -49,7 +31,7 @@ def run(capfd):
 
 
 def test_ranks_store_the_same_bytes_as_one_process_alone(  # noqa: PLR0917  # fixtures
-    server, write_run, run, few_scenes, demo, tmp_path, monkeypatch
+    server, write_run, run, few_scenes, demo, tmp_path, shortcuts
 ):
     """Rank 0 measures, the other waits. A warm start then measures nothing."""
     custom = {"train_jsonl": str(few_scenes), "val_jsonl": str(demo / "data" / "val.jsonl")}
@@ -64,14 +46,15 @@ def test_ranks_store_the_same_bytes_as_one_process_alone(  # noqa: PLR0917  # fi
     probe = json.loads(found["train/lengths.json"])["probe"]
     assert [0, 1] == probe["epochs"]
     assert {0, 11} < set(probe["samples"])
-    refuse_to_measure(monkeypatch)
+    shortcuts.clear()
     run("build", together)
+    assert [] == shortcuts
 
 
-def test_lengths_are_taken_over_from_another_run(write_run, run, tmp_path, monkeypatch):
+def test_lengths_are_taken_over_from_another_run(write_run, run, tmp_path, shortcuts):
     """With another budget, nothing is measured; with another template, nothing is taken."""
     run("build", write_run("qwen3", name="one"))
-    refuse_to_measure(monkeypatch)
+    shortcuts.clear()
     lengths_from = {"packing_lengths_from": str(tmp_path / "one")}
 
     run("build", write_run("qwen3", name="two", template={"max_length": 200}, training=lengths_from))
@@ -84,9 +67,9 @@ def test_lengths_are_taken_over_from_another_run(write_run, run, tmp_path, monke
     said = run("build", other, status=2).err
     assert "template.system: stored 'You look at scenes.', now 'You look away.'" in said
     assert "remove training.packing_lengths_from" in said
+    assert [] == shortcuts
 
 
-@pytest.mark.usefixtures("encodes_elsewhere")
 def test_samples_that_encode_otherwise_in_another_process_are_refused(write_run, run, monkeypatch):
     main, plain = os.getpid(), SwiftEncoder.encode_messages
 
@@ -94,18 +77,18 @@ def test_samples_that_encode_otherwise_in_another_process_are_refused(write_run,
         encoded = plain(samples, index, sample)
         return encoded if os.getpid() == main else {**encoded, "length": encoded["length"] + 1}
 
+    monkeypatch.undo()  # which lets other tests encode again in this process
     monkeypatch.setattr(SwiftEncoder, "encode_messages", encode)
     assert "in another process and epoch 1" in run("build", write_run("qwen3"), status=2).err
 
 
-def test_what_training_refuses_is_refused_before_measuring(write_run, run, monkeypatch):
+def test_what_training_refuses_is_refused_before_measuring(write_run, run, shortcuts):
     """A batch that the ranks do not divide, an attention that is not installed."""
-    refuse_to_measure(monkeypatch)
-
     path = write_run("qwen3", training={"effective_batch_size": 8})
     assert "not divisible by 3 ranks; set" in run("build", path, "--world-size", 3, status=2).err
     flash = write_run("qwen3", model={"attn_impl": "flash_attention_2"})
     assert "the package flash-attn is not installed" in run("build", flash, status=2).err
+    assert [] == shortcuts
 
 
 def test_a_build_says_the_steps_the_place_of_the_plan_and_what_to_type_next(write_run, run, tmp_path):
@@ -128,11 +111,11 @@ def test_a_build_says_the_steps_the_place_of_the_plan_and_what_to_type_next(writ
 
 def test_bad_records_are_left_out_by_every_command(write_run, run, tmp_path):
     """The others are planned; `show` and `verify` know them; one that is fixed is a sample."""
-    good = [{"query": f"say {n}", "response": "blue circle " * (1 + n % 7)} for n in range(30)]
+    good = chats(30)
     rows = [*good[:4], {"query": "no answer"}, *good[4:20], {"messages": [], "id": 1}, *good[20:]]
     data = write_lines(tmp_path / "mixed.jsonl", rows)
-    path = write_run("qwen2", custom={"train_jsonl": data, "on_bad_record": "skip", "max_bad_share": "0.1"})
-    clean = write_run("qwen2", "clean", custom={"train_jsonl": write_lines(tmp_path / "good.jsonl", good)})
+    path = write_run("qwen2", custom={"train_jsonl": str(data), "on_bad_record": "skip", "max_bad_share": "0.1"})
+    clean = write_run("qwen2", "clean", custom={"train_jsonl": str(write_lines(tmp_path / "good.jsonl", good))})
     run("build", clean)
     run("build", path)
 
@@ -154,18 +137,18 @@ def test_bad_records_are_left_out_by_every_command(write_run, run, tmp_path):
     run("verify", path, "--samples", 31)
 
 
-def test_naming_sources_measures_nothing_and_plans_nothing(write_run, run, tmp_path, monkeypatch):
+def test_naming_sources_measures_nothing_and_plans_nothing(write_run, run, tmp_path, shortcuts):
     """Until then a file has its entry's last part for a name; all else stays, byte for byte."""
-    chats = [{"query": f"say {n}", "response": "blue circle " * (1 + n % 7)} for n in range(12)]
     texts = [{"text": "red square " * (1 + n % 5)} for n in range(9)]
-    for name, rows in {"a1.jsonl": chats[:7], "a2.jsonl": chats[7:], "b.jsonl": texts}.items():
+    for name, rows in {"a1.jsonl": chats(7), "a2.jsonl": chats(5, first=7), "b.jsonl": texts}.items():
         write_lines(tmp_path / name, rows)
     entries = [str(tmp_path / "a*.jsonl"), str(tmp_path / "b.jsonl")]
     kept = []
     for names in ({}, {entries[0]: "chats", entries[1]: "texts"}):
         path = write_run("qwen2", custom={"train_jsonl": entries, "source_names": names})
         run("build", path)
-        refuse_to_measure(monkeypatch)
+        assert [] == shortcuts or not kept
+        shortcuts.clear()
         sources = json.loads(run("show", path, "--json").out)["splits"]["train"]["sources"]
         artefacts = artefacts_of(tmp_path / "run")
         manifest = json.loads(artefacts.pop("train/lengths.json"))
@@ -181,9 +164,8 @@ def test_naming_sources_measures_nothing_and_plans_nothing(write_run, run, tmp_p
 
 def test_the_text_of_a_sample_is_shown_with_what_of_it_is_trained(write_run, run, tmp_path):
     """Only what the assistant says is; all of it together is what the model gets."""
-    data = tmp_path / "chats.jsonl"
-    rows = [{"query": f"say {n}", "response": "blue circle"} for n in range(4)]
-    path = write_run("qwen2", custom={"train_jsonl": write_lines(data, rows)})
+    data = write_lines(tmp_path / "chats.jsonl", chats(4))
+    path = write_run("qwen2", custom={"train_jsonl": str(data)})
     run("build", path)
 
     runs = json.loads(run("show", path, "--sample", 2, "--text", "--json").out)["text"]
@@ -194,7 +176,6 @@ def test_the_text_of_a_sample_is_shown_with_what_of_it_is_trained(write_run, run
         assert words.split()[0] not in texts[not trained]
     shown = run("show", path, "--sample", 2, "--text").out.splitlines()
     assert any(line.startswith('  trained "blue circle') for line in shown)
-    assert "--text: is of one sample" in run("show", path, "--text", status=2).err
-    write_lines(data, rows[:1])
+    write_lines(data, chats(1))
     said = run("show", path, "--sample", 0, "--text", status=2).err
     assert "the data have 1 record now, but 4 were measured" in said

@@ -1,13 +1,9 @@
 """Several ranks: one plan, equal steps, every aligned pack once an epoch, and no hang."""
 
-import json
 import math
 import os
 import signal
-import subprocess
-import sys
 from itertools import chain
-from pathlib import Path
 
 import pytest
 
@@ -79,26 +75,6 @@ def test_the_loss_of_a_step_and_of_an_evaluation_do_not_depend_on_the_ranks(
 def losses(history: list[dict]) -> list[float]:
     """Return all losses, of training and of evaluation."""
     return [entry[key] for entry in history for key in ("loss", "eval_loss") if key in entry]
-
-
-def test_torchrun_gives_its_ranks_the_variables_of_these(server, tmp_path):
-    """Whether an interpreter of its own or the server of these tests starts a rank."""
-    launched = subprocess.run(
-        [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2", "--no-python",
-         sys.executable, "-c", VARIABLES], capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert [0, 0] == finished(server.ranks(2, exec, VARIABLES, folder=tmp_path))
-
-    ours = [json.loads((tmp_path / f"rank{rank}.log").read_text()) for rank in (0, 1)]
-    assert ours == sorted(map(json.loads, launched.stdout.splitlines()), key=lambda told: told["RANK"])
-
-
-VARIABLES = """
-import json, os, sys
-told = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-told |= {name: bool(os.environ[name]) for name in ("MASTER_ADDR", "MASTER_PORT")}
-sys.stdout.write(json.dumps(told) + chr(10))  # at once: both ranks may write into one pipe
-"""
 
 
 def test_sigterm_to_one_rank_ends_all_at_the_same_step(start_ranks, write_run, tmp_path):

@@ -34,7 +34,7 @@ def loader(folder: Path) -> list[int]:
     start = partial(open_worker, num_workers=2, rank=0)
     options: Any = {"num_workers": 2, "multiprocessing_context": "fork", "worker_init_fn": start}
     KEPT.append(iter(DataLoader(_Endless(folder), **options)))
-    return _noted(folder, 2)
+    return noted(folder, 2)
 
 
 def actors(folder: Path) -> list[int]:
@@ -77,7 +77,7 @@ class _Endless:
         time.sleep(PATIENCE_S)
 
 
-def _noted(folder: Path, number: int) -> list[int]:
+def noted(folder: Path, number: int) -> list[int]:
     """Wait for so many processes to have noted themselves."""
     while len(found := list(folder.glob("*.noted"))) < number:
         time.sleep(0.02)

@@ -3,7 +3,6 @@
 import os
 import resource
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -98,60 +97,36 @@ def test_a_folder_that_may_not_be_written_is_named(open_folder, warm):
     assert 7 == Forked(run).wait()
 
 
-def test_of_two_jobs_on_one_folder_one_measures_and_the_other_reads(data, whole, fork, tmp_path):
-    """The second waits, says for whom, and compares a few samples alone."""
-    folder, opened, go = tmp_path / "run", threading.Event(), os.pipe()
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_of_two_jobs_one_measures_and_the_other_waits_and_reads_or_takes_over(data, whole, fork, tmp_path, is_killed):
+    """It says for whom, for its time; what is killed holds no lock, and its rest is swept away."""
+    folder, go = tmp_path / "run", os.pipe()
 
-    def first(process: Forked) -> None:
+    def hold(process: Forked) -> None:
         def pause(index: int) -> None:
-            if index == 9 and not process.counter:
+            if index == 20 and not process.counter:
                 process.counter = 1
                 os.read(go[0], 1)
 
         execute(FileSource(data, before_each=pause), folder)
 
-    def wait(words: str) -> None:
-        heard.append(words)
-        if not opened.is_set():
-            opened.set()
-            os.write(go[1], b".")
-
-    heard: list[str] = []
-    writer = fork(first)
-    while not writer.counter:
-        time.sleep(0.01)
-    source = FileSource(data)
-    execute(source, folder, report=wait)
-
-    assert 0 == writer.wait()
-    assert heard[0].startswith(f"waiting for process {writer.pid} on ")
-    assert REPEATED_SAMPLES == len(source.measured), "what is compared, and no more"
-    assert whole == artefacts_of(folder)
-
-
-def test_a_lock_whose_holder_was_killed_is_taken_over(data, whole, fork, tmp_path):
-    """At once, though nobody let it go; what the holder left is swept away."""
-    folder = tmp_path / "run"
-
-    def hold(process: Forked) -> None:
-        def stay(index: int) -> None:
-            if index == 20:
-                process.counter = 1
-                time.sleep(600)
-
-        execute(FileSource(data, before_each=stay), folder)
-
-    holder = fork(hold)
+    holder, source, heard = fork(hold), FileSource(data), []
     while not holder.counter:
         time.sleep(0.01)
     with pytest.raises(OutputError, match=rf"process {holder.pid} on .* has waited for \d+ s") as raised:
         execute(FileSource(data), folder, timeout_s=0.2)
     assert "locked" == raised.value.kind
-    holder.kill()
-    (folder / ".lengths.json.left.tmp").write_text("{")
+    if is_killed:
+        holder.kill()
+        (folder / ".lengths.json.left.tmp").write_text("{")
 
-    execute(FileSource(data), folder, timeout_s=5)
+    execute(source, folder, report=lambda words: heard.append(words) or os.write(go[1], b"."))
+
     assert whole == artefacts_of(folder)
+    if not is_killed:
+        assert 0 == holder.wait()
+        assert heard[0].startswith(f"waiting for process {holder.pid} on ")
+        assert REPEATED_SAMPLES == len(source.measured), "what is compared, and no more"
 
 
 def test_a_data_file_rewritten_with_the_same_size_and_time_is_found(data, tmp_path):

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.faults import parents
-from tests.processes import DEADLINE_S, ROOT, each_ends, killed_at_end, lives, wait_for
+from tests.processes import DEADLINE_S, ROOT, each_ends, finished, killed_at_end, lives, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -21,46 +21,64 @@ def test_processes_end_with_the_parent_that_started_them(server, tmp_path, kind)
     each_ends(tmp_path, parent.pid)
 
 
-RANK = """
-import os, sys, time
+VARIABLES = """
+import json, os
 from pathlib import Path
+told = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+told |= {name: bool(os.environ[name]) for name in ("MASTER_ADDR", "MASTER_PORT")}
+Path(FOLDER, f"{os.getpid()}.noted").write_text(json.dumps(told))
+"""
+
+RANK = """
+import time
 from packplan.app.cli.command import run_command
-from tests.faults.parents import PATIENCE_S, publish
+from tests.faults.parents import PATIENCE_S, noted, publish
 
 def command():
-    publish(Path(sys.argv[1]), [os.getpid()])
+    if os.environ["RANK"] == "0":
+        publish(Path(FOLDER), noted(Path(FOLDER), 2))
     time.sleep(PATIENCE_S)
 
 run_command(command, verbose=False)
 """
 
 
-def test_ranks_end_with_torchruns_agent(tmp_path):
-    """Which starts them, and cannot tell them when it is killed."""
-    (tmp_path / "rank.py").write_text(RANK)
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
-        str(tmp_path / "rank.py"), str(tmp_path),
-    ]  # fmt: skip
+def test_ranks_end_with_torchruns_agent(server, tmp_path):
+    """Which cannot tell them when it is killed; these tests start ranks with the same variables."""
+    folders = [tmp_path / name for name in ("launched", "started")]
+    for folder in folders:
+        folder.mkdir()
+    launched, started = (f"FOLDER = {str(folder)!r}\n{VARIABLES}" for folder in folders)
+    (script := tmp_path / "rank.py").write_text(f"{launched}{RANK}")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     with killed_at_end(command, env={**os.environ, "PYTHONPATH": str(ROOT)}) as agent:
-        each_ends(tmp_path, agent.pid)
+        each_ends(folders[0], agent.pid)
+    assert [0, 0] == finished(server.ranks(2, exec, started, folder=tmp_path))
+
+    theirs, ours = (sorted(path.read_text() for path in folder.glob("*.noted")) for folder in folders)
+    assert theirs == ours
 
 
-def test_a_process_whose_parent_is_gone_already_ends_at_once(tmp_path):
+LATE = """
+import multiprocessing, os, time
+from packplan.adapters.processes import end_with_parent
+
+def late():
+    while multiprocessing.parent_process().is_alive():
+        time.sleep(0.01)
+    os.write(1, f"{os.getpid()}\\n".encode())
+    end_with_parent()
+    os.write(1, b"went on\\n")
+
+multiprocessing.get_context("fork").Process(target=late).start()
+os._exit(0)
+"""
+
+
+def test_a_process_whose_parent_is_gone_already_ends_at_once():
     """The parent may die before its child has asked the kernel."""
-    script = (
-        "import multiprocessing, os, sys, time\n"
-        "from packplan.adapters.processes import end_with_parent\n"
-        "def late(parent):\n"
-        "    while multiprocessing.parent_process().is_alive(): time.sleep(0.01)\n"
-        "    os.write(1, f'{os.getpid()}\\n'.encode())\n"
-        "    end_with_parent()\n"
-        "    os.write(1, b'went on\\n')\n"
-        "multiprocessing.get_context('fork').Process(target=late, args=(os.getpid(),)).start()\n"
-        "os._exit(0)\n"
-    )
     run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT, timeout=DEADLINE_S
+        [sys.executable, "-c", LATE], capture_output=True, text=True, check=True, cwd=ROOT, timeout=DEADLINE_S
     )
 
     (pid,) = map(int, run.stdout.split())
