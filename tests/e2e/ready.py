@@ -1,4 +1,4 @@
-"""What tests ask of records that are measured, of plans, and of runs that train or have trained."""
+"""Helpers of tests that measure records, plan them, or train them in this process."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
