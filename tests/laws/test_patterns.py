@@ -148,28 +148,21 @@ def test_the_master_program_is_below_every_packing_of_its_patterns(case):
     assert [master.duals @ counts, master.uses.sum()] == pytest.approx([master.num_packs] * 2, abs=1e-6)
 
 
-@pytest.mark.untraced
-def test_certified_closes_a_gap_that_all_others_leave():
-    """Best fit leaves 3 % here; the linear relaxation proves the packing optimal."""
-    lengths, capacity = narrow()
-    best_fit = len(pack(lengths, capacity=capacity, algorithm="best_fit_decreasing"))
-
-    found = len(pack(lengths, capacity=capacity, algorithm="certified"))
-
-    assert found < best_fit
-    assert lower_bound(lengths, capacity=capacity) == found
-
-
 @pytest.mark.parametrize(
     ("lengths", "capacity", "gap"),
     [
-        pytest.param(np.random.default_rng(0).normal(1135, 220, 90).astype(int), 3000, 0, marks=pytest.mark.untraced),
+        (*narrow(70), 0),
         ([13, 14, 16, 17, 17, 21, 27, 28, 28, 33, 34, 35, 35, 35, 37], 79, 1),
     ],
 )
 def test_certified_packs_whatever_the_solver_and_the_iterations_give(lengths, capacity, gap):
-    """Every sample once, in no more packs than best fit; a gap that stays is not hidden."""
+    """
+    Every sample once, in no more packs than best fit. The linear relaxation proves a packing of
+    fewer optimal where there is one, and a gap that stays is not hidden.
+    """
     best_fit = len(pack(lengths, capacity=capacity, algorithm="best_fit_decreasing"))
+    found, bound = len(pack(lengths, capacity=capacity, algorithm="certified")), lower_bound(lengths, capacity=capacity)
+    assert (bound + gap, gap == 0) == (found, found < best_fit)
     solved = []
 
     def solve_twice(*args, **options):
@@ -214,9 +207,11 @@ def test_a_certificate_holds(case):
     assert_each_sample_once(certificate.filling, tally, capacity)
 
 
-@pytest.mark.parametrize("limit", [0, 1_000, 20_000, 150_000, pytest.param(1_000_000, marks=pytest.mark.untraced)])
+@pytest.mark.parametrize("limit", [0, 20_000, 150_000, pytest.param(1_000_000, marks=pytest.mark.untraced)])
 def test_a_search_never_spends_more_than_its_effort(limit):
     """It ends with a valid bound, and solves no program that was not paid for."""
+    with pytest.raises(SpentError):
+        Effort(limit).spend(limit + 1)
     lengths, capacity = narrow()
     tally = LengthCounts.from_lengths(lengths)
     effort = Effort(limit)
@@ -230,18 +225,10 @@ def test_a_search_never_spends_more_than_its_effort(limit):
     assert certificate == certify(tally, capacity=capacity, known=len(lengths), effort=Effort(limit))
 
 
-def test_all_of_an_effort_may_be_spent_and_no_more():
-    """A step beyond it is refused before it is done."""
-    effort = Effort(10)
-    effort.spend(10)
-    with pytest.raises(SpentError):
-        effort.spend(1)
-
-
 @pytest.mark.untraced
 def test_a_plan_of_many_distinct_lengths_waits_for_no_linear_program():
-    """With 2,750 distinct lengths, the bound is a quick one."""
-    lengths = np.random.default_rng(0).integers(2_500, 5_250, 20_000)
+    """With 2,000 distinct lengths, the bound is a quick one."""
+    lengths = np.random.default_rng(0).integers(2_500, 5_250, 4_000)
     with patch("packplan.core.patterns.relaxation.solve_master", side_effect=AssertionError("a program")):
         plan = build_raw_plan(lengths, packing_length=8192)
 
