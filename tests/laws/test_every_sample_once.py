@@ -16,9 +16,10 @@ from packplan.core.errors import ArgumentError
 from packplan.core.packers import ALGORITHMS, pack
 from packplan.core.packers.drawing import redraw
 from packplan.core.plan import RawPlan, build_raw_plan
-from tests.laws.test_carry import expected, run, streams
+from packplan.core.stream import ShardState
 from tests.laws.test_epochs import recipes
 from tests.laws.test_shard import MODES, batches, cut
+from tests.laws.test_streams import expected, places_in, steps_of, streams
 from tests.strategies import packable, raw_lengths
 
 
@@ -84,7 +85,7 @@ def epochs(draw) -> Built:
 def streamed(draw) -> Built:
     """All packs of one shard of a stream, in the order of training."""
     lengths, options = draw(streams())
-    found, _ = run(lengths, options)
+    found = places_in(held for held, _ in steps_of(ShardState(), [*range(len(lengths))], lengths, options))
     long = [index for index, n in enumerate(lengths) if n >= options.packing_length and not options.allow_single_long]
     dropped = chain.from_iterable(expected(lengths, options)[1])
     loads = [sum(lengths[index] for index in one) for one in found]

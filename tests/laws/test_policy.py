@@ -14,76 +14,43 @@ from packplan.core.policy import PlanPolicy
 from packplan.core.work.model import WorkModel
 from tests.strategies import raw_lengths
 
-POLICY = PlanPolicy(packing_length=80, algorithm="first_fit_shuffle", seed=42)
-"""The algorithm draws, so that every field that decides packs does, but for the work."""
+FIXED = PlanPolicy(packing_length=80, seed=42)
 
-WEIGHED = attrs.evolve(POLICY, algorithm="balanced")
+POLICIES = {
+    "fixed": FIXED, "kept": attrs.evolve(FIXED, drop_last=False), "redrawn": attrs.evolve(FIXED, replanned=True),
+    "drawn": attrs.evolve(FIXED, algorithm="first_fit_shuffle"),
+    "weighed": attrs.evolve(FIXED, algorithm="balanced"), "alone": attrs.evolve(FIXED, packing=False),
+}  # fmt: skip
 
-OTHERS = {
-    "packing_length": 81,
-    "packing": False,
-    "algorithm": "certified",
-    "min_fill_ratio": "0.6",
-    "drop_last": False,
-    "allow_single_long": False,
-    "seed": 7,
-    "replanned": True,
-    "work": WorkModel(per_position=5, per_pair=3),
-}
+PACKED = {*POLICIES} - {"alone"}
 
-UNPACKED = {"packing", "packing_length", "allow_single_long"}
-"""Fields that decide a plan without packing too."""
-
-ACCEPTANCE = {"max_dropped_share": "0.5", "refuse_longer": True}
-"""They decide whether a plan is trained, not which one it is."""
+DECIDES = {
+    "packing_length": (81, {*POLICIES}), "packing": (None, {*POLICIES}), "allow_single_long": (None, {*POLICIES}),
+    "algorithm": ("certified", PACKED), "drop_last": (None, PACKED), "replanned": (None, PACKED),
+    "min_fill_ratio": ("0.6", PACKED - {"kept"}), "seed": (7, {"drawn", "redrawn"}),
+    "work": (WorkModel(per_position=5, per_pair=3), {"weighed"}),
+    "max_dropped_share": ("0.5", set()), "refuse_longer": (None, set()),
+}  # fmt: skip
+"""Field -> another value of it (None: the opposite), and the policies whose packs it decides."""
 
 
-def test_every_field_is_known_to_decide_packs_or_not_to():
-    """A new one has to be told here, and in the fingerprint."""
-    untold = {field.name for field in attrs.fields(PlanPolicy)} ^ {*OTHERS, *ACCEPTANCE}
-    assert not untold, "write it into PlanPolicy.fingerprint, and into OTHERS or ACCEPTANCE here"
-
-
-@pytest.mark.parametrize(("name", "value"), OTHERS.items())
-def test_every_field_that_decides_packs_enters_the_fingerprint(name, value):
-    """Changing one changes the digest; so do other lengths."""
-    policy = WEIGHED if name == "work" else POLICY
-    assert attrs.evolve(policy, **{name: value}).fingerprint("d") != policy.fingerprint("d")
-    assert POLICY.fingerprint("e") != POLICY.fingerprint("d")
-
-
-@pytest.mark.parametrize("name", sorted(UNPACKED - {"packing"}))
-def test_without_packing_too_what_decides_a_plan_enters_the_fingerprint(name):
-    """Else a stored plan would be taken for one that leaves long samples out."""
-    policy = attrs.evolve(POLICY, packing=False)
-
-    assert attrs.evolve(policy, **{name: OTHERS[name]}).fingerprint("d") != policy.fingerprint("d")
-
-
-@pytest.mark.parametrize(("name", "value"), ACCEPTANCE.items())
-def test_what_only_refuses_plans_stays_out_of_the_fingerprint(name, value):
-    """A stored plan is used again; neither are there other packs."""
-    other = attrs.evolve(POLICY, **{name: value})
-
-    assert POLICY.fingerprint("d") == other.fingerprint("d")
-    assert build_raw_plan([80, 40, 7, 3], POLICY).packs == build_raw_plan([80, 40, 7, 3], other).packs
-
-
-def test_a_field_without_effect_stays_out_of_the_fingerprint():
-    """For example, the ratio where nothing is dropped, or the seed where nothing is drawn."""
-    for fixed, name in (
-        ({"drop_last": False}, "min_fill_ratio"),
-        ({"algorithm": "constant_volume"}, "seed"),
-        ({"algorithm": "certified"}, "work"),
-        *(({"algorithm": "constant_volume", "packing": False}, name) for name in OTHERS if name not in UNPACKED),
-    ):
-        policy = attrs.evolve(POLICY, **fixed)
-        assert attrs.evolve(policy, **{name: OTHERS[name]}).fingerprint("d") == policy.fingerprint("d"), name
+@pytest.mark.parametrize("name", [field.name for field in attrs.fields(PlanPolicy)])
+def test_a_field_enters_the_fingerprint_exactly_where_it_decides_packs(name):
+    """Where it does not, packs are the same."""
+    assert name in DECIDES, "write it into PlanPolicy.fingerprint, and into DECIDES here"
+    value, deciding = DECIDES[name]
+    lengths = [82, 40, 7, 3, 39, 41, 60, 20]
+    for kind, policy in POLICIES.items():
+        other = attrs.evolve(policy, **{name: not getattr(policy, name) if value is None else value})
+        assert (kind in deciding) == (other.fingerprint("d") != policy.fingerprint("d")), kind
+        assert policy.fingerprint("e") != policy.fingerprint("d")
+        if kind not in deciding:
+            assert build_raw_plan(lengths, policy).packs == build_raw_plan(lengths, other).packs
 
 
 def test_every_algorithm_has_its_own_fingerprint():
     """By name and version; that of `certified` says which solver it was planned with."""
-    fingerprints = [attrs.evolve(POLICY, algorithm=name).fingerprint("d") for name in ALGORITHMS]
+    fingerprints = [attrs.evolve(FIXED, algorithm=name).fingerprint("d") for name in ALGORITHMS]
 
     assert len(ALGORITHMS) == len({fingerprint.digest for fingerprint in fingerprints})
     assert fingerprints[-1].inputs["algorithm"].endswith(f", scipy {scipy.__version__}")
@@ -93,22 +60,15 @@ def test_every_algorithm_has_its_own_fingerprint():
 def test_a_policy_plans_what_its_fields_by_keyword_plan(case, ratio, allow, algorithm):
     """A ratio is the same decimal as a number, a text or a Decimal."""
     lengths, packing_length = case
-    lengths = [*lengths, packing_length, max(1, packing_length - 1)]
+    lengths = [*lengths, packing_length, packing_length - 1]  # which fills at least half of a pack
     fields = {"allow_single_long": allow, "algorithm": algorithm, "drop_last": ratio < Decimal("0.5")}
     policy = PlanPolicy(packing_length=packing_length, min_fill_ratio=str(ratio), **fields)
-    if packing_length == 1:
-        policy = attrs.evolve(policy, allow_single_long=True)
-        fields["allow_single_long"] = True
-    elif ratio > Decimal(packing_length - 1) / packing_length:
-        policy, fields["drop_last"] = attrs.evolve(policy, drop_last=False), False
 
     whole = build_raw_plan(lengths, policy, quick_bound=True)
 
-    keywords = {"packing_length": packing_length, "min_fill_ratio": float(ratio), "quick_bound": True, **fields}
-    assert whole == build_raw_plan(lengths, **keywords)
-    assert whole == build_raw_plan(
-        lengths, attrs.evolve(policy, packing_length=9), packing_length=packing_length, quick_bound=True
-    )
+    fields |= {"packing_length": packing_length, "quick_bound": True}
+    assert whole == build_raw_plan(lengths, min_fill_ratio=float(ratio), **fields)
+    assert whole == build_raw_plan(lengths, attrs.evolve(policy, packing_length=9), **fields)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +83,9 @@ def test_a_field_without_meaning_is_refused_where_the_policy_is_made(name, value
         PlanPolicy(**{"packing_length": 80, "drop_last": False, "packing": False, name: value})
 
 
-def test_a_field_that_is_none_is_refused():
-    """A misspelt keyword is not passed over; a plan needs its packing length."""
-    with pytest.raises(TypeError, match="min_fill"):
-        build_raw_plan([1], packing_length=1, min_fill=1)
-    with pytest.raises(TypeError, match="packing_length"):
-        build_raw_plan([1])
+@pytest.mark.parametrize(
+    ("fields", "named"), [({"packing_length": 1, "min_fill": 1}, "min_fill"), ({}, "packing_length")]
+)
+def test_a_misspelt_or_missing_field_is_refused(fields, named):
+    with pytest.raises(TypeError, match=named):
+        build_raw_plan([1], **fields)
