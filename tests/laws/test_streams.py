@@ -125,7 +125,7 @@ def test_a_stream_is_packed_by_the_rules(stream, group):
     event(f"dropped: {bool(dropped)}")
     assert trained == places_in(packs)
     assert counts == states[-1].counts
-    assert not states[-1].waiting
+    assert not states[-1].waiting_items
     assert all(len(state.buffer) < options.packing_buffer for state in states)
 
 
