@@ -189,7 +189,7 @@ def _first_annotation(owner: Any, name: str) -> Any:
 def read_key_table(path: Path = SFT_KEYS_FILE) -> dict[str, TrainerKey] | None:
     """Return a table's keys; None if another version of a library is installed than it is of."""
     table = json.loads(path.read_text(encoding="utf-8"))
-    if any(installed_version(name) not in {None, table["versions"][name]} for name in LIBRARIES[path]):
+    if any(installed_version(name) not in {None, stated} for name, stated in table["versions"].items()):
         return None
     return cattrs.structure(table["keys"], dict[str, TrainerKey])
 

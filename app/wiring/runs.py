@@ -11,7 +11,7 @@ from typing import TypeVar
 import attrs
 
 from packplan.adapters.config.run import load_config, load_mixes, load_rl_config
-from packplan.adapters.config.trainer_keys import GRPO_KEYS_FILE, TrainerKey, read_key_table
+from packplan.adapters.config.trainer_keys import GRPO_KEYS_FILE, SFT_KEYS_FILE, TrainerKey, read_key_table
 from packplan.adapters.model_folder import download_model, find_cached_model, is_hub_id, model_faults
 from packplan.adapters.ranks.environment import require_ranks
 from packplan.adapters.samples.data_files import file_faults, short_names
@@ -50,9 +50,9 @@ def read_rl_config(path: str | Path, overrides: Sequence[str] = ()) -> RlConfig:
     return resolve_inputs(load_rl_config(path, keys, overrides=overrides))
 
 
-def trainer_keys() -> Mapping[str, TrainerKey]:
+def trainer_keys(table: Path = SFT_KEYS_FILE) -> Mapping[str, TrainerKey]:
     """Return the settings that `training.` passes on to the installed ms-swift."""
-    keys = read_key_table()
+    keys = read_key_table(table)
     if keys is None:
         # Of another version than the table: its own keys take seconds to import.
         from packplan.adapters.trainer.arguments import installed_keys

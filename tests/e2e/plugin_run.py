@@ -1,5 +1,6 @@
-"""Runs a command of ms-swift, with tiny models, as one rank; writes down what it trains."""
+"""Runs commands of ms-swift, with tiny models, as one rank; writes down what they train."""
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -7,103 +8,86 @@ from pathlib import Path
 from typing import Any
 
 
-def main(command: str, words: list[str], out: str, fault: str = "") -> int:
-    """Train, and write what `record` writes, and the log; `fewer` leaves a row out on rank 1."""
+def main(commands: list[tuple[str, str, list[str]]], folder: str) -> int:
+    """
+    Run commands in turn: name, task and words.
+
+    In a folder of its name, each writes what `Spy` writes, what it says, and its log, or its error.
+    """
+    from datasets import Dataset
     from swift.pipelines import pretrain_main, rlhf_main, sft_main
 
-    record(out, fault)
-    result = {"sft": sft_main, "pt": pretrain_main, "rlhf": rlhf_main}[command](words)
-    (Path(out) / "history.json").write_text(json.dumps(result["log_history"]))
+    from packplan.app import plugin
+    from packplan.app.plan.__main__ import main as plan
+
+    tasks = {"sft": sft_main, "pt": pretrain_main, "rlhf": rlhf_main, "plan": plan, "plugin": plugin.main}
+    spy, mapped = Spy(folder), Dataset.map
+    start_adapters_alike()
+    # A pool of one process for each map takes a third of a run.
+    Dataset.map = lambda rows, *args, **options: mapped(rows, *args, **(options | {"num_proc": None}))
+    for name, task, words in commands:
+        spy.folder = Path(folder, name)
+        spy.folder.mkdir(exist_ok=True)
+        with (
+            (spy.folder / f"said{spy.rank}").open("w") as said,
+            contextlib.redirect_stdout(said),
+            contextlib.redirect_stderr(said),
+        ):
+            try:
+                found = tasks[task](words)
+            except SystemExit as error:  # of the plugin, which shows no traceback
+                cause: Any = error.__cause__
+                keys = [fault.path for fault in getattr(cause, "faults", ())] or [cause.kind]
+                (spy.folder / f"error{spy.rank}.json").write_text(json.dumps([type(cause).__name__, *keys]))
+            else:
+                (spy.folder / "history.json").write_text(json.dumps(found and found["log_history"]))
     return 0
 
 
-def record(out: str, fault: str = "") -> None:
-    """Write, from now on, each row's sequences, each microbatch's, and the attention's name."""
-    from swift.pipelines.train.sft import SwiftSft
-    from transformers import Trainer
+class Spy:
+    """Writes sequences of rows and microbatches, and the attention's name; breaks rows."""
 
-    rank = os.environ.get("RANK", "0")
-    encode, step = SwiftSft._encode_dataset, Trainer.training_step
+    def __init__(self, folder: str) -> None:
+        from swift.pipelines.train.sft import SwiftSft
+        from transformers import Trainer
 
-    def encode_dataset(self: Any, train: Any, *args: Any, **kwargs: Any) -> Any:
-        for name in ("image_token_id", "video_token_id"):
-            if hasattr(self.template, name) and hasattr(self.processor, name):
-                setattr(self.template, name, getattr(self.processor, name))
-        encoded = encode(self, train, *args, **kwargs)
+        self.folder, self.rank, self.packs = Path(folder), os.environ.get("RANK", "0"), False
+        encode, step = SwiftSft._encode_dataset, Trainer.training_step
+
+        def encode_dataset(pipeline: Any, train: Any, *args: Any, **options: Any) -> Any:
+            for name in ("image_token_id", "video_token_id"):
+                if hasattr(pipeline.template, name) and hasattr(pipeline.processor, name):
+                    setattr(pipeline.template, name, getattr(pipeline.processor, name))
+            encoded, self.packs = encode(pipeline, train, *args, **options), pipeline.args.packing
+            if self.packs:
+                self.note_rows(encoded, pipeline.template)
+            return encoded
+
+        def training_step(trainer: Any, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
+            if self.packs:
+                (self.folder / "attention").write_text(trainer.model.config._attn_implementation)
+                with (self.folder / f"trained{self.rank}.jsonl").open("a") as file:
+                    file.write(json.dumps([trainer.state.global_step + 1, list(samples_of(inputs))]) + "\n")
+            return step(trainer, model, inputs, *args, **options)
+
+        SwiftSft._encode_dataset, Trainer.training_step = encode_dataset, training_step
+
+    def note_rows(self, encoded: list[Any], template: Any) -> None:
+        """Write the rows as encoded; then break one, as the name of the run says."""
         rows = [
-            sequences_of(row if "input_ids" in row else self.template.encode(dict(row), return_length=True))
+            sequences_of(row if "input_ids" in row else template.encode(dict(row), return_length=True))
             for row in encoded[0] or ()
         ]
-        if fault == "fewer" and rank == "1":
+        (self.folder / f"rows{self.rank}.json").write_text(json.dumps(rows))
+        if self.folder.name == "fewer" and self.rank == "1":
             encoded[0] = encoded[0].select(range(len(rows) - 1))
-        (Path(out) / f"rows{rank}.json").write_text(json.dumps(rows))
-        return encoded
+        if self.folder.name == "gone":
+            Path(encoded[0][1]["images"][0]["path"]).unlink()
+        if self.folder.name == "longer":
+            import PIL.Image
 
-    def training_step(self: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        attention = self.model.config._attn_implementation
-        (Path(out) / "attention").write_text(attention)
-        with (Path(out) / f"trained{rank}.jsonl").open("a") as file:
-            file.write(json.dumps([self.state.global_step + 1, list(samples_of(inputs))]) + "\n")
-        return step(self, model, inputs, *args, **kwargs)
-
-    SwiftSft._encode_dataset, Trainer.training_step = encode_dataset, training_step
-    start_adapters_alike()
-
-
-def both(commands: list[list[str]], plugins: list[str], out: str) -> int:
-    """Train commands of `swift rlhf` with a plugin, then with two; write both logs of each."""
-    from swift.pipelines import rlhf_main
-
-    logs: list[list[Any]] = [[] for _ in commands]
-    for num in (1, 2):
-        for words, held in zip(commands, logs, strict=True):
-            held.append(rlhf_main([*words, "--external_plugins", *plugins[:num]])["log_history"])
-    Path(out).write_text(json.dumps(logs))
-    return 0
-
-
-def refused(commands: list[tuple[str, list[str]]], out: str) -> int:
-    """Write the message by which each command is refused, or nothing where it is not."""
-    from swift.pipelines import pretrain_main, rlhf_main, sft_main
-
-    record(str(Path(out).parent))
-    messages = []
-    for command, words in commands:
-        try:
-            {"sft": sft_main, "pt": pretrain_main, "rlhf": rlhf_main}[command](words)
-        except SystemExit as error:
-            messages.append(str(error))
-        else:
-            messages.append("")
-    Path(out).write_text(json.dumps(messages))
-    return 0
-
-
-def changed(words: list[str], out: str, fault: str) -> int:
-    """Train data of which a row gets `longer`, or is `gone`, after it was measured."""
-    from packplan.adapters.swift import packs
-
-    read_row = packs.PlannedPacks._encode_row
-
-    def row(self: Any, index: int) -> Any:
-        if index == 4:
-            encode = self._encode
-
-            def other(row: Any, **options: Any) -> Any:
-                encoded = encode(row, **options)
-                if fault == "gone":
-                    raise ValueError("no such image")
-                return encoded | {"lengths": [encoded["lengths"][0] + 1]}
-
-            self._encode = other
-            try:
-                return read_row(self, index)
-            finally:
-                self._encode = encode
-        return read_row(self, index)
-
-    packs.PlannedPacks._encode_row = row
-    return main("sft", words, str(Path(out).parent))
+            image = PIL.Image.open(path := encoded[0][1]["images"][0]["path"])
+            image.resize((2 * image.width, image.height)).save(path)
 
 
 def ours(config: str, out: str) -> int:

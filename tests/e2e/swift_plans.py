@@ -8,7 +8,7 @@ import packplan as pp
 
 ROOT = Path(__file__).parents[2]
 
-LENGTH = {"qwen2": 256, "qwen2_5_vl": 400}
+LENGTH = {"qwen2": 256, "qwen2_5_vl": 200}
 """Model -> packing length."""
 
 PLAIN = (
@@ -19,7 +19,7 @@ PLAIN = (
 )
 
 NUM = 21
-"""Records of each file."""
+"""Records of each file; the first half of them with images."""
 
 
 def write_records(folder: Path, demo: Path) -> None:
@@ -30,7 +30,7 @@ def write_records(folder: Path, demo: Path) -> None:
         question = {"role": "user", "content": f"what is {number}?"}
         record = {"messages": [question, {"role": "assistant", "content": "blue circle " * (1 + 5 * number % 23)}]}
         rejected = {"rejected_response": "red square " * (1 + number % 3)}
-        for of in LENGTH:
+        for of in LENGTH if number <= NUM // 2 else ["qwen2"]:
             if of.endswith("vl") and number % 2:
                 question["content"] = f"<image>{question['content']}"
                 record["images"] = [str(images[number % len(images)])]
@@ -54,6 +54,11 @@ class Ran:
         """Step and sequences of each microbatch of a rank, in order."""
         lines = (self.folder / f"trained{rank}.jsonl").read_text().splitlines()
         return [(step, sorted(sequences)) for step, sequences in map(json.loads, lines)]
+
+    @property
+    def said(self) -> str:
+        """What rank 0 has printed."""
+        return (self.folder / "said0").read_text()
 
     @property
     def history(self) -> list[dict[str, Any]]:

@@ -35,34 +35,46 @@ def other_model(folder: Path, to: Path) -> Path:
     return to
 
 
-def errors_of(server, cases, folder) -> dict[str, list[str]]:
-    """Run commands on two ranks, and return the errors of both by the name of the case."""
-    ported = {name: (*case, free_port()) for name, case in cases.items()}
-    both = server.ranks(2, different_runs_rank.main, ported, folder=folder)
-    assert [0, 0] == finished(both)
-    assert not any("Traceback" in one.said for one in both)
-    ends = {name: rf"<{name}>\n.*?error \(rank \d\): (.*)</{name}> 2\n" for name in cases}
-    return {name: [re.search(end, one.said, re.DOTALL)[1] for one in both] for name, end in ends.items()}
-
-
-def test_ranks_that_were_given_different_runs_all_end_and_one_says_how(server, write_run, demo, tmp_path):
-    """Status 2 on all; rank 0 names each key with its values, the others their number."""
+def test_ranks_that_were_given_different_runs_all_end_and_one_says_how(server, write_run, write_rl, demo, tmp_path):
+    """
+    Status 2 on all, whatever the command: rank 0 names each key with its values; a rank that
+    refuses its run says why, and so do the others instead of waiting.
+    """
     other = other_model(demo / "models" / "qwen2", tmp_path / "other" / "qwen2")
     keys = {"learning_rate": 1e-3, "packing": False, "disable_tqdm": True}
     val = {"val_jsonl": str(demo / "data" / "repeat.jsonl")}
     changed = write_run("qwen2", name="changed", template={"max_length": 200}, training=keys, custom=val)
     stream_keys = {"max_steps": 2, "packing_mode": "dynamic"}
     streamed = write_run("qwen2", name="stream", custom={"trainer_variant": "rollout"}, training=stream_keys)
-    plain = str(asked(write_run("qwen2")))
-    cases = {
+    plain, reinforced = str(asked(write_run("qwen2"))), str(write_rl())
+    wrong, measured = "custom.train_jsonl=absent.jsonl", ["--config", plain, "-o"]
+    refused = {
+        "sft": ("sft", [[plain, wrong], [plain]]),
+        "refused": ("plan", [["build", plain], ["build", plain, wrong]]),
+        "time": ("plan", [["time", plain, wrong], ["time", plain]]),
+        "measure": ("measure", [[*measured, "absent/a.parquet"], [*measured, str(tmp_path / "a.parquet")]]),
+        "rl": ("rl", [[reinforced], [reinforced, wrong]]),
+    }
+    cases = refused | {
         "keys": ("sft", [[plain], [str(changed)]]),
         "stream": ("sft", [[plain], [str(streamed)]]),
         "weights": ("sft", [[plain], [plain, f"model.model={other}"]]),
         "build": ("plan", [["build", plain, "--world-size", "2"], ["build", plain]]),
     }
 
+    ported = {name: (*case, free_port()) for name, case in cases.items()}
+    both = server.ranks(2, different_runs_rank.main, ported, folder=tmp_path / "logs")
+    assert [0, 0] == finished(both)
+    assert not any("Traceback" in one.said for one in both)
+    ends = {name: rf"<{name}>\n.*?error \(rank \d\): (.*)</{name}> 2\n" for name in cases}
+    errors = {name: [re.search(end, one.said, re.DOTALL)[1] for one in both] for name, end in ends.items()}
+    for name, (_, words) in refused.items():
+        refuses = 1 if wrong in words[1] else 0
+        assert errors[name][1 - refuses].startswith(f"rank {refuses} refuses the run: ")
+        assert all("absent" in one for one in errors[name])
     said = {}
-    for name, (first, second) in errors_of(server, cases, tmp_path / "logs").items():
+    for name in cases.keys() - refused.keys():
+        first, second = errors[name]
         head, *said[name], remedy = first.strip().split("\n  ")
         assert "ranks were given different runs:" == head
         counted = f"{len(said[name])} difference{'s' if len(said[name]) > 1 else ''}"
@@ -78,24 +90,6 @@ def test_ranks_that_were_given_different_runs_all_end_and_one_says_how(server, w
     assert ["--world-size: 2 on rank 0; absent on rank 1", numpy] == said["build"]
     (weight,) = said["weights"]
     assert re.fullmatch(r"weight model\.norm\.weight: (float32 \[64\]) \w+ on rank 0; \1 \w+ on rank 1", weight)
-
-
-def test_no_rank_refuses_a_run_before_all_have_met(server, write_run, write_rl, text_jsonl, tmp_path):
-    """Whatever the command and the rank: it says why, and so do the others instead of waiting."""
-    plain, reinforced = str(asked(write_run("qwen2"))), str(write_rl())
-    wrong, measured = "custom.train_jsonl=absent.jsonl", ["--config", plain, "-o"]
-    cases = {
-        "sft": ("sft", [[plain, wrong], [plain]]),
-        "build": ("plan", [["build", plain], ["build", plain, wrong]]),
-        "time": ("plan", [["time", plain, wrong], ["time", plain]]),
-        "measure": ("measure", [[*measured, "absent/a.parquet"], [*measured, str(tmp_path / "a.parquet")]]),
-        "rl": ("rl", [[reinforced], [reinforced, wrong]]),
-    }
-
-    for name, said in errors_of(server, cases, tmp_path / "logs").items():
-        refuses = 1 if wrong in cases[name][1][1] else 0
-        assert said[1 - refuses].startswith(f"rank {refuses} refuses the run: ")
-        assert all("absent" in one for one in said)
 
 
 def test_a_lost_rank_is_one_sentence_wherever_torch_notices_it(write_run):

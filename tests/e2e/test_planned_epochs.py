@@ -1,5 +1,6 @@
 """Epochs with plans of their own: known before the first step, trained as they were counted."""
 
+import copy
 import gc
 import json
 import re
@@ -15,13 +16,17 @@ import yaml
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app.plan.__main__ import main as show_main
 from packplan.app.plan.stored import open_split
-from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs
+from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs, to_epoch_samples
+from packplan.app.planning.stored_lengths import open_lengths
+from packplan.app.wiring.policies import epoch_recipe, split_policy
 from packplan.app.wiring.runs import read_config
+from packplan.app.wiring.stores import open_stores
 from packplan.core.errors import ConfigError, MismatchError, NotBuiltError, StaleError
 from packplan.core.schedule import PackStats
 from tests.e2e import rank_main
 from tests.e2e.ready import train
 from tests.processes import finished
+from tests.records import chat, write_lines
 
 pytestmark = pytest.mark.slow
 
@@ -47,24 +52,13 @@ KEYS = {"num_train_epochs": 3, "effective_batch_size": 2, "packing_drop_last": F
 def write_mix(tmp_path, write_run):
     """Return a function that writes three sources, a mix of them and its run, which it returns."""
     for name, (count, most) in SIZES.items():
-        turns = [
-            [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": "blue " * (1 + n * 7 % most)}]
-            for n in range(count)
-        ]
-        text = "".join(json.dumps({"messages": one}) + "\n" for one in turns)
-        (tmp_path / f"{name}.jsonl").write_text(text)
+        answers = [{"role": "assistant", "content": "blue " * (1 + n * 7 % most)} for n in range(count)]
+        asked = [chat({"role": "user", "content": f"say {n}"}, answer) for n, answer in enumerate(answers)]
+        write_lines(tmp_path / f"{name}.jsonl", asked)
 
     def write(mix: dict = CURRICULUM, name: str = "run", custom: dict | None = None, **keys) -> Path:
-        entries = mix.get("curriculum", [mix])
-        named = [
-            {
-                **entry,
-                "sources": [{**one, "jsonl": str(tmp_path / f"{one['jsonl']}.jsonl")} for one in entry["sources"]],
-            }
-            for entry in entries
-        ]
         path = tmp_path / f"{name}-mix.yaml"
-        path.write_text(yaml.safe_dump({"curriculum": named} if "curriculum" in mix else named[0]))
+        path.write_text(re.sub(r"(jsonl: )(\w+)", rf"\1{tmp_path}/\2.jsonl", yaml.safe_dump(mix)))
         planned = {"fusion_config": str(path), "fusion_schedule": "planned", "train_jsonl": None}
         return write_run(
             "qwen2", name=name, template={"max_length": 160}, custom={**planned, **(custom or {})},
@@ -85,17 +79,11 @@ def trained_samples(seen: list[dict], steps: int, *, accumulation: int) -> list[
 
 def planner_of(path: Path) -> EpochPlanner:
     """Return the planner of a run whose plans are built."""
-    from packplan.app.planning.epochs import to_epoch_samples
-    from packplan.app.planning.stored_lengths import open_lengths
-    from packplan.app.wiring.policies import epoch_recipe, split_policy
-    from packplan.app.wiring.stores import open_stores
-
     config = read_config(path)
     lengths = open_lengths(open_stores(config, "train").lengths)
     policy = split_policy(config, "train")
-    return EpochPlanner(
-        policy, epoch_recipe(config, "train"), to_epoch_samples(policy, lengths.rows.table, lengths.origin.files)
-    )
+    samples = to_epoch_samples(policy, lengths.rows.table, lengths.origin.files)
+    return EpochPlanner(policy, epoch_recipe(config, "train"), samples)
 
 
 def test_a_curriculum_on_two_ranks_goes_on_with_three(write_mix, start_ranks, tmp_path):
@@ -105,14 +93,13 @@ def test_a_curriculum_on_two_ranks_goes_on_with_three(write_mix, start_ranks, tm
     two = rank_main.seen(tmp_path / "out", 2)
     records, steps = two[0]["epochs"], two[0]["steps"]
     manifest = json.loads((tmp_path / "two" / "static_packing" / "train" / "schedule_ws2.json").read_text())
+    epochs = manifest["epochs"]
 
-    assert [{**one, "steps": row["steps"]} for one, row in zip(records, manifest["epochs"], strict=True)] == manifest[
-        "epochs"
-    ]
-    assert sum(one["steps"] for one in manifest["epochs"]) == manifest["total_steps"] == steps
+    assert [one | {"steps": due["steps"]} for one, due in zip(records, epochs, strict=True)] == epochs
+    assert sum(one["steps"] for one in epochs) == manifest["total_steps"] == steps
     assert two[0]["planned_steps"] == steps == two[1]["steps"]
     planner, first = planner_of(path), 0
-    for one in manifest["epochs"]:
+    for one in epochs:
         wanted = planner.plan(one["epoch"]).raw.packs
         fetched = trained_samples(two, steps, accumulation=2)[first : first + one["steps"]]
         trained, planned = sum(fetched, Counter()), Counter(wanted.indices.tolist())
@@ -120,14 +107,14 @@ def test_a_curriculum_on_two_ranks_goes_on_with_three(write_mix, start_ranks, tm
         assert (trained - planned).total() <= wanted.sizes().max()
         first += one["steps"]
 
-    stop = manifest["epochs"][0]["steps"] + 1
+    stop = epochs[0]["steps"] + 1
     shutil.copytree(tmp_path / "two" / "static_packing", tmp_path / "three" / "static_packing")
     again = write_mix(
         name="three", effective_batch_size=3, resume_from_checkpoint=str(tmp_path / "two" / f"checkpoint-{stop}")
     )
     assert [0, 0, 0] == finished(start_ranks(3, again, tmp_path / "more"))
     three = rank_main.seen(tmp_path / "more", 3)
-    before = trained_samples(two, stop, accumulation=2)[manifest["epochs"][0]["steps"] :]
+    before = trained_samples(two, stop, accumulation=2)[epochs[0]["steps"] :]
     packs_left = planner.plan(1).raw.packs
     num_left = len(packs_left) - 4
     rest = trained_samples(three, -(-num_left // 3), accumulation=1)
@@ -150,7 +137,9 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(write_mix, execute, tmp_p
     assert losses[0] == losses[1][: len(losses[0])]
     assert whole.schedule.total_steps + resumed.schedule.num_epoch_steps(3) == resumed.num_steps
     assert not hasattr(whole.planned["train"], "raw")
-    for keys, named in (({"mix": changed(ratio=2)}, "mix"), ({"packing_epochs": "replanned"}, "replanned")):
+    mix = copy.deepcopy(CURRICULUM)
+    mix["curriculum"][1]["sources"][0]["ratio"] = 2
+    for keys, named in (({"mix": mix}, "mix"), ({"packing_epochs": "replanned"}, "replanned")):
         with pytest.raises(StaleError, match=rf"{named}: stored "):
             execute(write_mix(**keys, name="again", resume_from_checkpoint=checkpoint))
 
@@ -178,9 +167,9 @@ def test_show_tells_every_epoch(write_mix, write_run, execute, text_jsonl, capsy
     fewer = open_split(other, "train", world_size=1)
     assert 2 == len(fewer.plan.epochs)
     assert any(re.search(r"last optimizer step of \d of 2 epochs sees fewer", line) for line in fewer.warnings)
-    with pytest.raises(NotBuiltError, match="holds plans up to epoch 2, and the run has more epochs"):
+    with pytest.raises(NotBuiltError):
         open_split(read_config(path, ["training.num_train_epochs=4"]), "train", world_size=1)
-    with pytest.raises(ConfigError, match="--epoch: is 3, but the epochs that are planned are 0 to 2"):
+    with pytest.raises(ConfigError, match="--epoch: is 3"):
         open_split(read_config(path), "train", world_size=1, epoch=3)
     one = re.search(r"sample (\d+): ", shown(capsys, str(path), "--epoch", "2", "--pack", "0"))
     assert "in epoch 2, counted from 0: step" in shown(capsys, str(path), "--epoch", "2", "--sample", one[1])
@@ -191,17 +180,9 @@ def test_show_tells_every_epoch(write_mix, write_run, execute, text_jsonl, capsy
     result = execute(again)
     assert len({one.checksum for one in result.epochs}) == 3
     assert 3 == len(json.loads(shown(capsys, str(again), "--json"))["splits"]["train"]["epochs"]["epochs"])
-    with pytest.raises(ConfigError, match="--epoch: is of runs whose epochs have plans of their own"):
-        same = write_run("qwen2", name="same", training=KEYS)
-        execute(same)
+    execute(same := write_run("qwen2", name="same", training=KEYS))
+    with pytest.raises(ConfigError, match="--epoch: is of runs"):
         open_split(read_config(same), "train", world_size=1, epoch=1)
-
-
-def changed(source: int = 0, entry: int = 1, **keys) -> dict:
-    """Return the curriculum with other keys of a source."""
-    entries = [{**one, "sources": [dict(each) for each in one["sources"]]} for one in CURRICULUM["curriculum"]]
-    entries[entry]["sources"][source] |= keys
-    return {"curriculum": entries}
 
 
 def test_a_mix_that_asks_for_more_than_was_measured_is_refused_before_training(write_mix):

@@ -1,18 +1,16 @@
 """The trainer's settings are checked by the installed table; no traceback."""
 
 import math
-from pathlib import Path
 
 import pytest
 
 from packplan.adapters.config.trainer_keys import SFT_KEYS_FILE, read_key_table
 from packplan.adapters.trainer.arguments import installed_keys
 from packplan.app import sft
-from packplan.app.wiring import runs
-from packplan.app.wiring.runs import read_config
+from packplan.app.wiring.runs import trainer_keys
 from packplan.app.wiring.trainers import open_arguments
 from packplan.core.errors import ConfigError
-from tests.documents import parsed
+from tests.documents import faults_of, parsed
 from tools.configuration import trainer_table
 
 KEYS = installed_keys()
@@ -20,33 +18,19 @@ KEYS = installed_keys()
 pytestmark = pytest.mark.covers
 
 
-def configured(**training):
-    """Return a run with these settings, as far as its YAML is good."""
-    return parsed(**{"report_to": [], **training})
+def arguments_of(**training):
+    """Return the trainer's arguments of a run with these settings."""
+    return open_arguments(parsed(**{"report_to": [], **training}), world_size=1)
 
 
-def arguments_of(config):
-    """Return the trainer's arguments of a run."""
-    return open_arguments(config, world_size=1)
-
-
-def test_the_table_is_that_of_the_installed_library():
+def test_the_table_is_that_of_the_installed_library(tmp_path):
     """`make reference` writes it; other versions are asked themselves."""
-    assert SFT_KEYS_FILE.read_text(encoding="utf-8") == trainer_table()
-    assert KEYS == read_key_table()
+    text = SFT_KEYS_FILE.read_text(encoding="utf-8")
+    assert text == trainer_table()
     assert len(KEYS) > 150
-
-
-def test_another_version_is_asked_itself(tmp_path: Path, monkeypatch):
-    """Also for keys that the table does not have."""
-    run = tmp_path / "run.yaml"
-    run.write_text(
-        "model: {model: m}\ntemplate: {max_length: 8}\ncustom: {train_jsonl: t}\ntraining: {output_dir: o, bf16: 3}\n"
-    )
-    monkeypatch.setattr(runs, "read_key_table", lambda: None)
-
-    with pytest.raises(ConfigError, match=r"training.bf16: is 3, but has to be true or false"):
-        read_config(run)
+    other = tmp_path / "keys.json"
+    other.write_text(text.replace('"ms-swift": "', '"ms-swift": "0.').replace('"bf16": {', '"bf17": {'))
+    assert KEYS == read_key_table() == trainer_keys(other)
 
 
 @pytest.mark.slow
@@ -54,15 +38,13 @@ def test_another_version_is_asked_itself(tmp_path: Path, monkeypatch):
 @pytest.mark.parametrize("value", [math.nan, -1, "zigzag", ["zigzag"], {"a": 1}, True])
 def test_no_value_of_any_setting_ends_in_a_traceback(value):
     """A setting is refused by its key, or taken by the trainer's arguments."""
-    with pytest.raises(ConfigError) as raised:
-        configured(**dict.fromkeys(KEYS, value))
-    faults = [*raised.value.faults]
-    for key in KEYS.keys() - {fault.path.removeprefix("training.") for fault in faults}:
+    faults = faults_of(**dict.fromkeys(KEYS, value))
+    for key in KEYS.keys() - {path.removeprefix("training.") for path in faults}:
         try:
-            arguments_of(configured(**{key: value}))
+            arguments_of(**{key: value})
         except ConfigError as error:
-            faults += error.faults
-    assert all(fault.path.startswith("training") and fault.reason for fault in faults)
+            faults |= {fault.path: fault.reason for fault in error.faults}
+    assert all(path.startswith("training") and reason for path, reason in faults.items())
 
 
 @pytest.mark.parametrize(
@@ -85,7 +67,7 @@ def test_no_value_of_any_setting_ends_in_a_traceback(value):
 def test_what_the_trainer_uses_late_is_tried_before_measuring(training, says):
     """Optimizer, schedule, compilation, services, sizes: by the keys that change it."""
     with pytest.raises(ConfigError, match=says):
-        arguments_of(configured(**training))
+        arguments_of(**training)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from packplan.app.wiring.splits import open_encoders
 from packplan.core.errors import RecordError
 from packplan.core.samples.records import REFUSED
 from packplan.core.samples.shapes import RECORD_KEYS
+from tests.records import asked
 
 
 def png(color: str) -> bytes:
@@ -31,10 +32,6 @@ def png(color: str) -> bytes:
 RED, BLUE = png("red"), png("blue")
 
 CODED = base64.b64encode(RED).decode()
-
-
-def asked(content, **more):
-    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "a red dot"}], **more}
 
 
 LLAVA = [
@@ -119,8 +116,12 @@ CASES = {
     "LLaVA in Parquet": ("a.parquet", LLAVA),
     "bytes in Parquet": ("a.parquet", [asked("<image>?", images=[{"bytes": RED, "path": None}])]),
     "CSV": ("a.csv", [{"query": "a, b", "response": 'say "c"'}, {"query": "\nd", "response": "e"}]),
+    "columns": ("a.jsonl", [{"q": "a", "r": "b"}], {"columns": {"q": "query", "r": "response"}}),
+    "a literal tag": (
+        "a.jsonl", [asked("what is <image>?"), asked("<image>?", images=["red.png"])], {"literal_image_tags": True}
+    ),
 }  # fmt: skip
-"""Case -> file and records; notations of tools are in `test_swift_tools.py`."""
+"""Case -> file, records, keys of `custom.`; notations of tools are in `test_swift_tools.py`."""
 
 
 def write(path: Path, records) -> None:
@@ -175,56 +176,40 @@ def loaded_by_swift(path: Path, **options):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("case", CASES)
 def test_each_shape_has_the_tokens_and_labels_that_ms_swift_gives_it(case, encoder, tmp_path):
-    """As its own loading of the same file."""
-    name, records = CASES[case]
+    """As its own loading of the same file; measured by its texts and headers as it is encoded."""
+    name, records, *custom = CASES[case]
+    keys = custom[0] if custom else {}
     write(tmp_path / name, records)
-    ours = encoder(name)
-    theirs = loaded_by_swift(tmp_path / name)
+    ours = encoder(name, **keys)
+    theirs = loaded_by_swift(tmp_path / name, columns=keys.get("columns"))
 
     assert len(theirs) == len(ours)
     for index in range(len(ours)):
         row = {key: held for key, held in theirs[index].items() if held is not None and key != "dataset"}
         compare(ours, index, row, ours.template)
+    measured_alike(ours)
 
 
-def test_columns_have_the_names_that_ms_swift_gives_them(encoder, tmp_path):
-    """`custom.columns` is its option of that name."""
-    write(tmp_path / "a.jsonl", [{"q": "a", "r": "b"}])
-    columns = {"q": "query", "r": "response"}
-    ours = encoder("a.jsonl", columns=columns)
-
-    theirs = loaded_by_swift(tmp_path / "a.jsonl", columns=columns)
-
-    assert ours.template.encode({"messages": theirs[0]["messages"]})["input_ids"] == ours.encode(0)["input_ids"]
+def measured_alike(samples):
+    """Measure samples by their texts and headers, and in full: both give the same."""
+    quick, full = (
+        [(one.measurement, one.media) for one in SwiftMeasurer(samples).measure_many(range(len(samples)), in_full=way)]
+        for way in (False, True)
+    )
+    assert quick == full
+    return full
 
 
 def test_an_image_in_a_record_measures_as_its_file_does(encoder, tmp_path):
-    """By its header and in full, with the facts that its file has."""
+    """By its header and in full, with the facts that its file has; a broken one has its line."""
     rows = [["red.png"], [CODED], [{"bytes": CODED}], [f"data:image/png;base64,{CODED}"], [{"path": "red.png"}]]
     write(tmp_path / "a.jsonl", [asked("<image>?", images=images) for images in rows])
-    samples = SwiftMeasurer(encoder("a.jsonl"))
 
-    outcomes = [*samples.measure_many(range(5), in_full=False), *samples.measure_many(range(5), in_full=True)]
-    assert 1 == len({(outcome.measurement, outcome.media) for outcome in outcomes})
+    assert 1 == len(set(measured_alike(encoder("a.jsonl"))))
     write(tmp_path / "b.jsonl", [asked("<image>?", images=[base64.b64encode(RED[:60]).decode()])])
     (broken,) = SwiftMeasurer(encoder("b.jsonl")).measure_many(range(1), in_full=True)
     assert "line 1: " in str(broken)
     assert "bytes in the record" in str(broken)
-
-
-def test_a_tag_without_images_is_the_text_that_ms_swift_makes_of_it(encoder, tmp_path):
-    """Where the user lets it stand; measured as it is encoded."""
-    write(tmp_path / "a.jsonl", [asked("what is <image>?"), asked("<image>?", images=["red.png"])])
-    ours, theirs = encoder("a.jsonl", literal_image_tags=True), loaded_by_swift(tmp_path / "a.jsonl")
-
-    expected = ours.template.encode({"messages": theirs[0]["messages"]}, return_length=True)
-
-    assert (expected["input_ids"], expected["labels"]) == tuple(ours.encode(0)[key] for key in ("input_ids", "labels"))
-    quick, full = (
-        [one.measurement for one in SwiftMeasurer(ours).measure_many(range(2), in_full=in_full)]
-        for in_full in (False, True)
-    )
-    assert quick == full
 
 
 def test_the_limit_of_pixels_is_the_users(encoder, tmp_path, monkeypatch):
@@ -241,10 +226,10 @@ def test_the_limit_of_pixels_is_the_users(encoder, tmp_path, monkeypatch):
 def test_messages_and_dense_captions_may_stand_in_one_file(encoder, tmp_path):
     """In any order: no key of one is one of the other."""
     dense = {"images": [], "objects": [{"desc": "dot", "bbox_2d": [1, 2, 3, 4]}], "width": 8, "height": 8}
-    for name, rows in {"a.jsonl": [TEXT[0], dense], "b.jsonl": [dense, TEXT[0]]}.items():
-        write(tmp_path / name, rows)
-        samples = encoder(name)
-        assert all(samples.encode(index) for index in range(2))
+    write(tmp_path / "a.jsonl", [TEXT[0], dense, TEXT[0]])
+    samples = encoder("a.jsonl")
+
+    assert all(samples.encode(index) for index in range(3))
 
 
 def test_two_shapes_in_one_file_are_refused_with_both_rows(encoder, tmp_path):
@@ -253,26 +238,15 @@ def test_two_shapes_in_one_file_are_refused_with_both_rows(encoder, tmp_path):
     write(tmp_path / "a2.jsonl", ALPACA)
     samples = encoder("a*.jsonl")
 
-    samples.encode(2)
-    samples.encode(4)
-    with pytest.raises(
-        RecordError, match=r"line 4: the record is of the shape instruction, output, but .*line 2 is of"
-    ):
-        samples.encode(3)
-    with pytest.raises(RecordError, match="line 1: the record is of no known shape"):
-        samples.encode(0)
-    shapes = [
-        (str(tmp_path / "a1.jsonl"), "messages of role and content"),
-        (str(tmp_path / "a2.jsonl"), "instruction, output"),
-    ]
-    assert shapes == [(one.file, one.shape) for one in samples.data_files()]
+    assert samples.encode(2) != samples.encode(4)
+    for index, said in {3: r"line 4: .*instruction, output, but .*line 2", 0: "line 1: .*no known shape"}.items():
+        with pytest.raises(RecordError, match=said):
+            samples.encode(index)
+    shapes = {"a1.jsonl": "messages of role and content", "a2.jsonl": "instruction, output"}
+    assert shapes == {Path(one.file).name: one.shape for one in samples.data_files()}
 
 
-OWN = {
-    "add_eos", "reasoning_content", "reasoning", "thinking", "thinking_content",
-    "functions",
-    "loss_scale",
-}  # fmt: skip
+OWN = {"add_eos", "reasoning_content", "reasoning", "thinking", "thinking_content", "functions", "loss_scale"}
 """Refused, though no column of ms-swift: read by hand, or by other programs."""
 
 
@@ -289,13 +263,11 @@ def test_every_column_of_ms_swift_is_supported_or_refused():
 def test_texts_without_a_chat_are_those_of_pretraining(write_run, tmp_path):
     """Every token of them is trained."""
     record = {"messages": [{"role": "assistant", "content": "blue circle on a red square"}]}
-    asked = {"use_chat_template": False, "loss_scale": "all"}
+    keys = {"use_chat_template": False, "loss_scale": "all"}
     write(tmp_path / "a.jsonl", [record])
-    custom = {"train_jsonl": str(tmp_path / "a.jsonl")}
-    path = write_run("qwen2", template={"system": None, **asked}, custom=custom)
+    path = write_run("qwen2", template={"system": None, **keys}, custom={"train_jsonl": str(tmp_path / "a.jsonl")})
     encoder = open_encoders(read_config(path))["train"]
-    theirs = get_template(encoder.template.processor, template_type="qwen2_5", **asked)
+    theirs = get_template(encoder.template.processor, template_type="qwen2_5", **keys)
     theirs.set_mode("train")
-    encoded, expected = encoder.encode(0), theirs.encode(record)
 
-    assert all(expected[name] == list(encoded[name]) for name in ("input_ids", "labels"))
+    compare(encoder, 0, record, theirs)

@@ -5,11 +5,10 @@ import json
 import pytest
 from swift import get_template
 
-from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.splits import open_encoders
 from packplan.core.errors import ConfigError, RecordError
-from tests.e2e.test_swift_shapes import compare, loaded_by_swift, write
+from tests.e2e.test_swift_shapes import compare, loaded_by_swift, measured_alike, write
 
 ADD = {
     "type": "function",
@@ -166,12 +165,7 @@ def test_tokens_weigh_what_ms_swift_says(scale, encoder, files, loaded):
     weighed = [
         case for index, case in enumerate(files) if "loss_scale" in compare(samples, index, loaded[case], theirs)
     ]
-    source = SwiftMeasurer(samples)
-    quick, whole = (
-        [one.measurement for one in source.measure_many(range(len(ROWS)), in_full=in_full)] for in_full in (False, True)
-    )
-
-    assert whole == quick
+    measured_alike(samples)
     assert "weights" in weighed
 
 
@@ -189,7 +183,7 @@ def test_what_a_template_cannot_tell_is_refused(encoder, files, tmp_path):
         encoder(silent, loss_scale="all").encode(0)
 
 
-def test_weights_that_a_template_loses_are_refused(encoder, files, monkeypatch):
+def test_weights_that_a_template_loses_are_refused(encoder, files):
     """Where tokens are more than weights; where all weigh the same, none is needed."""
     samples = encoder(files["weights"], files["roles"])
     plain = samples.template.encode
@@ -198,7 +192,7 @@ def test_weights_that_a_template_loses_are_refused(encoder, files, monkeypatch):
         encoded = plain(record, **options)
         return {**encoded, "loss_scale": encoded["loss_scale"][:-1]}
 
-    monkeypatch.setattr(samples.template, "encode", short)
+    samples.template.encode = short
     with pytest.raises(RecordError, match=r"which the template qwen2_5 does not carry to its [\d,]+ tokens"):
         samples.encode(0)
     assert "loss_scale" not in samples.encode(1)

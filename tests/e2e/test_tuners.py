@@ -1,7 +1,6 @@
 """Each tuner that is offered trains, saves, resumes bit for bit, and passes `packplan check`."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from safetensors.torch import load_file
 from packplan.adapters.trainer.model import open_model
 from packplan.adapters.trainer.vision import plain_model
 from packplan.app import check, sft
-from packplan.app.sft import train as way
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.verdicts import decide_attention
 from packplan.core.errors import ConfigError
@@ -58,17 +56,12 @@ OTHERS = {
                   "trainable_parameters": ["model.norm"]}, "model.norm",
     ),
     "rates of adapters": ("qwen2_5_vl", {**LORA, "vit_lr": "1e-3", "freeze_aligner": True}, "visual"),
-}  # fmt: skip
-"""The same of tuners that add weights as others do, or none."""
-
-
-FREEZES = {
     "tower": ("qwen2_5_vl", {"freeze_vit": True}, "language_model"),
     "text": ("qwen2_5_vl", {"freeze_llm": True}, "visual"),
     "adapters everywhere": ("qwen2_5_vl", LORA, "visual"),
     "adapters of the text": ("qwen2_5_vl", {**LORA, "freeze_vit": True, "freeze_aligner": True}, "language_model"),
-}
-"""Settings that name parts of a model; which weights they train is asked of ms-swift."""
+}  # fmt: skip
+"""The same of tuners that add weights as others do or none, and of freezes."""
 
 
 @pytest.fixture(autouse=True)
@@ -77,74 +70,48 @@ def _builds_here(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
 
 
-@pytest.fixture(scope="module")
-def scenes(demo, tmp_path_factory) -> Path:
-    """Return the file of the first six scenes of the demo."""
-    records = [json.loads(line) for line in (demo / "data" / "train.jsonl").read_text().splitlines()[:6]]
-    for record in records:
-        if "images" in record:
-            record["images"] = [str(demo / "data" / name) for name in record["images"]]
-    path = tmp_path_factory.mktemp("scenes") / "scenes.jsonl"
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    return path
+def opened(path):
+    """Return the model of a run, with its tuner."""
+    config = read_config(path)
+    attention = decide_attention(config, isolated=False)
+    return open_model(config.model, config.training, attention=attention, device=torch.device("cpu"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TUNERS)
-def test_a_tuner_trains_saves_resumes_and_passes_the_check(  # noqa: PLR0917  # fixtures
-    write_run, execute, scenes, tmp_path, monkeypatch, name
-):
+def test_a_tuner_trains_saves_resumes_and_passes_the_check(write_run, execute, few_scenes, tmp_path, name):
     """The resumed run ends with the same weights; packed samples equal themselves alone."""
     model, keys, _ = TUNERS[name]
     several = {**keys, "max_steps": 2, "save_strategy": "steps", "save_steps": 1, "learning_rate": "1e-2",
                "packing_drop_last": False}  # fmt: skip
     small = {"template": {"max_length": 128}}
     if model.endswith("vl"):
-        small = {"template": {"max_length": 400}, "custom": {"train_jsonl": str(scenes)}}
-    whole = write_run(model, name="whole", training=several, **small)
-    prepared, plain = [], way.prepare
-
-    def noted(*arguments, **options):
-        prepared.append(plain(*arguments, **options))
-        return prepared[-1]
-
-    monkeypatch.setattr(way, "prepare", noted)
-    execute(whole)
+        small = {"template": {"max_length": 400}, "custom": {"train_jsonl": str(few_scenes)}}
+    execute(whole := write_run(model, name="whole", training=several, **small))
     again = {**several, "resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-1"), "save_steps": 2}
-    execute(write_run(model, name="resumed", training=again, **small))
+    resumed = execute(write_run(model, name="resumed", training=again, **small))
 
     assert_equal(*(tmp_path / run / "checkpoint-2" for run in ("resumed", "whole")))
     before, after = (weights(tmp_path / "whole" / f"checkpoint-{step}") for step in (1, 2))
     assert any(not torch.equal(after[key], before[key]) for key in after)
-    report = check.compare(read_config(whole), prepared[1][0], prepared[1][1]["train"], num_packs=1)
+    report = check.compare(read_config(whole), resumed.trainer, resumed.planned["train"], num_packs=1)
     assert report.passed, [verdict for verdict in report.verdicts if not verdict.passed]
 
 
 def test_weights_that_ms_swift_would_train_are_those_that_train(server, write_run, tmp_path):
     """For adapters and freezes alike, by name; asked of ms-swift itself."""
-    asked = []
-    for number, (model, keys, trained) in enumerate([*TUNERS.values(), *OTHERS.values(), *FREEZES.values()]):
+    asked, mine = [], []
+    for number, (model, keys, trained) in enumerate([*TUNERS.values(), *OTHERS.values()]):
         path = write_run(model, name=f"run{number}", training=keys)
-        config = read_config(path)
-        attention = decide_attention(config, isolated=False)
-        opened = open_model(config.model, config.training, attention=attention, device=torch.device("cpu"))
-        mine = sorted(name for name, parameter in opened.named_parameters() if parameter.requires_grad)
-        assert any(trained in name for name in mine)
+        named = [name for name, weight in opened(path).named_parameters() if weight.requires_grad]
+        assert any(trained in name for name in named)
         unfrozen = {"tuner_type": "full", "freeze_vit": False, "freeze_aligner": False}
-        asked.append((config.model.model, model, unfrozen | keys, mine))
+        asked.append((read_config(path).model.model, model, unfrozen | keys))
+        mine.append(sorted(named))
     out = tmp_path / "trained.json"
-    started = server.start(swift_run.trained, [one[:3] for one in asked], str(out), log=tmp_path / "swift.log")
+    assert [0] == finished([server.start(swift_run.trained, asked, str(out), log=tmp_path / "swift.log")])
 
-    assert [0] == finished([started])
-
-    assert [one[3] for one in asked] == json.loads(out.read_text())
-
-
-def opened(path):
-    """Return the model of a run, with its tuner."""
-    config = read_config(path)
-    attention = decide_attention(config, isolated=False)
-    return open_model(config.model, config.training, attention=attention, device=torch.device("cpu"))
+    assert mine == json.loads(out.read_text())
 
 
 @pytest.mark.parametrize(
@@ -157,63 +124,45 @@ def test_adapters_start_as_the_run_says(write_run, start, second, base):
     model = opened(write_run("qwen3", training={**LORA, "init_weights": start}))
     plain = opened(write_run("qwen3", name="plain", training=LORA))
 
-    matrices = [weight for name, weight in model.named_parameters() if "lora_B" in name]
     others = dict(plain.named_parameters())
-    changed = [
-        name for name, weight in model.named_parameters() if "base_layer" in name and (weight != others[name]).any()
-    ]
-    assert second == all(weight.any() for weight in matrices)
-    assert second == any(weight.any() for weight in matrices)
-    assert base == bool(changed)
+    changed = [(weight != others[name]).any() for name, weight in model.named_parameters() if "base_layer" in name]
+    assert {second} == {bool(weight.any()) for name, weight in model.named_parameters() if "lora_B" in name}
+    assert base == any(changed)
 
 
 def test_keys_of_tuners_reach_them(write_run):
     """Those that ms-swift's tuners have of their own."""
     runs = {
-        "boft_block_size": {"tuner_type": "boft", "boft_block_size": 8},
-        "r": {"tuner_type": "vera", "vera_rank": 7},
-        "n_frequency": {"tuner_type": "fourierft", "fourier_n_frequency": 50},
-        "bias": {**LORA, "lora_bias": "all"},
+        "boft_block_size": (8, {"tuner_type": "boft", "boft_block_size": 8}),
+        "r": (7, {"tuner_type": "vera", "vera_rank": 7}),
+        "n_frequency": (50, {"tuner_type": "fourierft", "fourier_n_frequency": 50}),
+        "bias": ("all", {**LORA, "lora_bias": "all"}),
     }
-    values = (8, 7, 50, "all")
-    for (name, keys), value in zip(runs.items(), values, strict=True):
-        model = opened(write_run("qwen2", name=name, training=keys))
-        assert value == getattr(model.peft_config["default"], name)
+    for name, (value, keys) in runs.items():
+        assert value == getattr(opened(write_run("qwen2", training=keys)).peft_config["default"], name)
     adapter = opened(write_run("qwen2", training={"tuner_type": "adapter", "adapter_length": 5}))
     assert "Qwen2ForCausalLM" == type(plain_model(adapter)).__name__
     assert {5} == {weight.shape[0] for name, weight in adapter.named_parameters() if name.endswith("linear1.weight")}
 
 
 @pytest.mark.parametrize(
-    ("keys", "says"),
+    ("key", "keys"),
     [
-        ({"freeze_parameters": ["zigzag"]}, "training.freeze_parameters: has zigzag"),
-        ({"freeze_parameters_regex": "zigzag"}, "training.freeze_parameters_regex: has zigzag"),
-        ({**LORA, "modules_to_save": ["zigzag"]}, "training.modules_to_save: has zigzag"),
-        ({**LORA, "target_modules": ["gone"]}, "training.target_modules"),
-        ({"tuner_type": "vera", "target_modules": ["gone"]}, "training.target_modules"),
-        ({"tuner_type": "llamapro", "llamapro_num_new_blocks": 5}, "training.tuner_type: cannot get adapters"),
-        ({**LORA, "target_regex": "zigzag"}, "training.target_regex: cannot get adapters"),
-        (
-            {"freeze_parameters": ["model", "lm_head"]},
-            "training.freeze_parameters: and the other freezes leave nothing",
-        ),
-        ({"freeze_vit": True}, "training.freeze_vit: names a part that this model does not have"),
+        ("freeze_parameters", {"freeze_parameters": ["zigzag"]}),
+        ("freeze_parameters", {"freeze_parameters": ["model", "lm_head"]}),
+        ("freeze_parameters_regex", {"freeze_parameters_regex": "zigzag"}),
+        ("freeze_vit", {"freeze_vit": True}),
+        ("modules_to_save", {**LORA, "modules_to_save": ["zigzag"]}),
+        ("target_modules", {**LORA, "target_modules": ["gone"]}),
+        ("target_modules", {"tuner_type": "vera", "target_modules": ["gone"]}),
+        ("target_regex", {**LORA, "target_regex": "zigzag"}),
+        ("tuner_type", {"tuner_type": "llamapro", "llamapro_num_new_blocks": 5}),
     ],
 )
-def test_tuners_that_name_nothing_are_refused(write_run, keys, says):
+def test_tuners_that_name_nothing_are_refused(write_run, key, keys):
     """By the key that names what the model does not have."""
-    config = read_config(write_run("qwen2", training=keys))
-
-    with pytest.raises(ConfigError) as error:
-        open_model(
-            config.model,
-            config.training,
-            attention=decide_attention(config, isolated=False),
-            device=torch.device("cpu"),
-        )
-
-    assert says in str(error.value)
+    with pytest.raises(ConfigError, check=lambda error: [f"training.{key}"] == [one.path for one in error.faults]):
+        opened(write_run("qwen2", training=keys))
 
 
 def test_quantised_weights_are_refused_on_a_cpu(write_run, capfd):

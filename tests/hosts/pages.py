@@ -89,24 +89,21 @@ class Reader:
         """Return the words of a command with the reader's own paths."""
         return [str(self._given.get(word, word)) for word in words]
 
-    def run(self, words: list[str]) -> str:
-        """Type a command, wait for its end, and return what it printed."""
-        before = len(self.printed())
-        process = self.start(words)
+    def run(self, words: list[str], until: Callable[[], bool] | None = None) -> str:
+        """Type a command, wait for its end or kill it once something holds; return its output."""
+        before, process = len(self.printed()), self.start(words)
         try:
-            assert 0 == process.wait(DEADLINE_S), self.printed()[-3000:]
+            if until is None:
+                assert 0 == process.wait(DEADLINE_S), self.printed()[-3000:]
+            else:
+                self.wait_until(process, until)
         finally:
             self.kill(process)
         return self.printed()[before:]
 
-    def run_until(self, words: list[str], there: str | Callable[[], bool]) -> str:
-        """Type a command, kill it once it printed or did something, and return what it printed."""
-        process = self.start(words)
-        try:
-            self.wait_until(process, there if callable(there) else lambda: there in self.printed())
-        finally:
-            self.kill(process)
-        return self.printed()
+    def run_until(self, words: list[str], printed: str) -> str:
+        """Type a command, kill it once it printed something, and return what it printed."""
+        return self.run(words, lambda: printed in self.printed())
 
     def wait_until(self, process: subprocess.Popen[str], holds: Callable[[], bool]) -> None:
         """Wait for something that a running command does."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tests.hosts import law
 from tests.hosts.law import PACKING_LENGTH, cell_of, model_of, rows_of, trainer_of
 
 # isort: split
+import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 ROWS = rows_of("qwen2")
@@ -25,71 +27,53 @@ class Streamed(IterableDataset):
         return iter(ROWS)
 
 
-def given(out: Path, rows: Any = None, **settings: Any) -> Any:
+def given(out: Path, rows: Any = ROWS, host: str = "transformers", **settings: Any) -> Any:
     """Return a trainer with these rows and settings."""
-    return trainer_of(cell_of("transformers", "qwen2"), model_of("qwen2", "packplan"), rows or ROWS, out, **settings)
+    return trainer_of(cell_of(host, "qwen2"), model_of("qwen2", "packplan"), rows, out, **settings)
 
 
-def changed(out: Path) -> None:
-    """Train from rows one of which became longer after the plan was made."""
-    rows = [dict(row) for row in ROWS]
-    rows[3] = {"input_ids": [*rows[3]["input_ids"], 25], "labels": [*rows[3]["labels"], 25]}
-    trainer = given(out, rows)
-    use_plan(trainer, PLAN)
-    trainer.train()
+def planned(
+    out: Path, rows: Any = ROWS, plan: Any = PLAN, eval_plan: Any = None, row_ranks: int = 1, **settings: Any
+) -> Any:
+    """Return a trainer that follows a plan."""
+    trainer = given(out, rows, **settings)
+    use_plan(trainer, plan, eval_plan=eval_plan, sequence_parallel_size=row_ranks)
+    return trainer
 
 
-def shuffled(out: Path) -> None:
+def rows_with(change: Any) -> list[dict[str, Any]]:
+    """Return the rows with other keys."""
+    return [row | change(number, row) for number, row in enumerate(ROWS)]
+
+
+def longer(number: int, row: dict[str, Any]) -> dict[str, Any]:
+    """Return one more token of row 3."""
+    return {name: [*row[name], 25] for name in row} if number == 3 else {}
+
+
+def served_by(out: Path, make_loader: Any) -> None:
     """Train by a loader that somebody put in the place of the plan's."""
-    trainer = given(out)
-    use_plan(trainer, PLAN)
-    planned = trainer.get_train_dataloader
-
-    def in_order() -> DataLoader:
-        loader = planned()
-        return DataLoader(loader.dataset, sampler=SequentialSampler(loader.dataset), collate_fn=loader.collate_fn)
-
-    trainer.get_train_dataloader = in_order
-    trainer.train()
-
-
-def dropping(out: Path) -> None:
-    """Train by a loader that leaves the last batches out."""
-    trainer = given(out, num_train_epochs=1)
-    use_plan(trainer, PLAN)
+    trainer = planned(out, num_train_epochs=1)
     loader = trainer.get_train_dataloader()
-    kept = loader.batch_sampler.schedule.batches(0, rank=0)[:-2]
-    trainer.get_train_dataloader = lambda: DataLoader(loader.dataset, batch_sampler=kept, collate_fn=loader.collate_fn)
+    other = DataLoader(loader.dataset, **make_loader(loader), collate_fn=loader.collate_fn)
+    trainer.get_train_dataloader = lambda: other
     trainer.train()
 
 
 def without_plan(out: Path) -> None:
     """Resume a plan from a checkpoint that was trained without one."""
-    trainer = given(out, max_steps=1, save_strategy="steps", save_steps=1, per_device_train_batch_size=1)
-    trainer.data_collator = one_row
-    trainer.train()
-    again = given(out)
-    use_plan(again, PLAN)
-    again.train(resume_from_checkpoint=True)
-
-
-def one_row(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a batch of one sample of two tokens."""
-    import torch
-
-    return {"input_ids": torch.tensor([[20, 21]]), "labels": torch.tensor([[20, 21]])}
-
-
-def resumed(out: Path, rows: Any = None, plan: Any = PLAN, change: Any = None, **settings: Any) -> None:
-    """Train a step, change something, and resume with other rows, another plan or settings."""
     trainer = given(out, max_steps=1, save_strategy="steps", save_steps=1)
-    use_plan(trainer, PLAN)
+    trainer.data_collator = lambda _: dict.fromkeys(("input_ids", "labels"), torch.tensor([[20, 21]]))
     trainer.train()
+    planned(out).train(resume_from_checkpoint=True)
+
+
+def resumed(out: Path, rows: Any = ROWS, plan: Any = PLAN, change: Any = None, **settings: Any) -> None:
+    """Train a step, change something, and resume with other rows, another plan or settings."""
+    planned(out, max_steps=1, save_strategy="steps", save_steps=1).train()
     if change:
         change(out / "checkpoint-1" / "trainer_state.json")
-    again = given(out, rows, **settings)
-    use_plan(again, plan)
-    again.train(resume_from_checkpoint=True)
+    planned(out, rows, plan, **settings).train(resume_from_checkpoint=True)
 
 
 def damage(path: Path) -> None:
@@ -99,9 +83,8 @@ def damage(path: Path) -> None:
 
 def exchanged() -> list[dict[str, Any]]:
     """Return the rows, two of one length in each other's place."""
-    lengths = PLAN.lengths.tolist()
+    lengths, rows = PLAN.lengths.tolist(), list(ROWS)
     second = next(i for i, length in enumerate(lengths) if length in lengths[:i])
-    rows = list(ROWS)
     first = lengths.index(lengths[second])
     rows[first], rows[second] = rows[second], rows[first]
     return rows
@@ -109,8 +92,6 @@ def exchanged() -> list[dict[str, Any]]:
 
 def prompts_masked(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Collate padded rows that learn their last token alone."""
-    import torch
-
     width = 8 * -(-max(len(row["input_ids"]) for row in rows) // 8)
     ids = torch.tensor([row["input_ids"] + [0] * (width - len(row["input_ids"])) for row in rows])
     mask = torch.tensor([[place < len(row["input_ids"]) for place in range(width)] for row in rows]).long()
@@ -133,25 +114,17 @@ def learned_of(trainer: Any) -> int:
 
 def as_trl_learns(out: Path) -> str:
     """Train rows with a mask of completions, which TRL is told not to use, padded to multiples."""
-    rows = [row | {"labels": row["input_ids"], "completion_mask": [0] * len(row["input_ids"])} for row in ROWS]
-    trainer = trainer_of(
-        cell_of("trl", "qwen2"), model_of("qwen2", "packplan"), rows, out, completion_only_loss=False,
-        pad_to_multiple_of=8,
-    )  # fmt: skip
+    rows = rows_with(lambda _, row: {"labels": row["input_ids"], "completion_mask": [0] * len(row["input_ids"])})
+    trainer = given(out, rows, "trl", completion_only_loss=False, pad_to_multiple_of=8)
     alone = learned_of(trainer)
     use_plan(trainer, PLAN)
     return f"{learned_of(trainer) - alone} tokens are learned that TRL does not learn"
 
 
-def untaught() -> list[dict[str, Any]]:
-    """Return rows that learn nothing."""
-    return [row | {"labels": [-100] * len(row["input_ids"])} for row in ROWS]
-
-
 def evaluated(out: Path) -> str:
     """Evaluate samples without anything to learn."""
-    trainer = given(out, eval_dataset=untaught())
-    use_plan(trainer, PLAN, eval_plan=PLAN)
+    untaught = rows_with(lambda _, row: {"labels": [-100] * len(row["input_ids"])})
+    trainer = planned(out, eval_dataset=untaught, eval_plan=PLAN)
     return f"evaluated: {sorted(set(trainer.evaluate()) & {'eval_loss', 'eval_runtime'})}"
 
 
@@ -164,11 +137,6 @@ def leaking(out: Path) -> None:
     use_plan(trainer_of(cell_of("transformers", "bloom"), model, ROWS, out), PLAN)
 
 
-def packed_by_trl(out: Path) -> None:
-    """Let TRL pack the rows before the plan."""
-    use_plan(trainer_of(cell_of("trl", "qwen2"), model_of("qwen2", "packplan"), ROWS, out, packing=True), PLAN)
-
-
 def launched(out: Path) -> None:
     """Train in one of two processes, neither of which knows of the other."""
     trainer = given(out)
@@ -179,40 +147,31 @@ def launched(out: Path) -> None:
         del os.environ["WORLD_SIZE"]
 
 
-def twice(out: Path) -> None:
-    """Give a trainer two plans."""
-    trainer = given(out)
-    use_plan(trainer, PLAN)
-    use_plan(trainer, PLAN)
-
-
 CASES = {
-    "a plan needs rows by index, and a Streamed only yields them": lambda out: use_plan(
-        given(out, Streamed(), max_steps=1), PLAN
-    ),
-    "include_for_metrics is set": lambda out: use_plan(given(out, include_for_metrics=["inputs"]), PLAN),
-    "train_sampling_strategy is 'group_by_length'": lambda out: use_plan(
-        given(out, train_sampling_strategy="group_by_length"), PLAN
-    ),
+    "a plan needs rows by index, and a Streamed only yields them": partial(planned, rows=Streamed(), max_steps=1),
+    "include_for_metrics is set": partial(planned, include_for_metrics=["inputs"]),
+    "train_sampling_strategy is 'group_by_length'": partial(planned, train_sampling_strategy="group_by_length"),
     "2 processes were started": launched,
-    "follows a plan already": twice,
-    "the plan has 27 samples, but the data set 1 rows": lambda out: use_plan(
-        given(out, eval_dataset={"a": ROWS}), PLAN, eval_plan=PLAN
+    "follows a plan already": lambda out: use_plan(planned(out), PLAN),
+    "the plan has 27 samples, but the data set 1 rows": partial(planned, eval_dataset={"a": ROWS}, eval_plan=PLAN),
+    "sample 3 (row 3) is not the one that was planned": lambda out: planned(out, rows_with(longer)).train(),
+    "the loader's batch is pack 0, but the schedule's is": lambda out: served_by(
+        out, lambda loader: {"sampler": SequentialSampler(loader.dataset)}
     ),
-    "sample 3 (row 3) is not the one that was planned": changed,
-    "the loader's batch is pack 0, but the schedule's is": shuffled,
-    "the loader's batch is pack None, but the schedule's is": dropping,
+    "the loader's batch is pack None, but the schedule's is": lambda out: served_by(
+        out, lambda loader: {"batch_sampler": loader.batch_sampler.schedule.batches(0, rank=0)[:-2]}
+    ),
     "has no progress of a plan": without_plan,
-    "plan: stored": lambda out: resumed(out, plan=pp.plan(PLAN.lengths, 2 * PACKING_LENGTH)),
-    "trainer_state.json is damaged": lambda out: resumed(out, change=damage),
-    "optim: stored '\"sgd\"', now '\"adamw_torch\"'": lambda out: resumed(out, optim="adamw_torch"),
-    "in another way, so this run cannot go on with it:\n  data": lambda out: resumed(out, exchanged()),
+    "plan: stored": partial(resumed, plan=pp.plan(PLAN.lengths, 2 * PACKING_LENGTH)),
+    "trainer_state.json is damaged": partial(resumed, change=damage),
+    "optim: stored '\"sgd\"', now '\"adamw_torch\"'": partial(resumed, optim="adamw_torch"),
+    "in another way, so this run cannot go on with it:\n  data": partial(resumed, rows=exchanged()),
     "26 tokens are learned of 27 rows, 1 the shortest": collated,
     "0 tokens are learned that TRL does not learn": as_trl_learns,
     "evaluated: ['eval_runtime']": evaluated,
     "bloom may not pack": leaking,
-    "packing is set": packed_by_trl,
-    "the evaluation has no plan, so ranks": lambda out: use_plan(given(out), PLAN, sequence_parallel_size=2),
+    "packing is set": partial(planned, host="trl", packing=True),
+    "the evaluation has no plan, so ranks": partial(planned, row_ranks=2),
 }
 """Words of what is told -> what is done."""
 

@@ -21,7 +21,7 @@ def test_the_trainers_of_the_page_go_on_after_a_kill(script, reader, made):
     at = reader("transformers")
     *first, last = [words for words in at.commands if script in words]
     for words in first:
-        at.run_until(words, partial(is_whole, at.folder / "out" / "checkpoint-3" / "trainer_state.json"))
+        at.run(words, partial(is_whole, at.folder / "out" / "checkpoint-3" / "trainer_state.json"))
     printed = at.run(last)
 
     total = int(re.search(r"(\d+) steps", printed).group(1))

@@ -50,7 +50,7 @@ class Console:
 
     def __init__(self, folder: Path, demo: Path, records: Path) -> None:
         self.folder, spy = folder, folder / "spy.py"
-        spy.write_text("import os\n\nfrom tests.e2e.plugin_run import record\n\nrecord(os.environ['RECORD'])\n")
+        spy.write_text("import os\n\nfrom tests.e2e.plugin_run import Spy\n\nSpy(os.environ['RECORD'])\n")
         (folder / "start").mkdir()
         # The published torchvision is no CPU build, and ms-swift imports it first of all.
         (folder / "start" / "sitecustomize.py").write_text("import packplan.adapters\n")

@@ -1,13 +1,13 @@
 """Keys of ms-swift are checked against a table: its types, choices and bounds, without ms-swift."""
 
+import json
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packplan.adapters.config import trainer_keys
-from packplan.adapters.config.trainer_keys import TrainerKey, read_key_table
+from packplan.adapters.config.trainer_keys import LIBRARIES, TrainerKey, read_key_table
 
 KEYS = read_key_table()
 
@@ -75,13 +75,14 @@ def test_what_a_key_takes_is_what_the_trainer_gets_and_the_rest_is_said_in_words
             takes.convert(value)
 
 
-@pytest.mark.parametrize("table", trainer_keys.LIBRARIES, ids=lambda path: path.stem)
-def test_a_table_is_not_used_for_other_versions(monkeypatch, table):
+@pytest.mark.parametrize("table", LIBRARIES, ids=lambda path: path.stem)
+def test_a_table_is_not_used_for_other_versions(tmp_path, table):
     """Either library's are known; where one is not installed, it says what the keys would be."""
-    keys = read_key_table(table)
-    for name in trainer_keys.LIBRARIES[table]:
-        with monkeypatch.context() as patched:
-            patched.setattr(trainer_keys, "installed_version", {name: "0.1"}.get)
-            assert read_key_table(table) is None
-    monkeypatch.setattr(trainer_keys, "installed_version", lambda _: None)
-    assert read_key_table(table) == keys
+    document = json.loads(table.read_text())
+    keys, copy = read_key_table(table), tmp_path / "keys.json"
+    assert {*LIBRARIES[table]} == {*document["versions"]}
+    for name in LIBRARIES[table]:
+        copy.write_text(json.dumps(document | {"versions": document["versions"] | {name: "0.1"}}))
+        assert read_key_table(copy) is None
+    copy.write_text(json.dumps(document | {"versions": {"not-installed": "0.1"}}))
+    assert read_key_table(copy) == keys
