@@ -2,10 +2,21 @@
 
 import json
 from pathlib import Path
+from typing import Any
+
+
+def described(model: Any) -> dict[str, float]:
+    """Return each weight's name, shape and training -> whether it is not 0; its norm if frozen."""
+    return {
+        f"{name} {tuple(weight.shape)} {weight.requires_grad}": float(
+            weight.any() if weight.requires_grad else weight.norm()
+        )
+        for name, weight in model.named_parameters()
+    }
 
 
 def trained(runs: list[tuple[str, str, dict]], out: str) -> int:
-    """Write which weights ms-swift trains, by name, of each model and its keys of tuners."""
+    """Write how ms-swift describes the weights of each model with its keys of tuners."""
     from swift.pipelines import SwiftSft
 
     found = []
@@ -16,8 +27,7 @@ def trained(runs: list[tuple[str, str, dict]], out: str) -> int:
         for key, value in keys.items():
             words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
         pipeline = SwiftSft(words)
-        model = pipeline.prepare_model(pipeline.args, pipeline.model)
-        found.append(sorted(name for name, parameter in model.named_parameters() if parameter.requires_grad))
+        found.append(described(pipeline.prepare_model(pipeline.args, pipeline.model)))
     Path(out).write_text(json.dumps(found))
     return 0
 
