@@ -134,7 +134,7 @@ def test_files_of_settings_and_mixes_are_compared_by_their_content(write_run, te
     """Not by their names, nor by the paths of data in them, but by which of these are the same."""
     (tmp_path / "other.jsonl").write_text(text_jsonl.read_text())
 
-    def given(name: str, stage: int, ratio: str, data: Path, more: str = "") -> dict[str, str]:
+    def given(name: str, data: Path = text_jsonl, stage: int = 2, ratio: str = "0.5", more: str = "") -> dict[str, str]:
         settings, mix = tmp_path / f"{name}.json", tmp_path / f"{name}-mix.yaml"
         settings.write_text(f'{{"zero_optimization": {{"stage": {stage}}}}}')
         mix.write_text(f"sources: [{{jsonl: {data}, ratio: {ratio}}}]\n{more}")
@@ -142,18 +142,14 @@ def test_files_of_settings_and_mixes_are_compared_by_their_content(write_run, te
         keys = {"deepspeed": str(settings), "max_steps": 2, "packing_mode": "dynamic"}
         return ranks._rank_values(read_config(write_run("qwen2", name=name, custom=custom, training=keys)), {})
 
-    one = given("one", 2, "0.5", text_jsonl)
-
-    assert one == given("two", 2, "0.5", tmp_path / "other.jsonl")
-    assert ["training.deepspeed.zero_optimization.stage"] == differing(one, given("three", 3, "0.5", text_jsonl))
-    assert ["custom.fusion_config.sources"] == differing(one, given("four", 2, "0.7", text_jsonl))
-    assert ["custom.fusion_config.samples_per_epoch"] == differing(
-        one, given("five", 2, "0.5", text_jsonl, "samples_per_epoch: 3")
-    )
-
-
-def differing(*runs: dict[str, str]) -> list[str]:
-    return [one.key for one in rank_differences(runs)]
+    one = given("one")
+    assert one == given("two", tmp_path / "other.jsonl")
+    for key, change in {
+        "training.deepspeed.zero_optimization.stage": {"stage": 3},
+        "custom.fusion_config.sources": {"ratio": "0.7"},
+        "custom.fusion_config.samples_per_epoch": {"more": "samples_per_epoch: 3"},
+    }.items():
+        assert [key] == [found.key for found in rank_differences((one, given("three", **change)))]
 
 
 @pytest.mark.parametrize("num_rows", [7, 8])

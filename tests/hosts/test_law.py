@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections import Counter
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,31 +71,25 @@ def folders(apart, tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def found(folders) -> dict[str, list[dict[str, Any]]]:
-    """Findings of each rank, by the name of its cell."""
-    return {
-        path.name: [json.loads(rank.read_text()) for rank in sorted(path.glob("found*.json"))]
-        or [path.read_text()[-2000:] for path in sorted(path.glob("errors*.txt"))]
-        for path in folders[0].iterdir()
-        if path.is_dir()
-    }
+def of(folders) -> Callable[[str, int], list[dict[str, Any]]]:
+    """Return what gives the findings of each rank of a cell, or fails with their errors."""
 
+    def read(name: str, ranks: int) -> list[dict[str, Any]]:
+        wrote = [json.loads(path.read_text()) for path in sorted((folders[0] / name).glob("found*.json"))]
+        assert ranks == len(wrote), [path.read_text()[-2000:] for path in (folders[0] / name).glob("errors*.txt")]
+        return wrote
 
-def of(found: dict[str, list[Any]], name: str, ranks: int) -> list[dict[str, Any]]:
-    """Return what the ranks of a cell wrote, or fail with their errors."""
-    wrote = [one for one in found[name] if isinstance(one, dict)]
-    assert ranks == len(wrote), f"a rank of {name} wrote nothing: {found[name]}"
-    return wrote
+    return read
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=name_of)
-def test_a_trainer_trains_and_evaluates_the_plan_as_its_samples_alone(found, cell):
+def test_a_trainer_trains_and_evaluates_the_plan_as_its_samples_alone(of, cell):
     """
     Each microbatch of each rank is the schedule's, to the last of the steps that were counted
     before. A step's loss and gradients, as `assert_step_loss` asks before the first, and the
     evaluation, in which a pack is repeated on two ranks, are means over the samples alone.
     """
-    ranks = of(found, name_of(cell), cell["ranks"])
+    ranks = of(name_of(cell), cell["ranks"])
 
     assert 1 == ranks[0]["num_packs"] % 2, "no pack is repeated on two ranks"
     assert max(ranks[0]["loss"], ranks[0]["gradients"]) < FLOAT32
@@ -106,9 +101,9 @@ def test_a_trainer_trains_and_evaluates_the_plan_as_its_samples_alone(found, cel
 
 
 @pytest.mark.parametrize(("trainer", "before", "after"), RESUMED)
-def test_a_killed_run_goes_on_with_what_is_left(found, trainer, before, after):
+def test_a_killed_run_goes_on_with_what_is_left(of, trainer, before, after):
     """On as many ranks or others: of the epoch, each pack that was not trained, and every step."""
-    resumed = of(found, f"{trainer} {before} to {after}", after)
+    resumed = of(f"{trainer} {before} to {after}", after)
 
     first = resumed[0]
     consumed, epoch = Counter(first["consumed"]), first["epoch"]
