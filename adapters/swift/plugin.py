@@ -45,8 +45,8 @@ def install(*, checksum: str | None = None, any_version: bool = False) -> None:
     SftArguments._check_padding_free = _as_method(prepare_arguments)  # noqa: SLF001
     SftArguments._init_stream = _as_method(partial(_replace_padding_free, SftArguments._init_stream))  # noqa: SLF001
     pipeline._encode_dataset, pipeline._post_process_datasets = _as_method(steps.encode), _as_method(steps.pack)  # noqa: SLF001
-    pipeline.train = _as_method(steps.train)
-    pipeline._show_dataset = _as_method(pipeline._show_dataset)  # noqa: SLF001  # which reads the first pack
+    # It reads the first pack.
+    pipeline.train, pipeline._show_dataset = _as_method(steps.train), _as_method(pipeline._show_dataset)  # noqa: SLF001
 
 
 def _as_method(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -57,7 +57,7 @@ class Ran:
 
     @property
     def said(self) -> str:
-        """What rank 0 has printed."""
+        """Text that rank 0 has printed."""
         return (self.folder / "said0").read_text()
 
     @property
