@@ -1,7 +1,5 @@
 """One rank of the group that `test_rank_group` talks to."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -9,11 +7,6 @@ import signal
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from packplan.adapters.ranks.torch_group import TorchGroup
-
 
 CHUNK_BYTES = 1 << 16
 """Bytes that travel at a time here; of the real number, arrays of two and more take a second."""
@@ -88,17 +81,17 @@ def _refuse(out: str) -> None:
     os._exit(0)
 
 
-def _kill(rank: int, group: TorchGroup) -> None:
+def _kill(rank: int, group) -> None:
     if group.rank == rank:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _lose_in_flags(group: TorchGroup) -> None:
+def _lose_in_flags(group) -> None:
     _kill(1, group)
     group.any(False)  # noqa: FBT003
 
 
-def _lose_in_backward(group: TorchGroup) -> None:
+def _lose_in_backward(group) -> None:
     import torch
 
     from packplan.adapters.ranks.torch_group import name_lost_ranks
@@ -109,7 +102,7 @@ def _lose_in_backward(group: TorchGroup) -> None:
         loss.backward()
 
 
-def _lose_in_comparison(group: TorchGroup) -> None:
+def _lose_in_comparison(group) -> None:
     import torch.distributed as dist
 
     _kill(0, group)
@@ -119,7 +112,7 @@ def _lose_in_comparison(group: TorchGroup) -> None:
     group.gather("mine")
 
 
-def _tell(group: TorchGroup) -> None:
+def _tell(group) -> None:
     from packplan.core.errors import ArgumentError
 
     if group.rank == 1:
@@ -135,7 +128,7 @@ _LOSSES = {
 """Scene -> what ranks do while one of them ends."""
 
 
-def _wait_until_told(group: TorchGroup, scene: str) -> None:
+def _wait_until_told(group, scene: str) -> None:
     """Wait until rank 0 says what it does, where waiting is what is tested."""
     from packplan.adapters.ranks.heartbeat import BEAT
 

@@ -60,16 +60,18 @@ def test_every_file_is_digested_by_one_rank(tmp_path_factory, contents, world_si
     assert expected == {name: digest for one in kept for name, digest in one["digests"].items()}
 
 
-class TwoRanks:
-    """One of two ranks, and what the other one's flag is."""
+class Rank:
+    """One of some ranks, and what another one's flag is."""
 
-    world_size = 2
-
-    def __init__(self, rank: int, *, other: bool) -> None:
-        self.rank, self.other = rank, other
+    def __init__(self, rank: int = 0, world_size: int = 1, *, other: bool = False) -> None:
+        self.rank, self.world_size, self.other = rank, world_size, other
 
     def any(self, flag):
         return flag or self.other
+
+
+def find(wanted: object, folder: object = "", *, group=Rank(), **options):  # noqa: B008  # it keeps nothing
+    return find_checkpoint(str(wanted), str(folder), group=group, **options)
 
 
 @pytest.mark.parametrize(
@@ -79,12 +81,12 @@ def test_ranks_take_the_same_checkpoint(tmp_path: Path, rank, says):
     """Each reads its share alone, and neither takes what the other one found damaged."""
     save(tmp_path, PLANNED, moments=b"moments")
     for each in range(2):
-        assert str(tmp_path) == find_checkpoint(str(tmp_path), "", group=TwoRanks(each, other=False)).folder
+        assert str(tmp_path) == find(tmp_path, group=Rank(each, 2)).folder
 
     (tmp_path / "model.safetensors").write_bytes(b"Weights" * 9)
 
     with pytest.raises(ConfigError, match=says):
-        find_checkpoint(str(tmp_path), "", group=TwoRanks(rank, other=rank == 1))
+        find(tmp_path, group=Rank(rank, 2, other=rank == 1))
 
 
 @dataclasses.dataclass
@@ -131,37 +133,20 @@ STREAMED = StreamState(
 
 
 @pytest.mark.parametrize("state", [PLANNED, STREAMED], ids=["plan", "stream"])
-def test_a_resume_state_comes_back(tmp_path: Path, state):
-    """Equal in every field, and none of the other kind."""
-    save(tmp_path, state)
-
-    assert state == find_checkpoint(str(tmp_path), "", group=OneRank(), kind=type(state)).resume_state
-    with pytest.raises(ConfigError, match=r"another custom.trainer_variant"):
-        find_checkpoint(str(tmp_path), "", group=OneRank(), kind=StreamState if state is PLANNED else ResumeState)
-
-
-class OneRank:
-    """The only rank."""
-
-    rank, world_size = 0, 1
-
-    def any(self, flag):
-        return flag
-
-
-@pytest.mark.parametrize("state", [PLANNED, STREAMED], ids=["plan", "stream"])
-def test_no_changed_state_is_resumed_from(tmp_path: Path, state):
-    """Whatever number, text or key of it: named, it is refused, and `last` takes the one before."""
-    whole, torn = tmp_path / "checkpoint-3", tmp_path / "checkpoint-4"
+def test_a_resume_state_comes_back_and_none_that_was_changed(tmp_path: Path, state):
+    """Whatever number, text or key: named, it is refused, and `last` takes the one before."""
+    whole, torn, kind = tmp_path / "checkpoint-3", tmp_path / "checkpoint-4", type(state)
     for folder in (whole, torn):
         save(folder, state)
-    held, kind = json.loads((torn / "trainer_state.json").read_text()), type(state)
+        assert state == find(folder, kind=kind).resume_state
+    with pytest.raises(ConfigError, match=r"another custom.trainer_variant"):
+        find(whole, kind=StreamState if state is PLANNED else ResumeState)
 
-    for other in changed(held):
+    for other in changed(json.loads((torn / "trainer_state.json").read_text())):
         (torn / "trainer_state.json").write_text(json.dumps(other))
         with pytest.raises(ConfigError, match=r"trainer_state\.json is damaged|not written by this program"):
-            find_checkpoint(str(torn), "", group=OneRank(), kind=kind)
-        assert str(whole) == find_checkpoint("last", str(tmp_path), group=OneRank(), kind=kind).folder
+            find(torn, kind=kind)
+        assert str(whole) == find("last", tmp_path, kind=kind).folder
 
 
 def cut(content: bytes) -> bytes:
@@ -200,8 +185,8 @@ def test_a_torn_or_foreign_checkpoint_is_no_checkpoint(tmp_path: Path, name, dam
         (torn / name).write_bytes(damage(content))
 
     with pytest.raises(ConfigError, match=reason):
-        find_checkpoint(str(torn), "", group=OneRank())
-    assert str(whole) == find_checkpoint("last", str(tmp_path), group=OneRank()).folder
+        find(torn)
+    assert str(whole) == find("last", tmp_path).folder
 
 
 def test_last_is_the_newest_whole_checkpoint_of_the_run(tmp_path: Path):
@@ -210,14 +195,13 @@ def test_last_is_the_newest_whole_checkpoint_of_the_run(tmp_path: Path):
     save(tmp_path / "checkpoint-3", mine)
     save(tmp_path / "checkpoint-4", PLANNED)
 
-    def found(wanted: str, now: ResumeState) -> Path:
-        differences = partial(ResumeState.differences, now=now)
-        return Path(find_checkpoint(wanted, str(tmp_path), group=OneRank(), differences=differences).folder)
+    def found(now: ResumeState, wanted: object = "last") -> str:
+        return find(wanted, tmp_path, differences=partial(ResumeState.differences, now=now)).folder
 
-    assert tmp_path / "checkpoint-3" == found("last", mine)
-    assert tmp_path / "checkpoint-4" == found("last", attrs.evolve(PLANNED, identity=RunIdentity(IDENTITY.fixed)))
+    assert str(tmp_path / "checkpoint-3") == found(mine)
+    assert str(tmp_path / "checkpoint-4") == found(attrs.evolve(PLANNED, identity=RunIdentity(IDENTITY.fixed)))
     with pytest.raises(StaleError, match="checkpoint-4 was trained from another plan"):
-        found(str(tmp_path / "checkpoint-4"), mine)
+        found(mine, tmp_path / "checkpoint-4")
     with pytest.raises(StaleError, match="plan: stored 'a1', now 'b2'") as raised:
-        found("last", attrs.evolve(mine, plan="b2"))
+        found(attrs.evolve(mine, plan="b2"))
     assert "checkpoint-4" in str(raised.value)

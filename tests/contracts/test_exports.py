@@ -71,21 +71,20 @@ def test_a_parquet_file_has_the_packs_of_the_plan(tmp_path_factory, rows, data):
 
     export_parquet(rows, plan, path, order=order)
 
-    expected = []
-    for pack in range(len(plan.packs)) if order is None else order:
-        members = [rows[sample] for sample in plan.packs[pack]]
-        expected.append(
-            {
-                "pack": pack,
-                "samples": plan.packs[pack],
-                "lengths": [len(row["input_ids"]) for row in members],
-                "input_ids": joined(row["input_ids"] for row in members),
-                "labels": joined(map(labels_of, members)),
-                "position_ids": joined(range(len(row["input_ids"])) for row in members),
-            }
-        )
-    assert expected == pq.read_table(path).to_pylist()
-    assert sorted(range(len(rows))) == sorted(joined(pack["samples"] for pack in expected))
+    found = pq.read_table(path).to_pylist()
+    assert [*(range(len(plan.packs)) if order is None else order)] == [row.pop("pack") for row in found]
+    assert sorted(range(len(rows))) == sorted(joined(row["samples"] for row in found))
+    for row in found:
+        members = [rows[sample] for sample in row["samples"]]
+        assert {
+            "samples": row["samples"],
+            "lengths": [len(member["input_ids"]) for member in members],
+            "input_ids": joined(member["input_ids"] for member in members),
+            "labels": joined(map(labels_of, members)),
+            "position_ids": joined(range(len(member["input_ids"])) for member in members),
+        } == row
+    if order is None:
+        assert plan.packs.tolist() == [row["samples"] for row in found]
 
 
 @given(rows_of_text())
@@ -143,36 +142,23 @@ ROWS = [{"input_ids": list(range(1, length + 1))} for length in (12, 8, 11, 9, 2
 
 
 @each_export
-def test_an_export_tells_its_plan(export, tmp_path):
-    """The checksum and the packing length: in a schema's metadata, or a folder's description."""
-    plan = plan_of(ROWS)
-    target = tmp_path / "packs.idx.parquet"
-
-    export(ROWS, plan, target)
-
-    if target.is_dir():
-        found = json.loads(json.loads((target / "train" / "dataset_info.json").read_text())["description"])
-    else:
-        found = {key.decode(): value.decode() for key, value in pq.read_schema(target).metadata.items()}
-    assert (plan.checksum, str(PACKING_LENGTH)) == (
-        found["packplan_checksum"], str(found["packplan_packing_length"])
-    )  # fmt: skip
-
-
-@each_export
-def test_batches_divide_at_any_pack(export, tmp_path, monkeypatch):
-    """The rows are those of one batch; Parquet has a row group for each."""
+def test_an_export_tells_its_plan_and_is_divided_at_any_pack(export, tmp_path, monkeypatch):
+    """Checksum and packing length; rows are those of one batch; Parquet has a group for each."""
     rows = [{"input_ids": list(range(length))} for length in np.random.default_rng(1).integers(2, 20, 200)]
-    plan = plan_of(rows)
-    export(rows, plan, tmp_path / "whole")
-
+    plan, whole, parts = plan_of(rows), tmp_path / "whole", tmp_path / "parts"
+    export(rows, plan, whole)
     monkeypatch.setattr(exports, "BATCH_TOKENS", 100)
-    export(rows, plan, tmp_path / "parts")
+    export(rows, plan, parts)
 
-    assert content(tmp_path / "whole") == content(tmp_path / "parts")
-    if export is not export_llama_factory:
-        groups = [pq.ParquetFile(tmp_path / name).num_row_groups for name in ("whole", "parts")]
+    assert content(whole) == content(parts)
+    if whole.is_dir():
+        found = json.loads(json.loads((whole / "train" / "dataset_info.json").read_text())["description"])
+    else:
+        found = {key.decode(): value.decode() for key, value in pq.read_schema(whole).metadata.items()}
+        groups = [pq.ParquetFile(path).num_row_groups for path in (whole, parts)]
         assert 1 == groups[0] < groups[1] <= len(plan.packs) / 5 + 1
+    told = found["packplan_checksum"], str(found["packplan_packing_length"])
+    assert (plan.checksum, str(PACKING_LENGTH)) == told
 
 
 def content(path):
@@ -181,21 +167,9 @@ def content(path):
     return pytest.importorskip("datasets").load_from_disk(str(path))["train"].to_list()
 
 
-@each_export
-def test_rows_that_are_not_the_plans_are_refused(export, tmp_path, monkeypatch):
-    """Another number, another length; of what was written until then, nothing is left."""
+@pytest.fixture
+def short_batches(monkeypatch):
     monkeypatch.setattr(exports, "BATCH_TOKENS", 1)
-    plan = plan_of(ROWS)
-    longer = [*ROWS[:-1], {"input_ids": [1, 2, 3, 4]}]
-
-    with pytest.raises(ArgumentError, match="6 samples, but the data set 5 rows"):
-        export(ROWS[:-1], plan, tmp_path / "packs")
-    with pytest.raises(StaleError, match="row 5"):
-        export(longer, plan, tmp_path / "packs")
-    with pytest.raises(ArgumentError, match="one after the other"):
-        export(iter(ROWS), plan, tmp_path / "packs")
-
-    assert [] == list(tmp_path.iterdir())
 
 
 MEDIA = {"images": ["a.png"], "pixel_values": np.ones((4, 3)), "spans": [[1, 2, 2]], "mels": np.ones(3)}
@@ -203,18 +177,23 @@ MEDIA = {"images": ["a.png"], "pixel_values": np.ones((4, 3)), "spans": [[1, 2, 
 
 @each_export
 @pytest.mark.parametrize(
-    ("columns", "order", "words"),
+    ("rows", "order", "words"),
     [
-        *(({}, order, "pack indices from 0 to 3") for order in ([], [0, 99], [-1], [0.5], [[0]], ["0"])),
-        *(({name: value}, None, f"has {name}, but this format holds text only") for name, value in MEDIA.items()),
-        ({"attention_mask": [1, 1, 0]}, None, "row 5 has padding"),
+        (ROWS[:-1], None, "6 samples, but the data set 5 rows"),
+        ([*ROWS[:-1], {"input_ids": [1, 2, 3, 4]}], None, "row 5"),
+        (iter(ROWS), None, "one after the other"),
+        *((ROWS, order, "pack indices from 0 to 3") for order in ([], [0, 99], [-1], [0.5], [[0]], ["0"])),
+        *(([*ROWS[:-1], ROWS[-1] | {name: value}], None, f"has {name}, but this format holds text only")
+          for name, value in MEDIA.items()),
+        ([*ROWS[:-1], ROWS[-1] | {"attention_mask": [1, 1, 0]}], None, "row 5 has padding"),
     ],
-    ids=str,
-)
-def test_what_cannot_be_exported_is_refused(export, columns, order, words, tmp_path):
-    """Orders of other packs, media by name, rows that loaders refuse; nothing is written."""
-    with pytest.raises(ArgumentError, match=words):
-        export([*ROWS[:-1], ROWS[-1] | columns], plan_of(ROWS), tmp_path / "packs", order=order)
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+@pytest.mark.usefixtures("short_batches")
+def test_what_cannot_be_exported_is_refused(export, rows, order, words, tmp_path):
+    """Rows and orders of other plans, media, padding; of what was written, nothing is left."""
+    with pytest.raises((ArgumentError, StaleError), match=words):
+        export(rows, plan_of(ROWS), tmp_path / "packs", order=order)
 
     assert [] == list(tmp_path.iterdir())
 

@@ -2,39 +2,23 @@
 
 from pathlib import Path
 
-import attrs
 import numpy as np
 import pytest
 
 from packplan.core.errors import DataSetError, RunError
 from tests.contracts import page_policy
 from tests.faults import parents
-from tests.processes import Started, descendants, each_ends, end, finished, lives, wait_for
+from tests.processes import descendants, each_ends, end, finished, lives, wait_for
 
 pytestmark = pytest.mark.slow
 
 
-@attrs.frozen
-class Driver:
-    """A process that starts Ray on this machine, and an actor."""
-
-    process: Started
-    folder: Path
-
-    @property
-    def address(self) -> str:
-        """Where its Ray can be reached, once its actor stands."""
-        wait_for(lambda: (self.folder / "pids.json").exists() or not lives(self.process.pid), "Ray has not started")
-        assert lives(self.process.pid), self.process.said[-3000:]
-        return (self.folder / "address").read_text()
-
-
 @pytest.fixture(scope="module")
 def driver(server, tmp_path_factory):
-    """Return a driver of Ray, on whose servers the actors of all tests meet."""
+    """Return a process that starts Ray and an actor, and the folder with its address."""
     folder = tmp_path_factory.mktemp("driver")
     process = server.start(parents.main, "actors", str(folder), log=folder / "log", env={"PYTHONPATH": Path.cwd()})
-    yield Driver(process, folder)
+    yield process, folder
     left = descendants(process.pid)
     process.process.kill()
     end(left)
@@ -45,7 +29,10 @@ def start_actors(monkeypatch, driver):
     """Return a function that starts workers as actors of this process, on the driver's servers."""
     from packplan.adapters.ranks.ray import RayWorkers
 
-    monkeypatch.setenv("RAY_ADDRESS", driver.address)
+    process, folder = driver
+    wait_for(lambda: (folder / "pids.json").exists() or not lives(process.pid), "Ray has not started")
+    assert lives(process.pid), process.said[-3000:]
+    monkeypatch.setenv("RAY_ADDRESS", (folder / "address").read_text())
     started = []
 
     def start(make, num_workers):
@@ -58,7 +45,7 @@ def start_actors(monkeypatch, driver):
 
 
 def each_has_its_result(workers, shards):
-    """State the law of all workers: results by worker, and a group that adds up over all."""
+    """Assert the law of all workers: results by worker, and a group that adds up over all."""
     results = workers.run_all_workers_sharded_data("add", shards, more=1)
     assert shards == [result["own"].tolist() for result in results]
     assert {float(sum(map(sum, shards)) + len(shards))} == {float(result["sum"]) for result in results}
@@ -112,4 +99,5 @@ def test_what_an_actor_raises_is_its_reason(start_actors):
 
 def test_actors_end_with_their_driver(driver):
     """However that ends; the last test here, since another one would have to start Ray again."""
-    each_ends(driver.folder, driver.process.pid)
+    process, folder = driver
+    each_ends(folder, process.pid)
