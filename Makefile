@@ -14,16 +14,20 @@ export PYTHONUNBUFFERED = 1
 # Where compiled modules are not kept, every process of the tests compiles the project anew: 1 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-hosts test-pages test-swift-page explore lint reference models clean
+.PHONY: demo test suite test-fast test-hosts test-pages test-swift-page explore lint reference models clean
 
 demo: $(READY)
 	@$(RUN) -m tools.demo
 
+# The linters run while the tests are collected, which takes one core.
 test: $(READY)
-	$(RUN) -m tests.budget -n $(WORKERS) --dist loadfile --no-loadscope-reorder --cov --cov-report=term:skip-covered --durations=20
+	$(MAKE) --jobs=2 --no-print-directory lint suite
+
+suite: $(READY)
+	$(RUN) -m tests.budget --workers $(WORKERS) --cov --cov-report=term:skip-covered --durations=20
 
 test-fast: $(READY)
-	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" --ignore=tests/e2e
+	$(RUN) -m pytest --workers $(WORKERS) -m "not slow" --ignore=tests/e2e
 
 # All requirements of the pages at once: the newest trainers beside one torch; ms-swift has an environment of its own.
 # Both wait for processes half of the time, so they run side by side.
@@ -31,7 +35,7 @@ test-hosts: $(HOSTS)/.ready $(READY)
 	$(MAKE) --jobs=2 --output-sync=target --no-print-directory test-pages test-swift-page
 
 test-pages: $(HOSTS)/.ready
-	HOST_PYTHON=$(abspath $(HOSTS)/bin/python) $(HOSTS)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/hosts
+	HOST_PYTHON=$(abspath $(HOSTS)/bin/python) $(HOSTS)/bin/python -m pytest --workers $(WORKERS) tests/hosts
 
 test-swift-page: $(READY)
 	HOST_PYTHON=$(abspath $(RUN)) $(RUN) -m pytest tests/hosts/test_swift_page.py
@@ -41,13 +45,12 @@ $(HOSTS)/.ready: $(READY) $(wildcard docs/use-it-in/*.md)
 	$(PYTHON) -m venv $(HOSTS)
 	$(HOSTS)/bin/python -m pip install --quiet --no-compile torch==2.13.0
 	sed -n "s/^pip install '.\[hf\]' //p" docs/use-it-in/*.md | xargs -n 1 | sort -u > $(HOSTS)/pages.txt
-	$(call install,$(HOSTS),-e '.[hf]' -r $(HOSTS)/pages.txt torch==2.13.0 pytest pytest-xdist hypothesis pyyaml)
+	$(call install,$(HOSTS),-e '.[hf]' -r $(HOSTS)/pages.txt torch==2.13.0 pytest hypothesis pyyaml)
 	touch $(HOSTS)/.ready
 
 explore: $(READY)
 	$(RUN) -m tests.explore $(MINUTES)
 
-# Tests run these too.
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .

@@ -5,7 +5,6 @@ import gc
 import importlib
 import itertools
 import logging
-import multiprocessing
 import os
 import pkgutil
 import subprocess
@@ -18,6 +17,7 @@ from hypothesis import HealthCheck, settings
 
 import packplan.core
 from tests.processes import Server, fork_server
+from tests.workers import run_files
 
 # No test reaches for a hub or a network.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
@@ -37,16 +37,11 @@ TRACED_EXAMPLES = 10
 
 def _coverage(config):
     """Return what pauses and resumes coverage, or None."""
-    plugin = config.pluginmanager.get_plugin("_cov")
-    return plugin and plugin.cov_controller
+    return getattr(config.pluginmanager.get_plugin("_cov"), "cov_controller", None)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionstart(session):
-    """Stop the coverage that pytest-cov starts in a worker of xdist, beneath the worker's own."""
-    controller = _coverage(session.config)
-    if controller and hasattr(session.config, "workerinput"):
-        controller.pause()
+def pytest_addoption(parser):
+    parser.addoption("--workers", type=int, default=1, help="processes that run files of tests side by side")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -58,53 +53,52 @@ def pytest_collection(session):
         controller.pause()
     gc.disable()
     try:
-        collected = yield
-        if any("server" in getattr(item, "fixturenames", ()) for item in getattr(session, "items", ())):
-            fork_server()
-        return collected
+        return (yield)
     finally:
-        gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    """Fork the server of processes, and before it those that run files side by side."""
+    begin = int
+    if any("server" in getattr(item, "fixturenames", ()) for item in session.items):
+        importlib.import_module("tests.stack")
+        begin = fork_server
+    gc.freeze()
+    config, controller = session.config, _coverage(session.config)
+    if config.option.workers == 1 or config.option.collectonly or session.testsfailed:
+        begin()
+        return None
+    config._tmp_path_factory.getbasetemp()
+    run_files(session, config.option.workers, begin, controller.cov.save if controller else int)
+    return True
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Trace core where its laws are stated: elsewhere, that adds no line."""
-    controller, is_elsewhere = _coverage(item.config), item.path.parent.name not in {"laws", "unit"}
-    if (
-        not controller
-        or item.get_closest_marker("untraced")
-        or (is_elsewhere and not item.get_closest_marker("covers"))
-    ):
+    """Trace core in the first examples of its laws: elsewhere, that adds no line."""
+    controller, marks = _coverage(item.config), {mark.name for mark in item.iter_markers()}
+    is_elsewhere = item.path.parent.name not in {"laws", "unit"} and "covers" not in marks
+    if not controller or is_elsewhere or "untraced" in marks:
         return (yield)
     controller.resume()
+    if law := getattr(item.obj, "hypothesis", None):
+        plain, number = law.inner_test, itertools.count()
+
+        @functools.wraps(plain)  # hypothesis draws by the source of what it calls
+        def traced_at_first(*args, **kwargs):
+            if next(number) == TRACED_EXAMPLES:
+                controller.pause()
+            return plain(*args, **kwargs)
+
+        law.inner_test = traced_at_first
     try:
         return (yield)
     finally:
+        if law:
+            law.inner_test = plain
         controller.pause()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
-    """Trace core in the first examples of a law alone."""
-    controller, law = _coverage(item.config), getattr(item.obj, "hypothesis", None)
-    if law is None or not controller or not controller.started:
-        return (yield)
-    plain, number = law.inner_test, itertools.count()
-
-    @functools.wraps(plain)  # hypothesis draws by the source of what it calls
-    def traced_at_first(*args, **kwargs):
-        if next(number) == TRACED_EXAMPLES:
-            controller.pause()
-        return plain(*args, **kwargs)
-
-    law.inner_test = traced_at_first
-    try:
-        return (yield)
-    finally:
-        law.inner_test = plain
-        if not controller.started:
-            controller.resume()
 
 
 @pytest.fixture(autouse=True)
@@ -137,18 +131,14 @@ def write_rl(demo, tmp_path):
     """Return a function that writes a run of reinforcement learning over the words to repeat."""
 
     def write(name="rl", *, policy=None, data="repeat.jsonl", model="qwen2", reward="character_overlap", **grpo):
-        path = tmp_path / f"{name}.yaml"
-        sections = {
-            "model": {"model": str(demo / "models" / model)},
-            "custom": {"train_jsonl": str(demo / "data" / data)},
-            "policy": policy or {},
-            "grpo": {
-                "output_dir": str(tmp_path / name), "reward_funcs": f"packplan.app.rewards:{reward}",
-                "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "max_steps": 2,
-                "learning_rate": 1e-2, "logging_steps": 1, "lr_scheduler_type": "constant", **grpo,
-            },
+        path, folder = tmp_path / f"{name}.yaml", tmp_path / name
+        keys = {
+            "output_dir": str(folder), "reward_funcs": f"packplan.app.rewards:{reward}", "max_steps": 2,
+            "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8,
+            "learning_rate": 1e-2, "logging_steps": 1, "lr_scheduler_type": "constant", **grpo,
         }  # fmt: skip
-        path.write_text(yaml.safe_dump(sections))
+        model, data = {"model": str(demo / "models" / model)}, {"train_jsonl": str(demo / "data" / data)}
+        path.write_text(yaml.safe_dump({"model": model, "custom": data, "policy": policy or {}, "grpo": keys}))
         return path
 
     return write
@@ -157,7 +147,7 @@ def write_rl(demo, tmp_path):
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
     """Return what starts processes with the stack imported; those left at the end are killed."""
-    started = Server(multiprocessing.get_context("forkserver"), tmp_path_factory.mktemp("processes"))
+    started = Server(tmp_path_factory.mktemp("processes"))
     yield started
     started.kill()
 
@@ -165,19 +155,15 @@ def server(tmp_path_factory):
 @pytest.fixture
 def small_disk(tmp_path):
     """Return a function that mounts a disk of so many bytes; skip where this is not allowed."""
-    mounted = []
+    folder = tmp_path / "disk"
 
     def mount(size: int) -> Path:
-        folder = tmp_path / f"disk{len(mounted)}"
         folder.mkdir()
         command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
-        run = subprocess.run(command, capture_output=True, text=True, check=False)
-        if run.returncode:
-            pytest.skip(f"a disk of its own cannot be mounted: {run.stderr.strip()}")
-        mounted.append(folder)
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("a disk of its own cannot be mounted")
         return folder
 
     yield mount
     gc.collect()  # a run that failed is garbage, and maps what it stored
-    for folder in mounted:
-        subprocess.run(["umount", str(folder)], check=True)
+    subprocess.run(["umount", str(folder)], check=folder.is_mount())

@@ -1,7 +1,7 @@
 """
 Tries random examples of every law until the minutes are over: `python -m tests.explore MINUTES`.
 
-A law that fails ends the search; what reproduces it is printed.
+A law that fails ends the search; what reproduces it, with its name, is printed before each round.
 """
 
 import os
@@ -13,25 +13,18 @@ import time
 
 def main(minutes: str) -> int:
     """Return 0 if nothing was found."""
-    end = time.monotonic() + 60 * float(minutes)
-    rounds = 0
-    while rounds == 0 or time.monotonic() < end:
-        seed = secrets.randbelow(2**32)
-        command = ["-m", "pytest", "-q", "-m", "hypothesis or seeded", "--maxfail=1", f"--hypothesis-seed={seed}"]
-        variables = {"HYPOTHESIS_PROFILE": "explore", "EXPLORE_SEED": str(seed)}
-        print(f"round {rounds + 1}, seed {seed}", flush=True)
-        if status := subprocess.run(
-            [sys.executable, *command, "-n", str(os.cpu_count()), "--dist", "loadfile"],
-            env={**os.environ, **variables},
-            check=False,
-        ).returncode:
-            words = " ".join(f"{name}={value}" for name, value in variables.items())
-            print(f"\nTo reproduce it, with the name of the test that failed:\n{words} {sys.executable} -m pytest "
-                  f"--hypothesis-seed={seed} TEST")  # fmt: skip
-            return status
-        rounds += 1
-    print(f"{rounds} rounds found nothing")
-    return 0
+    end, rounds, status = time.monotonic() + 60 * float(minutes), 0, 0
+    while not status and (rounds == 0 or time.monotonic() < end):
+        seed, rounds = str(secrets.randbelow(2**32)), rounds + 1
+        variables = {"HYPOTHESIS_PROFILE": "explore", "EXPLORE_SEED": seed}
+        command = [sys.executable, "-m", "pytest", "-q", f"--hypothesis-seed={seed}"]
+        search = ["-m", "hypothesis or seeded", "--maxfail=1", "--workers", str(os.cpu_count())]
+        print(
+            f"round {rounds}:", *(f"{name}={value}" for name, value in variables.items()), *command, "TEST", flush=True
+        )
+        status = subprocess.run([*command, *search], env={**os.environ, **variables}, check=False).returncode
+    print("the last round found this" if status else f"{rounds} rounds found nothing")
+    return status
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import contextlib
 import faulthandler
-import importlib
 import json
 import logging
 import multiprocessing
@@ -17,8 +16,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from multiprocessing import forkserver, resource_tracker, util
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -32,18 +32,19 @@ ROOT = Path(__file__).parents[1]
 
 DEADLINE_S = 240
 
-STACK = "tests.stack"
-"""Module that imports what takes 8 s."""
+Variables = Mapping[str, Any]
+"""Variables of the environment, by name."""
+
+NONE: Variables = MappingProxyType({})
 
 _STANDARD_ERROR = 2
 
 
 def lives(pid: int) -> bool:
     """Return whether a process runs; one that ended, and that nobody has waited for, does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 @attrs.define
@@ -80,65 +81,51 @@ class Started:
 
     def wait_until(self, words: str) -> None:
         """Wait until it has printed *words* on standard error."""
-        deadline = time.monotonic() + DEADLINE_S
-        while words not in self.said:
-            assert self.process.exitcode is None, self.said[-3000:]
-            assert time.monotonic() < deadline, self.said[-3000:]
-            self.process.join(0.05)
+        wait_for(lambda: words in self.said or self.process.exitcode is not None, self.said[-3000:])
+        assert words in self.said, self.said[-3000:]
 
 
 class Server:
     """Starts processes, and kills those that are left."""
 
-    def __init__(self, context: ForkServerContext, folder: Path) -> None:
-        self._context, self._folder = context, folder
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._started: list[Started] = []
 
     def start(
-        self,
-        target: Callable[..., Any],
-        *arguments: Any,
-        log: Path,
-        out: Path | None = None,
-        env: Mapping[str, Any] | None = None,
+        self, target: Callable[..., Any], *arguments: Any, log: Path, out: Path | None = None, env: Variables = NONE
     ) -> Started:
         """Call an importable function in a new process, which exits with what it returns."""
-        for path in (log, out or log):
+        out = out or log
+        for path in (log, out):
             path.parent.mkdir(parents=True, exist_ok=True)
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", **{key: str(value) for key, value in (env or {}).items()}}
-        files = (str(out or log), str(log))
-        process = self._context.Process(target=_call, args=(target, arguments, files, variables, str(Path.cwd())))
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", **{key: str(value) for key, value in env.items()}}
+        process = multiprocessing.get_context("forkserver").Process(
+            target=_call, args=(target, arguments, (str(out), str(log)), variables, str(Path.cwd()))
+        )
         process.start()
-        self._started.append(Started(process, log, out or log))
+        self._started.append(Started(process, log, out))
         return self._started[-1]
 
-    def packplan(self, *words: object, env: Mapping[str, Any] | None = None) -> Started:
+    def packplan(self, *words: object, env: Variables = NONE) -> Started:
         """Run the console command with these words, and wait for its end."""
-        name = self._folder / f"packplan{len(self._started)}"
-        command = self.start(
-            _packplan, *map(str, words), log=name.with_suffix(".err"), out=name.with_suffix(".out"), env=env
-        )
+        log, out = (self._folder / f"packplan{len(self._started)}.{end}" for end in ("err", "out"))
+        command = self.start(_packplan, *map(str, words), log=log, out=out, env=env)
         command.wait()
         return command
 
     def ranks(
-        self,
-        world_size: int,
-        target: Callable[..., Any],
-        *arguments: Any,
-        folder: Path,
-        env: Mapping[str, Any] | None = None,
+        self, world_size: int, target: Callable[..., Any], *arguments: Any, folder: Path, env: Variables = NONE
     ) -> list[Started]:
         """Call a function on every rank, in the environment that torchrun gives; logs by rank."""
-        port = free_port()
+        shared = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1",
+                  "MASTER_PORT": free_port(), **env}  # fmt: skip
         return [
             self.start(
-                target, *arguments, log=folder / f"rank{rank}.log",
-                env={"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
-                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **(env or {})},
+                target, *arguments, log=folder / f"rank{rank}.log", env={"RANK": rank, "LOCAL_RANK": rank, **shared}
             )
             for rank in range(world_size)
-        ]  # fmt: skip
+        ]
 
     def kill(self) -> None:
         """Kill what is left."""
@@ -200,11 +187,9 @@ def each_ends(folder: Path, parent: int) -> None:
 
 def descendants(parent: int) -> list[psutil.Process]:
     """Return what a process has started, and what that has; nothing if it is gone."""
-    try:
-        found: list[psutil.Process] = psutil.Process(parent).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-    return found
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [*psutil.Process(parent).children(recursive=True)]
+    return []
 
 
 def end(processes: list[psutil.Process]) -> None:
@@ -216,7 +201,6 @@ def end(processes: list[psutil.Process]) -> None:
 
 def fork_server() -> None:
     """Fork the server of processes, before a test has left threads or connections."""
-    importlib.import_module(STACK)
     resource_tracker.ensure_running()
     with mock.patch("multiprocessing.util.spawnv_passfds", partial(_forked, start=util.spawnv_passfds)):
         forkserver.ensure_running()
@@ -264,13 +248,7 @@ def _forget_pytest() -> None:
         warnings.simplefilter("ignore", category)
 
 
-def _call(
-    target: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    files: tuple[str, str],
-    variables: dict[str, str],
-    folder: str,
-) -> None:
+def _call(target: Callable[..., Any], arguments: Any, files: tuple[str, str], variables: Any, folder: str) -> None:
     end_with_parent()
     # Else workers of loaders would come from a server of their own, which imports the stack again.
     multiprocessing.set_start_method(None, force=True)
@@ -297,19 +275,12 @@ def _packplan(*words: str) -> int:
 
 def train_under_torchrun(config: Path, out: Path) -> subprocess.CompletedProcess[str]:
     """Train a run of DeepSpeed on two ranks that torchrun starts; see `tests.e2e.rank_main`."""
-    _compile_deepspeed()
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    # It compiles what it keeps: two minutes that count against no run's deadline.
+    code = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load()"
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=4 * DEADLINE_S)
     return subprocess.run(
         [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
          "--master-port", str(free_port()), "-m", "tests.e2e.rank_main", config, out],
-        env=_rank_variables(), capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+        env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip
-
-
-def _rank_variables() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
-
-
-def _compile_deepspeed() -> None:
-    """Let DeepSpeed compile what it keeps: two minutes that count against no run's deadline."""
-    code = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load()"
-    subprocess.run([sys.executable, "-c", code], env=_rank_variables(), check=True, timeout=4 * DEADLINE_S)

@@ -6,7 +6,6 @@ import importlib
 # Looking at a million objects again and again that live as long as the process costs 1.3 s of 8.
 gc.disable()
 
-
 import PIL.Image  # noqa: E402
 from transformers.configuration_utils import PreTrainedConfig  # noqa: E402
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # noqa: E402
@@ -14,33 +13,14 @@ from transformers.models.auto.video_processing_auto import video_processor_class
 
 # What the commands and the libraries import when they first need it.
 for module in (
-    "packplan.adapters.ranks.torch_group",
-    "packplan.adapters.samples.measurer",
-    "packplan.adapters.trainer.arguments",
-    "packplan.adapters.trainer.streams.dataset",
-    "packplan.adapters.trainer.equality",
-    "packplan.adapters.trainer.trainer",
-    "packplan.adapters.trainer.streams.trainer",
-    "packplan.adapters.ranks.ray",
-    "packplan.app.planning.log_lines",
-    "packplan.app.sft",
-    "packplan.app.sft.train",
-    "packplan.app.planning.schedule",
-    "swift.dataset",
-    "swift.loss_scale",
-    "swift.pipelines.train.tuner",
-    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
-    "torch.utils.serialization",
-    "transformers.models.qwen2.modeling_qwen2",
-    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
-    "transformers.models.qwen2_5_vl.processing_qwen2_5_vl",
-    "transformers.models.qwen2_vl.image_processing_qwen2_vl",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.qwen3_vl.modeling_qwen3_vl",
-    "transformers.models.qwen3_vl.processing_qwen3_vl",
-    "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe",
-):
+    "packplan.app.sft.train", "packplan.adapters.trainer.equality", "packplan.adapters.ranks.ray",
+    "swift.pipelines.train.tuner", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "torch.utils.serialization", "transformers.models.qwen2_5_vl.processing_qwen2_5_vl",
+    "transformers.models.qwen2_vl.image_processing_qwen2_vl", "transformers.models.qwen3_vl.processing_qwen3_vl",
+):  # fmt: skip
     importlib.import_module(module)
+for family in ("qwen2", "qwen2_5_vl", "qwen3", "qwen3_vl", "qwen3_vl_moe"):
+    importlib.import_module(f"transformers.models.{family}.modeling_{family}")
 for name in ("Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor"):
     video_processor_class_from_name(name)
 PIL.Image.init()
@@ -50,6 +30,5 @@ PreTrainedConfig.__repr__ = object.__repr__
 get_checkpoint_conversion_mapping("qwen2")
 
 # Trainers collect garbage at each start, and would look at all of them too.
-gc.collect()
 gc.freeze()
 gc.enable()

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -43,28 +42,32 @@ def text_of(path: Path) -> str:
 
 
 @cache
-def imports_of(path: Path) -> list[ast.Import | ast.ImportFrom]:
-    return [node for node in ast.walk(ast.parse(text_of(path))) if isinstance(node, ast.Import | ast.ImportFrom)]
+def nodes_of(path: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(text_of(path)))]
 
 
-def imported(path: Path) -> set[str]:
-    names = set()
-    for node in imports_of(path):
-        if isinstance(node, ast.Import):
-            names |= {outermost(alias.name) for alias in node.names}
-        else:
-            names.add(outermost(node.module or ""))
-    return names
+@cache
+def imported(path: Path) -> list[str]:
+    """Return the modules that a file imports, or imports names from."""
+    nodes = nodes_of(path)
+    plain = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return plain + [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
 
 
-def outermost(module: str) -> str:
-    """Return the package of a module; of ours, the layer."""
-    return ".".join(module.split(".")[: 2 if module.startswith("packplan.") else 1])
+def packages(path: Path) -> set[str]:
+    """Return the packages that a file imports from; of ours, the layers."""
+    return {".".join(name.split(".")[: 2 if name.startswith("packplan.") else 1]) for name in imported(path)}
+
+
+def constants_of(path: Path) -> list[str]:
+    """Return the texts of a module, docstrings too."""
+    constants = (node.value for node in nodes_of(path) if isinstance(node, ast.Constant))
+    return [value for value in constants if isinstance(value, str)]
 
 
 def test_core_imports_nothing_but_what_is_listed():
     """An allow list: a new dependency is a decision; only the face also knows the checkout."""
-    beyond = {path.relative_to(ROOT): imported(path) - CORE_MAY_IMPORT for path in files_of("core")}
+    beyond = {path.relative_to(ROOT): packages(path) - CORE_MAY_IMPORT for path in files_of("core")}
 
     assert {"packplan.checkout"} == beyond.pop(Path("core/__init__.py"))
     assert {} == {path: names for path, names in beyond.items() if names}
@@ -104,29 +107,18 @@ KNOWS_KEYS = {"config"}
 KEY = re.compile(r"\b(?:training|template|model|custom|policy|grpo)\.[a-z_]+")
 
 
-def constants_of(path: Path) -> Iterator[str]:
-    """Yield the texts of a module, docstrings too."""
-    for node in ast.walk(ast.parse(text_of(path))):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
-
-
-def lines_of(path: Path) -> list[str]:
-    """Return the lines of a module's texts, without the code of their examples."""
-    lines = (line for text in constants_of(path) for line in text.splitlines())
-    return [line for line in lines if not line.lstrip().startswith((">>>", "..."))]
-
-
 def test_core_names_no_key_of_a_yaml():
-    """But where runs are read: a library's caller has arguments, and no YAML."""
-    named = {
-        path.relative_to(ROOT): lines
+    """But where runs are read, and in examples: a library's caller has arguments, and no YAML."""
+    named = [
+        (path, line)
         for path in files_of("core")
         if path.relative_to(ROOT / "core").parts[0] not in KNOWS_KEYS
-        and (lines := [line for line in lines_of(path) if KEY.search(line)])
-    }
+        for text in constants_of(path)
+        for line in text.splitlines()
+        if KEY.search(line) and not line.lstrip().startswith((">>>", "..."))
+    ]
 
-    assert {} == named
+    assert [] == named
 
 
 FACELESS = {f"packplan.core.{room}" for room in ("config", "packers", "patterns", "samples", "work")}
@@ -136,47 +128,30 @@ FACELESS = {f"packplan.core.{room}" for room in ("config", "packers", "patterns"
 def test_rooms_of_core_are_imported_through_their_faces():
     """What others may use of a room stands in its `__init__`."""
     rooms = {f"packplan.core.{path.parent.name}" for path in (ROOT / "core").glob("*/__init__.py")} - FACELESS
-    past = []
-    for path in files_of(*LAYERS):
-        for node in imports_of(path):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("packplan.core."):
-                room = ".".join(node.module.split(".")[:3])
-                if room in rooms and node.module != room and not f"{module_of(path)}.".startswith(f"{room}."):
-                    past.append(f"{path}: from {node.module}")
+    past = [
+        (path, name)
+        for path in files_of(*LAYERS)
+        for name in imported(path)
+        if (room := ".".join(name.split(".")[:3])) in rooms - {name}
+        and not f"{module_of(path)}.".startswith(f"{room}.")
+    ]
 
     assert [] == past
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["ruff check .", "ruff format --check .", "mypy", "lint-imports"])
-def test_linters_find_nothing(command):
-    """Style, types, and what may import what: `make lint`, beside other tests."""
-    name, *options = command.split()
-    run = subprocess.run(
-        [Path(sys.executable).with_name(name), *options], capture_output=True, text=True, check=False, cwd=ROOT
-    )
-
-    assert 0 == run.returncode, run.stdout + run.stderr
 
 
 def test_no_pickle_and_no_unsafe_yaml():
     """Neither is imported or called anywhere."""
     for path in files_of(*LAYERS):
-        assert not imported(path) & {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+        assert not packages(path) & {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
         assert not any(word in text_of(path) for word in ("allow_pickle=True", "broadcast_object"))
 
 
 def test_one_place_knows_the_formats_of_data_files():
     """Another format is a file beside it, and a line in it."""
     formats = {f"packplan.adapters.samples.formats.{name}" for name in ("lines", "arrow_rows", "rewriting")}
-    importers = {
-        str(path.relative_to(ROOT))
-        for path in files_of("adapters", "app")
-        for node in imports_of(path)
-        if isinstance(node, ast.ImportFrom) and node.module in formats
-    }
+    importers = [path for path in files_of("adapters", "app") if formats.intersection(imported(path))]
 
-    assert {"adapters/samples/data_files.py"} == importers
+    assert [ROOT / "adapters" / "samples" / "data_files.py"] == importers
 
 
 FAMILIES_IN = "core/work/text.py"
@@ -224,57 +199,35 @@ print(json.dumps(ended))
 
 PLAN = "packplan.app.plan.__main__"
 
-
-def ends_of(calls: list[list[object]]) -> list[tuple[int, list[str], str]]:
-    """Call modules in one fresh process; return exit statuses, loaded libraries and output."""
-    return json.loads(fresh(CALLS, json.dumps([[*map(str, call)] for call in calls])))
+Call = tuple[list[str], int, str]
+"""Words of a call, its exit status, and what it says."""
 
 
-def run_of(folder: Path, model: str = "m", key: str = "learning_rate") -> Path:
-    """Write the YAML of a run whose data are missing."""
-    path = folder / f"{model}{key}.yaml"
-    path.write_text(
-        f"model: {{model: {folder}/{model}}}\ntemplate: {{max_length: 8}}\ncustom: {{train_jsonl: {folder}/t}}\n"
-        f"training: {{output_dir: {folder}/o, {key}: 1}}\n"
-    )
-    return path
-
-
-@pytest.mark.slow
-def test_a_typo_is_refused_without_torch_and_without_swift(tmp_path):
-    """By every command that reads a YAML: in a key of ours, of ms-swift, or in an override."""
+def typos(folder: Path) -> list[Call]:
+    """In a key of ours, of ms-swift, or in an override, of every command that reads a YAML."""
     calls = []
     for key, override in (("lerning_rate", []), ("learning_rate", ["training.packing_bufer=1"])):
-        run = run_of(tmp_path, key=key)
+        run = run_of(folder, key=key)
         calls += [[f"packplan.app.{name}", run, *override] for name in ("sft", "check")]
         calls += [["packplan.app.rl", run, "grpo.max_step=1"]]
         calls += [[PLAN, name, run, *override] for name in ("build", "show", "whatif", "time", "fit", "verify")]
-
-    for call, (status, heavy, said) in zip(calls, ends_of(calls), strict=True):
-        assert (2, []) == (status, heavy), call
-        assert "did you mean" in said, call
+    return [(call, 2, "did you mean") for call in calls]
 
 
-@pytest.mark.slow
-def test_a_missing_input_is_refused_without_torch_and_without_swift(tmp_path):
-    """By every command that opens the model and the data, with its path."""
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "config.json").write_text('{"model_type": "qwen2"}')
-    missing = {"none": f"{tmp_path}/none is no folder", "m": f"{tmp_path}/t cannot be read"}
-    calls, expected = [], []
-    for model, says in missing.items():
-        run = run_of(tmp_path, model)
-        calls += [["packplan.app.sft", run], ["packplan.app.check", run], [PLAN, "build", run]]
-        expected += [says] * 3
-
-    for call, says, (status, heavy, said) in zip(calls, expected, ends_of(calls), strict=True):
-        assert (2, []) == (status, heavy), call
-        assert says in said, call
+def missing_inputs(folder: Path) -> list[Call]:
+    """The model or the data, of every command that opens them; its path is said."""
+    (folder / "m").mkdir()
+    (folder / "m" / "config.json").write_text('{"model_type": "qwen2"}')
+    calls = []
+    for model, says in {"none": f"{folder}/none is no folder", "m": f"{folder}/t cannot be read"}.items():
+        run = run_of(folder, model)
+        calls += [(words, 2, says) for words in (["packplan.app.sft", run], ["packplan.app.check", run])]
+        calls += [([PLAN, "build", run], 2, says)]
+    return calls
 
 
-@pytest.mark.slow
-def test_every_help_answers_without_torch_and_without_swift():
-    """Each program is asked, and each of their commands, in a fresh process."""
+def helps(folder: Path) -> list[Call]:
+    """Of each program, and of each of their commands."""
     from benchmarks.__main__ import BENCHMARKS
     from packplan.app.plan.__main__ import COMMANDS
 
@@ -283,18 +236,34 @@ def test_every_help_answers_without_torch_and_without_swift():
     calls = [[name] for name in ("packplan.app.__main__", *found, "benchmarks.__main__")]
     calls += [["tools.demo.__main__"], ["tools.models"], ["tools.configuration"], *([PLAN, name] for name in COMMANDS)]
     calls += [["benchmarks.__main__", name] for name in BENCHMARKS]
+    return [([*call, "--help"], 0, "usage:") for call in calls]
 
-    for call, (status, heavy, said) in zip(calls, ends_of([[*call, "--help"] for call in calls]), strict=True):
-        assert (0, []) == (status, heavy), call
-        assert "usage:" in said, call
+
+def run_of(folder: Path, model: str = "m", key: str = "learning_rate") -> str:
+    """Write the YAML of a run whose data are missing."""
+    path = folder / f"{model}{key}.yaml"
+    path.write_text(
+        f"model: {{model: {folder}/{model}}}\ntemplate: {{max_length: 8}}\ncustom: {{train_jsonl: {folder}/t}}\n"
+        f"training: {{output_dir: {folder}/o, {key}: 1}}\n"
+    )
+    return str(path)
+
+
+@pytest.mark.slow
+def test_a_mistake_is_refused_and_help_is_given_without_torch_and_without_swift(tmp_path):
+    """One fresh process answers all calls."""
+    calls = [*typos(tmp_path), *missing_inputs(tmp_path), *helps(tmp_path)]
+    ends = json.loads(fresh(CALLS, json.dumps([words for words, _, _ in calls])))
+
+    for (words, status, says), (ended, heavy, said) in zip(calls, ends, strict=True):
+        assert (status, []) == (ended, heavy), words
+        assert says in said, words
 
 
 def test_every_option_and_every_key_is_read():
     """Of a command, as `options.NAME`; of a YAML, by its name, outside of its declaration."""
     of_app = "".join(map(text_of, files_of("app")))
-    calls = [
-        node for path in files_of("app") for node in ast.walk(ast.parse(text_of(path))) if isinstance(node, ast.Call)
-    ]
+    calls = [node for path in files_of("app") for node in nodes_of(path) if isinstance(node, ast.Call)]
     declared = [call for call in calls if getattr(call.func, "attr", "") == "add_argument"]
     names = [one.value for call in declared for one in call.args if str(getattr(one, "value", "")).startswith("--")]
     unread = [name for name in names if not re.search(rf"\boptions\.{name[2:].replace('-', '_')}\b", of_app)]
