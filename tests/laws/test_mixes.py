@@ -29,19 +29,20 @@ ratios = st.sampled_from(["0.1", "0.25", "1", "3", "0.7", "0.05"]).map(Decimal)
 seeds, epochs = st.integers(0, 5), st.integers(0, 5)
 
 
+def sources_of(number, **fields) -> st.SearchStrategy[Source]:
+    return st.builds(Source, jsonl=st.just(f"s{number}"), replacement=st.booleans(), **fields)
+
+
 @st.composite
 def mixes_by_samples(draw) -> tuple[Mixes, list[int]]:
     """A mix by samples, how many samples each source has, and perhaps how many an epoch has."""
-    sizes = draw(st.lists(st.integers(1, 80), min_size=1, max_size=5))
-    sources = []
+    sizes, sources = draw(st.lists(st.integers(1, 80), min_size=1, max_size=5)), []
     for number, size in enumerate(sizes):
-        replacement = draw(st.booleans())
+        one = draw(sources_of(number, ratio=ratios, cap=st.none() | st.integers(1, 100)))
         if draw(st.booleans()):
-            cap = draw(st.none() | st.integers(1, 100))
-            sources.append(Source(jsonl=f"s{number}", ratio=draw(ratios), cap=cap, replacement=replacement))
-        else:
-            count = draw(st.integers(1, 2 * size if replacement else size))
-            sources.append(Source(jsonl=f"s{number}", count=count, replacement=replacement))
+            count = draw(st.integers(1, 2 * size if one.replacement else size))
+            one = attrs.evolve(one, ratio=None, cap=None, count=count)
+        sources.append(one)
     mix = Mix(sources=tuple(sources), samples_per_epoch=draw(st.none() | st.integers(1, 200)))
     return Mixes((mix,), is_curriculum=False), sizes
 
@@ -50,17 +51,10 @@ def mixes_by_samples(draw) -> tuple[Mixes, list[int]]:
 def mixes_by_tokens(draw) -> tuple[Mixes, list[int], list[int]]:
     """A mix by tokens, all lengths, some of which cannot be drawn, and the sources' sizes."""
     sizes = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
-    lengths = draw(st.lists(st.integers(0, 30), min_size=sum(sizes), max_size=sum(sizes)))
-    sources = [
-        Source(
-            jsonl=f"s{number}",
-            ratio=draw(ratios),
-            cap=draw(st.none() | st.integers(1, 300)),
-            replacement=draw(st.booleans()),
-        )
-        for number in range(len(sizes))
-    ]
-    mix = Mix(sources=tuple(sources), by="tokens", tokens_per_epoch=draw(st.none() | st.integers(1, 2000)))
+    lengths = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 31, sum(sizes)).tolist()
+    caps = st.none() | st.integers(1, 300)
+    sources = draw(st.tuples(*(sources_of(number, ratio=ratios, cap=caps) for number in range(len(sizes)))))
+    mix = Mix(sources=sources, by="tokens", tokens_per_epoch=draw(st.none() | st.integers(1, 2000)))
     return Mixes((mix,), is_curriculum=False), lengths, sizes
 
 
@@ -134,31 +128,23 @@ def test_samples_are_exact_shares_to_within_one(given_mix):
 
 
 @given(mixes_by_samples(), seeds, epochs)
-def test_an_order_draws_its_quotas(given_mix, seed, epoch):
-    """Without replacement each sample once at most; the same again for the same seed and epoch."""
+def test_an_order_draws_its_quotas_and_a_selection_its_samples(given_mix, seed, epoch):
+    """
+    Without replacement each sample once at most. A selection is ascending, and records that cannot
+    be drawn are as if they were not there.
+    """
     mix, sizes = attrs.evolve(given_mix[0].entries[0], samples_per_epoch=None), given_mix[1]
+    rng = np.random.default_rng(seed)
+    lengths = np.concatenate([rng.permutation(2 * size) < size for size in sizes]).astype(np.int64)
 
     drawn = draw_in_order(Mixes((mix,)), sizes, seed=seed, epoch=epoch)
 
-    assert np.array_equal(drawn, draw_in_order(Mixes((mix,)), sizes, seed=seed, epoch=epoch))
     times = in_files(sizes, np.bincount(drawn, minlength=sum(sizes)))
+    selection = select_records(Mixes((mix,)), lengths, [2 * size for size in sizes], seed=seed, epoch=epoch)
     assert quotas(mix, sizes) == [part.sum() for part in times]
     assert all(one.replacement or part.max() <= 1 for one, part in zip(mix.sources, times, strict=True))
-
-
-@given(mixes_by_samples(), seeds, epochs, st.data())
-def test_a_selection_has_the_samples_of_the_order(given_mix, seed, epoch, data):
-    """Each as often, ascending; records that cannot be drawn are as if they were not there."""
-    mixes, sizes = Mixes((attrs.evolve(given_mix[0].entries[0], samples_per_epoch=None),)), given_mix[1]
-    spread = [[*data.draw(st.lists(st.just(0), max_size=2)), 1] for _ in range(sum(sizes))]
-    lengths = np.array([length for part in spread for length in part])
-    spread_sizes = [int(sum(part)) for part in in_files(sizes, np.array(list(map(len, spread))))]
-
-    selection = select_records(mixes, lengths, spread_sizes, seed=seed, epoch=epoch)
-
+    assert np.sort(np.flatnonzero(lengths)[drawn]).tolist() == selection.tolist()
     assert np.dtype(np.int64) == selection.dtype
-    expected = np.flatnonzero(lengths)[draw_in_order(mixes, sizes, seed=seed, epoch=epoch)]
-    assert np.sort(expected).tolist() == selection.tolist()
 
 
 @given(mixes_by_tokens(), seeds, epochs)
@@ -280,18 +266,13 @@ def test_what_is_wrong_with_a_mix_is_named_by_its_key(mix, path):
     assert [f"curriculum[2].{path}"] == paths(mixes_faults(mixes, [9] * len(mixes.files)))
 
 
-@pytest.mark.parametrize(
-    ("faults", "path"),
-    [
-        (mixes_faults(Mixes(()), []), "curriculum"),
-        (mixes_faults(Mixes((mix_of({"ratio": ONE}),)), [0]), "curriculum[0].sources[0]"),
-        (stream_faults(Mixes((mix_of({"ratio": ONE}), mix_of({"ratio": ONE}, by="tokens")))), "curriculum[1].by"),
-    ],
-    ids=["no mix", "a source without records", "a stream by tokens"],
-)
-def test_what_gives_no_sample_is_refused(faults, path):
+def test_what_gives_no_sample_is_refused():
     """A stream draws before it measures, so it cannot count tokens."""
-    assert [path] == paths(faults)
+    one, by_tokens = mix_of({"ratio": ONE}), mix_of({"ratio": ONE}, by="tokens")
+
+    assert ["curriculum"] == paths(mixes_faults(Mixes(()), []))
+    assert ["curriculum[0].sources[0]"] == paths(mixes_faults(Mixes((one,)), [0]))
+    assert ["curriculum[1].by"] == paths(stream_faults(Mixes((one, by_tokens))))
 
 
 @pytest.mark.parametrize(
