@@ -105,3 +105,9 @@ def test_offsets_that_name_no_packs_are_refused(offsets):
     """They start at 0, rise strictly and end at the number of indices."""
     with pytest.raises(ValueError, match=r"offsets|empty"):
         Packs(offsets, [4, 5])
+
+
+@pytest.mark.parametrize("wrong", [[[0, -1]], [[0.7]], ["01"], [[True]]])
+def test_packs_hold_whole_numbers(wrong):
+    with pytest.raises(ValueError, match="whole numbers from 0"):
+        Packs.from_lists(wrong)

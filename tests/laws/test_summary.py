@@ -1,20 +1,24 @@
-"""A plan in numbers: the same as counting by hand."""
+"""A plan and its schedule in numbers, samples and steps: the same as counting by hand."""
 
+import statistics
 from fractions import Fraction
 from itertools import combinations
 
+import attrs
 import numpy as np
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
 from packplan.core.align import align_plan
+from packplan.core.bounds import lower_bound
 from packplan.core.errors import ArgumentError
-from packplan.core.inspection import summarise, summarise_schedule, summarise_sources
-from packplan.core.metrics import padded_positions
+from packplan.core.inspection import find_sample, scheduled_steps, summarise, summarise_schedule, summarise_sources
+from packplan.core.metrics import packing_metrics, padded_positions
+from packplan.core.packs import Packs
 from packplan.core.plan import build_raw_plan
 from packplan.core.samples.tables import COLUMNS, MEDIA_COLUMNS, DataFile, video_totals
-from packplan.core.schedule import EpochSchedule
+from tests import strategies
 from tests.strategies import raw_lengths
 
 
@@ -35,25 +39,53 @@ def test_a_summary_counts_what_the_packs_hold(of):
     plan, lengths = of
     summary = summarise(plan, lengths, supervised=[length // 2 for length in lengths])
     packs = plan.packs.tolist()
-    filled = [min(1, sum(lengths[i] for i in pack) / plan.packing_length) for pack in packs]
+    loads = [sum(lengths[i] for i in pack) for pack in packs]
+    filled = [min(1, load / plan.packing_length) for load in loads]
+    over = [load for load in loads if Fraction(load, plan.packing_length) > Fraction(11, 10)]
+    event(f"dropped: {summary.dropped_packs > 0}, skipped: {summary.skipped_samples > 0}")
 
     assert len(lengths) == summary.planned_samples + summary.dropped_samples + summary.skipped_samples
     assert sum(lengths) == summary.planned_tokens + summary.dropped_tokens + summary.skipped_tokens
-    assert sum(map(len, packs)) == summary.planned_samples
-    assert sum(lengths[i] for pack in packs for i in pack) == summary.planned_tokens
+    assert (sum(map(len, packs)), sum(loads)) == (summary.planned_samples, summary.planned_tokens)
     assert sum(lengths[i] // 2 for pack in packs for i in pack) == summary.supervised_tokens
     assert summarise(plan, lengths).supervised_tokens is None
     assert summary.token_coverage == summary.planned_tokens / sum(lengths)
-    assert summary.fill_mean == pytest.approx(sum(filled) / len(filled))
-    assert summary.fill_worst == pytest.approx(min(filled))
+    assert [statistics.fmean(filled), min(filled)] == pytest.approx([summary.fill_mean, summary.fill_worst])
     assert summary.fill_worst <= summary.fill_p5 <= 1
     assert sum(fill >= summary.fill_p5 for fill in filled) >= 0.95 * len(filled)
-    assert summary.gap >= 0
-    loads = [sum(lengths[i] for i in pack) for pack in packs]
-    over = [load for load in loads if Fraction(load, plan.packing_length) > Fraction(11, 10)]
     assert (max(loads), len(over)) == (summary.longest_pack, summary.oversized_packs)
-    assert summary.gap * plan.lower_bound == pytest.approx(len(packs) + len(plan.dropped_packs) - plan.lower_bound)
-    event(f"dropped: {summary.dropped_packs > 0}, skipped: {summary.skipped_samples > 0}")
+    beyond = len(packs) + len(plan.dropped_packs) - plan.lower_bound
+    assert summary.gap * plan.lower_bound == pytest.approx(beyond)
+    assert beyond >= 0
+    assert packing_metrics(lengths, plan.packs, capacity=plan.packing_length).gap >= 0
+
+
+@given(strategies.packable(min_size=1))
+def test_packing_efficiency_metrics_are_as_the_specification_defines_them(case):
+    """In plain Python, pack by pack, in whatever form a script holds the packs."""
+    lengths, capacity = case
+    packs = build_raw_plan(lengths, packing_length=capacity).packs.tolist()
+    shares = [sum(lengths[i] for i in members) / capacity for members in packs]
+
+    found = packing_metrics(lengths, packs, capacity=capacity)
+
+    mean = statistics.fmean(shares)
+    assert [mean, 1 - mean, 1 - statistics.pstdev(shares) / mean] == pytest.approx(
+        [found.utilisation, found.waste_ratio, found.balance]
+    )
+    assert -(-sum(lengths) // capacity) / len(packs) == found.efficiency
+    assert len(packs) / lower_bound(lengths, capacity=capacity) - 1 == pytest.approx(found.gap)
+    again = packing_metrics(lengths, Packs.from_lists(packs), capacity=capacity, bound=found.lower_bound)
+    assert found == again
+
+
+@pytest.mark.parametrize(
+    ("packs", "bound", "named"), [([], None, "no pack"), ([[0, 7]], None, "sample 7"), ([[0], [1]], 0, "bound is 0")]
+)
+def test_what_cannot_be_measured_is_refused(packs, bound, named):
+    """No pack, a sample without a length, a bound below one."""
+    with pytest.raises(ValueError, match=named):
+        packing_metrics([1, 2], Packs.from_lists(packs), capacity=2, bound=bound)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 8))
@@ -69,38 +101,37 @@ def test_padding_is_the_mean_over_all_batches(lengths, batch_size):
 def test_sources_divide_a_plan_between_them(of, data):
     """Each source has the counts of its own samples, and a pack counts for each source."""
     plan, lengths = of
-    of_record = data.draw(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=3 * len(lengths)))
-    while sum(not bad for _, bad in of_record) < len(lengths):
-        of_record.append(("c", False))
-    good = [number for number, (_, bad) in enumerate(of_record) if not bad][: len(lengths)]
-    of_record = of_record[: good[-1] + 1]
-    files = [DataFile(f"{number}.jsonl", name, "text", 1) for number, (name, _) in enumerate(of_record)]
-    table = np.zeros((len(of_record), len(COLUMNS)), np.int32)
-    held = [n % 3 for n in lengths]
+    owners = data.draw(st.lists(st.sampled_from("abc"), min_size=len(lengths), max_size=len(lengths)))
+    bad = data.draw(st.lists(st.sampled_from("abc"), max_size=9))
+    good = np.sort(data.draw(st.permutations(range(len(lengths) + len(bad))))[: len(lengths)])
+    of_record = np.empty(len(lengths) + len(bad), dtype="U1")
+    of_record[good] = owners
+    is_bad = ~np.isin(np.arange(of_record.size), good)
+    of_record[is_bad] = bad
+    files = [DataFile(f"{number}.jsonl", str(name), "text", 1) for number, name in enumerate(of_record)]
+    held = np.array(lengths) % 3
+    table = np.zeros((of_record.size, len(COLUMNS)), np.int32)
     for name, values in {
-        "length": lengths,
-        "supervised": [n // 2 for n in lengths],
-        "images": [1] * len(lengths),
-        "videos": held,
-        "frames": [4 * n for n in held],
-        "video_patches": [96 * n for n in held],
-    }.items():
+        "length": lengths, "supervised": np.array(lengths) // 2, "images": 1, "videos": held, "frames": 4 * held,
+        "video_patches": 96 * held,
+    }.items():  # fmt: skip
         table[good, COLUMNS.index(name)] = values
-    table[:, COLUMNS.index("bad")] = [bad for _, bad in of_record]
+    table[:, COLUMNS.index("bad")] = is_bad
     media = [milliseconds for n, videos in zip(lengths, held, strict=True) for milliseconds in (0, *[7 * n] * videos)]
     images = np.zeros((len(media), len(MEDIA_COLUMNS)), np.int64)
     images[:, MEDIA_COLUMNS.index("milliseconds")] = media
+    event(f"sources: {len({*of_record})}, bad records: {bool(bad)}, dropped: {plan.dropped_samples > 0}")
 
-    sources = summarise_sources(plan.with_indices(np.array(good)), table, files, media=images)
+    sources = summarise_sources(plan.with_indices(good), table, files, media=images)
 
-    assert list(dict.fromkeys(name for name, _ in of_record)) == [one.name for one in sources]
-    dropped, skipped = {i for pack in plan.dropped_packs for i in pack}, set(plan.skipped_long)
+    assert [*dict.fromkeys(of_record.tolist())] == [one.name for one in sources]
+    dropped, skipped = set(plan.dropped_packs.indices.tolist()), set(plan.skipped_long)
     for one in sources:
-        own = {index for index, number in enumerate(good) if of_record[number][0] == one.name}
+        own = {index for index, name in enumerate(owners) if name == one.name}
         parts = {"num": own, "planned": own - dropped - skipped, "dropped": own & dropped, "skipped": own & skipped}
-        for part, held_by in parts.items():
-            assert len(held_by) == getattr(one, f"{part}_samples")
-            assert sum(lengths[i] for i in held_by) == getattr(one, f"{part}_tokens")
+        for part, members in parts.items():
+            counts = getattr(one, f"{part}_samples"), getattr(one, f"{part}_tokens")
+            assert (len(members), sum(lengths[i] for i in members)) == counts
         assert (sum(lengths[i] // 2 for i in own), len(own)) == (one.supervised_tokens, one.images)
         assert max((lengths[i] for i in own), default=0) == one.longest_sample
         videos = sum(held[i] for i in own)
@@ -111,10 +142,7 @@ def test_sources_divide_a_plan_between_them(of, data):
             assert sum(lengths[i] < quantile for i in own) * 100 < percent * len(own)
         assert sum(not own.isdisjoint(pack) for pack in plan.packs) == one.num_packs
         assert [file for file in files if file.source == one.name] == list(one.files)
-        assert sum(bad and name == one.name for name, bad in of_record) == one.bad_records
-    event(
-        f"sources: {len(sources)}, bad records: {any(bad for _, bad in of_record)}, dropped: {plan.dropped_samples > 0}"
-    )
+        assert bad.count(one.name) == one.bad_records
 
 
 def test_files_of_another_number_of_records_are_no_sources():
@@ -128,22 +156,14 @@ def test_files_of_another_number_of_records_are_no_sources():
 @st.composite
 def schedules(draw):
     """Plans and schedules over them, packed, or each sample alone and padded."""
-    packed = draw(st.booleans())
     plan, lengths = draw(plans())
+    schedule = attrs.evolve(draw(strategies.schedules()), dataloader_drop_last=False, works=None)
+    packed = schedule.batch_size == 1 and draw(st.booleans())
     if not packed:
         plan = build_raw_plan(lengths, packing_length=plan.packing_length, packing=False)
-    world_size = draw(st.integers(1, 5))
-    batch_size = 1 if packed else draw(st.integers(1, 3))
-    schedule = EpochSchedule(
-        num_packs=len(plan.packs),
-        world_size=world_size,
-        dataloader_drop_last=len(plan.packs) >= world_size * batch_size and draw(st.booleans()),
-        gradient_accumulation_steps=draw(st.integers(1, 4)),
-        num_train_epochs=draw(st.integers(1, 3)),
-        batch_size=batch_size,
-        seed=draw(st.integers(0, 9)),
-    )
-    return plan, lengths, schedule, packed
+    num = len(plan.packs)
+    drop_last = num >= schedule.world_size * schedule.batch_size and draw(st.booleans())
+    return plan, lengths, attrs.evolve(schedule, num_packs=num, dataloader_drop_last=drop_last), packed
 
 
 @given(schedules())
@@ -160,10 +180,8 @@ def test_a_schedule_is_summed_up_as_it_is_trained(drawn):
             return sum(lengths[i] ** 2 for pack in batch for i in plan.packs[pack])
         return len(batch) * max(lengths[plan.packs[pack][0]] for pack in batch) ** 2
 
-    steps = [
-        [sum(map(work, rank[start : start + per_step])) for rank in batches]
-        for start in range(0, len(batches[0]), per_step)
-    ]
+    starts = range(0, len(batches[0]), per_step)
+    steps = [[sum(map(work, rank[start : start + per_step])) for rank in batches] for start in starts]
     imbalances = [max(step) / (sum(step) / len(step)) for step in steps]
 
     assert len(aligned.packs) == summary.packs_per_rank * aligned.world_size
@@ -188,6 +206,61 @@ def test_padded_batches_have_no_fill_and_no_gap():
         summary.gap, summary.fill_mean, summary.fill_p5, summary.fill_worst, summary.padding_saved
     )  # fmt: skip
     assert (3, 3, 1.0) == (summary.num_packs, summary.planned_samples, summary.token_coverage)
+
+
+@given(plans())
+def test_every_sample_has_its_place(of):
+    """A sample is in a pack, dropped or skipped; one beyond the data has no place."""
+    plan, lengths = of
+    for sample in range(len(lengths)):
+        place = find_sample(plan, sample)
+        packs = plan.dropped_packs if place.kind == "dropped" else plan.packs
+
+        assert (place.kind == "skipped") == (sample in plan.skipped_long)
+        assert (place.kind == "long") == (sample in plan.single_long)
+        assert (place.kind == "dropped") == any(sample in pack for pack in plan.dropped_packs)
+        assert (place.pack is None) == (place.kind == "skipped")
+        if place.pack is not None:
+            assert packs[place.pack] == list(place.pack_members)
+            assert sample in place.pack_members
+    assert ("absent", None, ()) == attrs.astuple(find_sample(plan, len(lengths)))
+
+
+@given(schedules())
+def test_every_turn_of_a_pack_is_one_that_a_rank_takes(drawn):
+    """All turns of all packs are all batches of all ranks."""
+    _, _, schedule, _ = drawn
+    taken = sorted(
+        (pack, number // schedule.gradient_accumulation_steps, rank)
+        for rank in range(schedule.world_size)
+        for number, batch in enumerate(schedule.batches(0, rank=rank))
+        for pack in batch
+    )
+
+    found = sorted(
+        (pack, turn.step, turn.rank) for pack in range(schedule.num_packs) for turn in scheduled_steps(schedule, pack)
+    )
+    assert taken == found
+
+
+@given(schedules(), st.data())
+def test_figures_are_those_of_the_samples_whatever_records_lie_between(drawn, data):
+    """A record of length 0 is no sample: it moves the indices of others, and changes no figure."""
+    plan, lengths, schedule, packed = drawn
+    gaps = data.draw(st.lists(st.integers(1, 3), min_size=len(lengths), max_size=len(lengths)))
+    indices = np.cumsum(gaps) - 1
+    among = np.zeros(indices[-1] + data.draw(st.integers(1, 3)), np.int64)
+    among[indices] = lengths
+    moved = plan.with_indices(indices)
+    event(f"records between: {len(among) > len(lengths)}, long: {bool(plan.single_long)}, packed: {packed}")
+
+    assert summarise(plan, lengths, packed=packed) == summarise(moved, among, packed=packed)
+    figures = [summarise_schedule(*of, schedule, packed=packed) for of in ((plan, lengths), (moved, among))]
+    assert figures[0] == figures[1]
+    assert [find_sample(moved, index).kind for index in indices] == [
+        find_sample(plan, i).kind for i in range(len(lengths))
+    ]
+    assert all(find_sample(moved, record).kind == "absent" for record in np.flatnonzero(among == 0).tolist())
 
 
 VIDEO = st.tuples(st.integers(2, 768), st.integers(4, 2**20), st.integers(0, 7_200_000), st.booleans())
