@@ -17,8 +17,10 @@ from packplan.adapters.config.trainer_keys import GRPO_KEYS_FILE, read_key_table
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.__main__ import COMMANDS
+from packplan.app.planning.log_lines import describe
 from packplan.app.planning.plan import Ranks, measure_and_plan
 from packplan.app.planning.split import Split, Stores
+from packplan.core.batch import partial_window
 from packplan.core.config.identity import PATH_KEYS, PER_RANK
 from packplan.core.config.keys import yield_keys
 from packplan.core.config.run import RunConfig
@@ -228,10 +230,13 @@ def planned(tmp_path, monkeypatch) -> str:
     folder = tmp_path / "runs" / "demo" / "run" / "static_packing" / "train"
     folder.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    lengths = np.random.default_rng(1).geometric(1 / 200, 300).tolist()
-    stores, source = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FreeLock()), ListSource(lengths)
+    return plan_split(ListSource(np.random.default_rng(1).geometric(1 / 200, 300).tolist()), folder).raw_checksum
+
+
+def plan_split(source: ListSource, folder: Path) -> Split:
+    stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FreeLock())
     split = Split("train", PlanPolicy(packing_length=1024), stores=stores, encoder=source, source=source)
-    return measure_and_plan(split, Ranks(ScriptedGroup(), timeout_s=1)).raw_checksum
+    return measure_and_plan(split, Ranks(ScriptedGroup(), timeout_s=1))
 
 
 HOSTED = ("# dpo.py", "# train.py", "# prove.py")
@@ -313,3 +318,15 @@ def test_the_page_lists_the_keys_that_ranks_may_have_for_themselves():
 
     named = {*PER_RANK, "custom.fusion_config"} | PATH_KEYS - dict(yield_keys(RunConfig)).keys()
     assert sorted(key.rpartition(".")[2] for key in named) == sorted(key.rpartition(".")[2] for key in listed)
+
+
+def test_quoted_log_lines_are_logged(tmp_path):
+    """Numbers aside, by a plan of long and unsupervised samples, and an uneven accumulation."""
+    source = ListSource([2000, 2000, 5, 5, 5])
+    source.masked = (2, 3)
+    partial = partial_window(per_rank_batches=7, gradient_accumulation_steps=4)
+    logged = "\n".join([str(partial), *(line for _, line in describe(plan_split(source, tmp_path)))])
+    quoted = re.findall(r"^- `(.+?)(?: …)?`", text_of(ROOT / "docs" / "how-it-works.md"), re.MULTILINE)
+
+    assert quoted
+    assert [] == [line for line in quoted if line not in re.sub(r"\d[\d,]*", "N", logged)], "quote the lines of now"
