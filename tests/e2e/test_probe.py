@@ -27,7 +27,7 @@ from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app import sft
 from packplan.app.plan import __main__ as plan
 from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.verdicts import find_verdict, require_packing_model, store_verdict, stored_verdict
+from packplan.app.wiring.verdicts import find_verdict, load_verdict, require_packing_model, store_verdict
 from packplan.core.config.run import ModelConfig
 from packplan.core.equality import AUTO, BACKENDS, EQUALITY_LIMITS, VARLEN, AttentionChoice
 from packplan.core.errors import ConfigError, ModelError, PackplanError
@@ -474,13 +474,13 @@ def test_a_second_start_asks_nothing(changed_run):
     """Neither the small copy nor the loaded model; another config.json does."""
     config = changed_run()
     prepare(config, OneRank())
-    store_verdict(config, attrs.evolve(stored_verdict(config), reason="of the first start"))
+    store_verdict(config, attrs.evolve(load_verdict(config), reason="of the first start"))
 
     prepare(config, OneRank())
 
-    again = stored_verdict(config)
+    again = load_verdict(config)
     assert ("of the first start", ("cpu, float32",)) == (again.reason, again.loaded_on)
-    assert stored_verdict(changed_run(rms_norm_eps=1e-5)) is None
+    assert load_verdict(changed_run(rms_norm_eps=1e-5)) is None
 
 
 def test_a_loaded_model_that_leaks_ends_the_run_before_its_first_step(changed_run):
