@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,14 +43,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def train_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
+def train_stream(
+    config: RunConfig, group: RankGroup, on_ready: Callable[[StreamTrainer], object] = id
+) -> StreamTrainer:
     """
-    Train from a stream, and return the trainer.
+    Train from a stream, and return the trainer, which *on_ready* is given before it starts.
 
     Raises:
         PackplanError: Something the user can fix.
     """
-    trainer = _prepare(config, group)
+    on_ready(trainer := _prepare(config, group))
     with lock_output(config, group), log_interruption(trainer):
         trainer.train()
     _log_end(config, group, trainer)

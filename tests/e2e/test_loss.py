@@ -19,6 +19,7 @@ from tests.e2e.alone import Gradients, silence, step_alone, token_losses, token_
 from tests.e2e.ready import prepare
 from tests.nearness import FLOAT32, apart
 from tests.processes import finished
+from tests.records import asked, write_lines
 
 pytestmark = pytest.mark.slow
 
@@ -39,9 +40,7 @@ def data(demo, tmp_path, monkeypatch):
         records.insert(2, {"messages": silent})
         if weighed:
             records = [weigh(record, number) for number, record in enumerate(records)]
-        path = tmp_path / f"{of}-{name}"
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        return str(path)
+        return str(write_lines(tmp_path / f"{of}-{name}", records))
 
     return write
 
@@ -96,63 +95,49 @@ def check_steps(run, schedule, losses, gradients, reduction) -> None:
             assert all(not gradient.any() for gradient in found.values())
 
 
-def check_training(run, reduction) -> None:
-    """Train, and hold every step against its samples alone."""
-    schedule, gradients = run.schedule, Gradients()
-    run.trainer.add_callback(gradients)
-
-    run.trainer.train()
-
-    check_steps(run, schedule, logged_losses(run.trainer.state.log_history), gradients.steps, reduction)
-
-
 def logged_losses(history) -> list[float]:
     """Return the loss of each step of a log."""
     return [entry["loss"] for entry in history if "loss" in entry]
 
 
 @pytest.mark.parametrize(
-    ("model", "tuner", "reduction"), [("qwen2_5_vl", "full", "token"), ("qwen3", "lora", "sample")]
-)
-def test_steps_are_the_means_over_their_samples(prepared, model, tuner, reduction):
-    """Loss and gradients, in every step, with a ragged window and a silent sample."""
-    keys = {"tuner_type": tuner, "effective_batch_size": 4, "loss_reduction": reduction, **QUIET}
-    run = prepared(model, training=keys, template={"max_length": 400 if model.endswith("vl") else 300})
-    assert run.schedule.batches_per_epoch % 4, "no ragged window to try"
-    table = run.planned["train"].table
-    assert any(len(pack) > 1 and 0 in table[pack, 1] for pack in run.planned["train"].raw.packs), "no masked sample"
-
-    check_training(run, reduction)
-
-
-@pytest.mark.parametrize(
-    ("model", "training", "scale"),
+    ("model", "weighed", "training"),
     [
-        ("qwen2_5_vl", {"effective_batch_size": 4, "loss_reduction": "sample"}, "default"),
-        ("qwen2", {"effective_batch_size": 1, "loss_reduction": "token"}, "default"),
-        ("qwen3_vl", {"packing": False, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2,
-                      "loss_reduction": "sqrt"}, "all"),
+        ("qwen2_5_vl", False, {"effective_batch_size": 4, "loss_reduction": "token"}),
+        ("qwen3", False, {"effective_batch_size": 4, "loss_reduction": "sample", "tuner_type": "lora"}),
+        ("qwen2_5_vl", True, {"effective_batch_size": 4, "loss_reduction": "sample"}),
+        ("qwen2", True, {"effective_batch_size": 1, "loss_reduction": "token"}),
+        ("qwen3_vl", True, {"packing": False, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2,
+                            "loss_reduction": "sqrt"}),
     ],
 )  # fmt: skip
-def test_a_step_is_the_weighted_mean_where_messages_have_weights(prepared, model, training, scale):
-    """In the loss and in its divisor, in packs of both kinds of samples, and in padded batches."""
-    template = {"max_length": 500, "loss_scale": scale}
-    run = prepared(model, weighed=True, training={**training, **QUIET}, template=template)
-    encode = run.samples["train"].encode
+def test_steps_are_the_means_over_their_samples(prepared, model, weighed, training):
+    """Loss and gradients, in a ragged window, with a silent sample, weights, and padded batches."""
+    template = {"max_length": (500 if weighed else 400 if model.endswith("vl") else 300)}
+    if not training.get("packing", True):
+        template["loss_scale"] = "all"
+    run = prepared(model, weighed=weighed, training={**training, **QUIET}, template=template)
+    encode, table = run.samples["train"].encode, run.planned["train"].table
     packs = run.planned["train"].raw.packs.tolist()
-    weighed = [["loss_scale" in encode(index) for index in pack] for pack in packs]
-    assert any(any(pack) for pack in weighed)
-    assert model != "qwen2_5_vl" or any(len({*pack}) == 2 for pack in weighed)
+    kinds = [{"loss_scale" in encode(index) for index in pack} for pack in packs]
+    assert weighed == any(True in kind for kind in kinds)
+    if model == "qwen2_5_vl" and weighed:
+        assert {True, False} in kinds, "no pack of both kinds of samples"
+    if not weighed:
+        assert run.schedule.batches_per_epoch % 4, "no ragged window to try"
+        assert any(len(pack) > 1 and 0 in table[pack, 1] for pack in packs), "no masked sample"
+    gradients = Gradients()
+    run.trainer.add_callback(gradients)
 
-    check_training(run, training["loss_reduction"])
+    run.trainer.train()
+
+    losses = logged_losses(run.trainer.state.log_history)
+    check_steps(run, run.schedule, losses, gradients.steps, training["loss_reduction"])
 
 
 def test_a_step_without_a_supervised_token_changes_nothing(write_run, execute, tmp_path):
     """Its loss is 0, not 0 / 0, which would make every weight not a number."""
-    path = tmp_path / "cut.jsonl"
-    asked = [{"role": "user", "content": "a small red circle " * 30}] * 3 + [{"role": "user", "content": "say"}]
-    records = [{"messages": [question, {"role": "assistant", "content": "blue"}]} for question in asked]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    path = write_lines(tmp_path / "cut.jsonl", map(asked, ["a small red circle " * 30] * 3 + ["say"]))
     keys = {"train_dataloader_shuffle": False, "packing_drop_last": False, "save_strategy": "epoch"}
     limit = {"max_length": 64, "truncation_strategy": "right"}
 

@@ -108,6 +108,7 @@ def test_a_field_runs_along_the_sequence_where_it_is_declared():
     }
     names = {"input_key": "tokens", "input_lengths_key": "sizes"}
     batch = BatchedData.from_fields(fields, sequence_dims={"vector": None, "spans": 2}, **names)
+    assert [3, 4, 4] == batch.truncate(4)["sizes"].tolist()
     ends = {"tokens": 1, "position_ids": 2, "spans": 2}
     expected = [
         {name: (field[n : n + 1].narrow(ends[name], 0, length) if name in ends else field[n : n + 1]).tolist()

@@ -7,17 +7,27 @@ import re
 import shutil
 import signal
 import statistics
+import weakref
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from packplan.adapters.ranks.torch_group import OneRank
+from packplan.adapters.trainer.streams.dataset import StreamedPacks
+from packplan.app import check
+from packplan.app.plan import __main__ as plan
+from packplan.app.sft.stream import train_stream
+from packplan.app.wiring.runs import read_config
+from packplan.app.wiring.trainers import open_checkpoint
 from packplan.core.errors import ConfigError, DataSetError, StaleError
+from packplan.core.schedule import ResumeState
 from packplan.core.stream import StreamOptions
 from tests.e2e import stream_rank
 from tests.e2e.test_resume import assert_equal
 from tests.processes import finished
+from tests.records import write_lines
 from tests.stored import asked
 
 pytestmark = pytest.mark.slow
@@ -25,36 +35,34 @@ pytestmark = pytest.mark.slow
 LENGTHS = np.random.default_rng(1).integers(1, 110, 300).tolist()
 
 
+class Token:
+    """Lives as long as its sample; a set asks for a hash, which a dict has not."""
+
+
+class Marked:
+    """Encodes numbers as samples of a length, each with a token."""
+
+    def __init__(self):
+        self.living = weakref.WeakSet()
+
+    def encode(self, index):
+        self.living.add(token := Token())
+        return {"length": min(LENGTHS[index], 99), "token": token}
+
+
 def test_what_was_emitted_is_not_held():
     """A stream of any length needs the memory of its buffer."""
-    import weakref
-
-    from packplan.adapters.trainer.streams.dataset import StreamedPacks
-
-    living: weakref.WeakSet = weakref.WeakSet()
-
-    class Token:
-        """Lives as long as its sample; a set asks for a hash, which a dict has not."""
-
-    class Marked:
-        """Encodes numbers as samples of a length, each with a token."""
-
-        def encode(self, index):
-            living.add(token := Token())
-            return {"length": min(LENGTHS[index], 99), "token": token}
-
     options = StreamOptions(packing_length=100, packing_buffer=16)
-    dataset = StreamedPacks(Marked(), lambda _: np.arange(len(LENGTHS)), options, rank=0, world_size=1)
-    most = max(len(living) for _ in dataset)
+    samples = Marked()
+    dataset = StreamedPacks(samples, lambda _: np.arange(len(LENGTHS)), options, rank=0, world_size=1)
 
-    assert most <= 2 * 16 + 1
+    assert max(len(samples.living) for _ in dataset) <= 2 * 16 + 1
 
 
 def write_turns(path: Path, *records: list[tuple[str, str]]) -> str:
     """Write records of turns, each with its role; return the path."""
-    rows = [{"messages": [{"role": role, "content": said} for role, said in turns]} for turns in records]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    rows = ({"messages": [{"role": role, "content": said} for role, said in turns]} for turns in records)
+    return str(write_lines(path, rows))
 
 
 @pytest.fixture
@@ -63,28 +71,39 @@ def write_rollout(write_run, text_jsonl):
 
     def write(custom: dict | None = None, name: str = "run", **training) -> Path:
         # Some records are longer than the packs of the run named `long`.
-        keys = {
-            "max_steps": 6,
-            "effective_batch_size": 2,
-            "packing_buffer": 8,
-            "packing_mode": "dynamic",
-            "lr_scheduler_type": "constant",
-        }
         return write_run(
-            "qwen2", name=name, template={"max_length": 50 if name == "long" else 160}, training={**keys, **training},
+            "qwen2", name=name, template={"max_length": 50 if name == "long" else 160},
             custom={"train_jsonl": str(text_jsonl), "trainer_variant": "rollout", **(custom or {})},
+            training={"max_steps": 6, "effective_batch_size": 2, "packing_buffer": 8, "packing_mode": "dynamic",
+                      "lr_scheduler_type": "constant", **training},
         )  # fmt: skip
 
     return write
 
 
-def run(path):
-    from packplan.adapters.ranks.torch_group import OneRank
-    from packplan.app.sft.stream import train_stream
-    from packplan.app.wiring.runs import read_config
-
-    trainer = train_stream(read_config(path), OneRank())
+def run(path, on_ready=id):
+    """Train a stream; return its steps, whether it was terminated, and its log."""
+    trainer = train_stream(read_config(path), OneRank(), on_ready)
     return trainer.state.global_step, trainer.was_terminated, [dict(entry) for entry in trainer.state.log_history]
+
+
+class Watched:
+    """Notes the packs of each step and microbatch of a trainer, and is told before each one."""
+
+    def __init__(self, before=id):
+        self.packs, self.before = {}, before
+
+    def __call__(self, trainer):
+        plain, size, numbers = trainer.training_step, trainer.args.gradient_accumulation_steps, Counter()
+
+        def step(model, inputs, *arguments, **options):
+            number = trainer.state.global_step
+            self.before(number * size + numbers[number])
+            self.packs[number, numbers[number]] = inputs["input_ids"].tolist(), inputs["sample_lengths"]
+            numbers[number] += 1
+            return plain(model, inputs, *arguments, **options)
+
+        trainer.training_step = step
 
 
 COUNTS = (
@@ -93,21 +112,12 @@ COUNTS = (
 )  # fmt: skip
 
 
-def test_a_stream_is_trained_epoch_after_epoch(write_rollout, text_jsonl, monkeypatch):
+def test_a_stream_is_trained_epoch_after_epoch(write_rollout, text_jsonl):
     """In an order of each epoch; evaluation unpacked; epochs say what became of samples."""
-    from packplan.adapters.trainer.streams.trainer import StreamTrainer
-
-    trained: dict[float, list] = {}
-    step = StreamTrainer.training_step
-
-    def noted(trainer, model, inputs, *arguments, **options):
-        trained.setdefault(trainer._epoch, []).append(inputs["sample_lengths"])
-        return step(trainer, model, inputs, *arguments, **options)
-
-    monkeypatch.setattr(StreamTrainer, "training_step", noted)
     path = write_rollout({"val_jsonl": str(text_jsonl)}, max_steps=11, eval_strategy="epoch",
                          packing_min_fill_ratio="0.5")  # fmt: skip
-    steps, terminated, history = run(path)
+    watched = Watched()
+    steps, terminated, history = run(path, watched)
 
     assert (11, False) == (steps, terminated)
     logged = [entry for entry in history if "loss" in entry]
@@ -126,25 +136,30 @@ def test_a_stream_is_trained_epoch_after_epoch(write_rollout, text_jsonl, monkey
     assert list(range(1, len(ends))) == epochs
     assert len(whole) < cut["epoch"] < len(ends)
     assert epochs == [entry["epoch"] for entry in history if "eval_loss" in entry][: len(whole)]
-    assert trained[0] != trained[1]
+    first, second = (
+        [watched.packs[entry["step"] - 1, place] for entry in logged if entry["epoch"] == epoch for place in range(2)]
+        for epoch in (0, 1)
+    )
+    assert first[0] != second[0]
 
 
-@pytest.mark.parametrize(("allowed", "says"), [(True, "a pack of its own"), (False, "skipped; training.packing_allow")])
-def test_long_samples_are_logged_one_by_one(write_rollout, text_jsonl, caplog, allowed, says):
+@pytest.mark.parametrize(
+    ("allowed", "counted", "says"),
+    [(True, "epoch_long_samples", "a pack of its own"), (False, "epoch_skipped_samples", "skipped; training.packing_")],
+)
+def test_long_samples_are_logged_one_by_one(write_rollout, text_jsonl, caplog, allowed, counted, says):  # noqa: PLR0917  # fixtures
     """With record, length and limit; fill of steps and epoch counts them as full."""
     logging.getLogger("packplan").propagate = True
+    keys = {"packing_allow_single_long": allowed, "packing_buffer": 2, "packing_drop_last": False}
     with caplog.at_level(logging.INFO, logger="packplan"):
-        _, _, history = run(write_rollout(max_steps=40, packing_allow_single_long=allowed, packing_buffer=2,
-                                          packing_drop_last=False, effective_batch_size=1, name="long"))  # fmt: skip
-    lines = [line for line in caplog.messages if says in line]
-    num_long = next(entry for entry in history if "epoch_samples" in entry)
-    assert allowed == (num_long["epoch_long_pack_share"] > 0)
-    fills = [entry["fill"] for entry in history if "loss" in entry and not entry["epoch"]]
-    assert statistics.fmean(fills) == pytest.approx(num_long["epoch_fill_mean"])
-    assert num_long["epoch_packs"] == len(fills)
+        _, _, history = run(write_rollout(name="long", max_steps=-1, effective_batch_size=1, **keys))
 
-    assert num_long["epoch_long_samples" if allowed else "epoch_skipped_samples"] > 0
-    assert len(lines) >= num_long["epoch_long_samples" if allowed else "epoch_skipped_samples"]
+    (end,) = (entry for entry in history if "epoch_samples" in entry)
+    fills = [entry["fill"] for entry in history if "loss" in entry]
+    assert statistics.fmean(fills) == pytest.approx(end["epoch_fill_mean"])
+    assert (len(fills), allowed) == (end["epoch_packs"], end["epoch_long_pack_share"] > 0)
+    lines = [line for line in caplog.messages if says in line]
+    assert len(lines) >= end[counted] > 0
     assert all(f"{text_jsonl}, line " in line and "where a pack holds 50" in line for line in lines)
 
 
@@ -172,12 +187,6 @@ def test_a_stream_that_its_steps_end_says_what_it_lost(write_rollout, caplog):
     assert "packing forces training.per_device_eval_batch_size from 3 to 1" in caplog.text
 
 
-def test_an_epoch_without_a_step_ends_training(write_rollout):
-    """Instead of going round for ever; the reason is said, and the status tells."""
-    with pytest.raises(DataSetError, match="epoch 0 has no step, since no step has 500 packs on each rank"):
-        run(write_rollout(effective_batch_size=500))
-
-
 def test_a_stream_that_teaches_nothing_is_an_error(write_run, tmp_path):
     """Its answers are truncated; a plan would refuse them before training."""
     path = write_turns(tmp_path / "turns.jsonl", [("user", "blue " * 60), ("assistant", "red")])
@@ -193,9 +202,6 @@ def test_a_stream_that_teaches_nothing_is_an_error(write_run, tmp_path):
 
 def test_what_needs_a_plan_refuses_a_stream(write_rollout, capsys):
     """`packplan plan build` and `packplan check`; the records can still be looked through."""
-    from packplan.app import check
-    from packplan.app.plan import __main__ as plan
-
     path = str(write_rollout())
 
     for main, arguments in ((plan.main, ["build", path]), (check.main, [path])):
@@ -205,43 +211,21 @@ def test_what_needs_a_plan_refuses_a_stream(write_rollout, capsys):
 
 @pytest.mark.covers
 @pytest.mark.parametrize(
-    ("custom", "training", "says"),
+    ("custom", "training", "error", "says"),
     [
-        ({}, {"resume_from_checkpoint": "last"}, "finds no whole checkpoint"),
-        ({"fusion_config": "mix.yaml"}, {}, "both name the data"),
+        ({}, {"resume_from_checkpoint": "last"}, ConfigError, "finds no whole checkpoint"),
+        ({"fusion_config": "mix.yaml"}, {}, ConfigError, "both name the data"),
+        ({}, {"effective_batch_size": 500}, DataSetError, "epoch 0 has no step, since no step has 500 packs"),
     ],
 )
-def test_what_does_not_go_together_is_refused(write_rollout, custom, training, says):
-    with pytest.raises(ConfigError, match=says):
+def test_what_does_not_go_together_is_refused(write_rollout, custom, training, error, says):
+    """An epoch without a step too, instead of going round for ever."""
+    with pytest.raises(error, match=says):
         run(write_rollout(custom, **training))
 
 
 class KilledError(Exception):
     """Ends a run in the middle of a step, as SIGKILL would: nothing more is saved."""
-
-
-@pytest.fixture
-def trained(monkeypatch):
-    """Return the trained samples by optimizer step, and microbatches before which to die."""
-    from packplan.adapters.trainer.streams.trainer import StreamTrainer
-
-    packs: dict[int, list] = {}
-    kills: list[int] = []
-    step = StreamTrainer.training_step
-
-    def noted(trainer, model, inputs, *arguments, **options):
-        number, size = trainer.state.global_step, trainer.args.gradient_accumulation_steps
-        if len(packs.get(number, [])) == size:
-            del packs[number]  # of the run that was killed in this step
-        if kills and kills[0] == number * size + len(packs.get(number, [])):
-            kills.pop(0)
-            packs.pop(number, None)
-            raise KilledError
-        packs.setdefault(number, []).append((inputs["input_ids"].tolist(), inputs["sample_lengths"]))
-        return step(trainer, model, inputs, *arguments, **options)
-
-    monkeypatch.setattr(StreamTrainer, "training_step", noted)
-    return packs, kills
 
 
 CLOCK = {"tokens_per_second", "train_runtime", "train_steps_per_second", "train_loss", "total_flos"}
@@ -252,33 +236,35 @@ def told(history) -> list[dict]:
     return [{key: entry[key] for key in entry.keys() - CLOCK} for entry in history]
 
 
-def test_a_stream_that_is_killed_ends_as_one_run_does(write_rollout, text_jsonl, trained, tmp_path):
+def test_a_stream_that_is_killed_ends_as_one_run_does(write_rollout, text_jsonl, tmp_path):
     """Killed in random steps: the same packs, losses, counts and weights, with dropout."""
-    packs, kills = trained
     data = tmp_path / "few.jsonl"
     data.write_text("".join(text_jsonl.read_text().splitlines(keepends=True)[:9]))
     custom = {"train_jsonl": str(data)}
     keys = {"max_steps": -1, "num_train_epochs": 2, "packing_buffer": 5, "save_strategy": "steps", "save_steps": 1,
             "tuner_type": "lora", "lora_dropout": 0.2, "packing_drop_last": False, "packing_min_fill_ratio": "0.8",
             "dataloader_num_workers": 2, "effective_batch_size": 3}  # fmt: skip
-    steps, _, history = run(write_rollout(custom, name="long", **keys))
-    expected = dict(packs)
+    whole = Watched()
+    steps, _, history = run(write_rollout(custom, name="long", **keys), whole)
 
-    kills += sorted(np.random.default_rng(5).choice(range(3, 3 * steps), 5, replace=False).tolist())
+    kills = np.random.default_rng(5).choice(range(3, 3 * steps), 4, replace=False).tolist()
     # Adapters begin at random.
     shutil.copytree(tmp_path / "long" / "checkpoint-1", tmp_path / "killed" / "checkpoint-1")
     keys |= {"output_dir": str(tmp_path / "killed"), "resume_from_checkpoint": "last"}
-    for number in [number for number in packs if number]:
-        del packs[number]
-    killed = 0
+
+    def die(microbatch):
+        if microbatch in kills:
+            kills.remove(microbatch)
+            raise KilledError
+
+    killed = Watched(die)
     while kills:
         with pytest.raises(KilledError):
-            run(write_rollout(custom, name="long", **keys))
-        killed += 1
-    again, _, resumed = run(write_rollout(custom, name="long", **keys))
+            run(write_rollout(custom, name="long", **keys), killed)
+    again, _, resumed = run(write_rollout(custom, name="long", **keys), killed)
 
-    assert (steps, 5) == (again, killed)
-    assert expected == packs
+    assert steps == again
+    assert {place: pack for place, pack in whole.packs.items() if place[0]} == killed.packs
     assert told(history) == told(resumed)
     assert_equal(tmp_path / "killed" / f"checkpoint-{steps}", tmp_path / "long" / f"checkpoint-{steps}")
 
@@ -316,31 +302,18 @@ def test_ranks_with_unequal_data_train_all_of_it_also_on_other_ranks(server, wri
     assert {2} == set(steps.values())
 
 
-def test_a_stopped_stream_is_saved_and_resumed_as_itself_alone(  # noqa: PLR0917  # fixtures
-    write_rollout, text_jsonl, trained, monkeypatch, tmp_path, caplog
+def test_a_stopped_stream_is_saved_and_resumed_as_itself_alone(
+    write_rollout, text_jsonl, monkeypatch, tmp_path, caplog
 ):
     """SIGTERM saves and logs the cut epoch; other settings and runs of plans are refused."""
-    from packplan.adapters.ranks.torch_group import OneRank
-    from packplan.adapters.trainer.streams.trainer import StreamTrainer
-    from packplan.app.wiring.runs import read_config
-    from packplan.app.wiring.trainers import open_checkpoint
-    from packplan.core.schedule import ResumeState
-
     logging.getLogger("packplan").propagate = True
-    packs, _ = trained
     keys = {"max_steps": -1, "num_train_epochs": 1, "save_strategy": "steps", "save_steps": 100,
             "eval_strategy": "steps", "eval_steps": 100}  # fmt: skip
     data = {"val_jsonl": str(text_jsonl)}
-    step = StreamTrainer.training_step
+    stopping = Watched(lambda microbatch: microbatch == 5 and os.kill(os.getpid(), signal.SIGTERM))
 
-    def stopped(trainer, *arguments, **options):
-        if len(packs) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(trainer, *arguments, **options)
-
-    with monkeypatch.context() as patched, caplog.at_level(logging.INFO):
-        patched.setattr(StreamTrainer, "training_step", stopped)
-        assert (3, True) == run(write_rollout(data, **keys))[:2]
+    with caplog.at_level(logging.INFO):
+        assert (3, True) == run(write_rollout(data, **keys), stopping)[:2]
     assert "SIGTERM: saved a checkpoint at step 3 of a run of 1 epoch" in caplog.text
     checkpoint = tmp_path / "run" / "checkpoint-3"
     logged = tmp_path / "run" / "logging.jsonl"

@@ -11,13 +11,9 @@ small = st.integers(1, 12)
 
 
 def resolve(effective=None, per_device=1, accumulation=None, world_size=1, forced=1):
-    return resolve_accumulation(
-        effective_batch_size=effective,
-        per_device_train_batch_size=per_device,
-        gradient_accumulation_steps=accumulation,
-        world_size=world_size,
-        forced_batch_size=forced,
-    )
+    names = ("effective_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
+    given = dict(zip(names, (effective, per_device, accumulation, world_size), strict=True))
+    return resolve_accumulation(**given, forced_batch_size=forced)
 
 
 @given(effective=st.integers(1, 200), per_device=small, accumulation=st.none() | small, world_size=small, forced=small)
@@ -39,7 +35,7 @@ def test_a_wanted_effective_batch_is_realised_exactly_or_refused(
     assert effective == resolved.effective_batch_size == unit * resolved.gradient_accumulation_steps
 
 
-@given(per_device=small, accumulation=st.none() | small, world_size=small)
+@given(small, st.none() | small, small)
 def test_an_unset_effective_batch_keeps_what_the_user_implied(per_device, accumulation, world_size):
     """Packing takes over what per-device batch and accumulation gave; padding keeps both."""
     packed = resolve(None, per_device, accumulation, world_size)
@@ -73,7 +69,6 @@ def test_windows_partition_the_batches_of_an_epoch(batches, accumulation):
     assert f"{window.remainder} of {accumulation}" in str(window)
     near = [one for one in range(1, 2 * accumulation + 1) if 2 * one >= accumulation and not batches % one]
     event(f"another is even: {bool(near)}")
-    assert min((abs(one - accumulation) for one in near), default=None) == (
-        window.even_accumulation and abs(window.even_accumulation - accumulation)
-    )
-    assert window.even_accumulation is None or window.even_accumulation in near
+    even = window.even_accumulation
+    assert even is None or even in near
+    assert min((abs(one - accumulation) for one in near), default=None) == (even and abs(even - accumulation))

@@ -24,70 +24,36 @@ def layouts(draw) -> PackedLayout:
     return layout
 
 
-def ranks_rows(layout, row) -> list[list]:
-    return [[row[p] for p in layout.positions(rank).tolist()] for rank in range(layout.cp_size)]
-
-
 @given(layouts())
-def test_every_position_is_computed_by_exactly_one_rank(layout):
-    """And by every rank equally many, in ascending order."""
+def test_each_rank_computes_its_chunks_of_each_sequence_and_all_have_equal_work(layout):
+    """As `chunk_positions` cuts each; `restore` gathers the row; queries see up to themselves."""
     parts = [layout.positions(rank).tolist() for rank in range(layout.cp_size)]
-
-    assert list(range(layout.num_positions)) == sorted(chain(*parts))
-    assert {layout.num_positions // layout.cp_size} == {len(part) for part in parts}
-    assert all(sorted(part) == part for part in parts)
-
-
-@given(layouts())
-def test_a_rank_has_its_chunks_of_each_sequence_one_sequence_after_the_other(layout):
-    """Cut alone by `chunk_positions`, then packed."""
-    starts = layout.cu_seqlens_padded.tolist()
-    for rank in range(layout.cp_size):
+    for rank, part in enumerate(parts):
         alone = [
             start + position
-            for start, end in pairwise(starts)
+            for start, end in pairwise(layout.cu_seqlens_padded.tolist())
             for position in chunk_positions(end - start, cp_size=layout.cp_size, cp_rank=rank)
         ]
-        assert alone == layout.positions(rank).tolist()
+        assert alone == part == sorted(part)
+    gathered = list(chain(*parts))
+    assert list(range(layout.num_positions)) == [gathered[i] for i in layout.restore.tolist()]
 
-
-@given(layouts())
-def test_the_ranks_rows_give_the_row_back(layout):
-    """One after the other, gathered by `restore`; and without the padding, the sequences."""
-    sequences = [[(number, at) for at in range(n)] for number, n in enumerate(layout.lengths.tolist())]
-    room = np.diff(layout.cu_seqlens_padded).tolist()
-    row = [token for own, n in zip(sequences, room, strict=True) for token in own + ["pad"] * (n - len(own))]
-    concatenated = list(chain(*ranks_rows(layout, row)))
-
-    assert row == [concatenated[i] for i in layout.restore.tolist()]
-    assert list(chain(*sequences)) == [concatenated[i] for i in layout.restore[layout.is_token].tolist()]
-
-
-@given(layouts())
-def test_targets_are_those_of_each_sequence_rolled_alone(layout):
-    """Targets cross the ends of chunks; last tokens and padding have none."""
-    tokens = list(range(100, 100 + layout.cu_seqlens[-1]))
-    row, expected = [], []
-    for start, end, room in zip(
-        layout.cu_seqlens[:-1], layout.cu_seqlens[1:], np.diff(layout.cu_seqlens_padded), strict=True
-    ):
-        sequence, pad = tokens[start:end], int(room - (end - start))
-        row += sequence + [0] * pad
-        expected += sequence[1:] + [None] * (pad + 1)
-    found = [None if target < 0 else row[target] for target in layout.targets.tolist()]
-
-    assert expected == found
-    assert ranks_rows(layout, expected) == ranks_rows(layout, found)
-
-
-@given(layouts())
-def test_all_ranks_have_the_same_causal_work(layout):
-    """Counted pair by pair: a query sees the positions of its sequence up to itself."""
-    work = layout.causal_work()
-    counted = [sum(layout.position_ids[p] + 1 for p in layout.positions(rank)) for rank in range(layout.cp_size)]
-
-    assert counted == list(work)
+    work = [sum(layout.position_ids[p] + 1 for p in part) for part in parts]
+    assert work == list(layout.causal_work())
     assert 1 == len(set(work))
+
+
+@given(layouts())
+def test_tokens_and_targets_are_those_of_each_sequence_rolled_alone(layout):
+    """Targets cross the ends of chunks; last tokens and padding have none."""
+    room, row, expected = np.diff(layout.cu_seqlens_padded).tolist(), [], []
+    for number, (length, width) in enumerate(zip(layout.lengths.tolist(), room, strict=True)):
+        sequence = [(number, at) for at in range(length)]
+        row += sequence + [None] * (width - length)
+        expected += sequence[1:] + [None] * (width - length + 1)
+
+    assert [entry is not None for entry in row] == layout.is_token.tolist()
+    assert expected == [None if target < 0 else row[target] for target in layout.targets.tolist()]
 
 
 @given(st.integers(1, 500), st.integers(1, 8), st.integers(1, 8))

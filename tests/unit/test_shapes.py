@@ -60,79 +60,78 @@ def test_records_of_every_shape_become_the_same_messages(shape, record):
         assert TOLD == to_messages({**record, system: "be", "images": None})["messages"]
 
 
-def test_an_instruction_has_its_input_below():
-    record = {"instruction": "Add.", "input": "1 2", "output": "3"}
-
-    assert "Add.\n1 2" == to_messages(record)["messages"][0]["content"]
+ASIDE = {"type": "image", "image": "c.png"}
 
 
-@pytest.mark.parametrize(
-    "history", [[["a", "b"], ["c", None]], '[["a", "b"], ["c", null]]', "[('a', 'b'), ('c', None)]"]
-)
-def test_a_history_comes_before_its_question(history):
-    """In order; what is null is left out."""
-    said = to_messages({"query": "why?", "response": "so.", "history": history})["messages"]
+def own_parts(kind):
+    """Yield each way in which a part of a message names its file."""
+    file = f"a.{kind}"
+    for url in (file, {"url": file}):
+        yield {"type": f"{kind}_url", f"{kind}_url": url}, file
+    for path in (file, {"path": file}):
+        yield {"type": kind, kind: path}, file
+    yield {"type": kind, "path": file}, file
+    yield {"type": kind, "url": file, kind: None}, file
 
-    assert ["a", "b", "c", "why?", "so."] == [message["content"] for message in said]
 
-
-@pytest.mark.parametrize(
-    "record", [{"text": "so."}, {"query": None, "response": "so."}, {"query": None, "response": [ANSWER]}]
-)
-def test_text_alone_is_an_answer_without_a_question(record):
-    """And a question that is null is none, as ms-swift trains it."""
-    assert [ANSWER] == to_messages(record)["messages"]
+BASE64 = {"type": "base64", "media_type": "image/x", "data": "QUI="}
 
 
 @pytest.mark.parametrize(
-    ("part", "image"),
+    ("part", "file"),
     [
-        ({"type": "image", "image": "a.png"}, "a.png"),
-        ({"type": "image_url", "image_url": {"url": "a.png"}}, "a.png"),
-        ({"type": "image_url", "image_url": "a.png"}, "a.png"),
-        ({"type": "image", "image": {"path": "a.png"}}, "a.png"),
-        ({"type": "image", "path": "a.png"}, "a.png"),
-        ({"type": "image", "url": "a.png", "image": None}, "a.png"),
-        ({"type": "image", "source": {"type": "base64", "media_type": "image/x", "data": "QUI="}}, b"AB"),
+        *own_parts("image"),
+        *own_parts("video"),
+        ({"type": "image", "source": BASE64}, b"AB"),
         ({"type": "image"}, "top.png"),
-    ],
-)
-def test_an_image_between_texts_is_a_tag_there(part, image):
-    """Its file is the part's own, or the next of the record."""
-    said = [{"type": "text", "text": "see "}, part, {"type": "text", "text": "?"}]
-
-    sample = to_messages(asked(said, **({"images": ["top.png"]} if image == "top.png" else {})))
-
-    assert "see <image>?" == sample["messages"][0]["content"]
-    assert [image] == sample["images"]
-
-
-@pytest.mark.parametrize(
-    ("part", "video"),
-    [
-        ({"type": "video", "video": "a.mp4"}, "a.mp4"),
-        ({"type": "video_url", "video_url": {"url": "a.mp4"}}, "a.mp4"),
-        ({"type": "video_url", "video_url": "a.mp4"}, "a.mp4"),
-        ({"type": "video", "video": {"path": "a.mp4"}}, "a.mp4"),
-        ({"type": "video", "path": "a.mp4"}, "a.mp4"),
         ({"type": "video", "video": ["a.png", {"path": "b.png"}]}, ("a.png", "b.png")),
     ],
 )
-def test_a_video_between_texts_is_a_tag_there(part, video):
-    """Beside an image; a file, or its frames."""
-    sample = to_messages(asked([{"type": "image", "image": "c.png"}, part]))
+def test_an_image_or_video_between_texts_is_a_tag_there(part, file):
+    """Its file is the part's own, frames, or the next of the record; beside an image too."""
+    kind = part["type"].removesuffix("_url")
+    texts = [{"type": "text", "text": text} for text in ("see ", "?")]
+    top = {"images": ["top.png"]} if file == "top.png" else {}
 
-    assert "<image><video>" == sample["messages"][0]["content"]
-    assert (["c.png"], [video]) == (sample["images"], sample["videos"])
+    sample = to_messages(asked([texts[0], part, texts[1]], **top))
+
+    assert f"see <{kind}>?" == sample["messages"][0]["content"]
+    assert [file] == sample[f"{kind}s"]
+    if kind == "video":
+        beside = to_messages(asked([ASIDE, part]))
+        assert (["c.png"], [file]) == (beside["images"], beside["videos"])
+        assert "<image><video>" == beside["messages"][0]["content"]
 
 
-@pytest.mark.parametrize("videos", [None, "", [], {}])
-def test_no_video_is_none(videos):
-    """And `<video>` in a text stays text."""
-    sample = to_messages({"query": "<video>?", "response": "so.", "videos": videos})
+EMPTY = {"role": "system", "content": ""}
 
+
+@pytest.mark.parametrize(
+    ("record", "contents"),
+    [
+        ({"instruction": "Add.", "input": "1 2", "output": "3"}, ["Add.\n1 2", "3"]),
+        *(({"query": "why?", "response": "so.", "history": history}, ["a", "b", "c", "why?", "so."])
+          for history in ([["a", "b"], ["c", None]], '[["a", "b"], ["c", null]]', "[('a', 'b'), ('c', None)]")),
+        *((record, ["so."]) for record in
+          ({"text": "so."}, {"query": None, "response": "so."}, {"query": None, "response": [ANSWER]})),
+        *(({"query": "<video>?", "response": "so.", "videos": none}, ["<video>?", "so."])
+          for none in (None, "", [], {})),
+        (chat({"role": "system", "content": None}, QUESTION, ANSWER), ["why?", "so."]),
+        (chat(EMPTY, QUESTION, ANSWER), ["", "why?", "so."]),
+        (chat(Messages=[]), ["why?", "so."]),
+        *((chat({**ANSWER, **weighed}, *ASKED), ["so.", "why?", "so."])
+          for weighed in ({"loss": True}, {"loss": False}, {"loss_scale": 2})),
+        (chat(ANSWER, ANSWER), ["so.", "so."]),
+    ],
+)  # fmt: skip
+def test_what_a_record_says_is_read_in_its_order(record, contents):
+    """A history before its question; what is null, or empty, is none, but an empty system text."""
+    sample = to_messages(record)
+
+    assert contents == [message["content"] for message in sample["messages"]]
     assert "videos" not in sample
-    assert "<video>?" == sample["messages"][0]["content"]
+    if "loss" in str(record):
+        assert record["messages"] == sample["messages"]
 
 
 @given(st.integers(1, 3), st.booleans())
@@ -227,26 +226,6 @@ def test_any_value_under_any_key_is_read_or_refused_as_a_record(record):
         assert to_messages(record)["messages"]
     except UnusableRecordError as refused:
         assert len(str(refused)) < 500  # noqa: PT017
-
-
-def test_a_null_system_message_is_none():
-    """As exports write one that is absent; an empty one leaves out the template's."""
-    assert to_messages(chat()) == to_messages(chat({"role": "system", "content": None}, QUESTION, ANSWER))
-    empty = {"role": "system", "content": ""}
-    assert [empty, *ASKED] == to_messages(chat(empty, QUESTION, ANSWER))["messages"]
-
-
-@pytest.mark.parametrize("weighed", [{"loss": True}, {"loss": False}, {"loss_scale": 2}])
-def test_the_assistant_may_begin_where_it_says_whether_that_is_trained(weighed):
-    greeting = {**ANSWER, **weighed}
-
-    assert [greeting, *ASKED] == to_messages(chat(greeting, *ASKED))["messages"]
-    assert [ANSWER, ANSWER] == to_messages(chat(ANSWER, ANSWER))["messages"]
-
-
-def test_a_column_that_is_empty_is_none():
-    """In capitals, beside one that says something."""
-    assert to_messages(chat()) == to_messages(chat(Messages=[]))
 
 
 def test_keys_have_the_names_that_the_user_gives_them():
