@@ -43,11 +43,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def train_stream(
-    config: RunConfig, group: RankGroup, on_ready: Callable[[StreamTrainer], object] = id
-) -> StreamTrainer:
+def train_stream(config: RunConfig, group: RankGroup, on_ready: Callable[..., object] = id) -> StreamTrainer:
     """
-    Train from a stream, and return the trainer, which *on_ready* is given before it starts.
+    Train from a stream, and return the trainer.
+
+    Args:
+        config: Configuration of the run.
+        group: Ranks that train together.
+        on_ready: Called with the trainer before it starts.
 
     Raises:
         PackplanError: Something the user can fix.

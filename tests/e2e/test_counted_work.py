@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from benchmarks.work import image_flops, position_flops
 from packplan.adapters.probe.small_model import SmallModels, hide_warnings
 from packplan.core.work.model import WorkModel
+from tests.made.vision_models import VISION_FAMILIES
 from tools.families import default_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.covers]
@@ -17,9 +18,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.covers]
 GRIDS = [(1, 8, 14), (1, 10, 6), (1, 4, 4)]
 """Whole windows, windows that the edge cuts, and less than a window of the released models."""
 
-
 VIDEOS = [(2, 8, 14), (3, 4, 4)]
 """Grids of videos: pairs of frames, rows, columns."""
+
+TILES = (1, 3, 7)
+"""Tiles of InternVL's images."""
 
 
 def inputs(config, num_tokens, grids, of="image"):
@@ -47,13 +50,17 @@ def counted(call, **given) -> int:
     """Return the operations that torch counts in a call without gradients."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         call(**given)
-    total: int = counter.get_total_flops()
-    return total
+    return counter.get_total_flops()
 
 
 def flops(work, num_tokens, grids):
     """Return the operations that a row of one sample and its images take."""
     return position_flops(work, num_tokens, num_tokens**2) + image_flops(work.vision, grids).sum()
+
+
+def work_of(config):
+    """Return the work of a model, as its written configuration says."""
+    return WorkModel.from_config(json.loads(json.dumps(config.to_dict(), default=str)))
 
 
 def open_shipped(demo, model_type):
@@ -120,17 +127,12 @@ def test_torch_counts_about_the_same_in_families_that_keys_describe(family):
         model = SmallModels(default_config(family)).build(attention="eager")
     # The kernels that compute experts together are not counted.
     model.set_experts_implementation("eager")
-    config = json.loads(json.dumps(model.config.to_dict(), default=str))
-    work = WorkModel.from_config(config)
+    config, work = model.config.to_dict(), work_of(model.config)
 
     images = [] if family in TEXTS else [(90, GRIDS), (60 * 4, GRIDS * 4)]
     for num_tokens, grids in ((60, []), (60 * 4, []), *images):
         found = counted(model, **inputs(config, num_tokens, grids), use_cache=False)
         assert flops(work, num_tokens, grids) == pytest.approx(found, rel=0.02)
-
-
-TILES = (1, 3, 7)
-"""Tiles of InternVL's images."""
 
 
 @pytest.mark.parametrize(
@@ -139,12 +141,9 @@ TILES = (1, 3, 7)
 )
 def test_torch_counts_about_the_same_in_towers_of_tiles_and_of_wide_layers(family, model_type):
     """Within 2 %: tiles of one size, or grids, by each grid and by counts alone."""
-    from tests.made.vision_models import VISION_FAMILIES
-
-    sizes = VISION_FAMILIES[family].config
-    config = AutoConfig.for_model(model_type, **sizes)
+    config = AutoConfig.for_model(model_type, **VISION_FAMILIES[family].config)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
-    vision = WorkModel.from_config(json.loads(json.dumps(config.to_dict(), default=str))).vision
+    vision = work_of(config).vision
 
     for number, grid in zip(TILES, GRIDS, strict=True):
         if family == "internvl":

@@ -32,43 +32,32 @@ def experts(demo, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def trained(experts, write_run):
-    """Return a function that trains the mixture for one step: its run, and its entry in the log."""
+def test_experts_cost_what_their_coefficient_says_however_they_are_computed(experts, write_run):
+    """Once in a step, however many packs it accumulates; samples stay equal to themselves."""
 
     def train(name: str, *, model: dict | None = None, **training):
         sections = {"model": str(experts), "model_type": "qwen3_moe", **(model or {})}
-        settings = {"max_steps": 1, "packing_drop_last": False, **training}
+        settings = {"max_steps": 1, "packing_drop_last": False, "gradient_accumulation_steps": 2, **training}
         path = write_run("qwen3", name=name, model=sections, template={"template": "qwen3"}, training=settings)
         config = read_config(path)
         ready = prepare(config, OneRank())
-        if training.get("router_aux_loss_coef"):
+        if training:
             report = check.compare(config, ready.trainer, ready.planned["train"], num_packs=1)
             assert report.passed, [verdict for verdict in report.verdicts if not verdict.passed]
         ready.trainer.train()
-        return ready, next(entry for entry in ready.trainer.state.log_history if "loss" in entry)
+        ways.append(ready.trainer.model.config._experts_implementation)
+        return next(entry for entry in ready.trainer.state.log_history if "loss" in entry)
 
-    return train
+    ways = []
+    plain, batched = train("plain"), train("batched", model={"experts_impl": "batched_mm"})
+    assert ways[0] != ways[1] == "batched_mm"
+    assert batched["loss"] == pytest.approx(plain["loss"], abs=1e-5)
 
-
-def test_experts_that_are_used_unevenly_cost_what_their_coefficient_says(trained):
-    """Once in a step, however many packs it accumulates; samples stay equal to themselves."""
-    _, plain = trained("plain", gradient_accumulation_steps=2)
-    _, balanced = trained("balanced", gradient_accumulation_steps=2, router_aux_loss_coef=0.5)
-
+    balanced = train("balanced", router_aux_loss_coef=0.5)
     assert "aux_loss" not in plain
     assert balanced["aux_loss"] > 1
     assert balanced["loss"] - plain["loss"] == pytest.approx(0.5 * balanced["aux_loss"], abs=2e-3)
     assert balanced["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-3)
-
-
-def test_experts_are_computed_as_the_run_says(trained):
-    ready, batched = trained("batched", model={"experts_impl": "batched_mm"})
-    default, plain = trained("default")
-
-    ways = [run.trainer.model.config._experts_implementation for run in (ready, default)]
-    assert "batched_mm" == ways[0] != ways[1]
-    assert batched["loss"] == pytest.approx(plain["loss"], abs=1e-5)
 
 
 def test_dft_weighs_each_token_by_its_probability(write_run):
