@@ -54,12 +54,11 @@ def sections(demo, text_jsonl, tmp_path):
         model.save_pretrained(folder)
         model_type, template, _ = FAMILIES[family]
         # The templates of some families say much before the first message.
-        limit = 512 if family in {"llama", "gpt_oss"} else 200
+        keys = {"max_length": 512 if family in {"llama", "gpt_oss"} else 200, "system": None, "template": template}
         return {
-            "model": {"model": str(folder), **({"model_type": model_type} if model_type else {})},
-            "template": {"max_length": limit, "system": None, **({"template": template} if template else {})},
+            "model": {"model": str(folder), "model_type": model_type}, "template": keys,
             "custom": {"train_jsonl": str(few)},
-        }
+        }  # fmt: skip
 
     return of
 
@@ -80,48 +79,34 @@ def test_a_family_packs_the_whole_way_of_training(write_run, sections, tmp_path,
     assert 0 == verdict["measured"].pop("isolation")
     assert max(verdict["measured"].values()) <= EQUALITY_LIMITS["float32"] / 4
     assert ["cpu, float32"] == verdict["loaded_on"]
-    require_equal_in_16_bits(family, PackingVerdict.from_dict({**verdict, "measured": None}))
-
-
-def require_equal_in_16_bits(family, verdict):
-    """Rounding stays within the limit of the type and of the depth."""
+    # In 16 bits, rounding stays within the limit of the type and of the depth.
+    verdict = PackingVerdict.from_dict({**verdict, "measured": None})
     with hide_warnings():
         model = SmallModels(default_config(family)).build(attention=verdict.native).bfloat16()
     set_attention(model, choose_attention("auto", verdict))
-
     probe_loaded(model, native=verdict.native, named="auto")
-
     assert difference_limit(model) < 0.16
 
 
 @pytest.mark.parametrize(
     ("family", "keys", "says"),
     [
-        ("gpt_oss", {}, r"template\.template: is gpt_oss, which ms-swift does not declare"),
-        ("lfm2", {}, r"template\.template: is not set, and ms-swift knows no templates of Lfm2ForCausalLM"),
-        ("gemma3_text", {"system": "You look at scenes."}, "does not support `system`"),
+        ("gpt_oss", {}, {"template.template": "is gpt_oss, which ms-swift does not declare"}),
+        ("lfm2", {}, {"template.template": "is not set, and ms-swift knows no templates of Lfm2ForCausalLM"}),
+        ("gemma3_text", {"system": "You look at scenes."}, {"template": "does not support `system`"}),
+        ("llama", {}, {"model.model_type": "yi", "template.template": "llama3_2"}),
     ],
 )
 def test_a_template_that_does_not_fit_is_refused(write_run, execute, sections, family, keys, says):  # noqa: PLR0917  # fixtures
-    """One that does not pack; none that is known; one without a system."""
+    """One that does not pack; none that is known; one without a system; several by name."""
     rest = sections(family)
-    rest["template"] = {"max_length": 512, "system": None, **keys}
-
-    with pytest.raises(ConfigError, match=says):
-        check.check(read_config(write_run("qwen2", **rest)), num_packs=1)
-    if family == "gpt_oss":
-        assert 1 == execute(write_run("qwen2", training={"packing": False, "max_steps": 1}, **rest)).num_steps
-
-
-def test_a_model_of_several_kinds_asks_for_both_by_key(write_run, sections):
-    """ms-swift knows several model types and templates of it; the choices are named."""
-    rest = sections("llama")
-    del rest["model"]["model_type"], rest["template"]["template"]
+    rest["template"], rest["model"]["model_type"] = {"max_length": 512, "system": None, **keys}, None
 
     with pytest.raises(ConfigError) as refused:
         check.check(read_config(write_run("qwen2", **rest)), num_packs=1)
 
     faults = {fault.path: fault.reason for fault in refused.value.faults}
-    assert {"model.model_type", "template.template"} == set(faults)
-    assert "yi" in faults["model.model_type"]
-    assert "llama3_2" in faults["template.template"]
+    assert says.keys() == faults.keys()
+    assert all(says[path] in faults[path] for path in says)
+    if family == "gpt_oss":
+        assert 1 == execute(write_run("qwen2", training={"packing": False, "max_steps": 1}, **rest)).num_steps

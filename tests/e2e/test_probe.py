@@ -110,6 +110,16 @@ def carry(plain, seen):
     return plain(seen) + 0.02 * seen.cumsum(1)
 
 
+def differ_under_ours(model):
+    """Give other results under our attention."""
+    at_the_end(lambda seen: seen * (1 + model.config._attn_implementation.startswith(NAME)))(model)
+
+
+def carry_and_differ(model):
+    in_layers(lambda: carry, "mlp")(model)
+    differ_under_ours(model)
+
+
 def carry_whole_rows():
     """Carry a state along the row, and refuse to run sample by sample."""
     calls = []
@@ -154,9 +164,8 @@ FAULTS = {
     "a leak too small for 16 bits": at_the_end(partial(leak_beyond, 17)),
     "a leak of gradients alone": at_the_end(BackwardLeak.apply),
     "a blind model": at_the_end(lambda seen: seen * 0),
-    "another result under our attention": lambda model: at_the_end(
-        lambda seen: seen * (1 + model.config._attn_implementation.startswith(NAME))
-    )(model),
+    "another result under our attention": differ_under_ours,
+    "a state, and another result under our attention": carry_and_differ,
     "states of two kinds": in_layers(lambda: carry, "mlp", "input_layernorm"),
     "a state that cannot be split": in_layers(carry_whole_rows, "mlp"),
     "a memory of calls": in_layers(partial(remember, carries=0.0), "mlp"),
@@ -194,7 +203,6 @@ LONGROPE = {"long_factor": [1.0 + 0.5 * i for i in range(48)], "original_max_pos
 
 PASSING = {
     **{family: (default_config(family), *shown) for family, shown in {
-        "rwkv": ("own", ("RwkvFeedForward", "RwkvSelfAttention")),
         "deepseek_v32": ("own", ()),
         "gptj": ("own", ()),
         "qwen3_vl_moe": ("varlen", ()),
@@ -205,7 +213,7 @@ PASSING = {
         LlamaConfig(pretraining_tp=4096, release={"steps": 120_000, "batches": [512, 1024]}), "varlen", ()),
     "a span that is a size of weights": (
         faulty("a span that cannot shrink", memory_span=4096, with_table=True), "varlen", ()),
-    "another result under our attention": (faulty("another result under our attention"), "own", ()),
+    "its own attention": (faulty("a state, and another result under our attention"), "own", ("LlamaMLP",)),
 }  # fmt: skip
 """Model -> its configuration, its strategy, and the layers that run sample by sample."""
 
@@ -260,7 +268,7 @@ def test_models_that_leak_are_refused_with_the_numbers(config, shows, reason):
 
 def test_an_attention_that_gives_other_results_is_refused():
     """By its name; `auto` takes the model's own instead."""
-    verdict = probe_config(PASSING["another result under our attention"][0], attn_impl="varlen")
+    verdict = probe_config(faulty("another result under our attention"), attn_impl="varlen")
 
     assert not verdict.passes
     assert 0 == verdict.measured.isolation < 1e-3 < verdict.measured.equality
@@ -451,10 +459,17 @@ def test_two_right_ways_to_compute_a_model_are_within_the_limit(family, precisio
     assert 0 < max(apart.logits) < difference_limit(model) < most
 
 
-def test_a_leak_too_small_for_16_bits_is_refused_by_its_gradient():
-    """Of a thousandth, which rounding hides in logits."""
-    with pytest.raises(ModelError, match="gradients pass between samples"):
-        probe_loaded(loaded(faulty("a leak too small for 16 bits")), native="sdpa", named="auto")
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    {
+        "a leak too small for 16 bits": "gradients pass between samples",
+        "another result under our attention": "differ from themselves alone",
+    }.items(),
+)
+def test_a_loaded_model_is_refused_with_the_numbers(fault, says):
+    """By a gradient that rounding hides in logits; by samples alone under transformers' attention."""
+    with pytest.raises(ModelError, match=says):
+        probe_loaded(loaded(faulty(fault)), native="sdpa", named="auto")
 
 
 @pytest.fixture

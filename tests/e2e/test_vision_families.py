@@ -5,7 +5,7 @@ import json
 import re
 import shutil
 import sys
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,6 @@ from transformers import AutoModelForMultimodalLM
 
 from packplan.adapters.loaders.rows import PackOfRows
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.adapters.samples import shortcut
 from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.trainer import vision
 from packplan.adapters.trainer.tuners import _refuse_unmatched
@@ -45,13 +44,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:__array_wrap__ must accept context:DeprecationWarning"),
 ]
 
-HEADERS = {
-    "internvl": "what InternVLProcessor says of sizes",
-    "glm4v": "what Glm4vProcessor says of sizes",
-    "qwen3_5": "the arithmetic of qwen_vl_utils",
-    "qwen2_5_omni": "the arithmetic of qwen_vl_utils",
-}
-"""Family -> what gives the lengths of its images from headers; the others are encoded in full."""
+HEADERS = {"internvl", "glm4v", "qwen3_5", "qwen2_5_omni"}
+"""Families whose images have lengths by their headers; those of the others are encoded in full."""
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,9 +56,7 @@ OMNI = pytest.param(
     ),
 )
 
-MEASURED = ["internvl", "glm4v", "qwen3_5", "minicpmv4_6", "paddleocr_vl", OMNI]
-
-CHECKED = ["qwen3_5", "internvl", "glm4v", "minicpmv4_6", "paddleocr_vl", OMNI]
+FAMILIES = ["internvl", "glm4v", "qwen3_5", "minicpmv4_6", "paddleocr_vl", OMNI]
 """One of Qwen with states, and those beside it; `python -m tools.models vision` compares all."""
 
 
@@ -112,42 +104,31 @@ def pictures(tmp_path_factory):
     return write_sizes(tmp_path_factory.mktemp("pictures"))
 
 
-@pytest.fixture(scope="module")
-def few_pictures(pictures):
-    """Records of images of five sizes, and of none to four of all."""
-    lines = pictures.read_text().splitlines(keepends=True)
-    path = pictures.with_name("few.jsonl")
-    path.write_text("".join([*lines[5:10], *lines[-4:]]))
-    return path
-
-
 def measurer(path) -> SwiftMeasurer:
     """Return the measurer of a run's samples."""
     config = read_config(path)
     return open_splits(config)["train"].source
 
 
-@pytest.mark.parametrize("family", MEASURED)
-def test_lengths_are_those_of_full_encodes(vision_run, pictures, few_pictures, caplog, family):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lengths_are_those_of_full_encodes(vision_run, pictures, folder, family):
     """For 45 sizes and several images: from headers where possible, else by full encodes."""
-    caplog.set_level("INFO", "packplan")
-    shortcut._log_info_once.cache_clear()  # another test of this process may have heard it
-    data, sizes = (pictures, 45) if family in HEADERS else (few_pictures, 5)
+    by_header = family in HEADERS
+    data, images = (pictures, [*[1] * 45, 2, 3, 4, 0]) if by_header else (folder / "scenes.jsonl", [*IMAGES_OF] * 2)
     samples = measurer(vision_run(family, custom={"train_jsonl": str(data)}))
     in_full = list(samples.measure_many(range(len(samples)), in_full=True))
 
-    assert [outcome.measurement.images for outcome in in_full] == [1] * sizes + [2, 3, 4, 0]
-    assert all(outcome.measurement.patches > 0 for outcome in in_full[:-1])
+    assert images == [outcome.measurement.images for outcome in in_full]
+    assert all((outcome.measurement.patches > 0) == (outcome.measurement.images > 0) for outcome in in_full)
     encoder, encoded = samples._encoder, []
     plain = encoder.encode
     encoder.encode = lambda index: encoded.append(index) or plain(index)
     assert in_full == list(samples.measure_many(range(len(samples)), in_full=False))
-    if family in HEADERS:
+    assert by_header == (samples.shortcut.image_lengths is not None)
+    if by_header:
         assert set(encoded) <= {0, 48}, "those alone that are audited"
-        assert f"lengths of images come from their headers, by {HEADERS[family]}" in caplog.text
     else:
-        assert set(range(sizes + 3)) <= set(encoded)
-        assert "samples with some are encoded in full" in caplog.text
+        assert {index for index, number in enumerate(images) if number} <= set(encoded)
 
 
 def swap(trainer) -> None:
@@ -190,7 +171,7 @@ def loss_and_unused(prepared, index: int) -> tuple[float, set[str]]:
     }
 
 
-@pytest.mark.parametrize("family", CHECKED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_shown_to_pack(vision_run, folder, monkeypatch, family):
     """A swapped image and images that see each other are found; the dummy image reaches all."""
     few = {"train_jsonl": str(folder / "few.jsonl")}
@@ -217,24 +198,6 @@ def test_a_family_is_shown_to_pack(vision_run, folder, monkeypatch, family):
 
     blur(trainer)
     assert "isolation" in failed()
-
-
-def logged(history, key) -> list[float]:
-    return [entry[key] for entry in history if key in entry]
-
-
-losses = partial(logged, key="loss")
-
-
-def history_apart(folder) -> list[dict]:
-    """Return what two ranks logged, of which in some step only one has images."""
-    ranks = rank_main.seen(folder, 2)
-    images = [[IMAGES_OF[ranks[0]["raw_packs"][pack][0] % 4] for pack in rank["fetched"]] for rank in ranks]
-    assert any((first > 0) != (second > 0) for first, second in zip(*images, strict=True))
-    histories = [rank["history"] for rank in ranks]
-    assert losses(histories[0]) == losses(histories[1])
-    assert 4 == len(losses(histories[0]))
-    return histories[0]
 
 
 @pytest.mark.parametrize("family", ["internvl", OMNI])
@@ -264,9 +227,13 @@ def test_deepspeed_trains_a_family_the_same(vision_run, execute, folder, tmp_pat
     run = train_under_torchrun(path, tmp_path)
 
     assert 0 == run.returncode, run.stderr[-4000:]
-    found = history_apart(tmp_path)
+    ranks = rank_main.seen(tmp_path, 2)
+    images = [[IMAGES_OF[ranks[0]["raw_packs"][pack][0] % 4] for pack in rank["fetched"]] for rank in ranks]
+    assert any((first > 0) != (second > 0) for first, second in zip(*images, strict=True)), "one has no image"
     for key in ("loss", "eval_loss"):
-        assert logged(alone, key) == pytest.approx(logged(found, key), rel=1e-5)
+        expected = [entry[key] for entry in alone if key in entry]
+        for rank in ranks:
+            assert expected == pytest.approx([entry[key] for entry in rank["history"] if key in entry], rel=1e-5)
 
 
 def test_what_cannot_be_counted_is_refused_by_record(vision_run, folder, tmp_path):
@@ -312,17 +279,15 @@ def test_a_template_that_cannot_see_here_is_refused_by_key(vision_run, write_run
 def test_a_missing_package_is_named_before_anything_is_measured(vision_run, monkeypatch):
     """One of a processor's class, of its template at an image, or of our extra."""
 
-    def lacks_package(name):
+    def raising(error):
         def fail(*_, **__):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+            raise error
 
         return fail
 
-    def lacks_distribution(_):
-        raise PackageNotFoundError("qwen_omni_utils")
-
-    monkeypatch.setattr(GLM4VTemplate, "replace_tag", lacks_package("pixels"))
-    monkeypatch.setattr(Qwen2_5OmniLoader, "_check_qwen_omni_utils", lacks_distribution)
+    pixels = ModuleNotFoundError("No module named 'pixels'", name="pixels")
+    monkeypatch.setattr(GLM4VTemplate, "replace_tag", raising(pixels))
+    monkeypatch.setattr(Qwen2_5OmniLoader, "_check_qwen_omni_utils", raising(PackageNotFoundError("qwen_omni_utils")))
     assert re.search(r"template\.template: is glm4v, .*: install pixels", refused(vision_run("glm4v")))
     assert re.search(r"model\.model: .*: pip install 'packplan\[omni\]'", refused(vision_run("qwen2_5_omni")))
     monkeypatch.setitem(sys.modules, "qwen_vl_utils", None)
