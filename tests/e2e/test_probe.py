@@ -467,7 +467,7 @@ def test_two_right_ways_to_compute_a_model_are_within_the_limit(family, precisio
     }.items(),
 )
 def test_a_loaded_model_is_refused_with_the_numbers(fault, says):
-    """By a gradient that rounding hides in logits; by samples alone under transformers' attention."""
+    """By a gradient that rounding hides in logits; by samples under transformers' attention."""
     with pytest.raises(ModelError, match=says):
         probe_loaded(loaded(faulty(fault)), native="sdpa", named="auto")
 
