@@ -7,6 +7,7 @@ import re
 import pytest
 
 from packplan.app.plan import __main__ as plan
+from tests.made.pictures import record
 from tests.processes import _packplan, finished
 
 pytestmark = pytest.mark.slow
@@ -16,11 +17,8 @@ pytestmark = pytest.mark.slow
 def uneven(tmp_path):
     """Write records of many lengths, and return their file."""
     path = tmp_path / "uneven.jsonl"
-    turns = [
-        [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": "blue " * (1 + n * n % 61)}]
-        for n in range(40)
-    ]
-    path.write_text("".join(json.dumps({"messages": one}) + "\n" for one in turns))
+    records = [record(f"say {n}", [], answer="blue " * (1 + n * n % 61)) for n in range(40)]
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))
     return str(path)
 
 
@@ -45,8 +43,8 @@ def test_steps_evaluations_and_checkpoints_are_timed_and_counted(write_run, unev
 
 def test_two_ranks_measure_together(write_run, server, uneven, tmp_path):
     """Rank 0 prints."""
-    keys, data = {"effective_batch_size": 8, "packing_drop_last": False}, {"train_jsonl": uneven}
-    path = write_run("qwen2", training=keys, custom=data)
+    keys = {"effective_batch_size": 2, "packing_drop_last": False}
+    path = write_run("qwen2", training=keys, custom={"train_jsonl": uneven})
     words = ("plan", "time", str(path), "training.save_strategy=steps", "training.save_steps=2", "--quiet")
 
     assert [0, 0] == finished(server.ranks(2, _packplan, *words, folder=tmp_path / "measured"))

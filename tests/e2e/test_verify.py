@@ -11,6 +11,7 @@ from PIL import Image
 
 from packplan.app import sft
 from packplan.app.plan import __main__ as plan
+from tests.made.pictures import record
 
 pytestmark = pytest.mark.slow
 
@@ -22,29 +23,26 @@ def built(demo, tmp_path_factory):
     records = []
     for number in range(12):
         Image.fromarray(np.full((60, 80, 3), number, dtype=np.uint8)).save(folder / f"{number}.png")
-        answer = {"role": "assistant", "content": "red dot " * (1 + number % 4)}
-        records.append({"messages": [{"role": "user", "content": "<image>what?"}, answer], "images": [f"{number}.png"]})
-    lines = [json.dumps(record) for record in records]
-    (folder / "train.jsonl").write_text("\n".join(lines))
-    (folder / "val.jsonl").write_text("\n".join(lines[:3]))
-    (folder / "run.yaml").write_text(_run(folder, demo))
+        records.append(json.dumps(record("what?", [f"{number}.png"], answer="red dot " * (1 + number % 4))))
+    (folder / "train.jsonl").write_text("\n".join(records))
+    (folder / "val.jsonl").write_text("\n".join(records[:3]))
+    write_config(folder, demo)
     assert 0 == plan.main(["build", str(folder / "run.yaml"), "--quiet"])
     return folder
 
 
-def _run(folder: Path, demo: Path, system: str = "You look.") -> str:
-    return yaml.safe_dump(
-        {
-            "model": {"model": str(demo / "models" / "qwen2_5_vl")},
-            "template": {"max_length": 256, "system": system},
-            "custom": {"train_jsonl": str(folder / "train.jsonl"), "val_jsonl": str(folder / "val.jsonl")},
-            "training": {"output_dir": str(folder / "run"), "packing_drop_last": False},
-        }
-    )
+def write_config(folder: Path, demo: Path, system: str = "You look.") -> None:
+    sections = {
+        "model": {"model": str(demo / "models" / "qwen2_5_vl")},
+        "template": {"max_length": 256, "system": system},
+        "custom": {"train_jsonl": str(folder / "train.jsonl"), "val_jsonl": str(folder / "val.jsonl")},
+        "training": {"output_dir": str(folder / "run"), "packing_drop_last": False},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(sections))
 
 
 @pytest.fixture
-def run(built, demo, tmp_path):
+def run(built, tmp_path):
     """The built folder, in its place, put back after the test."""
     shutil.copytree(built, tmp_path / "kept")
     yield built
@@ -87,7 +85,7 @@ def test_every_planted_fault_is_found_at_once(run, demo, verified, capfd):
     lines = (run / "train.jsonl").read_text().splitlines()
     lines[7] = lines[7].replace("red", "red red", 1)
     (run / "train.jsonl").write_text("\n".join(lines))
-    (run / "run.yaml").write_text(_run(run, demo, "You look again."))
+    write_config(run, demo, "You look again.")
 
     status, findings = verified(run, "--samples", "12")
 
