@@ -53,10 +53,8 @@ def store_run(
     for split, of in (("train", lengths), ("eval", eval_lengths)):
         if of:
             shutil.rmtree(artefacts_folder(config.training.output_dir) / split, ignore_errors=True)
-            _store(
-                config, split, of, world_sizes, measured=measured or len(of), repeatability=repeatability,
-                supervised=supervised,
-            )  # fmt: skip
+            rows = _rows(of[:measured], supervised, repeatability=repeatability)
+            _store(config, split, of, world_sizes, rows)
     if files:
         stores = open_stores(config, "train")
         with stores.lock.hold(timeout_s=1, report=lambda _: None):
@@ -64,28 +62,20 @@ def store_run(
     return path
 
 
-def _store(
-    config: RunConfig,
-    split: str,
-    lengths: Sequence[int],
-    world_sizes: Sequence[int],
-    *,
-    measured: int,
-    repeatability: bool,
-    supervised: int | Sequence[int],
-) -> None:
+def _rows(lengths: Sequence[int], supervised: int | Sequence[int], *, repeatability: bool) -> StoredRows:
+    rows = np.zeros((len(lengths), len(COLUMNS)), dtype=np.int32)
+    rows[:, 0], rows[:, 1], rows[0, 2:4] = lengths, supervised, (1, 4)
+    media = np.array([[1000, 28, 56, 7, 0, 0, 0]], dtype=np.int64).reshape(-1, len(MEDIA_COLUMNS))
+    return StoredRows(rows, media, repeatability={"samples": [0]} if repeatability else None)
+
+
+def _store(config: RunConfig, split: str, lengths: Sequence[int], world_sizes: Sequence[int], rows: StoredRows) -> None:
     stores, policy = open_stores(config, split), plan_policy(config, split)
     inputs = configured_inputs(config.template, config.custom, packing_length=config.packing_length)
-    rows = np.zeros((measured, len(COLUMNS)), dtype=np.int32)
-    rows[:, 0] = lengths[:measured]
-    rows[:, 1] = supervised
-    rows[0, 2:4] = 1, 4
-    media = np.array([[1000, 28, 56, 7, 0, 0, 0]], dtype=np.int64).reshape(-1, len(MEDIA_COLUMNS))
     with stores.lock.hold(timeout_s=1, report=lambda _: None):
         stores.lengths.resume(Fingerprint(inputs), len(lengths), str)
-        repeated = {"samples": [0]} if repeatability else None
-        stores.lengths.append(StoredRows(rows, media, repeatability=repeated), f"data {lengths}")
-        if measured < len(lengths):
+        stores.lengths.append(rows, f"data {lengths}")
+        if len(rows.table) < len(lengths):
             return
         raw, key = build_raw_plan(lengths, policy), policy.fingerprint(stores.lengths.digest())
         stores.plans.save(key, raw)
@@ -95,7 +85,6 @@ def _store(
 
 def asked(path: Path) -> Path:
     """Store a verdict on a run's model, so that none of its processes asks; return the YAML."""
-    from packplan.app.wiring.runs import read_config
     from packplan.app.wiring.verdicts import find_verdict, load_verdict, needs_verdict, store_verdict, verdict_key
 
     config = read_config(str(path))

@@ -25,22 +25,17 @@ def hold(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "hf/hub/models--org--na.me/snapshots/abc",
-        "ms/models/org--na.me/snapshots/master",
-        "ms/models/org--na.me/snapshots/abc",
-        "ms/models/org/na___me",
-        "ms/hub/models/org/na___me",
-        "ms/hub/org/na___me",
-        "ms/models/org/na.me",
-    ],
-)
-def test_a_model_is_found_in_each_layout(tmp_path, layout):
-    """Of both hubs, and of earlier versions of their libraries."""
-    assert find_cached_model("org/na.me") is None
+LAYOUTS = [
+    "hf/hub/models--org--na.me/snapshots/abc", "ms/models/org--na.me/snapshots/master",
+    "ms/models/org--na.me/snapshots/abc", "ms/models/org/na___me", "ms/hub/models/org/na___me", "ms/hub/org/na___me",
+    "ms/models/org/na.me",
+]  # fmt: skip
+"""Of both hubs, and of earlier versions of their libraries."""
 
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_is_found_in_each_layout(tmp_path, layout):
+    assert find_cached_model("org/na.me") is None
     assert hold(tmp_path / layout) == find_cached_model("org/na.me")
 
 

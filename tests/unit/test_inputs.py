@@ -6,22 +6,19 @@ import yaml
 from packplan.adapters.config.trainer_keys import machine_faults
 from packplan.app.wiring.runs import read_config, require_inputs
 from packplan.core.errors import ConfigError
+from tests.documents import document
 
 GONE = "cannot be read (No such file or directory): name an existing data file"
 
 
 @pytest.fixture
 def run_of(tmp_path):
-    """Return a function that writes a run whose inputs are all missing, with changed sections."""
+    """Return a function that writes a run whose inputs are all missing, with another model."""
 
-    def write(**sections):
-        run = {
-            "model": {"model": "gone"},
-            "template": {"max_length": 80},
-            "custom": {"train_jsonl": ["a.jsonl", "b.jsonl"], "val_jsonl": f"{tmp_path}/*.csv"},
-            "training": {"output_dir": str(tmp_path / "run")},
-        }
-        (tmp_path / "run.yaml").write_text(yaml.safe_dump(run | sections))
+    def write(**model):
+        keys = {"custom.train_jsonl": ["a.jsonl", "b.jsonl"], "custom.val_jsonl": f"{tmp_path}/*.csv"}
+        run = document({f"model.{key}": value for key, value in model.items()} | keys, output_dir=str(tmp_path / "run"))
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
         return read_config(tmp_path / "run.yaml")
 
     return write
@@ -30,15 +27,14 @@ def run_of(tmp_path):
 def test_all_that_is_missing_is_named_at_once(run_of, tmp_path):
     """The model, and every data file of both splits, each with its key."""
     with pytest.raises(ConfigError) as raised:
-        require_inputs(run_of())
+        require_inputs(run_of(model="gone"))
 
-    model, *data = map(str, raised.value.faults)
-    assert "model.model: gone is no folder with a config.json that names a model_type: name such a folder" == model
     assert [
+        "model.model: gone is no folder with a config.json that names a model_type: name such a folder",
         f"custom.train_jsonl: a.jsonl {GONE}",
         f"custom.train_jsonl: b.jsonl {GONE}",
         f"custom.val_jsonl: {tmp_path}/*.csv matches no file: name existing data files",
-    ] == data
+    ] == [*map(str, raised.value.faults)]
     assert not (tmp_path / "run").exists()
 
 
@@ -48,9 +44,9 @@ def test_a_download_is_ms_swift_s_and_its_failure_is_a_fault(run_of, monkeypatch
     monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path))
     monkeypatch.setattr("swift.utils.safe_snapshot_download", {"org/name": str(tmp_path)}.__getitem__)
 
-    assert str(tmp_path) == run_of(model={"model": "org/name", "download": True}).model.model
+    assert str(tmp_path) == run_of(model="org/name", download=True).model.model
     with pytest.raises(ConfigError, match=r"model\.model: org/gone cannot be downloaded: 'org/gone'"):
-        run_of(model={"model": "org/gone", "download": True})
+        run_of(model="org/gone", download=True)
 
 
 def test_what_this_machine_lacks_or_ignores_is_refused():

@@ -51,9 +51,10 @@ def test_null_unsets_what_the_yaml_or_its_base_sets(tmp_path: Path):
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(document(seed=7, packing_buffer=16, learning_rate=0.5)))
     (tmp_path / "run.yaml").write_text("extends: base.yaml\ntraining: {packing_buffer: null}\n")
 
-    config = load_config(tmp_path / "run.yaml", KEYS, overrides=["training.seed=null", "training.learning_rate="])
+    unset = ["training.seed=null", "training.learning_rate="]
+    training = load_config(tmp_path / "run.yaml", KEYS, overrides=unset).training
 
-    assert (42, 512, {}) == (config.training.seed, config.training.packing_buffer, dict(config.training.trainer))
+    assert (42, 512, {}) == (training.seed, training.packing_buffer, dict(training.trainer))
 
 
 @pytest.mark.parametrize(
@@ -111,38 +112,33 @@ def test_paths_expand(path, monkeypatch):
     beside = {**rollout, "training.max_steps": 1} if key == "fusion_config" else {}
 
     def value(text: str) -> object:
-        values = getattr(parsed(beside, f"{path}={text}"), section)
+        values = getattr(parsed(beside, f'{path}="{text}"'), section)
         found = getattr(values, key) if hasattr(values, key) else values.trainer[key]
         return found[0] if isinstance(found, tuple) else found
 
     assert "/home/me/x" == value("~/x")
-    assert "/scratch/runs/a-/home/me" == value('"${PACKPLAN_RUNS}/a-${HOME}"')
+    assert "/scratch/runs/a-/home/me" == value("${PACKPLAN_RUNS}/a-${HOME}")
     assert "a~/$HOME" == value("a~/$HOME")
     for text, says in (
         ("${GONE_NAME}/x", "the environment has no GONE_NAME: set it"),
         ("~nobody_here/x", "~nobody_here is no user's home"),
         ("${}", "the environment has no : set it"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ConfigError, match=rf"{path}: .*{says}"):
-            value(f'"{text}"')
+            value(text)
 
 
-def test_which_keys_are_paths_follows_from_their_types():
-    """Every other key keeps what is written."""
+def test_which_keys_are_paths_follows_from_their_types(tmp_path: Path, monkeypatch):
+    """Every other key keeps what is written; a mix's data file and a YAML's base expand."""
     prompt = "~ costs ${PRICE}"
     config = parsed({}, f'template.system="{prompt}"', f'training.run_name="{prompt}"')
 
     assert (prompt, prompt) == (config.template.system, config.training.trainer["run_name"])
     assert {*known_keys(RunConfig)} > {path for path in PATHS if not KEYS.get(path[9:])}
     assert PATHS >= {f"training.{key}" for key, takes in KEYS.items() if takes.path}
-
-
-def test_a_mix_and_a_base_expand(tmp_path: Path, monkeypatch):
-    """A data file of a mix, and the YAML that another extends."""
     monkeypatch.setenv("HERE", str(tmp_path))
     (tmp_path / "base.yaml").write_text("sources: [{jsonl: '${HERE}/a.jsonl', ratio: 1}]\n")
     (mix := tmp_path / "mix.yaml").write_text("extends: ${HERE}/base.yaml\n")
-
     assert f"{tmp_path}/a.jsonl" == load_mixes(mix).files[0]
     mix.write_text("extends: ${GONE_NAME}/base.yaml\n")
     with pytest.raises(ConfigError, match=r"extends: .*no GONE_NAME"):

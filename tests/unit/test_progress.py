@@ -4,6 +4,7 @@ import io
 import logging
 import re
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 
@@ -12,20 +13,15 @@ from packplan.app.cli.command import run_command
 from tests.fakes import Terminal
 
 
-@pytest.mark.parametrize(("quiet", "file", "shown"), [
-    (False, Terminal, True), (True, Terminal, False), (False, io.StringIO, False), (True, io.StringIO, False),
-])  # fmt: skip
-def test_progress_is_shown_on_a_terminal_unless_it_is_to_be_quiet(quiet, file, shown):
+@pytest.mark.parametrize(("quiet", "file"), [*product([False, True], [Terminal, io.StringIO])])
+def test_progress_is_shown_on_a_terminal_unless_it_is_to_be_quiet(quiet, file):
     """With the time left; whatever an earlier command of the process was told."""
     hide(hidden=not quiet)
     seen = file()
 
-    def command():
-        assert [0, 1, 2] == list(progress(range(3), desc="measuring", file=seen))
-
-    assert 0 == run_command(command, verbose=False, quiet=quiet)
-    assert shown == ("measuring" in seen.getvalue())
-    assert shown == ("00:00<" in seen.getvalue())
+    assert 0 == run_command(lambda: [*progress(range(3), desc="measuring", file=seen)], verbose=False, quiet=quiet)
+    shown = file is Terminal and not quiet
+    assert (shown, shown) == ("measuring" in seen.getvalue(), "00:00<" in seen.getvalue())
 
 
 @pytest.mark.parametrize("quiet", [False, True])
@@ -46,26 +42,22 @@ def test_warnings_are_marked_as_warnings(capfd, monkeypatch, quiet):
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize(
-    ("kind", "rank", "quiet"),
-    [(Terminal, "0", False), (io.StringIO, "0", False), (Terminal, "1", False), (Terminal, "0", True)],
-    ids=["shown", "no terminal", "another rank", "quiet"],
-)
+    ("kind", "rank", "quiet"), [(Terminal, "0", False), (io.StringIO, "0", False), (Terminal, "1", False),
+                                (Terminal, "0", True)],
+)  # fmt: skip
 def test_loading_is_shown_where_it_is_read_and_nothing_is_left_of_it(monkeypatch, kind, rank, quiet, error):
     """Also where it ends by Ctrl-C or an error, which passes through."""
     monkeypatch.setenv("RANK", rank)
     hide(hidden=quiet)
-    file = kind()
 
-    with nullcontext() if error is None else pytest.raises(error), loading_libraries(file=file):
+    with nullcontext() if error is None else pytest.raises(error), loading_libraries(file=(file := kind())):
         shown = file.getvalue()
         if error is not None:
             raise error
 
-    if (kind, rank, quiet) == (Terminal, "0", False):
-        assert ("packplan: loading torch, ", "\r") == (shown[:25], shown[-1])
-        assert f"{shown}\r\033[K" == file.getvalue()
-    else:
-        assert "" == file.getvalue()
+    is_read = (kind, rank, quiet) == (Terminal, "0", False)
+    assert is_read == bool(re.fullmatch(r"packplan: loading torch, .*\r", shown))
+    assert shown + "\r\033[K" * is_read == file.getvalue()
 
 
 def log_stage(caplog, **options) -> list[str]:
@@ -79,19 +71,14 @@ def log_stage(caplog, **options) -> list[str]:
 
 
 def test_lines_say_what_is_done_and_what_is_left(caplog):
-    """Not before they are due, nor of an earlier run; a stage may have no end."""
+    """Not before they are due, on a terminal, quiet, or of an earlier run."""
     stage = {"total": 5_000, "initial": 1_000, "unit": " samples"}
-    assert [] == log_stage(caplog, **stage, mininterval=30)
+    assert [] == log_stage(caplog, **stage, mininterval=30) == log_stage(caplog, file=Terminal())
+    hide(hidden=True)
+    assert [] == log_stage(caplog)
+    hide(hidden=False)
 
     last = log_stage(caplog, **stage)[-1]
 
     assert re.fullmatch(r"measuring train: 2,500 of 5,000 samples, +[\d.]+ samples/s, 00:00 left, 93 packs", last)
     assert "measuring train, 93 packs, 00:00 so far" == log_stage(caplog, bar_format="{desc}")[-1]
-
-
-@pytest.mark.parametrize(("file", "quiet"), [(Terminal, False), (io.StringIO, True)])
-def test_terminals_and_quiet_have_no_lines(caplog, file, quiet):
-    """The one has a bar, the other asked for nothing."""
-    hide(hidden=quiet)
-
-    assert [] == log_stage(caplog, file=file())

@@ -1,7 +1,5 @@
 """Records as prompts of TRL: the messages before the last, media at their tags, the own answer."""
 
-import json
-
 import PIL.Image
 import pytest
 
@@ -9,8 +7,7 @@ from packplan.adapters.samples.data_files import open_records
 from packplan.adapters.samples.prompts import Prompts
 from packplan.core.config.run import CustomConfig
 from packplan.core.errors import RecordError
-
-ANSWER = {"role": "assistant", "content": "four"}
+from tests.records import ANSWER, QUESTION, asked, chat, write_lines
 
 
 @pytest.fixture
@@ -19,8 +16,7 @@ def open_prompts(tmp_path):
     PIL.Image.new("L", (8, 6)).save(tmp_path / "one.png")
 
     def open_one(*records, system=None, sees=False, **custom):
-        path = tmp_path / "data.jsonl"
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        path = write_lines(tmp_path / "data.jsonl", records)
         return Prompts(open_records((str(path),)), CustomConfig(**custom), system=system, sees=sees)
 
     return open_one
@@ -28,27 +24,20 @@ def open_prompts(tmp_path):
 
 def test_a_prompt_is_what_comes_before_the_answer(open_prompts):
     """Word for word, with the system prompt where the record has none; rewards get the record."""
-    turns = [
-        {"role": "user", "content": "2?"},
-        {"role": "assistant", "content": "2"},
-        {"role": "user", "content": "4?"},
-    ]
+    turns = [QUESTION, {"role": "assistant", "content": "2"}, {"role": "user", "content": "4?"}]
     own = {"role": "system", "content": "own"}
-    records = [{"messages": [*turns, ANSWER], "level": 3}, {"messages": [own, *turns, ANSWER]}]
+    records = [chat(*turns, ANSWER, level=3), chat(own, *turns, ANSWER)]
     first, second = open_prompts(*records, system="Count.")
 
     assert [{"role": "system", "content": "Count."}, *turns] == first["prompt"]
     assert [own, *turns] == second["prompt"]
-    assert ("four", records[0]) == (first["answer"], first["record"])
+    assert (ANSWER["content"], records[0]) == (first["answer"], first["record"])
     assert "images" not in first
 
 
 def test_images_stand_at_their_tags(open_prompts):
     """From files beside the data, or held by the record; a record without one has none."""
-    records = [
-        {"messages": [{"role": "user", "content": "a<image>b<image>"}, ANSWER], "images": ["one.png", "one.png"]},
-        {"messages": [{"role": "user", "content": "say"}, ANSWER]},
-    ]
+    records = asked("a<image>b<image>", images=["one.png", "one.png"]), asked("say")
     with_two, without = open_prompts(*records, sees=True)
 
     assert ["text", "image", "text", "image"] == [part["type"] for part in with_two["prompt"][0]["content"]]
@@ -59,28 +48,27 @@ def test_images_stand_at_their_tags(open_prompts):
 @pytest.mark.parametrize(
     ("record", "sees", "says"),
     [
-        ({"messages": [ANSWER]}, False, "has no question before its last message"),
-        ({"messages": [{"role": "user", "content": "<image>"}, ANSWER], "images": ["one.png"]}, False,
+        (chat(ANSWER), False, "has no question before its last message"),
+        (asked("<image>", images=["one.png"]), False,
          "has images, but the model reads text only"),
-        ({"messages": [{"role": "user", "content": "<image>"}, ANSWER], "images": ["gone.png"]}, True,
+        (asked("<image>", images=["gone.png"]), True,
          "line 2: the image .*gone.png does not exist"),
-        ({"messages": [{"role": "user", "content": "?"}, ANSWER], "videos": ["a.mp4"]}, True, "has videos or tools"),
-        ({"messages": [{"role": "user", "content": "?"}]}, False, "does not end with an assistant message"),
-        ({"messages": [{"role": "user", "content": "<image>"}, ANSWER], "images": ["https://x.org/a.png"]}, True,
+        (chat(videos=["a.mp4"]), True, "has videos or tools"),
+        (chat(QUESTION), False, "does not end with an assistant message"),
+        (asked("<image>", images=["https://x.org/a.png"]), True,
          r"\(custom.media_cache\)|media_cache"),
     ],
 )  # fmt: skip
 def test_a_record_that_is_no_prompt_is_named(open_prompts, record, sees, says):
     """By its file and line, with what is wrong."""
     with pytest.raises(RecordError, match=says) as raised:
-        open_prompts({"messages": [{"role": "user", "content": "?"}, ANSWER]}, record, sees=sees)[1]
+        open_prompts(chat(), record, sees=sees)[1]
 
     assert "line 2" in raised.value.where
 
 
 def test_a_tag_may_stand_as_text(open_prompts):
     """Where the run says so, and the record has no image."""
-    record = {"messages": [{"role": "user", "content": "what is <image>?"}, ANSWER]}
-    (prompt,) = open_prompts(record, sees=True, literal_image_tags=True)
+    (prompt,) = open_prompts(asked("what is <image>?"), sees=True, literal_image_tags=True)
 
     assert [{"type": "text", "text": "what is <image>?"}] == prompt["prompt"][0]["content"]

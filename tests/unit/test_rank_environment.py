@@ -18,15 +18,14 @@ RANKS = {
 @given(st.integers(1, 9), st.integers(1, 9), st.data())
 def test_what_torchrun_sets_is_taken(nodes, per_node, data):
     """Of any rank of any launch; without LOCAL_WORLD_SIZE too, which other launchers leave out."""
-    rank = data.draw(st.integers(0, nodes * per_node - 1))
-    environment = {
-        **RANKS, "WORLD_SIZE": str(nodes * per_node), "LOCAL_WORLD_SIZE": str(per_node), "RANK": str(rank),
-        "LOCAL_RANK": str(rank % per_node),
-    }  # fmt: skip
+    size = nodes * per_node
+    rank = data.draw(st.integers(0, size - 1))
+    numbers = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": per_node, "RANK": rank, "LOCAL_RANK": rank % per_node}
+    environment = RANKS | {name: str(number) for name, number in numbers.items()}
 
-    assert nodes * per_node == require_ranks(environment)
+    assert size == require_ranks(environment)
     del environment["LOCAL_WORLD_SIZE"]
-    assert nodes * per_node == require_ranks(environment)
+    assert size == require_ranks(environment)
 
 
 values = st.sampled_from(["", "0", "1", "2", "7", "-1", "two", "2.0", "9" * 5000, "\u0662", "70000"])

@@ -13,14 +13,14 @@ from packplan.app.cli import command
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("said", [None, "ACTIVE"])
-def test_threads_wait_asleep_unless_the_user_says_otherwise(monkeypatch, said):
-    monkeypatch.setenv("OMP_WAIT_POLICY", said or "")
-    if said is None:
+@pytest.mark.parametrize(("said", "policy"), [("", "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_wait_asleep_unless_the_user_says_otherwise(monkeypatch, said, policy):
+    monkeypatch.setenv("OMP_WAIT_POLICY", said)
+    if not said:
         monkeypatch.delenv("OMP_WAIT_POLICY")
 
     assert 0 == command.run_command(lambda: None, verbose=False)
-    assert (said or "PASSIVE") == os.environ["OMP_WAIT_POLICY"]
+    assert policy == os.environ["OMP_WAIT_POLICY"]
 
 
 @pytest.mark.slow

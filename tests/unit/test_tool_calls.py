@@ -58,6 +58,9 @@ def test_tools_may_be_texts_of_json(tools):
     """As tables have them; one may stand alone."""
     assert [{"name": "add"}] == to_messages(chat(*TOLD, tools=tools))["tools"]
     assert "tools" not in to_messages(chat(*TOLD, tools=[]))
+    for nameless in ("add", [3], [{}], [{"function": {"name": 3}}]):
+        with pytest.raises(ValueError, match="tool"):
+            to_messages(chat(*TOLD, tools=nameless))
     wrapped = {"type": "function", "function": {"name_for_model": "add"}}
     assert [wrapped] == to_messages({"query": "a", "response": "b", "tools": [wrapped]})["tools"]
 
@@ -126,8 +129,7 @@ def test_an_image_in_an_answer_is_seen(part):
 def test_an_image_of_the_record_is_seen_where_its_answer_shows_it():
     """As a part that is nothing but its type says; not before what the user says first."""
     parts = [{"type": "text", "text": "see ", "image": None}, {"type": "image", "text": None}]
-
-    sample = to_messages({**chat(ASKED, CALLED, {**GIVEN, "content": parts}, SAID), "images": ["a.png"]})
+    sample = to_messages(chat(ASKED, CALLED, {**GIVEN, "content": parts}, SAID, images=["a.png"]))
 
     assert [ASKED["content"], "see <image>"] == [sample["messages"][place]["content"] for place in (0, 2)]
 
@@ -142,22 +144,17 @@ def test_an_answer_of_json_is_its_text():
 
 
 def test_what_weighs_a_message_goes_with_its_calls():
-    """Of all messages that it becomes."""
+    """A number, in the last one above 0, of all messages that it becomes."""
+    for weight in (0, 0.25, 3, 10**6):
+        said = to_messages(chat(ASKED, {**SAID, "loss_scale": weight}, ASKED, SAID))["messages"]
+        assert weight == said[1]["loss_scale"]
+    assert to_messages(chat({**ASKED, "loss": False}, SAID))
     for content, number in (("wait", 2), (None, 1)):
         said = to_messages(chat(ASKED, openai(CALL, content=content, loss_scale=0.5), GIVEN, SAID))
         assert number == sum(message.get("loss_scale") == 0.5 for message in said["messages"])
     parts = [{"type": "text", "text": "wait"}, {"type": "tool_use", "name": "f"}]
     said = to_messages(chat(ASKED, {"role": "assistant", "content": parts, "loss": False}, GIVEN, SAID))
     assert 2 == sum(message.get("loss") is False for message in said["messages"])
-
-
-@pytest.mark.parametrize("weight", [0, 0.25, 3, 10**6])
-def test_a_message_of_the_model_may_have_a_weight(weight):
-    """A number; in the last one, above 0."""
-    said = to_messages(chat(ASKED, {**SAID, "loss_scale": weight}, ASKED, SAID))["messages"]
-
-    assert weight == said[1]["loss_scale"]
-    assert to_messages(chat({**ASKED, "loss": False}, SAID))
 
 
 IMAGE = "iVBORw0KGgo" + "A" * 80
@@ -201,9 +198,3 @@ def test_messages_that_would_lose_something_are_refused(messages, says):
     """Calls, answers, weights and images that the model would not get as they are meant."""
     with pytest.raises(ValueError, match=says):
         to_messages(chat(*messages))
-
-
-@pytest.mark.parametrize("tools", ["add", [3], [{}], [{"function": {"name": 3}}]])
-def test_tools_without_a_name_are_refused(tools):
-    with pytest.raises(ValueError, match="tool"):
-        to_messages(chat(*TOLD, tools=tools))

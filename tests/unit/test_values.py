@@ -88,11 +88,8 @@ def test_auto_takes_what_the_model_was_shown_to_pack_by(*, attn_impl, verdict, o
 
 
 def test_varlen_by_name_is_refused_where_it_does_not_run():
-    """The message has its name and the reason."""
-    with pytest.raises(errors.ModelError, match=r"attn_impl varlen .*it says so") as raised:
+    with pytest.raises(ModelError, match=r"attn_impl varlen .*it says so", check=lambda one: one.kind == "attention"):
         choose_attention("varlen", verdict(None))
-    assert "attention" == raised.value.kind
-    assert "llama may not pack under attn_impl sdpa: why" == str(ModelError.isolation("llama", "sdpa", "why"))
 
 
 @pytest.mark.parametrize("measured", [ProbeResult(0.25, 1e-7), ProbeResult(float("inf"), 1e-7), None])
@@ -126,10 +123,6 @@ def test_what_is_measured_passes_if_it_is_apart_and_equal():
     assert ProbeResult(0, 2e-5, 2e-5, 2e-5).reason_against_packing(limit=2e-5) is None
     for found in (ProbeResult(1e-30, 0), ProbeResult(0, 0, 0, 3e-5), ProbeResult(0, float("nan"))):
         assert found.reason_against_packing(limit=2e-5) is not None
-
-
-def test_a_blind_probe_says_nothing():
-    """No gradient reaches a sample from its own logits."""
     assert "no gradient reaches a sample" in ProbeResult(float("inf"), 0).reason_against_packing(limit=1.0)
 
 

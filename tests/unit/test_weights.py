@@ -10,6 +10,8 @@ import yaml
 
 from packplan.app.wiring.runs import read_config, require_inputs
 from packplan.core.errors import ConfigError
+from tests.documents import document
+from tests.records import write_lines
 
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -51,14 +53,9 @@ BINS = {
 @pytest.fixture
 def faults_of(tmp_path):
     """Return a function that writes a model's folder and returns the faults of its weights."""
-    (tmp_path / "data.jsonl").write_text('{"query": "say", "response": "blue"}\n')
-    sections = {
-        "model": {"model": str(tmp_path / "model")},
-        "template": {"max_length": 80},
-        "custom": {"train_jsonl": str(tmp_path / "data.jsonl")},
-        "training": {"output_dir": str(tmp_path / "run")},
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(sections))
+    data = write_lines(tmp_path / "data.jsonl", [{"query": "say", "response": "blue"}])
+    run = document({"model.model": str(tmp_path / "model"), "custom.train_jsonl": str(data)}, output_dir="run")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
     (tmp_path / "model").mkdir()
     config = read_config(tmp_path / "run.yaml")
 
