@@ -39,6 +39,8 @@ def main(commands: list[tuple[str, str, list[str]]], folder: str) -> int:
                 cause: Any = error.__cause__
                 keys = [fault.path for fault in getattr(cause, "faults", ())] or [cause.kind]
                 (spy.folder / f"error{spy.rank}.json").write_text(json.dumps([type(cause).__name__, *keys]))
+            except Exception as error:  # noqa: BLE001  # the other commands go on
+                (spy.folder / f"error{spy.rank}.json").write_text(json.dumps(["traceback", repr(error)]))
             else:
                 (spy.folder / "history.json").write_text(json.dumps(found and found["log_history"]))
     return 0

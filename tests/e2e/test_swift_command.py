@@ -45,18 +45,18 @@ SCHEDULE = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _own_caches(tmp_path_factory, monkeypatch, demo):
+@pytest.fixture(autouse=True, scope="module")
+def _own_caches(tmp_path_factory, demo):
     """Keep caches in the test, and map rows here: a fork would wait for others' threads."""
-    mapped = Dataset.map
-    here = lambda rows, *args, **options: mapped(rows, *args, **(options | {"num_proc": None}))  # noqa: E731
-    monkeypatch.setattr(Dataset, "map", here)
-    monkeypatch.setenv("NPROC_PER_NODE", "2")
-    monkeypatch.setenv("NNODES", "1")
-    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path_factory.getbasetemp() / "modelscope"))
-    tokenizer = AutoTokenizer.from_pretrained(demo / "models" / "qwen2_5_vl")
-    monkeypatch.setattr(Qwen2VLTemplate, "image_token_id", tokenizer.convert_tokens_to_ids("<|image_pad|>"))
-    monkeypatch.setattr(Qwen2VLTemplate, "video_token_id", tokenizer.convert_tokens_to_ids("<|video_pad|>"))
+    tokenizer, mapped = AutoTokenizer.from_pretrained(demo / "models" / "qwen2_5_vl"), Dataset.map
+    variables = {"NPROC_PER_NODE": "2", "NNODES": "1", "MODELSCOPE_CACHE": str(tmp_path_factory.mktemp("modelscope"))}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Dataset, "map", lambda *args, **options: mapped(*args, **(options | {"num_proc": None})))
+        for name, text in variables.items():
+            patch.setenv(name, text)
+        for name in ("image", "video"):
+            patch.setattr(Qwen2VLTemplate, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>"))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -66,33 +66,29 @@ def command(demo, tmp_path_factory):
     images = sorted((demo / "data" / "images").glob("train_*"))[:4]
 
     def write(kind: str, more: str = "", *, bad: bool = False) -> list[str]:
-        task, model, said = (TASKS | OTHERS)[kind]
-        records = []
+        (task, model, said), records = (TASKS | OTHERS)[kind], []
         for number in range(NUM_ROWS):
-            words, asked = 1000 if number < LONGER else 1 + number % 9, f"what is {number}?"
-            answer, more_keys = {"role": "assistant", "content": "blue circle " * words}, {}
-            if kind == "images" and number % 3:
-                asked += "<image>" * (number % 3) * (number % 2)  # without tags, ms-swift puts the images first
-                names = [str(images[(number + one) % 4]) for one in range(number % 3)]
-                more_keys = {"images": ["absent.png"] * len(names) if bad and number == NUM_ROWS - 2 else names}
-            if kind == "pairs":
-                more_keys = {"rejected_response": "red square " * (2 + number % 5)}
-            records.append(chat(user(asked), answer, **more_keys))
-            if kind == "labels":
-                records[-1] = chat(user(asked), label=number % 2)
-            if kind == "embedding":
-                like, unlike = [[user("blue " * (1 + number % 3))]], [[user(f"{number} red")]] * (number % 4)
-                records[-1] = chat(user(asked), positive_messages=like, negative_messages=unlike)
+            words, asked, few = 1000 if number < LONGER else 1 + number % 9, f"what is {number}?", number % 3
+            keys = {
+                "text": {}, "images": {}, "pairs": {"rejected_response": "red square " * (2 + number % 5)},
+                "labels": {"label": number % 2},
+                "embedding": {"positive_messages": [[user("blue " * (1 + few))]],
+                              "negative_messages": [[user(f"{number} red")]] * (number % 4)},
+            }[kind]  # fmt: skip
+            if kind == "images" and few:
+                asked += "<image>" * few * (number % 2)  # without tags, ms-swift puts the images first
+                is_bad = bad and number == NUM_ROWS - 2
+                keys = {"images": ["absent.png" if is_bad else str(images[(number + one) % 4]) for one in range(few)]}
+            answers = [] if kind in OTHERS else [{"role": "assistant", "content": "blue circle " * words}]
+            records.append(chat(user(asked), *answers, **keys))
         name = f"{kind}{abs(hash((more, bad)))}"
         data = write_lines(folder / f"{name}.jsonl", records)
-        chosen = f"--model {demo / 'models' / model} --model_type {model} --template "
-        chosen += "qwen2_5" if model == "qwen2" else model
         schedule = " ".join(f"--{flag} {value}" for flag, value in SCHEDULE.items())
-        said = (
-            f"swift {task} {chosen} --dataset {data} {said} {schedule} --packing true --max_length {MAX_LENGTH} "
+        return (
+            f"swift {task} --model {demo / 'models' / model} --model_type {model} --dataset {data} {said} {schedule} "
+            f"--template {'qwen2_5' if model == 'qwen2' else model} --packing true --max_length {MAX_LENGTH} "
             f"--packing_length {PACKING_LENGTH} --torch_dtype bfloat16 --output_dir {folder / name} {more}"
-        )
-        return said.split()
+        ).split()
 
     return write
 

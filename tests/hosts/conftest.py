@@ -48,7 +48,7 @@ else:
 def made(apart, tmp_path_factory) -> Path:
     """A folder with a tiny model and tokenized rows."""
     folder = tmp_path_factory.mktemp("made")
-    apart("tests.hosts.made:main", folder, folder=folder)
+    apart("tests.hosts.law:make", folder, folder=folder)
     return folder
 
 

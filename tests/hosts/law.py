@@ -35,13 +35,8 @@ _TEXT = {
 }  # fmt: skip
 
 _TOWER = {
-    "depth": 2,
-    "hidden_size": 32,
-    "num_heads": 2,
-    "intermediate_size": 64,
-    "out_hidden_size": 32,
-    "patch_size": 14,
-}
+    "depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 32, "patch_size": 14,
+}  # fmt: skip
 
 _SEES = {
     "image_token_id": IMAGE, "video_token_id": 291, "vision_start_token_id": 292, "vision_end_token_id": 293,
@@ -278,6 +273,23 @@ def fork_ranks(num: int, run: Any, *given: Any) -> bool:
     for one in ranks:
         one.join()
     return not any(one.exitcode for one in ranks)
+
+
+def make(folder: str) -> None:
+    """Write a tiny `model` and tokenized `rows`, as a page's reader has them."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    from tools.demo.tiny_models import learned_tokenizer
+
+    model, text = Path(folder) / "model", "red blue a circle"
+    model_of("qwen2", "sdpa").save_pretrained(model)
+    words = learned_tokenizer([text], vocabulary=270)
+    words.save_pretrained(model)
+    # A tokenizer of another kind would be read as Qwen's, and its words as nothing.
+    assert words(text)["input_ids"] == AutoTokenizer.from_pretrained(model)(text)["input_ids"]
+    rows = [row for row in rows_of("qwen2") for _ in range(12)]  # a killed run is far from its end
+    Dataset.from_list(rows).save_to_disk(Path(folder) / "rows")
 
 
 def main(path: str) -> None:

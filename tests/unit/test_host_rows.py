@@ -86,20 +86,16 @@ def test_other_rows_of_equal_lengths_have_another_digest(ids, data):
     """One other token, label or value of an image, or two rows in each other's place."""
     rows = [{"input_ids": row, "labels": row, "pixel_values": torch.tensor([[row[0] / 2]])} for row in ids]
     index = data.draw(st.integers(0, len(rows) - 1))
-    other = {
-        "input_ids": [10, *ids[index][1:]],
-        "labels": [*ids[index][:-1], 10],
-        "pixel_values": torch.tensor([[9.5]]),
-    }
-    name = data.draw(st.sampled_from(sorted(other)))
-    changed = rows[index] | {name: other[name]}
-    turned = rows[index] | {"pixel_values": rows[index]["pixel_values"].T[..., None]}  # of other axes
     first, second, *rest = rows
+    others = [
+        {"input_ids": [10, *ids[index][1:]]}, {"labels": [*ids[index][:-1], 10]},
+        {"pixel_values": torch.tensor([[9.5]])}, {"pixel_values": rows[index]["pixel_values"][..., None]},
+    ]  # fmt: skip
 
     assert digest_of(rows) == digest_of([{k: torch.as_tensor(v) for k, v in row.items()} for row in rows])
-    assert digest_of(rows) != digest_of([*rows[:index], changed, *rows[index + 1 :]])
-    assert digest_of(rows) != digest_of([*rows[:index], turned, *rows[index + 1 :]])
     assert digest_of(rows) != digest_of([second, first, *rest])
+    for other in others:
+        assert digest_of(rows) != digest_of([*rows[:index], rows[index] | other, *rows[index + 1 :]])
 
 
 def digest_of(rows):
@@ -118,14 +114,10 @@ def test_blocks_of_rows_are_read_as_rows_one_by_one():
             others.inspect(num_workers=num_workers)
 
 
-class Drawn:
-    """Two rows with another token each time."""
+class Drawn(list):
+    """Rows with another token each time."""
 
-    def __init__(self):
-        self.drawn = count()
-
-    def __len__(self):
-        return 2
+    drawn = count()
 
     def __getitem__(self, index):
         return {"input_ids": [1, next(self.drawn)]}
@@ -134,7 +126,7 @@ class Drawn:
 def test_rows_that_are_drawn_anew_are_refused():
     """No checkpoint could tell them from other rows."""
     with pytest.raises(ArgumentError, match="row 0 is another one each time"):
-        RowsOfPacks(Drawn(), pp.plan([2, 2], 4)).inspect()
+        RowsOfPacks(Drawn([0, 0]), pp.plan([2, 2], 4)).inspect()
 
 
 def test_samples_that_teach_nothing_are_counted(caplog):
