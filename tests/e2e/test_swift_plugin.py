@@ -49,15 +49,12 @@ DPO = "--rlhf_type dpo --num_train_epochs 3 --save_strategy no --packing_length 
 
 LABELS = f"{FULL} --task_type seq_cls --num_labels 2 --num_train_epochs 3"
 
-DFT = f"{FULL} --enable_dft_loss true --val_dataset {{data}} --max_steps 1 --eval_steps 1 --eval_strategy steps"
-
 ON_TWO_RANKS = {
     "two-ranks": ("sft", "qwen2", f"{TWICE} --tuner_type full --gradient_accumulation_steps 1"),
     "shared": ("sft", "qwen2_5_vl", f"{TWICE} {TOGETHER}"),
     "shared-resumed": ("sft", "qwen2_5_vl", f"{TWICE} {TOGETHER} {LAST.format('shared')}"),
     "pairs-shared": ("rlhf", "qwen2_5_vl_pairs", f"{DPO} --gradient_accumulation_steps 8 --sequence_parallel_size 2"),
     "several": ("sft", "qwen2", f"{ONE} --per_device_train_batch_size 4"),
-    "dft-two": ("sft", "qwen2", f"{DFT} --gradient_accumulation_steps 1"),
     "fewer": ("sft", "qwen2", ONE),
 }  # fmt: skip
 """Run -> command, data, which name the model, and words."""
@@ -109,7 +106,6 @@ PLUGGED = {
     "pairs": ("rlhf", "qwen2_pairs", f"{DPO} --tuner_type full --gradient_accumulation_steps 8"),
     "labels": ("sft", "labels", f"{LABELS} --gradient_accumulation_steps 4"),
     "split": ("pt", "qwen2", f"{ONE} --truncation_strategy split --max_length 30 --packing_length 256"),
-    "dft-one": ("sft", "qwen2", f"{DFT} --gradient_accumulation_steps 2"),
     "resumed": ("sft", "qwen2", f"{TWICE} {RESUMED} {LAST.format('two-ranks')}"),
     **OTHERS,
     **{name: words for name, (*words, _) in REFUSED.items()},
@@ -341,13 +337,6 @@ def test_other_types_train_the_same_without_padding(kind, ran):
     assert [str(UNPLANNED[kind][0])] == re.findall(r"(\d) models? will", run.said)
     ((real, padded),) = re.findall(r"rank 0 computed ([\d,]+) of ([\d,]+) positions", run.said)
     assert int(real.replace(",", "")) < int(padded.replace(",", ""))
-
-
-def test_losses_do_not_depend_on_the_ranks(ran):
-    """Of a step and of an evaluation, that ms-swift computes itself and multiplies by the ranks."""
-    one, two = ([*map(sum, losses(ran(name).history).values())] for name in ("dft-one", "dft-two"))
-
-    assert one == pytest.approx(two, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "fewer", "replanned"])

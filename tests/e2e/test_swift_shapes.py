@@ -82,19 +82,17 @@ PARTS = [
 SEEN = [{"type": "text", "text": "see "}, {"type": "image", "source": {"type": "url", "url": "red.png"}}]
 
 CASES = {
-    "LLaVA": ("a.json", LLAVA),
-    "ShareGPT": ("a.json", SHAREGPT),
-    "alpaca": ("a.json", ALPACA),
-    "query, response, history": (
-        "a.jsonl", [{"query": "c", "response": "d", "history": [["a", "b"]], "system": "Be."}]
-    ),
-    "prompt, completion": ("a.jsonl", [{"prompt": "a", "completion": "b"}]),
-    "question, answer": ("a.jsonl", [{"Question": "a", "Answer": "b"}]),
-    "text": ("a.jsonl", [{"text": "blue circle"}]),
-    "messages": ("a.jsonl", TEXT),
-    "human and gpt": ("a.jsonl", [{"conversation": [{"human": "a", "assistant": "b"}]}]),
+    "LLaVA": ("json", LLAVA),
+    "ShareGPT": ("json", SHAREGPT),
+    "alpaca": ("json", ALPACA),
+    "query, response, history": ("jsonl", [{"query": "c", "response": "d", "history": [["a", "b"]], "system": "Be."}]),
+    "prompt, completion": ("jsonl", [{"prompt": "a", "completion": "b"}]),
+    "question, answer": ("jsonl", [{"Question": "a", "Answer": "b"}]),
+    "text": ("jsonl", [{"text": "blue circle"}]),
+    "messages": ("jsonl", TEXT),
+    "human and gpt": ("jsonl", [{"conversation": [{"human": "a", "assistant": "b"}]}]),
     "an image in a tool's answer": (
-        "a.jsonl", [
+        "jsonl", [
             {
                 "messages": [
                     {"role": "user", "content": "look"},
@@ -105,17 +103,17 @@ CASES = {
             }
         ]
     ),
-    "several images": ("a.jsonl", [asked("<image> or <image>?", images=["red.png", "blue.png"])]),
-    "an image without its tag": ("a.jsonl", [{"query": "what?", "response": "b", "image": "red.png"}]),
-    "tools in Parquet": ("a.parquet", TOOLS),
-    "path in Parquet": ("a.parquet", [asked("<image>?", images=[{"bytes": None, "path": "red.png"}])]),
-    "content parts": ("a.jsonl", [asked(PARTS)]),
-    "LLaVA in Parquet": ("a.parquet", LLAVA),
-    "bytes in Parquet": ("a.parquet", [asked("<image>?", images=[{"bytes": RED, "path": None}])]),
-    "CSV": ("a.csv", [{"query": "a, b", "response": 'say "c"'}, {"query": "\nd", "response": "e"}]),
-    "columns": ("a.jsonl", [{"q": "a", "r": "b"}], {"columns": {"q": "query", "r": "response"}}),
+    "several images": ("jsonl", [asked("<image> or <image>?", images=["red.png", "blue.png"])]),
+    "an image without its tag": ("jsonl", [{"query": "what?", "response": "b", "image": "red.png"}]),
+    "tools in Parquet": ("parquet", TOOLS),
+    "path in Parquet": ("parquet", [asked("<image>?", images=[{"bytes": None, "path": "red.png"}])]),
+    "content parts": ("jsonl", [asked(PARTS)]),
+    "LLaVA in Parquet": ("parquet", LLAVA),
+    "bytes in Parquet": ("parquet", [asked("<image>?", images=[{"bytes": RED, "path": None}])]),
+    "CSV": ("csv", [{"query": "a, b", "response": 'say "c"'}, {"query": "\nd", "response": "e"}]),
+    "columns": ("jsonl", [{"q": "a", "r": "b"}], {"columns": {"q": "query", "r": "response"}}),
     "a literal tag": (
-        "a.jsonl", [asked("what is <image>?"), asked("<image>?", images=["red.png"])], {"literal_image_tags": True}
+        "jsonl", [asked("what is <image>?"), asked("<image>?", images=["red.png"])], {"literal_image_tags": True}
     ),
 }  # fmt: skip
 """Case -> file, records, keys of `custom.`; notations of tools are in `test_swift_tools.py`."""
@@ -137,14 +135,14 @@ def write(path: Path, records) -> None:
 
 
 @pytest.fixture
-def encoder(write_run, one_template, tmp_path, monkeypatch):
+def encoder(write_run, tmp_path, monkeypatch):
     """Return a function that opens data files as a run does, in a folder that has two images."""
     (tmp_path / "red.png").write_bytes(RED)
     (tmp_path / "blue.png").write_bytes(BLUE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "modelscope"))
-    return lambda name, **custom: open_encoders(
-        read_config(write_run(custom={"train_jsonl": str(tmp_path / name), **custom}))
+    return lambda *names, **custom: open_encoders(
+        read_config(write_run(custom={"train_jsonl": [str(tmp_path / name) for name in names], **custom}))
     )["train"]
 
 
@@ -171,19 +169,23 @@ def loaded_by_swift(path: Path, **options):
 
 # The library that reads CSV for ms-swift leaves its file to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("case", CASES)
-def test_each_shape_has_the_tokens_and_labels_that_ms_swift_gives_it(case, encoder, tmp_path):
+@pytest.mark.parametrize(
+    "custom", [{}, {"columns": {"q": "query", "r": "response"}}, {"literal_image_tags": True}], ids=str
+)
+def test_each_shape_has_the_tokens_and_labels_that_ms_swift_gives_it(custom, encoder, tmp_path):
     """As its own loading of the same file; measured by its texts and headers as it is encoded."""
-    name, records, *custom = CASES[case]
-    keys = custom[0] if custom else {}
-    write(tmp_path / name, records)
-    ours = encoder(name, **keys)
-    theirs = loaded_by_swift(tmp_path / name, columns=keys.get("columns"))
+    files = []
+    for suffix, records, *keys in CASES.values():
+        if custom == (keys[0] if keys else {}):
+            write(tmp_path / f"{len(files)}.{suffix}", records)
+            files.append(f"{len(files)}.{suffix}")
+    ours, columns = encoder(*files, **custom), custom.get("columns")
+    rows = [row for name in files for row in loaded_by_swift(tmp_path / name, columns=columns)]
 
-    assert len(theirs) == len(ours)
-    for index in range(len(ours)):
-        row = {key: held for key, held in theirs[index].items() if held is not None and key != "dataset"}
-        compare(ours, index, row, ours.template)
+    assert len(rows) == len(ours)
+    for index, row in enumerate(rows):
+        given = {key: held for key, held in row.items() if held is not None and key != "dataset"}
+        compare(ours, index, given, ours.template)
     measured_alike(ours)
 
 
