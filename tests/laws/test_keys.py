@@ -33,52 +33,39 @@ def length_inputs(config: RunConfig) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    ("sections", "digest"),
+    ("sections", "digests"),
     [
-        ({}, "3da729f5f1696655"),
+        ({}, ["3da729f5f1696655", "4e018f28bbeb4101", "d602e9e48b8d381a"]),
+        ({"training": {"eval_packing": False}}, ["3da729f5f1696655", "4e018f28bbeb4101", "d5b8f7cc91e04d7c"]),
         (
             {"template": {"system": "Look.", "agent_template": "hermes", "loss_scale": "last_round", "max_pixels": 784,
-                          "truncation_strategy": "raise"}},
-            "85a135b83cfde42d",
+                          "truncation_strategy": "raise"},
+             "training": {"packing_algorithm": "first_fit_shuffle", "seed": 7, "packing_min_fill_ratio": 0.5,
+                          "packing_allow_single_long": False}},
+            ["85a135b83cfde42d", "090b6f1113962441", "290d390fca2202f4"],
         ),
         (
             {"template": {"truncation_strategy": "left"},
              "custom": {"object_field_order": "geometry_first", "use_summary": True,
-                        "columns": {"q": "query", "a": "response"}}},
-            "6b3727f07274a1d4",
+                        "columns": {"q": "query", "a": "response"}},
+             "training": {"packing_algorithm": "balanced", "packing_drop_last": False}},
+            ["6b3727f07274a1d4", "b280a28361bd465d", "b280a28361bd465d"],
         ),
         (
             {"template": {"fps": 0.5, "fps_min_frames": 2, "fps_max_frames": 8, "video_min_pixels": 784,
-                          "video_max_pixels": 7840, "video_total_pixels": 78400}},
-            "d9fdbc1b6e05cb18",
+                          "video_max_pixels": 7840, "video_total_pixels": 78400},
+             "training": {"packing": False, "packing_allow_single_long": False}},
+            ["d9fdbc1b6e05cb18", "78a5e9871572de28", "78a5e9871572de28"],
         ),
     ],
 )  # fmt: skip
-def test_golden_fingerprints_of_lengths(sections, digest):
-    """Another digest would refuse every stored data set, and ask to measure it again."""
-    assert digest == Fingerprint(length_inputs(run(**sections))).digest[:16], "meant? tell users in CHANGELOG.md"
+def test_golden_fingerprints_of_lengths_and_of_both_plans(sections, digests):
+    """Another digest would measure, or plan, every stored data set again."""
+    config = run(**sections)
+    plans = [plan_policy(config, split).fingerprint("d") for split in ("train", "eval")]
 
-
-@pytest.mark.parametrize(
-    ("training", "train", "evaluation"),
-    [
-        ({}, "4e018f28bbeb4101", "d602e9e48b8d381a"),
-        (
-            {"packing_algorithm": "first_fit_shuffle", "seed": 7, "packing_min_fill_ratio": 0.5,
-             "packing_allow_single_long": False},
-            "090b6f1113962441", "290d390fca2202f4",
-        ),
-        ({"packing_algorithm": "balanced", "packing_drop_last": False}, "b280a28361bd465d", "b280a28361bd465d"),
-        ({"packing": False, "packing_allow_single_long": False}, "78a5e9871572de28", "78a5e9871572de28"),
-        ({"eval_packing": False}, "4e018f28bbeb4101", "d5b8f7cc91e04d7c"),
-    ],
-)  # fmt: skip
-def test_golden_fingerprints_of_plans(training, train, evaluation):
-    """Another digest would plan every stored data set again."""
-    config = run(training=training)
-    digests = [plan_policy(config, split).fingerprint("d").digest[:16] for split in ("train", "eval")]
-
-    assert [train, evaluation] == digests, "meant? write them here, and tell users in CHANGELOG.md"
+    found = [one.digest[:16] for one in (Fingerprint(length_inputs(config)), *plans)]
+    assert digests == found, "meant? write them here, and tell users in CHANGELOG.md"
 
 
 DECLARED = dict(yield_keys(RunConfig))

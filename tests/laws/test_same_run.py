@@ -28,7 +28,6 @@ from packplan.core.config.run import (
     TUNES,
     CustomConfig,
     ModelConfig,
-    PathText,
     RunConfig,
     TemplateConfig,
     TrainingConfig,
@@ -92,51 +91,38 @@ def test_a_changed_setting_is_refused_or_told_or_decides_no_step(changed, refuse
     assert known >= FIXED_ARGUMENTS
 
 
-def keys_of(kind: type) -> list[tuple[str, ...]]:
-    """Return the path of every key of a run that is no section."""
-    return [tuple(path.split(".")) for path in known_keys(kind) if path not in SECTIONS]
-
-
-def changed(config, path: tuple[str, ...], value: object):
+def changed(config, path: str, value: object):
     """Return a configuration with another value at a path."""
-    name, *rest = path
-    return attrs.evolve(config, **{name: changed(getattr(config, name), tuple(rest), value) if rest else value})
+    name, _, rest = path.partition(".")
+    return attrs.evolve(config, **{name: changed(getattr(config, name), rest, value) if rest else value})
 
 
-OF_SAMPLES = [key for key, field in yield_keys(RunConfig) if (key_facts(field).lengths or "").startswith("value")]
-
-
-@pytest.mark.parametrize("key", sorted({*OF_SAMPLES} - {"template.truncation_strategy"}))
-def test_a_key_that_decides_samples_is_refused_in_a_resumed_run(key):
-    """Also where all samples keep their lengths, and so their packs: their labels may be others."""
-    then, now = (run_identity(one, files={}, model={}) for one in (RUN, changed(RUN, tuple(key.split(".")), "b")))
-
-    assert [key] == [one.key for one in then.fixed.differences(now.fixed)]
-    assert then.told == now.told
-
-
-@pytest.mark.parametrize(("reason", "is_fixed"), [(LOADS, True), (TUNES, True), (TRAINS, False)])
-def test_a_resumed_run_keeps_how_weights_are_loaded_and_which_are_trained(reason, is_fixed):
-    """Other settings of a step may change, but for the listed ones, and are told."""
+def test_a_resumed_run_keeps_samples_weights_and_which_of_them_are_trained():
+    """
+    Also where samples keep their lengths, since their labels may be others. Other settings of a
+    step may change, but for the listed ones, and are told.
+    """
+    plain = run_identity(RUN, files={}, model={})
     for key, field in yield_keys(RunConfig):
-        if key_facts(field).neither == reason and not UNCOMPARED.fullmatch(name := key.split(".")[1]):
-            other = run_identity(changed(RUN, tuple(key.split(".")), "b"), files={}, model={})
-            plain = run_identity(RUN, files={}, model={})
-            assert (other.fixed != plain.fixed) == (is_fixed or name in FIXED_ARGUMENTS), key
-            assert (other.told != plain.told) != (other.fixed != plain.fixed), key
+        facts, name = key_facts(field), key.partition(".")[2]
+        of_samples = (facts.lengths or "").startswith("value") and name != "truncation_strategy"
+        if of_samples or (facts.neither in {LOADS, TUNES, TRAINS} and not UNCOMPARED.fullmatch(name)):
+            other = run_identity(changed(RUN, key, "b"), files={}, model={})
+            keeps = of_samples or facts.neither != TRAINS or name in FIXED_ARGUMENTS
+            differing = [one.key for one in plain.fixed.differences(other.fixed)]
+            assert ([key] * keeps, keeps) == (differing, plain.told == other.told), key
 
 
-@pytest.mark.parametrize("path", keys_of(RunConfig), ids=".".join)
-def test_every_key_is_compared_but_for_those_that_say_why_not(path):
+@pytest.mark.parametrize("key", [path for path in known_keys(RunConfig) if path not in SECTIONS])
+def test_every_key_is_compared_but_for_those_that_say_why_not(key):
     """Those of sections in sections too; of a path, whether it is set."""
-    key = ".".join(path)
-    plain, other = shared_values(RUN, {}), shared_values(changed(RUN, path, "another"), {})
+    plain, other = shared_values(RUN, {}), shared_values(changed(RUN, key, "another"), {})
 
     expected = [] if key in PER_RANK else [key]
     if key in PATH_KEYS and key in plain:
         assert plain == other
         expected = [key]
-        other = shared_values(changed(RUN, path, ()), {})
+        other = shared_values(changed(RUN, key, ()), {})
     assert expected == [one.key for one in rank_differences([plain, other])]
 
 
@@ -161,19 +147,11 @@ def test_keys_of_the_trainer_are_compared_too():
 
 def test_every_key_of_a_path_is_said_to_be_one():
     """Else paths that differ between machines would be refused; `last` is a choice, not a path."""
-    paths = {
-        f"{section}.{field.name}"
-        for section, kind in (("model", ModelConfig), ("custom", CustomConfig), ("training", TrainingConfig))
-        for field in attrs.fields(attrs.resolve_types(kind, include_extras=True))
-        if str(PathText) in str(field.type)
-    }
-    passed = {
-        f"training.{name}" for name, key in json.loads(SFT_KEYS_FILE.read_text())["keys"].items() if key.get("path")
-    }
+    of_trainer = json.loads(SFT_KEYS_FILE.read_text())["keys"]
 
-    assert paths | passed == PATH_KEYS | {key for key in PER_RANK if key in paths}
-    assert {"training.output_dir", "custom.train_jsonl"} < paths
-    resumed = [changed(RUN, ("training", "resume_from_checkpoint"), path) for path in ("last", "a", "b")]
+    assert PATH_KEYS >= {f"training.{name}" for name, key in of_trainer.items() if key.get("path")}
+    assert {"training.output_dir", "custom.train_jsonl"} < PATH_KEYS
+    resumed = [changed(RUN, "training.resume_from_checkpoint", path) for path in ("last", "a", "b")]
     last, one, two = (shared_values(config, {})["training.resume_from_checkpoint"] for config in resumed)
     assert last != one == two
 
