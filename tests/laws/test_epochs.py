@@ -132,6 +132,7 @@ def test_a_resume_beyond_fewer_epochs_knows_the_epoch_it_is_in():
     with pytest.raises(ArgumentError, match=f"epochs 0 to {MOST_EPOCHS - 1:,} end at optimizer step {last:,}, and"):
         schedule_epochs(attrs.evolve(schedule, max_steps=last + 1), lambda _: one)
     assert MOST_EPOCHS == len(schedule_epochs(attrs.evolve(schedule, max_steps=last), lambda _: one)[1])
+    assert 2 == len(schedule_epochs(attrs.evolve(schedule, max_steps=4), record)[1])
 
 
 def test_epochs_that_cannot_be_trained_are_refused():
@@ -181,9 +182,10 @@ def test_another_process_plans_the_same_epochs():
 def test_the_key_of_plans_knows_files_by_their_places():
     """Their paths may change; what is drawn of them may not."""
     sources = [Source(jsonl=name, count=count) for name, count in (("a", 1), ("b", 1), ("a", 2))]
-    cases = [None, EpochRecipe(), *(EpochRecipe(mixes=Mixes((Mix(sources=(one,)),))) for one in sources)]
+    drawn = [EpochRecipe(mixes=Mixes((Mix(sources=(one,)),))) for one in sources]
+    cases = [None, EpochRecipe(), *drawn, attrs.evolve(drawn[0], seed=1)]
 
-    none, whole, first, moved, more = (plan_fingerprint(one, PlanPolicy(packing_length=9), "d").digest for one in cases)
+    found = [plan_fingerprint(one, PlanPolicy(packing_length=9), "d").digest for one in cases]
 
-    assert first == moved
-    assert 4 == len({none, whole, first, more})
+    assert found[2] == found[3]
+    assert 5 == len({*found})
