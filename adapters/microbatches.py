@@ -21,15 +21,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from packplan.core.batch import IGNORED_LABEL
 from packplan.core.context_parallel import PackedLayout, cu_seqlens
 from packplan.core.errors import ArgumentError, counted
 from packplan.core.lengths import IntArray, whole_number
 from packplan.core.shard import Mode, ShardBatch, Sharding, sequence_dims
 
 Field = Tensor | list[Any]
-
-IGNORED = -100
-"""Label of a token that no loss counts, as in PyTorch and transformers."""
 
 WEIGHTS = "weights"
 """Field of a shard: 1, or 0 for filler; float32, shape (batch,)."""
@@ -344,7 +342,7 @@ class Microbatch:
         """
         name = "labels" if "labels" in self.data else self.data.input_key
         source = self.data.tensor(name)
-        flat = source.new_full((self.layout.num_positions,), IGNORED)
+        flat = source.new_full((self.layout.num_positions,), IGNORED_LABEL)
         counts = self.layout.is_token & (self.layout.position_ids > 0)
         sequence, position = (_pick(of, counts, source) for of in (self.layout.sequence, self.layout.position_ids))
         flat[torch.as_tensor(counts, device=flat.device)] = source[sequence, position]

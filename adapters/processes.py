@@ -93,7 +93,7 @@ def _wait_and_end(other: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def end_by_parent_alone() -> None:
+def ignore_foreign_sigterm() -> None:
     """
     Ignore SIGTERM unless the parent sends it, as torch does to a loader worker that does not end.
 
@@ -104,10 +104,10 @@ def end_by_parent_alone() -> None:
     if sys.platform != "linux":
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_end_on_sigterm_of, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_on_sigterm_from, args=(os.getppid(),), daemon=True).start()
 
 
-def _end_on_sigterm_of(parent: int) -> None:
+def _end_on_sigterm_from(parent: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(0)
@@ -133,7 +133,7 @@ def _prepare_process(prepare: Callable[..., None], arguments: tuple[Any, ...]) -
     prepare(*arguments)
 
 
-def hide_broken_handover() -> None:
+def hide_handover_errors() -> None:
     """
     Suppress tracebacks of this process when the receiver of its tensors has ended.
 

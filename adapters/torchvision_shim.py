@@ -16,7 +16,7 @@ _OPERATORS = ("nms", "qnms")
 _kept_alive: list[Any] = []
 
 
-class DeclareOperators(MetaPathFinder):
+class OperatorDeclarer(MetaPathFinder):
     """Import finder that declares the operators missing in torchvision's library."""
 
     def find_spec(self, fullname: str, *_: object) -> None:
@@ -35,4 +35,4 @@ class DeclareOperators(MetaPathFinder):
 
 def install() -> None:
     """Install the finder that declares the operators; nothing is imported yet."""
-    sys.meta_path.insert(0, DeclareOperators())
+    sys.meta_path.insert(0, OperatorDeclarer())

@@ -17,7 +17,7 @@ _DIGEST_KEY = "packplan_sha256"
 """Key of the digest of the whole state, among the states of the trainer's callbacks."""
 
 
-def save_with_digest(state: Any) -> None:
+def add_digest_on_save(state: Any) -> None:
     """Make the `TrainerState` *state* save itself with a digest from now on."""
     if getattr(type(state), "save_to_json", None) is not _save:
         state.__class__ = type(f"Sealed{type(state).__name__}", (type(state),), {"save_to_json": _save})

@@ -24,9 +24,9 @@ class StepClock(TrainerCallback):  # type: ignore[misc]  # its library has no ty
 
     trainer: Any
     clock: Callable[[], float]
-    seconds: list[float] = attrs.field(factory=list)
-    evaluation: float = 0.0
-    checkpoint: float = 0.0
+    step_s: list[float] = attrs.field(factory=list)
+    evaluation_s: float = 0.0
+    checkpoint_s: float = 0.0
     _since: float = 0.0
     _waited: float = 0.0
     """Seconds that loaders had waited before the epoch; negative within an epoch."""
@@ -40,18 +40,18 @@ class StepClock(TrainerCallback):  # type: ignore[misc]  # its library has no ty
         now = self._now()
         # Processes that load data start with the epoch, and load ahead of later steps.
         starting = self._loading() - self._waited if self._waited >= 0 else 0.0
-        self.seconds.append(now - self._since - (starting if self.trainer.args.dataloader_num_workers else 0.0))
+        self.step_s.append(now - self._since - (starting if self.trainer.args.dataloader_num_workers else 0.0))
         self._since, self._waited = now, -1.0
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         """Record the seconds of an evaluation, which follows the last step."""
         now = self._now()
-        self.evaluation, self._since = now - self._since, now
+        self.evaluation_s, self._since = now - self._since, now
 
     def on_save(self, *_: Any, **__: Any) -> None:
         """Record the seconds of a checkpoint, which follows the last step and its evaluation."""
         now = self._now()
-        self.checkpoint, self._since = now - self._since, now
+        self.checkpoint_s, self._since = now - self._since, now
 
     def _loading(self) -> float:
         waited: float = sum(loader.waited for loader in self.trainer._loaders)  # noqa: SLF001  # has no public name
@@ -80,16 +80,16 @@ def measure_steps(
         evaluated: The trainer's evaluation as one step; None without one.
         clock: Function that returns seconds.
     """
-    measured = StepClock(trainer, clock)
+    clocked = StepClock(trainer, clock)
     for printing in (PrinterCallbackNew, ProgressCallbackNew):
         trainer.remove_callback(printing)
-    trainer.add_callback(measured)
+    trainer.add_callback(clocked)
     trainer.train()
-    steps = pair_with_flops(terms, measured.seconds)
+    steps = pair_with_flops(terms, clocked.step_s)
     evaluation = None
     if evaluated is not None:
-        (evaluation,) = pair_with_flops(evaluated, [measured.evaluation])
-    return Calibration(tuple(steps[_WARM_UP:]), evaluation, measured.checkpoint)
+        (evaluation,) = pair_with_flops(evaluated, [clocked.evaluation_s])
+    return Calibration(tuple(steps[_WARM_UP:]), evaluation, clocked.checkpoint_s)
 
 
 def pair_with_flops(terms: StepTerms, seconds: Sequence[float]) -> list[MeasuredStep]:

@@ -81,7 +81,7 @@ class StepTracer:
                 shard_as_accelerate(trainer.model, self.world_size, mixed=trainer.accelerator.mixed_precision)
             self._optimizer = self._open_optimizer()
 
-    def step(self, samples: Sequence[dict[str, Any]]) -> StepTrace:
+    def trace_step(self, samples: Sequence[dict[str, Any]]) -> StepTrace:
         """
         Trace a step on a pack; ModelError, which says where, if the model cannot be traced.
 
@@ -119,7 +119,7 @@ class StepTracer:
         return attrs.evolve(trace, buckets=sum(one.numel() * one.element_size() for one in trained))
 
     @property
-    def positions(self) -> int:
+    def max_tokens(self) -> int:
         """Largest number of tokens that the model has positions for."""
         config = self.trainer.template.get_base_model(self.trainer.model).config.get_text_config()
         return int(getattr(config, "max_position_embeddings", None) or _MOST_TOKENS)
@@ -161,9 +161,7 @@ class StepTracer:
     def _run_passes(self, batch: Mapping[str, Any]) -> int:
         """Run forward and backward pass without content; return the tracer's time between them."""
         trainer, tracer = self.trainer, self._tracer
-        given = {
-            key: tracer.without_content(one) if isinstance(one, torch.Tensor) else one for key, one in batch.items()
-        }
+        given = {key: tracer.drop_content(one) if isinstance(one, torch.Tensor) else one for key, one in batch.items()}
         with trace_as_on_gpu() if self.on_gpu else nullcontext(), trainer.media_hook():
             inputs = trainer._prepare_inputs(given)  # noqa: SLF001  # its own
             count = torch.tensor(batch["loss_normaliser"])

@@ -83,7 +83,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
         finally:
             held.resize_ = resize  # type: ignore[method-assign]
 
-    def without_content(self, tensor: torch.Tensor) -> torch.Tensor:
+    def drop_content(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the same size without content, if it is of floating point."""
         if tensor.is_floating_point() and not isinstance(tensor, FakeTensor):
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype)

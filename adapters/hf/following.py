@@ -23,7 +23,7 @@ from packplan.adapters.loaders.batches import EvalBatches, PackBatches, read_sav
 from packplan.adapters.loaders.rows import PACK, count_supervised, refuse_other_packs
 from packplan.adapters.model_folder import model_file_facts
 from packplan.adapters.models import replace_attributes
-from packplan.adapters.trainer_state import save_with_digest
+from packplan.adapters.trainer_state import add_digest_on_save
 from packplan.core.config.identity import FIXED_ARGUMENTS, flat_values
 from packplan.core.errors import MismatchError
 from packplan.core.fingerprint import Fingerprint, RunIdentity
@@ -126,7 +126,7 @@ class FollowsSchedule:
         # The trainer may have restored a copy of the callback, which follows nothing.
         self.callback_handler.remove_callback(PackplanProgress)
         self.callback_handler.add_callback(self._progress)
-        save_with_digest(self.state)
+        add_digest_on_save(self.state)
         return self.schedule.start.epoch, 0  # the follower begins where the checkpoint ended
 
     def _run_epoch(self, *, epoch: int, **options: Any) -> None:

@@ -102,7 +102,7 @@ def refuse_whole_batch(loss: object) -> None:
     """
     while isinstance(loss, partial):
         loss = loss.func
-    name = _name_of(loss)
+    name = _loss_name(loss)
     words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
     named_so = not _PREFERENCES.isdisjoint([*words, *map("".join, pairwise(words))])
     if getattr(loss, "needs_whole_batch", named_so):
@@ -339,13 +339,13 @@ def _call_loss(
             return found, metrics
         case other:
             message = (
-                f"the loss {_name_of(loss)} returned {type(other).__name__}, but has to return a scalar tensor and "
+                f"the loss {_loss_name(loss)} returned {type(other).__name__}, but has to return a scalar tensor and "
                 "metrics"
             )
             raise TypeError(message)
 
 
-def _name_of(loss: object) -> str:
+def _loss_name(loss: object) -> str:
     name: str = getattr(loss, "__name__", type(loss).__name__)
     return name
 

@@ -156,21 +156,21 @@ class RayWorkers:
                     f"{counted(self.num_workers, 'worker')}"
                 )
                 raise RunError.worker(calls.index(left[0]), method, reason)
-            failures = _failures(ready)
+            failures = _find_failures(ready)
         if not failures:
             return ray.get(list(calls))  # type: ignore[no-any-return]  # has no types
         if left:  # a worker whose collective failed may report before Ray notices that another one died
-            failures |= _failures(ray.wait(left, num_returns=len(left), timeout=LOST_S)[0])
+            failures |= _find_failures(ray.wait(left, num_returns=len(left), timeout=LOST_S)[0])
         self._kill()
         # The worst first: a worker that died.
         call, failure = min(failures.items(), key=lambda one: not isinstance(one[1], RayActorError))
         cause = getattr(failure, "cause", None)
         if isinstance(cause, PackplanError):
             raise cause from None
-        raise RunError.worker(calls.index(call), method, _reason(failure)) from None
+        raise RunError.worker(calls.index(call), method, _failure_reason(failure)) from None
 
 
-def _failures(calls: Sequence[Any]) -> dict[Any, RayError]:
+def _find_failures(calls: Sequence[Any]) -> dict[Any, RayError]:
     """Return the errors of calls that have ended, in their order."""
     found = {}
     for call in calls:
@@ -181,7 +181,7 @@ def _failures(calls: Sequence[Any]) -> dict[Any, RayError]:
     return found
 
 
-def _reason(error: RayError) -> str:
+def _failure_reason(error: RayError) -> str:
     if isinstance(error, RayTaskError):
         return f"{type(error.cause).__name__}: {error.cause}"
     if isinstance(error, RayActorError):

@@ -160,7 +160,7 @@ class TorchGroup:
     def report_failure(self, error: Exception) -> None:
         """Publish the error that ends this rank to the ranks that wait for it, if it still can."""
         with suppress(dist.DistError):
-            self._store.set(DIED, f"rank {self.rank} failed: {_reason_of(error)}")
+            self._store.set(DIED, f"rank {self.rank} failed: {_error_text(error)}")
 
     def leave(self) -> None:
         """End the group, together: one rank may keep the store that the others still read."""
@@ -181,8 +181,8 @@ class TorchGroup:
             assert self._heartbeat  # noqa: S101  # rank 0, and planning is not over
             arrays = {name: np.array(array, order="C") for name, array in build(self._heartbeat.report).items()}
         except BaseException as error:
-            self._store.set(key, json.dumps({"failed": _reason_of(error)}))
-            _let_others_read(self._store, key, self.world_size)
+            self._store.set(key, json.dumps({"failed": _error_text(error)}))
+            _await_readers(self._store, key, self.world_size)
             raise
         self._store.set(key, f'{{"built": {_describe_arrays(arrays)}}}')
         return arrays
@@ -231,7 +231,7 @@ def _empty_arrays(described: list[tuple[str, str, list[int]]]) -> dict[str, NDAr
     return {name: np.empty(shape, dtype=np.dtype(dtype)) for name, dtype, shape in described}
 
 
-def _let_others_read(store: Store, key: str, world_size: int) -> None:
+def _await_readers(store: Store, key: str, world_size: int) -> None:
     # The store may be this process's own, and a launcher ends the others as soon as this one is
     # gone.
     acknowledged = [f"{key}/read/{rank}" for rank in range(1, world_size)]
@@ -241,7 +241,7 @@ def _let_others_read(store: Store, key: str, world_size: int) -> None:
         log.warning("some ranks did not hear within %.0f s why the run ends", _ACKNOWLEDGE_S)
 
 
-def _reason_of(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """Return the text of this rank's error that other ranks report."""
     return with_remedy(error) if isinstance(error, PackplanError) else f"{type(error).__name__}: {error}"
 
@@ -283,18 +283,18 @@ def meet(*, timeout_s: float = 1800.0, refusal: Exception | None = None) -> tupl
         RunError: Another rank refuses, with its reason; or they do not come.
     """
     if refusal is not None:
-        log.warning("the run is refused, which the other ranks are told when they come: %s", _reason_of(refusal))
+        log.warning("the run is refused, which the other ranks are told when they come: %s", _error_text(refusal))
     store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     # An earlier attempt or launch may have had the same store: what it wrote must not be seen.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     launch = _agree_on_launch(PrefixStore(f"packplan/{attempt}", store), rank, world_size, timeout_s)
     own = PrefixStore(f"packplan/{attempt}/{launch}", store)
-    own.set(f"met/{rank}", "" if refusal is None else _reason_of(refusal))
+    own.set(f"met/{rank}", "" if refusal is None else _error_text(refusal))
     reasons = [own.get(f"met/{number}").decode() for number in range(world_size)]
     if any(reasons):
         own.set(f"met/read/{rank}", "")
         if rank == 0:
-            _let_others_read(own, "met", world_size)
+            _await_readers(own, "met", world_size)
     if refusal is not None or not any(reasons):
         return own, rank, world_size
     first = next(number for number, reason in enumerate(reasons) if reason)

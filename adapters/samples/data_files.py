@@ -32,7 +32,7 @@ _COMPRESSED = {".gz", ".zst", ".zstd"}
 _ARROW = b"ARROW1"
 
 _SHARD = re.compile(r"[-_.]?\d+(?:-of-\d+)?$")
-"""Number at the end of the name of a shard."""
+"""Number of a shard at the end of its file name, such as `-00000-of-00008`."""
 
 _ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[")
 _ARRAY_OF_OBJECTS = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
@@ -67,8 +67,8 @@ def open_records(
 
 def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple[str, str]]:
     """
-    Read data files, their copies and cached arrays; yield each file that no longer matches them,
-    and the difference.
+    Read data files, their copies and cached arrays in full; yield the path of each file that
+    differs from its copy or arrays, and a description of the difference.
 
     Args:
         paths: Names and patterns of data files.
@@ -84,8 +84,8 @@ def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple
 
 def file_faults(paths: Iterable[str]) -> Iterator[str]:
     """
-    Yield a message for each name or pattern that cannot be opened, or that clashes with another
-    one, without reading records.
+    Yield a message for each name or pattern whose files are missing or cannot be opened, and one
+    if a file is named twice. No records are read.
     """
     files: list[Path] = []
     for path in paths:
@@ -107,7 +107,7 @@ def _require_file(path: Path) -> None:
     Require that a path is a readable data file, or a folder of a data set.
 
     Raises:
-        DataSetError: There is no file, or it may not be looked at, or its folder is no data set.
+        DataSetError: The file is missing or cannot be read, or the folder is no data set.
     """
     try:
         str(path.resolve()).encode()
@@ -156,8 +156,8 @@ def _find_shards(folder: Path) -> list[Path]:
 
 def source_names(paths: tuple[str, ...], names: Mapping[str, str]) -> dict[str, str]:
     """
-    Return the source of each file: its name in *names*, else the last part of its path or pattern,
-    or the whole path if two have the same last part.
+    Return the name of the source of each file, by the file's name in messages: the name that
+    *names* gives its path or pattern, else the short name of that.
 
     Args:
         paths: Names and patterns of data files.
@@ -168,7 +168,7 @@ def source_names(paths: tuple[str, ...], names: Mapping[str, str]) -> dict[str, 
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
-    """Return the last part of each path, or the whole path if two have the same last part."""
+    """Map each path to its last part, or to the whole path if two have the same last part."""
     ends = Counter(Path(path).name for path in paths)
     return {path: end if ends[end := Path(path).name] == 1 else path for path in paths}
 
@@ -185,12 +185,12 @@ def _refuse_duplicates(files: list[Path]) -> None:
 
 
 def _name_and_folder(path: Path) -> tuple[str, str]:
-    """Return the name and the folder of relative media of a file; for a download, its URL's."""
+    """Return a file's name, and the folder of its relative media; URLs for a downloaded file."""
     return remote_origin(path) or (str(path), str(path.parent))
 
 
 def _open_file(path: Path, max_bytes: int | None, cache: Path | None) -> RecordFile:
-    """Open a file or a folder that exists, in its own format or as a copy."""
+    """Open an existing file or `save_to_disk` folder, in its own format or as a copy."""
     parts, copy, kind = [path], None, "arrow"
     if path.is_dir():
         parts, name, folder = list_arrow_files(path), str(path), str(path)
@@ -209,7 +209,7 @@ def _open_file(path: Path, max_bytes: int | None, cache: Path | None) -> RecordF
 def _detect_format(path: Path, name: str) -> tuple[str, bool]:
     """
     Return the format of a file, `arrow` or a kind of `make_copy`, and whether it is compressed;
-    DataSetError if it holds no records.
+    DataSetError if it is binary and of no known format.
     """
     head, is_compressed = read_head(path)
     if not is_compressed and (head.startswith(_ARROW) or path.suffix == ".arrow"):

@@ -44,29 +44,29 @@ def read_messages(record: object, custom: CustomConfig) -> dict[str, Any]:
 
 
 class FileRecords:
-    """Records of several data files under one index, which never changes for a record."""
+    """Records of several data files, numbered from 0 over all files in their order."""
 
     def __init__(self, files: Sequence[RecordFile]) -> None:
         self._files = list(files)
         self._ends: list[int] = np.cumsum([len(file) for file in files]).tolist()
-        self.firsts = [0, *self._ends[:-1]]
+        self.first_indices = [0, *self._ends[:-1]]
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def record_digest(self, index: int) -> str:
-        """Return the SHA-256 hex digest of record *index* alone."""
+        """Return the SHA-256 digest of record *index* as hexadecimal text."""
         file, row = self._locate(index)
         return file.digests(row, row + 1).tobytes().hex()
 
     def read(self, index: int) -> tuple[Any, bytes]:
         """
-        Return the JSON value of record *index*, and its digest for `add_digests`; the digest is
-        empty if it is known already.
+        Return the JSON value of record *index*, checked against its known digest. Without one,
+        return the new digest too, for `add_digests`; else empty bytes.
 
         Raises:
-            RecordError: It has no JSON value.
-            StaleError: It is not the record whose digest is known.
+            RecordError: The record is no valid JSON.
+            StaleError: The record differs from its known digest.
         """
         file, row = self._locate(index)
         try:
@@ -86,11 +86,11 @@ class FileRecords:
 
     def add_digests(self, indices: range, digests: NDArray[np.uint8]) -> None:
         """
-        Store digests of records read elsewhere, so that `digest` need not read them again.
+        Store digests that other processes read, so that `digest` need not read these records.
 
         Args:
-            indices: Records, all of a range.
-            digests: Their digests, all zero where there is none; shape (num_records, DIGEST_BYTES).
+            indices: Indices of the records.
+            digests: Digests of the records, zero where unknown; shape (num_records, DIGEST_BYTES).
         """
         if len(digests):
             for file, row, index, number in self._split_range(indices.start, indices.stop):
@@ -102,7 +102,7 @@ class FileRecords:
         return [(file.name, len(file)) for file in self._files]
 
     def __getitem__(self, index: int) -> Any:
-        """Return the JSON value of record *index*; RecordError with its place if there is none."""
+        """Return the JSON value of record *index*, unchecked; RecordError if that is invalid."""
         file, row = self._locate(index)
         return file[row]
 
@@ -114,7 +114,7 @@ class FileRecords:
     @contextmanager
     def name_errors(self, index: int, before: str = "") -> Iterator[None]:
         """
-        Raise each ValueError as a RecordError with the file and line of a record.
+        Turn a ValueError raised in this context into a RecordError with a record's file and line.
 
         Args:
             index: Index of the record.
@@ -133,10 +133,10 @@ class FileRecords:
 
     def digest(self, count: int, *, without: Sequence[int] = ()) -> str:
         """
-        Return the SHA-256 of the content and the media folders of the first *count* records.
+        Return the SHA-256 of the content and the media folders of the first *count* records, in
+        hex.
 
-        Later records do not change it, nor does another format with the same records.
-        Asked for rising counts, it reads each record once.
+        The digest is the same in every format. Digests of records are kept: none is read twice.
 
         Args:
             count: Number of records.
@@ -158,12 +158,12 @@ class FileRecords:
 
     def _split_range(self, start: int, stop: int) -> Iterator[tuple[RecordFile, int, int, int]]:
         """
-        Split the range from *start* to before *stop* at files and into at most 10,000 records;
-        yield file, first row, first index and number of records of each.
+        Split the indices from *start* to before *stop* into ranges of one file and at most
+        `_MAX_RANGE` records; yield file, first row, first index and number of records of each.
         """
         while start < stop:
             file, row = self._locate(start)
-            number = min(len(file) - row, stop - start, _AT_ONCE)
+            number = min(len(file) - row, stop - start, _MAX_RANGE)
             yield file, row, start, number
             start += number
 
@@ -172,8 +172,8 @@ class FileRecords:
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")
         file = bisect.bisect_right(self._ends, index)
-        return self._files[file], index - self.firsts[file]
+        return self._files[file], index - self.first_indices[file]
 
 
-_AT_ONCE = 10_000
-"""Records of a run, after which progress is shown."""
+_MAX_RANGE = 10_000
+"""Most records of a range of `_split_range`; progress is shown after each range."""

@@ -27,7 +27,7 @@ from packplan.core.samples.values import UnusableRecordError
 log = logging.getLogger(__name__)
 
 MAX_BYTES = {"file": 2**36, "video": 2**33, "image": 2**26}
-"""Kind of a download -> largest size in bytes; a `file` holds records."""
+"""Kind of a download -> largest size in bytes; `file` is a data file."""
 
 _FILE_TIMEOUTS = Timeouts(total_s=None)
 """Timeouts of a data file."""
@@ -99,7 +99,7 @@ def _unreadable_error(name: str, error: Exception) -> DataSetError:
 
 
 def _fetch_data_file(url: str, cache: Path) -> Path:
-    """Return the download of a data file in its current version."""
+    """Return the path of a data file's current version, downloaded if new or changed."""
     folder = cache / f"{_FOLDER}{_url_key(url)}"
     files.make_folder(folder)
     with files.hold_lock(folder / "lock", f"for a copy of {mask_credentials(url)}"):
@@ -123,7 +123,7 @@ def _fetch_data_file(url: str, cache: Path) -> Path:
 
 
 def _download_version(url: str, folder: Path, version: FileVersion) -> Path:
-    """Download a version of a data file; DataSetError if the file changes meanwhile."""
+    """Download a data file; DataSetError if it is not *version* any more afterwards."""
     target, shown = folder / "fetched", mask_credentials(url)
     # Its end says which format it has.
     name = re.sub(r"[^\w.-]", "_", re.sub(r"[?#].*", "", url).rpartition("/")[2])[-100:].lstrip(".") or "data"
@@ -149,14 +149,14 @@ def fetch_medium(medium: Image | Video, folder: str, cache: "MediaCache | None",
     record is returned as its bytes.
 
     Args:
-        medium: Image or video, or the frames of one.
+        medium: Path, URL or bytes of an image; path or URL of a video, or of each of its frames.
         folder: Folder or URL that relative media of the record start at.
         cache: Downloads of media; None refuses remote media.
-        is_video: Whether it is a video.
+        is_video: Whether the medium is a video, which may be larger than an image.
 
     Raises:
-        ValueError: It is remote, and cannot be fetched.
-        OutputError: There is no room for it.
+        ValueError: The medium is remote, and cannot be fetched.
+        OutputError: There is no room for the download.
     """
     if isinstance(medium, bytes):
         return medium
@@ -172,7 +172,7 @@ def fetch_medium(medium: Image | Video, folder: str, cache: "MediaCache | None",
 
 
 class MediaCache:
-    """Downloads images and videos into a folder, once each."""
+    """Cache of downloaded images and videos in a folder; each is downloaded once."""
 
     def __init__(self, folder: Path, *, timeouts: Timeouts | None = None) -> None:
         """
@@ -184,19 +184,19 @@ class MediaCache:
         """
         self.folder, self._timeouts = folder, timeouts or Timeouts()
         self._failed: dict[str, str] = {}
-        """URL -> reason why it cannot be fetched; a process asks once."""
+        """URL that could not be fetched -> reason; this process does not try again."""
 
     def path(self, url: str, *, is_video: bool = False) -> str:
         """
-        Return the file of a medium, fetched if it is not there yet.
+        Return the path of a medium's file, which is downloaded if the folder lacks it.
 
         Args:
             url: URL of the medium.
-            is_video: Whether it is a video, which may be larger.
+            is_video: Whether the medium is a video, which may be larger than an image.
 
         Raises:
-            ValueError: It cannot be fetched, or is no image.
-            OutputError: There is no room for it.
+            ValueError: The medium cannot be fetched, or is no image.
+            OutputError: There is no room for the download.
         """
         if (found := self._find_file(url)) is not None:
             return found
@@ -228,7 +228,7 @@ class MediaCache:
         return str(path) if path.is_file() and path.stat().st_size == int(note["bytes"]) else None
 
     def _fetch(self, url: str, kind: str) -> str:
-        """Download a medium, and return its file; FetchError if it cannot be fetched."""
+        """Download a medium, and return its path; FetchError if it changed or cannot be fetched."""
         note_file = self._note_file(url)
         known, fetched = _read_note(note_file, _MEDIUM_SCHEMA), note_file.with_suffix(".fetched")
         try:

@@ -19,7 +19,7 @@ from packplan.adapters.samples.data_set import read_messages
 from packplan.adapters.samples.downloads import MediaCache, fetch_medium
 from packplan.adapters.samples.media import IMAGES, VIDEOS, ImageTokens, drop_partial_masks, measure_encoded
 from packplan.adapters.samples.media_files import VideoFacts, image_facts, read_size, video_facts
-from packplan.adapters.samples.media_lengths import VideoLengths, shrink_size
+from packplan.adapters.samples.media_lengths import VideoCosts, shrink_size
 from packplan.adapters.samples.video_reading import (
     Sampling,
     decode_fault,
@@ -44,7 +44,7 @@ _FETCHED_AT_ONCE = 16
 """Records whose media are fetched at the same time."""
 
 _TRIED = 1000
-"""Number of first records of a file that are tried to find its shape."""
+"""First records of a file among which its first valid one is looked for, for its shape."""
 
 
 class SwiftEncoder:
@@ -52,10 +52,10 @@ class SwiftEncoder:
     Encodes records as samples, by ms-swift's template.
 
     Attributes:
-        num_parts: Records of a sample: 2 if records are halves of pairs, else 1.
+        records_per_sample: 2 if a sample is a pair of records, such as chosen and rejected; else 1.
     """
 
-    num_parts = 1
+    records_per_sample = 1
 
     def __init__(
         self, config: RunConfig, paths: tuple[str, ...], *, template: Template, cache: Path | None = None
@@ -66,7 +66,7 @@ class SwiftEncoder:
         Args:
             config: Run whose model, template and records are encoded.
             paths: Data files.
-            template: In training mode.
+            template: Template in training mode.
             cache: Folder of copies of data files that cannot be read in any order.
         """
         self.config, self.paths, self.cache, self.template, custom = config, paths, cache, template, config.custom
@@ -98,7 +98,7 @@ class SwiftEncoder:
 
     def encode(self, index: int) -> dict[str, Any]:
         """
-        Return sample *index* as the template encodes it; RecordError if it cannot become a sample.
+        Read record *index* and encode it by the template; RecordError if that fails.
         """
         sample = self.read(index)
         images, videos = sample.get("images", ()), sample.get("videos", ())
@@ -134,12 +134,12 @@ class SwiftEncoder:
 
         Raises:
             RecordError: The record cannot become a sample.
-            StaleError: The record is not the one whose digest is known.
+            StaleError: The record differs from its known digest.
         """
         return self.to_sample(index, self.records.read(index)[0])
 
     def to_sample(self, index: int, record: object) -> dict[str, Any]:
-        """Convert a record that was read already into the sample that `read` returns."""
+        """Convert *record*, the JSON value of record *index*, into the result of `read`."""
         with self.records.name_errors(index, "the record "):
             known = to_shape(record, self.config.custom.columns)
             self._refuse_mixed(index, known.shape)
@@ -209,12 +209,12 @@ class SwiftEncoder:
 
     @cached_property
     def _first_shapes(self) -> list[tuple[int, str]]:
-        """Index of the first valid record of each file, and its shape."""
-        ends = [*self.records.firsts[1:], len(self.records)]
-        return [self._first_shape(range(*place)) for place in zip(self.records.firsts, ends, strict=True)]
+        """Index and shape of the first valid record of each file."""
+        ends = [*self.records.first_indices[1:], len(self.records)]
+        return [self._first_shape(range(*place)) for place in zip(self.records.first_indices, ends, strict=True)]
 
     def _first_shape(self, indices: range) -> tuple[int, str]:
-        """Return index and shape of the first valid record among those of one file."""
+        """Return index and shape of a file's first valid record; `unknown` if none is found."""
         for index in indices[:_TRIED]:
             with contextlib.suppress(ValueError, RecordError):
                 known = to_shape(self.records[index], self.config.custom.columns)
@@ -224,13 +224,13 @@ class SwiftEncoder:
 
     def _refuse_mixed(self, index: int, shape: str) -> None:
         """
-        Refuse a record whose shape differs from that of the first valid one of its file.
+        Refuse a record whose shape differs from the first valid record's of its file.
 
         Args:
             index: Index of the sample.
             shape: Shape of the record.
         """
-        first, expected = self._first_shapes[bisect.bisect_right(self.records.firsts, index) - 1]
+        first, expected = self._first_shapes[bisect.bisect_right(self.records.first_indices, index) - 1]
         if index == first or expected == "unknown":
             return
         if shape != expected and not {shape, expected} <= MIXABLE:
@@ -247,10 +247,10 @@ class SwiftEncoder:
         Args:
             index: Index of the sample.
             images: Paths or contents of its images.
-            decode: Read their pixels too, to find damage behind the header.
+            decode: Read the pixels too, to find damage behind the header.
 
         Raises:
-            RecordError: One cannot be read.
+            RecordError: An image cannot be read.
         """
         with self.records.name_errors(index):
             return tuple(image_facts(image, decode=decode) for image in images)
@@ -293,19 +293,19 @@ class SwiftEncoder:
         return {**encoded, "loss_scale": weights}
 
     @cached_property
-    def video_lengths(self) -> VideoLengths | None:
-        """Computes costs of videos from their containers; None if each video has to be decoded."""
-        return None if reader_fault() else VideoLengths.from_template(self.template, self.config.template)
+    def video_costs(self) -> VideoCosts | None:
+        """Costs of videos by their containers; None if every video has to be decoded."""
+        return None if reader_fault() else VideoCosts.from_template(self.template, self.config.template)
 
     def video_facts(self, index: int, video: Video) -> VideoFacts:
         """
-        Return the facts of a video of sample *index*; RecordError if it cannot be used.
+        Return the facts of a video of sample *index*; RecordError if damaged, too long or too big.
         """
         custom = self.config.custom
         with self.records.name_errors(index):
             facts = video_facts(video, max_seconds=custom.max_video_s)
         with self.records.name_errors(index, f"the video {_video_name(video)} cannot be sampled: "):
-            size = self.video_lengths.num_bytes(facts) if self.video_lengths is not None else 0
+            size = self.video_costs.num_bytes(facts) if self.video_costs is not None else 0
         if size > custom.max_video_bytes:
             reason = (
                 f"the sampled frames of {facts.width} x {facts.height} of the video {_video_name(video)} take "
@@ -317,13 +317,13 @@ class SwiftEncoder:
 
     def to_media_facts(self, facts: VideoFacts) -> MediaFacts:
         """Return the facts of a video as `MediaFacts`, the form that is stored with the lengths."""
-        lengths = self.video_lengths
+        lengths = self.video_costs
         seconds = facts.num_frames / float(facts.rate) if facts.rate else 0.0
         return facts.to_media_facts(seconds if lengths is None else lengths.seconds(facts))
 
     def decode_video(self, index: int, video: Video, *, sampling: Sampling | None = None) -> None:
         """
-        Decode frames of a video of a sample.
+        Decode frames of a video of a sample, to find damage; they are not returned.
 
         Args:
             index: Index of the sample.
@@ -331,7 +331,7 @@ class SwiftEncoder:
             sampling: Selection of frames; None decodes all.
 
         Raises:
-            RecordError: They cannot be decoded.
+            RecordError: A frame cannot be decoded.
         """
         if isinstance(video, tuple):
             with self.records.name_errors(index):
@@ -346,13 +346,13 @@ class SwiftEncoder:
 
         Args:
             index: Index of the sample.
-            reason: Why it cannot become a sample.
-            remedy: Key to set, if the run is to be changed and not the record.
+            reason: Reason why the record cannot become a sample.
+            remedy: Advice on the run's keys; empty if the record has to be changed.
         """
         return RecordError(str(self.records.location(index)), reason, remedy)
 
     def measure_sample(self, index: int, encoded: dict[str, Any]) -> Measurement:
-        """Measure an encoded sample; RecordError if its image tokens do not match its images."""
+        """Measure an encoded sample; RecordError if its media tokens do not match its media."""
         counts = {"images": encoded[IMAGES.count_key], "videos": encoded[VIDEOS.count_key]}
         measurement = measure_encoded(self.template, encoded, **counts)
         held = IMAGES.count(encoded)
@@ -376,18 +376,18 @@ class SwiftEncoder:
 
     def encode_planned(self, index: int, planned: Table) -> dict[str, Any]:
         """
-        Encode sample *index* for training; StaleError if it differs from its planned measurement.
+        Encode sample *index*; StaleError if its measurement differs from that in *planned*.
         """
         return self.require_planned(index, self.encode(index), planned)
 
     def require_planned(self, index: int, encoded: dict[str, Any], planned: Table) -> dict[str, Any]:
         """
-        Return *encoded* unchanged; StaleError if it differs from its planned measurement.
+        Return *encoded* unchanged; StaleError if its measurement differs from the planned one.
 
         Args:
             index: Index of the sample.
-            encoded: The sample as the template gives it.
-            planned: Measurements that the plan rests on; int32, shape (num_records, num_columns).
+            encoded: Sample as the template encoded it.
+            planned: Measurements that the plan is made of; int32, shape (num_records, num_columns).
         """
         expected = from_row(planned, index)
         found = attrs.evolve(self.measure_sample(index, encoded), cut=expected.cut)

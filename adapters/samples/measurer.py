@@ -30,7 +30,7 @@ from packplan.core.samples.identity import DIGEST_BYTES
 from packplan.core.samples.tables import NOTHING, MeasuredSample, Measurement, MediaFacts, RecordOutcome
 
 MeasuredBatch = tuple[range, list[RecordOutcome], bytes]
-"""Records, their outcomes, and their joined digests, all zero where unknown."""
+"""Indices of records, outcomes of their samples, and joined digests of records (0: unknown)."""
 
 _PROCESSING_PACKAGES = ("ms-swift", "transformers", "tokenizers", "qwen_vl_utils", "pillow", "torchvision")
 
@@ -65,21 +65,21 @@ PROCESSING_VARIABLES = (
 
 MEASURING_VERSION = 4
 """
-Version of our own part in a length: records to messages, headers to patches. Raise it with each
-change of a length.
+Version of this project's rules that decide lengths, from records to messages and from image
+headers to patches. Raise it with each change of a length.
 """
 
 AT_ONCE = 32
 """Samples that a process measures at once."""
 
 _TRIED = 16
-"""Samples that this process measures at once, to estimate the time of all."""
+"""Samples that this process measures at once while it decides whether a pool would be faster."""
 
 _AHEAD = 4
-"""Batches of each process that are measured ahead."""
+"""Batches for each process that are queued ahead."""
 
 _LOADER_TIMEOUT_S = 600.0
-"""Seconds after which a sample in a loader's worker counts as stuck."""
+"""Seconds after which a loader's worker that returns no sample counts as stuck."""
 
 
 class SwiftMeasurer:
@@ -98,16 +98,16 @@ class SwiftMeasurer:
         Measure what an encoder encodes.
 
         Args:
-            encoder: Gives the samples.
-            workers: Processes that measure, at most as many as there are cores; 1 measures in this
-                one.
+            encoder: Encoder of the samples.
+            workers: Processes that measure, limited to the number of cores; with 1, the calling
+                process measures.
         """
         self._encoder = encoder
         self.shortcut = ShortcutMeasurer(encoder, in_full=self._measure_record)
         self._workers = min(workers, os.cpu_count() or 1)
 
     def __len__(self) -> int:
-        return len(self._encoder) // self._encoder.num_parts
+        return len(self._encoder) // self._encoder.records_per_sample
 
     def fingerprint(self) -> Fingerprint:
         """Return all inputs that the measurements depend on, except the data."""
@@ -130,22 +130,22 @@ class SwiftMeasurer:
         return Fingerprint(inputs)
 
     def data_digest(self, count: int, *, without: Sequence[int] = ()) -> str:
-        """Return the digest of the first *count* samples, leaving out the indices in *without*."""
+        """Return the digest of the first *count* samples except those at the indices *without*."""
         left = [part for index in without for part in self._record_indices(index)]
-        return self._encoder.records.digest(count * self._encoder.num_parts, without=left)
+        return self._encoder.records.digest(count * self._encoder.records_per_sample, without=left)
 
     def identity(self, index: int) -> tuple[str, str]:
         """Return the digest of sample *index*, and the absolute folder of its relative media."""
-        first = index * self._encoder.num_parts
+        first = index * self._encoder.records_per_sample
         return self._encoder.records.record_digest(first), absolute_folder(self._encoder.records.folder(first))
 
     def _record_indices(self, index: int, number: int = 1) -> range:
         """Return the indices of the records of *number* samples from *index* on."""
-        num_parts = self._encoder.num_parts
-        return range(index * num_parts, (index + number) * num_parts)
+        size = self._encoder.records_per_sample
+        return range(index * size, (index + number) * size)
 
     def record_lengths(self, index: int) -> list[int]:
-        """Return the tokens of each record of sample *index*, which has to be valid."""
+        """Return the tokens of each record of sample *index*; no record of it may be bad."""
         outcomes, _ = self.shortcut.measure(self._record_indices(index))
         return [one.measurement.length for one in outcomes if isinstance(one, MeasuredSample)]
 
@@ -187,7 +187,7 @@ class SwiftMeasurer:
             yield from self._keep_digests(self.measure_batch(indices[done : done + size], in_full=in_full))
 
     def _measure_in_pool(self, indices: range, *, in_full: bool) -> Generator[RecordOutcome, None, None]:
-        """Measure records in worker processes, and queue a few batches ahead."""
+        """Yield the outcomes of samples measured in worker processes, a few batches ahead."""
         size = min(AT_ONCE, -(-len(indices) // (2 * self._workers)))
         parts = (indices[start : start + size] for start in range(0, len(indices), size))
         waiting: deque[Any] = deque()
@@ -224,22 +224,22 @@ class SwiftMeasurer:
         Measure consecutive samples in this process.
 
         Args:
-            indices: Consecutive samples.
-            in_full: Encode each by itself, without a shortcut.
+            indices: Indices of the samples.
+            in_full: Encode each sample in full, without the shortcut.
 
         Raises:
-            ShortcutError: One encodes to another measurement than the shortcut gives.
+            ShortcutError: A sample encodes to another measurement than the shortcut gives.
         """
         if in_full:
             return indices, [self.measure_in_full(index) for index in indices], b""
-        parts, num_parts = self._record_indices(indices.start, len(indices)), self._encoder.num_parts
+        parts, size = self._record_indices(indices.start, len(indices)), self._encoder.records_per_sample
         outcomes, digests = self.shortcut.measure(parts)
-        joined = [_join_outcomes(outcomes[place : place + num_parts]) for place in range(0, len(outcomes), num_parts)]
+        joined = [_join_outcomes(outcomes[place : place + size]) for place in range(0, len(outcomes), size)]
         return parts, joined, digests
 
     def measure_in_loader(self, indices: Sequence[int], *, epoch: int) -> list[RecordOutcome]:
         """
-        Encode and measure samples in a worker of a torch DataLoader, with the seed of *epoch*.
+        Measure samples by full encodes in a worker of a torch DataLoader that *epoch* seeds.
         """
         loader = DataLoader(
             _LoaderSamples(self),
@@ -279,7 +279,7 @@ class SwiftMeasurer:
 
 
 def _join_outcomes(parts: Sequence[RecordOutcome]) -> RecordOutcome:
-    """Combine the outcomes of a sample's records: their sum, or a bad record if one is bad."""
+    """Return the summed measurement of a sample's records, or the error of its first bad record."""
     samples = [one for one in parts if isinstance(one, MeasuredSample)]
     if len(samples) < len(parts):
         return next(one for one in parts if isinstance(one, RecordError))

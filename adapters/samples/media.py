@@ -21,7 +21,7 @@ from packplan.adapters.families import trained_config
 from packplan.core.errors import ConfigError
 from packplan.core.samples.tables import Measurement
 
-FRAMES_OF_LAYER = 2
+FRAMES_PER_LAYER = 2
 """Frames of a video that become one layer of patches."""
 
 Encoded = Mapping[str, Any]
@@ -109,7 +109,7 @@ def measure_encoded(template: Template, encoded: Encoded, *, images: int, videos
         images=images,
         patches=IMAGES.count_patches(encoded, patch_size=side),
         videos=videos,
-        frames=FRAMES_OF_LAYER * int(encoded["video_grid_thw"][:, 0].sum()) if videos else 0,
+        frames=FRAMES_PER_LAYER * int(encoded["video_grid_thw"][:, 0].sum()) if videos else 0,
         video_patches=VIDEOS.count_patches(encoded, patch_size=side),
     )
 

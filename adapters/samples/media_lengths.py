@@ -29,7 +29,7 @@ from PIL import Image
 from qwen_vl_utils import vision_process
 from swift.template import Template
 
-from packplan.adapters.samples.media import DUMMY_SIZE, FRAMES_OF_LAYER, encode_image, encode_media, measure_encoded
+from packplan.adapters.samples.media import DUMMY_SIZE, FRAMES_PER_LAYER, encode_image, encode_media, measure_encoded
 from packplan.adapters.samples.media_files import VideoFacts
 from packplan.adapters.samples.video_reading import Sampling, reads_videos, video_sampling
 from packplan.core.config.run import TemplateConfig
@@ -75,13 +75,13 @@ class ImageCosts:
     cost: Callable[[int, int], Measurement]
     """Width and height -> cost of an image; ValueError if its shape is refused."""
 
-    def beyond_stand_in(self, width: int, height: int) -> Measurement:
+    def extra_cost(self, width: int, height: int) -> Measurement:
         """Return the cost of an image minus the stand-in's; ValueError if its shape is refused."""
         return self.cost(width, height) - self.cost(*DUMMY_SIZE)
 
     def agrees_with(self, encoded: Mapping[tuple[int, int], Measurement]) -> bool:
         """Return whether computed costs equal those of *encoded*, measurements by image size."""
-        return all(self.beyond_stand_in(*size) == cost for size, cost in encoded.items())
+        return all(self.extra_cost(*size) == cost for size, cost in encoded.items())
 
 
 def prove_image_costs(template: Template) -> ImageCosts | None:
@@ -139,7 +139,7 @@ _LARGE = (150, 70)
 
 
 @attrs.frozen
-class VideoLengths:
+class VideoCosts:
     """Computes the costs of videos from their facts, for one template."""
 
     patch_size: int
@@ -150,7 +150,7 @@ class VideoLengths:
     """Tokenizer of the times of layers; None for a template that writes none."""
 
     @classmethod
-    def from_template(cls, template: Template, config: TemplateConfig) -> VideoLengths | None:
+    def from_template(cls, template: Template, config: TemplateConfig) -> VideoCosts | None:
         """
         Return the computation for a template; None if it disagrees with encoded videos.
 
@@ -164,13 +164,13 @@ class VideoLengths:
         stamped = template.tokenizer if template.version == "v3" else None
         lengths = cls(images.patch_size, images.merge_size, video_sampling(config), stamped)
         try:
-            expected = lengths.beyond_stand_in(_black_video_facts(_LARGE, 5))
+            expected = lengths.extra_cost(_black_video_facts(_LARGE, 5))
         except ValueError:  # the run's limits leave such frames no size
             return None
         small, large = _measure_black_video(template, DUMMY_SIZE, 2), _measure_black_video(template, _LARGE, 5)
         return lengths if large - small == expected else None
 
-    def beyond_stand_in(self, facts: VideoFacts) -> Measurement:
+    def extra_cost(self, facts: VideoFacts) -> Measurement:
         """Return the cost of a video minus the stand-in's; ValueError if its shape is refused."""
         return self.cost(facts) - self.cost(_black_video_facts(DUMMY_SIZE, 2))
 
@@ -191,11 +191,11 @@ class VideoLengths:
         """Return the cost of a video; ValueError if the number or size of its frames is refused."""
         frames, rate = self._sample_frames(facts)
         rows, columns = self._scaled_size(facts, len(frames))
-        layers = len(frames) // FRAMES_OF_LAYER
+        layers = len(frames) // FRAMES_PER_LAYER
         patches = layers * (rows // self.patch_size) * (columns // self.patch_size)
         tokens = patches // self.merge_size**2
         if self.tokenizer is not None:
-            pairs = zip(frames[::FRAMES_OF_LAYER], frames[1::FRAMES_OF_LAYER], strict=True)
+            pairs = zip(frames[::FRAMES_PER_LAYER], frames[1::FRAMES_PER_LAYER], strict=True)
             times = ((first / rate + last / rate) / 2 for first, last in pairs)
             # A layer is between two tokens of its own, behind its time.
             tokens += sum(_num_tokens(self.tokenizer, f"<{time:.1f} seconds>") + 2 for time in times)
@@ -207,10 +207,10 @@ class VideoLengths:
     def _sample_frames(self, facts: VideoFacts) -> tuple[list[int], float]:
         """Return the indices of the sampled frames, and their rate in frames a second."""
         if not facts.rate:
-            return list(range(vision_process.ceil_by_factor(facts.num_frames, FRAMES_OF_LAYER))), self._sampling_rate()
-        if facts.num_frames < FRAMES_OF_LAYER:
+            return list(range(vision_process.ceil_by_factor(facts.num_frames, FRAMES_PER_LAYER))), self._sampling_rate()
+        if facts.num_frames < FRAMES_PER_LAYER:
             message = (
-                f"it has {counted(facts.num_frames, 'frame')}, but needs {FRAMES_OF_LAYER}: write it into 'images'"
+                f"it has {counted(facts.num_frames, 'frame')}, but needs {FRAMES_PER_LAYER}: write it into 'images'"
             )
             raise ValueError(message)
         rate = float(facts.rate)

@@ -50,17 +50,17 @@ class Prompts:
         record = self._records[index]
         with self._records.name_errors(index, "the record "):
             sample = read_messages(record, self._custom)
-            messages, answer = self._prompt(sample)
+            messages, answer = self._split_answer(sample)
         found = {"prompt": messages, "answer": answer, "record": record}
         if not self._sees:
             return found
         with self._records.name_errors(index):
-            images = [self._image(index, image) for image in sample.get("images", ())]
+            images = [self._load_image(index, image) for image in sample.get("images", ())]
         for message in messages:
-            message["content"] = _parts(message["content"], tagged=bool(images))
+            message["content"] = _split_text(message["content"], tagged=bool(images))
         return {**found, "images": images}
 
-    def _prompt(self, sample: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    def _split_answer(self, sample: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
         """Return the messages of a sample without the last one, and the text of the last one."""
         *messages, last = sample["messages"]
         if {"videos", "tools"} & set(sample) or not {message["role"] for message in messages} <= _ROLES:
@@ -73,14 +73,14 @@ class Prompts:
             messages = [{"role": "system", "content": self._system}, *messages]
         return [{name: message[name] for name in ("role", "content")} for message in messages], last["content"]
 
-    def _image(self, index: int, image: Image) -> PIL.Image.Image:
+    def _load_image(self, index: int, image: Image) -> PIL.Image.Image:
         """Load an image from its bytes, or from its path relative to its record's folder."""
         path = fetch_medium(image, self._records.folder(index), self._media)
         read_size(path)
         return PIL.Image.open(io.BytesIO(path) if isinstance(path, bytes) else path).convert("RGB")
 
 
-def _parts(text: str, *, tagged: bool) -> list[dict[str, str]]:
+def _split_text(text: str, *, tagged: bool) -> list[dict[str, str]]:
     """
     Split a message's text into parts of text and images, as chat templates of vision models expect.
 

@@ -35,31 +35,31 @@ _IMAGE_PATH = "<img>"
 class RowsFile(RecordFile):
     """Sequences of a data set's rows, numbered row by row."""
 
-    def __init__(self, rows: Any, *, name: str, num_parts: int) -> None:
+    def __init__(self, rows: Any, *, name: str, sequences_per_row: int) -> None:
         """
         Serve the rows of a data set as sequences.
 
         Args:
             rows: A `datasets.Dataset`.
             name: Name of the data set in messages.
-            num_parts: Sequences of each row.
+            sequences_per_row: Sequences of each row.
         """
-        self.rows, self.num_parts = rows, num_parts
+        self.rows, self.sequences_per_row = rows, sequences_per_row
         self.name, self.folder = name, ""
 
     def __len__(self) -> int:
-        return len(self.rows) * self.num_parts
+        return len(self.rows) * self.sequences_per_row
 
     def _read_value(self, row: int) -> Any:
         """Return the data set row that the sequence *row* belongs to."""
-        return self.rows[row // self.num_parts]
+        return self.rows[row // self.sequences_per_row]
 
     def _read_digest(self, row: int) -> bytes:
         return digest_record(self[row])
 
     def location(self, row: int) -> RecordLocation:
         """Return the place of the data set row that the sequence *row* belongs to."""
-        return RecordLocation(self.name, row // self.num_parts + 1, self.unit)
+        return RecordLocation(self.name, row // self.sequences_per_row + 1, self.unit)
 
     def save_digests(self) -> None:
         """Do nothing: the rows are built again at each start, so their digests are not cached."""
@@ -79,12 +79,13 @@ class RowsEncoder(SwiftEncoder):
         """
         self.config, self.template, self.records = config, template, FileRecords([rows])
         PIL.Image.MAX_IMAGE_PIXELS = config.custom.max_image_pixels
-        self.paths, self.cache, self._media, self.num_parts, self.rows = (), None, None, rows.num_parts, rows.rows
+        self.paths, self.cache, self._media, self.rows = (), None, None, rows.rows
+        self.records_per_sample = rows.sequences_per_row
         self._kind = "split texts" if "input_ids" in rows.rows.column_names else template.task_type
 
     def data_files(self) -> tuple[DataFile, ...]:
         """Return the data set as a single file."""
-        return tuple(DataFile(file, file, "messages", number // self.num_parts) for file, number in self.records.files)
+        return tuple(DataFile(file, file, "messages", len(self.rows)) for file, _ in self.records.files)
 
     def full_encode_reason(self, sample: dict[str, Any]) -> str | None:
         """
@@ -103,7 +104,7 @@ class RowsEncoder(SwiftEncoder):
             return {"messages": [], _OTHERS: record}
         with self.name_encode_errors(index):
             pair = TemplateInputs.from_dict(record)
-            held = pair.rejected if index % self.num_parts else pair.chosen
+            held = pair.rejected if index % self.records_per_sample else pair.chosen
             if held is None:
                 raise self.record_error(index, "the row has no rejected answer")
             if held.images:

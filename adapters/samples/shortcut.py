@@ -30,7 +30,7 @@ from swift.template import StdTemplateInputs, Template
 from transformers import PreTrainedTokenizerFast
 
 from packplan.adapters.samples.encoder import SwiftEncoder
-from packplan.adapters.samples.media import DUMMY_SIZE, FRAMES_OF_LAYER, measure_encoded, without_truncation
+from packplan.adapters.samples.media import DUMMY_SIZE, FRAMES_PER_LAYER, measure_encoded, without_truncation
 from packplan.adapters.samples.media_lengths import ImageCosts, prove_image_costs
 from packplan.adapters.samples.video_reading import reads_videos
 from packplan.core.errors import RecordError
@@ -77,7 +77,7 @@ _PROOFS: tuple[dict[str, Any], ...] = (
 
 STAND_INS: Mapping[str, Any] = {
     "image": Image.new("RGB", DUMMY_SIZE),
-    "video": [Image.new("RGB", DUMMY_SIZE)] * FRAMES_OF_LAYER,
+    "video": [Image.new("RGB", DUMMY_SIZE)] * FRAMES_PER_LAYER,
 }
 """Kind of medium -> black image or video that stands for one."""
 
@@ -338,7 +338,7 @@ class ShortcutMeasurer:
         return counter
 
     @cached_property
-    def image_lengths(self) -> ImageCosts | None:
+    def image_costs(self) -> ImageCosts | None:
         """Costs of images by their headers; None if samples with images are encoded in full."""
         lengths = prove_image_costs(self._encoder.template)
         if lengths is None:
@@ -388,16 +388,16 @@ class ShortcutMeasurer:
         facts = encoder.image_facts(index, images)
         videos = [encoder.video_facts(index, video) for video in sample.get("videos", ())]
         all_facts = (*facts, *map(encoder.to_media_facts, videos))
-        of_images = self.image_lengths if images else None
-        of_videos = encoder.video_lengths if videos else None
+        of_images = self.image_costs if images else None
+        of_videos = encoder.video_costs if videos else None
         if (reason := encoder.full_encode_reason(sample)) is not None:
             self._log_once(reason)
         is_doubtful = any(one.doubt for one in videos)
         if reason or is_doubtful or (images and of_images is None) or (videos and of_videos is None):
             return _ReadSample(index, sample, all_facts)
         with encoder.records.name_errors(index, "an image cannot be encoded: "):
-            costs = [of_images.beyond_stand_in(one.width, one.height) for one in facts] if of_images else []
-        costs += [of_videos.beyond_stand_in(one) for one in videos] if of_videos else []
+            costs = [of_images.extra_cost(one.width, one.height) for one in facts] if of_images else []
+        costs += [of_videos.extra_cost(one) for one in videos] if of_videos else []
         split = self._split(sample, image=len(images), video=len(videos))
         return _ReadSample(index, sample, all_facts, split, sum(costs, NOTHING))
 

@@ -77,19 +77,19 @@ def _candidates(model: ModelConfig) -> tuple[Sequence[str | None], Sequence[str]
     settled = default_types(architecture)
     if settled is not None and model.model_type in (None, settled[0]):
         return [settled[0]], [settled[1]]
-    types = [model.model_type] if model.model_type else _model_types_of(architecture)
+    types = [model.model_type] if model.model_type else _matching_types(architecture)
     if not types and not any(f"{part}_config" in config_content(model) for part in _MEDIA):
         return [None], []
-    return types, _templates_of(types)
+    return types, _matching_templates(types)
 
 
-def _model_types_of(architecture: str) -> list[str]:
+def _matching_types(architecture: str) -> list[str]:
     """Return ms-swift's model types of an architecture, causal language models only."""
     metas = [meta for meta in MODEL_MAPPING.values() if architecture in (meta.architectures or ())]
     return [meta.model_type for meta in metas if not meta.is_reward and meta.task_type in (None, "causal_lm")]
 
 
-def _templates_of(types: Sequence[str]) -> list[str]:
+def _matching_templates(types: Sequence[str]) -> list[str]:
     """Return ms-swift's templates of some model types."""
     known = [MODEL_MAPPING[name] for name in types if name in MODEL_MAPPING]
     return list(dict.fromkeys(name for meta in known for name in meta.candidate_templates))

@@ -45,9 +45,9 @@ class _RowFile:
 
     def __init__(self, path: Path, columns: tuple[str, ...], dtype: str) -> None:
         self.path, self.columns, self.dtype = path, columns, np.dtype(dtype)
-        self.start()
+        self.forget_rows()
 
-    def start(self) -> None:
+    def forget_rows(self) -> None:
         """Forget all rows."""
         self._num, self._hash = 0, hashlib.sha256()
 
@@ -175,8 +175,8 @@ class DiskLengthStore:
         """
         manifest = files.read_manifest(self._manifest, SCHEMA)
         if manifest is None:
-            self._samples.start()
-            self._media.start()
+            self._samples.forget_rows()
+            self._media.forget_rows()
             return StoredRows(np.zeros((0, len(COLUMNS)), np.int32), np.zeros((0, len(MEDIA_COLUMNS)), np.int64))
         if differences := _origin(manifest).differences(key, num_records, data_digest):
             raise StaleError.lengths(str(self.folder), differences)
@@ -252,7 +252,7 @@ class DiskLengthStore:
             self._manifest.unlink(missing_ok=True)
             files.sync_folder(self.folder)
         for column in (self._samples, self._media):
-            column.start()
+            column.forget_rows()
             column.truncate()
 
     def digest(self) -> str:

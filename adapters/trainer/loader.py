@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from packplan.adapters.hf.following import RankLoader
 from packplan.adapters.loaders.rows import PACK, PackOfRows
-from packplan.adapters.processes import end_by_parent_alone, end_with_parent, hide_broken_handover, keep_ctrl_c
+from packplan.adapters.processes import end_with_parent, hide_handover_errors, ignore_foreign_sigterm, keep_ctrl_c
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.trainer.streams.dataset import Sample, ShardEnd, ShardProgress, StreamedPack
 from packplan.adapters.trainer.vision import add_model_inputs
@@ -211,8 +211,8 @@ def open_worker(number: int, *, num_workers: int, rank: int) -> None:
         rank: Rank that the worker loads for.
     """
     end_with_parent()
-    end_by_parent_alone()
-    hide_broken_handover()
+    ignore_foreign_sigterm()
+    hide_handover_errors()
     seed_worker(number, num_workers=num_workers, rank=rank)
 
 

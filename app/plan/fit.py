@@ -155,18 +155,18 @@ def forecast(config: RunConfig, *, memory: int | None, ranks: int) -> MemoryFit:
     with open_step_tracer(
         config, train.encoder, attention=attention, sharding=sharding, world_size=ranks, accumulates=accumulates
     ) as tracer:
-        peaks = {pack: tracer.step(samples).peak(fused_loss=fused) for pack, samples in encoded.items()}
+        peaks = {pack: tracer.trace_step(samples).peak(fused_loss=fused) for pack, samples in encoded.items()}
         pack = max(peaks, key=lambda one: peaks[one].total)
         heaviest = PackMemory(f"pack {pack}", sum(one["length"] for one in encoded[pack]), peaks[pack])
         full = {heaviest.tokens: heaviest.peak}
 
         def full_pack_peak(tokens: int) -> int:
             if tokens not in full:
-                full[tokens] = tracer.step(tracer.pack_of_length(encoded[pack], tokens)).peak(fused_loss=fused)
+                full[tokens] = tracer.trace_step(tracer.pack_of_length(encoded[pack], tokens)).peak(fused_loss=fused)
             return full[tokens].total
 
         longest = (
-            None if memory is None else find_longest(full_pack_peak, start=length, limit=memory, most=tracer.positions)
+            None if memory is None else find_longest(full_pack_peak, start=length, limit=memory, most=tracer.max_tokens)
         )
         full_pack_peak(length)
     return MemoryFit(

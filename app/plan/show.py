@@ -89,7 +89,7 @@ def _decode_spans(config: RunConfig, opened: StoredSplit, sample: int) -> list[d
     from packplan.app.wiring.splits import open_encoders
 
     encoder = open_encoders(config)[opened.split.name]
-    measured, parts = opened.lengths.origin.num_records, encoder.num_parts
+    measured, parts = opened.lengths.origin.num_records, encoder.records_per_sample
     if len(encoder) != measured * parts:
         message = (
             f"the data have {counted(len(encoder) // parts, 'record')} now, but {measured:,} were measured: build again"

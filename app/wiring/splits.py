@@ -48,7 +48,7 @@ def open_encoders(config: RunConfig) -> dict[str, SwiftEncoder]:
     if config.command is not None:
         template = config.command.open_template()
         for split, rows in config.command.open_rows(template).items():
-            file = RowsFile(rows, name=" ".join(names[split]), num_parts=max(config.command.num_parts, 1))
+            file = RowsFile(rows, name=" ".join(names[split]), sequences_per_row=max(config.command.num_parts, 1))
             encoders[split] = RowsEncoder(config, template=template, rows=file)
         return encoders
     template = open_template(
@@ -81,7 +81,7 @@ def export_rows(splits: Iterable[Split], folder: Path) -> dict[str, int]:
     for split in splits:
         indices = sample_indices(split.table)
         lengths = column(split.table, "length")[indices, np.newaxis].tolist()
-        if split.encoder.num_parts > 1:
+        if split.encoder.records_per_sample > 1:
             halves = SwiftMeasurer(split.encoder).record_lengths
             lengths = [*map(halves, progress(indices.tolist(), desc="measuring halves", unit=" pairs"))]
         rows = split.encoder.rows

@@ -151,7 +151,7 @@ class WorkModel:
         return work
 
 
-FRAMES_OF_LAYER = 2
+FRAMES_PER_LAYER = 2
 """Frames of a video that a vision tower takes as one image."""
 
 
@@ -200,7 +200,7 @@ class SampleWorks:
         tokens = as_lengths(lengths, least=0)
         media = np.zeros(tokens.size)
         if model.vision is not None:
-            layers = np.asarray(frames) / FRAMES_OF_LAYER
+            layers = np.asarray(frames) / FRAMES_PER_LAYER
             media = model.vision.estimate_image_flops(images, patches)
             media = media + model.vision.estimate_image_flops(layers, video_patches)
         return cls(model, tokens, np.broadcast_to(media, tokens.shape))

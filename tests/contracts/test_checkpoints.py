@@ -18,7 +18,7 @@ from packplan.adapters.trainer.checkpoints import (
     remove_digests,
     write_digests,
 )
-from packplan.adapters.trainer_state import save_with_digest
+from packplan.adapters.trainer_state import add_digest_on_save
 from packplan.core.errors import ConfigError, StaleError
 from packplan.core.fingerprint import Fingerprint, RunIdentity
 from packplan.core.schedule import EpochSegment, Progress, ResumeState
@@ -105,7 +105,7 @@ def save(folder: Path, state: ResumeState | StreamState, *, moments: bytes = b""
     write_digests(folder, share=0, num_shares=1)
     kept = progress_entry(state) | attention_entry("varlen")
     held = TrainerState(3, {**kept, "Control": {"should_epoch_stop": False}})
-    save_with_digest(held)
+    add_digest_on_save(held)
     held.save_to_json(folder / "trainer_state.json")
 
 

@@ -90,7 +90,7 @@ def test_attention_of_a_gpu_is_one_kernel_for_all_samples(on_gpu, write_run):
         token, trained = sample["labels"][-1], 72 // len(lengths)
         labels = [[-100] * (n - trained) + [token] * trained for n in lengths]
         given = zip(lengths, labels, strict=True)
-        return tracer.step([sample | {"input_ids": [token] * n, "labels": one, "length": n} for n, one in given])
+        return tracer.trace_step([sample | {"input_ids": [token] * n, "labels": one, "length": n} for n, one in given])
 
     with open_step_tracer(config, samples, attention=attention, **options) as tracer:
         few, many = blocks(60, 76), blocks(*range(10, 25, 2))

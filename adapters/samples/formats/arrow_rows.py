@@ -13,13 +13,13 @@ from packplan.core.errors import DataSetError, RecordError
 from packplan.core.samples.identity import digest_record, digest_unreadable
 
 MAX_UNPACKED = 2**26
-"""Bytes that opening Arrow files may take in memory: mapped ones take none."""
+"""Bytes that opening Arrow files may allocate; more means compressed files, which are refused."""
 
 MOST_HELD = 2**25
-"""Bytes of a file that stay in this process's memory, about."""
+"""Bytes read of a mapped file after which its pages are released."""
 
 READ_AROUND = 2**21
-"""Bytes that a system maps around one that is read, at most, where it holds them already."""
+"""Most bytes that the system maps around a byte that is read, if they are in its page cache."""
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
@@ -59,10 +59,10 @@ class ArrowFile(RecordFile):
             for part in self.parts:
                 self._open_part(part, before)
         except (OSError, ValueError, pa.ArrowException) as error:
-            raise DataSetError(f"{self.name}: {part.name} is damaged, or no Arrow file ({_short(error)})") from None
+            raise DataSetError(f"{self.name}: {part.name} is damaged, or no Arrow file ({_reason(error)})") from None
         self._ends = np.cumsum([0, *(one.batch.num_rows for one in self._batches)])
         self._sound = np.zeros(len(self._batches), dtype=bool)
-        """Batches whose offsets and texts were found to be sound, before a row of them was read."""
+        """Whether the offsets and texts of each batch have been validated; bool, (num_batches,)."""
 
     def _open_part(self, part: Path, before: int) -> None:
         """Map an Arrow file; DataSetError if it is compressed, or has two columns of one name."""
@@ -100,7 +100,7 @@ class ArrowFile(RecordFile):
                 self._sound[number] = True
             return drop_nulls(held.row(row - int(self._ends[number])))
         except (pa.ArrowException, UnicodeDecodeError, ValueError, OverflowError) as error:
-            raise RecordError(str(self.location(row)), f"is damaged: {_short(error)}") from None
+            raise RecordError(str(self.location(row)), f"is damaged: {_reason(error)}") from None
 
     def _read_digest(self, row: int) -> bytes:
         try:
@@ -113,9 +113,9 @@ class MappedFile:
     """
     Content of a file, mapped into memory, with a limit on the pages that stay resident.
 
-    What is mapped counts as memory of the process, also where the system could take it back, and a
-    run in shuffled order maps all of its file in time. So it is released again and again: the
-    system still holds it, and maps it again where it is asked for.
+    Mapped pages count as memory of the process, although the system could take them back. A run in
+    shuffled order would map the whole file in time. Released pages stay in the system's cache, and
+    are mapped again when they are read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -170,12 +170,12 @@ def _refuse_duplicate_columns(name: str, columns: list[str]) -> None:
         raise DataSetError(f"{name} has two columns {twins[0]!r}, of which one would be ignored: rename one")
 
 
-def _short(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return str(error).split("\n")[0][:200]
 
 
 def drop_nulls(value: Any) -> Any:
-    """Return a value without null entries of objects, which columns write for absent keys."""
+    """Return a value without the null entries of its objects: columns hold null for absent keys."""
     if isinstance(value, dict):
         return {key: drop_nulls(held) for key, held in value.items() if held is not None}
     if isinstance(value, list):

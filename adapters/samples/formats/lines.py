@@ -19,12 +19,12 @@ from packplan.core.samples.identity import digest_record, digest_unreadable
 from packplan.core.samples.tables import RecordLocation
 
 CHUNK = 2**20
-"""Bytes of a long record that are in memory at once."""
+"""Most bytes of a line that are read at once."""
 
 LONGEST_PARSED = 2**25
 """
-Bytes of a record beyond which it is never parsed: it is refused, and its digest is that of its
-text.
+Most bytes of a record that is parsed. A longer one is refused, and its digest is of its text
+instead of its value.
 """
 
 
@@ -33,7 +33,7 @@ class LinesFile(RecordFile):
     Records of a JSON Lines file, one a line, read by their byte positions; blank lines are skipped.
 
     Attributes:
-        spans: First byte, end, and number of the line, of each record; shape (num_records, 3).
+        spans: Start byte, end byte and line number of each record; int64, shape (num_records, 3).
     """
 
     unit = "line"
@@ -47,13 +47,13 @@ class LinesFile(RecordFile):
         return {"spans": self.spans.reshape(-1), **super()._cached_arrays()}
 
     def cache_fault(self) -> str | None:
-        """Read the whole file; return how it differs from its cached arrays, or None."""
+        """Read the whole file; return a message if it differs from its cached arrays, or None."""
         if self._is_cached and not np.array_equal(self._scan(), self.spans):
             return f"its records stand in other places than {self._cache.path} says: delete that, and build again"
         return super().cache_fault()
 
     def _scan(self) -> NDArray[np.int64]:
-        """Find the `spans` of all records, without holding any whole line in memory."""
+        """Return the `spans` of all records; at most `CHUNK` bytes are in memory at a time."""
         found = array("q")
         bar = progress(desc=f"reading {self.path.name}", unit=" bytes", leave=False, delay=BRIEF_S)
         with self.path.open("rb") as file, bar:
@@ -123,7 +123,7 @@ class LinesFile(RecordFile):
 
 
 def parse_record(text: bytes, where: str) -> Any:
-    """Parse a record's text as strict JSON; RecordError at the place *where* if invalid."""
+    """Parse a record's text as strict JSON; RecordError that names the place *where* if invalid."""
     try:
         value = json.loads(
             text.decode("utf-8-sig"),

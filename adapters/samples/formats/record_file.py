@@ -1,10 +1,10 @@
 """
 Records of one file, whatever its format, and their digests.
 
-The places of records and the digest of each are cached from one start to the next, so that a start
-need not read a file. A file is known again by its size, times and inode, as version control does,
-unless it changed just before it was read. Each record is compared when it is read as a sample; only
-verification reads all of them.
+Positions and digests of records are cached on disk, so that a later start need not read the file.
+A file counts as unchanged if its size, times and inode are, as in version control; a file that was
+written a moment ago is not cached. Each record is compared with its digest when it is read as a
+sample; only verification reads all of them.
 """
 
 import hashlib
@@ -30,12 +30,12 @@ VERSION = 1
 """Version of cached arrays; another way to digest a record, or to find its place, raises it."""
 
 MIN_CACHED_BYTES = 2**20
-"""Size from which a file is cached: smaller ones are read in a moment."""
+"""Smallest file whose arrays are cached: smaller files are read in a moment."""
 
 _SCHEMA = f"packplan.kept/{VERSION}"
 
 SETTLED_NS = 2 * 10**9
-"""Age of a file's last change from which another change would show in its times."""
+"""Nanoseconds since a file's last change after which a further change alters its times."""
 
 
 class FileCache:
@@ -48,9 +48,9 @@ class FileCache:
         Args:
             folder: Folder of cached arrays; None caches nothing.
             parts: The file, or its parts.
-            kind: Meaning of the arrays.
-            is_copy: True for a file that was published whole under the digest of its content. It is
-                known by its size, so that a change of it is found where a record is read.
+            kind: Meaning of the arrays, a part of their file name.
+            is_copy: Whether the file is a copy that is named by the digest of its content. Only its
+                size is compared; other changes are found when a record is read.
         """
         self._parts, self._is_copy = tuple(parts), is_copy
         self._state = self._read_state()
@@ -76,8 +76,8 @@ class FileCache:
 
     def save(self, arrays: Mapping[str, NDArray[Any]]) -> bool:
         """
-        Cache arrays, and return whether that was done: not without room, or if the file may have
-        changed while it was read.
+        Cache arrays, and return whether that was done: not without room on the disk, nor if the
+        data file is small or may have changed while it was read.
         """
         if self.path is None or not self._is_settled or self.file_changed():
             return False
@@ -119,7 +119,7 @@ class RecordFile:
         name: Name of the file in messages, as the user gave it.
         folder: Folder that relative media of its records start at.
         copy: Copy that is read in the file's place; None if the file itself is read.
-        unit: Name of a row in messages.
+        unit: Word for a row in messages, `row` or `line`.
     """
 
     unit = "row"
@@ -130,7 +130,7 @@ class RecordFile:
     """Bytes that the texts of a record may have, images aside; None reads all."""
 
     _is_cached = False
-    """Whether all digests are known, and cached on disk."""
+    """Whether the digests of all records are known and cached on disk."""
 
     def __init__(
         self, parts: Sequence[Path], *, name: str, folder: str, copy: str | None, max_bytes: int | None,
@@ -162,7 +162,7 @@ class RecordFile:
 
     def _open(self, arrays: Mapping[str, NDArray[Any]] | None) -> None:
         """
-        Find the records, from the cached *arrays* of an unchanged file; OSError if that fails.
+        Find the records in the file, or take them from its cached *arrays*; OSError if that fails.
         """
         raise NotImplementedError
 
@@ -172,8 +172,8 @@ class RecordFile:
 
     def __getitem__(self, row: int) -> Any:
         """
-        Return the JSON value of the record in *row* without null entries; RecordError with its
-        place if it has no value or too much text.
+        Return the JSON value of the record in *row*; RecordError with its place if the record is
+        damaged or has more than `max_bytes` of text.
         """
         value = self._read_value(row)
         if self.max_bytes is not None and (size := _text_size(value)) > self.max_bytes:
@@ -182,7 +182,7 @@ class RecordFile:
         return value
 
     def _read_value(self, row: int) -> Any:
-        """Return the JSON value in *row*; RecordError with its place if there is none."""
+        """Return the JSON value in *row*; RecordError with its place if the record is damaged."""
         raise NotImplementedError
 
     def _read_digest(self, row: int) -> bytes:
@@ -190,7 +190,7 @@ class RecordFile:
         raise NotImplementedError
 
     def location(self, row: int) -> RecordLocation:
-        """Return file and line of the record in *row*."""
+        """Return file and line (or row, from 1) of the record in *row*, from 0."""
         return RecordLocation(self.name, row + 1, self.unit)
 
     @property
@@ -220,18 +220,18 @@ class RecordFile:
 
     def add_digests(self, start: int, digests: NDArray[np.uint8]) -> None:
         """
-        Store digests of records that were read, perhaps in another process.
+        Store digests of consecutive records, which may have been read in another process.
 
         Args:
             start: Row of the first record.
-            digests: Digests of records that follow each other, all zero where unknown; shape
-                (num_records, DIGEST_BYTES).
+            digests: Digests of the records, all zero where unknown; shape (num_records,
+                DIGEST_BYTES).
         """
         if not self._is_cached:
             np.copyto(self._digests[start : start + len(digests)], digests, where=digests.any(axis=1, keepdims=True))
 
     def _cached_arrays(self) -> dict[str, NDArray[Any]]:
-        """Return the arrays to cache for later starts."""
+        """Return the arrays to cache, by name."""
         return {"digests": self._digests.reshape(-1)}
 
     def save_digests(self) -> None:
@@ -240,7 +240,7 @@ class RecordFile:
             self._is_cached = self._cache.save(self._cached_arrays())
 
     def cache_fault(self) -> str | None:
-        """Read the whole file; return how it differs from its cached arrays, or None."""
+        """Read the whole file; return a message if it differs from its cached arrays, or None."""
         rows = range(len(self) if self._is_cached else 0)
         for row in progress(rows, desc=f"comparing {self.name}", leave=False, delay=BRIEF_S):
             if self._read_digest(row) != self.known_digest(row):

@@ -31,7 +31,7 @@ _SCHEMA = "packplan.copy/3"
 """Version of the copies; a change of what they hold raises it."""
 
 GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
-"""First bytes of files that are always rewritten."""
+"""First bytes of gzip, Zstandard and Parquet files."""
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 """Kind of a table -> delimiter of its fields."""
@@ -43,24 +43,24 @@ _COMPRESSIONS = {GZIP: "gzip", ZSTD: "zstd"}
 """First bytes of a compressed file -> pyarrow's name of its compression."""
 
 _FEED = 2**14
-"""Bytes that are decompressed at once, within which the line of a fault is named."""
+"""Bytes that are decompressed at once; a fault is reported at the line where its block begins."""
 
 _CHUNK = 2**20
 
 _HEAD = 4096
 
-_MOST_ROWS = 1000
-"""Rows of a batch of Parquet."""
+_MAX_BATCH_ROWS = 1000
+"""Most rows of a batch when Parquet is rewritten; `_BATCH_BYTES` limits it too."""
 
-_AIM = 2**23
+_BATCH_BYTES = 2**23
 
 _VALUES = json.JSONDecoder(strict=False, parse_int=str, parse_float=str, parse_constant=str)
-"""Finds the ends of values; each is validated when it is read as a record."""
+"""Lenient decoder that only finds the end of each value; records are validated when read."""
 
 _BLANKS = re.compile(r"[ \t\r\n]*")
 
 _LINE_ENDS = str.maketrans("\r\n", "\t\t")
-"""Line ends -> tabs, which are blanks between values, and as invalid inside a string."""
+"""Line ends -> tabs: both are blanks between values, and both are invalid inside strings."""
 
 csv.field_size_limit(MOST_CHARACTERS)
 
@@ -101,7 +101,7 @@ def make_copy(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
 
 
 def copy_fault(path: Path, copy: Path) -> str | None:
-    """Read a file and its copy; return which of them changed and how, or None if neither did."""
+    """Read a file and its copy in full; return a message if one of them changed, or None."""
     if not copy.name.startswith(_compute_digest(path)[:32]):
         return "the file is another one than its copy was made of, although its size and times are the same"
     written = files.read_manifest(copy.with_suffix(".json"), _SCHEMA)
@@ -110,7 +110,7 @@ def copy_fault(path: Path, copy: Path) -> str | None:
 
 def read_head(path: Path) -> tuple[bytes, bool]:
     """
-    Return the first bytes of a file, after decompression if it is compressed, and whether it is.
+    Return the first 4,096 bytes of a file, decompressed if needed, and whether it is compressed.
     """
     with path.open("rb") as file:
         head = file.read(_HEAD)
@@ -146,7 +146,7 @@ def _compute_digest(path: Path) -> str:
 
 
 def _copy_lines(path: Path, kind: str, name: str) -> Iterator[bytes]:
-    """Yield the lines of a copy in JSON Lines; DataSetError if the file is damaged."""
+    """Yield a file's records as blocks of JSON Lines; DataSetError if the file is damaged."""
     number, opened = 1, _open_decompressed(path)
     bar = progress(desc=f"rewriting {path.name}", unit=" bytes", delay=BRIEF_S, leave=False)
     try:
@@ -249,7 +249,7 @@ def _rewrite_parquet(path: Path, file: BinaryIO, name: str) -> None:
         source = pq.ParquetFile(path, memory_map=False, buffer_size=_CHUNK, pre_buffer=False)
         total = source.metadata.num_rows
         size = sum(source.metadata.row_group(number).total_byte_size for number in range(source.num_row_groups))
-        rows = max(1, min(_MOST_ROWS, _AIM * total // max(size, 1)))
+        rows = max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES * total // max(size, 1)))
         bar = progress(total=total, desc=f"rewriting {path.name}", unit=" rows", delay=BRIEF_S, leave=False)
         with bar, pa.ipc.new_stream(file, source.schema_arrow) as writer:
             for batch in source.iter_batches(batch_size=rows, use_threads=False):

@@ -26,7 +26,7 @@ from transformers import Trainer
 from packplan.adapters.trainer.checkpoints import progress_entry
 from packplan.adapters.trainer.loader import LENGTHS, Batch, PackLoader, drop_pack_rates, zero_weights
 from packplan.adapters.trainer.trainer import CheckedTrainer
-from packplan.adapters.trainer_state import save_with_digest
+from packplan.adapters.trainer_state import add_digest_on_save
 from packplan.core.errors import DataSetError, counted, verb_for
 from packplan.core.fingerprint import from_plain, to_plain
 from packplan.core.packs import filled_tokens
@@ -107,7 +107,7 @@ class StreamTrainer(CheckedTrainer):
 
     def _init_training_state(self, *arguments: Any, **options: Any) -> tuple[int, int]:
         super()._init_training_state(*arguments, **options)
-        save_with_digest(self.state)
+        add_digest_on_save(self.state)
         # No batch is skipped, since the data set goes on by itself. Generators are then restored
         # before the first batch, whose answers may need them.
         return self.start.epoch, 0
