@@ -1,8 +1,8 @@
 """
 Number, patches and tokens of the media in an encoded sample.
 
-Templates encode images as patches with a grid for each image, as slices with a grid for each, or as
-tiles of one size. All are counted from the encoding itself, for every template.
+Templates encode images as patches with a grid for each image, as slices with a grid for each slice,
+or as tiles of one size. The counts come from the encoded sample itself, for every template.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Encoded = Mapping[str, Any]
 
 @attrs.frozen
 class Medium:
-    """Keys of one kind of medium, images or videos, in encoded samples."""
+    """Kind of medium, images or videos, with the keys that it has in encoded samples."""
 
     name: str
-    """Column of a record, `images` or `videos`."""
+    """Key of these media in a sample, `images` or `videos`."""
 
     pixels: str
     """Key of the pixels."""
@@ -49,7 +49,7 @@ class Medium:
         return f"num_{self.name}"
 
     def count(self, encoded: Encoded) -> int | None:
-        """Return the number of media in an encoded sample; None if it has no grid of each."""
+        """Return the number of media in an encoded sample; None if it has no grid per medium."""
         found = next((encoded[key] for key in self.grids if encoded.get(key) is not None), None)
         return None if found is None else len(found)
 
@@ -58,8 +58,8 @@ class Medium:
         Return the number of vision patches in an encoded sample, before patches are merged.
 
         Args:
-            encoded: A sample as its template gives it.
-            patch_size: Pixels of a patch's side, for templates that hold whole tiles.
+            encoded: Sample as its template encoded it.
+            patch_size: Side of a patch in pixels, for templates that encode tiles.
         """
         for key in (*self.grids, *self.slices):
             if encoded.get(key) is not None:
@@ -77,8 +77,8 @@ IMAGES = Medium("images", "pixel_values", ("image_grid_thw", "image_grid_hws", "
 
 def drop_partial_masks(encoded: dict[str, Any]) -> None:
     """
-    Remove masks and token types that some templates make for a part of the tokens only; the model
-    would apply them to the whole sample.
+    Remove in place masks and token types that are not as long as the tokens: some templates make
+    them for a part of the tokens, and the model would apply them to the whole sample.
     """
     for key in ("attention_mask", "mm_token_type_ids", "token_type_ids"):
         if isinstance(held := encoded.get(key), torch.Tensor) and held.numel() != len(encoded["input_ids"]):
@@ -86,7 +86,7 @@ def drop_partial_masks(encoded: dict[str, Any]) -> None:
 
 
 def find_patch_size(config: Any) -> int:
-    """Return the side of a patch in pixels; 1 if the model's configuration does not say."""
+    """Return the side of a patch in pixels; 1 if the model's configuration has none."""
     vision = getattr(trained_config(config), "vision_config", None)
     size = (vision.get("patch_size") if isinstance(vision, Mapping) else getattr(vision, "patch_size", None)) or 1
     return int(size[0] if isinstance(size, (list, tuple)) else size)
@@ -98,9 +98,9 @@ def measure_encoded(template: Template, encoded: Encoded, *, images: int, videos
 
     Args:
         template: Template that encoded it.
-        encoded: A sample as its template gives it.
-        images: Images of its record.
-        videos: Videos of its record.
+        encoded: Sample as its template encoded it.
+        images: Number of images of the record.
+        videos: Number of videos of the record.
     """
     side = find_patch_size(template.config)
     return Measurement(
@@ -126,10 +126,10 @@ def without_truncation(template: Template) -> Iterator[None]:
 
 def encode_media(template: Template, **media: list[Any]) -> dict[str, Any]:
     """
-    Encode a short question about some media, without truncation.
+    Encode a sample with a short question about some media, without truncation.
 
     Args:
-        template: Template of a model that sees.
+        template: Template of a vision model.
         **media: `images` or `videos`, as the template takes them.
     """
     tags = "".join(f"<{kind[:-1]}>" * len(held) for kind, held in media.items())
@@ -143,14 +143,14 @@ def encode_image(template: Template, size: tuple[int, int] | None) -> dict[str, 
     Encode a sample with a black image, without truncation.
 
     Args:
-        template: Template of a model that sees.
-        size: Width and height of the image; None encodes the sample without one.
+        template: Template of a vision model.
+        size: Width and height of the image in pixels; None encodes the sample without an image.
     """
     return encode_media(template, images=[] if size is None else [Image.new("RGB", size)])
 
 
 DUMMY_SIZE = (56, 56)
-"""Width and height of stand-ins, black images that other media are compared with."""
+"""Width and height in pixels of stand-ins: black images with which other media are compared."""
 
 
 @attrs.frozen
@@ -161,15 +161,15 @@ class ImageTokens:
     """Id of the token."""
 
     patches: int | None
-    """Patches for each token; None if that is no whole number."""
+    """Patches per token; None if that is no whole number."""
 
     @classmethod
     def from_template(cls, template: Template) -> ImageTokens:
         """
-        Encode an image, and return the token that it adds most of.
+        Return the token that an image adds to an encoded sample most often.
 
         Raises:
-            ConfigError: The template encodes no image, or none of it shows.
+            ConfigError: The template cannot encode an image, or the image adds no token.
         """
         try:
             without, encoded = (encode_image(template, size) for size in (None, DUMMY_SIZE))

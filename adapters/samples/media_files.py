@@ -2,9 +2,9 @@
 Facts of images and videos without decoding them: sizes from the headers of images, frames and their
 rate from the containers of videos, and digests that reveal a changed file.
 
-Frames are counted by a container's index, or by its packets if it has none (mkv, webm). A container
-may not promise that the rate is constant, or that all frames are shown. That is its `doubt`: such a
-video is decoded to be measured. A file that cannot be trained is refused, with the reason.
+Frames are counted by a container's index, or by its packets if it has no index (mkv, webm). If the
+rate may vary, or frames may be hidden, the facts name that as `doubt`, and the video is decoded to
+be measured. A file that cannot be trained is refused, with the reason.
 """
 
 import hashlib
@@ -28,24 +28,24 @@ from packplan.core.samples.media import Video
 from packplan.core.samples.tables import MediaFacts
 
 CONTAINERS = {"mov,mp4,m4a,3gp,3g2,mj2": "mp4", "matroska,webm": "mkv", "avi": "avi"}
-"""Containers that are read, as FFmpeg names them; another one is refused."""
+"""FFmpeg's name of a container that is read -> our name; other containers are refused."""
 
 TRUSTED_CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "mpeg4", "mjpeg"})
 """
-Codecs whose videos are measured without decoding. Videos of others are decoded, which shows whether
-they can be read.
+Codecs whose videos are measured without decoding. Videos of other codecs are decoded, which shows
+damage and missing decoders.
 """
 
 MAX_PIXELS = 2**26
-"""Pixels of the largest frame, 8,192 x 8,192: beyond, a header is more likely a lie."""
+"""Pixels of the largest frame, 8,192 x 8,192; a header that names more is most likely damaged."""
 
 _INDEXED = ("mp4", "avi")
 
 _JITTER = 1
-"""Units of a container's time by which its frames' distances may differ through rounding."""
+"""Units of a container's time base by which distances of its frames may differ by rounding."""
 
 _LOST_S = 0.5
-"""Seconds that a video may end before its container says; more have been cut off."""
+"""Seconds that frames may end before the container's duration; more means a truncated file."""
 
 
 def read_size(image: ImageSource, *, decode: bool = False) -> tuple[int, int]:
@@ -86,7 +86,7 @@ def read_size(image: ImageSource, *, decode: bool = False) -> tuple[int, int]:
 
 def image_facts(image: ImageSource, *, decode: bool = False) -> MediaFacts:
     """
-    Return the size of an image in bytes and pixels, and a digest of its head.
+    Return the size of an image in bytes and pixels, and a digest of its first 64 KiB.
 
     Args:
         image: Path of the file, or its content.
@@ -126,7 +126,7 @@ class VideoFacts:
     """Reason to decode the video to measure it; None if its container is enough."""
 
     def to_media_facts(self, seconds: float) -> MediaFacts:
-        """Return these facts in the form that is stored, for a video that lasts *seconds*."""
+        """Return these facts as stored with the lengths, for a video that lasts *seconds*."""
         doubted = int(self.doubt is not None)
         return MediaFacts(
             self.num_bytes, self.width, self.height, self.head, self.num_frames, round(1000 * seconds), doubted
@@ -198,7 +198,7 @@ def _read_container(path: str, max_seconds: float) -> VideoFacts:
 
 @attrs.frozen
 class _Container:
-    """An open video file."""
+    """Open video file, from which `read` takes the facts."""
 
     path: str
     opened: Any
@@ -206,7 +206,7 @@ class _Container:
     max_seconds: float
 
     def read(self, head: int) -> VideoFacts:
-        """Return the facts of the video, *head* included; ValueError if it cannot be used."""
+        """Return the facts of the video, with the digest *head*; ValueError if it is unusable."""
         import av
 
         if (kind := CONTAINERS.get(name := self.opened.format.name)) is None:
@@ -251,7 +251,7 @@ class _Container:
             )
 
     def _first_frame(self, stream: Any) -> tuple[Any, Iterator[Any]]:
-        """Return the first frame, and an iterator over all packets from the first one on."""
+        """Return the first frame, decoded, and an iterator over all packets of the video."""
         packets = self.opened.demux(stream)
         read = []
         for packet in packets:
@@ -262,7 +262,7 @@ class _Container:
         raise self._refusal("has no frame that can be decoded")
 
     def _count_by_index(self, stream: Any) -> tuple[int, str | None]:
-        """Return the number of frames in the container's index, and a reason to doubt it."""
+        """Return the number of frames in the container's index, and a reason for doubt, or None."""
         entries = stream.index_entries
         shown = [entry for entry in entries if not entry.is_discard]
         if any(entry.pos + entry.size > self.size for entry in shown):
@@ -273,7 +273,7 @@ class _Container:
         return len(entries), self._rate_doubt(stream, times)
 
     def _count_by_packets(self, stream: Any, packets: Iterator[Any], seconds: float) -> tuple[int, str | None]:
-        """Return the number of video packets, and a reason to doubt that each is a frame."""
+        """Return the number of video packets, 0 if unusable, and a reason for doubt, or None."""
         times = []
         for packet in packets:
             if not packet.size:
@@ -305,7 +305,7 @@ class _Container:
 
 
 def quarter_turns(path: str) -> int:
-    """Return by how many quarter turns, counter-clockwise, a player rotates a video's frames."""
+    """Return the counter-clockwise quarter turns by which a player rotates a video."""
     with open_video(path) as container:
         first = next(container.decode(container.streams.best("video")))
         return _count_quarter_turns(first)
@@ -316,7 +316,7 @@ def _count_quarter_turns(frame: Any) -> int:
 
 
 def open_video(path: str) -> Any:
-    """Open a video's container; a playlist in it cannot open files on the network."""
+    """Return the PyAV container of a video file; it may refer to local files only."""
     import av
 
     return av.open(path, options={"protocol_whitelist": "file"})

@@ -1,10 +1,10 @@
 """
 Tokens and patches of images and videos, by their sizes alone, without their pixels.
 
-For images there are two ways: the arithmetic of qwen_vl_utils, by which ms-swift resizes for
-templates like Qwen-VL's, and the numbers that a processor gives for sizes. A template's way is the
-first that agrees with encodings of images of several sizes. ms-swift ignores EXIF orientation, so
-the stored width and height count.
+For images there are two methods: the arithmetic of qwen_vl_utils, by which ms-swift resizes for
+templates like Qwen-VL's, and the processor's own numbers for a size. A template uses the first
+method that agrees with encoded images of several sizes. ms-swift ignores EXIF orientation, so the
+stored width and height count.
 
 For videos, the arithmetic of qwen_vl_utils gives the number of sampled frames and their scaled
 size. Two frames make one layer of patches. Qwen3-VL writes the time of each layer before it, as
@@ -39,7 +39,7 @@ from packplan.core.samples.tables import NOTHING, Measurement
 log = logging.getLogger(__name__)
 
 PROOF_SIZES = ((28, 28), (9, 150), (37, 411), (571, 24), (500, 333), (640, 480), (1100, 90))
-"""Widths and heights of images on which a way has to agree with encodings."""
+"""Widths and heights of the images on which a method has to agree with full encodes."""
 
 
 def shrink_size(width: int, height: int, max_pixels: int | None) -> tuple[int, int]:
@@ -47,8 +47,8 @@ def shrink_size(width: int, height: int, max_pixels: int | None) -> tuple[int, i
     Return the width and height of an image after ms-swift's first resize, which limits its pixels.
 
     Args:
-        width: In pixels.
-        height: In pixels.
+        width: Width in pixels.
+        height: Height in pixels.
         max_pixels: Limit of the template; None shrinks nothing.
 
     Raises:
@@ -67,20 +67,20 @@ def shrink_size(width: int, height: int, max_pixels: int | None) -> tuple[int, i
 
 @attrs.frozen
 class ImageCosts:
-    """One method to compute the costs of images from their sizes."""
+    """Method that computes the costs of images, their tokens and patches, from their sizes."""
 
     name: str
     """Name of the method in the log."""
 
     cost: Callable[[int, int], Measurement]
-    """Width and height -> cost of an image; ValueError if its shape is refused."""
+    """Width and height in pixels -> cost of an image; ValueError if its shape is refused."""
 
     def extra_cost(self, width: int, height: int) -> Measurement:
         """Return the cost of an image minus the stand-in's; ValueError if its shape is refused."""
         return self.cost(width, height) - self.cost(*DUMMY_SIZE)
 
     def agrees_with(self, encoded: Mapping[tuple[int, int], Measurement]) -> bool:
-        """Return whether computed costs equal those of *encoded*, measurements by image size."""
+        """Return whether extra costs equal those in *encoded*, a map from size to measured cost."""
         return all(self.extra_cost(*size) == cost for size, cost in encoded.items())
 
 
@@ -118,7 +118,7 @@ def _processor_cost(processor: Any, unit: int, most: int | None, width: int, hei
 
 
 def _image_costs(template: Template, stand_in: Measurement) -> Iterator[ImageCosts]:
-    """Yield the methods that may fit a template; a sample with the stand-in costs *stand_in*."""
+    """Yield the methods to try for a template; *stand_in* measures a sample with a stand-in."""
     processor, most = template.processor, template.max_pixels
     images: Any = getattr(processor, "image_processor", None)
     patch: Any = getattr(images, "patch_size", None)
@@ -135,28 +135,28 @@ def _image_costs(template: Template, stand_in: Measurement) -> Iterator[ImageCos
 
 
 _LARGE = (150, 70)
-"""Width and height of the larger frames on which the arithmetic is checked."""
+"""Width and height of the larger frames on which the costs of videos are checked."""
 
 
 @attrs.frozen
 class VideoCosts:
-    """Computes the costs of videos from their facts, for one template."""
+    """Costs of videos for one template, computed from their facts."""
 
     patch_size: int
     merge_size: int
     sampling: Sampling
 
     tokenizer: Any
-    """Tokenizer of the times of layers; None for a template that writes none."""
+    """Tokenizer, if the template writes the time of each layer of frames as text; else None."""
 
     @classmethod
     def from_template(cls, template: Template, config: TemplateConfig) -> VideoCosts | None:
         """
-        Return the computation for a template; None if it disagrees with encoded videos.
+        Return the costs for a template; None if it reads no videos or full encodes disagree.
 
         Args:
-            template: Template of a model that sees.
-            config: Section that says how videos are sampled.
+            template: Template of a vision model.
+            config: Section `template`, with the sampling of videos.
         """
         if not reads_videos(template):
             return None
@@ -176,15 +176,15 @@ class VideoCosts:
 
     def num_bytes(self, facts: VideoFacts) -> int:
         """
-        Return the bytes of the sampled frames before scaling; ValueError if the number or size of
-        frames is refused.
+        Return the bytes of a video's sampled frames before scaling; ValueError if the number or
+        size of its frames is refused.
         """
         frames, _ = self._sample_frames(facts)
         self._scaled_size(facts, len(frames))
         return len(frames) * facts.width * facts.height * 3
 
     def seconds(self, facts: VideoFacts) -> float:
-        """Return the duration in seconds; listed frames are taken to come at the sampling rate."""
+        """Return a video's duration in seconds; listed frames have the sampling rate."""
         return facts.num_frames / float(facts.rate or self._sampling_rate())
 
     def cost(self, facts: VideoFacts) -> Measurement:
@@ -218,7 +218,7 @@ class VideoCosts:
         return torch.linspace(0, facts.num_frames - 1, number).round().long().tolist(), rate
 
     def _scaled_size(self, facts: VideoFacts, num_frames: int) -> tuple[int, int]:
-        """Return the height and width of frames after scaling."""
+        """Return the height and width of sampled frames after scaling; ValueError if refused."""
         rules, given = vision_process, self.sampling
         factor = self.patch_size * rules.SPATIAL_MERGE_SIZE
         height, width = facts.height, facts.width
@@ -237,7 +237,7 @@ class VideoCosts:
 
 def _resized_size(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
     """
-    Return the height and width of a frame after qwen_vl_utils resizes it; ValueError if it refuses.
+    Return the height and width to which qwen_vl_utils resizes a frame; ValueError if it refuses.
     """
     if most < least:
         message = (

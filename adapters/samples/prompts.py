@@ -21,11 +21,11 @@ _ROLES = frozenset({"system", "user", "assistant"})
 
 class Prompts:
     """
-    A data set of prompts, by index.
+    Data set of prompts, by index of their record.
 
-    An item has the `prompt`, the messages of a record but the last one; the `answer`, the text of
-    that one; the `record` as it was read; and, for a model that sees, `images`. Rewards get all but
-    the prompt as arguments.
+    An item has the `prompt`, all messages of a record but the last; the `answer`, the text of the
+    last message; the `record` as it was read; and, for a vision model, `images`. Reward functions
+    get all but the prompt as arguments.
     """
 
     def __init__(self, records: FileRecords, custom: CustomConfig, *, system: str | None, sees: bool) -> None:
@@ -33,10 +33,10 @@ class Prompts:
         Serve the records of a data set as prompts.
 
         Args:
-            records: The data.
-            custom: Keys that decide how a record is read.
+            records: Records of the data set.
+            custom: Section `custom`, which decides how a record is read.
             system: System prompt of records without one.
-            sees: Whether the model reads images.
+            sees: Whether the model takes images.
         """
         self._records, self._custom, self._system, self._sees = records, custom, system, sees
         PIL.Image.MAX_IMAGE_PIXELS = custom.max_image_pixels
@@ -86,7 +86,7 @@ def _split_text(text: str, *, tagged: bool) -> list[dict[str, str]]:
 
     Args:
         text: Content of a message.
-        tagged: Whether its tags are those of images, which are parts of their own.
+        tagged: Whether each `<image>` in the text stands for an image.
     """
     texts = text.split(_TAG) if tagged else [text]
     parts = [part for one in texts for part in ({"type": "image"}, {"type": "text", "text": one})]

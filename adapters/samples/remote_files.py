@@ -1,7 +1,7 @@
 """
-Files of other machines, read by fsspec: http, S3, Google Cloud, Hugging Face, Azure.
+Remote files, read by fsspec: http, S3, Google Cloud, Hugging Face, Azure.
 
-Credentials are found as the libraries do, and are in no message.
+The libraries find credentials by their own rules; no message shows them.
 """
 
 import errno
@@ -39,16 +39,16 @@ _VERSIONS = (
     "ETag", "etag", "md5Hash", "generation", "oid", "blob_id", "LastModified", "Last-Modified", "last_modified",
     "created",
 )  # fmt: skip
-"""Keys of a file system's `info`, the first of which is the version of a file."""
+"""Keys of a file system's `info`; the first that has a value is the version of a file."""
 
 _DENIED = ("Credential", "Forbidden", "Unauthorized", "AccessDenied", "NoAuth")
-"""Parts of the names of errors that are raised if credentials are missing or do not suffice."""
+"""Parts of the class names of errors for missing or insufficient credentials."""
 
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
-"""Error numbers of this machine's disk."""
+"""Error numbers of faults of the local disk."""
 
 _SECRET = re.compile(r"SECRET|TOKEN|PASSWORD|CREDENTIAL|ACCESS_KEY|ACCOUNT_KEY")
-"""Names of environment variables whose values no message may have."""
+"""Names of environment variables whose values are masked in messages."""
 
 _file_systems: dict[tuple[object, ...], Any] = {}
 """
@@ -62,13 +62,13 @@ class Timeouts:
     """Timeouts in seconds for http servers; other file systems keep their own."""
 
     total_s: float | None = 60.0
-    """Limit of a whole answer; None waits as long as bytes arrive."""
+    """Seconds for a whole response; None waits as long as bytes arrive."""
 
     read_s: float = 10.0
-    """Limit of the wait for the next bytes."""
+    """Seconds to wait for the next bytes."""
 
     retry_waits_s: tuple[float, ...] = (0.5, 2.0)
-    """Pause before each retry of a request that may succeed later."""
+    """Seconds to pause before each retry of a request that may succeed later."""
 
 
 class FetchError(Exception):
@@ -79,7 +79,7 @@ class FileVersion(NamedTuple):
     """Size and version of a remote file."""
 
     size: int | None
-    """Bytes; None if the server does not say."""
+    """Size in bytes; None if the server does not say."""
 
     version: str
     """Tag of the content, or time of the last change; empty if the server says neither."""
@@ -117,7 +117,7 @@ def fetch(url: str, target: Path, *, max_bytes: int, timeouts: Timeouts) -> str:
 
     Raises:
         FetchError: The file cannot be fetched.
-        OutputError: There is no room for it.
+        OutputError: There is no room for the file.
     """
     bar = progress(desc=f"fetching {mask_credentials(url)}", unit=" bytes", delay=BRIEF_S, leave=False)
     limit = _SizeLimit(max_bytes, bar)
@@ -163,8 +163,8 @@ def _require_size(size: int, max_bytes: int) -> None:
 
 def _call_with_retries(url: str, timeouts: Timeouts, call: Callable[[Any, str], T]) -> T:
     """
-    Return `call(file_system, path)` for a URL; retry it on errors that may pass, then raise
-    FetchError.
+    Return the result of `call(file_system, path)` for a URL; retry on errors that may pass, and at
+    the end raise FetchError.
     """
     for wait in (*timeouts.retry_waits_s, None):
         try:

@@ -1,10 +1,10 @@
 """
 Rows of a data set of ms-swift -> samples and measurements, as its own template encodes them.
 
-A row is one sequence, or a pair of two: chosen and rejected. Sequences are measured as samples of
-files are, from texts and headers of images; a row is as long as its sequences together. Rows with
-boxes, videos or sound are encoded in full, and so are those of classifiers, embeddings and
-rerankers. Rows that ms-swift made of texts by splitting them are encoded already.
+A row is one sequence, or a pair of sequences: chosen and rejected. Like samples of files, sequences
+are measured from texts and headers of images; a row is as long as its sequences together. Rows with
+boxes, videos or sound are encoded in full, and so are rows for classifiers, embeddings and
+rerankers. Rows that ms-swift made by splitting long texts are encoded already.
 """
 
 from typing import Any
@@ -23,17 +23,17 @@ from packplan.core.samples.identity import digest_record
 from packplan.core.samples.tables import DataFile, Measurement, RecordLocation
 
 _OTHERS = "others"
-"""Key of the fields of a sequence that only a full encode reads."""
+"""Key of a sample for the fields of a sequence that only a full encode reads."""
 
 _READ_IN_FULL = ("videos", "audios", "objects", "mm_processor_kwargs")
-"""These fields."""
+"""Fields of a sequence that only a full encode reads."""
 
 _IMAGE_PATH = "<img>"
-"""Begins a path in a text that ms-swift reads as an image."""
+"""Tag before a path in a text, which ms-swift reads as an image."""
 
 
 class RowsFile(RecordFile):
-    """Sequences of a data set's rows, numbered row by row."""
+    """Sequences of a data set's rows; a pair of sequences has two consecutive indices."""
 
     def __init__(self, rows: Any, *, name: str, sequences_per_row: int) -> None:
         """
@@ -42,7 +42,7 @@ class RowsFile(RecordFile):
         Args:
             rows: A `datasets.Dataset`.
             name: Name of the data set in messages.
-            sequences_per_row: Sequences of each row.
+            sequences_per_row: 2 if a row is a pair of sequences, else 1.
         """
         self.rows, self.sequences_per_row = rows, sequences_per_row
         self.name, self.folder = name, ""
@@ -74,8 +74,8 @@ class RowsEncoder(SwiftEncoder):
 
         Args:
             config: Run of the command.
-            template: In training mode, as the command opens it.
-            rows: The sequences.
+            template: Template in training mode, as the command opens it.
+            rows: Sequences to encode.
         """
         self.config, self.template, self.records = config, template, FileRecords([rows])
         PIL.Image.MAX_IMAGE_PIXELS = config.custom.max_image_pixels
@@ -99,7 +99,7 @@ class RowsEncoder(SwiftEncoder):
         return None
 
     def to_sample(self, index: int, record: object) -> dict[str, Any]:
-        """Return a row's sequence as messages and media; RecordError if ms-swift refuses it."""
+        """Convert row *record* to its sequence *index*; RecordError if ms-swift refuses the row."""
         if self._kind != "causal_lm":
             return {"messages": [], _OTHERS: record}
         with self.name_encode_errors(index):
@@ -130,15 +130,15 @@ class RowsEncoder(SwiftEncoder):
 
     def measure_sample(self, index: int, encoded: dict[str, Any]) -> Measurement:  # noqa: ARG002  # its base names it
         """
-        Measure an encoded sequence. Videos count only towards the length. A row of a task other
-        than causal LM has one target.
+        Measure an encoded sequence. Videos count only towards the length. In tasks other than
+        causal LM, a row counts as one supervised token.
         """
         found = measure_encoded(self.template, encoded, images=encoded[IMAGES.count_key], videos=0)
         return found if self._kind in {"causal_lm", "split texts"} else attrs.evolve(found, supervised=1)
 
 
 def _locate_image(image: Any) -> Any:
-    """Return the path of a row's image; its bytes if it is no file on this machine."""
+    """Return the path of a row's image, or its bytes if it is remote or inside the row."""
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path") or ""
     if not isinstance(image, str):

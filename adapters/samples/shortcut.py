@@ -1,11 +1,11 @@
 """
 The shortcut: measurements of many samples at once, without encoding each of them.
 
-ms-swift's template splits a sample into pieces of text, and says which of them are trained. The
-tokenizer counts the tokens of the pieces of many samples in one call. Images and videos add what
-their headers and containers say, compared with stand-ins that are encoded once. What an encode does
-with the tokens afterwards is repeated here: the end of a turn after a trained answer is trained,
-and the first position is not.
+ms-swift's template splits a sample into pieces of text, each trained or not. The tokenizer counts
+the tokens of the pieces of many samples in one call. Costs of images and videos follow from their
+headers and containers, as differences from stand-ins that are encoded once. Two rules of an encode
+are repeated here: the end of a turn after a trained answer is trained, and the first position is
+not.
 
 Some samples are also encoded in full and compared: the first of each kind of record in each
 process, and one in `AUDITED_ONE_IN` of those without videos, since decoding a video takes as long
@@ -50,13 +50,13 @@ log = logging.getLogger(__name__)
 _log_info_once = cache(log.info)
 
 AUDITED_ONE_IN = 512
-"""Number of samples of which one is encoded in full too."""
+"""One of so many samples is also encoded in full, to check the shortcut."""
 
 _MAX_AUDITED_KINDS = 64
-"""Kinds of records whose first one a process encodes in full too."""
+"""Most kinds of samples of which a process also encodes the first one in full."""
 
 _TEMPLATE_MARKS = re.compile(r"<\|\w+\|>|</?think>|<(?:image|video|audio|bbox|ref-object|cot-process|start-image)>")
-"""Marks in a text that a template may treat in a special way: tokens, thoughts, tags."""
+"""Marks in a text that a template may treat specially: special tokens, thoughts, media tags."""
 
 _REPLACED = (
     "encode", "_encode_truncated", "_encode_context_list", "_add_dynamic_eos", "_get_length", "_tokenize",
@@ -73,25 +73,26 @@ _PROOFS: tuple[dict[str, Any], ...] = (
     {"messages": [{"role": "user", "content": "Why?"}, _ANSWER]},
     {"messages": [{"role": "user", "content": "Why?"}, _ANSWER, {"role": "user", "content": "And?"}, _ANSWER]},
 )
-"""Samples of text on which the shortcut has to agree with full encodes."""
+"""Text samples on which the shortcut has to agree with full encodes."""
 
 STAND_INS: Mapping[str, Any] = {
     "image": Image.new("RGB", DUMMY_SIZE),
     "video": [Image.new("RGB", DUMMY_SIZE)] * FRAMES_PER_LAYER,
 }
-"""Kind of medium -> black image or video that stands for one."""
+"""Kind of medium -> black image or video that stands for a medium of that kind."""
 
 _FIND_TAG = re.compile("|".join(map(re.escape, Template.special_tokens))).search
 
 
 @attrs.frozen
 class Piece:
-    """Part of a sample that is tokenized by itself: a text, or tokens."""
+    """Part of a sample that is tokenized separately: a text, or tokens already."""
 
     content: str | list[int]
-    """Text, or tokens that the template knows already."""
+    """Text, or token ids that the template wrote."""
 
     trained: bool
+    """Whether the loss counts its tokens."""
 
 
 @attrs.frozen
@@ -101,18 +102,18 @@ class SplitSample:
     pieces: list[Piece]
 
     media: Mapping[str, int]
-    """Kind of medium -> number in the sample, for each kind that it has."""
+    """Kind of medium, `image` or `video` -> number in the sample, without kinds it lacks."""
 
 
 @attrs.frozen
 class StandIn:
-    """Placeholder for one medium in a sample, and what it costs."""
+    """Cost of a stand-in, the black image or video that replaces one medium of a sample."""
 
     cost: Measurement
-    """Measurement of a sample with it, less that of the texts that the template writes for it."""
+    """Measurement that the stand-in adds to a sample, beyond the texts of its pieces."""
 
     mentions: int
-    """Times that those texts contain the token of its kind."""
+    """Media tokens in the texts that the template writes for the stand-in."""
 
 
 class PieceCounter:
@@ -123,8 +124,8 @@ class PieceCounter:
         Prepare a template to split samples; `prove_pieces` finds its stand-ins.
 
         Args:
-            template: In training mode.
-            tokens: Kind of medium that samples may have -> token that stands for parts of one.
+            template: Template in training mode.
+            tokens: Kind of medium that samples may have -> id of its media token.
         """
         # Changes of a copy do not reach full encodes, which audit this.
         self._template = copy.copy(template)
@@ -137,15 +138,15 @@ class PieceCounter:
         self._suffix: list[int] = self._template._encode_context_list(self._template.template_meta.suffix)[0]
         self._media_tokens = {kind: self._tokenizer.convert_ids_to_tokens(token) for kind, token in tokens.items()}
         self.stand_ins: dict[str, StandIn] = {}
-        """Kind of medium -> cost of a stand-in; samples with other kinds cannot be counted."""
+        """Kind of medium -> its stand-in; samples with other kinds are encoded in full."""
 
     def split(self, sample: dict[str, Any], **media: int) -> SplitSample:
         """
         Split a sample into pieces; any error of the template is raised as it is.
 
         Args:
-            sample: As `SwiftEncoder.read` returns it.
-            **media: Number of each kind of medium, `image` and `video`.
+            sample: Sample from `SwiftEncoder.read`.
+            **media: Number of media of each kind, `image` and `video`.
         """
         template = self._template
         inputs = StdTemplateInputs.from_dict({**sample, "images": [], "videos": []})
@@ -159,15 +160,15 @@ class PieceCounter:
         return SplitSample(pieces, {kind: number for kind, number in media.items() if number})
 
     def _cached_tag(self, media_type: str, index: int, inputs: StdTemplateInputs) -> list[Any]:
-        """Return the template's text for a stand-in, computed once for each kind and index."""
+        """Return the template's texts and tokens for a stand-in, cached by kind and index."""
         if (key := (media_type, index)) not in self._tags:
             self._tags[key] = list(self._replace_tag(media_type, index, inputs))
         return self._tags[key]
 
     def measure(self, samples: Sequence[SplitSample]) -> list[Measurement | None]:
         """
-        Return the measurement of each sample with stand-ins for its media; None if one of its texts
-        contains a media token.
+        Return the measurement of each sample with stand-ins for its media; None for a sample whose
+        own text contains a media token.
         """
         texts = [piece.content for sample in samples for piece in sample.pieces if isinstance(piece.content, str)]
         if self._counts_in_batches:
@@ -191,12 +192,12 @@ class PieceCounter:
         return sum((one.cost for _, one, number in stand_ins for _ in range(number)), texts)
 
     def count_media_tokens(self, sample: SplitSample) -> Counter[str]:
-        """Return how often the token of each kind of medium occurs in the texts of a sample."""
+        """Return the number of media tokens of each kind in the texts of a sample."""
         texts = [piece.content for piece in sample.pieces if isinstance(piece.content, str)]
         return Counter({kind: sum(text.count(token) for text in texts) for kind, token in self._media_tokens.items()})
 
     def _count_trained_ends(self, pieces: list[tuple[Piece, Any]]) -> int:
-        """Return the number of turn-end tokens that are trained because the answer before is."""
+        """Return the number of end-of-turn tokens that are trained after a trained answer."""
         found, answered, size = 0, False, len(self._suffix)
         for trained, run in groupby(pieces, key=lambda one: one[0].trained):
             if not trained and answered:
@@ -209,7 +210,7 @@ class PieceCounter:
 
 
 def _only_calls_library(tokenizer: Any) -> bool:
-    """Return whether a tokenizer adds no code of its own to transformers' fast tokenizer."""
+    """Return whether a tokenizer is transformers' fast one, without overrides of encoding."""
     kind = type(tokenizer)
     return (
         isinstance(tokenizer, PreTrainedTokenizerFast)
@@ -219,7 +220,7 @@ def _only_calls_library(tokenizer: Any) -> bool:
 
 
 def _split_special_tokens(contexts: list[Any], weights: list[float]) -> tuple[list[Any], list[float]]:
-    """Return texts split at media tags, and the weight of each part; most have none."""
+    """Split texts at media tags; return the parts and their weights. Most texts have no tag."""
     split: list[Any] = []
     split_weights: list[float] = []
     for context, weight in zip(contexts, weights, strict=True):
@@ -234,12 +235,12 @@ def _split_special_tokens(contexts: list[Any], weights: list[float]) -> tuple[li
 
 def prove_pieces(template: Template, *, tokens: Mapping[str, int]) -> tuple[PieceCounter | None, str]:
     """
-    Return a counter that agrees with full encodes of a few samples, or None and a reason.
+    Return a counter that was checked by full encodes of a few samples, or None and the reason.
 
     Args:
-        template: In training mode.
-        tokens: Kind of medium that samples may have -> token that stands for parts of one; empty
-            for a model of text.
+        template: Template in training mode.
+        tokens: Kind of medium that samples may have -> id of its media token; empty for a text-only
+            model.
     """
     kind, base = type(template), Template
     if template.task_type != "causal_lm" or template.template_backend != "swift" or template.is_encoder_decoder:
@@ -266,8 +267,8 @@ def prove_pieces(template: Template, *, tokens: Mapping[str, int]) -> tuple[Piec
 
 def _prove_stand_in(template: Template, counter: PieceCounter, medium: str) -> None:
     """
-    Add the stand-in of a kind of medium to *counter* if its cost is constant: once, twice, and
-    beside other kinds.
+    Add the stand-in of a kind of medium to *counter* if its cost is the same once, twice, and
+    beside other kinds in a sample.
     """
     samples = [{medium: 1}, {medium: 2}]
     if counter.stand_ins:
@@ -296,7 +297,7 @@ def _measure_in_full(template: Template, sample: dict[str, Any], **media: int) -
 
 @attrs.frozen
 class _ReadSample:
-    """Sample that was read but not encoded, with the facts of its media."""
+    """Sample that was read and not yet measured, with the facts of its media."""
 
     index: int
     sample: dict[str, Any]
@@ -308,7 +309,7 @@ class _ReadSample:
     """Pieces of the sample, with stand-ins for its media; None if it has to be encoded in full."""
 
     media: Measurement = NOTHING
-    """Cost of the media beyond that of the stand-ins."""
+    """Cost of the media, less the cost of their stand-ins."""
 
 
 class ShortcutMeasurer:
@@ -320,7 +321,7 @@ class ShortcutMeasurer:
 
         Args:
             encoder: Encoder that reads the samples.
-            in_full: Function from the index of a sample to its measurement by a full encode.
+            in_full: Function that takes a sample's index and measures the sample by a full encode.
         """
         self._encoder, self._in_full = encoder, in_full
         self._audited_kinds: set[object] = set()
@@ -339,7 +340,7 @@ class ShortcutMeasurer:
 
     @cached_property
     def image_costs(self) -> ImageCosts | None:
-        """Costs of images by their headers; None if samples with images are encoded in full."""
+        """Costs of images by their sizes; None if samples with images are encoded in full."""
         lengths = prove_image_costs(self._encoder.template)
         if lengths is None:
             self._log_once("no arithmetic gives the lengths of images, so samples with some are encoded in full")
@@ -352,11 +353,11 @@ class ShortcutMeasurer:
 
     def measure(self, indices: Sequence[int]) -> tuple[list[RecordOutcome], bytes]:
         """
-        Measure samples.
+        Measure samples by the shortcut, or in full where it does not apply.
 
         Returns:
-            The outcome of each, and the digests of their records one behind the other, all zero
-            where unknown.
+            Outcome of each sample, and the joined digests of the records, zero where already known
+            or unreadable.
 
         Raises:
             ShortcutError: An audited sample encodes to another measurement.
@@ -379,8 +380,8 @@ class ShortcutMeasurer:
 
     def _read(self, index: int, record: object) -> _ReadSample:
         """
-        Convert a record into a sample, with the facts of its images and videos; RecordError if it
-        cannot become one.
+        Convert a record into a sample with the facts and costs of its media, split into pieces;
+        RecordError if it cannot become a sample.
         """
         encoder = self._encoder
         sample = encoder.to_sample(index, record)
@@ -416,11 +417,11 @@ class ShortcutMeasurer:
         Measure a sample that was read, in full or from the counted tokens of its pieces.
 
         Args:
-            one: The sample.
-            counted: Measurement with stand-ins for its media; None to encode it in full.
+            one: Sample to measure.
+            counted: Measurement with stand-ins for its media; None to encode the sample in full.
 
         Raises:
-            ShortcutError: It is audited, and encodes to another measurement.
+            ShortcutError: The sample is audited, and encodes to another measurement.
         """
         limit = self._encoder.template.max_length
         shortcut = None if counted is None else counted + one.media
@@ -448,7 +449,7 @@ class ShortcutMeasurer:
 
 
 def _sample_kind(sample: dict[str, Any]) -> object:
-    """Return the roles, keys and marks of a sample that a template may treat specially."""
+    """Return a hashable kind: roles, keys and marks that a template may treat specially."""
     messages = sample["messages"]
     texts = [text for message in messages if isinstance(text := message["content"], str)]
     marks = {mark for text in texts if "<" in text for mark in _TEMPLATE_MARKS.findall(text)[:8]}

@@ -19,7 +19,7 @@ from packplan.core.config.run import ModelConfig, TemplateConfig
 from packplan.core.errors import ConfigError, Fault
 
 _MEDIA = ("vision", "audio")
-"""Parts of models that only a loader of their own opens."""
+"""Prefixes of sections in config.json (`vision_config`) of models that ms-swift has to know."""
 
 
 def refuse_remote_code(model: ModelConfig) -> None:
@@ -41,14 +41,14 @@ def refuse_remote_code(model: ModelConfig) -> None:
 
 def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | None, str]:
     """
-    Return ms-swift's model type and template of a model; a local folder does not tell it these.
+    Return ms-swift's model type and template type of a model, which no file of its folder states.
 
-    They are what the run names; else what the registry knows the folder's name by; else the only
-    ones that it knows the architecture by, or that are settled (`families.json`). The type is None
-    for text models that the registry does not know: ms-swift loads them as transformers does.
+    The run's own keys come first; then the entry of ms-swift's registry for the folder's name; then
+    the defaults of the architecture (`families.json`), or its only entry in the registry. The type
+    is None for text models without an entry: ms-swift loads them as transformers does.
 
     Raises:
-        ConfigError: The registry names none, or several to choose from.
+        ConfigError: The registry has no entry, or several to choose from.
     """
     types, templates = _candidates(model)
     if template.template:
@@ -61,7 +61,7 @@ def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | Non
 
 
 def swift_model_type(model: ModelConfig) -> str | None:
-    """Return ms-swift's model type; see `swift_types`."""
+    """Return ms-swift's model type of a model, or None, as `swift_types` does."""
     types, _ = _candidates(model)
     if len(types) != 1:
         raise ConfigError("the model's kind", (_choice_fault(model, "model.model_type", "model types", types),))
@@ -69,7 +69,7 @@ def swift_model_type(model: ModelConfig) -> str | None:
 
 
 def _candidates(model: ModelConfig) -> tuple[Sequence[str | None], Sequence[str]]:
-    """Return the model types and the templates that fit a model."""
+    """Return the model types and the template types that fit a model."""
     named = get_matched_model_meta(str(Path(model.model).resolve()))
     if named is not None and model.model_type in (None, named.model_type):
         return [named.model_type], [named.template] if named.template else list(named.candidate_templates)
@@ -84,13 +84,13 @@ def _candidates(model: ModelConfig) -> tuple[Sequence[str | None], Sequence[str]
 
 
 def _matching_types(architecture: str) -> list[str]:
-    """Return ms-swift's model types of an architecture, causal language models only."""
+    """Return ms-swift's model types for an architecture, causal language models only."""
     metas = [meta for meta in MODEL_MAPPING.values() if architecture in (meta.architectures or ())]
     return [meta.model_type for meta in metas if not meta.is_reward and meta.task_type in (None, "causal_lm")]
 
 
 def _matching_templates(types: Sequence[str]) -> list[str]:
-    """Return ms-swift's templates of some model types."""
+    """Return ms-swift's template types for some model types."""
     known = [MODEL_MAPPING[name] for name in types if name in MODEL_MAPPING]
     return list(dict.fromkeys(name for meta in known for name in meta.candidate_templates))
 
@@ -105,10 +105,10 @@ def _choice_fault(model: ModelConfig, key: str, what: str, found: Sequence[str |
 
 def _refuse_unproven_model(name: str) -> None:
     """
-    Refuse a template whose model is not known to keep packed samples apart.
+    Refuse a template whose model was not shown to keep packed samples apart.
 
     Raises:
-        ConfigError: It is one of them.
+        ConfigError: `families.json` lists the template *name* as such.
     """
     if not may_probe_template(name):
         reason = (
@@ -123,7 +123,7 @@ def _refuse_packing(template: Template) -> None:
     Refuse a template for which ms-swift cannot collate several samples into one row.
 
     Raises:
-        ConfigError: It does not declare that it packs.
+        ConfigError: The template does not declare that it packs.
     """
     declared = template.support_padding_free
     if declared is None:
@@ -140,12 +140,12 @@ def open_template(
     """
     Build ms-swift's template, in training mode, without loading the model.
 
-    It truncates samples only where `truncation_strategy` asks for it; long samples stay whole.
+    The template truncates samples only if `truncation_strategy` is left or right.
 
     Args:
-        model: Model whose tokenizer and processor are read.
-        template: Section that says how a record becomes tokens.
-        packing_length: Tokens of a pack; the limit where the template truncates.
+        model: Section `model`, whose tokenizer and processor are read.
+        template: Section `template`, which decides how a record becomes tokens.
+        packing_length: Token limit of a pack, to which the template truncates.
         packs: Whether samples share packs; templates that cannot collate packs are refused then.
     """
     refuse_remote_code(model)
@@ -208,8 +208,8 @@ def _refuse_media_template(template: Template) -> None:
 
 def _template_model(template: Template, model_type: str | None) -> Any:
     """
-    Return a template's model; in a loader's process, which has none, a model of *model_type*
-    without weights.
+    Return a template's model; in a loader's process, which has no model, return a dummy of
+    *model_type* without weights.
     """
     if template.model is None and template.dummy_model is None:
         with torch.device("meta"):
@@ -253,4 +253,4 @@ def _refuse_unknown_names(template: TemplateConfig) -> None:
 
 
 def _do_nothing(_: Any) -> None:
-    """Leave the texts of a record as they are."""
+    """Do nothing, in place of a method that would change the texts of a record."""

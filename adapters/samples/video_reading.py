@@ -1,8 +1,8 @@
 """
 Sampling and reading of frames of videos, by qwen_vl_utils with decord, as `template` in the YAML
-says.
+sets.
 
-decord 0.6 fails for videos that their container turns by a quarter. Those are read by PyAV, which
+decord 0.6 fails for videos that their container turns by a quarter. PyAV reads such videos, and
 gives the same frames. If qwen_vl_utils uses another reader (torchcodec, if it is installed), every
 video is decoded to be measured.
 """
@@ -23,7 +23,7 @@ from packplan.core.errors import ConfigError
 READER = "decord"
 
 Sampling = Mapping[str, Any]
-"""Argument of qwen_vl_utils' `fetch_video` -> value in the run's section `template`."""
+"""Argument of qwen_vl_utils' `fetch_video` -> value that the run's section `template` sets."""
 
 _FINDS_ALL = "packplan plan verify --decode finds all such videos"
 
@@ -39,7 +39,7 @@ _SAMPLING = {
 
 
 def reads_videos(template: Template) -> bool:
-    """Return whether a template reads videos by qwen_vl_utils."""
+    """Return whether a template can read videos, which has to be by qwen_vl_utils."""
     return {"qwen_vl_utils", "fetch_video"} <= set(type(template).replace_tag.__code__.co_names)
 
 
@@ -51,7 +51,7 @@ def has_separate_video_pass(template: Template) -> bool:
 
 
 def reader_fault() -> str | None:
-    """Return why `READER`, whose frame counts are known, does not read videos; None if it does."""
+    """Return the reason why decord, whose frame counts are known, is not used, or None."""
     found = vision_process.get_video_reader_backend()
     if found == READER:
         return None
@@ -67,7 +67,7 @@ def video_sampling(config: TemplateConfig) -> Sampling:
 
 
 def prepare_videos(template: Template, config: TemplateConfig) -> None:
-    """Make a template that reads videos by qwen_vl_utils sample them as the run says."""
+    """Have a template sample videos by the keys of *config*, if it reads videos."""
     if not reads_videos(template):
         return
     if not hasattr(template.processor, "image_processor"):  # transformers takes the tokenizer alone for one
@@ -106,11 +106,11 @@ def _replace_tag(replace: Callable[..., Any], sampling: Sampling, media_type: st
 
 def decode_fault(path: str, sampling: Sampling | None = None) -> str | None:
     """
-    Decode frames of a video; return why that fails, or None.
+    Decode frames of a video; return a message if that fails, or None.
 
     Args:
         path: Path of the file.
-        sampling: Decode the frames that training samples; None decodes all, one after the other.
+        sampling: Sampling arguments of the frames to decode; None decodes all, one after the other.
     """
     try:
         if sampling is None:
@@ -139,7 +139,7 @@ def _decode_all(path: str) -> None:
 
 
 def _read_video(element: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any], float]:
-    """Read a video as qwen_vl_utils does; return sampled frames, metadata and their rate."""
+    """Return sampled frames, (frames, 3, height, width), metadata and their frames a second."""
     path = element["video"]
     if quarter_turns(path) % 2 == 0:
         read: tuple[torch.Tensor, dict[str, Any], float] = vision_process._read_video_decord(element)  # noqa: SLF001

@@ -20,7 +20,7 @@ from packplan.core.samples.tables import COLUMNS, MEDIA_COLUMNS, DataFile, Known
 SCHEMA = "packplan length table 1"
 
 _ABOUT = b"packplan_lengths"
-"""Key of the metadata of the table's schema."""
+"""Key of the manifest in the metadata of the table's schema."""
 
 _FLAGS = ("cut", "bad")
 """Columns that are true or false."""
@@ -42,10 +42,10 @@ def write_length_table(
 
     Args:
         stored: Measurements of all records.
-        identities: Identity of each record, as `KnownLengths` has it.
+        identities: Identity of each record, as in `KnownLengths.identities`.
         path: File to write, or to replace.
         key: All inputs of the measurements but the data.
-        files: Files of the data.
+        files: Data files of the records.
 
     Raises:
         OutputError: The file cannot be written.
@@ -71,17 +71,17 @@ def write_length_table(
 
 def read_length_table_key(path: Path) -> Fingerprint:
     """
-    Return the fingerprint of a table's measurements; ArgumentError if Packplan did not write it.
+    Return the fingerprint in a table's metadata; ArgumentError if Packplan did not write the file.
     """
     return Fingerprint(_read_header(path)["fingerprint"])
 
 
 def read_length_table(path: Path) -> KnownLengths:
     """
-    Return the measurements of a table.
+    Return the measurements of a table that `write_length_table` wrote.
 
     Raises:
-        ArgumentError: It is none that was written here, or it is damaged.
+        ArgumentError: The file is of another origin or version, or is damaged.
     """
     _read_header(path)
     try:
@@ -111,14 +111,14 @@ def _whole_numbers(values: pa.ChunkedArray) -> NDArray[np.int32]:
 
 
 def _first_invalid_row(table: Table) -> int | None:
-    """Return the first row without a valid record: it has to have more tokens than it trains."""
+    """Return the first impossible row: with a number below 0, or with every token supervised."""
     lengths, supervised = (column(table, name) for name in ("length", "supervised"))
     wrong = (table < 0).any(axis=1) | ((column(table, "bad") == 0) & (lengths <= supervised))
     return int(np.argmax(wrong)) if wrong.any() else None
 
 
 def _read_header(path: Path) -> Mapping[str, Any]:
-    """Return the manifest in a table's metadata."""
+    """Return the manifest in a table's metadata; ArgumentError if the file has none."""
     try:
         about: dict[str, Any] = json.loads((pq.read_schema(path).metadata or {})[_ABOUT])
     except FileNotFoundError:

@@ -1,11 +1,11 @@
 """
 Measured lengths on disk: fixed-width columns beside the manifest `lengths.json`.
 
-`lengths.bin` has a row of little-endian int32 for each record, `images.bin` one of int64 for each
-image and each video. Rows are appended and flushed first, the manifest that counts and digests them
-follows: what a manifest names is whole, and what a crash leaves behind it is cut off on resuming. A
-flush costs what is new. The data of the rows measured so far is digested with them: rows appended
-to it, or fixed behind them, leave them valid.
+`lengths.bin` has a row of little-endian int32 for each record, `images.bin` a row of int64 for each
+image and each video. Rows are appended and flushed first; the manifest with their number and digest
+follows. So rows that a manifest counts are complete, and rows that a crash leaves after them are
+cut off on resuming. The manifest also has a digest of the measured records: records that are added
+or changed after them leave the rows valid.
 """
 
 import hashlib
@@ -41,14 +41,14 @@ def collect_damage(found: list[CorruptArtefactError]) -> Iterator[None]:
 
 
 class _RowFile:
-    """File of fixed-width rows; a manifest has the number and the digest of the valid ones."""
+    """File of fixed-width rows; a manifest has the number and the digest of the valid rows."""
 
     def __init__(self, path: Path, columns: tuple[str, ...], dtype: str) -> None:
         self.path, self.columns, self.dtype = path, columns, np.dtype(dtype)
         self.forget_rows()
 
     def forget_rows(self) -> None:
-        """Forget all rows."""
+        """Set the number of rows to 0, in memory; `truncate` then empties the file."""
         self._num, self._hash = 0, hashlib.sha256()
 
     def resume(self, entry: Mapping[str, Any]) -> NDArray[Any]:
@@ -107,12 +107,12 @@ class DiskLengthStore:
 
     def __init__(self, folder: Path, *, lengths_from: Path | None = None) -> None:
         """
-        Keep lengths in a folder.
+        Store lengths in a folder.
 
         Args:
             folder: Folder of this run's split.
-            lengths_from: Folder of another run's split, which is only read. Its lengths are taken
-                over while this one has none.
+            lengths_from: Folder of another run's split, which is only read. `resume` copies its
+                lengths if *folder* has none.
         """
         self.folder, self._lengths_from = folder, lengths_from
         self._manifest = folder / "lengths.json"
@@ -135,12 +135,12 @@ class DiskLengthStore:
         Args:
             key: All inputs of the measurements but the data.
             num_records: Current number of records.
-            data_digest: Number of records -> current digest of the first ones, without those that
-                `bad_records` returns.
+            data_digest: Number of records -> current digest of the first records, without those
+                that `bad_records` returns.
 
         Raises:
             StaleError: The stored measurements have another key, or other data.
-            CorruptArtefactError: They are not what was written.
+            CorruptArtefactError: The stored files are damaged.
         """
         self._key, self._num_records = key, num_records
         stored = self.read(key, num_records, data_digest)
@@ -166,12 +166,12 @@ class DiskLengthStore:
 
     def read(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]) -> StoredRows:
         """
-        Return the same as `resume`, without preparing to write.
+        Return the stored measurements of the first records, as `resume` does, without writing.
 
         Args:
             key: All inputs of the measurements but the data.
             num_records: Current number of records.
-            data_digest: Number of records -> current digest of the first ones, without bad ones.
+            data_digest: Number of records -> current digest of the first, bad records left out.
         """
         manifest = files.read_manifest(self._manifest, SCHEMA)
         if manifest is None:
@@ -183,13 +183,13 @@ class DiskLengthStore:
         return self._read_rows(manifest)
 
     def stored(self) -> StoredRows:
-        """Return all rows: those that `resume` returned and those appended since."""
+        """Return all stored rows, those appended since `resume` included."""
         manifest = files.read_manifest(self._manifest, SCHEMA)
         assert manifest is not None  # noqa: S101  # `append` comes first
         return self._read_rows(manifest)
 
     def origin(self) -> Origin | None:
-        """Return the origin of the stored rows, by the manifest; None if nothing is stored."""
+        """Return the inputs and data of the stored rows, by the manifest; None without rows."""
         manifest = files.read_manifest(self._manifest, SCHEMA)
         return None if manifest is None else _origin(manifest)
 
@@ -201,7 +201,7 @@ class DiskLengthStore:
         return None if manifest is None else StoredLengths(_origin(manifest), self._read_rows(manifest), self.digest())
 
     def damage(self) -> list[CorruptArtefactError]:
-        """Return an error for each file whose content is not what was written."""
+        """Return an error for each damaged file."""
         found: list[CorruptArtefactError] = []
         with collect_damage(found):
             manifest = files.read_manifest(self._manifest, SCHEMA) or {}
@@ -216,9 +216,9 @@ class DiskLengthStore:
         Append the next rows; a reader sees all of them or none.
 
         Args:
-            rows: Measurements of the next records; what they say beside them is of all rows so far.
+            rows: Measurements of the next records; `in_full` and `repeatability` are of all rows.
             data_digest: Digest of all records so far, bad ones aside.
-            bad: Bad records of all rows so far.
+            bad: Bad records among all rows, the new ones included.
         """
         assert self._key is not None  # noqa: S101  # `resume` comes first
         self._samples.append(rows.table)

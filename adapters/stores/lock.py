@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class FolderLock:
-    """A `core.ports.Lock`: the file `write.lock` in a folder, with the name of its holder."""
+    """A `core.ports.Lock`: the file `write.lock` in a folder, which names the holder's process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -24,7 +24,7 @@ class FolderLock:
 
     @contextmanager
     def hold(self, *, timeout_s: float, report: ReportProgress) -> Iterator[None]:
-        """Hold the lock in this context, and clean up after a killed holder; see `core.ports`."""
+        """Hold the lock, and remove unpublished files of a killed holder; see `core.ports.Lock`."""
         files.make_folder(self.folder)
         started = time.monotonic()
 

@@ -1,9 +1,9 @@
 """
-Plans on disk: `raw_plan.json` and its flat arrays, stored once, and `plan_ws<W>.json`, derived for
-a world size. Where each epoch has a plan of its own, the first is stored, and `schedule_ws<W>.json`
-has a record of each.
+Plans on disk: `raw_plan.json` and its flat arrays, and `plan_ws<W>.json` for each world size. If
+each epoch has a plan of its own, only the first is stored, and `schedule_ws<W>.json` has a record
+of each epoch.
 
-The arrays are published first and the manifest that digests them last, so a reader sees a whole
+The arrays are published first and the manifest with their digests last, so a reader sees a whole
 plan or none. `verdict.json` beside the plans holds the verdict on the run's model.
 """
 
@@ -42,7 +42,7 @@ VERDICT_SCHEMA = "packplan verdict 1"
 
 @contextmanager
 def _name_file_to_delete(path: Path) -> Iterator[None]:
-    """Add the file to delete to any CorruptArtefactError in this context."""
+    """Add the advice to delete *path* to any CorruptArtefactError in this context."""
     try:
         yield
     except CorruptArtefactError as error:
@@ -87,7 +87,7 @@ class DiskPlanStore:
             return files.read_manifest(path, ALIGNED_SCHEMA)
 
     def damage(self) -> list[CorruptArtefactError]:
-        """Return an error for each file that is damaged or does not match the others."""
+        """Return an error for each file that is damaged, or that does not match the raw plan."""
         found: list[CorruptArtefactError] = []
         plan, manifest = None, None
         with collect_damage(found):
@@ -135,8 +135,8 @@ class DiskPlanStore:
 
     def load_epochs(self, key: Fingerprint) -> tuple[EpochRecord, ...]:
         """
-        Return the longest saved list of epoch records whose first plan has *key*; empty if there is
-        none, CorruptArtefactError if damaged.
+        Return the records of all epochs saved under *key*, of the run with most epochs; empty if
+        none are saved. CorruptArtefactError if a file of them is damaged.
         """
         stored = (_read_epochs(path) for path in self._epoch_manifests())
         return max((records for digest, records in stored if digest == key.digest), key=len, default=())
@@ -148,7 +148,7 @@ class DiskPlanStore:
         Args:
             key: Inputs of the plans.
             records: Record of each epoch.
-            schedule: Schedule over them, whose world size names what is saved.
+            schedule: Schedule of these epochs; its world size is a part of the file's name.
         """
         content = {
             "schema": EPOCHS_SCHEMA,
@@ -196,11 +196,11 @@ _COUNTED = (
     "lower_bound", "bound_kind", "packing_length", "num_samples", "num_tokens", "planned_tokens", "dropped_tokens",
     "skipped_tokens",
 )  # fmt: skip
-"""Fields of a plan that its manifest shows under their names."""
+"""Fields of `RawPlan` that its manifest has under the same names."""
 
 
 def _plan_counts(plan: RawPlan) -> dict[str, int | str]:
-    """Return the counts of a plan to show in its manifest."""
+    """Return the counts and the lower bound of a plan, as its manifest has them."""
     return {
         "num_packs": len(plan.packs),
         "num_single_long": len(plan.single_long),
@@ -212,7 +212,7 @@ def _plan_counts(plan: RawPlan) -> dict[str, int | str]:
 
 
 def _alignment_facts(aligned: AlignedPlan) -> dict[str, Any]:
-    """Return the counts and checksums of an aligned plan to show in its manifest."""
+    """Return the counts and the checksum of an aligned plan, as its manifest has them."""
     return {
         "checksum": plan_checksum(aligned.packs),
         "world_size": aligned.world_size,
