@@ -77,10 +77,9 @@ class RowsEncoder(SwiftEncoder):
             template: Template in training mode, as the command opens it.
             rows: Sequences to encode.
         """
-        self.config, self.template, self.records = config, template, FileRecords([rows])
+        self.config, self.template, self.paths, self.cache, self._media = config, template, (), None, None
+        self.records, self.rows, self.records_per_sample = FileRecords([rows]), rows.rows, rows.sequences_per_row
         PIL.Image.MAX_IMAGE_PIXELS = config.custom.max_image_pixels
-        self.paths, self.cache, self._media, self.rows = (), None, None, rows.rows
-        self.records_per_sample = rows.sequences_per_row
         self._kind = "split texts" if "input_ids" in rows.rows.column_names else template.task_type
 
     def data_files(self) -> tuple[DataFile, ...]:
