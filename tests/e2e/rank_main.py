@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,7 +27,8 @@ with loading_libraries():
 
 
 def main(config: str, out: str, fault: str = "") -> int:
-    """Return the exit status."""
+    """Return the exit status; this process leads a group, with its workers."""
+    os.setpgrp()
     fetched: list[int] = []
     samples: list[list[int]] = []
     plain = loader.PackedDataset.__getitem__

@@ -31,15 +31,15 @@ def document(capsys):
 @pytest.mark.slow
 def test_all_planners_are_compared(document):
     """Every planner and installed peer has figures."""
-    rows = document("planner", "--samples", "900", "--distributions", "sft-2048", "--repeat", "1")["rows"]
+    rows = document("planner", "--samples", "300", "--distributions", "sft-2048", "--repeat", "1")["rows"]
 
-    assert [(900, name) for name in [*ALGORITHMS, *PEERS]] == [(row["samples"], row["planner"]) for row in rows]
+    assert [(300, name) for name in [*ALGORITHMS, *PEERS]] == [(row["samples"], row["planner"]) for row in rows]
     for row in rows:
         assert row["problem"] is None
         assert row["packs"] >= row["lower_bound"] > 0
         assert row["gap"] == (row["packs"] - row["lower_bound"]) / row["lower_bound"]
         assert row["seconds"] > 0
-    lengths = DISTRIBUTIONS["sft-2048"].lengths(900, seed=0)
+    lengths = DISTRIBUTIONS["sft-2048"].lengths(300, seed=0)
     packed = {row["planner"]: row["packs"] for row in rows}
     assert packed["certified"] == len(pack(lengths, capacity=2048, algorithm="certified"))
     assert packed["binpacking"] == packed["constant_volume"]
@@ -84,34 +84,31 @@ def test_a_call_is_measured_in_seconds_and_bytes(capfd):
 @pytest.mark.parametrize(
     ("words", "figures"),
     [
-        (["redraw", "--samples", "2000", "--distributions", "chat-4096", "--repeat", "1"], ("own_seconds",)),
-        (["train", "--width", "128", "--layers", "1", "--samples", "5", "--rounds", "2", "--kinds", "images", "--packs",
-          "300", "--ways", "packed", "padded", "padded-sorted"], ("peak_bytes", "tokens_per_sample", "flops")),
+        ("redraw --samples 500 --distributions chat-4096 --repeat 1", ("own_seconds",)),
+        ("train --width 128 --layers 1 --samples 5 --rounds 2 --kinds images --packs 300 --ways packed padded",
+         ("peak_bytes", "tokens_per_sample", "flops")),
     ],
 )  # fmt: skip
 def test_a_benchmark_has_figures_of_every_row(document, words, figures):
     """All above 0, and nothing went wrong."""
-    rows = document(*words)["rows"]
+    rows = document(*words.split())["rows"]
 
-    assert len(rows) >= 3
+    assert len(rows) > 1
     assert all(row[name] > 0 for row in rows for name in figures)
     assert not any(row.get("problem") for row in rows)
 
 
-RL = ["rl", "--sequences=256", "--global-batch=128", "--workers=4", "--budget=12000", "--batches=3"]
-
-
 @pytest.mark.parametrize(
-    ("wanted", "num_rows"),
+    ("words", "num_rows"),
     [
-        (["planner", "--samples", "200", "--distributions", "detcap-8192", "--planners", "best_fit_decreasing"], 1),
-        (RL, 3),
-        (["work", "--samples", "2000", "--data", "chat", "--ranks", "2", "--accumulation", "1"], 5),
+        ("planner --samples 200 --distributions detcap-8192 --planners best_fit_decreasing", 1),
+        ("rl --sequences=256 --global-batch=128 --workers=4 --budget=12000 --batches=3", 3),
+        ("work --samples 2000 --data chat --ranks 2 --accumulation 1", 5),
     ],
 )
-def test_a_table_is_aligned_and_names_the_machine(capsys, wanted, num_rows):
+def test_a_table_is_aligned_and_names_the_machine(capsys, words, num_rows):
     """A line for each row, below those of the head."""
-    assert 0 == main(wanted)
+    assert 0 == main(words.split())
 
     *table, _, machine = capsys.readouterr().out.splitlines()
     assert 2 + num_rows == len(table)

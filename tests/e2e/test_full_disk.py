@@ -2,7 +2,7 @@
 
 import errno
 import os
-from functools import partial
+import re
 from pathlib import Path
 
 import pytest
@@ -23,35 +23,29 @@ def test_a_checkpoint_that_does_not_fit_ends_the_run_with_its_folder(small_disk,
 
     assert 2 == sft.main([str(path)])
     said = capfd.readouterr().err
-    assert f"error: {disk / 'run'} cannot be written: " in said
+    assert re.search(rf"error: {disk / 'run'} cannot be written: .*make room, or choose a training\.output_dir", said)
     assert ("(os error 28)" in said) == (of == "weights")
-    assert "make room, or choose a training.output_dir" in said
     assert "Traceback" not in said
     assert (disk / "run" / "static_packing" / "train" / "raw_plan.json").exists()
     assert not list((disk / "run").glob("checkpoint-*/trainer_state.json"))
 
 
-def fork_beyond_memory():
+def fork():
     raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
 
-@pytest.mark.parametrize(
-    "guard",
-    [
-        partial(name_write_errors, Path("run")),
-        partial(name_save_errors, Path("run")),
-        partial(name_load_errors, "model.model", "is damaged"),
-    ],
-)
 @pytest.mark.parametrize(
     ("use", "kind"),
     [
         (lambda: torch.empty(2**58), RuntimeError),
         (lambda: bytearray(2**60), MemoryError),
-        (fork_beyond_memory, OSError),
+        (fork, OSError),
     ],
 )
-def test_memory_that_runs_out_is_no_fault_of_a_file(guard, use, kind):
+def test_memory_that_runs_out_is_no_fault_of_a_file(use, kind):
     """The error stays as it was raised, so that no message names a folder or a key."""
-    with pytest.raises(kind), guard():
-        use()
+    for guard in (
+        name_write_errors(Path("run")), name_save_errors(Path("run")), name_load_errors("model.model", "is damaged")
+    ):  # fmt: skip
+        with pytest.raises(kind), guard:
+            use()

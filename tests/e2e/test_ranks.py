@@ -18,43 +18,37 @@ from tests.processes import finished
 pytestmark = pytest.mark.slow
 
 
-def check_run(ranks: list[dict], *, epochs: int, accumulation: int) -> None:
-    """Hold what a group of ranks did against its plan."""
-    world_size, (first, *_) = len(ranks), ranks
-    per_rank = first["num_aligned"] // world_size
-    assert 1 == len({(r["raw"], r["aligned"], r["num_aligned"], r["steps"], r["planned_steps"]) for r in ranks})
-    assert first["steps"] == first["planned_steps"] == epochs * math.ceil(per_rank / accumulation)
-    orders = []
-    for epoch in range(epochs):
-        parts = [r["fetched"][epoch * per_rank : (epoch + 1) * per_rank] for r in ranks]
-        kept = range(min(first["num_aligned"], first["num_raw"]))
-        assert sorted([*kept, *first["repeated"]]) == sorted(chain.from_iterable(parts))
-        orders.append(parts)
-    assert epochs == 1 or orders[0] != orders[1]
-    assert all(epochs * per_rank == len(r["fetched"]) for r in ranks)
-    losses = [[entry["loss"] for entry in r["history"] if "loss" in entry] for r in ranks]
-    assert all(loss == pytest.approx(losses[0]) for loss in losses)
-
-
-KEYS = {"num_train_epochs": 2, "effective_batch_size": 4, "packing_max_dropped_share": 1}
-
-
 def test_three_ranks_consume_every_aligned_pack_once_an_epoch(start_ranks, write_run, few_scenes, demo, tmp_path):
     """With a ragged window, padding, evaluation and packs without images; one rank plans alike."""
     custom = {"train_jsonl": str(few_scenes), "val_jsonl": str(demo / "data" / "val.jsonl")}
-    keys = {**KEYS, "effective_batch_size": 6, "eval_strategy": "epoch", "gradient_checkpointing": True}
+    keys = {"num_train_epochs": 2, "effective_batch_size": 6, "packing_max_dropped_share": 1, "eval_strategy": "epoch",
+            "gradient_checkpointing": True}  # fmt: skip
     overlay = {"custom": custom, "training": keys, "template": {"max_length": 300}}
     path = write_run("qwen3_vl", name="three", **overlay)
     assert [0, 0, 0] == finished(start_ranks(3, path, tmp_path / "out"))
     ranks = rank_main.seen(tmp_path / "out", 3)
 
-    check_run(ranks, epochs=2, accumulation=2)
-    assert ranks[0]["num_aligned"] > ranks[0]["num_raw"]
-    assert ranks[0]["num_aligned"] // 3 % 2, "no ragged window to try"
-    config = read_config(write_run("qwen3_vl", name="one", **overlay))
-    one = measure_and_plan(open_splits(config)["train"], Ranks(OneRank(), timeout_s=0))
+    first, per_rank = ranks[0], ranks[0]["num_aligned"] // 3
+    assert 1 == len({(r["raw"], r["aligned"], r["num_aligned"], r["steps"], r["planned_steps"]) for r in ranks})
+    assert first["steps"] == first["planned_steps"] == 2 * math.ceil(per_rank / 2)
+    assert per_rank % 2, "no ragged window to try"
+    orders = [[r["fetched"][start : start + per_rank] for r in ranks] for start in (0, per_rank)]
+    assert first["num_aligned"] > first["num_raw"]
+    every = sorted([*range(first["num_raw"]), *first["repeated"]])
+    assert [every, every] == [sorted(chain.from_iterable(parts)) for parts in orders]
+    assert orders[0] != orders[1]
+    assert [2 * per_rank] * 3 == [len(r["fetched"]) for r in ranks]
+    assert all(losses(r) == pytest.approx(losses(first)) for r in ranks)
+    one = measure_and_plan(
+        open_splits(read_config(write_run("qwen3_vl", name="one", **overlay)))["train"], Ranks(OneRank(), timeout_s=0)
+    )
     assert any(one.table[pack, 2].sum() == 0 for pack in one.raw.packs), "no pack without images to try"
-    assert one.raw_checksum == ranks[0]["raw"]
+    assert one.raw_checksum == first["raw"]
+
+
+def losses(result: dict) -> list[float]:
+    """Return all losses, of training and of evaluation."""
+    return [entry[key] for entry in result["history"] for key in ("loss", "eval_loss") if key in entry]
 
 
 def test_the_loss_of_a_step_and_of_an_evaluation_do_not_depend_on_the_ranks(
@@ -68,28 +62,21 @@ def test_the_loss_of_a_step_and_of_an_evaluation_do_not_depend_on_the_ranks(
     assert 1 == len(alone.planned["eval"].raw.packs) % 2, "no pack is repeated"
 
     assert [0, 0] == finished(start_ranks(2, write_run("qwen2", name="ranks", **overlay), tmp_path))
-    ranks = rank_main.seen(tmp_path, 2)
-    assert losses(alone.history) == pytest.approx(losses(ranks[0]["history"]), rel=1e-5)
+    assert losses(vars(alone)) == pytest.approx(losses(rank_main.seen(tmp_path, 2)[0]), rel=1e-5)
 
 
-def losses(history: list[dict]) -> list[float]:
-    """Return all losses, of training and of evaluation."""
-    return [entry[key] for entry in history for key in ("loss", "eval_loss") if key in entry]
-
-
-def test_sigterm_to_one_rank_ends_all_at_the_same_step(start_ranks, write_run, tmp_path):
-    """They agree, save one checkpoint, and exit with 0."""
-    out = tmp_path / "out"
-    path = write_run("qwen2", training={"num_train_epochs": 500, "effective_batch_size": 2})
-    ranks = start_ranks(2, path, out)
+def test_sigterm_to_the_processes_of_one_rank_ends_all_ranks_at_the_same_step(start_ranks, write_run, tmp_path):
+    """They agree, save one checkpoint, for which workers go on to load data, and exit with 0."""
+    keys = {"num_train_epochs": 500, "effective_batch_size": 2, "dataloader_num_workers": 1}
+    ranks = start_ranks(2, write_run("qwen2", training=keys), tmp_path)
     ranks[0].wait_until("'loss'")
-    os.kill(ranks[1].pid, signal.SIGTERM)
+    os.killpg(ranks[1].pid, signal.SIGTERM)
 
     assert [0, 0] == finished(ranks)
-    first, second = rank_main.seen(out, 2)
-    assert first["terminated"]
-    assert second["terminated"]
+    first, second = rank_main.seen(tmp_path, 2)
+    assert (True, True) == (first["terminated"], second["terminated"])
     assert first["steps"] == second["steps"] < first["planned_steps"]
+    assert f"SIGTERM: saved a checkpoint at step {first['steps']} of " in ranks[0].said
     assert (tmp_path / "run" / f"checkpoint-{first['steps']}" / "model.safetensors").is_file()
 
 

@@ -1,5 +1,6 @@
 """Settings for many devices reach ms-swift or are refused; ranks stay in step."""
 
+import contextlib
 import json
 from functools import partial
 from unittest.mock import Mock
@@ -34,19 +35,12 @@ def arguments(write_run):
 def test_fsdp_reaches_ms_swift_as_it_was_written(arguments, monkeypatch):
     """On devices that can shard; `true` is a value that it takes."""
     monkeypatch.setattr(swift_arguments, "runs_on_cpu", lambda _: False)
-    written = {
-        "fsdp_version": 2,
-        "reshard_after_forward": False,
-        "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"],
-    }
+    written = {"reshard_after_forward": False, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]}
 
-    built = arguments(fsdp=True, fsdp_config=dict(written))
+    built = arguments(fsdp=True, fsdp_config={"fsdp_version": 2, **written})
 
     assert built.fsdp is True
-    assert {
-        "version": 2,
-        **{k: v for k, v in written.items() if k != "fsdp_version"},
-    }.items() <= built.fsdp_config.items()
+    assert {"version": 2, **written}.items() <= built.fsdp_config.items()
     assert swift_arguments.shards_weights(built)
 
 
@@ -72,24 +66,19 @@ def test_deepspeed_reaches_ms_swift_as_it_was_written(write_run, monkeypatch):
         ({"fp16": True}, "training.fp16: computes in float32 on a CPU"),
         ({"fsdp": True}, "training.fsdp: would be dropped on a CPU, silently"),
         ({"deepspeed": {"tensor_parallel": {"autotp_size": 2}}}, "plans count every rank: remove tensor_parallel"),
+        ({"deepspeed": "ds.json"}, "remove tensor_parallel"),
         ({"deepspeed": "zero2"}, "training"),
         ({"parallelism_config": {"tp_size": 2}}, "lets ranks share rows"),
         ({"label_smoothing_factor": 0.1}, "is averaged over packs"),
     ],
 )
-def test_what_would_be_ignored_or_break_the_count_of_learners_is_refused(arguments, settings, says):
-    """By key, before anything is measured."""
-    with pytest.raises(ConfigError, match=says):
+def test_what_would_be_ignored_or_break_the_count_of_learners_is_refused(
+    arguments, settings, says, tmp_path, monkeypatch
+):
+    """By key, before anything is measured; in a file of DeepSpeed too."""
+    (tmp_path / "ds.json").write_text(json.dumps({"tensor_parallel": {"autotp_size": 2}}))
+    with contextlib.chdir(tmp_path), pytest.raises(ConfigError, match=says):
         arguments(**settings)
-
-
-def test_tensor_parallelism_in_a_file_is_found_too(arguments, tmp_path):
-    """As DeepSpeed's settings are often written."""
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"tensor_parallel": {"autotp_size": 2}}))
-
-    with pytest.raises(ConfigError, match="remove tensor_parallel"):
-        arguments(deepspeed=str(path))
 
 
 def test_sharded_ranks_with_and_without_media_stay_in_step(server, write_run, tmp_path):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import mmap
-import os
-import signal
-import struct
 import sys
 from collections.abc import Callable, Sequence
 from decimal import Decimal
+from multiprocessing.context import ForkProcess
+from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 
 from packplan.adapters.processes import end_with_parent
@@ -76,44 +74,22 @@ def artefacts_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".lock"}
 
 
-class Forked:
-    """A forked process that calls something and ends; it shares a counter with this one."""
+class Forked(ForkProcess):
+    """A forked process that calls something with itself, and shares a counter with this one."""
 
-    def __init__(self, call: Callable[[Forked], None]) -> None:
-        self._counter = mmap.mmap(-1, 8)
-        self._status: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            status = 1
-            try:
-                end_with_parent()
-                call(self)
-                status = 0
-            except BaseException as error:  # noqa: BLE001  # told by the exit status; a forked test runner must not go on
-                print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            finally:
-                os._exit(status)
+    def __init__(self, call: Callable[[Forked], object]) -> None:
+        super().__init__()
+        self.call, self.counter = call, RawValue("q", 0)
+        self.start()
 
-    @property
-    def counter(self) -> int:
-        number: int = struct.unpack("q", self._counter[:])[0]
-        return number
+    def run(self) -> None:
+        end_with_parent()
+        self.call(self)
 
-    @counter.setter
-    def counter(self, number: int) -> None:
-        self._counter[:] = struct.pack("q", number)
-
-    def wait(self) -> int:
+    def wait(self) -> int | None:
         """Return the exit status, negative for a signal."""
-        if self._status is None:
-            self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self._status
-
-    def kill(self) -> None:
-        """End the process, if it is still there."""
-        if self._status is None:
-            os.kill(self.pid, signal.SIGKILL)
-            self.wait()
+        self.join()
+        return self.exitcode
 
 
 def at_each_line(act: Callable[[int], None]) -> None:

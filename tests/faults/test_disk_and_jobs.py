@@ -104,14 +104,14 @@ def test_of_two_jobs_one_measures_and_the_other_waits_and_reads_or_takes_over(da
 
     def hold(process: Forked) -> None:
         def pause(index: int) -> None:
-            if index == 20 and not process.counter:
-                process.counter = 1
+            if index == 20 and not process.counter.value:
+                process.counter.value = 1
                 os.read(go[0], 1)
 
         execute(FileSource(data, before_each=pause), folder)
 
     holder, source, heard = fork(hold), FileSource(data), []
-    while not holder.counter:
+    while not holder.counter.value:
         time.sleep(0.01)
     with pytest.raises(OutputError, match=rf"process {holder.pid} on .* has waited for \d+ s") as raised:
         execute(FileSource(data), folder, timeout_s=0.2)

@@ -41,19 +41,19 @@ def num_lines_of(run: Callable[[], object]) -> int:
     """Return the number of lines that a run executes, in a process of its own."""
 
     def count(process: Forked) -> None:
-        at_each_line(lambda executed: setattr(process, "counter", executed))
+        at_each_line(lambda executed: setattr(process.counter, "value", executed))
         run()
 
     process = Forked(count)
     assert 0 == process.wait()
-    return process.counter
+    return process.counter.value
 
 
 def run_and_kill(data: Path, folder: Path, line: int) -> bool:
     """Kill a run before this line, and check what it left; return whether it was killed."""
 
     def run(process: Forked) -> None:
-        source = FileSource(data, before_each=lambda index: setattr(process, "counter", index))
+        source = FileSource(data, before_each=lambda index: setattr(process.counter, "value", index))
         at_each_line(lambda executed: os.kill(os.getpid(), signal.SIGKILL) if executed == line else None)
         execute(source, folder)
 
@@ -67,7 +67,7 @@ def run_and_kill(data: Path, folder: Path, line: int) -> bool:
     assert bad == np.flatnonzero(column(stored.table, "bad")).tolist()
     assert len(stored.table) == len(stored.media) + len(bad)
     if stored.repeatability is None:
-        assert process.counter - len(stored.table) <= FLUSH_EVERY
+        assert process.counter.value - len(stored.table) <= FLUSH_EVERY
     return status != 0
 
 
