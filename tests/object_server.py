@@ -1,7 +1,6 @@
 """A server of objects on this machine: files over http, the reading part of S3, and faults."""
 
 import hashlib
-import re
 import threading
 import time
 from collections import Counter
@@ -39,7 +38,6 @@ class ObjectServer(ThreadingHTTPServer):
         """Buckets that ask for a signature."""
         self.faults: dict[str, list[Reply]] = {}
         """Path -> answers in place of the object, one after the other; the last one stays."""
-        self.sends_parts = True
         self.asked: Counter[str] = Counter()
         """Requests by path."""
         self.sent: Counter[str] = Counter()
@@ -59,7 +57,7 @@ class _Answers(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        """Answer with an object, a part of it, or a list of objects."""
+        """Answer with an object, or a list of objects."""
         asked = urlsplit(self.path)
         path, query = unquote(asked.path), parse_qs(asked.query, keep_blank_values=True)
         self.server.asked[path] += 1
@@ -77,17 +75,10 @@ class _Answers(BaseHTTPRequestHandler):
         return self._send(path, self.server.held[path])
 
     def _send(self, path: str, held: bytes) -> None:
-        headers = {"ETag": f'"{hashlib.md5(held, usedforsecurity=False).hexdigest()}"', "Accept-Ranges": "bytes"}
-        part = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if part is None or not self.server.sends_parts:
-            sent, status = held, 200
-        else:
-            start, stop = int(part[1]), min(int(part[2] or len(held)) + 1, len(held))
-            sent, status = held[start:stop], 206 if start < len(held) else 416
-            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(held)}" if sent else f"bytes */{len(held)}"
         if self.command == "GET":
-            self.server.sent[path] += len(sent)
-        self._answer(status, sent, {**headers, "Content-Length": str(len(sent))})
+            self.server.sent[path] += len(held)
+        tag = hashlib.md5(held, usedforsecurity=False).hexdigest()
+        self._answer(200, held, {"ETag": f'"{tag}"', "Content-Length": str(len(held))})
 
     def _listed(self, bucket: str, prefix: str) -> bytes:
         start = f"/{bucket}/"

@@ -4,8 +4,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,8 @@ def main(config: str, out: str, fault: str = "") -> int:
         if fault == "gradients":
             trainer.add_callback(gradients)
         if fault == "infinite" and trainer.group.rank == 1:
-            trainer.compute_loss = partial(_infinite, trainer, trainer.compute_loss)
+            loss = trainer.compute_loss
+            trainer.compute_loss = lambda *a, **k: loss(*a, **k) + (math.inf if trainer.state.global_step else 0)
         return trainer
 
     def command() -> None:
@@ -67,10 +67,6 @@ def main(config: str, out: str, fault: str = "") -> int:
             torch.save(gradients.steps, Path(out, f"gradients{group.rank}.pt"))
 
     return run_command(command, verbose=False)
-
-
-def _infinite(trainer: Any, compute_loss: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    return compute_loss(*arguments, **options) + (math.inf if trainer.state.global_step else 0)
 
 
 def _told(result: Any) -> dict[str, Any]:

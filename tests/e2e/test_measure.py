@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -32,10 +31,6 @@ def run(capfd, tmp_path):
     return main
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return pq.read_table(path).to_pylist()
-
-
 def test_plans_of_a_run_that_takes_its_lengths_are_those_of_one_that_measures(  # noqa: PLR0917  # fixtures
     write_run, run, demo, few_scenes, tmp_path, shortcuts
 ):
@@ -44,7 +39,7 @@ def test_plans_of_a_run_that_takes_its_lengths_are_those_of_one_that_measures(  
     path = write_run(name="alone", custom=custom)
     assert 0 == plan.main(["build", str(path)])
     run("--config", path)
-    rows = rows_of(tmp_path / "lengths.parquet")
+    rows = pq.read_table(tmp_path / "lengths.parquet").to_pylist()
     folders = (tmp_path / "alone" / "static_packing" / split for split in ("train", "eval"))
     kept = [DiskLengthStore(folder).inspect().rows for folder in folders]
     table, media = (np.concatenate([getattr(one, name) for one in kept]) for name in ("table", "media"))

@@ -5,11 +5,9 @@ import os
 import re
 from typing import Any
 
-import numpy as np
 import pytest
 
 from packplan.adapters.samples.encoder import SwiftEncoder
-from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.plan import __main__ as plan
 from tests.e2e.ready import artefacts_of, chats
 from tests.processes import finished
@@ -115,13 +113,8 @@ def test_bad_records_are_left_out_by_every_command(write_run, run, tmp_path):
     rows = [*good[:4], {"query": "no answer"}, *good[4:20], {"messages": [], "id": 1}, *good[20:]]
     data = write_lines(tmp_path / "mixed.jsonl", rows)
     path = write_run("qwen2", custom={"train_jsonl": str(data), "on_bad_record": "skip", "max_bad_share": "0.1"})
-    clean = write_run("qwen2", "clean", custom={"train_jsonl": str(write_lines(tmp_path / "good.jsonl", good))})
-    run("build", clean)
     run("build", path)
 
-    indices = np.delete(np.arange(len(rows)), [4, 21])
-    raw, expected = (DiskPlanStore(tmp_path / run / "static_packing" / "train").inspect() for run in ("run", "clean"))
-    assert expected.plan.with_indices(indices) == raw.plan
     manifest = json.loads(artefacts_of(tmp_path / "run")["train/lengths.json"])
     bad = [(one["index"], one["where"]) for one in manifest["bad_records"]]
     assert [(4, f"{data}, line 5"), (21, f"{data}, line 22")] == bad
@@ -131,7 +124,7 @@ def test_bad_records_are_left_out_by_every_command(write_run, run, tmp_path):
     assert "line 6" in run("show", path, "--sample", 5).out
     assert f"record 4 is no sample: {data}, line 5: " in run("show", path, "--sample", 4, status=2).err
     run("verify", path, "--samples", 30)
-    write_lines(tmp_path / "mixed.jsonl", [*rows[:4], good[0], *rows[5:]])
+    write_lines(data, [*rows[:4], good[0], *rows[5:]])
     assert "line 5: changed, and was bad" in run("verify", path, status=3).out
     run("build", path)
     run("verify", path, "--samples", 31)

@@ -53,7 +53,7 @@ def objects(serving_all, monkeypatch):
     """Return an empty server of objects, which S3's libraries find, and no proxy."""
     for of_last_test in (serving_all.held, serving_all.private, serving_all.asked, serving_all.sent):
         of_last_test.clear()
-    serving_all.sends_parts, serving_all.faults = True, {}
+    serving_all.faults = {}
     settings = {"ENDPOINT_URL": serving_all.url, "ACCESS_KEY_ID": KEY, "SECRET_ACCESS_KEY": SECRET, "REGION": "here",
                 "EC2_METADATA_DISABLED": "true", "CONFIG_FILE": "/dev/null"}  # fmt: skip
     variables = {f"AWS_{name}": value for name, value in settings.items()}
@@ -88,7 +88,6 @@ def uploaded(objects, folder: Path, kind: str, bucket: str = "bucket") -> str:
             name = f"/{bucket}/data/{file.relative_to(folder)}"
             objects.held[name] = file.read_bytes()
             fsspec.filesystem("memory").pipe_file(name, file.read_bytes())
-    objects.sends_parts = kind != "whole"
     return f"{ {'s3': 's3:/', 'memory': 'memory:/'}.get(kind, objects.url) }/{bucket}/data"
 
 
@@ -105,7 +104,7 @@ def run(capfd, tmp_path, demo):
     return main
 
 
-@pytest.mark.parametrize("kind", ["http", "s3", "whole"])
+@pytest.mark.parametrize("kind", ["http", "s3"])
 def test_a_place_is_measured_as_its_files_are(objects, data, run, tmp_path, kind):
     """Lengths and facts of media; all is fetched once, and nothing of it stays."""
     place = uploaded(objects, data, kind)
@@ -177,12 +176,11 @@ def test_processes_that_are_forked_read_on(objects, tmp_path, kind, capfd):
 
 
 def test_a_file_that_changes_while_it_is_fetched_is_refused(objects, tmp_path, monkeypatch):
-    """And one that is sent whole or in parts comes as it is; an empty one too."""
+    """And one that does not comes as it is; an empty one too."""
     held = random.Random(1).randbytes(1234)  # noqa: S311  # as good as any
     objects.held |= {"/bucket/a.jsonl": held, "/bucket/b.jsonl": held, "/bucket/empty.jsonl": b""}
-    for objects.sends_parts in (False, True):
-        for name, expected in (("a", held), ("empty", b"")):
-            assert expected == copied(f"{objects.url}/bucket/{name}.jsonl", tmp_path / str(objects.sends_parts))
+    for name, expected in (("a", held), ("empty", b"")):
+        assert expected == copied(f"{objects.url}/bucket/{name}.jsonl", tmp_path / name)
     plain = remote_files._SizeLimit.relative_update
 
     def changing(self, size=1):

@@ -15,7 +15,6 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from packplan.adapters.hf.following import ServesPacks
 from packplan.adapters.ranks.torch_group import OneRank
@@ -24,7 +23,7 @@ from packplan.app.wiring.ranks import lock_output
 from packplan.app.wiring.runs import read_config
 from packplan.core.errors import ConfigError, OutputError, StaleError
 from tests.e2e import rank_main
-from tests.e2e.ready import train
+from tests.e2e.ready import first_lines, train
 from tests.processes import finished
 from tests.records import ANSWER, QUESTION, chat, write_lines
 
@@ -38,7 +37,6 @@ def steps(history) -> list[dict]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of a checkpoint."""
     (path,) = [*folder.glob("*model.safetensors")] or folder.glob("default/*model.safetensors")
     return load_file(path)
 
@@ -120,6 +118,9 @@ def resume(write_run, execute):
 def test_a_checkpoint_resumes_the_run_of_its_plan_model_and_settings_alone(trained, resume, demo, tmp_path, caplog):
     """A moved model and another attention, which is logged; else refused, before a step."""
     sections, folder, first = trained
+    state = json.loads((folder / "checkpoint-1" / "trainer_state.json").read_text())
+    assert {"attn_impl": "varlen"} == state["stateful_callbacks"]["packplan_attention"]
+    assert not re.search("varlen|packplan", (folder / "checkpoint-1" / "config.json").read_text())
     moved = {"model": shutil.copytree(demo / "models" / "qwen2", tmp_path / "moved").as_posix()}
     with caplog.at_level(logging.INFO):
         other = {**sections, "model": {**moved, "attn_impl": "sdpa"}}
@@ -159,15 +160,6 @@ def test_what_is_left_is_trained_by_the_settings_of_the_resumed_run(trained, res
     assert saved == {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
 
 
-def test_a_checkpoint_names_its_attention_and_the_model_in_it_does_not(trained):
-    checkpoint = trained[1] / "checkpoint-1"
-
-    state = json.loads((checkpoint / "trainer_state.json").read_text())
-    assert {"attn_impl": "varlen"} == state["stateful_callbacks"]["packplan_attention"]
-    assert not re.search("varlen|packplan", (checkpoint / "config.json").read_text())
-    assert "sdpa" == AutoModelForCausalLM.from_pretrained(checkpoint).config._attn_implementation
-
-
 def test_a_model_of_a_hub_is_known_by_its_name_in_another_trainer(demo):
     """And one in a folder by its files, wherever it is; one that was made in memory by nothing."""
 
@@ -182,13 +174,12 @@ def test_a_model_of_a_hub_is_known_by_its_name_in_another_trainer(demo):
 
 def test_where_what_is_left_fills_no_batch_the_next_epoch_goes_on(write_run, execute, text_jsonl, tmp_path):
     """Neither a step nor a crash; at the last epoch, no step."""
-    num, data = 8, tmp_path / "eight.jsonl"
-    data.write_text("".join(text_jsonl.read_text().splitlines(keepends=True)[:num]))
+    num = 8
 
     def run(**keys):
         keys = {"packing": False, "dataloader_drop_last": True, "num_train_epochs": 2, "save_strategy": "steps",
                 "save_steps": num - 1, **keys}  # fmt: skip
-        return execute(write_run("qwen2", custom={"train_jsonl": str(data)}, training=keys))
+        return execute(write_run("qwen2", custom={"train_jsonl": first_lines(text_jsonl, num)}, training=keys))
 
     run(max_steps=num - 1)
     resumes = {"per_device_train_batch_size": 2, "resume_from_checkpoint": str(tmp_path / f"run/checkpoint-{num - 1}")}

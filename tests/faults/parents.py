@@ -17,7 +17,7 @@ def pool(_: Path) -> list[int]:
     from packplan.adapters.processes import keep_ctrl_c, open_pool
 
     with keep_ctrl_c():
-        started = open_pool(2, _say, "ready")
+        started = open_pool(2, print, "ready")
         named = [started.submit(_pid_and_pause, 0.2) for _ in range(4)]
     pids = {future.result() for future in named}
     # Busy again when the parent dies, as well as waiting for work.
@@ -88,10 +88,6 @@ def publish(folder: Path, pids: list[int]) -> None:
     """Write numbers down in a file that is whole once it is there."""
     (folder / "pids.tmp").write_text(json.dumps(pids))
     (folder / "pids.tmp").rename(folder / "pids.json")
-
-
-def _say(words: str) -> None:
-    print(words)
 
 
 def _pid_and_pause(seconds: float) -> int:

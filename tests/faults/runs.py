@@ -78,7 +78,7 @@ class Forked(ForkProcess):
     """A forked process that calls something with itself, and shares a counter with this one."""
 
     def __init__(self, call: Callable[[Forked], object]) -> None:
-        super().__init__()
+        super().__init__(daemon=True)  # ended with the tests, however they end
         self.call, self.counter = call, RawValue("q", 0)
         self.start()
 

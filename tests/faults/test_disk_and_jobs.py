@@ -29,28 +29,6 @@ def data(tmp_path) -> Path:
 
 
 @pytest.fixture
-def open_folder():
-    """A folder that every user may enter: each start of pytest closes those of all its runs."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)
-        yield Path(folder)
-
-
-@pytest.fixture
-def fork():
-    """Return a function that starts a forked process; what is left of them at the end is killed."""
-    started = []
-
-    def start(call) -> Forked:
-        started.append(Forked(call))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-
-
-@pytest.fixture
 def whole(data, tmp_path) -> dict[str, bytes]:
     """Artefacts of an undisturbed run."""
     execute(FileSource(data), tmp_path / "whole")
@@ -76,29 +54,29 @@ def test_a_disk_that_is_full_is_named_and_the_next_run_goes_on(data, whole, tmp_
 
 
 @pytest.mark.parametrize("warm", [False, True])
-def test_a_folder_that_may_not_be_written_is_named(open_folder, warm):
+def test_a_folder_that_may_not_be_written_is_named(warm):
     """By a user without rights there, with lengths stored or not."""
-    data, folder = write_data(open_folder / "data.jsonl", LENGTHS), open_folder / "run"
-    folder.mkdir()
-    if warm:
-        execute(FileSource(data), folder)
-    for path in (folder, *folder.iterdir()):
-        path.chmod(0o555 if path.is_dir() else 0o444)
 
     def run(_: Forked) -> None:
         if os.geteuid() == 0:
             os.setuid(65534)
-        try:
+        with pytest.raises(OutputError, match="cannot be written: Permission denied"):
             execute(FileSource(data), folder)
-        except OutputError as error:
-            assert "cannot be written: Permission denied" in str(error)  # noqa: PT017  # in a process of its own
-            os._exit(7)
 
-    assert 7 == Forked(run).wait()
+    # Each start of pytest closes the folders of all its runs to other users.
+    with tempfile.TemporaryDirectory() as of_all:
+        Path(of_all).chmod(0o755)
+        data, folder = write_data(Path(of_all, "data.jsonl"), LENGTHS), Path(of_all, "run")
+        folder.mkdir()
+        if warm:
+            execute(FileSource(data), folder)
+        for path in (folder, *folder.iterdir()):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        assert 0 == Forked(run).wait()
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_of_two_jobs_one_measures_and_the_other_waits_and_reads_or_takes_over(data, whole, fork, tmp_path, is_killed):
+def test_of_two_jobs_one_measures_and_the_other_waits_and_reads_or_takes_over(data, whole, tmp_path, is_killed):
     """It says for whom, for its time; what is killed holds no lock, and its rest is swept away."""
     folder, go = tmp_path / "run", os.pipe()
 
@@ -110,7 +88,7 @@ def test_of_two_jobs_one_measures_and_the_other_waits_and_reads_or_takes_over(da
 
         execute(FileSource(data, before_each=pause), folder)
 
-    holder, source, heard = fork(hold), FileSource(data), []
+    holder, source, heard = Forked(hold), FileSource(data), []
     while not holder.counter.value:
         time.sleep(0.01)
     with pytest.raises(OutputError, match=rf"process {holder.pid} on .* has waited for \d+ s") as raised:

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -35,18 +34,6 @@ BAD = (11, 30)
 """Records that are bad at the start `bad records`, and fixed when it goes on."""
 
 OTHER = attrs.evolve(POLICY, packing_length=70)
-
-
-def num_lines_of(run: Callable[[], object]) -> int:
-    """Return the number of lines that a run executes, in a process of its own."""
-
-    def count(process: Forked) -> None:
-        at_each_line(lambda executed: setattr(process.counter, "value", executed))
-        run()
-
-    process = Forked(count)
-    assert 0 == process.wait()
-    return process.counter.value
 
 
 def run_and_kill(data: Path, folder: Path, line: int) -> bool:
@@ -84,7 +71,14 @@ def main(start: str, seed: int, folder: Path) -> None:
         broken = [-1 if index in BAD else length for index, length in enumerate(LENGTHS)]
         execute(FileSource(write_data(folder / "broken.jsonl", broken)), before)
     shutil.copytree(before, folder / "counted")
-    num_lines = num_lines_of(lambda: execute(FileSource(data), folder / "counted"))
+
+    def count(process: Forked) -> None:
+        at_each_line(lambda executed: setattr(process.counter, "value", executed))
+        execute(FileSource(data), folder / "counted")
+
+    counted = Forked(count)
+    assert 0 == counted.wait()
+    num_lines = counted.counter.value
     killed, rng = 0, random.Random(seed)  # noqa: S311  # moments of a test
     for number in range(RUNS):
         run = folder / str(number)

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,6 @@ def start(*words: str, env: dict[str, str] | None = None, **streams) -> subproce
         env={**os.environ, "PYTHONUNBUFFERED": "", **(env or {})},
         **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams),
     )  # fmt: skip
-
-
-def heed_ctrl_c() -> None:
-    """Take an interrupt as a process does that a terminal started."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 SHOW, HELP = ["packplan.app.plan", "show"], ["packplan", "--help"]
@@ -82,13 +78,12 @@ sys.meta_path.insert(0, Interrupting())
 def test_ctrl_c_in_the_first_second_ends_with_a_line(tmp_path, words, module):
     (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
     env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "INTERRUPT_AT": module}
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     (tmp_path / "data.jsonl").write_text("{}\n")
-    run = store_run(tmp_path, world_sizes=(1,), model={"model": str(model)})
+    run = store_run(tmp_path, world_sizes=(1,), model={"model": str(tmp_path)})
     # Tests that a shell runs in its background have Ctrl-C ignored, and so would what they start.
-    with start(*words, str(run), env=env, preexec_fn=heed_ctrl_c) as process:
+    heed = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    with start(*words, str(run), env=env, preexec_fn=heed) as process:
         said = process.stderr.read()
 
     # As a shell sees it, both are 130.

@@ -30,11 +30,13 @@ Path(FOLDER, f"{os.getpid()}.noted").write_text(json.dumps(told))
 """
 
 RANK = """
-import time
+import os, time
+from pathlib import Path
 from packplan.app.cli.command import run_command
 from tests.faults.parents import PATIENCE_S, noted, publish
 
 def command():
+    exec(NOTE, globals())
     if os.environ["RANK"] == "0":
         publish(Path(FOLDER), noted(Path(FOLDER), 2))
     time.sleep(PATIENCE_S)
@@ -49,7 +51,7 @@ def test_ranks_end_with_torchruns_agent(server, tmp_path):
     for folder in folders:
         folder.mkdir()
     launched, started = (f"FOLDER = {str(folder)!r}\n{VARIABLES}" for folder in folders)
-    (script := tmp_path / "rank.py").write_text(f"{launched}{RANK}")
+    (script := tmp_path / "rank.py").write_text(f"NOTE = {launched!r}\n{RANK}")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     with killed_at_end(command, env={**os.environ, "PYTHONPATH": str(ROOT)}) as agent:
         each_ends(folders[0], agent.pid)
