@@ -48,24 +48,23 @@ def main(scene: str, out: str) -> None:
         _LOSSES.get(scene, lambda _: None)(group)
         _wait_until_told(group, scene)
         arrays = group.build_on_rank_zero(build, timeout_s=0.5 if scene == "slow" else 60)
-        shown = {
-            name: [array.ravel()[:9].tolist(), int(array.sum()), str(array.dtype), array.shape]
-            for name, array in arrays.items()
-        }
+        own = {"own": np.full((group.rank + 1, 2), group.rank, dtype=np.float32), "none": np.zeros((0, 3))}
         note(
-            arrays=shown,
+            arrays=_shown(arrays),
             gathered=group.gather(f"from {group.rank}"),
-            arrays_of_ranks=[
-                {name: [array.tolist(), str(array.dtype)] for name, array in theirs.items()}
-                for theirs in group.gather_arrays(
-                    {"own": np.full((group.rank + 1, 2), group.rank, dtype=np.float32), "none": np.zeros((0, 3))}
-                )
-            ],
+            arrays_of_ranks=[*map(_shown, group.gather_arrays(own))],
             any=[group.any(group.rank == 1), group.any(False)],  # noqa: FBT003
         )
     except PackplanError as error:
         note(error=f"{type(error).__name__}: {error}")
     os._exit(0)
+
+
+def _shown(arrays) -> dict[str, list]:
+    return {
+        name: [array.ravel()[:9].tolist(), int(array.sum()), str(array.dtype), array.shape]
+        for name, array in arrays.items()
+    }
 
 
 def _refuse(out: str) -> None:

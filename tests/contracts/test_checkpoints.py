@@ -55,9 +55,8 @@ def test_every_file_is_digested_by_one_rank(tmp_path_factory, contents, world_si
 
     kept = [json.loads(file.read_text()) for file in folder.glob("packplan_digests_*.json")]
     assert [world_size] * world_size == [one["files"] for one in kept]
-    assert len(contents) == sum(len(one["digests"]) for one in kept)
     expected = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    assert expected == {name: digest for one in kept for name, digest in one["digests"].items()}
+    assert sorted(expected.items()) == sorted(pair for one in kept for pair in one["digests"].items())
 
 
 class Rank:
@@ -146,7 +145,7 @@ def test_a_resume_state_comes_back_and_none_that_was_changed(tmp_path: Path, sta
         (torn / "trainer_state.json").write_text(json.dumps(other))
         with pytest.raises(ConfigError, match=r"trainer_state\.json is damaged|not written by this program"):
             find(torn, kind=kind)
-        assert str(whole) == find("last", tmp_path, kind=kind).folder
+    assert str(whole) == find("last", tmp_path, kind=kind).folder
 
 
 def cut(content: bytes) -> bytes:

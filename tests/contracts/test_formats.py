@@ -248,39 +248,33 @@ def test_a_damaged_file_is_refused_by_name_or_gives_records(tmp_path, name):
             assert len(found) < len(RECORDS) or name == "a.arrow"
 
 
-def test_a_folder_of_datasets_is_a_data_set(tmp_path):
-    """What `save_to_disk` wrote, in several files; a folder of splits names them."""
+def test_a_folder_is_a_data_set(tmp_path):
+    """What `save_to_disk` wrote, in several files, or shards by name; one of several names them."""
     import datasets
 
     rows = datasets.Dataset.from_list(RECORDS)
     rows.save_to_disk(tmp_path / "set", num_shards=2)
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "both")
     (tmp_path / "set.jsonl").write_bytes(lines(RECORDS))
+    (shards := tmp_path / "hub" / "data").mkdir(parents=True)
+    for number, part in (("1", RECORDS[3:]), ("0", RECORDS[:3])):
+        (shards / f"train-0000{number}-of-00002.parquet").write_bytes(parquet(part))
 
-    records = opened(tmp_path / "set")
-
-    assert [*map(plain, RECORDS)] == list(records)
-    assert (str(tmp_path / "set"), f"{tmp_path / 'set'}, row 7") == (records.folder(0), str(records.location(6)))
-    assert 7 == len(opened(tmp_path / "both" / "train"))
+    for folder in (tmp_path / "set", tmp_path / "hub", tmp_path / "both" / "train"):
+        records = opened(folder)
+        assert [*map(plain, RECORDS)] == list(records)
+        if folder.name != "hub":
+            assert (str(folder), f"{folder}, row 7") == (records.folder(0), str(records.location(6)))
     (reason,) = file_faults([str(tmp_path / "both")])
     assert "both holds several splits: name one of its folders, test, train" in reason
+    (shards / "test-00000-of-00001.parquet").write_bytes(parquet(RECORDS))
+    with pytest.raises(DataSetError, match=r"several data sets: name one of them, data/test\*.parquet, data/train\*"):
+        opened(tmp_path / "hub")
     outside = '{"_data_files": [{"filename": "../set.jsonl"}]}'
     for state, says in ((outside, "names files outside of its folder"), ("[]", "none that datasets")):
         (tmp_path / "set" / "state.json").write_text(state)
         with pytest.raises(DataSetError, match=says):
             opened(tmp_path / "set")
-
-
-def test_a_folder_of_shards_is_a_data_set(tmp_path):
-    """By name; one that holds several is refused, and names them."""
-    (folder := tmp_path / "set" / "data").mkdir(parents=True)
-    for name, rows in (("train-00001-of-00002", RECORDS[3:6]), ("train-00000-of-00002", RECORDS[:3])):
-        (folder / f"{name}.parquet").write_bytes(parquet(rows))
-
-    assert [*map(plain, RECORDS[:6])] == list(opened(tmp_path / "set"))
-    (folder / "test-00000-of-00001.parquet").write_bytes(parquet(RECORDS))
-    with pytest.raises(DataSetError, match=r"several data sets: name one of them, data/test\*.parquet, data/train\*"):
-        opened(tmp_path / "set")
 
 
 @given(st.lists(st.lists(st.text(alphabet='a,"\n\t é', max_size=4), min_size=2, max_size=2), min_size=1, max_size=4))

@@ -67,9 +67,9 @@ def test_a_later_launch_on_the_same_store_takes_nothing_from_an_earlier_one(play
 
     first, second = play("builds", **agent)
     assert ["from 0", "from 1"] == first["gathered"] == second["gathered"]
-    own = [[[[0.0, 0.0]], "float32"], [[[1.0, 1.0]] * 2, "float32"]]
-    assert [{"own": of_rank, "none": [[], "float64"]} for of_rank in own] == first["arrays_of_ranks"]
-    assert first["arrays_of_ranks"] == second["arrays_of_ranks"]
+    own = [[[0.0] * 2, 0, "float32", [1, 2]], [[1.0] * 4, 4, "float32", [2, 2]]]
+    gathered = [{"own": of_rank, "none": [[], 0, "float64", [0, 3]]} for of_rank in own]
+    assert gathered == first["arrays_of_ranks"] == second["arrays_of_ranks"]
 
 
 LOST = r"RunError: another rank is gone, so rank 0 cannot go on: [A-Z][^.\n]* \[[\d.]+\]:\d+[^.\n]*"

@@ -171,18 +171,14 @@ def damage(folder) -> list[str]:
 def test_the_disk_holds_small_readable_manifests_and_nothing_else(whole):
     """Counts and checksums to read; every file is named by a manifest; a look leaves them so."""
     DiskPlanStore(whole).inspect()
-    manifests = {path.name: json.loads(path.read_text()) for path in whole.glob("*.json")}
-    lengths, raw, of_two, schedule = (
-        manifests[f"{name}.json"] for name in ("lengths", "raw_plan", "plan_ws2", "schedule_ws2")
-    )
-    named = {entry["file"] for entry in raw["arrays"].values()}
-    assert {"lengths.bin", "images.bin", "plan_ws3.json", *named, *manifests} == set(content(whole))
+    held = {path.stem: json.loads(path.read_text()) for path in whole.glob("*.json")}
+    raw, of_two, schedule = (held[name] for name in ("raw_plan", "plan_ws2", "schedule_ws2"))
+    named = {"lengths.bin", "images.bin", "plan_ws3.json", *(entry["file"] for entry in raw["arrays"].values())}
+    assert {*named, *(f"{name}.json" for name in held)} == set(content(whole))
     assert ([3, 3, 4], 10) == ([one["steps"] for one in schedule["epochs"]], schedule["total_steps"])
-    assert (10, plan_checksum(PLAN.packs)) == (lengths["samples"]["rows"], raw["checksum"])
-    two = aligned(PLAN, 2)
-    assert (list(two.repeated), plan_checksum(two.packs), len(two.packs)) == (
-        of_two["repeated"], of_two["checksum"], of_two["num_aligned_packs"]
-    )  # fmt: skip
+    assert (10, plan_checksum(PLAN.packs)) == (held["lengths"]["samples"]["rows"], raw["checksum"])
+    told, two = [of_two[name] for name in ("repeated", "checksum", "num_aligned_packs")], aligned(PLAN, 2)
+    assert [list(two.repeated), plan_checksum(two.packs), len(two.packs)] == told
 
 
 def damaged_versions(path: Path, whole: bytes):

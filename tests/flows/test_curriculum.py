@@ -129,12 +129,11 @@ def test_what_is_no_mix_is_said(here, text, faults):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("here")
-def test_a_stream_follows_a_curriculum():
-    """Its order of an epoch has the records of that epoch's entry."""
+def test_a_stream_reads_the_order_that_is_asked():
+    """A curriculum's entry of each epoch, else all data, in an order of each epoch by its seed."""
     from packplan.app.sft.stream import _order
 
     config = run([source("c", count=2)], [source("a", count=3), source("b", count=5)], **STREAM)
-
     order = _order(config, files_of(config))
 
     assert ("c.jsonl", "a.jsonl", "b.jsonl") == config.custom.train_jsonl
@@ -143,24 +142,15 @@ def test_a_stream_follows_a_curriculum():
         assert [3, 5] == [sum(3 <= index < 11 for index in order(epoch)), sum(index >= 11 for index in order(epoch))]
     assert order(1).tolist() != order(2).tolist()
 
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("here")
-def test_a_stream_reads_the_order_that_is_asked():
-    """That of the data without a shuffle, else one of each epoch, by `data_seed` if that is set."""
-    from packplan.app.sft.stream import _order
+    plain = run(fusion_config=None, **STREAM | {"train_jsonl": "b.jsonl"})
 
     def orders(**trainer: object) -> list[list[int]]:
-        config = run(fusion_config=None, **STREAM | {"train_jsonl": "b.jsonl"})
-        training = attrs.evolve(config.training, trainer=trainer)
-        order = _order(attrs.evolve(config, training=training), files_of(config))
-        return [order(epoch).tolist() for epoch in (0, 1)]
-
-    shuffled = orders()
+        config = attrs.evolve(plain, training=attrs.evolve(plain.training, trainer=trainer))
+        return [_order(config, files_of(config))(epoch).tolist() for epoch in (0, 1)]
 
     assert [[*range(5)]] * 2 == orders(train_dataloader_shuffle=False)
-    assert shuffled == orders(data_seed=42) != orders(data_seed=7)
-    assert all(sorted(order) == [*range(5)] for order in shuffled)
+    assert orders() == orders(data_seed=42) != orders(data_seed=7)
+    assert all(sorted(order) == [*range(5)] for order in orders())
 
 
 @pytest.mark.parametrize("num", [1, 2, 3])

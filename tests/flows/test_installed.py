@@ -66,16 +66,6 @@ def programs(wheel, tmp_path_factory) -> Path:
     return folder / "bin"
 
 
-@pytest.fixture
-def foreign(tmp_path) -> Path:
-    """A folder with other packages of the layers' names."""
-    folder = tmp_path / "foreign"
-    for name in ("app", "core"):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "__init__.py").write_text("raise RuntimeError('these are others')\n")
-    return folder
-
-
 def run(folder: Path, *command: object, beside: str = "") -> subprocess.CompletedProcess[str]:
     """Run a command in a folder, beside the packages of another one."""
     own = {**os.environ, "PYTHONPATH": beside}
@@ -96,9 +86,12 @@ def test_the_wheel_holds_every_file_of_the_package(wheel):
     assert own | linked == held
 
 
-def test_it_runs_where_other_packages_are_called_app_and_core(programs, foreign, tmp_path):
+def test_it_runs_where_other_packages_are_called_app_and_core(programs, tmp_path):
     """With YAML and data elsewhere; a rank that torchrun starts, too."""
-    path = store_run(tmp_path, world_sizes=(1,))
+    path, foreign = store_run(tmp_path, world_sizes=(1,)), tmp_path / "foreign"
+    for name in ("app", "core"):
+        (foreign / name).mkdir(parents=True)
+        (foreign / name / "__init__.py").write_text("raise RuntimeError('these are others')\n")
     shown = run(foreign, programs / "packplan", "plan", "show", path, beside=str(OTHERS))
     launcher = [programs / "python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 1]
     of_ranks = run(foreign, *launcher, "-m", "packplan", "plan", "show", path, beside=str(OTHERS))

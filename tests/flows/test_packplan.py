@@ -85,8 +85,5 @@ def test_type_checkers_see_the_library_as_it_is_loaded():
     assert sorted(typed) == packplan.__all__
     for name, module in typed.items():
         assert getattr(import_module(module), name) is getattr(packplan, name)
-
-
-def test_an_unknown_name_of_the_library_is_an_attribute_error():
     with pytest.raises(AttributeError, match="'packplan' has no attribute 'pakc'"):
         _ = packplan.pakc

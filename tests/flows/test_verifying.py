@@ -116,35 +116,24 @@ def test_damage_hides_no_other_input(built, file, content, expected):
     assert expected == [one.split(":")[0] for one in found(built, ListSource(LENGTHS, name="other"))]
 
 
-def test_a_plan_of_other_lengths_is_found(tmp_path, built):
-    """Copied from another run: whole, but of other samples."""
-    other = tmp_path / "other"
-    other.mkdir()
-    desk_in(other, ListSource([9, *LENGTHS[1:]])).plan()
+def test_another_plan_under_the_same_name_is_found(tmp_path):
+    """Though every digest is right, or copied from a run of other samples."""
+    one, other = (tmp_path / name for name in ("one", "other"))
+    for folder, lengths in ((one, [40] * 8), (other, [40] * 7 + [9])):
+        folder.mkdir()
+        desk_in(folder, ListSource(lengths)).plan()
+    plans = DiskPlanStore(one)
+    key, plan = policy().fingerprint(DiskLengthStore(one).inspect().digest), plans.inspect().plan
+    counts = build_raw_plan([40] * 7 + [39], packing_length=80)
+    for wrong in (counts, attrs.evolve(plan, packs=Packs.from_lists([[0, 3], [1, 2], [4, 5], [6, 7]]))):
+        assert wrong != plan
+        plans.save(key, wrong)
+        findings = found(one, ListSource([40] * 8))
+        assert any("planned again from the stored lengths, it is another one" in finding for finding in findings)
+
     for path in other.glob("raw_plan*"):
-        (built / path.name).write_bytes(path.read_bytes())
-
-    (finding,) = found(built, ListSource(LENGTHS))
-    assert finding.startswith("plan: lengths: planned with ")
-
-
-@pytest.mark.parametrize(
-    ("lengths", "plan"),
-    [
-        (LENGTHS, build_raw_plan([*LENGTHS[:7], 8], packing_length=80)),
-        ([40] * 4, attrs.evolve(build_raw_plan([40] * 4, packing_length=80), packs=Packs.from_lists([[0, 3], [1, 2]]))),
-    ],
-    ids=["of wrong counts", "of other packs"],
-)
-def test_another_plan_under_the_same_name_is_found(tmp_path, lengths, plan):
-    """Though every digest is right, it is not the one that the algorithm gives."""
-    desk_in(tmp_path, ListSource(lengths)).plan()
-    assert plan.packs != DiskPlanStore(tmp_path).inspect().plan.packs
-    digest = DiskLengthStore(tmp_path).inspect().digest
-    DiskPlanStore(tmp_path).save(policy().fingerprint(digest), plan)
-
-    findings = found(tmp_path, ListSource(lengths))
-    assert any("planned again from the stored lengths, it is another one" in one for one in findings)
+        (one / path.name).write_bytes(path.read_bytes())
+    assert any(finding.startswith("plan: lengths: planned with ") for finding in found(one, ListSource([40] * 8)))
 
 
 def test_samples_that_measure_otherwise_each_time_are_findings(built):

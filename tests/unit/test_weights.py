@@ -74,36 +74,25 @@ def faults_of(tmp_path):
     return faults
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        {},
-        {_WHOLE: safetensors("w1", "w2")},
-        {_WHOLE: safetensors()},
-        {_WHOLE: safetensors("w1"), _INDEX: b"of shards that are gone"},
-        SHARDED,
-        {"pytorch_model.bin": archive()},
-        {"pytorch_model.bin": b"\x80\x02 a pickle of torch before 1.6"},
-        BINS,
-        {_WHOLE: safetensors("w1"), "adapter_config.json": b"{}", "adapter_model.safetensors": safetensors("a")},
-    ],
-)
-def test_whole_weights_and_none_are_left_to_what_loads_them(faults_of, files):
-    """A file that transformers does not read, because it finds another first, may be anything."""
-    assert [] == faults_of(files)
+ONE = {_WHOLE: safetensors("w1")}
 
 
 @pytest.mark.parametrize(
     ("files", "torn"),
     [
+        *((files, None) for files in ({}, {_WHOLE: safetensors()}, {"pytorch_model.bin": archive()}, BINS)),
+        (ONE | {_INDEX: b"of shards that are gone"}, None),  # what transformers does not read may be anything
+        ({"pytorch_model.bin": b"\x80\x02 a pickle of torch before 1.6"}, None),
+        (ONE | {"adapter_config.json": b"{}", "adapter_model.safetensors": safetensors("a")}, None),
         ({_WHOLE: safetensors("w1", "w2")}, _WHOLE),
         (SHARDED, _SHARD),
-        ({**SHARDED, "adapter_model.safetensors": safetensors("a")}, "adapter_model.safetensors"),
+        (SHARDED | {"adapter_model.safetensors": safetensors("a")}, "adapter_model.safetensors"),
     ],
 )
-def test_a_file_cut_off_anywhere_is_named_with_its_size(faults_of, files, torn):
+def test_a_file_cut_off_anywhere_is_named_and_whole_ones_and_none_are_not(faults_of, files, torn):
     """Whatever is left of it, with what to do."""
-    for size in range(len(files[torn])):
+    assert [] == faults_of(files)
+    for size in range(len(files[torn]) if torn else 0):
         (fault,) = faults_of({**files, torn: files[torn][:size]})
         assert fault.startswith(f"model.model: {torn} is cut off or no file of weights")
         assert fault.endswith(": copy or download it again")
@@ -112,7 +101,7 @@ def test_a_file_cut_off_anywhere_is_named_with_its_size(faults_of, files, torn):
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        ({_WHOLE: safetensors("w1") + b"more"}, f"{_WHOLE} is cut off or no file of weights"),
+        ({_WHOLE: ONE[_WHOLE] + b"more"}, f"{_WHOLE} is cut off or no file of weights"),
         ({_WHOLE: struct.pack("<Q", 10) + b'{"w": [1]}'}, f"{_WHOLE} is cut off or no file of weights"),
         ({_WHOLE: b"version https://git-lfs.github.com/spec/v1\n"}, f"{_WHOLE} is a pointer of git-lfs: fetch it"),
         ({**SHARDED, _INDEX: index()[:40]}, f"{_INDEX} cannot be read ("),
