@@ -13,7 +13,7 @@ from packplan.core.bounds import lower_bound
 from packplan.core.checksum import plan_checksum
 from packplan.core.errors import ArgumentError
 from packplan.core.packers import ALGORITHMS, pack
-from packplan.core.packers.drawing import MORE, redraw
+from packplan.core.packers.drawing import redraw
 from packplan.core.plan import build_raw_plan
 from packplan.core.policy import PlanPolicy
 from packplan.core.work.model import WorkModel
@@ -21,6 +21,9 @@ from tests import references
 from tests.strategies import packable, packable_arrays, raw_lengths
 
 algorithms = pytest.mark.parametrize("algorithm", ALGORITHMS)
+
+MORE = 200
+"""Packs for each further one that a draw, or a levelled packing, may have."""
 
 DRAWING = [name for name, one in ALGORITHMS.items() if not one.keeps_order]
 
