@@ -15,10 +15,6 @@ from packplan.core.work.model import SampleWorks, WorkModel
 from packplan.core.work.text import LocalAttention
 from packplan.core.work.vision import VisionWork
 
-GRIDS = st.tuples(st.integers(1, 3), st.integers(1, 20).map(lambda n: 2 * n), st.integers(1, 20).map(lambda n: 2 * n))
-
-SAMPLES = st.lists(st.tuples(st.integers(1, 40_000), st.lists(GRIDS, max_size=3)), min_size=1, max_size=8)
-
 MODEL = WorkModel(7, 3, VisionWork(per_patch=11, per_image_pair=5, per_window_pair=2, window=8))
 
 TOWERLESS = WorkModel(MODEL.per_position, MODEL.per_pair)
@@ -27,12 +23,6 @@ TEXT = {
     "model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 5, "intermediate_size": 16, "vocab_size": 100,
 }  # fmt: skip
-
-
-def flops_of(lengths, grids) -> list[float]:
-    """Return the work of samples of these lengths and images."""
-    works = zip(MODEL.sample_flops(lengths).tolist(), grids, strict=True)
-    return [text + float(image_flops(MODEL.vision, images).sum()) for text, images in works]
 
 
 def window_pairs(rows: int, columns: int, window: int) -> int:
@@ -46,9 +36,17 @@ HELD = st.tuples(st.integers(1, 500), st.integers(0, 3), st.integers(1, 40), st.
 
 
 @given(st.lists(HELD, min_size=1, max_size=9))
-def test_counts_give_what_images_of_equal_size_take(samples):
-    """Two frames of a video are as an image; a model that sees nothing has no work with either."""
+def test_work_is_counted_pair_by_pair(samples):
+    """
+    Positions, pairs of tokens, patches, and pairs of patches each have their price. Two frames of a
+    video are as an image; a model that sees nothing has no work with either.
+    """
     lengths, images, sides, pairs = map(list, zip(*samples, strict=True))
+    expected = [
+        7 * length + 3 * sum(range(1, length + 1))
+        + (num + pairs) * (11 * 64 * side + 5 * (64 * side) ** 2 + 2 * window_pairs(8, 8 * side, 8))
+        for length, num, side, pairs in samples
+    ]  # fmt: skip
     grids = [[(1, 8, 8 * side)] * num + [(frames, 8, 8 * side)] * bool(frames) for _, num, side, frames in samples]
     counts = {
         "images": images,
@@ -59,10 +57,10 @@ def test_counts_give_what_images_of_equal_size_take(samples):
 
     works = SampleWorks.from_lengths(MODEL, lengths, **counts)
 
-    assert flops_of(lengths, grids) == pytest.approx(works.flops.tolist())
-    assert all(work.is_integer() for work in works.flops.tolist())
-    blind = SampleWorks.from_lengths(TOWERLESS, lengths, **counts)
-    assert TOWERLESS.sample_flops(lengths).tolist() == blind.flops.tolist()
+    assert expected == works.flops.tolist()
+    text = TOWERLESS.sample_flops(lengths).tolist()
+    assert expected == [one + image_flops(MODEL.vision, own).sum() for one, own in zip(text, grids, strict=True)]
+    assert text == SampleWorks.from_lengths(TOWERLESS, lengths, **counts).flops.tolist()
 
 
 def test_a_backward_pass_takes_twice_as_many_where_weights_are_trained():
@@ -79,21 +77,6 @@ def test_a_backward_pass_takes_twice_as_many_where_weights_are_trained():
         adapters.per_patch, adapters.per_image_pair
     )  # fmt: skip
     assert WorkModel(30, 6) == WorkModel(10, 2).trained()
-
-
-@given(SAMPLES)
-def test_work_is_counted_pair_by_pair(samples):
-    """Positions, pairs of tokens, patches, and pairs of patches each have their price."""
-    lengths, grids = zip(*samples, strict=True)
-
-    expected = [
-        7 * length
-        + 3 * sum(range(1, length + 1))
-        + sum(t * (11 * h * w + 5 * (h * w) ** 2 + 2 * window_pairs(h, w, 8)) for t, h, w in images)
-        for length, images in samples
-    ]
-
-    assert expected == flops_of(lengths, grids)
 
 
 def test_head_dim_and_shared_keys_are_read():
@@ -194,12 +177,9 @@ def test_the_same_layers_may_be_said_in_several_ways(one, other):
 
 
 SIDES = {
-    "use_absolute_position_embeddings": True,
-    "num_hidden_layers": 2,
-    "hidden_size": 4,
-    "patch_size": 2,
+    "use_absolute_position_embeddings": True, "num_hidden_layers": 2, "hidden_size": 4, "patch_size": 2,
     "image_size": [8, 4],
-}
+}  # fmt: skip
 """A tower of tiles that are not square."""
 
 WIDE = {"attention_bias": False, "out_hidden_size": 8, "image_size": 8}
