@@ -206,18 +206,6 @@ def test_a_model_under_autocast_is_probed_by_its_rounding():
     assert hooks.counts.calls
 
 
-def test_a_copy_is_refused_by_name():
-    """It would run by the hooks, and perhaps the weights, of the model that was copied."""
-    model = build("qwen2")
-    hooks = unpad(model)
-    copied = copy.deepcopy(model)
-
-    with pytest.raises(PackplanError, match="copy"):
-        copied(**batch_of(padded()))
-
-    assert_same(model, hooks, batch_of(padded()))
-
-
 def test_generation_passes_through():
     """Answers are those of the model, also in the middle of training."""
     model, hooks = hooked()
@@ -246,7 +234,7 @@ def test_threads_share_a_model():
 
 
 def test_a_removed_hook_leaves_the_model_alone():
-    """After `remove`, and after a call that failed, the model computes padding as before."""
+    """After `remove` and after a call that failed; a copy, which would run by them, is refused."""
     model = build("qwen2")
     hooks = unpad(model)
     batch = batch_of(padded())
@@ -258,6 +246,8 @@ def test_a_removed_hook_leaves_the_model_alone():
     assert_same(model, hooks, batch)
     calls = hooks.counts.calls
 
+    with pytest.raises(PackplanError, match="copy"):
+        copy.deepcopy(model)(**batch)
     with pytest.raises(ArgumentError, match="already"):
         unpad(model)
     hooks.remove()

@@ -87,10 +87,9 @@ def test_a_model_that_is_not_known_counts_tokens_and_squares(tmp_path):
 def test_only_packs_that_weigh_work_are_planned_by_it(tmp_path):
     """So that another model plans nothing again elsewhere."""
     (tmp_path / "config.json").write_text(json.dumps(TEXT))
+    balanced = split_policy(run(str(tmp_path), packing_algorithm="balanced"), "train")
 
     assert split_policy(run(str(tmp_path)), "train").work is None
-    balanced = split_policy(run(str(tmp_path), packing_algorithm="balanced"), "train")
     assert WorkModel.from_config(TEXT).trained() == balanced.work
-    assert balanced.uses_works
-    assert not attrs.evolve(balanced, algorithm="certified").uses_works
-    assert not attrs.evolve(balanced, packing=False).uses_works
+    for keys, uses in (({}, True), ({"algorithm": "certified"}, False), ({"packing": False}, False)):
+        assert uses == attrs.evolve(balanced, **keys).uses_works
