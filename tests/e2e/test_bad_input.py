@@ -26,8 +26,6 @@ from tests.records import asked, chat
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-
 
 def huge_png(path: Path) -> None:
     """Write a header that promises 20,000 by 20,000 pixels, and no pixels."""
@@ -188,7 +186,7 @@ def test_more_ranks_than_gpus_are_named(monkeypatch):
         TorchGroup(use_cpu=False)
 
 
-def test_yaml_that_is_shipped_is_valid():
+@pytest.mark.parametrize("name", ["rl", "rl_vision"])
+def test_yaml_that_is_shipped_is_valid(name):
     """What the pages run; `test_demo.py` runs the other one."""
-    for name in ("rl", "rl_vision"):
-        assert read_rl_config(ROOT / "app" / f"{name}.yaml")
+    assert read_rl_config(Path(__file__).parents[2] / "app" / f"{name}.yaml")

@@ -54,9 +54,8 @@ def test_what_was_made_is_said_with_the_command_that_trains_on_it(tmp_path, caps
 
 def test_records_have_no_image_one_and_several_and_many_sizes(demo):
     """As a real data set does; held-out scenes are other scenes."""
-    records, held_out = (
-        list(map(json.loads, (demo / "data" / f"{name}.jsonl").read_text().splitlines())) for name in ("train", "val")
-    )
+    texts = ((demo / "data" / f"{name}.jsonl").read_text() for name in ("train", "val"))
+    records, held_out = ([*map(json.loads, text.splitlines())] for text in texts)
 
     assert {0, 1, 2, 3} == {len(record.get("images", [])) for record in records}
     assert len({(record["width"], record["height"]) for record in records}) > 20

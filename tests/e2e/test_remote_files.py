@@ -335,8 +335,8 @@ def test_what_is_no_whole_image_is_refused_and_not_kept(cache, objects, reply, s
     monkeypatch.setitem(MAX_BYTES, "image", 1000)
     held, started = cache(), time.monotonic()
 
-    for already in (0, 1):
-        asked_before = already and objects.asked["/image"]
+    for _ in range(2):
+        asked_before = objects.asked["/image"]
         with pytest.raises(ValueError, match=f"cannot be fetched: .*({says})"):
             held.path(f"{objects.url}/image")
 

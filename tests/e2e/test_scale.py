@@ -44,18 +44,16 @@ def test_fsdp_reaches_ms_swift_as_it_was_written(arguments, monkeypatch):
     assert swift_arguments.shards_weights(built)
 
 
-def test_deepspeed_reaches_ms_swift_as_it_was_written(write_run, monkeypatch):
+def test_deepspeed_reaches_ms_swift_as_it_was_written(arguments, monkeypatch):
     """Whether it is installed here or not: key for key."""
     written = {"zero_optimization": {"stage": 3, "overlap_comm": True}, "bf16": {"enabled": "auto"}}
-    config = read_config(write_run(training={"deepspeed": written}))
-    taken = {}
-    kind = Mock(side_effect=lambda **settings: taken.update(settings) or Mock(n_gpu=0))
-    kind.__dataclass_fields__ = swift_arguments.TrainingArguments.__dataclass_fields__
+    fields = swift_arguments.TrainingArguments.__dataclass_fields__
+    kind = Mock(return_value=Mock(n_gpu=0), __dataclass_fields__=fields)
     monkeypatch.setattr(swift_arguments, "TrainingArguments", kind)
 
-    swift_arguments.training_arguments(config, gradient_accumulation_steps=1)
+    arguments(deepspeed=written)
 
-    assert written == taken["deepspeed"]
+    assert written == kind.call_args.kwargs["deepspeed"]
 
 
 @pytest.mark.covers
