@@ -1,4 +1,4 @@
-"""Code that meets libraries, files and processes, a subject a file."""
+"""Code that uses libraries, files and processes; each module or folder has one subject."""
 
 if __name__ == "adapters":  # imported by its own name, from a checkout
     from packplan.checkout import use_installed_name

@@ -2,8 +2,8 @@
 Packs of a plan as files that other tools read: plain Parquet, Megatron-Bridge, LLaMA-Factory; and
 rows of ms-swift with their lengths.
 
-Every export of packs holds whole packs of text, in the order of the plan or of an epoch, and
-carries the plan's checksum. It is written whole or not at all, a few packs in memory at a time.
+Every export of packs holds all samples of each pack, text only, in the order of the plan or of an
+epoch, and the plan's checksum. It is published complete or not at all; few packs are in memory.
 """
 
 import json
@@ -28,7 +28,7 @@ from packplan.core.lengths import IntArray
 from packplan.core.surface import Plan
 
 BATCH_TOKENS = 2**22
-"""Tokens after which a batch is written: a row group, or a batch of Arrow."""
+"""Tokens after which a batch is written: a row group of Parquet, or a batch of Arrow."""
 
 _MEDIA = re.compile(r"(?:^|_)(?:image|video|audio|pixel)s?(?:_|$)")
 """Names of columns that belong to images, videos or sounds; tensors of other names count too."""
@@ -36,20 +36,20 @@ _MEDIA = re.compile(r"(?:^|_)(?:image|video|audio|pixel)s?(?:_|$)")
 _BY_TOKEN = ("input_ids", "labels", "position_ids")
 
 _INFO = Path("train", "dataset_info.json")
-"""File of a `datasets` folder whose description holds the mark."""
+"""File of a `datasets` folder whose description holds the plan's checksum."""
 
 _MULTIPLE = 8
-"""Length to whose multiples the collators of LLaMA-Factory lengthen rows."""
+"""LLaMA-Factory's collators pad rows to a multiple of this many tokens."""
 
 _DATA = "data-00000-of-00001.arrow"
 
 EVAL = "val"
-"""Folder of the rows of evaluation, below that of the training rows."""
+"""Folder of the evaluation rows, within the folder of the training rows."""
 
 Order = Sequence[int] | IntArray | None
 
 Row = Mapping[str, Any]
-"""Values of one row of a file by column."""
+"""Column -> value, of one row of a file."""
 
 
 def export_parquet(rows: Any, plan: Plan, path: str | Path, *, order: Order = None) -> None:
@@ -93,7 +93,7 @@ def export_megatron_bridge(rows: Any, plan: Plan, path: str | Path, *, order: Or
             may shuffle them.
 
     Raises:
-        ArgumentError: See `export_parquet`; or a label is another token than the one at its place.
+        ArgumentError: See `export_parquet`; or a label differs from the token at its position.
         StaleError: A row is not as long as planned.
         OutputError: The file cannot be written.
     """
@@ -154,12 +154,12 @@ def export_llama_factory(
 
 def export_cached_rows(splits: Mapping[str, tuple[Any, Sequence[Sequence[int]]]], folder: Path) -> None:
     """
-    Write rows of ms-swift with their lengths, in the folder that its `--cached_dataset` reads:
-    those of training, and in `EVAL` those of evaluation.
+    Write rows of ms-swift with their lengths to a folder for its `--cached_dataset`; rows of
+    evaluation go to the folder `EVAL` within.
 
     Args:
-        splits: Name of each split -> its rows, a `datasets.Dataset`, and the tokens of each
-            sequence of each row.
+        splits: Name of each split, `train` or another -> its rows, a `datasets.Dataset`, and for
+            each row the tokens of each of its sequences.
         folder: Folder to make; it must not exist.
 
     Raises:
@@ -213,7 +213,7 @@ def _make_schema(plan: Plan, types: Mapping[str, Any]) -> Any:
 
 
 def _arrow_tables(packs: Iterable[Row], schema: Any) -> Iterator[Any]:
-    """Yield Arrow tables of a few packs each."""
+    """Yield Arrow tables of packs, each of about `BATCH_TOKENS` tokens."""
     batch: list[Row] = []
     num_tokens = 0
     for row in packs:
@@ -233,7 +233,7 @@ def _write_parquet(packs: Iterable[Row], schema: Any, target: Path) -> None:
 
 
 def _to_bridge_row(row: Row) -> Row:
-    """Return a pack as a row of Megatron-Bridge; ArgumentError if its labels do not fit a mask."""
+    """Return a pack as a row of Megatron-Bridge; ArgumentError if a label is not its own token."""
     supervised, lengths = row["labels"] != IGNORED_LABEL, row["lengths"]
     if np.any(row["labels"][supervised] != row["input_ids"][supervised]):
         reason = "has labels that are not its tokens, and the format has a mask in their place"
@@ -256,7 +256,7 @@ def _refuse_media(whose: str, columns: Any) -> None:
 
 @contextmanager
 def publish_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder under another name, renamed to *folder* at the end; removed on an error."""
+    """Yield a temporary folder that is renamed to *folder* at the end, or removed on an error."""
     with name_write_errors(folder):
         unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
         try:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _SOUND = frozenset({"audio_tower", "talker", "token2wav"})
-"""Parts of an Omni model that only process or make sound."""
+"""Modules of an Omni model that only process or make sound, by name."""
 
 
 @cache
@@ -24,32 +24,32 @@ def _families() -> dict[str, Any]:
 
 
 def default_types(architecture: str) -> tuple[str, str] | None:
-    """Return the default model type and template of an architecture; None if there is none."""
+    """Return ms-swift's default model type and template for an architecture, or None."""
     found = _families()["swift"].get(architecture)
     return None if found is None else (found[0], found[1])
 
 
 def model_embeds_images(template: str) -> bool:
-    """Return whether the model itself embeds images, because its ms-swift template cannot."""
+    """Return whether the model has to embed images, because its ms-swift *template* cannot."""
     return template in _families()["embeds"]
 
 
 def may_probe_template(template: str) -> bool:
-    """Return whether the model of a template may be probed."""
+    """Return whether models of a template may be probed; false if `unshown` lists the template."""
     return template not in _families()["unshown"]
 
 
 def trained_part(model: Any) -> Any:
     """
-    Return the part of a model that is trained: the thinker of an Omni model, else the model itself.
+    Return the module of a model that is trained: the thinker of an Omni model, else the model.
 
-    The model may be wrapped by adapters.
+    The model may be wrapped by PEFT.
     """
     return getattr(model, "thinker", None) or model
 
 
 def trained_config(config: Any) -> Any:
-    """Return the configuration of the part that `trained_part` returns."""
+    """Return the configuration of the module that `trained_part` returns, from the model's."""
     return getattr(config, "thinker_config", None) or config
 
 
@@ -59,5 +59,5 @@ def is_sound_weight(name: str) -> bool:
 
 
 def missing_keys(model_type: str) -> dict[str, Any]:
-    """Return keys and values that complete transformers' default configuration of a type."""
+    """Return the keys and values that the default configuration of *model_type* lacks."""
     return dict(_families()["complete"].get(model_type, {}))

@@ -1,6 +1,6 @@
 """
-Files that readers see whole or not at all, locks of their writers, and manifests with digests of
-themselves and of their files.
+Files that are published complete or not at all, locks for their writers, and manifests with digests
+of themselves and of their files.
 """
 
 import errno
@@ -27,24 +27,24 @@ _DIGEST = "manifest_sha256"
 
 _REFUSED = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container")
 """
-Errors of Rust writers about the operating system, and of torch's writer, which hides the cause.
+Texts of write errors that are no OSError: those of Rust libraries, and of torch's zip writer.
 """
 
 _NO_MEMORY = re.compile(r"out of memory|can(?:'t|not) allocate memory", re.IGNORECASE)
-"""Errors of the operating system, of torch and of CUDA where memory runs out."""
+"""Texts of out-of-memory errors of the operating system, torch and CUDA."""
 
 _UNPUBLISHED = ".tmp"
 """Suffix of files that are not published yet."""
 
 POLL_S = 0.5
-"""Seconds between two questions whether a lock is free."""
+"""Seconds between two attempts to take a lock."""
 
 
 @contextmanager
 def name_write_errors(path: Path) -> Iterator[None]:
     """
-    Raise OutputError where the operating system refuses to write below *path*, such as on a full
-    disk. Out-of-memory errors pass unchanged, here and below.
+    Raise OutputError in place of an OSError in this context, as on a full disk; its message names
+    *path*. Out-of-memory errors pass unchanged.
     """
     try:
         yield
@@ -62,7 +62,7 @@ def make_folder(folder: Path) -> None:
 
 @contextmanager
 def name_save_errors(folder: Path) -> Iterator[None]:
-    """Raise OutputError where torch, safetensors or tokenizers cannot write below *folder*."""
+    """Raise OutputError in place of a write error of torch, safetensors or tokenizers."""
     try:
         with name_write_errors(folder):
             yield
@@ -78,10 +78,10 @@ def name_save_errors(folder: Path) -> Iterator[None]:
 @contextmanager
 def name_load_errors(key: str, fact: str, remedy: str = "") -> Iterator[None]:
     """
-    Raise ConfigError where a library cannot load weights, states or settings.
+    Raise ConfigError in place of any error of a library that loads weights, states or settings.
 
     Args:
-        key: Key that names them.
+        key: Configuration key that names the weights, states or settings.
         fact: First part of the message; the library's reason follows.
         remedy: Advice after the reason.
     """
@@ -107,13 +107,13 @@ def _lacks_memory(error: Exception) -> bool:
 @contextmanager
 def hold_lock(path: Path, purpose: str, *, wait: Callable[[], str] = str) -> Iterator[None]:
     """
-    Hold a lock that the kernel frees when its holder's process is gone.
+    Wait for a lock and hold it in this context; the kernel frees it if the process dies.
 
     Args:
         path: Lock file.
         purpose: End of the progress line while waiting: `to write runs/first`.
-        wait: Function that is called while another process holds the lock, every `POLL_S`. It
-            returns the name of the holder for the progress line.
+        wait: Function that is called every `POLL_S` while another process holds the lock. It
+            returns the holder's name for the progress line, or raises to stop waiting.
     """
     lock = FileLock(path)
     with progress(desc=f"waiting {purpose}", bar_format="{desc} [{elapsed}]", delay=BRIEF_S, leave=False) as bar:
@@ -130,7 +130,7 @@ def hold_lock(path: Path, purpose: str, *, wait: Callable[[], str] = str) -> Ite
 
 
 def write_bytes(path: Path, data: bytes | memoryview) -> None:
-    """Write *data* to *path* atomically: under another name, flushed, then renamed."""
+    """Write *data* to *path* atomically; OutputError if it cannot be written."""
     with name_write_errors(path), publish_file(path) as file:
         file.write(data)
 
@@ -138,11 +138,11 @@ def write_bytes(path: Path, data: bytes | memoryview) -> None:
 @contextmanager
 def publish_file(path: Path) -> Iterator[BinaryIO]:
     """
-    Yield a file under another name, which is flushed and renamed to *path* at the end; removed
-    where an error ends this.
+    Yield a temporary file, which is flushed and renamed to *path* at the end, or removed on an
+    error.
 
     Raises:
-        OSError: It cannot be written, or would replace a pipe or a device, as /dev/full.
+        OSError: The file cannot be written, or *path* is a pipe or a device, as /dev/full.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "it is a pipe or a device")
@@ -178,7 +178,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_unpublished(folder: Path) -> None:
-    """Remove unpublished files of a killed writer; only the one writer may call this."""
+    """Remove temporary files of a killed writer; the caller has to hold the folder's lock."""
     for left in folder.glob(f".*{_UNPUBLISHED}"):
         left.unlink()
 
@@ -242,10 +242,10 @@ def map_array(path: Path, dtype: np.dtype[Any], size: int, *, is_whole: bool = F
         path: Binary file.
         dtype: Type of an element.
         size: Number of elements to read.
-        is_whole: Whether the file has no other elements.
+        is_whole: Whether the file may have no further elements.
 
     Raises:
-        CorruptArtefactError: The file is missing, or has another size.
+        CorruptArtefactError: The file is missing or too short, or too long with *is_whole*.
     """
     if not path.is_file():
         raise CorruptArtefactError(str(path), "it is missing")

@@ -1,10 +1,10 @@
 """
-A batch of sequences as tensors, and its microbatches: packed rows, or padded batches of the width
-that they need.
+A batch of sequences as tensors, and its microbatches: packed rows, or padded batches as wide as
+their sharding says.
 
 Rules: every field has one entry per sequence, along the first dimension of a tensor or in a list
-(images, texts). Tensors that run along the sequence are right-padded to one width, in a dimension
-that is declared where the batch is made. Wherever padding is added, it is the field's own value.
+(images, texts). A tensor with a value for each token is right-padded along its sequence dimension,
+which is known or declared when the batch is made. Each field has its own pad value.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from packplan.core.shard import Mode, ShardBatch, Sharding, sequence_dims
 Field = Tensor | list[Any]
 
 WEIGHTS = "weights"
-"""Field of a shard: 1, or 0 for filler; float32, shape (batch,)."""
+"""Field of a shard: 1 for sequences, 0 for filler; float32, shape (batch,)."""
 
 
 @attrs.frozen(eq=False)
 class BatchedData:
     """
-    Sequences of unequal length.
+    Batch of sequences of unequal length: named tensors and lists with an entry per sequence.
 
     >>> fields = {"input_ids": torch.tensor([[5, 6, 0], [7, 8, 9]])}
     >>> batch = BatchedData.from_fields(fields, lengths=[2, 3])
@@ -52,16 +52,16 @@ class BatchedData:
     """Tokens of each sequence; int64, shape (batch,)."""
 
     sequence_dims: Mapping[str, int | None]
-    """Dimension of each tensor that runs along the sequence; None if none does."""
+    """Tensor field -> dimension that runs along the sequence; None if none does."""
 
     pad_values: Mapping[str, float] = MappingProxyType({})
-    """Pad value of each field whose padding is not 0."""
+    """Field -> value of its padding; 0 for other fields."""
 
     input_key: str = "input_ids"
-    """Field of the tokens."""
+    """Name of the field of the tokens."""
 
     input_lengths_key: str | None = None
-    """Field of the lengths, if the batch has one."""
+    """Name of the field of the lengths; None if the batch has no such field."""
 
     @classmethod
     def from_fields(
@@ -129,7 +129,7 @@ class BatchedData:
 
     @property
     def width(self) -> int:
-        """Positions of each sequence, padding included."""
+        """Positions of each sequence in the tokens, padding included."""
         return self.tensor(self.input_key).shape[1]
 
     def __len__(self) -> int:
@@ -144,23 +144,23 @@ class BatchedData:
         return name in self.fields
 
     def tensor(self, name: str) -> Tensor:
-        """Return a field that is a tensor."""
+        """Return a field; ArgumentError if it is no tensor."""
         field = self[name]
         if not isinstance(field, Tensor):
             raise ArgumentError("batch", f"field {name} is a list, where a tensor is needed")
         return field
 
     def pad_value(self, name: str) -> float:
-        """Return the padding of a field."""
+        """Return the pad value of a field, 0 by default."""
         return self.pad_values.get(name, 0)
 
     def with_fields(self, sequence_dims: Mapping[str, int | None] = MappingProxyType({}), /, **fields: Field) -> Self:
         """
-        Return the batch with more fields, of one entry per sequence.
+        Return the batch with fields added or replaced; ArgumentError as in `from_fields`.
 
         Args:
-            sequence_dims: Dimensions of these fields, as in `from_fields`.
-            **fields: Tensors and lists.
+            sequence_dims: Dimensions of the new fields, as in `from_fields`.
+            **fields: Tensors and lists with one entry per sequence.
         """
         kept = {name: dim for name, dim in self.sequence_dims.items() if name not in fields}
         return self.from_fields(
@@ -187,14 +187,14 @@ class BatchedData:
         return attrs.evolve(self, fields=fields, lengths=self.lengths[places])
 
     def slice(self, start: int, stop: int) -> Self:
-        """Return sequences *start* to *stop* - 1, without a copy."""
+        """Return the sequences from *start* to before *stop*; tensors are views."""
         fields = {name: field[start:stop] for name, field in self.fields.items()}
         return attrs.evolve(self, fields=fields, lengths=self.lengths[start:stop])
 
     def truncate(self, width: int) -> Self:
         """
-        Return the batch *width* positions wide, in every field that runs along the sequence: its
-        end is cut, or the field's padding is added.
+        Return the batch with every sequence dimension *width* long, truncated or padded at its end;
+        longer sequences lose their last tokens.
         """
         whole_number("width", width)
         lengths = self.lengths.clamp(max=width)
@@ -210,15 +210,15 @@ class BatchedData:
 
     def to(self, device: torch.device) -> Self:
         """
-        Return the batch with its tensors on a device; lengths stay, since they steer the work.
+        Return the batch with its tensor fields on a device; `lengths` stay where they are.
         """
         fields = {name: field.to(device) if isinstance(field, Tensor) else field for name, field in self.fields.items()}
         return attrs.evolve(self, fields=fields)
 
     def shard(self, sharding: Sharding) -> list[ShardedData]:
         """
-        Return each worker's part, with its weights; ArgumentError if the sharding is of another
-        batch.
+        Return each worker's part, with the field `WEIGHTS`; ArgumentError if the sharding was made
+        for other lengths.
         """
         if sharding.lengths.tolist() != self.lengths.tolist():
             message = "the sharding was made for sequences of other lengths than those of this batch"
@@ -262,7 +262,7 @@ def concatenate(batches: Sequence[BatchedData]) -> BatchedData:
 
 
 def _differences(first: BatchedData, batch: BatchedData) -> Iterator[str]:
-    """Yield each field of two batches whose entries cannot stand in one field."""
+    """Yield a description of each field that two batches cannot be concatenated in."""
     for name in dict.fromkeys([*first.fields, *batch.fields]):
         wanted, found = (_describe_field(one, name) for one in (first, batch))
         if wanted != found:
@@ -270,7 +270,7 @@ def _differences(first: BatchedData, batch: BatchedData) -> Iterator[str]:
 
 
 def _describe_field(batch: BatchedData, name: str) -> str:
-    """Return text on a field's entries: their type, shape and padding."""
+    """Return the type, shape and padding of a field as text, the same for compatible fields."""
     field = batch.fields.get(name)
     if not isinstance(field, Tensor):
         return "absent" if field is None else "a list"
@@ -284,14 +284,14 @@ def _describe_field(batch: BatchedData, name: str) -> str:
 
 @attrs.frozen(eq=False)
 class ShardedData:
-    """One worker's part of a batch: the sequences of all its slots, and their microbatches."""
+    """One worker's part of a batch: its sequences, filler included, and their microbatches."""
 
     data: BatchedData
 
     mode: Mode
 
     multiple: int
-    """Each sequence of a packed row is padded to a multiple of it."""
+    """Multiple to which each sequence of a packed row is padded, in tokens."""
 
     global_batches: tuple[ShardBatch, ...]
 
@@ -300,7 +300,7 @@ class ShardedData:
         return chain.from_iterable(map(self.microbatches, range(len(self.global_batches))))
 
     def microbatches(self, batch: int) -> Iterator[Microbatch]:
-        """Yield the microbatches of a global batch, packed or padded as the batch was sharded."""
+        """Yield the microbatches of global batch *batch*, packed or padded as `mode` says."""
         first = sum(len(earlier.indices) for earlier in self.global_batches[:batch])
         cut = self.global_batches[batch]
         for (start, stop), width in zip(cut.boundaries, cut.widths.tolist(), strict=True):
@@ -316,7 +316,7 @@ class Microbatch:
     """Input of one forward pass: one packed row, or a padded row for each sequence."""
 
     input_ids: Tensor
-    """Shape (rows, width); padding is `pad_id`."""
+    """Tokens; shape (rows, width), padded with `pad_id`."""
 
     layout: PackedLayout
     """Layout of the sequences in all rows together, one row after the other."""
@@ -331,7 +331,7 @@ class Microbatch:
 
     @property
     def pad_id(self) -> int:
-        """Token of padding."""
+        """Token id of padding."""
         return int(self.data.pad_value(self.data.input_key))
 
     @property
@@ -351,8 +351,8 @@ class Microbatch:
     @property
     def attention_mask(self) -> Tensor | None:
         """
-        Positions of padded rows that hold tokens. None for a single row: its padding is behind its
-        tokens, or its position ids tell its sequences apart.
+        Mask of the positions with tokens, bool of shape (rows, width). None for a single row, which
+        needs no mask: it is padded at its end, or packed, with position ids that restart.
         """
         if len(self.input_ids) == 1:
             return None
@@ -360,12 +360,12 @@ class Microbatch:
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """Tokens before each sequence, and in all; int32, shape (num_sequences + 1,)."""
+        """Cumulative tokens of the sequences, from 0; int32, shape (num_sequences + 1,)."""
         return torch.tensor(self.layout.cu_seqlens, dtype=torch.int32)
 
     @property
     def cu_seqlens_padded(self) -> Tensor:
-        """Positions before each sequence, and in all; int32, shape (num_sequences + 1,)."""
+        """Cumulative positions, padding included, from 0; int32, shape (num_sequences + 1,)."""
         return torch.tensor(self.layout.cu_seqlens_padded, dtype=torch.int32)
 
     @property
@@ -375,11 +375,11 @@ class Microbatch:
 
     def unpacked(self, values: Tensor, *, pad_value: float = 0) -> Tensor:
         """
-        Return values of all positions sequence by sequence, padded to the width of `data`.
+        Return values by position as values by sequence; shape (num_sequences, width of `data`, …).
 
         Args:
-            values: Shape (rows * width, …).
-            pad_value: Padding.
+            values: Values of all positions, shape (rows * width, …).
+            pad_value: Value behind the tokens of each sequence.
 
         Raises:
             ArgumentError: There are more or fewer values than positions.
@@ -409,7 +409,7 @@ def pack_row(batch: BatchedData, *, multiple: int, row_length: int | None = None
 
     Args:
         batch: Batch that becomes a row; at least one sequence.
-        multiple: Each sequence is padded to a multiple of it.
+        multiple: Multiple to which each sequence is padded, in tokens.
         row_length: Positions that the row is padded to, behind its last sequence: stages of a
             pipeline exchange buffers of one shape.
 
@@ -445,7 +445,7 @@ def _dims(fields: Mapping[str, Field], declared: Mapping[str, int | None], input
 
 
 def _checked_pads(fields: Mapping[str, Field], pad_values: Mapping[str, float]) -> Mapping[str, float]:
-    """Return the padding by field; ArgumentError if there is no such field, or not of numbers."""
+    """Return *pad_values*; ArgumentError if a field is no tensor or cannot hold its value."""
     for name, value in pad_values.items():
         field = fields.get(name)
         if not isinstance(field, Tensor):
@@ -461,7 +461,7 @@ def _checked_pads(fields: Mapping[str, Field], pad_values: Mapping[str, float]) 
 
 def _whole_numbers(values: Any, least: int, below: float, message: str) -> Tensor:
     """
-    Return numbers as int64 of shape (num,); ArgumentError if they are not whole, or out of bounds.
+    Return numbers as int64, shape (num,); ArgumentError unless whole, >= *least* and < *below*.
     """
     with suppress(TypeError, ValueError, RuntimeError):
         numbers = torch.as_tensor(values)

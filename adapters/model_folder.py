@@ -2,7 +2,7 @@
 Folder of a model, and facts about the model from its files, read without torch and ms-swift.
 
 Models are found in the local caches of Hugging Face and ModelScope, without their libraries and
-without a network; or downloaded by ms-swift, if that is asked for. Caches lie at `HF_HUB_CACHE`,
+without a network; or ms-swift downloads them, with `model.download`. Caches are at `HF_HUB_CACHE`,
 else `HF_HOME`/hub, and at `MODELSCOPE_CACHE`, in each layout that its library has used. `USE_HF`
 decides which cache comes first, as for ms-swift.
 """
@@ -24,7 +24,7 @@ _ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether a name can be a hub id: `owner/name`, and no local path."""
+    """Return whether a name has the form `owner/name` of a hub id, and is no existing path."""
     return _ID.fullmatch(name) is not None and not name.startswith((".", "/")) and not Path(name).exists()
 
 
@@ -53,17 +53,17 @@ def find_model(name: str) -> Path:
 
 
 def prefers_hugging_face() -> bool:
-    """Return whether Hugging Face comes first, by `USE_HF` as ms-swift reads it."""
+    """Return whether Hugging Face comes before ModelScope, by `USE_HF` as ms-swift reads it."""
     return os.environ.get("USE_HF", "0").strip().lower() in {"1", "true", "yes", "y", "t", "on"}
 
 
 def download_command(name: str) -> str:
-    """Return the command that downloads a model, by its hub id, into the first hub's cache."""
+    """Return the shell command that downloads a model by its hub id, from the preferred hub."""
     return f"hf download {name}" if prefers_hugging_face() else f"modelscope download --model {name}"
 
 
 def download_model(name: str) -> Path:
-    """Return the folder of a model that ms-swift downloads; ConfigError if it cannot."""
+    """Have ms-swift download a model by its hub id; return its folder, ConfigError on failure."""
     from swift.utils import safe_snapshot_download  # takes seconds to import
 
     with name_load_errors("model.model", f"{name} cannot be downloaded"):
@@ -94,7 +94,7 @@ def _modelscope_folders(name: str) -> Iterator[Path]:
 
 
 def _newest_first(snapshots: Path) -> list[Path]:
-    """Return the revisions of a cache, the latest first."""
+    """Return the folders of a model's cached revisions, the latest first."""
     found = [folder for folder in snapshots.iterdir() if folder.is_dir()] if snapshots.is_dir() else []
     return sorted(found, key=lambda folder: folder.stat().st_mtime_ns, reverse=True)
 
@@ -121,11 +121,11 @@ def config_model_type(model: ModelConfig) -> str:
 
 def model_faults(model: ModelConfig, *, loads: bool = False) -> tuple[Fault, ...]:
     """
-    Return the faults of a model's folder; none if its config.json can be read.
+    Return the faults of a model's config.json, or of its weights if config.json has none.
 
     Args:
         model: Section `model` of the run.
-        loads: Whether the weights are loaded, and have to be complete.
+        loads: Whether to check the weights too, since they are loaded.
     """
     try:
         config_content(model)
@@ -163,17 +163,17 @@ def config_architecture(model: ModelConfig) -> str:
 
 
 _NUMBERED = re.compile(r"(.*?)\.(\d+)\.")
-"""Name of a weight up to its layer: the prefix, and the number of the layer."""
+"""Start of the name of a weight in a layer: the prefix, and the number of the layer."""
 
 
 def refuse_missing_layers(model: ModelConfig) -> None:
     """
     Refuse a config.json that has more layers than the weights beside it.
 
-    transformers only warns, and trains the missing layers from random numbers.
+    transformers only warns, and trains the missing layers from random weights.
 
     Raises:
-        ConfigError: The config.json has more layers.
+        ConfigError: Weights of a layer are missing.
     """
     sizes = config_content(model)
     sizes = sizes.get("thinker_config") or sizes
@@ -198,7 +198,7 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 
 _POINTER = b"version "
-"""First bytes of a file that git-lfs has not fetched."""
+"""First bytes of a git-lfs pointer, which stands in place of a file that was not fetched."""
 
 
 def _first_file(folder: Path, names: Collection[str]) -> Path | None:
@@ -206,7 +206,7 @@ def _first_file(folder: Path, names: Collection[str]) -> Path | None:
 
 
 def _weight_names(folder: Path) -> Collection[str]:
-    """Return the names of the weights in a folder's safetensors, if any."""
+    """Return the names of the weights in a folder's safetensors; empty without such files."""
     path = _first_file(folder, _WEIGHTS[:2])
     if path is None:
         return ()
@@ -215,9 +215,9 @@ def _weight_names(folder: Path) -> Collection[str]:
 
 def require_whole_weights(model: ModelConfig) -> None:
     """
-    Refuse weight files that are truncated, missing or of another kind, judged by size and header.
+    Refuse weight files that are truncated, missing or no weights, by their sizes and headers.
 
-    Adapters beside a config.json are checked too. A folder without weights is left to the loader.
+    Adapters beside a config.json are checked too. A folder without weights passes.
 
     Raises:
         ConfigError: A file is damaged or missing.
@@ -247,7 +247,7 @@ def _read_json(path: Path) -> Any:
 
 
 def damaged_json_reason(folder: str) -> str:
-    """Return the message about the first damaged JSON file of a folder; empty if there is none."""
+    """Return the message on the first damaged JSON file of a folder; empty if none is damaged."""
     for path in sorted(Path(folder).glob("*.json")):
         try:
             _read_json(path)
@@ -266,7 +266,7 @@ def _read_index(index: Path) -> Mapping[str, str]:
 
 
 def _read_header(path: Path) -> Mapping[str, Any]:
-    """Return the header entry of each weight in a safetensors file; ConfigError if damaged."""
+    """Return the header of a safetensors file, by name of the weight; ConfigError if damaged."""
     import safetensors  # comes with transformers, without which runs are planned too
 
     try:
@@ -281,7 +281,7 @@ def _read_header(path: Path) -> Mapping[str, Any]:
 
 
 def _require_whole(path: Path) -> None:
-    """Refuse a weight file that is truncated or of another kind."""
+    """Raise ConfigError if a weight file is truncated, a git-lfs pointer or no file of weights."""
     with path.open("rb") as file:
         start = file.read(8)
     if start == _POINTER:
@@ -295,8 +295,8 @@ def _require_whole(path: Path) -> None:
 
 def config_digest(model: ModelConfig) -> str:
     """
-    Return the digest of the model's config.json, and of Python code beside it that a run may
-    execute.
+    Return the digest of the model's config.json, and of the Python code beside it if the run may
+    execute that (`model.trust_remote_code`).
 
     Raises ConfigError if there is no config.json.
     """
@@ -308,17 +308,17 @@ def config_digest(model: ModelConfig) -> str:
 
 
 _SAMPLED, _MOST_SAMPLED = 256, 256
-"""Bytes of a weight by which a file of weights is known, and weights of a file, evenly spread."""
+"""Bytes that a file's digest reads of a weight, and most weights that it reads, evenly spread."""
 
 
 def model_file_facts(folder: Path, *, also: Sequence[str] = ("config.json",)) -> dict[str, str]:
     """
-    Return size and digest of each file of a model, by name; empty if *folder* does not exist.
-    Digests of weights and adapters read each weight in part.
+    Map `model.model NAME` to size and digest, as text, for each file of a model; empty if *folder*
+    does not exist. Files of weights are digested in part.
 
     Args:
         folder: Folder of the model.
-        also: Patterns of the names of the other files.
+        also: Patterns of the names of files to include beside the weights.
     """
     facts = {}
     for path in sorted({path for pattern in ("*.safetensors", "*.bin", *also) for path in folder.glob(pattern)}):
@@ -334,8 +334,8 @@ _DIGITS = 12
 
 def _weights_digest(path: Path) -> str:
     """
-    Return a digest of a file of weights: of its names, and the middle of each weight, or the
-    checksums that an archive of torch stores.
+    Return a digest of a file of weights: of the header and some bytes of the weights if it is a
+    safetensors file, of the stored checksums if it is an archive of torch.
     """
     digest = hashlib.sha256()
     if path.suffix == ".safetensors":

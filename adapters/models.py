@@ -2,12 +2,12 @@
 Evaluation mode of a model, its state and the random state, weights from a checkpoint, norms of
 gradients, and a check of weights before they are saved.
 
-The check goes by the root mean square of the trained weights. A step with a learning rate of 1e30
+The check uses the root mean square of the trained weights. A step with a learning rate of 1e30
 leaves finite weights that hold nothing of the model. The loss of another forward pass may be finite
-too, since norms divide by the overflow. The root mean square shows the fault, for one pass over the
-weights. Weights a thousand times their size before the first step are ruined: a thousandth of them
-is the old model. Normal runs stay far below. A step of AdamW moves a weight by about the learning
-rate, and runs from random weights end at a few times their first size.
+too, since norms divide by the overflow. The root mean square shows the fault in one pass over the
+weights. Weights count as ruined if they are a thousand times as large as before the first step.
+Normal runs stay far below: a step of AdamW moves a weight by about the learning rate, and runs from
+random weights end at a few times their first size.
 """
 
 import math
@@ -26,15 +26,15 @@ Gradients = dict[str, torch.Tensor]
 """Gradients of a model's weights, by name."""
 
 _MAX_GROWTH = 1000.0
-"""Growth since before the first step from which weights count as ruined."""
+"""Growth of the root mean square, since the first step, above which weights count as ruined."""
 
 _MIN_SIZE = 0.01
-"""Smallest size before the first step, since adapters and biases may begin at 0."""
+"""Least root mean square to compare with, since adapters and biases may begin at 0."""
 
 
 @contextmanager
 def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Turn off dropout until the block ends; each module then has its own mode again."""
+    """Set a model to evaluation mode until the block ends; each module then has its mode again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -58,7 +58,7 @@ def replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor that ranks share, or the tensor itself."""
+    """Return this rank's part of a `DTensor`, or any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -97,7 +97,7 @@ def sum_of_squares(tensors: Iterable[torch.Tensor], *, sharded: bool) -> tuple[f
 
     Args:
         tensors: Tensors, or this rank's parts.
-        sharded: Sum over all ranks, which all call this; what several hold counts once.
+        sharded: Sum over all ranks, which all call this; copies on several ranks count once.
     """
     sums = torch.zeros(2, dtype=torch.float64)
     for tensor in tensors:
@@ -136,10 +136,10 @@ def is_ruined(size: float, *, before: float) -> bool:
 
 def load_strictly(model: Any, checkpoint: str) -> bool:
     """
-    Load whole weights through the model's own class, and return whether it was done.
+    Load the weights of a checkpoint through the model's own class; return whether this was done.
 
-    The class knows the names in the checkpoint. Loaded otherwise, weights under legacy names are
-    skipped, with a warning alone. Models with adapters are left as they are.
+    Only the class knows legacy names of weights; other loaders skip such weights with a warning.
+    PEFT models are left unchanged.
     """
     if hasattr(model, "peft_config"):
         return False
@@ -153,21 +153,21 @@ def load_strictly(model: Any, checkpoint: str) -> bool:
 
 
 def weight_gradients(model: torch.nn.Module, loss: torch.Tensor) -> Gradients:
-    """Return the gradient of a loss for each trained weight that it depends on."""
+    """Return the gradient of *loss* for each trained weight on which it depends, by name."""
     named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     found = torch.autograd.grad(loss, [one for _, one in named], allow_unused=True)
     return {name: one for (name, _), one in zip(named, found, strict=True) if one is not None}
 
 
 def add_gradients(total: Gradients, gradients: Gradients) -> float:
-    """Add gradients to a total in place, and return their norm, computed in float64."""
+    """Add *gradients* to *total* in place; return the norm of *gradients* alone, in float64."""
     for name, one in gradients.items():
         total[name] = total[name] + one if name in total else one
     return math.sqrt(sum(map(_squared_norm, gradients.values())))
 
 
 def difference_norms(found: Gradients, expected: Gradients) -> Mapping[str, float]:
-    """Return the norm of each weight's difference; a missing gradient counts as 0."""
+    """Return the norm of the difference of each weight's gradients; a missing one counts as 0."""
     norms = {}
     for name in {**found, **expected}:
         mine, own = (part[name].double() if name in part else 0.0 for part in (found, expected))

@@ -3,8 +3,8 @@ Processes that end when their parent ends, even if SIGKILL ends the parent.
 
 Each process that this project starts calls `end_with_parent` first: measuring processes, loader
 workers, ranks of a launcher, servers of engines, benchmarks. There are two exceptions. Rank 0's
-heartbeat has to outlive rank 0 for a moment, and notices its end by a pipe. Ray takes up to a
-minute to end its actors, so actors on the driver's machine watch the driver themselves.
+heartbeat has to outlive rank 0 for a moment, and notices the end of rank 0 by a pipe. Ray takes up
+to a minute to end its actors, so actors on the driver's machine watch the driver themselves.
 """
 
 import ctypes
@@ -32,12 +32,12 @@ _LOST = {
     "DataLoader timed out": "A sample takes longer to read and encode, or waits for a disk that does not answer: look "
     "at where its media are, or {keys}",
 }
-"""Start of torch's error when a loader process is lost or unreachable -> advice."""
+"""Start of torch's error if a loader process is lost or unreachable -> advice, with `{keys}`."""
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """
-    Have the kernel send a signal to this process when its parent ends, or now if it has ended.
+    Have the kernel signal this process when its parent ends, or now if the parent has ended.
 
     The kernel watches the thread that started this process, so that thread has to live as long as
     its process. Only Linux has such a signal; elsewhere this does nothing.
@@ -75,7 +75,7 @@ def end_with_process(pid: int) -> None:
     End this process when another process of this machine ends.
 
     Args:
-        pid: Id of the other process. If there is none, this process ends at once.
+        pid: Id of the other process. If it has ended already, this process ends at once.
     """
     if sys.platform != "linux":
         return
@@ -95,7 +95,7 @@ def _wait_and_end(other: int) -> None:
 
 def ignore_foreign_sigterm() -> None:
     """
-    Ignore SIGTERM unless the parent sends it, as torch does to a loader worker that does not end.
+    Ignore SIGTERM unless the parent process sends it, as torch does to end a loader worker.
 
     Launchers send SIGTERM to all processes of a run, while training needs its workers until it has
     saved a checkpoint. Call this before the process starts threads. Only Linux names the sender of
@@ -135,10 +135,10 @@ def _prepare_process(prepare: Callable[..., None], arguments: tuple[Any, ...]) -
 
 def hide_handover_errors() -> None:
     """
-    Suppress tracebacks of this process when the receiver of its tensors has ended.
+    Suppress tracebacks of connection errors in this process from now on.
 
-    A thread of multiprocessing hands over shared memory and prints its errors. The receiver reports
-    by itself why it ended.
+    multiprocessing prints such errors if the process that receives its tensors, in shared memory,
+    has ended. That process reports the reason itself.
     """
     before = sys.excepthook
 
@@ -152,11 +152,11 @@ def hide_handover_errors() -> None:
 @contextmanager
 def name_lost_processes(doing: str, keys: str) -> Iterator[None]:
     """
-    Raise RunError where a pool or torch finds that one of its processes is gone. torch raises at
-    any line.
+    Raise RunError in place of the error of a pool or of torch that lost one of its processes. torch
+    may raise at any line of the context.
 
     Args:
-        doing: Task of these processes.
+        doing: Task of these processes, as a participle: `measuring samples`.
         keys: Advice with keys: `lower training.dataloader_num_workers`.
     """
     try:
@@ -173,9 +173,9 @@ def name_lost_processes(doing: str, keys: str) -> Iterator[None]:
 @contextmanager
 def keep_ctrl_c() -> Iterator[None]:
     """
-    Keep Ctrl-C from processes started in the block, and delay it here to the block's end.
+    Keep Ctrl-C from processes started in the block, and delay it in this process to its end.
 
-    This process handles Ctrl-C at the end, and ends them, without their tracebacks. While it forks,
+    So this process alone handles Ctrl-C, and no child prints a traceback. While a process forks,
     Python runs callbacks of libraries and drops their errors: KeyboardInterrupt would be lost. To
     block the signal is not enough, since another thread may receive it.
     """

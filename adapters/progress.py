@@ -1,7 +1,7 @@
 """
 Progress of long stages, with the time left: a bar on a terminal, a log line every 30 s elsewhere.
 
-`hide` turns all of it off.
+`hide` turns bars and lines off.
 """
 
 import gc
@@ -22,7 +22,7 @@ LINE_S = 30.0
 """Seconds between two log lines of a stage."""
 
 BRIEF_S = 2.0
-"""Delay of the bar for stages that may be short: `delay=BRIEF_S`."""
+"""Seconds before a bar appears for a stage that may be short: `delay=BRIEF_S`."""
 
 _LOADING = "packplan: loading torch, transformers and ms-swift …"
 
@@ -33,7 +33,7 @@ _state = {"hidden": False}
 
 
 def hide(*, hidden: bool) -> None:
-    """Hide or show the progress of this process from now on."""
+    """Hide all progress of this process from now on, or with *hidden* false show it again."""
     _state["hidden"] = hidden
 
 
@@ -88,13 +88,13 @@ def progress(items: Iterable[Any] | None = None, *, on_terminal: bool = True, **
 
 
 class _Bar(tqdm):  # type: ignore[misc]  # its library has no types
-    """Bar without tqdm's own thread, which would run where processes fork."""
+    """Bar without tqdm's monitor thread, since processes with threads should not fork."""
 
     monitor_interval = 0
 
 
 class _LogLines(io.StringIO):
-    """File to which tqdm writes, and whose lines are logged."""
+    """File for tqdm that logs each text written to it."""
 
     def write(self, text: str) -> int:
         if line := " ".join(text.split()):

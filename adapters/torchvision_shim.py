@@ -20,7 +20,7 @@ class OperatorDeclarer(MetaPathFinder):
     """Import finder that declares the operators missing in torchvision's library."""
 
     def find_spec(self, fullname: str, *_: object) -> None:
-        """Find no module; act once, before the first that needs the operators."""
+        """Return None always; declare the operators once, before the module that needs them."""
         if fullname != "torchvision._meta_registrations":
             return
         sys.meta_path.remove(self)
@@ -34,5 +34,5 @@ class OperatorDeclarer(MetaPathFinder):
 
 
 def install() -> None:
-    """Install the finder that declares the operators; nothing is imported yet."""
+    """Install the finder; the operators are declared when torchvision is imported."""
     sys.meta_path.insert(0, OperatorDeclarer())

@@ -1,4 +1,4 @@
-"""State of a trainer of transformers in a checkpoint: written with a digest, read if whole."""
+"""State of a transformers trainer in a checkpoint, with a digest that is checked on reading."""
 
 import dataclasses
 import json
@@ -14,11 +14,11 @@ STATE = "trainer_state.json"
 """File that the trainer writes last into a checkpoint."""
 
 _DIGEST_KEY = "packplan_sha256"
-"""Key of the digest of the whole state, among the states of the trainer's callbacks."""
+"""Key of the state's digest in its `stateful_callbacks`."""
 
 
 def add_digest_on_save(state: Any) -> None:
-    """Make the `TrainerState` *state* save itself with a digest from now on."""
+    """Have the `TrainerState` *state* add a digest to its file whenever it is saved."""
     if getattr(type(state), "save_to_json", None) is not _save:
         state.__class__ = type(f"Sealed{type(state).__name__}", (type(state),), {"save_to_json": _save})
 
@@ -33,11 +33,11 @@ def _save(state: Any, json_path: str) -> None:
 
 def read_state(folder: Path) -> dict[str, Any]:
     """
-    Return the trainer's state in a checkpoint, also in one that was trained without a plan.
+    Return the trainer's state in a checkpoint, of Packplan or of another program.
 
     Raises:
-        OSError: There is none.
-        CorruptArtefactError: It is not what was written.
+        OSError: The file of the state is missing.
+        CorruptArtefactError: The state is damaged, or Packplan's digest is missing.
     """
     path = folder / STATE
     try:
@@ -55,15 +55,15 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def require_step(folder: Path, state: Mapping[str, Any], step: int) -> None:
     """
-    Refuse a trainer's state of another step than its plan.
+    Refuse a trainer's state of another optimizer step than Packplan's state in the checkpoint.
 
     Args:
-        folder: The checkpoint.
+        folder: Folder of the checkpoint.
         state: State of the trainer.
-        step: Optimizer steps of the plan.
+        step: Optimizer step of Packplan's state.
 
     Raises:
-        CorruptArtefactError: It is of another step.
+        CorruptArtefactError: The steps differ.
     """
     if state.get("global_step") != step:
         reason = f"its global_step is {state.get('global_step')}, but that of its plan is {step}"

@@ -9,8 +9,8 @@ def installed_version(package: str) -> str | None:
     """
     Return the version of a package, or None if it is not installed.
 
-    Cached: reading the metadata of a package takes about 10 ms, and a run asks for the same
-    packages repeatedly.
+    The result is cached: reading the metadata of a package takes about 10 ms, and a run needs the
+    same packages repeatedly.
     """
     try:
         return version(package)

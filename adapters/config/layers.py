@@ -1,5 +1,5 @@
 """
-Reads YAML files into one document: a file overrides those that it extends, and the command line
+Reads YAML files into one document: a file overrides the file that it extends, and the command line
 overrides both.
 """
 
@@ -18,14 +18,14 @@ _VARIABLE = re.compile(r"\$\{([^}]*)\}")
 
 def read_document(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """
-    Read a YAML file under the files that it extends.
+    Read a YAML file, merged over the files that it extends.
 
     Args:
-        path: The file.
-        above: The files, resolved, that extend it; none of them may come again.
+        path: YAML file.
+        above: Resolved paths of the files that extend *path*, to refuse a circle.
 
     Raises:
-        ConfigError: A file cannot be read, or its YAML is not a mapping.
+        ConfigError: A file cannot be read, its YAML is not a mapping, or it extends itself.
     """
     if path.resolve() in above:
         raise _refusal(path, "comes back to a file that extends this one: break the circle", key="extends")
@@ -58,11 +58,11 @@ def apply_overrides(document: Mapping[str, Any], overrides: Iterable[str]) -> di
     Return a document without keys that are null, and with the values of the command line.
 
     Args:
-        document: The content of a YAML.
+        document: Content of a YAML.
         overrides: Values of single keys, each as `section.key=value`; null unsets a key.
 
     Raises:
-        ConfigError: All overrides that are not written as `section.key=value`.
+        ConfigError: An override is not written as `section.key=value`; lists all such overrides.
     """
     result, found = merge_sections({}, document), []
     for text in overrides:
@@ -106,7 +106,7 @@ def expand_path(path: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key written twice, which YAML would resolve silently."""
+    """SafeLoader that refuses a key written twice; PyYAML would silently take the last value."""
 
 
 def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -135,8 +135,8 @@ def _parse_yaml(text: str) -> Any:
 
 def merge_sections(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Return *base* with the values of *top*: sections merge key by key, null unsets what *base* has,
-    everything else is replaced.
+    Return *base* with the values of *top*: sections merge key by key, null removes a key of *base*,
+    any other value replaces that of *base*.
     """
     merged = dict(base)
     for key, value in top.items():

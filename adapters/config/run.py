@@ -29,7 +29,7 @@ _OWN_KEYS = {field.name for field in attrs.fields(TrainingConfig)} - {"trainer"}
 """Keys of `training.` that are not passed on to the trainer."""
 
 _REQUIRED = {"template": {}, "custom": {}, "model": {"model": "unset"}, "training": {"output_dir": "unset"}}
-"""Sections, and the keys without a default, in place of those with a fault."""
+"""Section -> values of its keys without a default, used in place of a value with a fault."""
 
 _REFUSED = {f"training.{key}": str(refusal) for key, refusal in refused_settings("sft").items()}
 
@@ -41,12 +41,12 @@ def load_config(
     overrides: Sequence[str] = (),
 ) -> RunConfig:
     """
-    Read a run's YAML, and those that it extends.
+    Read a run's YAML, and the YAMLs that it extends.
 
     Args:
-        path: The YAML; a relative `extends:` starts at its folder, all other relative paths at the
-            working directory.
-        trainer_keys: Settings that `training.` passes to the trainer, and what each takes.
+        path: YAML file; a relative `extends:` starts at its folder, all other relative paths at
+            the working directory.
+        trainer_keys: Keys of `training.` that are passed to the trainer -> values that they take.
         overrides: Values for single keys, as `training.learning_rate=1e-4`, in place of the YAML's;
             null unsets a key.
 
@@ -90,11 +90,11 @@ def parse_config(
 
 def load_rl_config(path: str | Path, grpo_keys: Mapping[str, TrainerKey], *, overrides: Sequence[str] = ()) -> RlConfig:
     """
-    Read the YAML of a run of reinforcement learning, and those that it extends.
+    Read the YAML of a run of reinforcement learning, and the YAMLs that it extends.
 
     Args:
         path: See `load_config`.
-        grpo_keys: Settings that `grpo.` passes to TRL, and what each takes.
+        grpo_keys: Keys of `grpo.` that are passed to TRL -> values that they take.
         overrides: See `load_config`.
 
     Raises:
@@ -116,7 +116,7 @@ def load_rl_config(path: str | Path, grpo_keys: Mapping[str, TrainerKey], *, ove
 
 
 def known_keys(kind: type) -> Iterator[str]:
-    """Yield the path of every key that a frozen class reads, and of every section."""
+    """Yield the dotted path of every section and key of a frozen class of configuration."""
     paths = (path for path, field in yield_keys(kind) if get_origin(field.type) is not Mapping)
     parts = (part.removesuffix("[]") for path in paths for part in accumulate(path.split("."), "{}.{}".format))
     return iter(dict.fromkeys(parts))
@@ -139,22 +139,22 @@ def _build(document: Mapping[str, Any], kind: type[T], source: str, advise: Advi
 
 
 def _names_any(fault: Fault, paths: Sequence[str]) -> bool:
-    """Return whether a fault is of one of the keys *paths*, or of a key below one."""
+    """Return whether a fault's text names one of the keys *paths*, or a key below one of them."""
     words = [f"{word.rstrip(',.:')}." for word in str(fault).split()]
     return any(word.startswith(f"{path}.") for word in words for path in paths)
 
 
 def load_mixes(path: str | Path) -> Mixes:
     """
-    Read the mixes of data sets of `custom.fusion_config`: a curriculum of one for each epoch, or
-    one for all. Spellings of one path become the first of them.
+    Read the YAML of `custom.fusion_config`: one mix of data sets for all epochs, or a curriculum
+    with a mix for each epoch. A file that is named in several ways has its first name throughout.
 
     Args:
-        path: The YAML.
+        path: YAML file.
 
     Raises:
-        ConfigError: All faults of the YAML, or it names no file; the faults that the data decide
-            are `core.mixes.mixes_faults`.
+        ConfigError: All faults of the YAML, or it names no file. Faults that depend on the data are
+            found by `core.mixes.mixes_faults`.
     """
     document = read_document(Path(path))
     kind: type[_Curriculum | Mix] = _Curriculum if "curriculum" in document else Mix
@@ -179,7 +179,7 @@ def load_mixes(path: str | Path) -> Mixes:
 
 @attrs.frozen
 class _Curriculum:
-    """YAML of several mixes."""
+    """Content of a YAML with a mix for each epoch."""
 
     curriculum: tuple[Mix, ...]
 

@@ -1,10 +1,10 @@
 """
 Types, choices and bounds of the training arguments of ms-swift and TRL, read from tables, since
-importing these takes seconds; and faults of settings that this machine lacks a package for, or
-would ignore.
+importing these libraries takes seconds; and faults of settings that this machine lacks a package
+for, or would ignore.
 
-A table is of one version of its libraries; `make reference` writes it from the installed ones.
-Where others are installed, their own classes are read (`installed_keys` of
+A table holds for one version of its libraries; `make reference` writes it from the installed ones.
+If other versions are installed, their own classes are read (`installed_keys` of
 `adapters.trainer.arguments` and `app.wiring.grpo`).
 """
 
@@ -35,7 +35,7 @@ LIBRARIES: Mapping[Path, tuple[str, ...]] = {
     SFT_KEYS_FILE: ("ms-swift", "transformers"),
     GRPO_KEYS_FILE: ("trl", "transformers"),
 }
-"""Table -> packages whose versions decide what its keys are."""
+"""Table -> packages for whose versions it was written."""
 
 WORDS = {
     "null": "null",
@@ -47,7 +47,7 @@ WORDS = {
     "numbers": "a list of numbers",
     "dict": "a section of keys",
 }
-"""Type of a value -> what a message calls it."""
+"""Name of a type -> its words in messages."""
 
 TYPES: Mapping[Any, str] = {
     type(None): "null", bool: "bool", int: "int", float: "float", str: "str", list: "list", list[float]: "numbers",
@@ -56,7 +56,7 @@ TYPES: Mapping[Any, str] = {
 """Type -> its name, a key of `WORDS`."""
 
 _NEED = {"use_flash_ckpt": "dlrover", "use_liger_kernel": "liger_kernel"}
-"""Setting -> the package it needs."""
+"""Setting -> package that it needs."""
 
 SETTINGS_FILES = ("accelerator_config", "deepspeed", "fsdp_config")
 """Keys of `training.` that are a section, or name the file of one."""
@@ -74,22 +74,22 @@ class TrainerKey:
     """Types, choices and bounds of the values that a trainer's key takes."""
 
     types: tuple[str, ...]
-    """Keys of `WORDS`; where a number may be fractional, it may be whole."""
+    """Names of the types, keys of `WORDS`; `float` takes whole numbers too."""
 
     choices: tuple[str, ...] = ()
-    """Texts that a text, or each item of a list, may be; empty: any."""
+    """Allowed texts, for a text or for each item of a list; empty if all are allowed."""
 
     least: float = 0
-    """Least number."""
+    """Inclusive lower bound of numbers."""
 
     below: float = float("inf")
-    """Number that every number is below."""
+    """Exclusive upper bound of numbers."""
 
     path: bool = False
     """Whether a text is the path of a file or folder."""
 
     def convert(self, value: Any) -> Any:
-        """Return *value* as the trainer takes it; ValueError if it takes no such value."""
+        """Return *value*, from YAML, in a type that the key takes; ValueError if it takes none."""
         given, kind = value, TYPES.get(type(value), "")
         if value is False and "no" in self.choices:  # YAML reads no as false
             value, kind = "no", "str"
@@ -114,7 +114,7 @@ class TrainerKey:
         return value
 
     def _describe(self) -> str:
-        """Describe the values that the key takes."""
+        """Return text for a message on the values that the key takes."""
         unsaid = {"null", "str"} if self.choices or ("dict" in self.types and not self.path) else {"null"}
         words = [WORDS[kind] for kind in self.types if kind not in unsaid]
         if self.choices:
@@ -127,7 +127,7 @@ class TrainerKey:
 
 
 def flat_types(annotation: Any) -> Iterator[Any]:
-    """Yield the types and literal texts of an annotation, without type parameters."""
+    """Yield the types of an annotation, unions taken apart, and the texts of its literals."""
     origin = typing.get_origin(annotation)
     if origin in {types.UnionType, typing.Union}:
         for argument in typing.get_args(annotation):
@@ -146,7 +146,7 @@ def argument_keys(
 
     Args:
         kind: The class, a dataclass.
-        choices: Name of a field -> texts that it may be, where its annotation does not say.
+        choices: Name of a field -> allowed texts that its annotation does not list.
     """
     from transformers.integrations import INTEGRATION_TO_CALLBACK
 
@@ -187,7 +187,7 @@ def _first_annotation(owner: Any, name: str) -> Any:
 
 
 def read_key_table(path: Path = SFT_KEYS_FILE) -> dict[str, TrainerKey] | None:
-    """Return a table's keys; None if another version of a library is installed than it is of."""
+    """Return a table's keys by name; None if it is of another version of an installed library."""
     table = json.loads(path.read_text(encoding="utf-8"))
     if any(installed_version(name) not in {None, stated} for name, stated in table["versions"].items()):
         return None
@@ -196,8 +196,8 @@ def read_key_table(path: Path = SFT_KEYS_FILE) -> dict[str, TrainerKey] | None:
 
 def read_settings(named: Any) -> Mapping[str, Any]:
     """
-    Return the settings of a key of `SETTINGS_FILES`: its section, or the content of the file that
-    it names. A file that cannot be read has none, and the trainer refuses it.
+    Return the settings in *named*, the value of a key of `SETTINGS_FILES`: a section, JSON text, or
+    the path of a JSON file. They are empty if a file cannot be read; the trainer then refuses it.
     """
     if isinstance(named, (str, Path)):
         with contextlib.suppress(OSError, ValueError):
@@ -208,8 +208,8 @@ def read_settings(named: Any) -> Mapping[str, Any]:
 
 def machine_faults(settings: Mapping[str, Any], *, on_cpu: bool) -> Iterator[Fault]:
     """
-    Yield faults of settings that this machine lacks a package for or would ignore, or that break
-    the count of learners.
+    Yield faults of settings that need a missing package, that this machine would ignore, or under
+    which ranks are not learners of their own.
 
     Args:
         settings: Settings of the trainer.

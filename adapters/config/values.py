@@ -32,21 +32,21 @@ _list_of: Callable[[Any], Any] = list.__class_getitem__  # of types that are kno
 _UNIONS = {types.UnionType, typing.Union}
 
 Advise: typing.TypeAlias = Callable[[str, str], str]
-"""Function of an unknown key, and of the section that has it, that returns fault and remedy."""
+"""Function that takes an unknown key and its section, and returns fault and remedy as text."""
 
 
 def structure(
     document: Mapping[str, Any], kind: type[T], advise: Advise, *, required: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[T | None, list[Fault]]:
     """
-    Return the value of a frozen class that *document* is, and all its faults. Keys with a fault
-    have their defaults in it; it is None where these, with *required*, do not make one.
+    Build an object of a frozen class from a document; return it, and all faults of the document.
+    In the object, keys with a fault have their defaults; it is None if that is not possible.
 
     Args:
         document: Keys, and sections of keys.
-        kind: The class.
-        advise: Says what is wrong with a key that the class does not have.
-        required: Values of keys without a default, in place of values with a fault.
+        kind: Frozen class.
+        advise: Returns the fault and remedy for a key that the class does not have.
+        required: Values for keys without a default, in place of values with a fault.
     """
     try:
         return _CONVERTER.structure(document, kind), []
@@ -72,7 +72,7 @@ def _refuse(value: object, wanted: str) -> typing.NoReturn:
 
 
 TOO_LARGE = 10**12
-"""Smallest whole number that is refused: products of such counts leave 64 bits."""
+"""Smallest whole number that is refused: products of larger counts overflow 64 bits."""
 
 
 def _to_int(value: object, _: Any) -> int:
@@ -172,7 +172,7 @@ def _converter() -> cattrs.Converter:
 
 
 def _mapping_hook(plain: Any, wanted: str) -> Any:
-    """Wrap the hook *plain*, so that it refuses values other than mappings."""
+    """Return cattrs' hook *plain* with a check that refuses values other than mappings."""
 
     def structure(value: object, kind: Any) -> Any:
         if not isinstance(value, Mapping):

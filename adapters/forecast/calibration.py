@@ -1,6 +1,6 @@
 """
-Times steps of a trainer that is ready, as it trains, logs and saves: nothing of it is replaced but
-its data and their order.
+Times the steps of a trainer while it trains, logs and saves as usual; only its data and their order
+are chosen by the caller.
 """
 
 import time
@@ -15,12 +15,12 @@ from transformers import TrainerCallback
 from packplan.core.forecast import Calibration, MeasuredStep, StepTerms
 
 _WARM_UP = 2
-"""First steps that are not counted, in which memory is taken and kernels are chosen."""
+"""Number of first steps that are left out: they allocate memory and choose kernels."""
 
 
 @attrs.define(eq=False)
 class StepClock(TrainerCallback):  # type: ignore[misc]  # its library has no types
-    """Seconds of each optimizer step, evaluation and checkpoint."""
+    """Callback that times each optimizer step, and the last evaluation and checkpoint."""
 
     trainer: Any
     clock: Callable[[], float]
@@ -29,10 +29,10 @@ class StepClock(TrainerCallback):  # type: ignore[misc]  # its library has no ty
     checkpoint_s: float = 0.0
     _since: float = 0.0
     _waited: float = 0.0
-    """Seconds that loaders had waited before the epoch; negative within an epoch."""
+    """Seconds that loaders had waited before the epoch; -1 after the epoch's first step."""
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        """Start the clock of the epoch's first step."""
+        """Start timing the epoch's first step."""
         self._since, self._waited = self._now(), self._loading()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -71,13 +71,13 @@ def measure_steps(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Calibration:
     """
-    Train, and return the seconds of the steps. Every rank calls this, and nothing is printed.
+    Train, and return the seconds of steps, evaluation and checkpoint; every rank calls this.
 
     Args:
         trainer: Trainer of the same packs in each epoch, in one order. It may evaluate and save
             only after its last step.
-        terms: Steps of an epoch.
-        evaluated: The trainer's evaluation as one step; None without one.
+        terms: FLOPs of the steps of an epoch.
+        evaluated: FLOPs of the trainer's evaluation, as one step; None without evaluation.
         clock: Function that returns seconds.
     """
     clocked = StepClock(trainer, clock)
@@ -97,7 +97,7 @@ def pair_with_flops(terms: StepTerms, seconds: Sequence[float]) -> list[Measured
     Return a measured step for each of *seconds*, with its FLOPs on the busiest ranks.
 
     Args:
-        terms: Steps of an epoch.
+        terms: FLOPs of the steps of an epoch.
         seconds: Seconds of each step of several epochs.
     """
     busiest, counts = terms.busiest_flops().tolist(), terms.counts.tolist()

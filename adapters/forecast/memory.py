@@ -2,7 +2,7 @@
 Memory of one training step on one rank, traced: the trainer's own batch, loss, precision,
 checkpointing and optimizer on a model whose tensors have no content.
 
-Ranks under FSDP 2 are traced in a group that exchanges nothing, as accelerate wraps the model.
+For FSDP 2, the model is wrapped as accelerate does, in a process group that exchanges nothing.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,17 +30,17 @@ from packplan.core.errors import ModelError
 from packplan.core.forecast import MemoryKind, ModelSharding, StepTrace
 
 _MOST_TOKENS = 131_072
-"""Longest packing length that is looked at where a model says none."""
+"""Longest packing length to try if the model's config.json states no number of positions."""
 
 
 class OutlineTrainer(CheckedTrainer):
-    """Trainer of a model whose tensors have no content, so that no device can take it."""
+    """Trainer of a model whose tensors have no content, so that it is never moved to a device."""
 
     def _move_model_to_device(self, *_: Any) -> None:
         """Leave the model where it is."""
 
     def _compute_acc(self, *_: Any, **__: Any) -> None:
-        """Compute no accuracy, which reads numbers; its memory is a few bytes a token."""
+        """Compute no accuracy, which needs the content of logits; it takes little memory."""
 
 
 @attrs.define(eq=False)
@@ -55,10 +55,10 @@ class StepTracer:
     world_size: int
 
     accumulates: bool
-    """Whether a step has several microbatches: gradients of earlier ones are held meanwhile."""
+    """Whether a step has several microbatches: gradients of earlier ones stay in memory."""
 
     on_gpu: bool
-    """Whether a GPU trains, by its attention and an optimizer that updates all weights at once."""
+    """Whether to trace a GPU's attention, and an optimizer that updates all weights at once."""
 
     _tracer: MemoryTracer = attrs.field(init=False)
 
@@ -83,7 +83,7 @@ class StepTracer:
 
     def trace_step(self, samples: Sequence[dict[str, Any]]) -> StepTrace:
         """
-        Trace a step on a pack; ModelError, which says where, if the model cannot be traced.
+        Trace a step on a pack; ModelError with the place if the model cannot be traced.
 
         Args:
             samples: Encoded samples of the pack.
@@ -127,13 +127,13 @@ class StepTracer:
     @staticmethod
     def pack_of_length(samples: Sequence[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
         """
-        Return samples of a pack of so many tokens: the given ones that fit, repeated, and text.
+        Return samples for a pack of *tokens* tokens: the given samples, repeated, and text as rest.
 
-        Text has the given samples' share of tokens with a loss.
+        The text has the same share of supervised tokens as the given samples.
 
         Args:
             samples: Encoded samples of a pack.
-            tokens: Tokens of the new pack, >= 1.
+            tokens: Number of tokens of the new pack, >= 1.
         """
         length = sum(one["length"] for one in samples)
         share = sum(label != IGNORED_LABEL for one in samples for label in one["labels"]) / length
@@ -148,8 +148,8 @@ class StepTracer:
 
     def _batch(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """
-        Return the batch of a pack as the collator makes it. Pixels are cut to one column before, so
-        that long packs do not fill memory.
+        Return the batch of a pack as the collator makes it. Pixels are collated with one column
+        only, to save memory, and replaced by empty tensors of full width.
         """
         wide = {key: one.shape[1] for sample in samples for key, one in sample.items() if _is_pixels(one)}
         narrow = [{key: one[:, :1] if key in wide else one for key, one in sample.items()} for sample in samples]
@@ -159,7 +159,7 @@ class StepTracer:
         return batch | pixels
 
     def _run_passes(self, batch: Mapping[str, Any]) -> int:
-        """Run forward and backward pass without content; return the tracer's time between them."""
+        """Run forward and backward pass on empty tensors; return the clock between them."""
         trainer, tracer = self.trainer, self._tracer
         given = {key: tracer.drop_content(one) if isinstance(one, torch.Tensor) else one for key, one in batch.items()}
         with trace_as_on_gpu() if self.on_gpu else nullcontext(), trainer.media_hook():
@@ -171,7 +171,7 @@ class StepTracer:
         return forward_end
 
     def _open_optimizer(self) -> Any:
-        """Return the run's optimizer of this rank's weights, after one step; or ModelError."""
+        """Return the optimizer of this rank's weights, after one step that made its states."""
         trainer = self.trainer
         weights = [one for one in trainer.model.parameters() if one.requires_grad]
         try:
@@ -188,7 +188,7 @@ class StepTracer:
 
 
 def _update(optimizer: Any, gradients: list[Any]) -> None:
-    """Let an optimizer update its weights by *gradients*, which are released afterwards."""
+    """Run one step of an optimizer with *gradients*, one for each weight, then release them."""
     own = [one for group in optimizer.param_groups for one in group["params"]]
     for weight, gradient in zip(own, gradients, strict=True):
         weight.grad = None if gradient is None else local_part(gradient)
@@ -197,7 +197,7 @@ def _update(optimizer: Any, gradients: list[Any]) -> None:
 
 
 def _text_sample(sample: dict[str, Any], tokens: int, share: float) -> dict[str, Any]:
-    """Return a text-only sample of so many tokens, with the keys of *sample*."""
+    """Return a text sample of *tokens* tokens, a *share* of them supervised, like *sample*."""
     token, with_loss = int(sample["input_ids"][-1]), round(share * tokens)
     text: dict[str, Any] = {
         "input_ids": [token] * tokens,
@@ -225,7 +225,7 @@ def shard_as_accelerate(model: Any, world_size: int, *, mixed: str) -> None:
     Args:
         model: Model whose trainer is prepared.
         world_size: Ranks of the default group.
-        mixed: Precision that accelerate computes in: no, bf16 or fp16.
+        mixed: Mixed precision of accelerate: no, bf16 or fp16.
     """
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False,

@@ -1,10 +1,10 @@
 """
-Records the memory that a computation would take: tensors of floating point have sizes and no
-content, and the blocks of memory that they would fill are noted as they are allocated and freed.
+Records the memory that a computation would take: floating-point tensors have sizes and no content,
+and the memory blocks that they would fill are recorded as they are allocated and freed.
 
-Rules: whole numbers and booleans are computed. They are small, and shapes follow from them: the
-samples of a row, the tokens with a loss, the grid of an image. Nothing follows from floating point,
-or the model cannot be traced. Kernels are those of a CPU, whose own buffers are not seen.
+Rules: whole numbers and booleans are computed. They are small, and shapes depend on them: the
+samples of a row, the supervised tokens, the grid of an image. A model whose shapes depend on
+floating-point values cannot be traced. Kernels run as on a CPU; their own buffers are not recorded.
 """
 
 import traceback
@@ -29,7 +29,7 @@ _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch
 
 
 _DEVICE = torch.ops.prim.device.default
-"""Operator that asks where a tensor is: most calls are of it, and none makes a tensor."""
+"""Operator that returns the device of a tensor: the most frequent call, which makes no tensor."""
 
 
 class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
@@ -42,10 +42,10 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
 
     def __init__(self, *, vocabulary: int) -> None:
         """
-        Record nothing yet: `tracing` starts it.
+        Prepare a tracer; `tracing` starts the recording.
 
         Args:
-            vocabulary: Width of logits.
+            vocabulary: Width of logits, by which they are recognised; 0 without logits.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.clock = 0
@@ -84,14 +84,14 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
             held.resize_ = resize  # type: ignore[method-assign]
 
     def drop_content(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the same size without content, if it is of floating point."""
+        """Record a tensor; return it, or if of floating point an empty tensor of its shape."""
         if tensor.is_floating_point() and not isinstance(tensor, FakeTensor):
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
         self.block_number(tensor)
         return tensor
 
     def block_number(self, tensor: torch.Tensor) -> int:
-        """Return the number of the block that holds a tensor; a new one is recorded now."""
+        """Return the number of the memory block that holds a tensor, recorded now if it is new."""
         local = local_part(tensor)
         storage = local.untyped_storage()
         if storage._cdata not in self._numbers:  # noqa: SLF001  # identity of the memory
@@ -104,9 +104,9 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
         Return the blocks that were in memory at some time from *start* on.
 
         Args:
-            kinds: Number of a block -> its kind, where it follows from what the block is for.
-            start: Time at which the passes start.
-            forward_end: Time at which the forward pass ends.
+            kinds: Number of a block -> its kind, for weights, gradients and optimizer states.
+            start: `clock` when the passes started.
+            forward_end: `clock` when the forward pass ended.
         """
         freed = np.array(self._freed, dtype=np.int64)
         freed[freed < 0] = self.clock + 1
@@ -169,7 +169,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
 
 
 def _integer_indices(indices: Any) -> Iterator[Any]:
-    """Yield indices with boolean masks as integers, so that the result's shape is known."""
+    """Yield indices of a tensor, boolean masks converted to integers, whose shape is known."""
     for index in indices:
         if isinstance(index, torch.Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor):
             with unset_fake_temporarily():
@@ -179,14 +179,14 @@ def _integer_indices(indices: Any) -> Iterator[Any]:
 
 
 def _model_place(error: BaseException) -> str:
-    """Return text with the last line of model code in an error's traceback, to be appended."""
+    """Return the last model function in an error's traceback, as the end of a sentence."""
     frames = [one for one in traceback.extract_tb(error.__traceback__) if "modeling" in Path(one.filename).name]
     return f" in {frames[-1].name} of {Path(frames[-1].filename).name}" if frames else ""
 
 
 def empty_weights(model: torch.nn.Module, tracer: MemoryTracer) -> None:
     """
-    Replace the weights of a model of the device `meta` by ones without content on the CPU.
+    Replace a model's weights on the device `meta` by CPU weights without content.
 
     Tied weights stay tied.
     """

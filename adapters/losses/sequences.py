@@ -1,11 +1,11 @@
 """
-Losses on packed logits: `PackedLoss` runs an ordinary loss sequence by sequence, and `FusedLoss` a
-loss by token on the whole row.
+Losses on packed logits: `PackedLoss` runs an ordinary loss sequence by sequence, and `FusedLoss`
+runs a loss by token on the whole row.
 
-Data are fields of a batch of sequences, padded on the right. Each field declares which of its
-dimensions runs along the sequence (`core.shard.inputs`). Entry t along it belongs to token t, which
-the logits at t - 1 predict, so entries of first tokens are never used. `token_mask` holds the
-weights of tokens in the loss.
+Data are fields of a batch of sequences, padded on the right. One dimension of a field may run along
+the sequence (`core.shard.inputs`). Its entry t belongs to token t, which the logits at t - 1
+predict, so entries of first tokens are never used. `token_mask` holds the weights of tokens in the
+loss; a token of weight 0 does not count.
 
 Losses are divided by the number of sequences or tokens of the whole global batch. So losses and
 metrics of parts (sequences, microbatches, ranks) add up. Metrics named `…_min` and `…_max` combine
@@ -35,9 +35,9 @@ Normalisation = Literal["token", "sequence", "constant"]
 
 DERIVED = frozenset({"entropy", "sequence_tokens", "sequence_log_ratio"})
 """
-Fields that a loss may ask for and no batch has: entropy of the token's distribution, in nats; the
-total weight of the tokens of its sequence; and the mean of its sequence, without a gradient, of the
-log-ratio of the policy to `old_log_probabilities`, which it then asks for too.
+Fields that `FusedLoss` computes for a loss: entropy of the token's distribution, in nats; total
+weight of the tokens of the sequence; and the mean over the sequence, without gradient, of the log
+ratio of the policy to `old_log_probabilities`, a field that the loss then has to name too.
 """
 
 _PREFERENCES = {"bpo", "cpo", "dpo", "ipo", "kto", "orpo", "preference", "preferences", "rpo", "simpo"}
@@ -45,16 +45,16 @@ _PREFERENCES = {"bpo", "cpo", "dpo", "ipo", "kto", "orpo", "preference", "prefer
 
 
 class SequenceLoss(Protocol):
-    """Ordinary loss of a padded batch, perhaps of one sequence; it knows no packing."""
+    """Ordinary loss of a padded batch of one or more sequences, written without packing in mind."""
 
     def __call__(
         self, logits: torch.Tensor, data: Mapping[str, Any], *, num_sequences: float, num_tokens: float
     ) -> tuple[torch.Tensor, Metrics]:
         """
-        Return the loss, a scalar, and metrics.
+        Return the loss, a scalar tensor, and metrics by name.
 
         Args:
-            logits: Shape (batch, length, vocabulary).
+            logits: Logits of shape (batch, length, vocabulary).
             data: Fields of the batch.
             num_sequences: Sequences of the global batch with a token that counts.
             num_tokens: Tokens of the global batch that count.
@@ -66,7 +66,7 @@ class TokenLoss(Protocol):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of fields that the loss reads, by token or by sequence; or names in `DERIVED`."""
+        """Names of the fields that the loss reads: of the data, or of `DERIVED`."""
 
     @property
     def normalisation(self) -> Normalisation:
@@ -77,7 +77,7 @@ class TokenLoss(Protocol):
 
     @property
     def divisor(self) -> float:
-        """Number of tokens that `constant` divides each sequence's sum by."""
+        """Number of tokens by which `constant` divides the sum of each sequence."""
 
     def __call__(
         self, log_probabilities: torch.Tensor, fields: Mapping[str, torch.Tensor]
@@ -87,8 +87,8 @@ class TokenLoss(Protocol):
 
         Args:
             log_probabilities: Log-probability of each token; float32 of shape (num_tokens,).
-            fields: Requested fields, of shape (num_tokens, …). Log-probabilities and fields are 0
-                where a token does not count.
+            fields: The loss's `fields` by name, of shape (num_tokens, …). Log-probabilities and
+                fields are 0 for a token that does not count.
         """
 
 
@@ -97,8 +97,8 @@ def refuse_whole_batch(loss: object) -> None:
     Refuse a loss that cannot be computed on parts of a batch, such as a preference loss over pairs.
 
     Raises:
-        ArgumentError: It says `needs_whole_batch`, or says nothing and is named like a
-            preference loss.
+        ArgumentError: The loss has a true attribute `needs_whole_batch`, or has none and is named
+            like a preference loss.
     """
     while isinstance(loss, partial):
         loss = loss.func
@@ -129,8 +129,8 @@ class _Fields:
 
     sequence_dims: Mapping[str, int | None] = MappingProxyType({})
     """
-    Dimension that runs along the sequence by field, None if none does; those of a `BatchedData`, or
-    of fields whose names do not say it.
+    Field -> dimension that runs along the sequence, None if none does. Fields with usual names need
+    no entry; `BatchedData.sequence_dims` has all.
     """
 
     def dims(self, data: Mapping[str, Any], names: Iterable[str]) -> dict[str, int | None]:
@@ -140,7 +140,7 @@ class _Fields:
         return sequence_dims(shapes, input_key=self.input_key, declared=declared)
 
     def lengths(self, data: Mapping[str, Any], layout: PackedLayout | None) -> list[int] | None:
-        """Return the data's lengths, or None without any; ValueError if the layout has others."""
+        """Return the lengths of the data, or None if absent; ValueError if the layout differs."""
         found = [int(length) for length in data.get(self.input_lengths_key, ())]
         if found and layout is not None and found != layout.lengths.tolist():
             raise ValueError(f"the field {self.input_lengths_key} has other lengths than the layout of the row")
@@ -195,9 +195,9 @@ class PackedLoss(_Fields):
 @attrs.frozen
 class FusedLoss(_Fields):
     """
-    Runs a loss on tokens in one pass over a packed row or a padded batch.
+    Runs a loss by token in one pass over a packed row or a padded batch.
 
-    On a padded batch it is an ordinary loss too.
+    Without a layout it is a `SequenceLoss` itself.
     """
 
     loss: TokenLoss = attrs.field(validator=_require_separable)
@@ -226,7 +226,7 @@ class FusedLoss(_Fields):
             num_tokens: See `SequenceLoss`.
             layout: Layout of the sequences in the row.
             cp_rank: Rank within the group that shares the row.
-            sum_over_ranks: Function that adds a tensor over the group that shares the row.
+            sum_over_ranks: Function that returns a tensor's sum over the group that shares the row.
         """
         lengths = self.lengths(data, layout)
         if layout is None:
@@ -273,7 +273,7 @@ def normalisers(token_mask: torch.Tensor) -> tuple[int, float]:
     """
     Return the number of sequences with a token that counts, and the total weight of tokens.
 
-    Sum both over the global batch.
+    Their sums over the global batch are `num_sequences` and `num_tokens` of a loss.
 
     Args:
         token_mask: Weights of tokens, shape (num_sequences, width); 0 at padding.
@@ -283,7 +283,7 @@ def normalisers(token_mask: torch.Tensor) -> tuple[int, float]:
 
 
 def combine_metrics(parts: Sequence[Metrics]) -> dict[str, torch.Tensor]:
-    """Combine metrics of parts, in float64: by minimum, maximum or sum, as their names say."""
+    """Combine metrics in float64: `…_min` by minimum, `…_max` by maximum, others by sum."""
     whole = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         values = torch.stack([torch.as_tensor(part[name]).detach().double() for part in parts if name in part])
@@ -297,16 +297,16 @@ _EXTREMES = {"_min": (torch.amin, torch.inf), "_max": (torch.amax, -torch.inf)}
 
 @attrs.frozen(eq=False)
 class _PredictedTokens:
-    """Index of the token that each row of logits predicts."""
+    """Sequence and position of the token that each row of logits predicts, its target."""
 
     sequence: torch.Tensor
     """Sequence of each row; shape (num_rows,)."""
 
     column: torch.Tensor
-    """Position of the target in its sequence; 0 without a target."""
+    """Position of the target in its sequence, 0 without a target; shape (num_rows,)."""
 
     exists: torch.Tensor
-    """Whether the row has a target."""
+    """Whether each row has a target; bool, shape (num_rows,)."""
 
     @classmethod
     def from_layout(cls, layout: PackedLayout, cp_rank: int, device: torch.device) -> _PredictedTokens:
@@ -320,7 +320,7 @@ class _PredictedTokens:
 
     def values(self, field: torch.Tensor, dim: int | None) -> torch.Tensor:
         """
-        Return a field's value for each row, 0 without a target; shape (num_rows, …).
+        Return a field's value for the target of each row, 0 without a target; shape (num_rows, …).
 
         Args:
             field: Field of all sequences.
@@ -359,7 +359,7 @@ def _check_size(logits: torch.Tensor, num_positions: int) -> None:
 
 
 def _sequence_entry(value: Any, number: int, length: int, dim: int | None) -> Any:
-    """Return a field's entry for one sequence, cut to *length* along *dim*."""
+    """Return a field's entry for sequence *number*, truncated to *length* along *dim*."""
     own = value[number : number + 1]
     return own if dim is None else own.narrow(dim, 0, length)
 

@@ -13,10 +13,10 @@ from torch.autograd.function import once_differentiable
 NO_TARGET = -1
 
 _LEAST = -1e9
-"""Logarithm of an impossible token's probability: times 0 it is 0, and times a gradient finite."""
+"""Least log-probability: finite, so that its product with probability 0 is 0, and not nan."""
 
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 18, 1 << 26
-"""Logits in float32 at a time: as many as a core's cache holds, or 256 MB to keep a GPU busy."""
+"""Logits per block in float32: as many as a core's cache holds, or 256 MB to keep a GPU busy."""
 
 
 def token_statistics(
@@ -26,10 +26,10 @@ def token_statistics(
     Return the log-probability of each target, and the entropy of each row's distribution.
 
     Args:
-        logits: Any floating type; shape (num_rows, vocabulary). If ranks share a row, this rank's
-            part.
+        logits: Logits of any floating type, shape (num_rows, vocabulary). If ranks share a row,
+            this rank's part.
         targets: Token that each row predicts, or `NO_TARGET`; shape (num_rows,).
-        with_entropy: Whether entropies are computed; their gradient is only if it is used.
+        with_entropy: Whether entropies are computed; the backward pass supports them too.
 
     Returns:
         Log-probabilities and entropies, in nats; float32 of shape (num_rows,), 0 where there is no

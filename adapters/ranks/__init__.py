@@ -1,1 +1,1 @@
-"""Ranks over torch.distributed that learn of each other's failures, and workers on them."""
+"""Ranks over torch.distributed, which notice each other's failures, and workers on the ranks."""

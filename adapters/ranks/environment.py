@@ -11,7 +11,7 @@ _MAX_RANKS, _MAX_PORT = 100_000, 2**16 - 1
 
 def require_ranks(environment: Mapping[str, str] = os.environ) -> int:
     """
-    Return the number of ranks, 1 without a launcher.
+    Check the variables of torchrun, and return the number of ranks, 1 without a launcher.
 
     Args:
         environment: Environment variables of this process.
@@ -58,7 +58,7 @@ def _number(text: str) -> int | None:
 @contextmanager
 def name_rendezvous_errors(environment: Mapping[str, str] = os.environ) -> Iterator[None]:
     """
-    Raise RunError in place of torch's errors when ranks cannot meet at their store.
+    Raise RunError in place of torch's error if this rank cannot reach the store of the ranks.
 
     Args:
         environment: Environment variables of this process, with the address of the store.

@@ -1,5 +1,5 @@
 """
-Process beside rank 0 that tells the store that rank 0 is alive, its task, and when it has died.
+Process beside rank 0 that writes to the store that rank 0 is alive, its task, and its death.
 
 It is a process, not a thread, for two reasons. Solvers hold the interpreter for seconds, and it has
 to outlive rank 0 to report its death.
@@ -24,7 +24,7 @@ BEAT_S = 1.0
 
 
 BEAT, DIED = "beat", "died"
-"""Store keys: the latest beat with rank 0's task, and the reason of its death."""
+"""Store keys of the latest beat, with rank 0's task, and of the reason why rank 0 ended."""
 
 
 class Heartbeat:
@@ -43,7 +43,7 @@ class Heartbeat:
             receiver.close()
 
     def report(self, words: str) -> None:
-        """Set the current task, at most once a beat."""
+        """Send rank 0's current task to the heartbeat, at most once every `BEAT_S`."""
         if (now := time.monotonic()) - self._reported >= BEAT_S:
             self._reported = now
             with contextlib.suppress(BlockingIOError):
@@ -51,7 +51,7 @@ class Heartbeat:
                 self._sender.send_bytes(words.encode()[:1000])
 
     def stop(self) -> None:
-        """End the heartbeat without a report."""
+        """End the heartbeat's process without reporting that rank 0 died."""
         self._process.kill()
         self._process.join()
         self._sender.close()
@@ -78,7 +78,7 @@ def _beat(receiver: Connection, store: Store, parent: int) -> None:
 
 
 def _next_words(receiver: Connection) -> str | None:
-    """Return rank 0's task within the next beat; None if rank 0 is gone."""
+    """Wait for one beat; return rank 0's new task, empty without one, or None if rank 0 is gone."""
     try:
         return receiver.recv_bytes().decode(errors="replace") if receiver.poll(BEAT_S) else ""
     except EOFError:

@@ -22,19 +22,19 @@ from packplan.core.errors import PackplanError, RunError, counted
 from packplan.core.ports import Arrays
 
 LOST_S = 5.0
-"""Seconds to wait until Ray reports the death of a worker that another one misses."""
+"""Seconds in which Ray may report that a worker died, after a failure of another worker."""
 
 END_S = 10.0
-"""Seconds until workers have ended what they started, or are killed."""
+"""Seconds that workers have to end their own processes before they are killed."""
 
 START_S = 300.0
-"""Seconds until all workers have started: they import torch and load the model."""
+"""Seconds that all workers have to start."""
 
 
 class _Actor:
     """
-    One rank: it learns the group's address, joins the group as torchrun's ranks do, and builds its
-    worker.
+    Ray actor of one rank: it gets the group's address, joins the group as torchrun's ranks do, and
+    builds its worker.
     """
 
     def meeting_point(self) -> tuple[str, int]:
@@ -60,12 +60,12 @@ class _Actor:
         return os.getpid()
 
     def end(self) -> None:
-        """End what the worker started, if it was built."""
+        """Close the worker, if it was built."""
         if worker := getattr(self, "_worker", None):
             worker.close()
 
     def call(self, method: str, shard: Any, options: Mapping[str, Any]) -> Arrays:
-        """Call a method of the worker."""
+        """Return the result of the worker's *method* on *shard*."""
         arrays: Arrays = getattr(self._worker, method)(shard, **options)
         return arrays
 
@@ -83,8 +83,8 @@ class RayWorkers:
         Start workers on the cluster of RAY_ADDRESS, or on this machine without one.
 
         Args:
-            make: Function that builds a worker in its own process, with the environment of a
-                torchrun rank.
+            make: Function that builds a worker; it is called in each worker's process, with the
+                environment of a torchrun rank.
             num_workers: Number of ranks.
             gpus_each: GPUs of each worker.
 
@@ -131,7 +131,7 @@ class RayWorkers:
         return self._collect(method, calls)
 
     def close(self) -> None:
-        """End the actors and what they started, and Ray if this process started it."""
+        """Close the workers, end their actors, and shut Ray down in this process."""
         if self._actors:
             # A killed actor would leave the processes of its engine.
             ray.wait([actor.end.remote() for actor in self._actors], num_returns=len(self._actors), timeout=END_S)
@@ -171,7 +171,7 @@ class RayWorkers:
 
 
 def _find_failures(calls: Sequence[Any]) -> dict[Any, RayError]:
-    """Return the errors of calls that have ended, in their order."""
+    """Return the error of each failed call among *calls*, which have all ended."""
     found = {}
     for call in calls:
         try:

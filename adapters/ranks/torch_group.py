@@ -1,7 +1,7 @@
 """
-Ranks over torch.distributed: rank 0 builds, the others wait on its store, arrays travel as tensors.
+Ranks over torch.distributed: rank 0 builds, the others wait on its store; arrays are broadcast.
 
-`RankWorkers` lets each rank compute its own shard with a class of the user's.
+`RankWorkers` has each rank compute its own shard with a worker object of the user's.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _WARN_EVERY_S = 30.0
 _ACKNOWLEDGE_S = 10.0
 
 SILENT_S = 45.0
-"""Rank 0 beats every second; after so long without one, its node is taken for dead or cut off."""
+"""Seconds without a heartbeat of rank 0 after which its node counts as dead or cut off."""
 
 CHUNK_BYTES = 1 << 25
-"""Bytes that travel at a time, which bounds what the transport holds beside the arrays."""
+"""Bytes that are broadcast at a time; they bound the memory that torch takes beside the arrays."""
 
 
 class OneRank:
@@ -83,8 +83,8 @@ class TorchGroup:
         Join the group; every rank calls this.
 
         Args:
-            use_cpu: Use gloo alone, even where CUDA is at hand.
-            timeout_s: Seconds a collective may take; waiting for rank 0's plan is not one.
+            use_cpu: Use gloo alone, even if CUDA is available.
+            timeout_s: Seconds that a collective may take; waiting for rank 0's plan is none.
 
         Raises:
             ConfigError: There is no GPU for this rank.
@@ -158,12 +158,12 @@ class TorchGroup:
             self._heartbeat = None
 
     def report_failure(self, error: Exception) -> None:
-        """Publish the error that ends this rank to the ranks that wait for it, if it still can."""
+        """Publish the error that ends this rank for the ranks that wait, if the store is there."""
         with suppress(dist.DistError):
             self._store.set(DIED, f"rank {self.rank} failed: {_error_text(error)}")
 
     def leave(self) -> None:
-        """End the group, together: one rank may keep the store that the others still read."""
+        """Leave the group once all ranks do: one may hold the store that the others still read."""
         dist.barrier()
         self.stop_heartbeat()
         # Threads of its transports that outlive the interpreter may abort the process.
@@ -202,7 +202,7 @@ class TorchGroup:
     def _await_keys(
         self, keys: list[str], timeout_s: float, kind: Literal["rank_gone", "rank_zero"], *, late: str
     ) -> list[str]:
-        """Wait for *keys*; raise RunError if rank 0 dies or falls silent, or they are late."""
+        """Return the values of *keys*; RunError if they are *late* or rank 0 dies or is silent."""
         watch = _KeyWatch(self._wait_store, keys)
         told = 0.0
         while not watch.over.wait(_POLL_S):
@@ -222,12 +222,12 @@ class TorchGroup:
 
 
 def _describe_arrays(arrays: Arrays) -> str:
-    """Return names, types and shapes, as JSON."""
+    """Return the names, types and shapes of arrays as JSON."""
     return json.dumps([(name, array.dtype.str, array.shape) for name, array in arrays.items()])
 
 
 def _empty_arrays(described: list[tuple[str, str, list[int]]]) -> dict[str, NDArray[Any]]:
-    """Return empty arrays of names, types and shapes."""
+    """Return uninitialised arrays of the names, types and shapes that `_describe_arrays` gave."""
     return {name: np.empty(shape, dtype=np.dtype(dtype)) for name, dtype, shape in described}
 
 
@@ -242,19 +242,19 @@ def _await_readers(store: Store, key: str, world_size: int) -> None:
 
 
 def _error_text(error: BaseException) -> str:
-    """Return the text of this rank's error that other ranks report."""
+    """Return the text of this rank's error, with its remedy, for the messages of other ranks."""
     return with_remedy(error) if isinstance(error, PackplanError) else f"{type(error).__name__}: {error}"
 
 
 def _first_sentence(error: BaseException) -> str:
-    """Return the first sentence of torch's error, without the place in torch's code."""
+    """Return the first sentence of torch's error, without its position in torch's source."""
     return re.sub(r"^\[\S*\] ", "", str(error).partition("\n")[0]).partition(". ")[0][:200]
 
 
 @contextmanager
 def name_lost_ranks(rank: int) -> Iterator[None]:
     """
-    Turn the failure of a collective, wherever torch raises it, into a RunError.
+    Raise RunError in place of torch's error if a collective in this context fails.
 
     Args:
         rank: Index of this learner.
@@ -273,14 +273,14 @@ def meet(*, timeout_s: float = 1800.0, refusal: Exception | None = None) -> tupl
     Meet all ranks of this launch at the store of torchrun's environment, before any of them ends.
 
     Args:
-        timeout_s: Seconds to wait for the others.
-        refusal: Error for which this rank cannot run. With it, this returns when all ranks know it.
+        timeout_s: Seconds to wait for the other ranks.
+        refusal: Error that keeps this rank from running; other ranks raise it, this rank returns.
 
     Returns:
         The store of this launch, the rank, and the number of ranks.
 
     Raises:
-        RunError: Another rank refuses, with its reason; or they do not come.
+        RunError: Another rank refuses, with its reason; or a rank is missing after *timeout_s*.
     """
     if refusal is not None:
         log.warning("the run is refused, which the other ranks are told when they come: %s", _error_text(refusal))
@@ -303,12 +303,11 @@ def meet(*, timeout_s: float = 1800.0, refusal: Exception | None = None) -> tupl
 
 def _agree_on_launch(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
     """
-    Return a token that all ranks of this launch hold, and none of an earlier launch on the same
-    store.
+    Return a token that all ranks of this launch share, and no earlier launch on the same store.
 
     Each rank publishes a random token. Rank 0 publishes the list of the tokens that it finds, again
-    and again, until every rank has found its own in it. A token or a list of an earlier launch is
-    accepted by no rank of this one.
+    and again, until every rank has found its own token in the list. So a token or list of an
+    earlier launch is never accepted.
     """
     own = secrets.token_hex(8)
     tokens = [f"token/{number}" for number in range(world_size)]
@@ -334,14 +333,14 @@ def _agree_on_launch(store: Store, rank: int, world_size: int, timeout_s: float)
 
 class _KeyWatch:
     """
-    Waits for keys of the store on its own thread, since a silent node blocks its callers.
+    Waits for keys of the store in a thread of its own, since a call to a dead node's store blocks.
 
     Attributes:
         started: Time of construction, by the monotonic clock.
         last_beat: Time of the latest beat, by the monotonic clock.
-        over: Event that is set when there are answers, or never will be.
-        answers: The keys' values, once all are there.
-        lost: Reason why there never will be answers.
+        over: Event that is set when the wait ends, with answers or without.
+        answers: Values of the keys; None until all are there.
+        lost: Reason why the wait ended without answers.
         task: Latest task that rank 0 has reported.
     """
 
@@ -374,7 +373,7 @@ class _KeyWatch:
 
 class RankWorkers:
     """
-    Workers that are torchrun's ranks, or this process alone. Every rank gets all results.
+    Workers that are torchrun's ranks, or this process alone. Every rank gets the results of all.
     """
 
     def __init__(self, worker: Any, group: RankGroup) -> None:
@@ -382,11 +381,11 @@ class RankWorkers:
 
     @property
     def num_workers(self) -> int:
-        """Ranks of the group."""
+        """Number of ranks of the group."""
         return self._group.world_size
 
     def run_all_workers_sharded_data(self, method: str, shards: Sequence[Any], /, **options: Any) -> list[Arrays]:
-        """Compute this rank's shard, and exchange the results; as `RayWorkers` does."""
+        """Call *method* with this rank's shard, and return all ranks' results, by rank."""
         rank = self._group.rank
         try:
             with name_lost_ranks(rank):
@@ -399,23 +398,23 @@ class RankWorkers:
         return list(self._group.gather_arrays(result))
 
     def close(self) -> None:
-        """End what the worker started; the ranks leave when their program ends."""
+        """Close this rank's worker; the ranks leave when their program ends."""
         self._worker.close()
 
 
 _BLOCK = 1 << 18
-"""Words in a sum."""
+"""Words that are summed at a time."""
 
 _GOLDEN = -7046029254386353131
-"""2 ** 64 over the golden ratio, as a signed number: its multiples are spread evenly."""
+"""2 ** 64 over the golden ratio, as a signed number: its multiples are evenly spread factors."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes -> integers of that size."""
+"""Bytes of an integer -> its type."""
 
 
 @torch.no_grad()
 def weight_digests(model: torch.nn.Module) -> dict[str, str]:
-    """Return type, shape and digest of each saved weight, by `weight` and its name."""
+    """Map `weight NAME` to type, shape and digest, as text, for each weight in the state dict."""
     return {
         f"weight {name}": f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)} {_digest(weight)}"
         for name, weight in model.state_dict().items()
