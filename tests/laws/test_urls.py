@@ -80,19 +80,14 @@ def test_relative_media_stay_with_their_server(scheme, host, path, relative):
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        ("data/a.jsonl", None),
-        ("a::b.jsonl", None),
-        ("S3://bucket/a.jsonl", None),
-        ("https://host/a.jsonl?b=c::d", None),
-        ("file:///a.jsonl", "is at file://, which"),
-        ("local://a.jsonl", "is at local://, which"),
-        ("sftp://host/a.jsonl", "is at sftp://, which"),
-        ("zip://a.jsonl::s3://bucket/a.zip", "is a chain of URLs"),
-        ("zip://a.jsonl::/etc/a.zip", "is a chain of URLs"),
-        ("simplecache::s3://bucket/a.jsonl", "is a chain of URLs"),
-        ("s3://bucket/a::file:///b", "is a chain of URLs"),
+        *((name, None) for name in ("data/a.jsonl", "a::b.jsonl", "S3://bucket/a.jsonl", "https://host/a.jsonl?b=c::d")),
+        *((f"{scheme}://a.jsonl", f"is at {scheme}://, which") for scheme in ("file", "local", "sftp")),
+        *((name, "is a chain of URLs") for name in (
+            "zip://a.jsonl::s3://bucket/a.zip", "zip://a.jsonl::/etc/a.zip", "simplecache::s3://bucket/a.jsonl",
+            "s3://bucket/a::file:///b",
+        )),
     ],
-)
+)  # fmt: skip
 def test_only_places_of_known_schemes_are_read(name, fault):
     """And none that leads to another place, as one on this machine."""
     assert (fault is None) == (url_fault(name) is None)
