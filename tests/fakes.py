@@ -111,12 +111,14 @@ class OddSource(ListSource):
 
     def measure(self, index: int) -> Measurement:
         super().measure(index)
-        return Measurement(self.lengths[index] + self.more(self, index, None), 1, 1, 4)
+        return self._measure_in(None, index)
 
     def measure_in_loader(self, indices: Sequence[int], *, epoch: int) -> list[RecordOutcome]:
         self.elsewhere = list(indices)
-        found = [self.lengths[index] + self.more(self, index, epoch) for index in indices]
-        return [MeasuredSample(Measurement(length, 1, 1, 4)) for length in found]
+        return [MeasuredSample(self._measure_in(epoch, index)) for index in indices]
+
+    def _measure_in(self, epoch: int | None, index: int) -> Measurement:
+        return Measurement(self.lengths[index] + self.more(self, index, epoch), 1, 1, 4)
 
 
 UNSTEADY = {

@@ -219,20 +219,19 @@ def test_nothing_is_replaced_and_no_folder_made(export, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "gone")
 
-    for name in ("file", "folder", "link"):
-        with pytest.raises(ArgumentError, match=f"{name} exists"):
+    for name, error, says in (
+        *((name, ArgumentError, f"{name} exists") for name in ("file", "folder", "link")),
+        ("gone/packs", OutputError, "gone"),
+    ):
+        with pytest.raises(error, match=says):
             export(ROWS, plan_of(ROWS), tmp_path / name)
-
-    with pytest.raises(OutputError, match="gone"):
-        export(ROWS, plan_of(ROWS), tmp_path / "gone" / "packs")
     assert "kept" == (tmp_path / "file").read_text()
     assert ["file", "folder", "link"] == sorted(path.name for path in tmp_path.iterdir())
 
 
 def test_megatron_bridge_refuses_what_its_columns_cannot_say(tmp_path):
     """Labels that are other tokens, since it has a mask."""
+    rows = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 4]}]
     with pytest.raises(ArgumentError, match="pack 0 has labels that are not its tokens"):
-        rows = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 4]}]
         export_megatron_bridge(rows, plan_of(rows), tmp_path / "packs")
-
     assert [] == list(tmp_path.iterdir())

@@ -231,7 +231,7 @@ def test_a_damaged_file_is_refused_by_name_or_gives_records(tmp_path, name):
     cuts = [whole[:end] for end in range(0, len(whole) - 1, max(1, len(whole) // 41))]
     flips = [
         whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :]
-        for place in range(0, len(whole), max(1, len(whole) // 61))
+        for place in range(0, len(whole), max(1, len(whole) // 41))
     ]
     for content in (*cuts, *flips):
         path.write_bytes(content)
@@ -562,7 +562,7 @@ def test_a_file_takes_little_memory(tmp_path, name, monkeypatch):
     held = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     after_opening = resident_bytes(where := read_file(path))
-    for row in np.random.default_rng(0).permutation(len(rows)).tolist():
+    for row in np.random.default_rng(0).permutation(len(rows))[:3000].tolist():
         assert rows[row] == records[row]
 
     assert where.stat().st_size > 20_000_000

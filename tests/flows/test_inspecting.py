@@ -151,7 +151,7 @@ def test_show_warns_of_what_training_would_refuse_or_do_otherwise(store, said, s
 
 @pytest.mark.covers
 def test_a_sample_and_a_pack_are_explained(store, said, document, tmp_path):
-    """When its pack is trained, and on which line it stands; text says the same."""
+    """When its pack is trained, and on which line it stands; else with whom it was dropped."""
     for name, blank in (("data", "\n"), ("val", "")):
         (tmp_path / f"{name}.jsonl").write_text(f"{{}}\n{blank}" * len(LENGTHS))
     path = store(eval_lengths=LENGTHS)
@@ -171,14 +171,9 @@ def test_a_sample_and_a_pack_are_explained(store, said, document, tmp_path):
     (tmp_path / "data.jsonl").write_text("{}\n")
     assert document("show", path, "--sample", "0")["record"] is None
 
-
-@pytest.mark.covers
-def test_samples_in_no_pack_are_explained(store, said, document):
-    """Dropped, with whom; skipped, and the key that would change it."""
     path = store(training={"packing_min_fill_ratio": 1.0, "packing_allow_single_long": False})
     plan = build_raw_plan(LENGTHS, packing_length=80, min_fill_ratio=1.0, allow_single_long=False)
     dropped = plan.dropped_packs[0]
-
     found = document("show", path, "--sample", dropped[0])
     assert ("dropped", dropped[1:]) == (found["place"], found["dropped_with"])
     assert "training.packing_min_fill_ratio" in said("show", path, "--sample", dropped[0])
