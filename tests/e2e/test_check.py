@@ -10,8 +10,8 @@ import torch
 from accelerate.state import AcceleratorState
 from swift.trainers import Seq2SeqTrainer
 
+from packplan.adapters.attention import NAME, varlen
 from packplan.adapters.attention import layout as varlen_layout
-from packplan.adapters.attention import varlen
 from packplan.adapters.attention.layout import Layout
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app.check import compare, main
@@ -159,15 +159,25 @@ def begin_late(_):
     return [(varlen, "read_layout", read)]
 
 
-def large_logits(trainer):
+def changed_logits(change):
+    """Return what plants a change of a model's logits."""
+
+    def plant(trainer):
+        head = trainer.model.lm_head
+        plain = head.forward
+        return [(head, "forward", lambda hidden: change(trainer.model, plain(hidden)))]
+
+    return plant
+
+
+def enlarge(_, logits):
     """Let logits have much in common, by which rounding grows, and the loss does not."""
-    plain, drawn = trainer.model.lm_head.forward, torch.Generator().manual_seed(0)
+    drawn = torch.Generator().manual_seed(logits.shape[1])
+    return logits + 1e3 * (1 + 1e-6 * torch.randn(logits.shape, generator=drawn))
 
-    def shifted(hidden):
-        logits = plain(hidden)
-        return logits + 1e3 * (1 + 1e-6 * torch.randn(logits.shape, generator=drawn))
 
-    return [(trainer.model.lm_head, "forward", shifted)]
+def differ_under_ours(model, logits):
+    return logits * (1 + model.config._attn_implementation.startswith(NAME))
 
 
 def sum_by_sample(trainer):
@@ -189,7 +199,8 @@ FAULTS = {
     "a sample begins late": ("qwen3", "", begin_late, {"logits", "sample loss", "gradients"}, ROWS),
     "another reduction": ("qwen2", "", sum_by_sample, STEP, ROWS),
     "weights are lost": ("qwen2", "weighed", tampered(lose_weights), STEP, ROWS),
-    "large logits": ("qwen2", "", large_logits, set(), {"sample loss", "step loss"}),
+    "large logits": ("qwen2", "", changed_logits(enlarge), set(), {"sample loss", "step loss"}),
+    "our attention": ("qwen2", "", changed_logits(differ_under_ours), {"logits", "sample loss", "step loss"}, ROWS),
 }  # fmt: skip
 """Fault -> model, data, what plants it, checks that fail, and checks that do not."""
 
