@@ -266,14 +266,6 @@ def test_models_that_leak_are_refused_with_the_numbers(config, shows, reason):
         assert f"{number:.2g}" in verdict.reason
 
 
-def test_an_attention_that_gives_other_results_is_refused():
-    """By its name; `auto` takes the model's own instead."""
-    verdict = probe_config(faulty("another result under our attention"), attn_impl="varlen")
-
-    assert not verdict.passes
-    assert 0 == verdict.measured.isolation < 1e-3 < verdict.measured.equality
-
-
 @pytest.mark.parametrize("family", ["qwen3_vl", "minicpmv4_6", "qwen2_5_omni_thinker"])
 def test_images_that_see_each_other_are_found(family):
     """In each form in which towers take images; rows of text would not show it."""

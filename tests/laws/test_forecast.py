@@ -63,21 +63,16 @@ def test_steps_that_follow_the_terms_are_predicted_exactly(time, seen, others):
         assert one.seconds == pytest.approx(one.predict_seconds(found), rel=1e-5)
 
 
-def test_steps_that_something_slowed_down_do_not_count():
-    """A quarter of them takes thrice as long; least squares would say so of all."""
+def test_slowed_steps_do_not_count_and_what_does_not_vary_is_part_of_the_constant():
+    """Least squares would count a quarter that takes thrice as long; what is absent stays 0."""
     time, terms = StepTime(1, 0, 2, 0, 0), [(1, number, 0, 0) for number in range(1, 25)]
 
     found = fit_steps(steps_of(time, terms, slowed=range(0, 24, 4)))
+    constant = fit_steps(steps_of(StepTime(1, 2, 3, 0, 0), [(4, 5, number, 0) for number in range(1, 9)]))
 
     assert attrs.astuple(time) == pytest.approx(attrs.astuple(found))
-
-
-def test_a_term_that_does_not_vary_is_part_of_the_constant():
-    """Of equal packs, nothing says which part of a step they are; what is absent stays 0."""
-    found = fit_steps(steps_of(StepTime(1, 2, 3, 0, 0), [(4, 5, number, 0) for number in range(1, 9)]))
-
-    assert (0, 0, 0) == (found.microbatch, found.text, found.vision)
-    assert found.step == pytest.approx(1 + 2 * 4 + 3 * 5)
+    assert (0, 0, 0) == (constant.microbatch, constant.text, constant.vision)
+    assert constant.step == pytest.approx(1 + 2 * 4 + 3 * 5)
 
 
 @given(trainings(), step_times(), st.sampled_from(["step", "microbatch"]), st.integers(0, 9))

@@ -7,14 +7,16 @@ from tools import models
 
 SECTION = "## Models that see\n\nTiny models.\n\n| model |\n|---|\n| glm4v |\n"
 
-FOUND = PackingVerdict("llama", "own", "sdpa", "sdpa", (), follows_rows=False, measured=ProbeResult(0, 1e-7), reason="")
+
+def verdict(family, strategy=None, *, split=(), measured=None, reason=""):
+    return PackingVerdict(family, strategy, "a", "a", split, follows_rows=False, measured=measured, reason=reason)
 
 
 @pytest.mark.parametrize("before", [None, "", "# Which models pack\n\n| family |\n|---|\n| old |\n"])
 @pytest.mark.parametrize("section", ["", f"\n{SECTION}"])
 def test_the_table_of_families_keeps_the_models_that_see(monkeypatch, tmp_path, before, section):
     """Its own rows are new, and the section after them is the same, however often it is written."""
-    monkeypatch.setattr(models, "probe_families", lambda _: [FOUND])
+    monkeypatch.setattr(models, "probe_families", lambda _: [verdict("llama", "own", measured=ProbeResult(0, 1e-7))])
     path = tmp_path / "models.md"
     if before is not None:
         path.write_text(before + section)
@@ -29,11 +31,6 @@ def test_the_table_of_families_keeps_the_models_that_see(monkeypatch, tmp_path, 
     assert "| old |" not in first
     has_section = bool(section) and before is not None
     assert has_section == (models.HEADING in first) == first.endswith(SECTION)
-
-
-def verdict(family: str, strategy=None, *, split=(), measured=None, reason="") -> PackingVerdict:
-    """Return a verdict on a family."""
-    return PackingVerdict(family, strategy, "a", "a", split, follows_rows=False, measured=measured, reason=reason)
 
 
 def test_every_family_stands_in_the_table_of_its_verdict():
