@@ -11,6 +11,7 @@ from packplan.core.context_parallel import PackedLayout
 from packplan.core.equality import VARLEN, AttentionChoice
 from packplan.core.errors import ModelError
 from tests.e2e import context_parallel_rank, rank_main
+from tests.e2e.unpad_rank import build
 from tests.nearness import FLOAT32
 from tests.processes import finished
 
@@ -61,15 +62,9 @@ def group_of_one():
     dist.destroy_process_group()
 
 
-@pytest.fixture
-def qwen3(demo):
-    """Return a model, with a sequence of eight tokens."""
-    return context_parallel_rank.load(str(demo / "models" / "qwen3")), torch.arange(8)[None]
-
-
-def test_a_row_that_nobody_shares_is_the_row(group_of_one, qwen3):
+def test_a_row_that_nobody_shares_is_the_row(group_of_one):
     """Two sequences, without position ids being given; afterwards the model is as it was."""
-    model, tokens = qwen3
+    model, tokens = build("gpt2"), torch.arange(8)[None]  # it has absolute positions
     plain = model(tokens).logits
     expected = torch.cat([model(tokens[:, :3]).logits, model(tokens[:, 3:]).logits], dim=1)
 
@@ -82,9 +77,9 @@ def test_a_row_that_nobody_shares_is_the_row(group_of_one, qwen3):
     assert not model._forward_pre_hooks
 
 
-def test_what_cannot_be_computed_is_refused(group_of_one, qwen3):
+def test_what_cannot_be_computed_is_refused(group_of_one):
     """Another number of ranks or positions, a mask, layers that carry a state."""
-    model, tokens = qwen3
+    model, tokens = build("gpt2"), torch.arange(8)[None]
     with (
         pytest.raises(ValueError, match="for 2 ranks, but the group has 1"),
         context_parallel(model, layout=PackedLayout.from_lengths([8], cp_size=2)),
