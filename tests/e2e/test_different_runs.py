@@ -159,27 +159,24 @@ def test_a_digest_is_of_every_bit_and_of_its_place(dtype, num_rows, monkeypatch)
     monkeypatch.setattr("packplan.adapters.ranks.torch_group._BLOCK", 4)
     model = torch.nn.Module()
     drawn = torch.randint(0, 255, (num_rows, 11), generator=torch.Generator().manual_seed(0))
-    model.register_buffer("w", drawn.to(dtype))
-    model.register_buffer("scale", torch.tensor(2.0))
-    model.register_buffer("none", torch.zeros(0, 3))
+    rows = drawn.to(dtype)
+    for name, weight in {"w": rows, "scale": torch.tensor(2.0), "none": torch.zeros(0, 3)}.items():
+        model.register_buffer(name, weight)
 
-    def digest() -> str:
+    def digest(weight: torch.Tensor) -> str:
+        model.w = weight
         return weight_digests(model)["weight w"]
 
-    plain, rows = digest(), model.w.clone()
+    plain = digest(rows)
     assert ["weight none", "weight scale", "weight w"] == sorted(weight_digests(model))
-    model.w = rows.T.contiguous().T
-    assert plain == digest()
-    model.w = torch.cat([rows.view(-1)[:1], rows.view(-1)])[1:].view_as(rows)
-    assert plain == digest()
+    assert plain == digest(rows.T.contiguous().T)
+    assert plain == digest(torch.cat([rows.view(-1)[:1], rows.view(-1)])[1:].view_as(rows))
+    assert plain != digest(rows.view(11, num_rows))
     for place in range(rows.numel()):
         changed = rows.clone()
         changed.view(-1).view(torch.uint8)[place * rows.element_size()] ^= 1
-        model.w = changed
-        assert plain != digest()
+        assert plain != digest(changed)
     for one, two in ((0, 1), (3, 40), (15, 16), (0, 4), (0, 4 * 8 // rows.element_size())):
-        model.w = rows.clone()
-        model.w.view(-1)[[one, two]] = rows.view(-1)[[two, one]]
-        assert (plain == digest()) == bool(rows.view(-1)[one] == rows.view(-1)[two])
-    model.w = rows.view(11, num_rows)
-    assert plain != digest()
+        changed = rows.clone()
+        changed.view(-1)[[one, two]] = rows.view(-1)[[two, one]]
+        assert (plain == digest(changed)) == bool(rows.view(-1)[one] == rows.view(-1)[two])

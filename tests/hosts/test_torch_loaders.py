@@ -1,5 +1,6 @@
 """Batches of packs in torch's loaders: the schedule's, and after a state those that are left."""
 
+import copy
 import json
 from collections import Counter
 from typing import Any
@@ -8,9 +9,11 @@ import attrs
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 import packplan as pp
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches
+from packplan.adapters.loaders.rows import PackInputs, RowsOfPacks, refuse_other_packs
 from packplan.core.errors import ArgumentError, CorruptArtefactError, MismatchError, StaleError
 from packplan.core.fingerprint import Fingerprint, RunIdentity, seal, unseal
 from packplan.core.schedule import EpochSchedule
@@ -140,23 +143,19 @@ def test_a_state_of_another_plan_or_run_is_refused():
 @pytest.mark.parametrize("found", [[1, 0], [0], [0, 1, 2]], ids=str)
 def test_packs_that_are_not_the_schedules_are_refused(found):
     """In another order, too few or too many of a step."""
-    from packplan.adapters.loaders.rows import refuse_other_packs
-
     refuse_other_packs([{"packplan_pack": 0}, {"packplan_pack": [1]}], [(0,), (1,)])
 
     with pytest.raises(MismatchError, match=r"the loader's batch is pack .*, but the schedule's is"):
         refuse_other_packs([{"packplan_pack": pack} for pack in found], [(0,), (1,)])
 
 
-def in_the_middle() -> dict[str, Any]:
-    """Return the state of two ranks after a step of the second epoch."""
-    batches = batches_of(2, 0)
-    return batches.state_dict(step=batches.schedule.steps_per_epoch + 1)
+IN_THE_MIDDLE = batches_of(2, 0).state_dict(step=schedule(2).steps_per_epoch + 1)
+"""State of two ranks after a step of the second epoch."""
 
 
 def test_no_changed_state_is_loaded():
     """Whatever number, text or key of it."""
-    state = json.loads(json.dumps(in_the_middle()))
+    state = json.loads(json.dumps(IN_THE_MIDDLE))
     batches_of(1, 0).load_state_dict(state)
 
     for other in changed(state):
@@ -176,7 +175,7 @@ def test_no_changed_state_is_loaded():
 )  # fmt: skip
 def test_numbers_that_contradict_each_other_are_refused(numbers):
     """Also in a state that a program wrote with their digest."""
-    state = unseal(in_the_middle())
+    state = copy.deepcopy(unseal(IN_THE_MIDDLE))
     (segment,) = state["progress"]["segments"]
     for name, number in numbers.items():
         (segment if name in segment else state["progress"])[name] = number
@@ -186,8 +185,6 @@ def test_numbers_that_contradict_each_other_are_refused(numbers):
 
 
 def loader_of(kind: Any, batches: PackBatches, workers: int) -> Any:
-    from packplan.adapters.loaders.rows import PackInputs, RowsOfPacks
-
     rows = [{"input_ids": list(range(length))} for length in PLAN.lengths.tolist()]
     return kind(RowsOfPacks(rows, PLAN), batch_sampler=batches, collate_fn=PackInputs(), num_workers=workers)
 
@@ -200,8 +197,6 @@ def packs_of(loader: Any) -> list[int]:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_of_torch_serves_the_schedule(workers):
     """With the rows of each pack, joined, and resumed by the state of a step on other ranks."""
-    from torch.utils.data import DataLoader
-
     batches = batches_of(2, 1)
     loader = loader_of(DataLoader, batches, workers)
     for epoch in range(2):
