@@ -42,7 +42,7 @@ def main(commands: list[tuple[str, str, list[str]]], folder: str) -> int:
             except Exception as error:  # noqa: BLE001  # the other commands go on
                 (spy.folder / f"error{spy.rank}.json").write_text(json.dumps(["traceback", repr(error)]))
             else:
-                (spy.folder / "history.json").write_text(json.dumps(found and found["log_history"]))
+                (spy.folder / f"history{spy.rank}.json").write_text(json.dumps(found and found["log_history"]))
     return 0
 
 

@@ -63,7 +63,7 @@ class Ran:
     @property
     def history(self) -> list[dict[str, Any]]:
         """Entries of the log."""
-        return json.loads((self.folder / "history.json").read_text())
+        return json.loads((self.folder / "history0.json").read_text())
 
     @property
     def losses(self) -> list[float]:
