@@ -180,10 +180,6 @@ def differ_under_ours(model, logits):
     return logits * (1 + model.config._attn_implementation.startswith(NAME))
 
 
-def sum_by_sample(trainer):
-    return [(trainer, "reduction", "sample")]
-
-
 STEP = {"step loss", "gradients"}
 
 ROWS = {"positions", "labels"}
@@ -197,7 +193,7 @@ FAULTS = {
     ),
     "a cache": ("qwen3", "", cache_on, {"logits", "isolation"}, set()),
     "a sample begins late": ("qwen3", "", begin_late, {"logits", "sample loss", "gradients"}, ROWS),
-    "another reduction": ("qwen2", "", sum_by_sample, STEP, ROWS),
+    "another reduction": ("qwen2", "", lambda trainer: [(trainer, "reduction", "sample")], STEP, ROWS),
     "weights are lost": ("qwen2", "weighed", tampered(lose_weights), STEP, ROWS),
     "large logits": ("qwen2", "", changed_logits(enlarge), set(), {"sample loss", "step loss"}),
     "our attention": ("qwen2", "", changed_logits(differ_under_ours), {"logits", "sample loss", "step loss"}, ROWS),

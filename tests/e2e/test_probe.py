@@ -105,6 +105,12 @@ def leak_beyond(reach, seen):
     return torch.cat([seen[:, :reach], seen[:, reach:] + 1e-3 * seen[:, :-reach]], 1)
 
 
+def leak_by_gate(model):
+    """Leak by a weight that is 0 at first."""
+    model.gate = torch.nn.Parameter(torch.zeros(2))
+    at_the_end(lambda seen: seen + model.gate[0] * seen.cumsum(1))(model)
+
+
 def carry(plain, seen):
     """Carry a state along the row."""
     return plain(seen) + 0.02 * seen.cumsum(1)
@@ -163,6 +169,7 @@ FAULTS = {
     "a leak that short rows do not show": at_the_end(partial(leak_beyond, 64)),
     "a leak too small for 16 bits": at_the_end(partial(leak_beyond, 17)),
     "a leak of gradients alone": at_the_end(BackwardLeak.apply),
+    "a leak by a closed gate": leak_by_gate,
     "a blind model": at_the_end(lambda seen: seen * 0),
     "another result under our attention": differ_under_ours,
     "a state, and another result under our attention": carry_and_differ,
@@ -230,7 +237,7 @@ def test_models_of_every_kind_pack(config, strategy, split):
 
 REFUSED = {
     **{family: (default_config(family), "isolation", "gradients pass") for family in ("bloom", "xglm")},
-    **{name: (faulty(name), "isolation", "") for name in list(FAULTS)[:3]},
+    **{name: (faulty(name), "isolation", "") for name in list(FAULTS)[:4]},
     "images that see each other": (BlurredConfig(**default_config("qwen3_vl").to_dict()), "isolation", ""),
     **{f"a span under {key}": (faulty("a span", **{key: value}), "isolation", "")
        for key, value in {"memory_span": 4096, "spans": [4096, 4096]}.items()},

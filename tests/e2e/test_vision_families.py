@@ -105,9 +105,7 @@ def pictures(tmp_path_factory):
 
 
 def measurer(path) -> SwiftMeasurer:
-    """Return the measurer of a run's samples."""
-    config = read_config(path)
-    return open_splits(config)["train"].source
+    return open_splits(read_config(path))["train"].source
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -255,7 +253,6 @@ def test_what_cannot_be_counted_is_refused_by_record(vision_run, folder, tmp_pat
 
 
 def refused(path) -> str:
-    """Return why a run is refused before anything is measured."""
     with pytest.raises(ConfigError) as caught:
         open_encoders(read_config(path))
     return str(caught.value)
