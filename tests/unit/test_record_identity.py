@@ -87,7 +87,8 @@ def test_what_json_has_not_cannot_be_read_or_is_no_image_counts_as_it_is():
     days = [dt.date(2026, 1, day) for day in (1, 2)]
     assert digest_record({"day": days[0]}) != digest_record({"day": days[1]})
     assert digest_unreadable([b"a", b"b"]) == digest_unreadable([b"ab"]) != digest_record("ab")
-    for text in ("\ud83d", "data:image/png;base64,ä", "data:image/png;base64,A", "iVBORw0KGgo.png", "data:x"):
+    assert digest_record("\ud83d") != digest_record("\ud83e")
+    for text in ("data:image/png;base64,ä", "data:image/png;base64,A", "iVBORw0KGgo.png", "data:x"):
         assert digest_record([text]) != digest_record([f"{text}x"])
 
 
