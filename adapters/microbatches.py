@@ -80,7 +80,7 @@ class BatchedData:
         Args:
             fields: Tensors of shape (batch, …), and lists of `batch` entries; the tokens are
                 (batch, width).
-            lengths: Tokens of each sequence; None: those of the field `input_lengths_key`.
+            lengths: Tokens of each sequence; None takes the field `input_lengths_key`.
             sequence_dims: Dimension that runs along the sequence by field, None if none does.
                 Needed for a field with a dimension as long as the tokens are wide, unless its name
                 is one of `core.shard.inputs.TOKEN_FIELDS`.
@@ -91,8 +91,7 @@ class BatchedData:
 
         Raises:
             ArgumentError: A field has another number of entries, a sequence is longer than the
-                batch is wide, or tokens, lengths, dimensions or pad values are not what they have
-                to be.
+                batch is wide, or tokens, lengths, dimensions or pad values are invalid.
         """
         if lengths is None and input_lengths_key not in fields:
             message = f"a batch has lengths: give them as lengths, or as the field {input_lengths_key}"
@@ -118,7 +117,7 @@ class BatchedData:
             MappingProxyType(dict(fields)),
             checked,
             _dims(fields, sequence_dims, input_key),
-            _checked_pads(fields, pad_values or {}),
+            _check_pads(fields, pad_values or {}),
             input_key,
             None if of_field is None else input_lengths_key,
         )
@@ -199,7 +198,7 @@ class BatchedData:
         whole_number("width", width)
         lengths = self.lengths.clamp(max=width)
         fields = {
-            name: _resized(field, self.sequence_dims[name], width, self.pad_value(name))
+            name: _resize(field, self.sequence_dims[name], width, self.pad_value(name))
             if isinstance(field, Tensor)
             else field
             for name, field in self.fields.items()
@@ -444,7 +443,7 @@ def _dims(fields: Mapping[str, Field], declared: Mapping[str, int | None], input
     return MappingProxyType(sequence_dims(shapes, input_key=input_key, declared=declared))
 
 
-def _checked_pads(fields: Mapping[str, Field], pad_values: Mapping[str, float]) -> Mapping[str, float]:
+def _check_pads(fields: Mapping[str, Field], pad_values: Mapping[str, float]) -> Mapping[str, float]:
     """Return *pad_values*; ArgumentError if a field is no tensor or cannot hold its value."""
     for name, value in pad_values.items():
         field = fields.get(name)
@@ -472,7 +471,7 @@ def _whole_numbers(values: Any, least: int, below: float, message: str) -> Tenso
     raise ArgumentError("batch", message)
 
 
-def _resized(field: Tensor, dim: int | None, width: int, pad_value: float) -> Tensor:
+def _resize(field: Tensor, dim: int | None, width: int, pad_value: float) -> Tensor:
     if dim is None:
         return field
     have = field.shape[dim]

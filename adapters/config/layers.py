@@ -109,7 +109,7 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader that refuses a key written twice; PyYAML would silently take the last value."""
 
 
-def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: dict[Any, int] = {}
     for key_node, _ in node.value:
         key = loader.construct_object(key_node, deep=True)
@@ -121,7 +121,7 @@ def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     return loader.construct_mapping(node, deep=True)
 
 
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)
 
 
 def _parse_yaml(text: str) -> Any:

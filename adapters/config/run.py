@@ -162,14 +162,14 @@ def load_mixes(path: str | Path) -> Mixes:
     found, faults = structure(document, kind, advise)
     if found is None or faults:
         raise ConfigError(str(path), tuple(faults))
-    spelling: dict[Path, str] = {}
+    first_names: dict[Path, str] = {}
 
-    def spelled(source: Source) -> Source:
-        return attrs.evolve(source, jsonl=spelling.setdefault(Path(source.jsonl).resolve(), source.jsonl))
+    def use_first_name(source: Source) -> Source:
+        return attrs.evolve(source, jsonl=first_names.setdefault(Path(source.jsonl).resolve(), source.jsonl))
 
     entries = (found,) if isinstance(found, Mix) else found.curriculum
     mixes = Mixes(
-        tuple(attrs.evolve(mix, sources=tuple(map(spelled, mix.sources))) for mix in entries),
+        tuple(attrs.evolve(mix, sources=tuple(map(use_first_name, mix.sources))) for mix in entries),
         is_curriculum=not isinstance(found, Mix),
     )
     if not mixes.files:

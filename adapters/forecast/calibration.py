@@ -28,20 +28,20 @@ class StepClock(TrainerCallback):  # type: ignore[misc]  # its library has no ty
     evaluation_s: float = 0.0
     checkpoint_s: float = 0.0
     _since: float = 0.0
-    _waited: float = 0.0
+    _waited_s: float = 0.0
     """Seconds that loaders had waited before the epoch; -1 after the epoch's first step."""
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         """Start timing the epoch's first step."""
-        self._since, self._waited = self._now(), self._loading()
+        self._since, self._waited_s = self._now(), self._loader_wait_s()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Record the seconds of a step."""
         now = self._now()
         # Processes that load data start with the epoch, and load ahead of later steps.
-        starting = self._loading() - self._waited if self._waited >= 0 else 0.0
+        starting = self._loader_wait_s() - self._waited_s if self._waited_s >= 0 else 0.0
         self.step_s.append(now - self._since - (starting if self.trainer.args.dataloader_num_workers else 0.0))
-        self._since, self._waited = now, -1.0
+        self._since, self._waited_s = now, -1.0
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         """Record the seconds of an evaluation, which follows the last step."""
@@ -53,7 +53,7 @@ class StepClock(TrainerCallback):  # type: ignore[misc]  # its library has no ty
         now = self._now()
         self.checkpoint_s, self._since = now - self._since, now
 
-    def _loading(self) -> float:
+    def _loader_wait_s(self) -> float:
         waited: float = sum(loader.waited for loader in self.trainer._loaders)  # noqa: SLF001  # has no public name
         return waited
 

@@ -75,7 +75,7 @@ class StepTracer:
             trainer.template.get_base_model(trainer.model)
         )
         trainer.model.train()
-        with self._tracer.tracing():
+        with self._tracer.record():
             trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model, device_placement=False)
             if self.sharding == "fsdp2":
                 shard_as_accelerate(trainer.model, self.world_size, mixed=trainer.accelerator.mixed_precision)
@@ -92,7 +92,7 @@ class StepTracer:
         trainer, tracer, sharded = self.trainer, self._tracer, self.sharding == "fsdp2"
         weights = list(trainer.model.parameters())
         trained = [one for one in weights if one.requires_grad]
-        with tracer.tracing():
+        with tracer.record():
             if self.accumulates and sharded:
                 # As accelerate does, the gradients of all weights stay whole until the last one.
                 trainer.model.set_requires_gradient_sync(False)
@@ -111,7 +111,7 @@ class StepTracer:
                 "optimizer": (one for one in states if isinstance(one, torch.Tensor)),
             }
             kinds = {tracer.block_number(one): kind for kind, tensors in held.items() for one in tensors}
-            trace = tracer.trace(kinds, start=start, forward_end=forward_end)
+            trace = tracer.step_trace(kinds, start=start, forward_end=forward_end)
             for one in trained:
                 one.grad = None
         if self.sharding == "fsdp2" or self.world_size == 1:
@@ -154,7 +154,7 @@ class StepTracer:
         wide = {key: one.shape[1] for sample in samples for key, one in sample.items() if _is_pixels(one)}
         narrow = [{key: one[:, :1] if key in wide else one for key, one in sample.items()} for sample in samples]
         batch: dict[str, Any] = self.trainer.data_collator([PackOfRows(narrow, 0)])
-        with self._tracer.tracing():
+        with self._tracer.record():
             pixels = {key: torch.empty(len(batch[key]), width) for key, width in wide.items()}
         return batch | pixels
 

@@ -42,7 +42,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
 
     def __init__(self, *, vocabulary: int) -> None:
         """
-        Prepare a tracer; `tracing` starts the recording.
+        Prepare a tracer; `record` starts the recording.
 
         Args:
             vocabulary: Width of logits, by which they are recognised; 0 without logits.
@@ -59,7 +59,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
         self._logits: list[bool] = []
 
     @contextmanager
-    def tracing(self) -> Iterator[None]:
+    def record(self) -> Iterator[None]:
         """Record until the block ends; ModelError if the model cannot be traced."""
         try:
             with self._record_resizes(), self._fake, self:
@@ -99,7 +99,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
             self._note_allocation(storage, storage.nbytes(), is_logits=width == self._vocabulary and local.dim() < 4)
         return self._numbers[storage._cdata]  # noqa: SLF001
 
-    def trace(self, kinds: Mapping[int, MemoryKind], *, start: int, forward_end: int) -> StepTrace:
+    def step_trace(self, kinds: Mapping[int, MemoryKind], *, start: int, forward_end: int) -> StepTrace:
         """
         Return the blocks that were in memory at some time from *start* on.
 
@@ -191,7 +191,7 @@ def empty_weights(model: torch.nn.Module, tracer: MemoryTracer) -> None:
     Tied weights stay tied.
     """
     replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    with tracer.tracing():
+    with tracer.record():
         for module in model.modules():
             for held in (module._parameters, module._buffers):  # noqa: SLF001  # setting keeps ties
                 for name, one in held.items():

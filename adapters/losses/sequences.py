@@ -174,7 +174,7 @@ class PackedLoss(_Fields):
             num_sequences: See `SequenceLoss`.
             num_tokens: See `SequenceLoss`.
         """
-        _check_size(logits, layout.num_positions)
+        _require_positions(logits, layout.num_positions)
         self.lengths(data, layout)
         lengths, dims = layout.lengths.tolist(), self.dims(data, data)
         widths = (layout.cu_seqlens_padded[1:] - layout.cu_seqlens_padded[:-1]).tolist()
@@ -234,7 +234,7 @@ class FusedLoss(_Fields):
             num, width = logits.shape[:2]
             layout = PackedLayout(cu_seqlens(lengths or [width] * num), cu_seqlens([width] * num))
             logits = logits.reshape(1, -1, logits.shape[-1])
-        _check_size(logits, layout.num_positions // layout.cp_size)
+        _require_positions(logits, layout.num_positions // layout.cp_size)
         read = [name for name in self.loss.fields if name not in DERIVED]
         given = dict.fromkeys([self.input_key, "token_mask", *read])
         missing = given.keys() - data.keys()
@@ -265,7 +265,7 @@ class FusedLoss(_Fields):
         else:
             weights = mask / (totals[predicted.sequence].clamp(min=1) * max(num_sequences, 1))
         return _weighted_sum(losses, weights), {
-            name: _reduce(name, values.detach(), weights, counts) for name, values in metrics.items()
+            name: _reduce_metric(name, values.detach(), weights, counts) for name, values in metrics.items()
         }
 
 
@@ -350,7 +350,7 @@ def _loss_name(loss: object) -> str:
     return name
 
 
-def _check_size(logits: torch.Tensor, num_positions: int) -> None:
+def _require_positions(logits: torch.Tensor, num_positions: int) -> None:
     if logits.shape[:2] != (1, num_positions):
         message = (
             f"the layout has {num_positions} positions in 1 row, but the logits have the shape {tuple(logits.shape)}"
@@ -379,7 +379,7 @@ def _weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (values.double() * weights).sum()
 
 
-def _reduce(name: str, values: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def _reduce_metric(name: str, values: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     if name[-4:] not in _EXTREMES:
         return _weighted_sum(values, weights)
     reduction, identity = _EXTREMES[name[-4:]]

@@ -27,7 +27,7 @@ def require_ranks(environment: Mapping[str, str] = os.environ) -> int:
 
 def _faults(environment: Mapping[str, str]) -> Iterator[Fault]:
     """Yield a fault for each variable that is missing beside others, or out of its bounds."""
-    ranks, local = (_number(environment.get(name, "")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    ranks, local = (_parse_number(environment.get(name, "")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     bounds = {
         "WORLD_SIZE": (1, _MAX_RANKS),
         "LOCAL_WORLD_SIZE": (1, ranks or _MAX_RANKS),
@@ -44,13 +44,13 @@ def _faults(environment: Mapping[str, str]) -> Iterator[Fault]:
         if text is None and needed:
             yield Fault(name, f"is not set, but {beside} is: start the ranks with torchrun, which sets all")
         elif text is not None and (several or name != "MASTER_PORT"):
-            number = _number(text)
+            number = _parse_number(text)
             if number is None or not lowest <= number <= highest:
                 allowed = f"a whole number from {lowest} to {highest:,}" if highest > lowest else str(lowest)
                 yield Fault(name, f"is {text[:40]!r}, but has to be {allowed}: start the ranks with torchrun")
 
 
-def _number(text: str) -> int | None:
+def _parse_number(text: str) -> int | None:
     text = text.strip()
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
 

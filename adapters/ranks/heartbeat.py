@@ -37,7 +37,7 @@ class Heartbeat:
         # A slow heartbeat loses reports, but never blocks rank 0.
         os.set_blocking(self._sender.fileno(), False)
         self._reported = 0.0
-        self._process = context.Process(target=_beat, args=(receiver, store, os.getpid()), daemon=True)
+        self._process = context.Process(target=_run_heartbeat, args=(receiver, store, os.getpid()), daemon=True)
         with keep_ctrl_c():
             self._process.start()
             receiver.close()
@@ -57,7 +57,7 @@ class Heartbeat:
         self._sender.close()
 
 
-def _beat(receiver: Connection, store: Store, parent: int) -> None:
+def _run_heartbeat(receiver: Connection, store: Store, parent: int) -> None:
     # Ctrl-C also reaches rank 0, which ends this process; SIGTERM ends it as usual.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Close copies of rank 0's sockets, so that their peers notice when rank 0 ends.

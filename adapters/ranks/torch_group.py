@@ -117,7 +117,7 @@ class TorchGroup:
         self._heartbeat = Heartbeat(self._store) if rank == 0 else None
 
     def build_on_rank_zero(self, build: Callable[[ReportProgress], Arrays], *, timeout_s: float) -> Arrays:
-        """Return on every rank what rank 0 builds; see `core.ports.RankGroup`."""
+        """Return rank 0's arrays on every rank; see `core.ports.RankGroup`."""
         self._calls += 1
         key = f"built/{self._calls}"
         arrays = self._build(build, key) if self.rank == 0 else _empty_arrays(self._await_description(key, timeout_s))

@@ -180,7 +180,7 @@ class MediaCache:
 
         Args:
             folder: Folder of downloads; made if there is none.
-            timeouts: Timeouts of a medium; by default, those of `Timeouts`.
+            timeouts: Timeouts of a medium; by default `Timeouts()`.
         """
         self.folder, self._timeouts = folder, timeouts or Timeouts()
         self._failed: dict[str, str] = {}

@@ -38,7 +38,7 @@ from packplan.core.samples.tools import CALL, RESPONSE
 _SOUNDS = frozenset({"audio", "tts"})
 """ms-swift's tags of models that take text and sound only."""
 
-_SEEING = "name a model that sees in model.model, as Qwen2.5-VL"
+_REMEDY = "name a model that sees in model.model, as Qwen2.5-VL"
 
 _FETCHED_AT_ONCE = 16
 """Records whose media are fetched at the same time."""
@@ -142,7 +142,7 @@ class SwiftEncoder:
         """Convert *record*, the JSON value of record *index*, into the result of `read`."""
         with self.records.name_errors(index, "the record "):
             known = to_shape(record, self.config.custom.columns)
-            self._refuse_mixed(index, known.shape)
+            self._refuse_mixed_shapes(index, known.shape)
             sample = read_messages(known, self.config.custom)
         folder = self.records.folder(index)
         with self.records.name_errors(index):
@@ -179,7 +179,7 @@ class SwiftEncoder:
         name = self.template.template_meta.template_type
         for kind in ("images", "videos"):
             if kind in sample and not self.sees_images:
-                raise self.record_error(index, f"the record has {kind}, but the model reads text only", _SEEING)
+                raise self.record_error(index, f"the record has {kind}, but the model reads text only", _REMEDY)
         if "videos" in sample and not reads_videos(self.template):
             raise self.record_error(index, f"the record has videos, which are not read for the template {name} here")
         if "videos" in sample and (why_not := reader_fault()) is not None and "pip install" in why_not:
@@ -222,7 +222,7 @@ class SwiftEncoder:
                 return index, known.shape
         return indices.start, "unknown"
 
-    def _refuse_mixed(self, index: int, shape: str) -> None:
+    def _refuse_mixed_shapes(self, index: int, shape: str) -> None:
         """
         Refuse a record whose shape differs from the first valid record's of its file.
 
@@ -368,8 +368,8 @@ class SwiftEncoder:
     def _media_tokens(self, measurement: Measurement) -> Iterator[tuple[str, int, int]]:
         """Yield each kind of medium, its token id, and the number of these tokens to expect."""
         images = self.image_tokens
-        if images is not None and (images.patches is not None or not measurement.patches):
-            yield "image", images.token, measurement.patches // (images.patches or 1)
+        if images is not None and (images.patches_per_token is not None or not measurement.patches):
+            yield "image", images.token_id, measurement.patches // (images.patches_per_token or 1)
         if self.sees_images and reads_videos(self.template):
             merge = self.template.processor.image_processor.merge_size**2
             yield "video", self.template.video_token_id, measurement.video_patches // merge

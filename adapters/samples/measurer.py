@@ -95,7 +95,7 @@ class SwiftMeasurer:
 
     def __init__(self, encoder: SwiftEncoder, *, workers: int = 1) -> None:
         """
-        Measure what an encoder encodes.
+        Measure the samples of an encoder.
 
         Args:
             encoder: Encoder of the samples.

@@ -157,11 +157,10 @@ DUMMY_SIZE = (56, 56)
 class ImageTokens:
     """Token that a template repeats for the patches of an image."""
 
-    token: int
-    """Id of the token."""
+    token_id: int
 
-    patches: int | None
-    """Patches per token; None if that is no whole number."""
+    patches_per_token: int | None
+    """Number of vision patches for each token; None if it is no whole number."""
 
     @classmethod
     def from_template(cls, template: Template) -> ImageTokens:

@@ -226,16 +226,16 @@ class VideoCosts:
             unit = factor * rules.SPATIAL_MERGE_SIZE
             least = given.get("min_pixels", rules.IMAGE_MIN_TOKEN_NUM * unit**2)
             most = given.get("max_pixels", rules.IMAGE_MAX_TOKEN_NUM * unit**2)
-            height, width = _resized_size(height, width, unit, least, most)
+            height, width = _resize_frame(height, width, unit, least, most)
         least = given.get("min_pixels", rules.VIDEO_MIN_TOKEN_NUM * factor**2)
         total = given.get("total_pixels", rules.MODEL_SEQ_LEN * factor**2 * 0.9)
         frame = max(
             min(rules.VIDEO_MAX_TOKEN_NUM * factor**2, total / num_frames * rules.FRAME_FACTOR), int(least * 1.05)
         )
-        return _resized_size(height, width, factor, least, min(given.get("max_pixels", frame), frame))
+        return _resize_frame(height, width, factor, least, min(given.get("max_pixels", frame), frame))
 
 
-def _resized_size(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
+def _resize_frame(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
     """
     Return the height and width to which qwen_vl_utils resizes a frame; ValueError if it refuses.
     """

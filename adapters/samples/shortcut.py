@@ -8,7 +8,7 @@ are repeated here: the end of a turn after a trained answer is trained, and the 
 not.
 
 Some samples are also encoded in full and compared: the first of each kind of record in each
-process, and one in `AUDITED_ONE_IN` of those without videos, since decoding a video takes as long
+process, and one in `AUDITED_ONE_IN` of samples without videos, since decoding a video takes as long
 as counting hundreds.
 """
 
@@ -330,7 +330,7 @@ class ShortcutMeasurer:
     def _counter(self) -> PieceCounter | None:
         """Counter of pieces for the encoder's template; None if every sample is encoded in full."""
         template, tokens = self._encoder.template, self._encoder.image_tokens
-        media = {} if tokens is None else {"image": tokens.token}
+        media = {} if tokens is None else {"image": tokens.token_id}
         if tokens is not None and reads_videos(template):
             media["video"] = template.video_token_id
         counter, reason = prove_pieces(template, tokens=media)

@@ -237,7 +237,7 @@ def test_deepspeed_trains_a_family_the_same(vision_run, execute, folder, tmp_pat
 def test_what_cannot_be_counted_is_refused_by_record(vision_run, folder, tmp_path):
     """An image token in the text itself, with and without an image."""
     samples = measurer(vision_run("glm4v"))
-    token = samples._encoder.template.tokenizer.decode([samples._encoder.image_tokens.token])
+    token = samples._encoder.template.tokenizer.decode([samples._encoder.image_tokens.token_id])
     image = [str(folder / "0-0.png")]
     records = [record(token, []), record(f"{token}?", image), record("?", image)]
     path = tmp_path / "bad.jsonl"

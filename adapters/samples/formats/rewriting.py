@@ -28,7 +28,7 @@ from packplan.core.errors import DataSetError, counted
 log = logging.getLogger(__name__)
 
 _SCHEMA = "packplan.copy/3"
-"""Version of the copies; a change of what they hold raises it."""
+"""Schema of copies; raise its number with each change of their content."""
 
 GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
 """First bytes of gzip, Zstandard and Parquet files."""
