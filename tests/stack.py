@@ -1,5 +1,6 @@
 """Libraries, adapters and commands that the server of `tests.processes` imports once."""
 
+import functools
 import gc
 import importlib
 
@@ -7,6 +8,7 @@ import importlib
 gc.disable()
 
 import PIL.Image  # noqa: E402
+from swift.model import model_meta  # noqa: E402
 from transformers.configuration_utils import PreTrainedConfig  # noqa: E402
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # noqa: E402
 from transformers.models.auto.video_processing_auto import video_processor_class_from_name  # noqa: E402
@@ -24,6 +26,8 @@ for family in ("qwen2", "qwen2_5_vl", "qwen3", "qwen3_vl", "qwen3_vl_moe"):
 for name in ("Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor"):
     video_processor_class_from_name(name)
 PIL.Image.init()
+# ms-swift compares a model's name with all that it knows: a twentieth of a run's time.
+model_meta.get_matched_model_meta = functools.cache(model_meta.get_matched_model_meta)
 # transformers writes each configuration out, for a log that is off: an eighth of a run's time.
 PreTrainedConfig.__repr__ = object.__repr__
 # Compiles 700 expressions, once in a process that loads or saves a model.

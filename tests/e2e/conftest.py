@@ -23,13 +23,22 @@ def _stack():
     import tests.stack  # noqa: F401
 
 
-@pytest.fixture(autouse=True)
-def _light(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let runs in this process neither fork it to encode samples again nor wait for a disk."""
-    from tests.e2e.rank_main import SwiftMeasurer, measure_here
+@pytest.fixture
+def encodes_again() -> None:
+    """Let a test that asks for this encode samples again, as commands do."""
 
+
+@pytest.fixture(autouse=True)
+def _light(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs neither encode samples again, nor wait for a disk, nor patch torch for others."""
+    from torch.utils import checkpoint
+
+    from tests.e2e.rank_main import encode_once, measure
+
+    monkeypatch.setattr(checkpoint, "checkpoint", checkpoint.checkpoint)
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    monkeypatch.setattr(SwiftMeasurer, "measure_in_loader", measure_here)
+    if "encodes_again" not in request.fixturenames:
+        monkeypatch.setattr(measure, "_check_repeatability", encode_once)
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ def run(capfd):
     return main
 
 
+@pytest.mark.usefixtures("encodes_again")
 def test_ranks_store_the_same_bytes_as_one_process_alone(  # noqa: PLR0917  # fixtures
     server, write_run, run, few_scenes, demo, tmp_path, shortcuts
 ):
