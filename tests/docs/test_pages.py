@@ -5,6 +5,7 @@ import json
 import re
 import runpy
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import attrs
@@ -298,3 +299,22 @@ def test_quoted_log_lines_are_logged(tmp_path):
 
     assert quoted
     assert [] == [line for line in quoted if line not in re.sub(r"\d[\d,]*", "N", logged)], "quote the lines of now"
+
+
+def rows_of(program: str) -> list[tuple[str, str]]:
+    """Return the keys of another program, each with the key here."""
+    page = text_of(ROOT / "docs" / "configuration.md").partition("\n## Keys of TRL")[2]
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+    column = table[0].index(program)
+    return [(theirs, row[0].strip("`")) for row in table[2:] for theirs in re.findall(r"`(\w+)`", row[column])]
+
+
+@pytest.mark.parametrize("program", ["TRL", "axolotl", "LLaMA-Factory"])
+def test_keys_that_others_become_are_keys(program):
+    """Each row names one that a run's YAML has; those of TRL are declared by the installed one."""
+    files = [Path(find_spec("trl").origin).parent / "trainer" / f"{name}_config.py" for name in ("sft", "model")]
+    declared = "\n".join(map(text_of, [*files, Path(find_spec("transformers").origin).with_name("training_args.py")]))
+
+    assert len(rows_of(program)) > 15
+    assert [] == [key for _, key in rows_of(program) if key not in KEYS]
+    assert [] == [name for name, _ in rows_of("TRL") if f"\n    {name}: " not in declared]
