@@ -23,8 +23,9 @@ demo: $(READY)
 test: $(READY)
 	$(MAKE) --jobs=2 --no-print-directory lint suite
 
+# One worker more than cores: tests wait for processes, and for time.
 suite: $(READY)
-	$(RUN) -m tests.budget --workers $(WORKERS) --cov --cov-report=term:skip-covered --durations=20
+	$(RUN) -m tests.budget --workers $$(($(WORKERS) + 1)) --cov --cov-report=term:skip-covered --durations=20
 
 test-fast: $(READY)
 	$(RUN) -m pytest --workers $(WORKERS) -m "not slow" --ignore=tests/e2e
