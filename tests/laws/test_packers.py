@@ -277,6 +277,7 @@ def test_the_unit_of_work_changes_nothing(case, data, factor, dtype):
         # Best fit is levelled; the packs of `auto` are, too; they say that few more are allowed.
         [10, 17, 17, 11, 26, 9, 6, 24, 22, 8, 23, 26, 10, 1, 21],
         [2, 4, 20, 25, 1, 17, 6, 25, 5, 12, 21, 6, 13, 16, 7, 17, 17, 22], [7, 27, 16, 26, 11, 1, 12, 19, 10, 28],
+        [13, 2, 2, 24, 18, 10, 23, 1, 7, 22, 21, 17],
     ],
 )  # fmt: skip
 def test_what_exchanges_do_not_make_fit_is_still_packed(lengths):

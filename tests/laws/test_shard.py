@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import assume, event, given
+from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 
 from benchmarks.distributions import DISTRIBUTIONS
@@ -70,12 +70,15 @@ def works_of_workers(sharding):
     yield from np.split(sharding.by_worker(sharding.works), np.cumsum(sharding.num_microbatches)[:-1], axis=1)
 
 
+@example({"mode": "packed", "lengths": [31, 17, 42, 32, 47, 54, 58, 41], "shards": 3, "batch_size": 80,
+          "multiple": 1, "budget": 112})  # fmt: skip  # room for no balance of items, but for one of packs
 @given(batches())
 def test_workers_have_equally_many_microbatches_of_their_global_batch(case):
     """The shortest sequences fill up with weight 0; rows are as wide as what they hold."""
     sharding, padded, size = cut(case), padded_lengths(case), case["batch_size"]
     event(f"filler: {not sharding.weights.all()}, global batches: {len(sharding.num_microbatches) > 1}, {case['mode']}")
 
+    assert case["shards"] == len(sharding)
     assert [-(-len(padded) // size)] * case["shards"] == [len(worker) for worker in sharding]
     for number, batch in (pair for worker in sharding for pair in enumerate(worker)):
         assert {number} == set((batch.indices // size).tolist())
