@@ -32,10 +32,15 @@ def encodes_again() -> None:
 def _light(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let runs neither encode samples again, nor wait for a disk, nor patch torch for others."""
     from torch.utils import checkpoint
+    from transformers import modeling_utils
 
     from tests.e2e.rank_main import encode_once, measure
 
-    monkeypatch.setattr(checkpoint, "checkpoint", checkpoint.checkpoint)
+    # A run of another test, in a fixture of its module, may have left ms-swift's functions there.
+    plain = getattr(checkpoint, "_old_checkpoint", checkpoint.checkpoint)
+    for module in (checkpoint, modeling_utils):
+        monkeypatch.setattr(module, "checkpoint", plain)
+    monkeypatch.delattr(checkpoint, "_old_checkpoint", raising=False)
     monkeypatch.setattr(os, "fsync", lambda _: None)
     if "encodes_again" not in request.fixturenames:
         monkeypatch.setattr(measure, "_check_repeatability", encode_once)

@@ -263,6 +263,7 @@ def test_what_could_name_files_of_this_machine_is_refused(objects, run, tmp_path
     assert "cannot be read, it is truncated, damaged or no video" in run(f"{objects.url}/bucket/a.jsonl", status=2)
 
 
+@pytest.mark.usefixtures("encodes_again")  # which fetches all media
 def test_a_run_plans_and_trains_a_place_and_then_needs_no_network(objects, data, run, write_run, execute, tmp_path):  # noqa: PLR0917  # fixtures
     """By the packs of the same files; its lengths may come from the table of a measurement."""
     place = uploaded(objects, data, "http")
