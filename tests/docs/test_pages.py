@@ -298,7 +298,7 @@ def test_quoted_log_lines_are_logged(tmp_path):
     quoted = re.findall(r"^- `(.+?)(?: …)?`", text_of(ROOT / "docs" / "how-it-works.md"), re.MULTILINE)
 
     assert quoted
-    assert [] == [line for line in quoted if line not in re.sub(r"\d[\d,]*", "N", logged)], "quote the lines of now"
+    assert [] == [line for line in quoted if line not in re.sub(r"\d[\d,]*", "N", logged)], "quote these on the page"
 
 
 def rows_of(program: str) -> list[tuple[str, str]]:

@@ -131,4 +131,5 @@ def test_errors_name_what_failed():
     assert "worker 3 failed in step: it died" == str(RunError.worker(3, "step", "it died"))
     said = str(StaleError.sample(2, "a.jsonl, line 3", (Difference("length", 3, 4),), copy="cache/a"))
     assert said.endswith("length planned 3, fetched 4. Its copy was changed: delete cache/a, which is made again")
+    assert {"file": "a.jsonl"} == StaleError.file("a.jsonl", "it has 2 rows").details
     assert "plain" == str(PackplanError("plain"))
