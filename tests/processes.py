@@ -37,8 +37,6 @@ Variables = Mapping[str, Any]
 
 NONE: Variables = MappingProxyType({})
 
-_STANDARD_ERROR = 2
-
 
 def lives(pid: int) -> bool:
     """Return whether a process runs; one that ended, and that nobody has waited for, does not."""
@@ -216,7 +214,7 @@ def _forked(_executable: object, _arguments: object, files: list[int], *, start:
         # Not closed: what still writes to one would write to whatever is opened next, as a socket.
         nothing = os.open(os.devnull, os.O_RDWR)
         for file in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-            if file > _STANDARD_ERROR and file not in {*files, nothing}:
+            if file > 2 and file not in {*files, nothing}:
                 with contextlib.suppress(OSError):  # the one that listed them
                     os.fstat(file)
                     os.dup2(nothing, file)

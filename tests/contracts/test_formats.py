@@ -213,6 +213,7 @@ def test_a_record_that_changed_after_it_was_digested_is_refused_by_name(tmp_path
         assert [rows[index] for index in (0, 1, 2, 4, 5, 6)] == [here.read(index)[0] for index in (0, 1, 2, 4, 5, 6)]
 
 
+@pytest.mark.covers
 def test_a_file_that_changes_after_it_was_opened_says_so(tmp_path):
     """Also where the places of its records hold no JSON now, or the file is gone."""
     for change in (lambda path: path.write_text('{"b": 1}\n' * 9), Path.unlink):
