@@ -23,12 +23,12 @@ demo: $(READY)
 test: $(READY)
 	$(MAKE) --jobs=2 --no-print-directory lint suite
 
-# One worker more than cores: tests wait for processes, and for time.
+# One worker more than cores: tests wait for processes.
 suite: $(READY)
-	$(RUN) -m tests.budget --workers $$(($(WORKERS) + 1)) --cov --cov-report=term:skip-covered --durations=20
+	$(RUN) -m tests.budget -n $$(($(WORKERS) + 1)) --dist loadfile --no-loadscope-reorder --cov --cov-report=term:skip-covered --durations=20
 
 test-fast: $(READY)
-	$(RUN) -m pytest --workers $(WORKERS) -m "not slow" --ignore=tests/e2e
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" --ignore=tests/e2e
 
 # All requirements of the pages at once: the newest trainers beside one torch; ms-swift has an environment of its own.
 # Both wait for processes half of the time, so they run side by side.
@@ -36,7 +36,7 @@ test-hosts: $(HOSTS)/.ready $(READY)
 	$(MAKE) --jobs=2 --output-sync=target --no-print-directory test-pages test-swift-page
 
 test-pages: $(HOSTS)/.ready
-	HOST_PYTHON=$(abspath $(HOSTS)/bin/python) $(HOSTS)/bin/python -m pytest --workers $(WORKERS) tests/hosts
+	HOST_PYTHON=$(abspath $(HOSTS)/bin/python) $(HOSTS)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/hosts
 
 test-swift-page: $(READY)
 	HOST_PYTHON=$(abspath $(RUN)) $(RUN) -m pytest tests/hosts/test_swift_page.py
@@ -46,7 +46,7 @@ $(HOSTS)/.ready: $(READY) $(wildcard docs/use-it-in/*.md)
 	$(PYTHON) -m venv $(HOSTS)
 	$(HOSTS)/bin/python -m pip install --quiet --no-compile torch==2.13.0
 	sed -n "s/^pip install '.\[hf\]' //p" docs/use-it-in/*.md | xargs -n 1 | sort -u > $(HOSTS)/pages.txt
-	$(call install,$(HOSTS),-e '.[hf]' -r $(HOSTS)/pages.txt torch==2.13.0 pytest hypothesis pyyaml)
+	$(call install,$(HOSTS),-e '.[hf]' -r $(HOSTS)/pages.txt torch==2.13.0 pytest pytest-xdist hypothesis pyyaml)
 	touch $(HOSTS)/.ready
 
 explore: $(READY)

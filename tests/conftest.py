@@ -17,7 +17,6 @@ from hypothesis import HealthCheck, settings
 
 import packplan.core
 from tests.processes import Server, fork_server
-from tests.workers import run_files
 
 # No test reaches for a hub or a network.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
@@ -40,8 +39,12 @@ def _coverage(config):
     return getattr(config.pluginmanager.get_plugin("_cov"), "cov_controller", None)
 
 
-def pytest_addoption(parser):
-    parser.addoption("--workers", type=int, default=1, help="processes that run files of tests side by side")
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session):
+    """Stop the coverage that pytest-cov starts in a worker of xdist, beneath the worker's own."""
+    controller = _coverage(session.config)
+    if controller and hasattr(session.config, "workerinput"):
+        controller.pause()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -60,19 +63,11 @@ def pytest_collection(session):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session):
-    """Fork the server of processes, and before it those that run files side by side."""
-    begin = int
-    if any("server" in getattr(item, "fixturenames", ()) for item in session.items):
-        importlib.import_module("tests.stack")
-        begin = fork_server
+    """Fork the server of processes from the process that has collected the tests."""
     gc.freeze()
-    config, controller = session.config, _coverage(session.config)
-    if config.option.workers == 1 or config.option.collectonly or session.testsfailed:
-        begin()
-        return None
-    config._tmp_path_factory.getbasetemp()
-    run_files(session, config.option.workers, begin, controller.cov.save if controller else int)
-    return True
+    if any("server" in getattr(item, "fixturenames", ()) for item in getattr(session, "items", ())):
+        importlib.import_module("tests.stack")
+        fork_server()
 
 
 @pytest.hookimpl(wrapper=True)

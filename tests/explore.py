@@ -18,7 +18,7 @@ def main(minutes: str) -> int:
         seed, rounds = str(secrets.randbelow(2**32)), rounds + 1
         variables = {"HYPOTHESIS_PROFILE": "explore", "EXPLORE_SEED": seed}
         command = [sys.executable, "-m", "pytest", "-q", f"--hypothesis-seed={seed}"]
-        search = ["-m", "hypothesis or seeded", "--maxfail=1", "--workers", str(os.cpu_count())]
+        search = ["-m", "hypothesis or seeded", "--maxfail=1", "-n", str(os.cpu_count()), "--dist", "loadfile"]
         print(
             f"round {rounds}:", *(f"{name}={value}" for name, value in variables.items()), *command, "TEST", flush=True
         )
