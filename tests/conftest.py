@@ -1,5 +1,6 @@
 """Profiles of hypothesis, and fixtures of every folder: the demo's data, RL runs, processes."""
 
+import collections
 import functools
 import gc
 import importlib
@@ -59,6 +60,12 @@ def pytest_collection(session):
         return (yield)
     finally:
         gc.enable()
+
+
+def pytest_collection_modifyitems(items):
+    """Put files with many slow tests first, so that no worker waits for another at the end."""
+    slow = collections.Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
 
 
 @pytest.hookimpl(tryfirst=True)
