@@ -63,7 +63,7 @@ class _Context:
         return "state_size" in self.config or "expand" in self.config
 
     @property
-    def is_dynamic(self) -> bool:
+    def has_dynamic_rope(self) -> bool:
         """Whether rotary factors depend on the row's longest position."""
         rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         return "dynamic" in (rope.get("rope_type"), rope.get("type"))
@@ -139,7 +139,7 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
     (r"original_max_position_embeddings", _exactly(_ROPE)),
     (
         r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|context_length)",
-        lambda _, c: _ROPE if c.is_dynamic else 512,
+        lambda _, c: _ROPE if c.has_dynamic_rope else 512,
     ),
     (r"num_kv_shared_layers", _at_most(1)),
     (r"max_window_layers", lambda v, c: min(v, c.kept)),

@@ -72,7 +72,7 @@ def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple
 
     Args:
         paths: Names and patterns of data files.
-        cache: Folder of copies.
+        cache: Folder of copies; None refuses to make one.
     """
     for path in (file for name in paths for file in _match_files(name)):
         file = _open_file(path, None, cache)

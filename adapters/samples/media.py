@@ -28,7 +28,7 @@ Encoded = Mapping[str, Any]
 
 
 @attrs.frozen
-class Medium:
+class MediaKind:
     """Kind of medium, images or videos, with the keys that it has in encoded samples."""
 
     name: str
@@ -70,9 +70,9 @@ class Medium:
         return sum(side[:-3].numel() * (side[-2] // patch_size) * (side[-1] // patch_size) for side in sides)
 
 
-VIDEOS = Medium("videos", "pixel_values_videos", ("video_grid_thw",), ())
+VIDEOS = MediaKind("videos", "pixel_values_videos", ("video_grid_thw",), ())
 
-IMAGES = Medium("images", "pixel_values", ("image_grid_thw", "image_grid_hws", "grid_thws"), ("target_sizes",))
+IMAGES = MediaKind("images", "pixel_values", ("image_grid_thw", "image_grid_hws", "grid_thws"), ("target_sizes",))
 
 
 def drop_partial_masks(encoded: dict[str, Any]) -> None:

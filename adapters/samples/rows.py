@@ -84,7 +84,7 @@ class RowsEncoder(SwiftEncoder):
 
     def data_files(self) -> tuple[DataFile, ...]:
         """Return the data set as a single file."""
-        return tuple(DataFile(file, file, "messages", len(self.rows)) for file, _ in self.records.files)
+        return tuple(DataFile(file, file, "messages", len(self.rows)) for file, _ in self.records.file_sizes)
 
     def full_encode_reason(self, sample: dict[str, Any]) -> str | None:
         """

@@ -88,7 +88,7 @@ _RESTORE = "restore the settings that it was trained with, or name another check
 
 class SkipDuplicateFinalEval(TrainerCallback):
     """
-    Skips the second of two evaluations and saves after the last step.
+    Skips the second evaluation and the second save after the last step.
 
     ms-swift evaluates and saves at the last step, and again at the end of its epoch.
     """

@@ -123,7 +123,7 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
     schedule = split_schedule(config, name, split.aligned, split.pack_works)
     epochs = None
     if recipe is not None:
-        plan, epochs = _trained_epochs(plan, schedule, epoch or 0, where=where)
+        plan, epochs = _keep_trained_epochs(plan, schedule, epoch or 0, where=where)
     opened = StoredSplit(lengths, plan, split, schedule, estimated, epoch or 0, epochs)
     return attrs.evolve(opened, warnings=tuple(f"{name}: {line}" for line in _warnings(config, opened)))
 
@@ -150,7 +150,7 @@ def _plan_of_epoch(planner: EpochPlanner, stored: StoredPlan, epoch: int, digest
     return plan.raw
 
 
-def _trained_epochs(
+def _keep_trained_epochs(
     plan: StoredPlan, schedule: EpochSchedule, epoch: int, *, where: str
 ) -> tuple[StoredPlan, EpochSchedule]:
     """

@@ -41,7 +41,7 @@ class Stores:
 
 @attrs.frozen
 class KnownTable:
-    """A table of known lengths."""
+    """Place of a table of known lengths, and the function that reads it."""
 
     where: str
     """Place of the table, for messages."""

@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
             require_inputs(config, loads=True)
 
             with loading_libraries():
-                from packplan.app.sft.stream import train_stream
+                from packplan.app.sft.stream import prepare_stream, train_stream
                 from packplan.app.sft.train import train
                 from packplan.app.wiring.ranks import join_ranks
                 from packplan.app.wiring.trainers import without_progress
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
                 config = without_progress(config)
         with join_ranks(config) as group:
             if config.custom.trainer_variant == "rollout":
-                train_stream(config, group)
+                train_stream(config, prepare_stream(config, group))
             else:
                 train(config, group)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,28 +43,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def train_stream(config: RunConfig, group: RankGroup, on_ready: Callable[..., object] = id) -> StreamTrainer:
+def train_stream(config: RunConfig, trainer: StreamTrainer) -> None:
     """
-    Train from a stream, and return the trainer.
-
-    Args:
-        config: Configuration of the run.
-        group: Ranks that train together.
-        on_ready: Called with the trainer before it starts.
+    Train from a stream, by the trainer that `prepare_stream` builds.
 
     Raises:
         PackplanError: Something the user can fix.
     """
-    on_ready(trainer := _prepare(config, group))
-    with lock_output(config, group), log_interruption(trainer):
+    with lock_output(config, trainer.group), log_interruption(trainer):
         trainer.train()
-    _log_end(config, group, trainer)
+    _log_end(config, trainer.group, trainer)
     if not trainer.was_terminated:
         log_outcome(config, trainer)
-    return trainer
 
 
-def _prepare(config: RunConfig, group: RankGroup) -> StreamTrainer:
+def prepare_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
     """Decide the attention, plan the evaluation, and build the trainer."""
     training = config.training
     checkpoint = open_checkpoint(config, group, StreamState)

@@ -68,7 +68,7 @@ def certified(lengths: IntArray, *, capacity: int, seed: int, report: Callable[[
         report: Called with a progress message.
     """
     tally = LengthCounts.from_lengths(lengths)
-    best, bound = _search_fewest(tally, capacity=capacity, report=report)
+    best, bound = _pack_to_bound(tally, capacity=capacity, report=report)
     packs = best.packs(lengths, tally)
     if len(packs) > bound:
         in_order = concatenative(lengths, capacity=capacity)
@@ -77,8 +77,8 @@ def certified(lengths: IntArray, *, capacity: int, seed: int, report: Callable[[
     return packs
 
 
-def _search_fewest(tally: LengthCounts, *, capacity: int, report: Callable[[str], None]) -> tuple[PackingTrace, int]:
-    """Return the best packing over distinct lengths, and the lower bound."""
+def _pack_to_bound(tally: LengthCounts, *, capacity: int, report: Callable[[str], None]) -> tuple[PackingTrace, int]:
+    """Return the best packing over distinct lengths, and the lower bound of packs."""
     known = best_quick_packing(tally, capacity=capacity)
     tally, capacity = to_lowest_terms(tally, capacity=capacity)
     report(f"{counted(known.num_bins, 'pack')}, looking for the bound")

@@ -183,7 +183,7 @@ class _Program:
         centre, bound, smoothing = self._sizes / self._capacity, 0.0, _SMOOTHING
         passes = sum(per_bin.bit_length() + 2 for per_bin in (self._capacity // self._sizes).tolist())
         while True:
-            self._shift_places(effort)
+            self._replace_by_shorter(effort)
             effort.spend(passes * (6 + self._capacity // 600))
             smoothed = smoothing * centre + (1 - smoothing) * np.clip(self._prices, 0, 1)
             knapsack = solve_knapsack(self._sizes, np.floor(smoothed * _SCALE).astype(np.int64), self._capacity)
@@ -197,8 +197,8 @@ class _Program:
             entered = [self._enter_column(pattern, 1, effort) for pattern in knapsack.patterns_with(dearest)]
             smoothing = _SMOOTHING if any(entered) else 0.0
 
-    def _shift_places(self, effort: Effort) -> None:
-        """Let shorter samples take places of longer ones where that saves bins."""
+    def _replace_by_shorter(self, effort: Effort) -> None:
+        """Let shorter samples take the places of longer ones in patterns where that saves bins."""
         prices = [*self._prices.tolist(), 0.0]
         for group in range(self._sizes.size):
             if prices[group] < prices[group + 1] - _TINY:

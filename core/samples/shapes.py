@@ -290,7 +290,7 @@ def _from_columns(record: Mapping[str, Any]) -> ShapedRecord:
     query: Any = None
     answer = "output" if has(record, "instruction") and has(record, "output") else _find_key(record, RESPONSE_KEYS)
     if has(record, "instruction") or (has(record, "input") and answer == "output"):
-        query, asked = _join_instruction(record)
+        query, asked = _read_alpaca_query(record)
     elif asked := _find_key(record, QUERY_KEYS) or "":
         query = record[asked]
     response = record[answer]
@@ -306,8 +306,8 @@ def _from_columns(record: Mapping[str, Any]) -> ShapedRecord:
     return ShapedRecord(", ".join(filter(None, (asked, answer))), _add_media({**rest, "messages": messages}, media))
 
 
-def _join_instruction(record: Mapping[str, Any]) -> tuple[str, str]:
-    """Return an alpaca record's instruction joined with its input, and the name of that shape."""
+def _read_alpaca_query(record: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the query of an alpaca record, its instruction and input in one, and their key."""
     parts = {name: record[name] for name in ("instruction", "input") if has(record, name)}
     for name, part in parts.items():
         if not isinstance(part, str):

@@ -112,7 +112,7 @@ def test_ranks_of_a_stream_compare_their_data(write_run):
     group = ScriptedGroup(world_size=2, others=lambda value: value if next(agreed) else "other")
 
     with pytest.raises(MismatchError, match="the train data"):
-        stream.train_stream(config, group)
+        stream.prepare_stream(config, group)
 
 
 def test_ranks_that_go_on_from_different_checkpoints_are_refused(write_run, execute):

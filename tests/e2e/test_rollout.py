@@ -18,7 +18,7 @@ from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.trainer.streams.dataset import StreamedPacks
 from packplan.app import check
 from packplan.app.plan import __main__ as plan
-from packplan.app.sft.stream import train_stream
+from packplan.app.sft.stream import prepare_stream, train_stream
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.trainers import open_checkpoint
 from packplan.core.errors import ConfigError, DataSetError, StaleError
@@ -83,7 +83,9 @@ def write_rollout(write_run, text_jsonl):
 
 def run(path, on_ready=id):
     """Train a stream; return its steps, whether it was terminated, and its log."""
-    trainer = train_stream(read_config(path), OneRank(), on_ready)
+    config = read_config(path)
+    on_ready(trainer := prepare_stream(config, OneRank()))
+    train_stream(config, trainer)
     return trainer.state.global_step, trainer.was_terminated, [dict(entry) for entry in trainer.state.log_history]
 
 
