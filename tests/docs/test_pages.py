@@ -7,6 +7,7 @@ import runpy
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import get_args
 
 import attrs
 import numpy as np
@@ -24,6 +25,7 @@ from packplan.app.planning.split import Split, Stores
 from packplan.core.batch import partial_window
 from packplan.core.config.identity import PATH_KEYS, PER_RANK
 from packplan.core.config.keys import yield_keys
+from packplan.core.config.refusals import Host
 from packplan.core.config.run import RunConfig
 from packplan.core.packers import ALGORITHMS
 from packplan.core.policy import PlanPolicy
@@ -31,7 +33,7 @@ from packplan.core.samples.urls import PACKAGES
 from packplan.core.schedule import EpochStats, PackStats
 from packplan.core.surface import plan as plan_of
 from tests.fakes import FreeLock, ListSource, ScriptedGroup
-from tools.configuration import rewritten
+from tools.configuration import HOSTS, rewritten
 
 ROOT = Path(__file__).parents[2]
 
@@ -176,6 +178,7 @@ def test_lists_are_whole():
     assert len(rooms) > 20
     assert [] == [room.name for room in rooms if f"`{room.relative_to(ROOT)}/`" not in rooms_page]
     assert [] == [page for page in PAGES if f"({page.relative_to(ROOT)})" not in index and "docs" in page.parts]
+    assert {*get_args(Host)} == {*HOSTS}, "name the host in HOSTS of tools/configuration.py"
     assert [] == [page for page in PAGES if text_of(page) != rewritten(text_of(page))], "run make reference"
     assert named
     assert [] == [name for name in named if not (ROOT / name).exists()]

@@ -78,6 +78,20 @@ def test_each_rank_of_fsdp_holds_its_part(write_small):
     assert alone.total + alone.weights == pytest.approx(copied.total, rel=0.01)
 
 
+@pytest.mark.parametrize(("sharding", "num_passes"), [("ddp", 1), ("fsdp2", 2)])
+def test_ranks_of_fsdp_run_the_tower_for_videos_too(write_small, sharding, num_passes):
+    """As in training, where ranks that gather the tower's weights wait for each of its passes."""
+    config = read_config(asked(write_small("qwen3_vl")))
+    attention, samples = decide_attention(traced_run(config), isolated=True), open_splits(config)["train"].encoder
+    passes, options = [], {"sharding": sharding, "world_size": 2, "accumulates": False}
+
+    with open_step_tracer(config, samples, attention=attention, **options) as tracer:
+        tracer.trainer.model.model.visual.register_forward_hook(lambda *_: passes.append(1))
+        tracer.trace_step([samples.encode(0)])
+
+    assert num_passes == len(passes)
+
+
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_attention_of_a_gpu_is_one_kernel_for_all_samples(on_gpu, write_run):
     """On a GPU many samples take the tensors and the memory of few; on a CPU, more tensors."""
