@@ -104,16 +104,16 @@ class TorchGroup:
         # Connected while all ranks are there, which none leaves before they have joined: later, a
         # store that is gone would be looked for instead of missed.
         self._wait_store = self._store.clone()  # type: ignore[attr-defined]  # torch does not declare it
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=PrefixStore("group", self._store),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        with name_lost_ranks(rank):
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                store=PrefixStore("group", self._store),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout_s),
+            )
         self.rank, self.world_size = rank, world_size
-        self._timeout_s = timeout_s
-        self._calls = 0
+        self._timeout_s, self._calls = timeout_s, 0
         self._heartbeat = Heartbeat(self._store) if rank == 0 else None
 
     def build_on_rank_zero(self, build: Callable[[ReportProgress], Arrays], *, timeout_s: float) -> Arrays:

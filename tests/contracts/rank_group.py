@@ -122,7 +122,7 @@ def _tell(group) -> None:
 
 _LOSSES = {
     "lonely": partial(_kill, 1), "left": _lose_in_flags, "backward": _lose_in_backward, "compares": _lose_in_comparison,
-    "tells": _tell,
+    "tells": _tell, "killed": lambda group: group.any(False),  # noqa: FBT003  # else rank 1 may still be joining
 }  # fmt: skip
 """Scene -> what ranks do while one of them ends."""
 
