@@ -63,7 +63,6 @@ from packplan.adapters.trainer.loader import (
     open_worker,
     zero_weights,
 )
-from packplan.core.batch import count_row_groups
 from packplan.core.equality import AttentionChoice, Precision
 from packplan.core.errors import ConfigError, RunError
 from packplan.core.ports import RankGroup
@@ -153,7 +152,6 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         eval_dataset: PackedDataset | None,
         reduction: Reduction = "token",
         resumes_from: str | None = None,
-        row_ranks: int = 1,
         **options: Any,
     ) -> None:
         """
@@ -165,7 +163,6 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
             eval_dataset: Packs of the evaluation's raw plan, or None.
             reduction: Weighting of samples of unequal length in the loss.
             resumes_from: See the class.
-            row_ranks: Ranks that share each row, one after the other.
             **options: Options of ms-swift's trainer: model, args, template and train_dataset.
 
         Raises:
@@ -173,7 +170,6 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         """
         self.group, self.attention, self.reduction = group, attention, reduction
         self.resumes_from = self.saved = resumes_from
-        self.row_ranks = row_ranks
         self.control: TrainerControl
         self._step_loss: torch.Tensor | float = 0.0
         self._size_before: float | None = None
@@ -199,6 +195,11 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
     @property
+    def learner(self) -> tuple[int, int]:
+        """Number of this data-parallel learner, from 0, and the number of all learners."""
+        return self.group.rank, self.group.world_size
+
+    @property
     def was_terminated(self) -> bool:
         """Whether SIGTERM ended training."""
         return self._sigterm.received
@@ -217,7 +218,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> PackLoader:
         """Return the loader of this rank's evaluation packs, in the order of the plan."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        rank, world_size = self.group.rank // self.row_ranks, count_row_groups(self.group.world_size, self.row_ranks)
+        rank, world_size = self.learner
         batches = EvalBatches(len(dataset), self.args.per_device_eval_batch_size, rank=rank, world_size=world_size)
         return self._loader(
             dataset,
@@ -428,6 +429,11 @@ class PlanTrainer(FollowsSchedule, CheckedTrainer):
         self._waited = 0.0
         super().__init__(**options)
         self.follow(follower)
+
+    @property
+    def learner(self) -> tuple[int, int]:
+        """See the base class; ranks that share rows are one learner."""
+        return self.follower.rank, self.schedule.world_size
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # the schedule skips by itself
         """Return the loader of this rank's packs, in the order of the epoch schedule."""

@@ -6,7 +6,7 @@ opened, measured, planned, aligned.
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
@@ -28,6 +28,9 @@ from packplan.core.samples.tables import KnownLengths, Table, column
 from packplan.core.schedule import PackStats
 from packplan.core.work.model import SampleWorks, WorkModel
 from packplan.core.work.vision import FLOPs
+
+if TYPE_CHECKING:
+    from packplan.adapters.samples.encoder import SwiftEncoder  # loads ms-swift
 
 
 @attrs.frozen
@@ -84,7 +87,7 @@ class Split:
 
     stores: Stores = attrs.field(default=None)
 
-    encoder: Any = None
+    encoder: "SwiftEncoder" = attrs.field(default=None)
     """Encoder of the samples, which are trained."""
 
     source: LengthSource = attrs.field(default=None)

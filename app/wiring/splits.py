@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -84,7 +85,7 @@ def export_rows(splits: Iterable[Split], folder: Path) -> dict[str, int]:
         if split.encoder.records_per_sample > 1:
             halves = SwiftMeasurer(split.encoder).record_lengths
             lengths = [*map(halves, progress(indices.tolist(), desc="measuring halves", unit=" pairs"))]
-        rows = split.encoder.rows
+        rows = cast(RowsEncoder, split.encoder).rows
         exported[split.name] = (rows if len(rows) == len(lengths) else rows.select(indices), lengths)
     export_cached_rows(exported, folder)
     return {name: len(lengths) for name, (_, lengths) in exported.items()}

@@ -240,7 +240,6 @@ def build_trainer(
         template=template,
         train_dataset=_packed_dataset(train, epoch=schedule.start.epoch),
         eval_dataset=_eval_dataset(splits.get("eval")),
-        row_ranks=row_ranks,
     )
 
 
