@@ -139,6 +139,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
 
     Attributes:
         attention: Attention that trains, stored in checkpoints.
+        learner: Number of this data-parallel learner, from 0, and the number of all.
         resumes_from: Folder of the checkpoint that the run goes on from; None at its beginning.
         saved: Folder of the last checkpoint that this run saved or resumes from; None without one.
         has_supervised: Whether a step had a token of any weight.
@@ -170,6 +171,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         """
         self.group, self.attention, self.reduction = group, attention, reduction
         self.resumes_from = self.saved = resumes_from
+        self.learner = group.rank, group.world_size
         self.control: TrainerControl
         self._step_loss: torch.Tensor | float = 0.0
         self._size_before: float | None = None
@@ -193,11 +195,6 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
     def is_sharded(self) -> bool:
         """Whether ranks hold only parts of the model, so that checkpoints may be in parts too."""
         return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
-
-    @property
-    def learner(self) -> tuple[int, int]:
-        """Number of this data-parallel learner, from 0, and the number of all learners."""
-        return self.group.rank, self.group.world_size
 
     @property
     def was_terminated(self) -> bool:
@@ -429,11 +426,7 @@ class PlanTrainer(FollowsSchedule, CheckedTrainer):
         self._waited = 0.0
         super().__init__(**options)
         self.follow(follower)
-
-    @property
-    def learner(self) -> tuple[int, int]:
-        """See the base class; ranks that share rows are one learner."""
-        return self.follower.rank, self.schedule.world_size
+        self.learner = follower.rank, follower.schedule.world_size  # ranks that share rows are one
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # the schedule skips by itself
         """Return the loader of this rank's packs, in the order of the epoch schedule."""

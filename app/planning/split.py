@@ -5,6 +5,7 @@ opened, measured, planned, aligned.
 
 from collections.abc import Callable, Mapping
 from decimal import Decimal
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -112,16 +113,10 @@ class Split:
     epochs: PlannedEpochs | None = None
     """Epochs that have plans of their own, which `plan_epochs` fills."""
 
-    _works: SampleWorks | None = attrs.field(default=None, repr=False)
-
-    _stats: PackStats | None = attrs.field(default=None, repr=False)
-
-    @property
+    @cached_property
     def works(self) -> SampleWorks:
         """Work of each record of a measured split, which balances ranks."""
-        if self._works is None:
-            self._works = record_works(self.work_model, self.table)
-        return self._works
+        return record_works(self.work_model, self.table)
 
     def packs_of(self, epoch: int) -> Packs:
         """Return the packs of an epoch."""
@@ -129,12 +124,13 @@ class Split:
 
     def pack_stats(self, epoch: int) -> PackStats:
         """Return the statistics of the packs of an epoch."""
-        if self.epochs is not None:
-            return self.epochs.stats(epoch)
-        if self._stats is None:
-            lengths = column(self.table, "length").astype(np.int64)
-            self._stats = PackStats.from_plan(self.raw, lengths, packed=self.policy.packing, works=self.works)
-        return self._stats
+        return self._stats if self.epochs is None else self.epochs.stats(epoch)
+
+    @cached_property
+    def _stats(self) -> PackStats:
+        """Statistics of the packs of the raw plan."""
+        lengths = column(self.table, "length").astype(np.int64)
+        return PackStats.from_plan(self.raw, lengths, packed=self.policy.packing, works=self.works)
 
     def plan_key(self, lengths_digest: str) -> Fingerprint:
         """Return the fingerprint of the plan, or of all epochs' plans, for these lengths."""

@@ -222,7 +222,7 @@ def stats_of_packs(train: Split, packs: Packs) -> PackStats:
         train: The planned split, whose works are known.
         packs: Packs of its samples.
     """
-    return attrs.evolve(train, raw=attrs.evolve(train.raw, packs=packs), stats=None).pack_stats(0)
+    return attrs.evolve(train, raw=attrs.evolve(train.raw, packs=packs)).pack_stats(0)
 
 
 def _replace_packs(trainer: PlanTrainer, stats: PackStats, schedule: EpochSchedule, evaluated: Split | None) -> None:
@@ -239,7 +239,7 @@ def _first_packs(planned: Split, world_size: int) -> Split:
     count = min(len(planned.raw.packs), _MAX_EVAL_PACKS * world_size * planned.aligned.batch_size)
     raw = attrs.evolve(planned.raw, packs=planned.raw.packs[:count])
     aligned = align_plan(raw, world_size=world_size, **planned.alignment)
-    return attrs.evolve(planned, raw=raw, aligned=aligned, stats=None)
+    return attrs.evolve(planned, raw=raw, aligned=aligned)
 
 
 def _pause_intervals(config: RunConfig, schedule: EpochSchedule) -> tuple[int, int]:
