@@ -32,6 +32,8 @@ ROOT = Path(__file__).parents[1]
 
 DEADLINE_S = 240
 
+PATIENCE_S = 600
+
 Variables = Mapping[str, Any]
 """Variables of the environment, by name."""
 
@@ -165,8 +167,15 @@ def killed_at_end(command: list[str], **options: Any) -> Iterator[subprocess.Pop
             process.kill()
 
 
+def publish(folder: Path, pids: list[int]) -> None:
+    """Write numbers down in a file that is whole once it is there, and wait to be killed."""
+    (folder / "pids.tmp").write_text(json.dumps(pids))
+    (folder / "pids.tmp").rename(folder / "pids.json")
+    time.sleep(PATIENCE_S)
+
+
 def each_ends(folder: Path, parent: int) -> None:
-    """Kill a parent once it has started its processes (see `faults.parents`); see them end."""
+    """Kill a parent once it has published the processes that it started; see them end."""
     wait_for((folder / "pids.json").exists, "the parent has not started its processes")
     pids = json.loads((folder / "pids.json").read_text())
     assert pids

@@ -1,14 +1,11 @@
-"""A worker without a model, that adds up over its group, raises, or dies."""
+"""A worker without a model, that adds up over its group, raises, or dies; it loads torch late."""
 
 import os
 import signal
 import sys
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
-from packplan.adapters.ranks.torch_group import TorchGroup
 from packplan.core.errors import DataSetError
 
 
@@ -16,7 +13,10 @@ class LightWorker:
     """One rank of a gloo group, if there are several."""
 
     def __init__(self) -> None:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        self.in_group = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if self.in_group:
+            from packplan.adapters.ranks.torch_group import TorchGroup
+
             self.group = TorchGroup(use_cpu=True, timeout_s=300)
 
     def close(self):
@@ -24,10 +24,8 @@ class LightWorker:
 
     def add(self, shard, *, more):
         """Return the shard, and the sum over all workers."""
-        total = torch.tensor(float(sum(shard) + more))
-        if dist.is_initialized():
-            dist.all_reduce(total)
-        return {"own": np.array(shard), "sum": np.array(float(total))}
+        total = float(sum(shard) + more)
+        return {"own": np.array(shard), "sum": np.array(self._reduce(total) if self.in_group else total)}
 
     def refuse(self, shard):
         """Raise what the user can fix."""
@@ -41,5 +39,12 @@ class LightWorker:
         """Be killed, where the shard says so, while the others wait in a collective."""
         if shard == "die":
             os.kill(os.getpid(), signal.SIGKILL)
-        dist.all_reduce(torch.zeros(1))
+        self._reduce(0.0)
         sys.exit("never reached")
+
+    def _reduce(self, value):
+        import torch
+        import torch.distributed as dist
+
+        dist.all_reduce(total := torch.tensor(value))
+        return float(total)

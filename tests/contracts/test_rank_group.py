@@ -1,17 +1,137 @@
 """Ranks over torch.distributed: rank 0's results and failures reach all; no endless wait."""
 
+import contextlib
 import json
+import os
 import re
+import signal
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.contracts import rank_group
-from tests.network import LINK, Host, free_port, two_hosts
+from packplan.adapters.ranks import heartbeat, torch_group
+from packplan.core.errors import ArgumentError, PackplanError
+from tests.network import free_port
+from tests.processes import wait_for
 
 pytestmark = pytest.mark.slow
+
+CHUNK_BYTES = 1 << 16
+"""Bytes that travel at a time here; of the real number, arrays of two and more take a second."""
+
+SHORT = "3 packs cannot feed 8 ranks"
+
+
+def too_short() -> ArgumentError:
+    return ArgumentError("too_short", SHORT)
+
+
+def build_in(scene: str, note, report):
+    """Build arrays as rank 0, or end as the scene says."""
+    report("3 of 4 are measured")
+    note(building=True)
+    if scene == "fails":
+        raise too_short()
+    if scene == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if scene in {"slow", "silent"}:
+        signal.pause()  # until it is stopped or killed
+    return {
+        "a": np.arange(6, dtype=np.int32).reshape(2, 3),
+        "empty": np.zeros(0, dtype=np.int64),
+        "large": np.arange(CHUNK_BYTES // 4 + 3),
+    }
+
+
+def play_rank(scene: str, out: str) -> None:
+    """Play a scene as one rank, and write down what it sees last."""
+
+    def note(**said: object) -> None:
+        part = Path(out, f"{os.environ['RANK']}.part")
+        part.write_text(json.dumps({"at": time.monotonic(), **said}))
+        part.replace(part.with_suffix(".json"))
+
+    torch_group.CHUNK_BYTES = CHUNK_BYTES
+    if scene in {"silent", "slow"}:
+        torch_group.SILENT_S, torch_group._POLL_S, heartbeat.BEAT_S = 1.5, 0.1, 0.2
+    try:
+        if scene == "refuses":
+            torch_group.meet(refusal=too_short() if os.environ["RANK"] == "1" else None)
+            os._exit(0)
+        group = torch_group.TorchGroup(use_cpu=True, timeout_s=60)
+        group.any(False)  # noqa: FBT003  # all have joined before one is lost
+        LOSSES.get(scene, lambda _: None)(group)
+        arrays = group.build_on_rank_zero(partial(build_in, scene, note), timeout_s=0.5 if scene == "slow" else 60)
+        own = {"own": np.full((group.rank + 1, 2), group.rank, dtype=np.float32), "none": np.zeros((0, 3))}
+        note(
+            arrays=shown(arrays),
+            gathered=group.gather(f"from {group.rank}"),
+            arrays_of_ranks=[*map(shown, group.gather_arrays(own))],
+            any=[group.any(group.rank == 1), group.any(False)],  # noqa: FBT003
+        )
+    except PackplanError as error:
+        note(error=f"{type(error).__name__}: {error}")
+    os._exit(0)
+
+
+def shown(arrays) -> dict[str, list]:
+    return {
+        name: [array.ravel()[:9].tolist(), int(array.sum()), str(array.dtype), array.shape]
+        for name, array in arrays.items()
+    }
+
+
+def lose(rank: int, group) -> None:
+    if group.rank == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_in_flags(group) -> None:
+    lose(1, group)
+    group.any(False)  # noqa: FBT003
+
+
+def lose_in_backward(group) -> None:
+    with torch_group.name_lost_ranks(group.rank):
+        loss = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))(torch.ones(2, 4)).sum()
+        lose(1, group)
+        loss.backward()
+
+
+def lose_in_comparison(group) -> None:
+    lose(0, group)
+    with contextlib.suppress(dist.DistError):
+        while True:  # until it is known that nobody reads it
+            group._store.set("", "")
+    group.gather("mine")
+
+
+def tell(group) -> None:
+    if group.rank == 1:
+        group.report_failure(too_short())
+        os._exit(0)
+    group.gather("mine")
+
+
+def wait_until_told(group) -> None:
+    """Wait on other ranks until rank 0 says what it does, where waiting is what is tested."""
+    while group.rank and not (
+        group._wait_store.check([heartbeat.BEAT]) and json.loads(group._wait_store.get(heartbeat.BEAT))[1]
+    ):
+        time.sleep(0.01)
+
+
+LOSSES = {
+    "lonely": partial(lose, 1), "left": lose_in_flags, "backward": lose_in_backward, "compares": lose_in_comparison,
+    "tells": tell, "slow": wait_until_told,
+}  # fmt: skip
+"""Scene -> what ranks do before rank 0 builds, while one of them may end."""
 
 
 @pytest.fixture
@@ -19,29 +139,25 @@ def play(server, tmp_path):
     """Return a function that plays a scene on two ranks, and gives what each said last."""
 
     def played(scene: str, **variables) -> list[dict]:
-        ranks = server.ranks(2, rank_group.main, scene, str(tmp_path), folder=tmp_path, env=variables)
+        ranks = server.ranks(2, play_rank, scene, str(tmp_path), folder=tmp_path, env=variables)
+        if scene == "silent":
+            wait_for((tmp_path / "0.json").exists, "rank 0 does not build")
+            os.kill(ranks[0].pid, signal.SIGSTOP)
         ranks[1].wait()
-        if scene == "slow":
+        if scene in {"silent", "slow"}:
             ranks[0].process.kill()
         ranks[0].wait()
-        return said(tmp_path)
+        files = [tmp_path / f"{rank}.json" for rank in range(2)]
+        return [json.loads(file.read_text()) if file.exists() else {} for file in files]
 
     return played
-
-
-def said(folder: Path) -> list[dict]:
-    """Return what each rank said last; nothing, if it did not come that far."""
-    files = [folder / f"{rank}.json" for rank in range(2)]
-    return [json.loads(file.read_text()) if file.exists() else {} for file in files]
 
 
 @pytest.fixture
 def agent():
     """Keep a store as torchrun's agent does, outside of all ranks."""
-    from torch.distributed import TCPStore
-
     port = free_port()
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     yield {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     del store
 
@@ -51,7 +167,7 @@ def test_arrays_values_and_flags_reach_every_rank(play):
     first, second = play("builds")
 
     assert {**first, "at": 0} == {**second, "at": 0}
-    size = rank_group.CHUNK_BYTES // 4 + 3
+    size = CHUNK_BYTES // 4 + 3
     assert {
         "a": [[0, 1, 2, 3, 4, 5], 15, "int32", [2, 3]],
         "empty": [[], 0, "int64", [0]],
@@ -73,20 +189,20 @@ def test_a_later_launch_on_the_same_store_takes_nothing_from_an_earlier_one(play
 
 
 LOST = r"RunError: another rank is gone, so rank 0 cannot go on: [A-Z][^.\n]* \[[\d.]+\]:\d+[^.\n]*"
-SHORT = "3 packs cannot feed 8 ranks; set training"
 
 
 @pytest.mark.parametrize(
     ("scene", "by_agent", "rank", "says"),
     [
-        ("fails", False, 1, f"RunError: rank 0 failed: {SHORT}.*"),
+        ("fails", False, 1, f"RunError: rank 0 failed: {SHORT}; set training.*"),
         ("killed", True, 1, "RunError: rank 0 is gone: its process died.*"),
         ("killed", False, 1, "RunError: rank 0 is gone.*"),
         ("slow", False, 1, r"RunError: rank 1 waited \d+ s for rank 0 .*packing_wait_timeout_s.*: 3 of 4 are measured"),
+        ("silent", False, 1, "RunError: rank 0 has been silent for.*"),  # stopped: nothing says that anything ended
         *((scene, True, 0, LOST) for scene in ("lonely", "left", "backward")),
         ("compares", False, 1, "RunError: another rank is gone.*"),
-        ("refuses", True, 0, f"RunError: rank 1 refuses the run: {SHORT}.*"),
-        ("tells", True, 0, f"RunError: rank 1 failed: {SHORT}.*"),
+        ("refuses", True, 0, f"RunError: rank 1 refuses the run: {SHORT}; set training.*"),
+        ("tells", True, 0, f"RunError: rank 1 failed: {SHORT}; set training.*"),
     ],
 )
 def test_a_rank_that_ends_is_missed_within_seconds_with_its_reason(*, play, agent, scene, by_agent, rank, says):
@@ -94,40 +210,7 @@ def test_a_rank_that_ends_is_missed_within_seconds_with_its_reason(*, play, agen
     ends = play(scene, **(agent if by_agent else {}))
 
     assert re.fullmatch(says, ends[rank]["error"], re.DOTALL)
-    if scene in {"fails", "killed"}:
+    if scene in {"fails", "killed", "silent"}:
         assert ends[1]["at"] - ends[0]["at"] < 5
-        assert scene == "killed" or ends[0]["error"].startswith("ArgumentError: 3 packs cannot feed 8 ranks")
-
-
-def silent_on(host: Host, folder: str) -> None:
-    """Play the scene of the node that falls silent, on a host."""
-    host.enter()
-    rank_group.main("silent", folder)
-
-
-def test_a_node_that_falls_silent_is_given_up(server, tmp_path):
-    """Its cable is cut: no packet says that anything ended. The limit is shortened here."""
-    from packplan.adapters.ranks import torch_group
-
-    with two_hosts() as hosts:
-        port = free_port()
-        ranks = [
-            server.start(
-                silent_on, host, str(tmp_path), log=tmp_path / f"rank{rank}.log",
-                env={"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": hosts[0].address,
-                     "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": LINK},
-            )
-            for rank, host in enumerate(hosts)
-        ]  # fmt: skip
-        while not said(tmp_path)[0]:
-            assert ranks[0].process.is_alive(), ranks[0].said
-            time.sleep(0.05)
-        hosts[0].cut()
-        ranks[1].wait()
-        ranks[0].process.kill()
-        ranks[0].wait()
-
-    first, second = said(tmp_path)
-    assert second["error"].startswith("RunError: rank 0 has been silent for")
-    assert second["at"] - first["at"] < 20
-    assert torch_group.SILENT_S < 55
+        assert scene != "fails" or ends[0]["error"].startswith(f"ArgumentError: {SHORT}")
+    assert torch_group.SILENT_S < 55, "shortened here"

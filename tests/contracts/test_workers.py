@@ -1,23 +1,39 @@
 """Workers: ranks and Ray actors do the same, and say why one failed."""
 
+import types
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
+from packplan.adapters.microbatches import BatchedData
 from packplan.core.errors import DataSetError, RunError
-from tests.contracts import page_policy
-from tests.faults import parents
-from tests.processes import descendants, each_ends, end, finished, lives, wait_for
+from tests.contracts.light_worker import LightWorker
+from tests.processes import ROOT, descendants, each_ends, end, finished, lives, publish, wait_for
 
 pytestmark = pytest.mark.slow
+
+
+def drive(folder: Path) -> None:
+    """Start Ray with an actor and room for two of another driver; write down its address."""
+    import ray
+
+    from packplan.adapters.ranks.ray import RayWorkers
+
+    start = ray.init
+    with mock.patch("ray.init", lambda **options: start(**options | {"num_cpus": 3})):
+        workers = RayWorkers(LightWorker, num_workers=1)
+    (folder / "address").write_text(ray.get_runtime_context().gcs_address)
+    publish(folder, workers.process_ids)
 
 
 @pytest.fixture(scope="module")
 def driver(server, tmp_path_factory):
     """Return a process that starts Ray and an actor, and the folder with its address."""
     folder = tmp_path_factory.mktemp("driver")
-    process = server.start(parents.main, "actors", str(folder), log=folder / "log", env={"PYTHONPATH": Path.cwd()})
+    process = server.start(drive, folder, log=folder / "log", env={"PYTHONPATH": ROOT})
     yield process, folder
     left = descendants(process.pid)
     process.process.kill()
@@ -54,7 +70,6 @@ def each_has_its_result(workers, shards):
 def test_one_process_is_a_worker():
     """Its results, our errors as they are, others with their method and reason."""
     from packplan.adapters.ranks.torch_group import OneRank, RankWorkers
-    from tests.contracts.light_worker import LightWorker
 
     workers = RankWorkers(LightWorker(), OneRank())
     each_has_its_result(workers, [[1, 2]])
@@ -65,11 +80,36 @@ def test_one_process_is_a_worker():
     workers.close()
 
 
+LENGTHS = [9, 41, 5, 30, 2, 17, 61, 8, 12, 25, 33]
+
+
+def losses_of_page(model: str, out: Path | None = None) -> list[float]:
+    """Return the losses of two steps of the page's policy; ranks write theirs into a folder."""
+    code, module = ROOT / "docs" / "examples" / "policy.py", types.ModuleType("page_policy")
+    exec(compile(code.read_text(), code.name, "exec"), module.__dict__)  # noqa: S102  # our own
+    drawn = torch.Generator().manual_seed(3)
+    inside = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    fields = {
+        "input_ids": torch.randint(20, 400, inside.shape, generator=drawn) * inside,
+        "token_mask": inside.float(),
+        "advantages": torch.randn(len(LENGTHS), generator=drawn),
+    }
+    workers = module.on_ranks(model)
+    losses = [module.train(workers, BatchedData.from_fields(fields, lengths=LENGTHS)) for _ in range(2)]
+    if out:
+        np.save(out / f"{workers._group.rank}.npy", losses)
+    return losses
+
+
+def rank_of_page(model: str, out: Path) -> None:
+    losses_of_page(model, out)
+
+
 def test_the_policy_of_the_page_trains_alike_on_ranks(server, demo, tmp_path):
     """One worker and two ranks: losses of two steps, of which one updated weights."""
-    folder = str(demo / "models" / "qwen2")
-    ranks = server.ranks(2, page_policy.main, folder, str(tmp_path), folder=tmp_path / "logs")
-    expected = page_policy.trained(page_policy.shown().on_ranks(folder))
+    model = str(demo / "models" / "qwen2")
+    ranks = server.ranks(2, rank_of_page, model, tmp_path, folder=tmp_path / "logs")
+    expected = losses_of_page(model)
 
     assert [0, 0] == finished(ranks)
     assert expected[0] != expected[1]
@@ -79,8 +119,6 @@ def test_the_policy_of_the_page_trains_alike_on_ranks(server, demo, tmp_path):
 
 def test_actors_are_ranks_of_one_group_until_one_dies(start_actors):
     """That fails the call at once, with its reason, and ends who waits for it in a collective."""
-    from tests.contracts.light_worker import LightWorker
-
     workers = start_actors(LightWorker, 2)
     each_has_its_result(workers, [[1, 2], [30]])
     pids = workers.process_ids
@@ -93,8 +131,8 @@ def test_actors_are_ranks_of_one_group_until_one_dies(start_actors):
 
 def test_what_an_actor_raises_is_its_reason(start_actors):
     """With its class, where it is none of ours."""
-    with pytest.raises(RunError, match=r"worker 0 failed in fail: KeyError: 'shard'"):
-        start_actors(parents.Idle, 1).run_all_workers_sharded_data("fail", ["shard"])
+    with pytest.raises(RunError, match=r"worker 0 failed in break_down: KeyError: 'shard'"):
+        start_actors(LightWorker, 1).run_all_workers_sharded_data("break_down", ["shard"])
 
 
 def test_actors_end_with_their_driver(driver):

@@ -12,7 +12,7 @@ from packplan.app.planning.plan import Ranks, measure_and_plan
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.splits import open_splits
 from tests.e2e import rank_main
-from tests.network import LINK, Host, two_hosts
+from tests.network import free_port
 from tests.processes import finished
 
 pytestmark = pytest.mark.slow
@@ -80,27 +80,20 @@ def test_sigterm_to_the_processes_of_one_rank_ends_all_ranks_at_the_same_step(st
     assert (tmp_path / "run" / f"checkpoint-{first['steps']}" / "model.safetensors").is_file()
 
 
-def rank_on(host: Host, *arguments: str) -> int:
-    """Run a rank on a host."""
-    host.enter()
-    return rank_main.main(*arguments)
-
-
 def test_two_hosts_train_from_one_plan_that_only_the_first_stores(server, write_run, tmp_path):
-    """Two hosts share nothing but a cable: the plan travels, and ranks agree on it and on steps."""
-    keys = {"max_steps": 2, "effective_batch_size": 2}
+    """Hosts share no folder: the plan travels, and ranks agree on it and on steps."""
+    keys, port = {"max_steps": 2, "effective_batch_size": 2}, free_port()
     runs = [write_run("qwen2", name=f"host{rank}", training=keys) for rank in range(2)]
-    with two_hosts() as hosts:
-        ranks = [
-            server.start(
-                rank_on, host, str(runs[rank]), str(tmp_path), log=tmp_path / f"rank{rank}.log",
-                env={"RANK": rank, "LOCAL_RANK": 0, "GROUP_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1,
-                     "MASTER_ADDR": hosts[0].address, "MASTER_PORT": 29500, "GLOO_SOCKET_IFNAME": LINK},
-            )
-            for rank, host in enumerate(hosts)
-        ]  # fmt: skip
-        assert [0, 0] == finished(ranks)
+    ranks = [
+        server.start(
+            rank_main.main, str(path), str(tmp_path), log=tmp_path / f"rank{rank}.log",
+            env={"RANK": rank, "LOCAL_RANK": 0, "GROUP_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1,
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+        )
+        for rank, path in enumerate(runs)
+    ]  # fmt: skip
 
+    assert [0, 0] == finished(ranks)
     first, second = rank_main.seen(tmp_path, 2)
     assert first["aligned"] == second["aligned"]
     assert 2 == first["steps"] == second["steps"]

@@ -5,19 +5,80 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from functools import partial
+from pathlib import Path
 
 import pytest
 
-from tests.faults import parents
-from tests.processes import DEADLINE_S, ROOT, each_ends, finished, killed_at_end, lives, wait_for
+from tests.processes import (
+    DEADLINE_S,
+    PATIENCE_S,
+    ROOT,
+    each_ends,
+    finished,
+    killed_at_end,
+    lives,
+    publish,
+    wait_for,
+)
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("kind", ["pool", "loader"])
-def test_processes_end_with_the_parent_that_started_them(server, tmp_path, kind):
+def pid_and_pause(seconds: float) -> int:
+    time.sleep(seconds)
+    return os.getpid()
+
+
+def start_pool(folder: Path) -> None:
+    """Start processes that measure: they are busy when the parent dies, and wait for work."""
+    from packplan.adapters.processes import keep_ctrl_c, open_pool
+
+    with keep_ctrl_c():
+        pool = open_pool(2, print, "ready")
+        named = [pool.submit(pid_and_pause, 0.2) for _ in range(4)]
+    pids = {future.result() for future in named}
+    pool.submit(time.sleep, PATIENCE_S)
+    publish(folder, sorted(pids))
+
+
+class Endless:
+    """Samples that take for ever."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, _: int) -> None:
+        (self.folder / f"{os.getpid()}.noted").touch()
+        time.sleep(PATIENCE_S)
+
+
+def start_loader(folder: Path) -> None:
+    """Start the workers of a trainer's loader, each in the middle of a long sample."""
+    from torch.utils.data import DataLoader
+
+    from packplan.adapters.trainer.loader import open_worker
+
+    start = partial(open_worker, num_workers=2, rank=0)
+    options = {"num_workers": 2, "multiprocessing_context": "fork", "worker_init_fn": start}
+    _kept = iter(DataLoader(Endless(folder), **options))
+    publish(folder, noted(folder, 2))
+
+
+def noted(folder: Path, number: int) -> list[int]:
+    """Wait for so many processes to have noted themselves."""
+    wait_for(lambda: number == len([*folder.glob("*.noted")]), "not all processes have started")
+    return [int(path.stem) for path in folder.glob("*.noted")]
+
+
+@pytest.mark.parametrize("start", [start_pool, start_loader])
+def test_processes_end_with_the_parent_that_started_them(server, tmp_path, start):
     """Those that measure, waiting or busy; workers of a loader in the middle of a sample."""
-    parent = server.start(parents.main, kind, str(tmp_path), log=tmp_path / "log")
+    parent = server.start(start, tmp_path, log=tmp_path / "log")
     each_ends(tmp_path, parent.pid)
 
 
@@ -33,7 +94,7 @@ RANK = """
 import os, time
 from pathlib import Path
 from packplan.app.cli.command import run_command
-from tests.faults.parents import PATIENCE_S, noted, publish
+from tests.faults.test_parents import PATIENCE_S, noted, publish
 
 def command():
     exec(NOTE, globals())
