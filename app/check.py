@@ -116,7 +116,7 @@ def compare(config: RunConfig, trainer: PlanTrainer, train: Split, *, num_packs:
     comparison = PackComparison(trainer, train.encoder.encode)
     findings: list[Deviation] = []
     for pack in progress(chosen, desc="comparing", unit=" packs"):
-        findings += comparison.findings(pack)
+        findings += comparison.deviations(pack)
     precision, without = trainer.precision, comparison.no_gradients_reason
     verdicts = judge(findings, precision=precision, limit=comparison.limit)
     images, where = num_media(train.table), train.encoder.records.location

@@ -284,7 +284,7 @@ def probe_unpadded(names: Sequence[str]) -> dict[str, dict[str, str]]:
         with hide_warnings():
             model = SmallModels(default_config(name)).build(attention="eager")
             try:
-                found[name] = dict(unpad(model).passing)
+                found[name] = dict(unpad(model).unpacked_sides)
             except PackplanError as error:
                 found[name] = {"right of": f"{error}"}
     return found

@@ -54,7 +54,7 @@ class StepClock(TrainerCallback):  # type: ignore[misc]  # its library has no ty
         self.checkpoint_s, self._since = now - self._since, now
 
     def _loader_wait_s(self) -> float:
-        waited: float = sum(loader.waited for loader in self.trainer._loaders)  # noqa: SLF001  # has no public name
+        waited: float = sum(loader.wait_seconds for loader in self.trainer._loaders)  # noqa: SLF001  # has no public name
         return waited
 
     def _now(self) -> float:

@@ -21,7 +21,7 @@ from transformers import Trainer
 
 from packplan.adapters.attention.varlen import trace_as_on_gpu
 from packplan.adapters.forecast.tracing import MemoryTracer, empty_weights
-from packplan.adapters.loaders.positions import TYPES
+from packplan.adapters.loaders.positions import MEDIA_TYPE_IDS
 from packplan.adapters.loaders.rows import PackOfRows
 from packplan.adapters.models import local_part
 from packplan.adapters.trainer.trainer import CheckedTrainer
@@ -207,8 +207,8 @@ def _text_sample(sample: dict[str, Any], tokens: int, share: float) -> dict[str,
         "num_images": 0,
         "num_videos": 0,
     }
-    if TYPES in sample:
-        text[TYPES] = torch.zeros(tokens, dtype=sample[TYPES].dtype)
+    if MEDIA_TYPE_IDS in sample:
+        text[MEDIA_TYPE_IDS] = torch.zeros(tokens, dtype=sample[MEDIA_TYPE_IDS].dtype)
     if "loss_scale" in sample:
         text["loss_scale"] = [1.0] * tokens
     return text

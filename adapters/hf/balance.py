@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from transformers import Trainer
 
 from packplan.adapters.hf.following import insert_base_class
-from packplan.adapters.hf.refusals import is_old_trl, refuse_uncuttable
+from packplan.adapters.hf.refusals import is_old_trl, refuse_balance_conflicts
 from packplan.adapters.hf.rows import BatchCounts, Row, SplitBatch, join_rows, split_batch
 from packplan.core.errors import ArgumentError, ModelError
 from packplan.core.lengths import whole_number
@@ -87,7 +87,7 @@ def balance(
     """
     if isinstance(trainer, _BalancedTraining):
         raise ArgumentError("host", "the trainer's microbatches are balanced already")
-    refuse_uncuttable(trainer)
+    refuse_balance_conflicts(trainer)
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     pads = [getattr(one, "pad_token_id", None) for one in (tokenizer, trainer.model.config.get_text_config())]
     trainer._balance = balance = _BalanceState(  # noqa: SLF001  # its own
@@ -162,7 +162,7 @@ class _BalanceState:
         multiple = self.length_multiple
         return shard_packed(lengths, algorithm=self.algorithm, sequence_length_pad_multiple=multiple, **common)
 
-    def shard_for_rank(self, lengths: Sequence[Sequence[int]], rank: int, limit: int | None = None) -> list[list[int]]:
+    def cut_for_rank(self, lengths: Sequence[Sequence[int]], rank: int, limit: int | None = None) -> list[list[int]]:
         """
         Return the row indices of each microbatch of *rank*; all ranks have equally many.
 
@@ -182,8 +182,8 @@ class _BalanceState:
             batches: Batches of this rank.
             *facts: Further values of this rank.
         """
-        own = [one.widths if self.padded else one.tokens for one in batches]
-        ranks = gather_object([(own, max(one.prompt for one in batches), facts)])
+        own = [one.answer_widths if self.padded else one.tokens for one in batches]
+        ranks = gather_object([(own, max(one.prompt_width for one in batches), facts)])
         prompt = max(longest for _, longest, _ in ranks) if self.padded else 0
         return [
             ([[max(length + prompt, 1) for length in lengths] for lengths in batches], found)
@@ -302,7 +302,7 @@ class _BalancedTraining:
             cuts = [self._exchange_microbatches([own for (own,) in lengths], pools[0])]
         else:
             cuts = [
-                [[rows[index] for index in indices] for indices in step.shard_for_rank(own, rank)]
+                [[rows[index] for index in indices] for indices in step.cut_for_rank(own, rank)]
                 for rows, own in zip(pools, zip(*lengths, strict=True), strict=True)
             ]
         found = []
@@ -389,7 +389,7 @@ class _BalancedTraining:
         }  # fmt: skip
         split = split_batch(batch)
         lengths = [own for (own,), _ in step.gather_lengths([split])]
-        cuts = step.shard_for_rank(lengths, self.args.process_index, step.logprob_max_tokens)
+        cuts = step.cut_for_rank(lengths, self.args.process_index, step.logprob_max_tokens)
         parts = []
         for indices in cuts:
             rows = join_rows([split.rows[index] for index in indices or [0]], pad_token_id=step.pad_token_id)

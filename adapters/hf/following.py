@@ -164,13 +164,13 @@ class _LossSums:
     """Supervised tokens of the running batch."""
 
     @property
-    def repeats(self) -> bool:
+    def next_is_repeated(self) -> bool:
         """Whether the next batch only repeats packs, to give all ranks equally many batches."""
         return not self.batches.is_counted(self.done)
 
     def add(self, loss: torch.Tensor) -> None:
         """Add the mean loss of the next batch, weighed by its supervised tokens."""
-        if self.weight and not self.repeats:
+        if self.weight and not self.next_is_repeated:
             self.sums += torch.tensor([float(loss) * self.weight, self.weight], dtype=torch.float64)
         self.done += 1
 
@@ -185,7 +185,7 @@ class EvaluatesPacks:
     args: Any
     _evaluated: _LossSums | None = None
 
-    def _weight(self, inputs: dict[str, Any]) -> float:
+    def _batch_weight(self, inputs: dict[str, Any]) -> float:
         """Return the weight of a batch's mean loss: its supervised tokens."""
         return count_supervised(inputs["labels"])
 
@@ -225,7 +225,7 @@ class EvaluatesPacks:
         if self._evaluated is None:
             return super().prediction_step(model, inputs, *args, **options)  # type: ignore[misc]
         refuse_other_packs([inputs], islice(self._evaluated.expected, 1))
-        self._evaluated.weight = self._weight(inputs)
+        self._evaluated.weight = self._batch_weight(inputs)
         outputs = super().prediction_step(model, inputs, *args, **options)  # type: ignore[misc]
         self._evaluated.add(outputs[0])
         return outputs

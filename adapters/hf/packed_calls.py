@@ -78,7 +78,7 @@ class TextStack:
     by_positions: bool = False
     """Whether the model's own attention separates samples where positions do not go on by one."""
 
-    passing: frozenset[Padding] = frozenset()
+    unpacked_sides: frozenset[Padding] = frozenset()
     """Sides of padding whose calls pass through, since the padding changes the padded results."""
 
     _signature: inspect.Signature = attrs.field(init=False)
@@ -105,7 +105,7 @@ class TextStack:
         tokens = RealTokens.from_mask(mask)
         if len(tokens.places) in (0, mask.numel()) or self._positions_restart(given.get("position_ids"), tokens):
             return None
-        passes = self.passing and self.passing & tokens.paddings
+        passes = self.unpacked_sides and self.unpacked_sides & tokens.paddings
         return None if passes or self._hides_row_boundary(given, tokens) else tokens
 
     def _hides_row_boundary(self, given: dict[str, Any], tokens: RealTokens) -> bool:
@@ -220,15 +220,15 @@ class Unpadding:
     """
 
     def __init__(
-        self, model: Any, stack: TextStack, *, logits: bool, passing: Mapping[str, str] = MappingProxyType({})
+        self, model: Any, stack: TextStack, *, logits: bool, unpacked_sides: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         self.counts = UnpadCounts()
         """Positions given and computed so far."""
 
-        self.passing = passing
+        self.unpacked_sides = unpacked_sides
         """Side of real tokens whose padding is still computed -> the reason."""
 
-        self.reads_loss_alone = False
+        self.omits_eval_logits = False
         """Whether evaluation omits logits of padding too, where `logits` is False."""
 
         self._stack, self._paused = stack, False
@@ -285,7 +285,7 @@ class Unpadding:
     def _pack_labels(self, module: Any, args: Any, kwargs: Any) -> Any:
         given = self._head.bind_arguments(args, kwargs)
         labels, keeps = (given.get(name) for name in ("labels", "logits_to_keep"))
-        reads_logits = isinstance(keeps, torch.Tensor) or keeps or not (module.training or self.reads_loss_alone)
+        reads_logits = isinstance(keeps, torch.Tensor) or keeps or not (module.training or self.omits_eval_logits)
         asked = given.get(_SCORES) or not (self._logits or reads_logits)
         tokens = self._stack.find_real_tokens(given) if asked and not self._paused else None
         if tokens is None or labels is None or labels.shape != tokens.shape or given.get("shift_labels") is not None:

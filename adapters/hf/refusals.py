@@ -12,7 +12,7 @@ _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 """Losses of GRPO that are sums or means over rows or tokens."""
 
 
-def refuse_trainer(trainer: Any, *, row_ranks: int = 1, evaluates: bool = True) -> None:
+def refuse_plan_conflicts(trainer: Any, *, row_ranks: int = 1, evaluates: bool = True) -> None:
     """
     Refuse a trainer that would not follow a plan.
 
@@ -69,7 +69,7 @@ def is_old_trl() -> bool:
     return int(version("trl").partition(".")[0]) < 1
 
 
-def refuse_uncuttable(trainer: Any) -> None:
+def refuse_balance_conflicts(trainer: Any) -> None:
     """
     Refuse a trainer whose loss would change if `balance` cut its batches.
 

@@ -44,10 +44,10 @@ class SplitBatch:
     tokens: list[int]
     """Tokens of each row that are no padding."""
 
-    widths: list[int]
+    answer_widths: list[int]
     """Positions of each row's answer, without the padding after its end."""
 
-    prompt: int
+    prompt_width: int
     """Positions of each prompt, padding included."""
 
 

@@ -10,7 +10,7 @@ from transformers import DataCollatorWithPadding, Trainer, default_data_collator
 from packplan.adapters.attention.shared_rows import row_group
 from packplan.adapters.hf.following import ServesPacks, insert_base_class, require_same_rows
 from packplan.adapters.hf.packed_calls import HOOKED, Unpadding
-from packplan.adapters.hf.refusals import refuse_trainer
+from packplan.adapters.hf.refusals import refuse_plan_conflicts
 from packplan.adapters.hf.unpad import is_bidirectional, unpad, unwrap
 from packplan.adapters.loaders.rows import (
     Collate,
@@ -59,8 +59,8 @@ def use_plan(
     """
     if isinstance(trainer, _PlannedTraining):
         raise ArgumentError("host", "the trainer follows a plan already")
-    refuse_trainer(trainer, row_ranks=sequence_parallel_size, evaluates=eval_plan is not None)
-    args, collate = trainer.args, _collator_of(trainer)
+    refuse_plan_conflicts(trainer, row_ranks=sequence_parallel_size, evaluates=eval_plan is not None)
+    args, collate = trainer.args, _find_row_collator(trainer)
     train_rows = RowsOfPacks(trainer.train_dataset, plan, collate=collate)
     eval_rows = None
     if eval_plan is not None:
@@ -101,7 +101,7 @@ def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Ten
     return total / max(1, int(count_supervised(labels) if num_items_in_batch is None else num_items_in_batch))
 
 
-def _collator_of(trainer: Any) -> Collate | None:
+def _find_row_collator(trainer: Any) -> Collate | None:
     """Return the collator of a trainer; None if it is a default that does not pad labels."""
     collator = trainer.data_collator
     if collator is default_data_collator or type(collator) is DataCollatorWithPadding:
@@ -142,7 +142,7 @@ class _PlannedTraining(ServesPacks):
         if self._evaluated is None:
             return super().prediction_step(model, inputs, prediction_loss_only, **options)
         own = inputs.get("attention_mask")
-        with replace_attributes(self.unpadding, reads_loss_alone=prediction_loss_only):
+        with replace_attributes(self.unpadding, omits_eval_logits=prediction_loss_only):
             outputs = super().prediction_step(model, inputs, prediction_loss_only, **options)
         return outputs if own is None else _flatten_rows(outputs, own.bool())
 

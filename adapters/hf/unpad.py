@@ -178,11 +178,11 @@ def _find_hooks(model: Any, *, native: str, logits: bool) -> Unpadding:
     if "right of" in why_not:
         where = f"at {type(best.module).__name__} with positions by {best.positions}"
         raise ModelError("probe", f"its padded rows cannot be packed: {where}, {why_not['right of']}")
-    best.passing = frozenset(side for side in PADDINGS if side in why_not)
+    best.unpacked_sides = frozenset(side for side in PADDINGS if side in why_not)
     for side, reason in why_not.items():
         level = logging.WARNING if side == "left of" else logging.INFO
         log.log(level, "calls with padding %s real tokens are computed padded: %s", side, reason)
-    return Unpadding(model, best, logits=logits, passing=why_not)
+    return Unpadding(model, best, logits=logits, unpacked_sides=why_not)
 
 
 def _candidate_stacks(model: Any) -> Iterator[TextStack]:

@@ -64,12 +64,12 @@ def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> Unpadd
         model.train()
         inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))  # noqa: SLF001  # GRPO draws answers here
         before = [attrs.evolve(one.counts) for one in hooks]
-        loss, gradients = _compute(trainer, inputs)
+        loss, gradients = _loss_and_gradients(trainer, inputs)
         real = sum(one.counts.real - then.real for one, then in zip(hooks, before, strict=True))
         padded = sum(one.counts.padded - then.padded for one, then in zip(hooks, before, strict=True))
         for one in hooks:
             stack.enter_context(one.paused())
-        due, expected = _compute(trainer, inputs)
+        due, expected = _loss_and_gradients(trainer, inputs)
     if not padded:
         raise ArgumentError("packed_batch", "the trainer's batch has no padding, so there is nothing to compare")
     apart = compare(Outcome(loss, gradients), Outcome(due, expected, add_gradients({}, expected)))
@@ -84,7 +84,7 @@ def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> Unpadd
     return found
 
 
-def _compute(trainer: Any, inputs: Any) -> tuple[float, Gradients]:
+def _loss_and_gradients(trainer: Any, inputs: Any) -> tuple[float, Gradients]:
     """Return the trainer's loss of a batch, and its gradients."""
     given = dict(inputs) if isinstance(inputs, dict) else inputs  # trainers take labels out
     loss = trainer.compute_loss(trainer.model, given)

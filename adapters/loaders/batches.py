@@ -69,16 +69,16 @@ class PackBatches:
 
     def reschedule(self, schedule: EpochSchedule) -> None:
         """Serve another schedule of the same plan, from its start."""
-        self._whole = schedule
+        self._full_schedule = schedule
         self.restart()
 
     def restart(self) -> None:
         """Serve the schedule from its start."""
-        self._serve_from(self._whole.start)
+        self._serve_from(self._full_schedule.start)
 
     def _serve_from(self, start: Progress) -> None:
         """Serve from *start* on."""
-        self.schedule = attrs.evolve(self._whole, start=start)
+        self.schedule = attrs.evolve(self._full_schedule, start=start)
         self.set_epoch(start.epoch)
 
     def set_epoch(self, epoch: int) -> None:
@@ -128,7 +128,7 @@ class PackBatches:
             raise CorruptArtefactError(_SAVED, str(error), DAMAGED_STATE_REMEDY) from error
         if differences := then.differences(self.state):
             raise StaleError.plan(_SAVED, differences)
-        if (fault := attrs.evolve(self._whole, start=then.progress).start_fault()) is not None:
+        if (fault := attrs.evolve(self._full_schedule, start=then.progress).start_fault()) is not None:
             raise CorruptArtefactError(_SAVED, fault, DAMAGED_STATE_REMEDY)
         self._serve_from(then.progress)
 
@@ -142,19 +142,19 @@ class EvalBatches:
 
     def __init__(self, num_packs: int, batch_size: int, *, rank: int, world_size: int) -> None:
         self._num_packs, self._size = num_packs, batch_size
-        self.num_distinct = -(-num_packs // batch_size)
-        self._own = range(rank, -(-self.num_distinct // world_size) * world_size, world_size)
+        self._num_distinct = -(-num_packs // batch_size)
+        self._own = range(rank, -(-self._num_distinct // world_size) * world_size, world_size)
 
     def __len__(self) -> int:
         return len(self._own)
 
     def is_counted(self, number: int) -> bool:
         """Return whether batch *number* of this rank counts: its packs are not repeated ones."""
-        return self._own[number] < self.num_distinct
+        return self._own[number] < self._num_distinct
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self._own:
-            start = batch % self.num_distinct * self._size
+            start = batch % self._num_distinct * self._size
             yield list(range(start, min(start + self._size, self._num_packs)))
 
 

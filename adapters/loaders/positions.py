@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-TYPES = "mm_token_type_ids"
+MEDIA_TYPE_IDS = "mm_token_type_ids"
 """Key of the type of each token: 0 for text, 1 for images, 2 for videos."""
 
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from packplan.adapters.loaders.positions import TYPES as MEDIA_TYPES
+from packplan.adapters.loaders.positions import MEDIA_TYPE_IDS
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import ArgumentError, Difference, MismatchError, PackplanError, StaleError, counted
 from packplan.core.lengths import IntArray
@@ -51,11 +51,11 @@ _PACKED = {
 _NUMBERED = ("seq_idx", "segment_ids")
 """Columns with the number of each token's sample in a pack."""
 
-TYPES = ("token_type_ids", MEDIA_TYPES)
+TYPE_COLUMNS = ("token_type_ids", MEDIA_TYPE_IDS)
 """Columns with the type of each token, as text or image."""
 
 BY_TOKEN = {
-    _TOKENS, _LABELS, _POSITIONS, _ATTENTION, *_MASKS, *_PACKED, *_NUMBERED, *TYPES, "shift_labels",
+    _TOKENS, _LABELS, _POSITIONS, _ATTENTION, *_MASKS, *_PACKED, *_NUMBERED, *TYPE_COLUMNS, "shift_labels",
 }  # fmt: skip
 """Columns with one value for each token or sample, which are no media."""
 
@@ -263,7 +263,7 @@ def read_row(row: Row, index: int | None = None) -> Row:
     tokens = _to_integers(row.get(_TOKENS), _TOKENS, name)
     given = {
         column: _to_integers(row[column], column, name)
-        for column in (_ATTENTION, _LABELS, *_MASKS, *TYPES)
+        for column in (_ATTENTION, _LABELS, *_MASKS, *TYPE_COLUMNS)
         if row.get(column) is not None
     }
     for column, values in given.items():
@@ -283,7 +283,7 @@ def read_row(row: Row, index: int | None = None) -> Row:
         for column in _MASKS:
             labels[given.get(column, tokens[:0]) == 0] = IGNORED_LABEL
     kept = {column: value for column, value in row.items() if column not in BY_TOKEN}
-    types = {column: given[column] for column in TYPES if column in given}
+    types = {column: given[column] for column in TYPE_COLUMNS if column in given}
     return {**kept, **types, _TOKENS: tokens, _LABELS: labels}
 
 
@@ -320,10 +320,10 @@ def _to_integers(values: Any, column: str, name: str) -> NDArray[np.int64]:
 def token_type_columns(model: torch.nn.Module) -> tuple[str, ...]:
     """Return the columns with types of tokens that a model, or a part of it, takes."""
     taken = {name for part in model.modules() for name in inspect.signature(part.forward).parameters}
-    return tuple(name for name in TYPES if name in taken)
+    return tuple(name for name in TYPE_COLUMNS if name in taken)
 
 
-def pad_rows(rows: Sequence[Row], *, types: Sequence[str] = (MEDIA_TYPES,)) -> dict[str, Any]:
+def pad_rows(rows: Sequence[Row], *, types: Sequence[str] = (MEDIA_TYPE_IDS,)) -> dict[str, Any]:
     """
     Return a batch of rows, padded on the right: the default collator.
 

@@ -5,5 +5,5 @@ from packplan.adapters.losses.sequences import (
     PackedLoss,
     combine_metrics,
     normalisers,
-    refuse_whole_batch,
+    refuse_whole_batch_loss,
 )

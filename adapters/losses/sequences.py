@@ -92,7 +92,7 @@ class TokenLoss(Protocol):
         """
 
 
-def refuse_whole_batch(loss: object) -> None:
+def refuse_whole_batch_loss(loss: object) -> None:
     """
     Refuse a loss that cannot be computed on parts of a batch, such as a preference loss over pairs.
 
@@ -114,7 +114,7 @@ def refuse_whole_batch(loss: object) -> None:
 
 
 def _require_separable(_: Any, __: Any, loss: Any) -> None:
-    refuse_whole_batch(loss)
+    refuse_whole_batch_loss(loss)
 
 
 @attrs.frozen(kw_only=True)

@@ -66,10 +66,10 @@ class _TokenStatistics(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor | None, of_entropy: torch.Tensor | None) -> tuple[Any, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor | None, entropy_grad: torch.Tensor | None) -> tuple[Any, None, None]:
         logits, picked, has_target, entropy = ctx.saved_tensors
         scale = (torch.zeros_like(entropy) if gradient is None else gradient * has_target)[:, None]
-        bonus = None if of_entropy is None else (of_entropy * has_target)[:, None]
+        bonus = None if entropy_grad is None else (entropy_grad * has_target)[:, None]
         found = torch.empty_like(logits)
         for block in _blocks(logits):
             if bonus is None:

@@ -9,7 +9,7 @@ from packplan.core.errors import ConfigError, Fault, RunError
 _MAX_RANKS, _MAX_PORT = 100_000, 2**16 - 1
 
 
-def require_ranks(environment: Mapping[str, str] = os.environ) -> int:
+def read_world_size(environment: Mapping[str, str] = os.environ) -> int:
     """
     Check the variables of torchrun, and return the number of ranks, 1 without a launcher.
 

@@ -70,14 +70,14 @@ def _run_heartbeat(receiver: Connection, store: Store, parent: int) -> None:
         store.set_timeout(timedelta(seconds=10 * BEAT_S))
         own = store.clone()  # type: ignore[attr-defined]  # torch does not declare it
         for beat in itertools.count():
-            words = _next_words(receiver) if beat else ""
+            words = _next_task(receiver) if beat else ""
             if words is None or os.getppid() != parent:
                 own.set(DIED, "rank 0 is gone: its process died: was it killed, or out of memory?")
                 return
             own.set(BEAT, json.dumps([beat, words]))
 
 
-def _next_words(receiver: Connection) -> str | None:
+def _next_task(receiver: Connection) -> str | None:
     """Wait for one beat; return rank 0's new task, empty without one, or None if rank 0 is gone."""
     try:
         return receiver.recv_bytes().decode(errors="replace") if receiver.poll(BEAT_S) else ""

@@ -96,7 +96,7 @@ class TorchGroup:
         if cuda and device >= devices:
             reason = f"is {device}, but this machine shows {counted(devices, 'GPU')}: start as many ranks on it"
             refusal = ConfigError("the environment of this process", (Fault("LOCAL_RANK", reason),))
-        self._store, rank, world_size = meet(timeout_s=timeout_s, refusal=refusal)
+        self._store, rank, world_size = join_launch(timeout_s=timeout_s, refusal=refusal)
         if refusal is not None:
             raise refusal
         if cuda:
@@ -131,7 +131,7 @@ class TorchGroup:
         keys = [f"gathered/{self._calls}/{rank}" for rank in range(self.world_size)]
         with name_lost_ranks(self.rank):
             self._store.set(keys[self.rank], value)
-        return tuple(self._await_keys(keys, self._timeout_s, "rank_gone", late="for the other ranks"))
+        return tuple(self._await_keys(keys, self._timeout_s, "rank_gone", awaited="for the other ranks"))
 
     def any(self, flag: bool) -> bool:  # noqa: FBT001  # see the port
         """Return whether any rank's flag is set; see `core.ports.RankGroup`."""
@@ -188,11 +188,11 @@ class TorchGroup:
         return arrays
 
     def _await_description(self, key: str, timeout_s: float) -> list[tuple[str, str, list[int]]]:
-        late = (
+        awaited = (
             "for rank 0 to measure and plan (training.packing_wait_timeout_s): raise it, or set it to 0 to wait for "
             "ever"
         )
-        answer = json.loads(self._await_keys([key], timeout_s, "rank_zero", late=late)[0])
+        answer = json.loads(self._await_keys([key], timeout_s, "rank_zero", awaited=awaited)[0])
         if "failed" in answer:
             self._store.set(f"{key}/read/{self.rank}", "")
             raise RunError("rank_zero", f"rank 0 failed: {answer['failed']}")
@@ -200,7 +200,7 @@ class TorchGroup:
         return built
 
     def _await_keys(
-        self, keys: list[str], timeout_s: float, kind: Literal["rank_gone", "rank_zero"], *, late: str
+        self, keys: list[str], timeout_s: float, kind: Literal["rank_gone", "rank_zero"], *, awaited: str
     ) -> list[str]:
         """Return the values of *keys*; RunError if they are *late* or rank 0 dies or is silent."""
         watch = _KeyWatch(self._wait_store, keys)
@@ -212,7 +212,7 @@ class TorchGroup:
                 silent = f"rank 0 has been silent for {silence:,.0f} s, so its node is down or cut off"
                 raise RunError(kind, f"{silent}; rank {self.rank} last heard: {heard}")
             if timeout_s and waited > timeout_s:
-                raise RunError(kind, f"rank {self.rank} waited {waited:,.0f} s {late}; last heard: {heard}")
+                raise RunError(kind, f"rank {self.rank} waited {waited:,.0f} s {awaited}; last heard: {heard}")
             if waited - told > _WARN_EVERY_S:
                 log.warning("rank %d has waited %.0f s; last heard of rank 0: %s", self.rank, waited, heard)
                 told = waited
@@ -268,7 +268,7 @@ def name_lost_ranks(rank: int) -> Iterator[None]:
         raise RunError("rank_gone", fact) from error
 
 
-def meet(*, timeout_s: float = 1800.0, refusal: Exception | None = None) -> tuple[Store, int, int]:
+def join_launch(*, timeout_s: float = 1800.0, refusal: Exception | None = None) -> tuple[Store, int, int]:
     """
     Meet all ranks of this launch at the store of torchrun's environment, before any of them ends.
 

@@ -31,7 +31,7 @@ _ARGUMENTS: Mapping[str, type[Any]] = {"sft": SftArguments, "pt": PretrainArgume
 
 COMMAND = "the command"
 
-_UNPLANNED = (
+_SKIPPED_METHODS = (
     "_init_deepspeed", "_init_fsdp", "_init_teacher_deepspeed", "_init_device", "_init_swanlab", "_add_version",
     "_handle_pai_compat",
 )  # fmt: skip
@@ -168,7 +168,7 @@ def read_command(task: str, arguments: Sequence[str], *, num_processes: int) -> 
         ConfigError: ms-swift refuses the command, or its packs cannot be planned.
     """
     kind = _ARGUMENTS[task]
-    unplanned = {name: lambda _: None for name in _UNPLANNED if hasattr(kind, name)}
+    unplanned = {name: lambda _: None for name in _SKIPPED_METHODS if hasattr(kind, name)}
     planned = type(kind.__name__, (kind,), {**unplanned, "_check_padding_free": prepare_arguments})
     with (
         _raise_config_errors(),

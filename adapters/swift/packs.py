@@ -30,11 +30,11 @@ class AddRowFacts(AddLengthPreprocessor):  # type: ignore[misc]  # has no types
     def preprocess(self, row: Row) -> Row:
         """Return a row with its lengths, digest and supervised tokens."""
         encoded = EncodePreprocessor.preprocess(self, row)
-        digest, supervised = digest_row(encoded)
+        digest, supervised = encoded_row_facts(encoded)
         return {**row, "lengths": encoded["lengths"], _DIGEST: digest, _SUPERVISED: supervised}
 
 
-def digest_row(row: Mapping[str, Any]) -> tuple[bytes, int]:
+def encoded_row_facts(row: Mapping[str, Any]) -> tuple[bytes, int]:
     """
     Return the digest of a row, and the number of its supervised tokens.
 
@@ -98,7 +98,7 @@ class PlannedPacks(Dataset[PackOfRows]):
         They are of encoded rows, except for a data set that ms-swift has cached with its lengths.
         """
         if self._facts is None:
-            return RowFacts.join(map(digest_row, self._rows))
+            return RowFacts.join(map(encoded_row_facts, self._rows))
         return RowFacts.join(zip(self._facts[_DIGEST], self._facts[_SUPERVISED], strict=True))
 
     def __len__(self) -> int:

@@ -10,7 +10,7 @@ from packplan.adapters.attention.rows import add_text_row
 from packplan.adapters.attention.shared_rows import row_group
 from packplan.adapters.hf.following import ServesPacks, insert_base_class, require_same_rows
 from packplan.adapters.hf.packed_calls import Unpadding
-from packplan.adapters.hf.refusals import refuse_trainer
+from packplan.adapters.hf.refusals import refuse_plan_conflicts
 from packplan.adapters.hf.unpad import separate_samples, unpad
 from packplan.adapters.models import load_strictly
 from packplan.adapters.swift.packs import PackCollator, PlannedPacks
@@ -41,7 +41,7 @@ def follow_plan(trainer: Any, *, attn_impl: str | None, row_ranks: int) -> Epoch
         MismatchError: Ranks have different plans or rows.
         ModelError: The probe fails: samples of a row reach each other.
     """
-    refuse_trainer(trainer, row_ranks=row_ranks, evaluates=_eval_packs(trainer) is not None)
+    refuse_plan_conflicts(trainer, row_ranks=row_ranks, evaluates=_eval_packs(trainer) is not None)
     packs: PlannedPacks = trainer.train_dataset
     digest = packs.facts.digest
     require_same_rows(packs.plan, digest)

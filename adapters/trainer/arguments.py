@@ -42,7 +42,7 @@ def shards_weights(arguments: TrainingArguments) -> bool:
     return bool(arguments.fsdp) or is_deepspeed_zero3_enabled()
 
 
-def training_arguments(config: RunConfig, *, gradient_accumulation_steps: int) -> TrainingArguments:
+def make_training_arguments(config: RunConfig, *, gradient_accumulation_steps: int) -> TrainingArguments:
     """
     Build ms-swift's training arguments; ConfigError if it refuses them.
 

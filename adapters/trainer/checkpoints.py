@@ -36,7 +36,7 @@ _AGAIN = "copy it again, or name another checkpoint (last takes the newest whole
 _FRESH = "to start again from its weights, set model.model to it"
 """Advice about a checkpoint that no run of this kind resumes from."""
 
-_OF_OTHER_KIND = f"but it is of another custom.trainer_variant: restore that; {_FRESH}"
+_OTHER_VARIANT = f"but it is of another custom.trainer_variant: restore that; {_FRESH}"
 """Reason against a checkpoint of a stream for a plan, or of a plan for a stream."""
 
 _FOREIGN = f"but it does not say how far a plan was trained: it was not written by this program; {_FRESH}"
@@ -71,11 +71,11 @@ class Checkpoint(Generic[State]):
 
 
 def find_checkpoint(
-    wanted: str,
+    checkpoint: str,
     output_dir: str,
     *,
     group: RankGroup,
-    kind: type = ResumeState,
+    state_class: type = ResumeState,
     differences: Callable[[Any], tuple[Difference, ...]] | None = None,
 ) -> Checkpoint[Any]:
     """
@@ -84,11 +84,11 @@ def find_checkpoint(
     Every rank calls this, and reads a share of the files.
 
     Args:
-        wanted: Folder of a checkpoint, or `last` for the newest whole one of this run in
+        checkpoint: Folder of a checkpoint, or `last` for the newest whole one of this run in
             *output_dir*.
         output_dir: Output folder of the run.
         group: Ranks of the run, which take the same checkpoint.
-        kind: Class of its resume state.
+        state_class: Class of its resume state.
         differences: Function of a resume state that returns what makes its run another one; None
             takes any.
 
@@ -96,10 +96,10 @@ def find_checkpoint(
         ConfigError: There is no such checkpoint, it is damaged, or it has no resume state.
         StaleError: It is of another run, and so are all others.
     """
-    candidates = _list_newest_first(Path(output_dir)) if wanted == "last" else iter([Path(wanted)])
+    candidates = _list_newest_first(Path(output_dir)) if checkpoint == "last" else iter([Path(checkpoint)])
     stale: StaleError | None = None
     for folder in candidates:
-        found = _read_checkpoint(folder, kind)
+        found = _read_checkpoint(folder, state_class)
         reason = found if isinstance(found, str) else None
         if isinstance(found, Checkpoint) and differences and (others := differences(found.resume_state)):
             stale = stale or StaleError.plan(str(folder), others)
@@ -107,11 +107,11 @@ def find_checkpoint(
         reason = reason or _find_damage(folder, group)
         if not group.any(reason is not None) and isinstance(found, Checkpoint):
             return found
-        if stale is not None and wanted != "last":
+        if stale is not None and checkpoint != "last":
             raise stale
         reason = reason or "but another rank cannot read it as it was saved: see its message"
-        if wanted != "last":
-            raise ConfigError.for_key(CHECKPOINT_KEY, f"is {wanted}, {reason}")
+        if checkpoint != "last":
+            raise ConfigError.for_key(CHECKPOINT_KEY, f"is {checkpoint}, {reason}")
         log.warning("%s is passed over: it is a folder %s", folder, reason)
     if stale is not None:
         raise stale
@@ -192,7 +192,7 @@ def _find_damage(folder: Path, group: RankGroup) -> str | None:
     return None
 
 
-def _read_checkpoint(folder: Path, kind: type) -> Checkpoint[Any] | str:
+def _read_checkpoint(folder: Path, state_class: type) -> Checkpoint[Any] | str:
     """Read a checkpoint without its weights; return a reason if it cannot be resumed."""
     if not (folder / STATE).is_file():
         torn = f"but it has no {STATE}: it is no checkpoint, or was being written when the run ended"
@@ -202,9 +202,9 @@ def _read_checkpoint(folder: Path, kind: type) -> Checkpoint[Any] | str:
         progress, attention = find_progress(state), state["stateful_callbacks"].get(_ATTENTION)
         if progress is None or attention is None:
             return _FOREIGN
-        if ("plan" in progress) != (kind is ResumeState):
-            return _OF_OTHER_KIND
-        resume_state: Any = from_plain(kind, unseal(progress))
+        if ("plan" in progress) != (state_class is ResumeState):
+            return _OTHER_VARIANT
+        resume_state: Any = from_plain(state_class, unseal(progress))
         require_step(folder, state, resume_state.progress.step)
     except (CorruptArtefactError, ValueError) as error:
         return f"but its {STATE} is damaged: {getattr(error, 'reason', error)}"

@@ -58,7 +58,7 @@ class PackComparison:
         """Largest tolerated difference of logits and gradients, if the same experts are chosen."""
         return difference_limit(self.trainer.model, self.trainer.precision, experts=False)
 
-    def findings(self, pack: int) -> Iterator[Deviation]:
+    def deviations(self, pack: int) -> Iterator[Deviation]:
         """
         Yield the deviations of a pack from its samples alone.
 

@@ -31,18 +31,18 @@ class PackedDataset(Dataset[PackOfRows | PackplanError]):
     and fields. The loader raises it.
     """
 
-    def __init__(self, samples: SwiftEncoder, packs_of: Callable[[int], Packs], table: Table, *, packed: bool) -> None:
+    def __init__(self, encoder: SwiftEncoder, packs_of: Callable[[int], Packs], table: Table, *, packed: bool) -> None:
         """
         Serve the packs of an epoch, which `set_epoch` selects.
 
         Args:
-            samples: Encodes samples, and compares them with the plan.
+            encoder: Encoder of samples, which compares them with the plan.
             packs_of: Function that returns the packs of an epoch.
-            table: Measurements of all records, which each fetched one is compared with.
+            table: Measurements of all records, with which encoded samples are compared.
             packed: Whether the samples of a pack share a row. If not, every pack has one sample,
                 and batches are padded.
         """
-        self.samples, self.packs_of, self.table, self.packed = samples, packs_of, table, packed
+        self.encoder, self.packs_of, self.table, self.packed = encoder, packs_of, table, packed
 
     def set_epoch(self, epoch: int) -> None:
         """Serve the packs of *epoch* from now on; the loader calls it when an epoch starts."""
@@ -58,7 +58,7 @@ class PackedDataset(Dataset[PackOfRows | PackplanError]):
     def __getitem__(self, pack: int) -> PackOfRows | PackplanError:
         """Return the encoded samples of a pack; an error is returned, not raised."""
         try:
-            return PackOfRows([self.samples.encode_planned(index, self.table) for index in self.packs[pack]], pack)
+            return PackOfRows([self.encoder.encode_planned(index, self.table) for index in self.packs[pack]], pack)
         except PackplanError as error:
             return error
 
@@ -201,7 +201,7 @@ def drop_pack_rates(logs: dict[str, float]) -> dict[str, float]:
     return logs
 
 
-def open_worker(number: int, *, num_workers: int, rank: int) -> None:
+def prepare_worker(number: int, *, num_workers: int, rank: int) -> None:
     """
     Prepare a loader's worker process: it ends with its rank, and has its own random seed.
 
@@ -225,7 +225,7 @@ class PackLoader(RankLoader):
     the end.
     """
 
-    waited = 0.0
+    wait_seconds = 0.0
     """Seconds that training has waited for batches, or spent making them."""
 
     def _get_iterator(self) -> Any:
@@ -249,7 +249,7 @@ class PackLoader(RankLoader):
         """Yield batches, and add up the seconds spent waiting for them."""
         started = time.perf_counter()
         for batch in batches:
-            self.waited += time.perf_counter() - started
+            self.wait_seconds += time.perf_counter() - started
             yield batch
             started = time.perf_counter()
 

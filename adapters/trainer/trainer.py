@@ -60,7 +60,7 @@ from packplan.adapters.trainer.loader import (
     PackLoader,
     Reduction,
     drop_pack_rates,
-    open_worker,
+    prepare_worker,
     zero_weights,
 )
 from packplan.core.equality import AttentionChoice, Precision
@@ -170,11 +170,11 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
             ConfigError: The trainer refuses a combination of settings.
         """
         self.group, self.attention, self.reduction = group, attention, reduction
-        self.resumes_from = self.saved = resumes_from
+        self.resumes_from = self.last_save = resumes_from
         self.learner = group.rank, group.world_size
         self.control: TrainerControl
         self._step_loss: torch.Tensor | float = 0.0
-        self._size_before: float | None = None
+        self._rms_before: float | None = None
         self._lap_start = time.perf_counter()
         self.has_supervised = False
         # Loaders of training; transformers opens another one for a resumed epoch.
@@ -226,7 +226,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
 
     def _loader(self, dataset: Any, **options: Any) -> PackLoader:
         workers = self.args.dataloader_num_workers
-        start = partial(open_worker, num_workers=workers, rank=self.group.rank)
+        start = partial(prepare_worker, num_workers=workers, rank=self.group.rank)
         options |= self._maybe_multiprocessing_context(self.args)
         return PackLoader(dataset, self.args, worker_init_fn=start, **options)
 
@@ -252,8 +252,8 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         """
         Train on one batch, add up its loss, and record the size of the weights before the first.
         """
-        if self._size_before is None:
-            self._size_before = self._mean_size()
+        if self._rms_before is None:
+            self._rms_before = self._weight_rms()
         loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
         self._step_loss = self._step_loss + loss
         return loss
@@ -283,14 +283,14 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         self._lap_start += time.perf_counter() - max(start, self._lap_start)
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
-        size, before = self._mean_size(), self._size_before
+        size, before = self._weight_rms(), self._rms_before
         if before is not None and is_ruined(size, before=before):
             what = f"the root mean square of the trained weights after optimizer step {self.state.global_step:,}"
             raise _not_finite_error(f"{what} ({before:.3g} before the first)", size)
         self.state.stateful_callbacks |= attention_entry(self.attention.name)
         with name_save_errors(Path(self.args.output_dir)):
             super()._save_checkpoint(*arguments, **options)
-        self.saved = str(Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        self.last_save = str(Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -310,12 +310,12 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         """Wait for all ranks."""
         self.group.any(False)  # noqa: FBT003  # only its arrival counts
 
-    def _mean_size(self) -> float:
+    def _weight_rms(self) -> float:
         return root_mean_square(self.model.parameters(), sharded=self.group.world_size > 1)
 
     def _load_optimizer_and_scheduler(self, *arguments: Any, **options: Any) -> None:
         needed = {*chain(*self.optimizer.param_groups)}
-        fact = f"is {self.saved}, whose optimizer this run cannot take"
+        fact = f"is {self.last_save}, whose optimizer this run cannot take"
         with name_load_errors(CHECKPOINT_KEY, fact, _RESTORE):
             super()._load_optimizer_and_scheduler(*arguments, **options)
             # The first step would fail on missing settings.
@@ -348,7 +348,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         rest = {key: value for key, value in inputs.items() if key not in _NO_INPUTS}
         return add_text_row(super()._prepare_inputs(rest))
 
-    def _weight(self, inputs: dict[str, Any]) -> float:
+    def _batch_weight(self, inputs: dict[str, Any]) -> float:
         return float(inputs[NORMALISER])
 
     def evaluation_loop(self, dataloader: PackLoader, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> Any:
@@ -370,7 +370,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> Any:
         """Return the loss of a batch; a batch that only evens out the ranks counts in no metric."""
-        if self._evaluated is not None and self._evaluated.repeats:
+        if self._evaluated is not None and self._evaluated.next_is_repeated:
             inputs = zero_weights(inputs)
         return super().prediction_step(model, inputs, *arguments, **options)
 
@@ -454,7 +454,7 @@ class PlanTrainer(FollowsSchedule, CheckedTrainer):
             logs = {**logs, **self._stats.statistics(start, stop), "tokens_per_second": positions / seconds}
             if (tokens := self._stats.num_tokens(start, stop)) < positions:
                 logs["useful_tokens_per_second"] = tokens / seconds
-            waited = sum(loader.waited for loader in self._loaders)
+            waited = sum(loader.wait_seconds for loader in self._loaders)
             logs["data_wait_seconds"], self._waited = waited - self._waited, waited
         super().log(drop_pack_rates(logs), *arguments, **options)
 

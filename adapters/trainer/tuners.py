@@ -132,7 +132,7 @@ def _tuner_arguments(model: Any, training: TrainingConfig) -> Any:
     return arguments
 
 
-def _is_module(module: str, name: str) -> bool:
+def _names_module(module: str, name: str) -> bool:
     return f".{name}".endswith(f".{module}")
 
 
@@ -141,8 +141,8 @@ _MATCHES: Mapping[str, Callable[[str, str], Any]] = {
     "freeze_parameters_regex": re.search,
     "trainable_parameters": lambda beginning, name: name.startswith(beginning),
     "trainable_parameters_regex": re.search,
-    "modules_to_save": _is_module,
-    "target_modules": _is_module,
+    "modules_to_save": _names_module,
+    "target_modules": _names_module,
     "target_regex": re.search,
 }
 """Key -> whether a value of it names a weight, or a module."""
@@ -157,7 +157,7 @@ def _refuse_unmatched(model: Any, training: TrainingConfig) -> None:
     for key, matches in _MATCHES.items():
         values = getattr(training, key) or ()
         for value in {values} if isinstance(values, str) else {*values} - {"all-embedding", "all-linear", "all-norm"}:
-            found = [name for name in (modules if matches is _is_module else weights) if matches(value, name)]
+            found = [name for name in (modules if matches is _names_module else weights) if matches(value, name)]
             if not found and not key.startswith("target"):  # peft refuses those
                 raise ConfigError.for_key(f"training.{key}", f"has {value}, which names no part of the model")
             if found and not key.startswith("freeze") and all(map(is_sound_weight, found)):

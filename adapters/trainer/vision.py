@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from packplan.adapters.families import trained_config
-from packplan.adapters.loaders.positions import TYPES, find_rope_index, parameter_names, token_types
+from packplan.adapters.loaders.positions import MEDIA_TYPE_IDS, find_rope_index, parameter_names, token_types
 from packplan.adapters.samples.media import DUMMY_SIZE, IMAGES, VIDEOS, encode_image
 from packplan.core.errors import ConfigError
 
@@ -52,10 +52,10 @@ def model_media(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tenso
     media = {key: value.clone() for key, value in encoded.items() if key in known and isinstance(value, torch.Tensor)}
     tokens = torch.as_tensor(encoded["input_ids"])
     tokens = tokens.view(-1, tokens.shape[-1])
-    if TYPES in media:
-        media[TYPES] = media[TYPES].view(tokens.shape)
-    elif TYPES in known and (IMAGES.count(encoded) is not None or VIDEOS.count(encoded) is not None):
-        media[TYPES] = token_types(trained_config(plain.config), tokens)
+    if MEDIA_TYPE_IDS in media:
+        media[MEDIA_TYPE_IDS] = media[MEDIA_TYPE_IDS].view(tokens.shape)
+    elif MEDIA_TYPE_IDS in known and (IMAGES.count(encoded) is not None or VIDEOS.count(encoded) is not None):
+        media[MEDIA_TYPE_IDS] = token_types(trained_config(plain.config), tokens)
     if _SECONDS in known and encoded.get(_SECONDS) is not None:
         media[_SECONDS] = torch.tensor(encoded[_SECONDS])
     return media
@@ -83,7 +83,7 @@ def add_model_inputs(batch: dict[str, Any], template: Template, samples: list[di
     given, parts = parameter_names(rope), []
     for sample in samples:
         tokens = torch.tensor(sample["input_ids"])[None]
-        named = {**sample, "input_ids": tokens, TYPES: token_types(trained_config(template.config), tokens)}
+        named = {**sample, "input_ids": tokens, MEDIA_TYPE_IDS: token_types(trained_config(template.config), tokens)}
         parts.append(rope(**{key: value for key, value in named.items() if key in given})[0])
     if packed:
         batch |= {_POSITIONS: torch.cat(parts, -1), "text_position_ids": text, **get_packed_seq_params(text)}

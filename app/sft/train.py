@@ -187,7 +187,7 @@ def log_interruption(trainer: CheckedTrainer) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        saved = "no checkpoint was saved" if trainer.saved is None else f"the last checkpoint is {trainer.saved}"
+        saved = f"the last checkpoint is {trainer.last_save}" if trainer.last_save else "no checkpoint was saved"
         if trainer.group.rank == 0:  # Ctrl-C reaches all ranks, which would say the same
             log.warning("interrupted after %s; %s", counted(trainer.state.global_step, "optimizer step"), saved)
         raise
@@ -219,11 +219,11 @@ def log_outcome(config: RunConfig, trainer: CheckedTrainer) -> None:
     """
     steps = trainer.state.global_step
     done = f"{counted(steps, 'optimizer step')} {verb_for(steps)} done"
-    if trainer.saved is None:
+    if trainer.last_save is None:
         log.info("%s; no checkpoint was saved (training.save_strategy)", done)
         return
-    usage = "" if trainer.is_sharded else f"; to ask it: {_inference_command(config, trainer, str(trainer.saved))}"
-    log.info("%s; the last checkpoint is %s%s", done, trainer.saved, usage)
+    usage = "" if trainer.is_sharded else f"; to ask it: {_inference_command(config, trainer, str(trainer.last_save))}"
+    log.info("%s; the last checkpoint is %s%s", done, trainer.last_save, usage)
 
 
 def _inference_command(config: RunConfig, trainer: CheckedTrainer, checkpoint: str) -> str:

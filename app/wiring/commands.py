@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from packplan.adapters.progress import loading_libraries
-from packplan.adapters.ranks.environment import require_ranks
+from packplan.adapters.ranks.environment import read_world_size
 from packplan.app.wiring.runs import read_config
 from packplan.core.config.run import TUNERS, CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.errors import ConfigError, Fault
@@ -57,7 +57,7 @@ def require_traceable(config: RunConfig) -> None:
     Refuse several ranks of torchrun, which one process traces, and a command whose step is not that
     of a language model on one pack; ConfigError.
     """
-    if (started := require_ranks()) > 1:
+    if (started := read_world_size()) > 1:
         raise ConfigError("torchrun", (Fault("", f"starts {started} ranks: use --world-size instead"),))
     if config.command is None:
         return
@@ -136,7 +136,7 @@ def command_ranks(config: RunConfig) -> int | None:
 
 def _resolve_command(words: Sequence[str], world_size: int | None) -> RunConfig:
     """Return a command as ms-swift resolves it."""
-    if require_ranks() > 1:
+    if read_world_size() > 1:
         raise ConfigError(COMMAND, (Fault("torchrun", "starts several ranks, but one plans a command: leave it out"),))
     launcher, task, arguments = _split_words(words)
     with loading_libraries():

@@ -20,7 +20,7 @@ from packplan.adapters.forecast.memory import OutlineTrainer, StepTracer, fake_r
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.video_reading import has_separate_video_pass
-from packplan.adapters.trainer.arguments import training_arguments
+from packplan.adapters.trainer.arguments import make_training_arguments
 from packplan.adapters.trainer.model import open_model
 from packplan.adapters.trainer.trainer import PlanTrainer
 from packplan.adapters.trainer.vision import DummyImage, plain_model
@@ -92,7 +92,7 @@ def open_step_tracer(
     model = open_model(config.model, config.training, attention=attention, device=cpu, outline=True)
     template = samples.template
     template.model = plain_model(model)
-    arguments = training_arguments(config, gradient_accumulation_steps=1)
+    arguments = make_training_arguments(config, gradient_accumulation_steps=1)
     if samples.sees_images and (world_size > 1 or config.training.freeze_llm):
         separately = sharding == "fsdp2" and has_separate_video_pass(template)
         DummyImage.from_model(model, template).run_in_every_batch(passes=1 + separately)
@@ -244,7 +244,7 @@ def _first_packs(planned: Split, world_size: int) -> Split:
 
 def _pause_intervals(config: RunConfig, schedule: EpochSchedule) -> tuple[int, int]:
     """Return the steps between two evaluations, and between two checkpoints; 0 for none."""
-    settings = training_arguments(config, gradient_accumulation_steps=schedule.gradient_accumulation_steps)
+    settings = make_training_arguments(config, gradient_accumulation_steps=schedule.gradient_accumulation_steps)
 
     def interval(strategy: str, steps: float) -> int:
         if strategy == "epoch":

@@ -17,7 +17,7 @@ import torch
 from packplan.adapters import files
 from packplan.adapters.config.run import load_mixes
 from packplan.adapters.config.trainer_keys import SETTINGS_FILES, read_settings
-from packplan.adapters.ranks.environment import name_rendezvous_errors, require_ranks
+from packplan.adapters.ranks.environment import name_rendezvous_errors, read_world_size
 from packplan.adapters.ranks.torch_group import OneRank, TorchGroup, name_lost_ranks, weight_digests
 from packplan.adapters.versions import installed_version
 from packplan.app.wiring.runs import share_refusals
@@ -52,7 +52,7 @@ def join_ranks(
             them.
     """
     given = {}
-    if require_ranks() > 1:
+    if read_world_size() > 1:
         with share_refusals():
             given = _rank_values(config, options)
     settings = config.training.trainer
@@ -74,7 +74,7 @@ def open_rank_group(settings: Mapping[str, Any], *, use_cpu: bool = False) -> It
         RunError: They cannot meet.
     """
     group: RankGroup = OneRank()
-    if require_ranks() > 1:
+    if read_world_size() > 1:
         with name_rendezvous_errors():
             timeout_s = float(settings.get("ddp_timeout", 1800))
             group = TorchGroup(use_cpu=use_cpu or bool(settings.get("use_cpu")), timeout_s=timeout_s)

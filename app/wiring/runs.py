@@ -13,7 +13,7 @@ import attrs
 from packplan.adapters.config.run import load_config, load_mixes, load_rl_config
 from packplan.adapters.config.trainer_keys import GRPO_KEYS_FILE, SFT_KEYS_FILE, TrainerKey, read_key_table
 from packplan.adapters.model_folder import download_model, find_cached_model, is_hub_id, model_faults
-from packplan.adapters.ranks.environment import require_ranks
+from packplan.adapters.ranks.environment import read_world_size
 from packplan.adapters.samples.data_files import file_faults, short_names
 from packplan.adapters.samples.downloads import fetch_data_files
 from packplan.app.wiring.stores import records_cache
@@ -119,15 +119,15 @@ def share_refusals() -> Iterator[None]:
     Raises:
         ConfigError: The environment is incomplete, or contradicts itself.
     """
-    several = require_ranks() > 1
+    several = read_world_size() > 1
     try:
         yield
     except Exception as error:
         if several:
-            from packplan.adapters.ranks.torch_group import meet  # loads torch
+            from packplan.adapters.ranks.torch_group import join_launch  # loads torch
 
             with contextlib.suppress(RuntimeError, RunError):  # they do not come, or refuse too
-                meet(refusal=error)
+                join_launch(refusal=error)
         raise
 
 

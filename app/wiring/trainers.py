@@ -16,9 +16,9 @@ from packplan.adapters.samples.template import swift_types
 from packplan.adapters.samples.video_reading import has_separate_video_pass
 from packplan.adapters.trainer.arguments import (
     TrainingArguments,
+    make_training_arguments,
     setting_faults,
     shards_weights,
-    training_arguments,
 )
 from packplan.adapters.trainer.checkpoints import (
     Checkpoint,
@@ -28,7 +28,7 @@ from packplan.adapters.trainer.checkpoints import (
 )
 from packplan.adapters.trainer.loader import PackedDataset
 from packplan.adapters.trainer.model import open_model
-from packplan.adapters.trainer.streams.dataset import StreamedPacks
+from packplan.adapters.trainer.streams.dataset import StreamDataset
 from packplan.adapters.trainer.streams.trainer import StreamTrainer
 from packplan.adapters.trainer.trainer import PlanTrainer
 from packplan.adapters.trainer.vision import DummyImage, plain_model
@@ -98,7 +98,7 @@ def open_checkpoint(
         training.resume_from_checkpoint,
         training.output_dir,
         group=group,
-        kind=kind,
+        state_class=kind,
         differences=differences or (lambda state: state.identity.fixed.differences(now.fixed)),
     )
     require_same_run(group, flat_values({"checkpoint": attrs.asdict(checkpoint.resume_state)}))
@@ -145,7 +145,7 @@ def open_arguments(config: RunConfig, *, world_size: int) -> TrainingArguments:
         ConfigError: ms-swift refuses a setting, or the trainer could not use it later.
     """
     accumulation = accumulation_of(config, world_size=world_size)
-    arguments = training_arguments(config, gradient_accumulation_steps=accumulation.gradient_accumulation_steps)
+    arguments = make_training_arguments(config, gradient_accumulation_steps=accumulation.gradient_accumulation_steps)
     if found := tuple(setting_faults(arguments)):
         raise ConfigError("the section training", found)
     return arguments
@@ -321,6 +321,6 @@ def build_stream_trainer(
         model=model,
         args=arguments,
         template=template,
-        train_dataset=StreamedPacks(encoder, order, options, rank=group.rank, world_size=group.world_size),
+        train_dataset=StreamDataset(encoder, order, options, rank=group.rank, world_size=group.world_size),
         eval_dataset=_eval_dataset(splits.get("eval")),
     )

@@ -137,15 +137,15 @@ def test_a_resume_state_comes_back_and_none_that_was_changed(tmp_path: Path, sta
     whole, torn, kind = tmp_path / "checkpoint-3", tmp_path / "checkpoint-4", type(state)
     for folder in (whole, torn):
         save(folder, state)
-        assert state == find(folder, kind=kind).resume_state
+        assert state == find(folder, state_class=kind).resume_state
     with pytest.raises(ConfigError, match=r"another custom.trainer_variant"):
-        find(whole, kind=StreamState if state is PLANNED else ResumeState)
+        find(whole, state_class=StreamState if state is PLANNED else ResumeState)
 
     for other in changed(json.loads((torn / "trainer_state.json").read_text())):
         (torn / "trainer_state.json").write_text(json.dumps(other))
         with pytest.raises(ConfigError, match=r"trainer_state\.json is damaged|not written by this program"):
-            find(torn, kind=kind)
-    assert str(whole) == find("last", tmp_path, kind=kind).folder
+            find(torn, state_class=kind)
+    assert str(whole) == find("last", tmp_path, state_class=kind).folder
 
 
 def cut(content: bytes) -> bytes:

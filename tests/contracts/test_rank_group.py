@@ -62,7 +62,7 @@ def play_rank(scene: str, out: str) -> None:
         torch_group.SILENT_S, torch_group._POLL_S, heartbeat.BEAT_S = 1.5, 0.1, 0.2
     try:
         if scene == "refuses":
-            torch_group.meet(refusal=too_short() if os.environ["RANK"] == "1" else None)
+            torch_group.join_launch(refusal=too_short() if os.environ["RANK"] == "1" else None)
             os._exit(0)
         group = torch_group.TorchGroup(use_cpu=True, timeout_s=60)
         group.any(False)  # noqa: FBT003  # all have joined before one is lost

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.adapters.trainer.streams.dataset import StreamedPacks
+from packplan.adapters.trainer.streams.dataset import StreamDataset
 from packplan.app import check
 from packplan.app.plan import __main__ as plan
 from packplan.app.sft.stream import prepare_stream, train_stream
@@ -54,7 +54,7 @@ def test_what_was_emitted_is_not_held():
     """A stream of any length needs the memory of its buffer."""
     options = StreamOptions(packing_length=100, packing_buffer=16)
     samples = Marked()
-    dataset = StreamedPacks(samples, lambda _: np.arange(len(LENGTHS)), options, rank=0, world_size=1)
+    dataset = StreamDataset(samples, lambda _: np.arange(len(LENGTHS)), options, rank=0, world_size=1)
 
     assert max(len(samples.living) for _ in dataset) <= 2 * 16 + 1
 

@@ -27,7 +27,7 @@ def arguments(write_run):
 
     def build(**training):
         config = read_config(write_run(training=training))
-        return swift_arguments.training_arguments(config, gradient_accumulation_steps=1)
+        return swift_arguments.make_training_arguments(config, gradient_accumulation_steps=1)
 
     return build
 

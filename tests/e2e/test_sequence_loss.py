@@ -13,7 +13,7 @@ from packplan.adapters.losses import (
     PackedLoss,
     combine_metrics,
     normalisers,
-    refuse_whole_batch,
+    refuse_whole_batch_loss,
     token_statistics,
 )
 from packplan.core.context_parallel import PackedLayout
@@ -287,12 +287,12 @@ def kto_loss():
 )  # fmt: skip
 def test_losses_that_compare_sequences_are_refused_by_name(name, loss):
     """Whichever way they would run; unless one says that its parts add up."""
-    for refuse in (PackedLoss, FusedLoss, refuse_whole_batch):
+    for refuse in (PackedLoss, FusedLoss, refuse_whole_batch_loss):
         with pytest.raises(ArgumentError, match="needs the whole batch at once") as caught:
             refuse(loss)
         assert name == caught.value.details["loss"]
     for other in (named("PreferenceFreeLoss", needs_whole_batch=False), OwnLoss("token"), plain_policy_loss):
-        refuse_whole_batch(other)
+        refuse_whole_batch_loss(other)
 
 
 @pytest.mark.parametrize(

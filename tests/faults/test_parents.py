@@ -61,9 +61,9 @@ def start_loader(folder: Path) -> None:
     """Start the workers of a trainer's loader, each in the middle of a long sample."""
     from torch.utils.data import DataLoader
 
-    from packplan.adapters.trainer.loader import open_worker
+    from packplan.adapters.trainer.loader import prepare_worker
 
-    start = partial(open_worker, num_workers=2, rank=0)
+    start = partial(prepare_worker, num_workers=2, rank=0)
     options = {"num_workers": 2, "multiprocessing_context": "fork", "worker_init_fn": start}
     _kept = iter(DataLoader(Endless(folder), **options))
     publish(folder, noted(folder, 2))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.adapters.ranks.environment import name_rendezvous_errors, require_ranks
+from packplan.adapters.ranks.environment import name_rendezvous_errors, read_world_size
 from packplan.core.errors import ConfigError, RunError
 
 RANKS = {
@@ -23,9 +23,9 @@ def test_what_torchrun_sets_is_taken(nodes, per_node, data):
     numbers = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": per_node, "RANK": rank, "LOCAL_RANK": rank % per_node}
     environment = RANKS | {name: str(number) for name, number in numbers.items()}
 
-    assert size == require_ranks(environment)
+    assert size == read_world_size(environment)
     del environment["LOCAL_WORLD_SIZE"]
-    assert size == require_ranks(environment)
+    assert size == read_world_size(environment)
 
 
 values = st.sampled_from(["", "0", "1", "2", "7", "-1", "two", "2.0", "9" * 5000, "\u0662", "70000"])
@@ -35,7 +35,7 @@ values = st.sampled_from(["", "0", "1", "2", "7", "-1", "two", "2.0", "9" * 5000
 def test_anything_else_is_one_rank_or_names_a_variable(environment):
     """One line each, with torchrun; several ranks have all the variables that they need."""
     try:
-        ranks = require_ranks(environment)
+        ranks = read_world_size(environment)
     except ConfigError as error:
         event("refused")
         for fault in error.faults:
@@ -66,13 +66,13 @@ def test_the_variable_that_is_wrong_is_named(changes, says):
     environment = {name: value for name, value in {**RANKS, **changes}.items() if value is not None}
 
     with pytest.raises(ConfigError, match=f"has 1 fault:\n  {re.escape(says)}"):
-        require_ranks(environment)
+        read_world_size(environment)
 
 
 def test_variables_of_other_programs_are_left_alone():
     """A cluster may set where its own service listens; a lone WORLD_SIZE of 1 is one rank."""
-    assert 1 == require_ranks({"MASTER_PORT": "tcp://10.0.0.1:6379", "MASTER_ADDR": "10.0.0.1"})
-    assert 1 == require_ranks({"WORLD_SIZE": "1"})
+    assert 1 == read_world_size({"MASTER_PORT": "tcp://10.0.0.1:6379", "MASTER_ADDR": "10.0.0.1"})
+    assert 1 == read_world_size({"WORLD_SIZE": "1"})
 
 
 def test_ranks_that_cannot_meet_say_where():

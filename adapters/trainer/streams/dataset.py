@@ -57,7 +57,7 @@ class ShardEnd:
     progress: ShardProgress
 
 
-class StreamedPacks(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
+class StreamDataset(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
     """
     Yields the packs of this rank and worker, each with its shard's progress.
 
@@ -69,19 +69,19 @@ class StreamedPacks(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
     """
 
     def __init__(
-        self, samples: SwiftEncoder, order: Order, options: StreamOptions, *, rank: int, world_size: int
+        self, encoder: SwiftEncoder, order: Order, options: StreamOptions, *, rank: int, world_size: int
     ) -> None:
         """
         Pack a stream.
 
         Args:
-            samples: Encodes the records.
+            encoder: Encoder of the records.
             order: Order of the records in each epoch, the same on every rank.
             options: Packing options.
             rank: Rank of this process.
             world_size: Number of ranks.
         """
-        self.samples, self.options, self.rank, self.world_size = samples, options, rank, world_size
+        self.encoder, self.options, self.rank, self.world_size = encoder, options, rank, world_size
         self._order, self.indices = order, order(0)
         self.segments: tuple[StreamSegment, ...] = ()
         self.start = RankState()
@@ -103,7 +103,7 @@ class StreamedPacks(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
 
     def filler_pack(self) -> PackOfRows:
         """Return a pack of one early record of the epoch, as filler for a rank without packs."""
-        samples = (self.samples.encode(int(index)) for index in self.indices)
+        samples = (self.encoder.encode(int(index)) for index in self.indices)
         limit, allows_long = self.options.packing_length, self.options.allow_single_long
         return PackOfRows([next(sample for sample in samples if allows_long or sample["length"] < limit)], 0)
 
@@ -160,10 +160,10 @@ class StreamedPacks(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
         return sample
 
     def _location(self, item: StreamItem) -> str:
-        return str(self.samples.records.location(int(self.indices[item.place])))
+        return str(self.encoder.records.location(int(self.indices[item.place])))
 
     def _encode(self, item: StreamItem) -> Sample:
-        return self.samples.encode(int(self.indices[item.place]))
+        return self.encoder.encode(int(self.indices[item.place]))
 
     def _log_long(self, item: StreamItem, length: int) -> None:
         if length < self.options.packing_length:

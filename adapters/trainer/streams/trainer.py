@@ -59,7 +59,7 @@ class StreamTotals:
 
 
 class StreamTrainer(CheckedTrainer):
-    """ms-swift's trainer with `StreamedPacks` as its data set."""
+    """ms-swift's trainer with `StreamDataset` as its data set."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class StreamTrainer(CheckedTrainer):
             num_epochs: Epochs after which training ends; None ends it after `max_steps`.
             start: Progress to start at, of all ranks and of this one.
             resume_state: Function that makes the resume state of a checkpoint.
-            **options: Options of `CheckedTrainer`; train_dataset is a `StreamedPacks`.
+            **options: Options of `CheckedTrainer`; train_dataset is a `StreamDataset`.
         """
         self.num_epochs = sys.maxsize if num_epochs is None else num_epochs
         if num_epochs is not None:
