@@ -170,10 +170,12 @@ def test_what_pages_name_exists(wrong):
 
 
 def test_lists_are_whole():
-    """Of rooms, of pages, of keys; and of pages in the code."""
+    """Of rooms, of pages, of keys, of options; and of pages in the code."""
     rooms = {path.parent for path in MODULES if path.name == "__init__.py" and path.parent.parent.parent == ROOT}
     rooms_page, index = text_of(ROOT / "CONTRIBUTING.md"), text_of(ROOT / "README.md")
     named = {name for path in MODULES for name in re.findall(r"docs/[\w/-]+\.md", text_of(path))}
+    shown = {word for page in PAGES if "docs" in page.parts for word in re.findall(r"--?[a-z][\w-]*", text_of(page))}
+    declared = re.findall(r'add_argument\(\s*((?:"-[\w-]+",?\s*)+)', "\n".join(map(text_of, ROOT.glob("app/**/*.py"))))
 
     assert len(rooms) > 20
     assert [] == [room.name for room in rooms if f"`{room.relative_to(ROOT)}/`" not in rooms_page]
@@ -182,6 +184,9 @@ def test_lists_are_whole():
     assert [] == [page for page in PAGES if text_of(page) != rewritten(text_of(page))], "run make reference"
     assert named
     assert [] == [name for name in named if not (ROOT / name).exists()]
+    assert [] == [one for one in declared if shown.isdisjoint(re.findall(r"[\w-]+", one))], (
+        "name the option on its page"
+    )
 
 
 def test_yaml_that_is_shown_is_a_run(tmp_path):
