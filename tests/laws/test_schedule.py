@@ -102,82 +102,52 @@ def test_works_decide_who_trains_a_pack_and_never_in_which_step(schedule, world_
     assert contents(attrs.evolve(plain, **change)) == contents(attrs.evolve(schedule, **change))
 
 
-@given(schedules(), st.lists(st.tuples(ranks, st.integers(1, 3)), min_size=1, max_size=3), st.data())
-def test_resumes_on_other_ranks_finish_the_epoch_with_what_it_has_not_consumed(schedule, changes, data):
-    """Each pack is trained once, but for fewer fillers or cut packs than ranks a change."""
-    schedule = attrs.evolve(schedule, batch_size=1, num_train_epochs=2)
-    consumed = []
-    cut, fillers = schedule.num_packs % schedule.world_size, -schedule.num_packs % schedule.world_size
-    for world_size, accumulation in changes:
-        here = schedule.num_remaining_steps(0) if schedule.start.epoch == 0 else 0
-        steps = trained(schedule)[: data.draw(st.integers(0, here))]
-        if not steps or len(steps) == here:
-            continue
-        if schedule.dataloader_drop_last and schedule.num_packs < world_size:
-            continue  # no schedule at all
+changes = st.tuples(ranks, st.integers(1, 3), st.integers(1, 3), st.integers(0, 40))
+"""Ranks, packs of a batch and batches of a step from then on, and a number that decides when."""
+
+
+@example(plain_schedule(4, 1, dataloader_drop_last=True), 0, [(3, 1, 1, 1)])  # 2 packs are left for 3 ranks
+@example(plain_schedule(7, 1, dataloader_drop_last=True), 1, [(1, 3, 1, 4)])  # 2 samples are left for a batch of 3
+@example(plain_schedule(3, 2), 0, [(1, 1, 1, 0)])  # what is left may be a repetition
+@given(every_schedule, st.integers(0, 1), st.lists(changes, min_size=1, max_size=3))
+def test_resumes_on_other_ranks_finish_the_epoch_with_what_it_has_not_consumed(schedule, epoch, changes):
+    """Its packs are aligned again. Where they give no batch, the epoch takes no further step."""
+    schedule = attrs.evolve(schedule, works=None, num_train_epochs=epoch + 2)
+    schedule = attrs.evolve(schedule, start=schedule.progress_at(schedule.last_step(0) * epoch))
+    drops, least, consumed = schedule.dataloader_drop_last, min(map(schedule.num_epoch_packs, range(3))), []
+    for world_size, batch_size, accumulation, when in changes:
+        here = schedule.num_remaining_steps(epoch)
+        if here < 2 or (drops and least < world_size * batch_size):
+            continue  # it has no step after the first, or there is no such schedule
+        steps = trained(schedule)[: 1 + when % (here - 1)]
         consumed += packs_of(steps)
-        before = schedule
+        order = schedule.order(epoch).tolist()[len(packs_of(steps)) :]
+        if world_size != schedule.world_size:
+            left = [*dict.fromkeys(pack for pack in order if pack not in consumed)]
+            per_rank = len(left) // world_size if drops else -(-len(left) // world_size)
+            order = (left * world_size)[: per_rank * world_size]
+        start = schedule.progress_at(schedule.start.step + len(steps))
         schedule = attrs.evolve(
             schedule,
             world_size=world_size,
+            batch_size=batch_size,
             gradient_accumulation_steps=accumulation,
-            start=schedule.progress_at(schedule.start.step + len(steps)),
+            start=start,
         )
+        per_rank = len(order) // world_size
+        num_batches = per_rank // batch_size if drops else -(-per_rank // batch_size)
+        num_steps, num_next = -(-num_batches // accumulation), schedule.num_epoch_steps(epoch + 1)
+        event(f"the rest gives no batch: {not num_batches}, filled: {len(order) > len({*order})}")
+
         assert schedule.start_fault() is None
-        event(f"the rest gives no batch: {not schedule.num_remaining_batches(0)}")
-        left = set(before.order(0).tolist()[len(packs_of(steps)) :]) - set(consumed)
-        if world_size == before.world_size:
-            continue
-        event("other ranks in mid-epoch")
-        assert left >= set(schedule.order(0).tolist())
-        cut += len(left) % world_size
-        fillers += -len(left) % world_size
-    ends = trained(schedule)
-    consumed += packs_of(ends, epoch=0)
-
-    counts = Counter(consumed)
-    missing = set(range(schedule.num_packs)) - set(counts)
-    if schedule.dataloader_drop_last:
-        assert all(count == 1 for count in counts.values())
-        assert len(missing) <= cut
-    else:
-        assert not missing
-        assert counts.total() - schedule.num_packs <= fillers
-    later = (2 - schedule.start.epoch - 1) * schedule.steps_per_epoch
-    assert (
-        schedule.num_remaining_steps(schedule.start.epoch) + later
-        == len(ends)
-        == schedule.total_steps - schedule.start.step
-    )
-    whole = attrs.evolve(schedule, start=Progress())
-    assert Counter(packs_of(ends, epoch=1)) == Counter(whole.order(1).tolist())
-
-
-@given(st.integers(2, 20), ranks, ranks, st.integers(1, 4), st.integers(1, 20), st.booleans())
-@example(4, 1, 3, 1, 2, True)  # noqa: FBT003  # 2 packs are left for 3 ranks
-@example(7, 1, 1, 3, 5, True)  # noqa: FBT003  # 2 samples are left for a batch of 3
-@example(3, 2, 1, 1, 1, False)  # noqa: FBT003  # what is left may be a repetition
-def test_an_epoch_whose_rest_gives_no_batch_takes_no_further_step(  # noqa: PLR0917  # examples are by position
-    num_packs, before, after, batch_size, stop, drop_last
-):
-    """The next epoch goes on, and the total of steps counts so."""
-    assume(not drop_last or num_packs >= max(before, after * batch_size))
-    schedule = plain_schedule(num_packs, before, dataloader_drop_last=drop_last, num_train_epochs=2)
-    assume(stop < schedule.steps_per_epoch)
-    order = schedule.order(0).tolist()
-    left = len(set(order) - set(order[: stop * before]))
-    of_left = left // after if drop_last else -(-left // after)
-    per_rank = schedule.steps_per_epoch - stop if before == after else of_left
-    num_batches = per_rank // batch_size if drop_last else -(-per_rank // batch_size)
-    event(f"the rest gives no batch: {not num_batches}")
-
-    resumed = attrs.evolve(schedule, world_size=after, batch_size=batch_size, start=schedule.progress_at(stop))
-
-    assert resumed.start_fault() is None
-    assert (0 if num_batches else 1) == resumed.progress_at(stop).epoch
-    assert [0] * num_batches + [1] * resumed.steps_per_epoch == [epoch for epoch, _ in trained(resumed)]
-    assert (stop + num_batches + resumed.steps_per_epoch, 2) == (resumed.total_steps, resumed.num_epochs)
-    assert stop + num_batches == attrs.evolve(resumed, num_train_epochs=1).total_steps
+        assert order == schedule.order(epoch).tolist()
+        assert Counter(consumed) == Counter(schedule.consumed_packs(epoch).tolist())
+        ends = trained(schedule)
+        assert [epoch] * num_steps + [epoch + 1] * num_next == [number for number, _ in ends]
+        assert Counter(order[: num_batches * batch_size * world_size]) == Counter(packs_of(ends, epoch))
+        assert (epoch + (not num_batches), epoch + 2) == (schedule.progress_at(start.step).epoch, schedule.num_epochs)
+        assert start.step + num_steps + num_next == schedule.total_steps
+        assert start.step + num_steps == attrs.evolve(schedule, num_train_epochs=epoch + 1).total_steps
 
 
 @pytest.mark.parametrize(
@@ -315,15 +285,3 @@ def test_what_follows_any_number_of_batches_is_the_rest_of_the_epoch(schedule, d
     assert schedule.progress_after(epoch, first + second).segments == resumed.progress_after(epoch, second).segments
     if not first % schedule.gradient_accumulation_steps:
         assert start == schedule.progress_at(start.step)
-
-
-@given(schedules(differing=True), st.data())
-def test_epochs_of_their_own_go_on_with_what_they_have_left_on_other_ranks(schedule, data):
-    """Every pack of the epoch once, before the resume or after it."""
-    assume(not schedule.dataloader_drop_last and schedule.world_size > 1)
-    start = schedule.progress_at(data.draw(st.integers(0, schedule.total_steps - 1)))
-    resumed = attrs.evolve(schedule, world_size=1, batch_size=1, start=start, num_train_epochs=3)
-
-    done = set(resumed.consumed_packs(start.epoch).tolist())
-    later = packs_of(trained(resumed), start.epoch)
-    assert sorted({*range(schedule.num_packs[start.epoch])} - done) == sorted(later)
