@@ -2,10 +2,11 @@
 
 import json
 
+import attrs
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from benchmarks.work import image_flops, position_flops
 from packplan.adapters.probe.small_model import SmallModels, hide_warnings
@@ -141,7 +142,7 @@ def test_torch_counts_about_the_same_in_families_that_keys_describe(family):
 )
 def test_torch_counts_about_the_same_in_towers_of_tiles_and_of_wide_layers(family, model_type):
     """Within 2 %: tiles of one size, or grids, by each grid and by counts alone."""
-    config = AutoConfig.for_model(model_type, **VISION_FAMILIES[family].config)
+    config = attrs.evolve(VISION_FAMILIES[family], model_type=model_type).config()
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
     vision = work_of(config).vision
 
