@@ -1,6 +1,6 @@
 """
 Trainers of transformers and TRL: `packplan.hf` has the names that scripts use.
 
-`unpad` and `packed_calls` let a model compute no padding, `balance` cuts an optimizer step's rows
-by tokens, and `following` makes any trainer train the packs of a schedule.
+`unpad` and `packed_calls` make a model skip padding, `balance` divides a step's rows into
+microbatches by tokens, and `training` and `following` make a trainer train the packs of a plan.
 """

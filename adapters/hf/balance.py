@@ -1,13 +1,13 @@
 """
 `balance`: microbatches of limited tokens in TRL's GRPO and RLOO trainers.
 
-The trainer decides which answers an optimizer step trains, and computes the loss. Here the rows of
-its batches of a step are cut by `core.shard`, and run as other microbatches:
+The trainer decides which answers an optimizer step trains, and computes the loss. `balance` divides
+the rows of the step's batches into new microbatches, with `core.shard`:
 
 - All ranks run equally many microbatches in a step.
-- The loss of a microbatch is weighed by its share of the divisor of the trainer's own batch: rows,
-  supervised tokens, or a constant of the step. Batches of one divisor are cut together, on all
-  ranks. Others are cut each by itself, and their rows stay on their rank.
+- The trainer divides the loss of a batch by its rows, its supervised tokens, or a constant of the
+  step. The loss of a microbatch is weighted by its share of this divisor. Batches of equal divisor
+  are divided together, over all ranks. Other batches are divided alone, on their own rank.
 - Logged values are means over all rows or tokens of the step, as in a step of one batch.
 """
 
@@ -32,10 +32,10 @@ from packplan.core.shard import Sharding, shard_dynamic, shard_packed
 from packplan.core.work.model import WorkModel
 
 _EXTREMES = {"clip_ratio/low_min": min, "clip_ratio/high_max": max}
-"""Logged value that is no mean -> its reduction."""
+"""Name of a logged value that is an extreme, not a mean -> its reduction."""
 
 _DIVIDED_BY_STEP = ("dapo", "cispo", "vespo")
-"""Losses of GRPO whose divisor is a constant of the step."""
+"""Values of GRPO's `loss_type` that divide a batch's loss by a constant of the step."""
 
 
 @attrs.define
@@ -52,7 +52,7 @@ class BalanceCounts:
     """Tokens of the rows that this rank trained, without padding."""
 
     moved: int = 0
-    """Rows that came from other ranks."""
+    """Rows that this rank trained and received from other ranks."""
 
 
 def balance(
@@ -66,20 +66,20 @@ def balance(
     move_rows: bool = True,
 ) -> BalanceCounts:
     """
-    Let a trainer run the answers of each optimizer step as microbatches by tokens.
+    Make a trainer run the answers of each optimizer step in microbatches of limited tokens.
 
-    The trainer's arguments still decide which answers a step trains. Loss and gradients are those
-    of the trainer's own step, and logged values those of its step in one batch. Call it on every
+    The trainer's arguments still decide which answers a step trains. Loss and gradients stay those
+    of the trainer's own step. Logged values are those of a step in one batch. Call it on every
     rank, after the trainer is built and before it trains.
 
     Args:
         trainer: `GRPOTrainer` or `RLOOTrainer` of TRL.
-        max_tokens: Tokens of a microbatch. A longer row is a microbatch of its own.
-        logprob_max_tokens: Tokens of a pass without gradients, for old and reference
+        max_tokens: Most tokens of a microbatch. A longer row is a microbatch of its own.
+        logprob_max_tokens: Most tokens of a pass without gradients, for old and reference
             log-probabilities; None for *max_tokens*.
-        padded: Whether padding counts too, rows times the longest. Use it without `unpad`.
-        algorithm: A name in `core.packers.ALGORITHMS`; *padded* microbatches have their own.
-        length_multiple: Each row counts as rounded up to a multiple of it.
+        padded: Whether padding counts: rows times longest row. Set it for models without `unpad`.
+        algorithm: Packing algorithm, a name in `core.packers.ALGORITHMS`; not used if *padded*.
+        length_multiple: Multiple to which the tokens of each row are rounded up when counted.
         move_rows: Whether rows may move between ranks.
 
     Raises:
@@ -100,7 +100,7 @@ def balance(
 
 
 def _find_work_model(model: Any) -> WorkModel | None:
-    """Return a model's work model; None if its family has none: work is then length squared."""
+    """Return a model's work model; None for an unknown family, whose work is length squared."""
     try:
         return WorkModel.from_config(model.config.to_dict())
     except ModelError:
@@ -109,7 +109,7 @@ def _find_work_model(model: Any) -> WorkModel | None:
 
 def split_microbatches(microbatches: list[list[int]], num: int) -> list[list[int]]:
     """
-    Return at least *num* microbatches by halving the largest; empty ones follow once rows run out.
+    Halve the microbatch of most rows until there are *num*; add empty ones if rows run out.
 
     >>> split_microbatches([[0, 1, 2], [3]], 3), split_microbatches([[0]], 2)
     ([[0], [1, 2], [3]], [[0], []])
@@ -137,7 +137,7 @@ class _BalanceState:
     work: WorkModel | None
     counts: BalanceCounts = attrs.field(factory=BalanceCounts)
     waiting: list[Any] = attrs.field(factory=list)
-    """Batches of this step that were prepared and are not trained yet."""
+    """Prepared batches of this step that are not trained yet."""
 
     call: tuple[Any, Any] | None = None
     """Model and `num_items_in_batch` of the running `training_step`; None outside of it."""
@@ -152,7 +152,7 @@ class _BalanceState:
     """Counts of each microbatch of this step, and the values that it logged by name."""
 
     def shard_rows(self, lengths: Sequence[int], *, shards: int = 1, max_tokens: int | None = None) -> Sharding:
-        """Divide rows of these lengths over shards, and each shard into microbatches."""
+        """Divide rows of *lengths* tokens over shards, and each shard into microbatches."""
         common: Any = {
             "shards": shards, "batch_size": len(lengths), "work": self.work, "when_long": "alone",
             "max_tokens_per_microbatch": max_tokens or self.max_tokens,
@@ -164,23 +164,23 @@ class _BalanceState:
 
     def cut_for_rank(self, lengths: Sequence[Sequence[int]], rank: int, limit: int | None = None) -> list[list[int]]:
         """
-        Return the row indices of each microbatch of *rank*; all ranks have equally many.
+        Divide the rows of *rank* into microbatches of row indices, equally many on every rank.
 
         Args:
             lengths: Lengths of each rank's rows.
             rank: Rank whose rows are divided; none of them moves to another rank.
-            limit: Most tokens of a microbatch; None for the limit of training.
+            limit: Most tokens of a microbatch; None for `max_tokens`.
         """
         cuts = [self.shard_rows(own, max_tokens=limit).shard(0)[0].microbatches for own in lengths]
         return split_microbatches(cuts[rank], max(map(len, cuts)))
 
     def gather_lengths(self, batches: Sequence[SplitBatch], *facts: Any) -> list[tuple[list[list[int]], Any]]:
         """
-        Gather from each rank the row lengths of its batches, one list a batch, and its *facts*.
+        Return, for each rank, the row lengths of each of its batches, and its *facts*.
 
         Args:
             batches: Batches of this rank.
-            *facts: Further values of this rank.
+            *facts: Further values of this rank, which are gathered unchanged.
         """
         own = [one.answer_widths if self.padded else one.tokens for one in batches]
         ranks = gather_object([(own, max(one.prompt_width for one in batches), facts)])
@@ -234,7 +234,7 @@ class _BalancedTraining:
         return loss + step.loss
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Train all microbatches but the last, and return that; {} before the step's last batch."""
+        """Collect a batch, and return {}; after the step's last, train all but one microbatch."""
         step = self._balance
         if step.weight is not None:
             return inputs
@@ -255,7 +255,7 @@ class _BalancedTraining:
         return self._start_microbatch(*last)
 
     def _start_microbatch(self, inputs: dict[str, Any], weight: float, counts: BatchCounts) -> dict[str, Any]:
-        """Note weight and counts of the microbatch that is computed next; return its inputs."""
+        """Store the weight and counts of the microbatch to compute next; return its inputs."""
         self._balance.weight = weight
         self._balance.logged.append((counts, {}))
         return inputs
@@ -319,7 +319,7 @@ class _BalancedTraining:
 
     def _exchange_microbatches(self, lengths: list[list[int]], rows: list[Row]) -> list[list[Row]]:
         """
-        Exchange rows between all ranks, and return the microbatches of this one.
+        Exchange rows between all ranks, and return the microbatches of this rank.
 
         Args:
             lengths: Lengths of each rank's rows.
@@ -341,7 +341,7 @@ class _BalancedTraining:
         ]
 
     def _log_step(self) -> None:
-        """Log means over all ranks' microbatches of the step, repeated for each of its batches."""
+        """Log means over the step's microbatches of all ranks, once for each batch of the step."""
         step, logged = self._balance, self._collected_values()
         sums: dict[str, tuple[float, float]] = {}
         extremes: dict[str, list[float]] = {}
@@ -365,7 +365,7 @@ class _BalancedTraining:
         step.logged.clear()
 
     def _log_weight_field(self, name: str) -> str:
-        """Return the field of `BatchCounts` that weighs a logged value in its mean."""
+        """Return the field of `BatchCounts` that is the weight of logged value *name*."""
         by_token = "clip_ratio" in name and getattr(self, "importance_sampling_level", None) == "token"
         return "tokens" if by_token or name in {"entropy", "kl"} else "rows"
 
@@ -405,10 +405,10 @@ class _BalancedTraining:
 
 def _exchange_rows(outgoing: list[dict[int, Row]], device: Any) -> dict[int, Row]:
     """
-    Send rows to each rank, this one included, and return the received rows by their numbers.
+    Send rows to each rank, this one included, and return the received rows by row number.
 
     Args:
-        outgoing: Rows for each rank, by number; their tensors may be views of larger ones.
+        outgoing: Rows for each rank, by row number; their tensors may be views of larger ones.
         device: Device of the rows that are returned.
     """
     packed = []

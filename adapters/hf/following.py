@@ -2,8 +2,8 @@
 Mixins for trainers that follow the schedule of a plan; `insert_base_class` adds them.
 
 `FollowsSchedule` fits every trainer of transformers, TRL, ms-swift and `packplan sft`: steps,
-epochs, checked batches, resumed runs. `EvaluatesPacks` gives the mean loss over tokens.
-`ServesPacks` adds loaders of packs, for trainers of other projects.
+epochs, checked batches, resumed runs. `EvaluatesPacks` makes the evaluation loss the mean over
+tokens. `ServesPacks` adds loaders of packs, for trainers of other projects.
 """
 
 import logging
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class RankLoader(DataLoader[Any]):
-    """Loader of a rank's batches onto its device, with the settings of training arguments."""
+    """DataLoader that moves a rank's batches to its device, set up by training arguments."""
 
     def __init__(self, packs: Any, args: Any, **options: Any) -> None:
         self.device = args.device
@@ -50,7 +50,7 @@ class RankLoader(DataLoader[Any]):
         super().__init__(packs, **(workers | options))
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch to the batches, and to the data set."""
+        """Pass the epoch on to the batch sampler and the data set."""
         parts: tuple[Any, ...] = (self.batch_sampler, self.dataset)
         for part in parts:
             if hasattr(part, "set_epoch"):
@@ -98,7 +98,7 @@ class FollowsSchedule:
 
     @property
     def schedule(self) -> EpochSchedule:
-        """Packs and their order in each epoch."""
+        """Epoch schedule that the trainer follows."""
         return self.follower.schedule
 
     def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
@@ -115,7 +115,7 @@ class FollowsSchedule:
         """
         Return the trainer's tuple of training counts, with the steps and epochs of the schedule.
 
-        Steps that another number of ranks trained before a resume are counted.
+        Steps before a resume are included, even if another number of ranks trained them.
         """
         _, _, *others, _, _ = super().set_initial_training_values(*args)  # type: ignore[misc]
         schedule = self.schedule
@@ -142,7 +142,7 @@ class FollowsSchedule:
             self.control.should_training_stop = False
 
     def get_batch_samples(self, batches_left: Any, num_batches: int, *args: Any) -> Any:
-        """Return the batches of a step, compared with the schedule, and the divisor of its loss."""
+        """Return a step's batches and loss divisor; MismatchError if the schedule has others."""
         batches, num_items = super().get_batch_samples(batches_left, num_batches, *args)  # type: ignore[misc]
         refuse_other_packs(batches, islice(self._expected, num_batches))
         return batches, num_items
@@ -150,11 +150,11 @@ class FollowsSchedule:
 
 @attrs.define(eq=False)
 class _LossSums:
-    """Sums for the mean loss over this rank's supervised tokens; repeated batches are left out."""
+    """Sums for the mean loss over this rank's supervised tokens, without repeated batches."""
 
     batches: EvalBatches
     expected: Iterator[list[int]] = attrs.field(default=attrs.Factory(lambda sums: iter(sums.batches), takes_self=True))
-    """Packs of the batches that are left."""
+    """Pack indices of each batch that is not evaluated yet."""
 
     sums: torch.Tensor = attrs.field(factory=lambda: torch.zeros(2, dtype=torch.float64))
     """Sum of losses, sum of their weights; shape (2,)."""
@@ -165,7 +165,7 @@ class _LossSums:
 
     @property
     def next_is_repeated(self) -> bool:
-        """Whether the next batch only repeats packs, to give all ranks equally many batches."""
+        """Whether the next batch repeats earlier packs, to give all ranks equally many batches."""
         return not self.batches.is_counted(self.done)
 
     def add(self, loss: torch.Tensor) -> None:
@@ -190,7 +190,7 @@ class EvaluatesPacks:
         return count_supervised(inputs["labels"])
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
-        """Evaluate packs by their token mean; other batches as the trainer does."""
+        """Evaluate packs by the mean loss over tokens, and other data sets as the trainer does."""
         if not isinstance(getattr(dataloader, "batch_sampler", None), EvalBatches):
             return super().evaluation_loop(dataloader, *args, **options)  # type: ignore[misc]  # of the trainer's class
         self._evaluated = evaluated = _LossSums(dataloader.batch_sampler)
@@ -247,14 +247,14 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
         Serve the packs of a plan from now on.
 
         Args:
-            schedule: Order of packs, of which each group of ranks that share rows is a rank.
+            schedule: Order of packs, in which a group of ranks that share rows is one rank.
             plan: Checksum of the plan.
             data: Digest of the rows.
             packs: Data set of the training packs, by pack index.
-            collator: Makes a batch of packs the inputs of the model, with the index of the pack, or
-                the list of their indices, as `PACK`.
-            eval_packs: Data set of the packs of evaluation, whose loss is the mean over their
-                supervised tokens; None leaves evaluation as it is.
+            collator: Function that turns a list of packs into inputs of the model, with the pack
+                index, or a list of pack indices, under `PACK`.
+            eval_packs: Data set of evaluation packs, whose loss is the mean over their supervised
+                tokens; None leaves evaluation as it is.
         """
         self._train_packs, self._eval_packs, self._collator = packs, eval_packs, collator
         # Consecutive ranks share rows where the schedule has fewer ranks than were started.
@@ -262,7 +262,7 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
         self.follow(PackBatches(schedule, rank, schedule.world_size, plan=plan, data=data, identity=self._identity()))
 
     def _identity(self) -> RunIdentity:
-        """Return the model, loss and settings that a resumed run has to share."""
+        """Return the model and settings that a resumed run has to share."""
         settings = {name: getattr(self.args, name) for name in FIXED_ARGUMENTS if hasattr(self.args, name)}
         name = getattr(self.model.config, "name_or_path", "")
         model = (model_file_facts(Path(name)) or {"model.model": name}) if name else {}  # a folder, or a name of a hub
@@ -273,7 +273,7 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
         return self._loader(self._train_packs, self.follower)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return the loader of the packs of evaluation, or of another data set as before."""
+        """Return the loader of the evaluation packs; for other data, the trainer's own loader."""
         if self._eval_packs is None or (eval_dataset is not None and eval_dataset is not self.eval_dataset):
             return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]  # of the trainer's class
         ranks = {"rank": self.follower.rank, "world_size": self.schedule.world_size}
@@ -283,19 +283,19 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
         return RankLoader(packs, self.args, batch_sampler=batches, collate_fn=self._collator)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
-        """Return the loss of a batch, whose pack indices are not passed to the model."""
+        """Return the loss of a batch, without passing its pack indices to the model."""
         inputs = {key: value for key, value in inputs.items() if key != PACK}
         return super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]
 
 
 def insert_base_class(trainer: Any, base: type) -> None:
-    """Put *base* before the trainer's own class in its bases; the name of the class stays."""
+    """Give a trainer a new class of the same name, which derives from *base* and its old class."""
     kind = type(trainer)
     trainer.__class__ = type(kind.__name__, (base, kind), {})
 
 
 def require_same_rows(plan: Plan, data: str) -> None:
-    """Refuse ranks with different plans, or different digests of rows; MismatchError."""
+    """Raise MismatchError if ranks have different plans, or different digests *data* of rows."""
     checksums = gather_object([(plan.checksum, data)])
     if len(set(checksums)) > 1:
         fact = "the ranks have different packs or rows: give all the same rows, in the same order"

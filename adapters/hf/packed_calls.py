@@ -5,9 +5,9 @@ Before the text stack of a model runs, the real tokens of all rows become one ro
 attend to themselves alone. After it, the results are put back where the batch has them. So a
 trainer collates, computes its loss and reads its outputs as ever.
 
-Rules: hooks are torch's own, and nothing of transformers is changed. A call that is no padded batch
-passes through: without padding, without a mask of two dimensions, with a cache of the caller
-(generation), or with rows that are packed already.
+Rules: hooks are torch's own, and nothing of transformers is changed. A call passes through
+unchanged if it has no padding, no mask of two dimensions, a cache of the caller (generation), or
+rows that are packed already.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from packplan.core.errors import PackplanError
 
 Positions = Literal["columns", "counted", "ids"]
 """
-Positions of a model's tokens where the caller gives none: the column of the batch, the number of
-real tokens before it, or the number of ids that are not the padding's.
+Numbering of a model's tokens if the caller gives no positions: by the column in the batch, by count
+of the real tokens before, or by count of the ids before that are not padding, as in RoBERTa.
 """
 
 POSITIONS: tuple[Positions, ...] = ("columns", "counted", "ids")
 
 _BOUNDARIES = ("cu_seq", "seq_idx")
-"""Beginnings of the names of arguments that say where the samples of a packed row begin."""
+"""Prefixes of the names of arguments that say where the samples of a packed row begin."""
 
 _SCORES = "fused_lm_head"
-"""Argument by which TRL asks for scores of labels, and no logits; 0 at tokens without a label."""
+"""Argument by which TRL asks for log-probabilities of labels instead of logits; 0 without label."""
 
 _NOT_BY_TOKEN = ("pixel", "image", "video", "attentions", "past_key_values", "pooler_output")
-"""Beginnings of the names of arguments and outputs whose first axes are not rows and positions."""
+"""Prefixes of the names of arguments and outputs whose first axes are not rows and positions."""
 
 
 @attrs.define
 class UnpadCounts:
-    """Number of positions in the padded batches of a hooked model, and of computed ones."""
+    """Packed calls of a hooked model, and the positions that they were given and computed."""
 
     calls: int = 0
     """Forward calls that ran as one packed row."""
@@ -64,7 +64,7 @@ class UnpadCounts:
 
 @attrs.define(eq=False)
 class TextStack:
-    """Module whose calls are packed, and how its arguments are read."""
+    """Module whose calls are packed, and the rules for its positions and padding."""
 
     module: Any
     positions: Positions = "columns"
@@ -73,13 +73,13 @@ class TextStack:
     """Token id of padding, for `positions` of "ids"."""
 
     text_row: bool = False
-    """Whether multimodal positions are preceded by a row with those of the text."""
+    """Whether multimodal position ids have a row of text positions before the other three."""
 
     by_positions: bool = False
-    """Whether the model's own attention separates samples where positions do not go on by one."""
+    """Whether the model's own attention starts a sample where positions do not go up by 1."""
 
     unpacked_sides: frozenset[Padding] = frozenset()
-    """Sides of padding whose calls pass through, since the padding changes the padded results."""
+    """Sides of padding that are not packed, since the model's padded results depend on it."""
 
     _signature: inspect.Signature = attrs.field(init=False)
 
@@ -109,7 +109,7 @@ class TextStack:
         return None if passes or self._hides_row_boundary(given, tokens) else tokens
 
     def _hides_row_boundary(self, given: dict[str, Any], tokens: RealTokens) -> bool:
-        """Return whether, packed, the positions go on by 1 from one batch row to the next."""
+        """Return whether packed positions go up by 1 across the border of two batch rows."""
         if not self.by_positions:
             return False
         text = self._packed_positions(given, tokens).reshape(-1, len(tokens.places))[0]
@@ -165,7 +165,7 @@ class TextStack:
         Args:
             output: Output of the module.
             tokens: Tokens of the call.
-            keep: Leave the last hidden state packed, for a head that reads it so.
+            keep: Whether to leave the last hidden state packed, for a head that reads it packed.
         """
         if not isinstance(output, dict):
             return tuple(_put_back(one, tokens) for one in output)
@@ -184,12 +184,12 @@ def _generates(given: dict[str, Any]) -> bool:
 
 
 def _has_sample_numbers(mask: torch.Tensor) -> bool:
-    """Return whether a mask has values above 1, the sample numbers of rows packed already."""
+    """Return whether a mask has values above 1: sample numbers of rows that are packed already."""
     return not mask.is_floating_point() and mask.dtype != torch.bool and bool((mask > 1).any())
 
 
 def _take_tokens(name: str, value: Any, tokens: RealTokens) -> Any:
-    """Return an argument's values for the real tokens; an argument not by token stays as it is."""
+    """Return the real tokens of an argument of shape (rows, positions, …); others unchanged."""
     if not isinstance(value, torch.Tensor) or name.startswith((*_NOT_BY_TOKEN, "position_ids", "attention_mask")):
         return value
     if name.endswith("token_type_ids"):  # one row may stand for all
@@ -223,13 +223,13 @@ class Unpadding:
         self, model: Any, stack: TextStack, *, logits: bool, unpacked_sides: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         self.counts = UnpadCounts()
-        """Positions given and computed so far."""
+        """Calls packed, and positions given and computed, so far."""
 
         self.unpacked_sides = unpacked_sides
-        """Side of real tokens whose padding is still computed -> the reason."""
+        """Side of real tokens on which padding is still computed -> the reason."""
 
         self.omits_eval_logits = False
-        """Whether evaluation omits logits of padding too, where `logits` is False."""
+        """Whether evaluation, like training, omits logits of padding if `logits` is False."""
 
         self._stack, self._paused = stack, False
         self._open: dict[int, list[tuple[RealTokens | None, ExitStack]]] = defaultdict(list)  # of each thread

@@ -1,4 +1,4 @@
-"""Settings and losses with which a trainer cannot follow a plan, or train a step in parts."""
+"""Checks for settings and losses with which a trainer cannot follow a plan, or use `balance`."""
 
 import os
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def refuse_plan_conflicts(trainer: Any, *, row_ranks: int = 1, evaluates: bool =
 
 
 def _plan_conflicts(trainer: Any) -> Iterator[str]:
-    """Yield each setting that changes what a plan decides."""
+    """Yield each setting that contradicts a plan, with the reason."""
     args = trainer.args
     for refusal in active_refusals(args, "trainer"):
         yield f"{refusal.setting} is set, which {refusal.effect}"
@@ -55,7 +55,7 @@ def _row_sharing_conflicts(trainer: Any, row_ranks: int, *, evaluates: bool) -> 
 
 
 def sharing_conflicts(trainer: Any) -> Iterator[str]:
-    """Yield settings by which a process trains on several GPUs, or ranks share rows."""
+    """Yield settings with which one process trains on several GPUs, or ranks share rows."""
     if trainer.args.n_gpu > 1:
         yield f"one process trains on {trainer.args.n_gpu} GPUs: start one for each, with torchrun"
     sharing = getattr(trainer.accelerator, "parallelism_config", None)
@@ -71,7 +71,7 @@ def is_old_trl() -> bool:
 
 def refuse_balance_conflicts(trainer: Any) -> None:
     """
-    Refuse a trainer whose loss would change if `balance` cut its batches.
+    Refuse a trainer whose loss would change if `balance` divided its batches.
 
     Raises:
         ArgumentError: The trainer is not one of TRL, or settings forbid it; all are named.

@@ -1,4 +1,4 @@
-"""Rows of a batch of answers: split (`split_batch`), and joined to other batches (`join_rows`)."""
+"""Rows of TRL's batches of prompts and answers: `split_batch` splits, `join_rows` joins them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,28 +8,28 @@ import torch
 from torch.nn.functional import pad
 
 Row = dict[str, Any]
-"""Part of a batch for one row: tensors of shape (1, …), or lists of one."""
+"""One row of a batch by key: tensors of shape (1, …), lists of one element, or shared scalars."""
 
 _BY_TOKEN = ("completion_ids", "completion_mask", "tool_mask", "importance_sampling_ratio", "advantages")
 
 _TYPES = ("token_type_ids", "mm_token_type_ids")
-"""Keys with a prompt and its answer side by side."""
+"""Keys of token types, whose values cover a prompt and its answer."""
 
 
 @attrs.frozen
 class BatchCounts:
-    """Number of rows and tokens of a batch, used as weights of its logged means."""
+    """Rows and tokens of a batch, the weights of its loss and logged means."""
 
     rows: float
     tokens: float
-    """Tokens that the loss learns."""
+    """Supervised tokens."""
 
     attended: float
-    """Tokens that are no padding."""
+    """Tokens of prompts and answers, without padding."""
 
     @classmethod
     def from_batch(cls, batch: Mapping[str, Any]) -> "BatchCounts":
-        """Return the counts of a batch."""
+        """Count the rows and tokens of a batch."""
         answers, tools = batch["completion_mask"], batch.get("tool_mask")
         supervised = answers if tools is None else answers * tools
         attended = batch["prompt_mask"].sum() + answers.sum()
@@ -38,11 +38,11 @@ class BatchCounts:
 
 @attrs.frozen
 class SplitBatch:
-    """Rows of a batch, and their sizes."""
+    """Rows of a batch, and their tokens and widths."""
 
     rows: list[Row]
     tokens: list[int]
-    """Tokens of each row that are no padding."""
+    """Tokens of each row, without padding."""
 
     answer_widths: list[int]
     """Positions of each row's answer, without the padding after its end."""
@@ -75,7 +75,7 @@ def split_batch(batch: Mapping[str, Any]) -> SplitBatch:
 
 
 def join_rows(rows: Sequence[Row], *, pad_token_id: int) -> dict[str, Any]:
-    """Return a batch of rows, padded to the longest."""
+    """Join rows into a batch, padded to the longest prompt and answer."""
     from trl.trainer.utils import unsplit_pixel_values_by_grid
 
     prompts = [row["prompt_mask"].shape[1] for row in rows]
@@ -106,5 +106,5 @@ def _has_columns(key: str, value: Any) -> bool:
 
 
 def _is_shared(value: Any) -> bool:
-    """Return whether a value of a batch is a scalar or None, valid for all rows."""
+    """Return whether a value of a batch holds for all rows: a scalar or None."""
     return value is None or getattr(value, "ndim", 1) == 0

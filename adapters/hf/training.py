@@ -1,4 +1,4 @@
-"""A trainer of transformers that trains the packs of a plan, as its schedule orders them."""
+"""`use_plan`: a trainer of transformers or TRL trains the packs of a plan by its schedule."""
 
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ def use_plan(
     trainer: Any, plan: Plan, *, eval_plan: Plan | None = None, sequence_parallel_size: int = 1
 ) -> EpochSchedule:
     """
-    Let a trainer train the packs of a plan, and return its schedule.
+    Make a trainer train the packs of a plan, and return the plan's epoch schedule.
 
     A batch is one pack: its samples, padded by the trainer's own collator, which the model computes
     without padding (see `unpad`). `gradient_accumulation_steps`, `num_train_epochs`, `max_steps`,
@@ -45,7 +45,7 @@ def use_plan(
 
     Args:
         trainer: `Trainer` of transformers, or `SFTTrainer` of TRL. Its data sets have tokenized
-            rows, or those that its collator tokenizes.
+            rows, or rows that its collator tokenizes.
         plan: Plan of the lengths of `trainer.train_dataset`, as its collator makes them.
         eval_plan: Plan of the lengths of `trainer.eval_dataset`. Evaluation then gives the mean
             over its supervised tokens. None leaves evaluation as it is.
@@ -102,7 +102,7 @@ def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Ten
 
 
 def _find_row_collator(trainer: Any) -> Collate | None:
-    """Return the collator of a trainer; None if it is a default that does not pad labels."""
+    """Return the collator of a trainer; None for transformers' defaults, which pad no labels."""
     collator = trainer.data_collator
     if collator is default_data_collator or type(collator) is DataCollatorWithPadding:
         return None
@@ -111,7 +111,7 @@ def _find_row_collator(trainer: Any) -> Collate | None:
 
 def _unpad_for_loss(trainer: Any, *, row_ranks: int) -> Unpadding:
     """
-    Unpad a trainer's model; logits of padding are left out if the trainer's own loss reads them.
+    Unpad a trainer's model; logits of padding are omitted unless the trainer has its own loss.
 
     Raises:
         ModelError: The model reads both ways, or the probe of `unpad` fails.
@@ -120,9 +120,9 @@ def _unpad_for_loss(trainer: Any, *, row_ranks: int) -> Unpadding:
     if is_bidirectional(model.config):
         raise ModelError("probe", f"{model.config.model_type} reads both ways, but a plan trains what follows")
     group = row_group(row_ranks, trainer.args.ddp_timeout_delta) if row_ranks > 1 else None
-    own_loss = type(trainer).compute_loss is Trainer.compute_loss
+    default_loss = type(trainer).compute_loss is Trainer.compute_loss
     hooked = (HOOKED[module] for module in model.modules() if module in HOOKED)
-    return next(hooked, None) or unpad(model, logits=not own_loss, group=group)
+    return next(hooked, None) or unpad(model, logits=not default_loss, group=group)
 
 
 class _PlannedTraining(ServesPacks):
@@ -132,13 +132,13 @@ class _PlannedTraining(ServesPacks):
     unpadding: Unpadding
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
-        """Return the loss of a batch, without a cache, which would let samples see each other."""
+        """Return the loss of a batch, computed without a cache, which would mix its samples."""
         if self._keeps_a_cache:
             inputs = {**inputs, "use_cache": False}
         return super().compute_loss(model, inputs, *args, **options)
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, **options: Any) -> Any:  # noqa: FBT001  # the trainer passes it
-        """Return loss, logits and labels of a batch; logits and labels of a pack are one row."""
+        """Return loss, logits and labels of a batch; those of a pack as one row of real tokens."""
         if self._evaluated is None:
             return super().prediction_step(model, inputs, prediction_loss_only, **options)
         own = inputs.get("attention_mask")

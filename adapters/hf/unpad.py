@@ -1,9 +1,9 @@
 """
-Models without padding (`unpad`), and models that keep the samples of packed rows apart
-(`separate_samples`).
+Hooks with which a model skips padding (`unpad`), and attention that keeps the samples of packed
+rows apart (`separate_samples`).
 
-`unpad` tries each module whose calls may be packed and each way to count positions. It keeps the
-one whose results for padded rows are the same with and without the hooks of `packed_calls`.
+`unpad` tries each module whose calls may be packed, with each way to count positions. It keeps the
+pair with which padded rows have the same results with and without the hooks of `packed_calls`.
 """
 
 import logging
@@ -35,7 +35,7 @@ from packplan.core.errors import ArgumentError, ModelError
 log = logging.getLogger(__name__)
 
 _LENGTHS = (17, 3)
-"""Real tokens of two rows; the third has `_longest`."""
+"""Real tokens of the first two rows of the probe; the third has `_max_length`."""
 
 _LONGEST = 29
 
@@ -48,8 +48,8 @@ def unpad(model: Any, *, logits: bool = True, group: ProcessGroup | None = None)
 
     Call it on each model that a trainer runs, after the trainer is built. Rows may be padded left,
     right, on both sides or between tokens. At positions whose mask is 1 results are those of the
-    padded pass; elsewhere they are 0. Generation is not packed. From here on the model attends by
-    this project's attention. A probe of some seconds comes first, as in `separate_samples`.
+    padded pass; elsewhere they are 0. Generation is not packed. The model attends by this project's
+    attention afterwards. A probe of some seconds comes first, as in `separate_samples`.
 
     Args:
         model: Model of transformers, perhaps with adapters, perhaps wrapped for several ranks.
@@ -78,7 +78,7 @@ def separate_samples(
     model: Any, *, named: str | None = None, whole: bool = True, group: ProcessGroup | None = None
 ) -> AttentionChoice:
     """
-    Let a model attend within the samples of a packed row, and return the attention that does it.
+    Make a model attend only within each sample of a packed row, and return the attention it uses.
 
     A model loaded with `attn_implementation="packplan"` takes the fastest attention that passes the
     probe. Another model keeps its own. The probe takes some seconds, on a small copy of the model
@@ -87,7 +87,7 @@ def separate_samples(
 
     Args:
         model: Model of transformers, perhaps with adapters.
-        named: Attention that was asked for; None takes the one that the model was loaded with.
+        named: Name of the attention; None takes the one that the model was loaded with.
         whole: Whether this process holds all weights. Otherwise only the small copy is probed.
         group: See `unpad`.
 
@@ -103,11 +103,11 @@ def separate_samples(
 
 def set_isolating_attention(model: Any, *, named: str, group: ProcessGroup | None = None) -> AttentionChoice:
     """
-    Set an attention with which a small copy of the model keeps samples apart, and return it.
+    Set an attention that keeps samples apart in a probe of a small copy of the model; return it.
 
     Args:
         model: Model of transformers.
-        named: Attention to probe; `packplan` takes the fastest one that passes.
+        named: Name of the attention to probe; `packplan` takes the fastest one that passes.
         group: See `unpad`.
 
     Raises:
@@ -132,12 +132,12 @@ def set_isolating_attention(model: Any, *, named: str, group: ProcessGroup | Non
 
 
 def is_bidirectional(config: Any) -> bool:
-    """Return whether tokens attend to later ones too, as in BERT, which no small copy probes."""
+    """Return whether tokens also attend to later tokens, as in BERT."""
     return type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
 
 
 def unwrap(model: Any) -> Any:
-    """Return the model of transformers within wrappers; ModelError if its kind cannot be packed."""
+    """Return the model inside DDP and PEFT wrappers; ModelError if it cannot be packed."""
     while isinstance(model, DistributedDataParallel):
         model = model.module
     if type(model).__module__.startswith("deepspeed.") or any(hasattr(one, "ds_id") for one in model.parameters()):
@@ -156,7 +156,7 @@ def unwrap(model: Any) -> Any:
 
 def _find_hooks(model: Any, *, native: str, logits: bool) -> Unpadding:
     """
-    Hook a model at the first place and positions with which no result of padded rows changes.
+    Hook a model at the first module, and way to count positions, that keep results of padded rows.
 
     Args:
         model: Model of transformers without wrappers, set to keep samples of a row apart.
@@ -164,7 +164,7 @@ def _find_hooks(model: Any, *, native: str, logits: bool) -> Unpadding:
         logits: See `unpad`.
 
     Raises:
-        ModelError: Every place and way to count positions changes a result.
+        ModelError: Every module and way to count positions changes a result.
     """
     tried: list[tuple[TextStack, dict[str, str]]] = []
     for stack in _candidate_stacks(model):
@@ -196,7 +196,7 @@ def _candidate_stacks(model: Any) -> Iterator[TextStack]:
 
 
 def _difference(model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tensor, *, native: str) -> str | None:
-    """Return how the hooks change the results of padded rows, as text; None if they do not."""
+    """Return a text on how hooks change the results of padded rows; None if they do not."""
     ids, own = _draw_ids(model), mask.bool()
     batch = {"input_ids": ids, "attention_mask": mask}
     with evaluation_mode(model):
@@ -219,10 +219,10 @@ def _difference(model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tens
 
 def _hidden_states(model: Any, module: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, float, bool]:
     """
-    Return the last hidden state of *module* for a batch, the limit of its differences, and whether
-    typical tokens are compared instead of the worst ones.
+    Return the last hidden state of *module* for a batch, the allowed difference of two passes, and
+    whether typical tokens are compared instead of the worst ones.
 
-    The limit is asked for inside of the call, since accelerate turns on autocast there.
+    The allowed difference is read during the call, since accelerate turns on autocast there.
     """
     run: list[tuple[torch.Tensor, float, bool]] = []
 
@@ -245,7 +245,7 @@ def _measure_isolation(module: Any, ids: torch.Tensor, mask: torch.Tensor) -> fl
 
 
 def _draw_ids(model: Any) -> torch.Tensor:
-    """Return rows of random tokens; int64 of shape (rows, positions)."""
+    """Draw rows of random tokens for the probe; int64 of shape (rows, positions)."""
     plain = torch.tensor(ordinary_ids(trained_config(model.config)))
     generator = torch.Generator().manual_seed(_SEED)
     drawn = plain[torch.randint(len(plain), (len(_LENGTHS) + 1, _max_length(model.config) + 2), generator=generator)]
@@ -253,13 +253,13 @@ def _draw_ids(model: Any) -> torch.Tensor:
 
 
 def _max_length(config: Any) -> int:
-    """Return the tokens of the longest row: more than a window, for a bidirectional model."""
+    """Return the tokens of the probe's longest row: above the window of a bidirectional model."""
     window = getattr(config, "local_attention", 0) if is_bidirectional(config) else 0
     return max(_LONGEST, window + 3)
 
 
 def _padding_masks(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a padded side in words, and an attention mask; int64 of shape (rows, positions)."""
+    """Yield a mask padded right, left and between, with its side; int64 of (rows, positions)."""
     longest = _max_length(model.config)
     lengths = torch.tensor([*_LENGTHS, longest], device=next(model.parameters()).device)[:, None]
     columns = torch.arange(longest + 2, device=lengths.device)[None]

@@ -1,4 +1,4 @@
-"""Assertion that `unpad` keeps a trainer's loss and gradients."""
+"""Assertion that `unpad` does not change a trainer's loss and gradients."""
 
 import copy
 from contextlib import ExitStack
@@ -24,7 +24,7 @@ class UnpaddedStep:
     padded_loss: float
 
     gradients: float
-    """Norm of the difference of gradients, relative to the norm with padding."""
+    """Norm of the difference of gradients, relative to the norm of those with padding."""
 
     real: int
     """Positions that were computed without padding."""
@@ -37,13 +37,13 @@ def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> Unpadd
     """
     Assert that a batch of a trainer has the same loss and gradients with and without padding.
 
-    The trainer's first batch is computed twice, with its own loss: as it is, and by `unpad`.
-    Dropout is off meanwhile. Weights, gradients, random state and the trainer are afterwards as
-    before. A model that is not hooked is hooked meanwhile.
+    The trainer's first batch is computed twice, with its own loss: as it is, and by `unpad`, whose
+    hooks are added for the time if the model has none. Dropout is off. Weights, gradients, random
+    state and the trainer are restored afterwards.
 
     Args:
-        trainer: Trainer of transformers or TRL; a reference model of it counts too.
-        limit: Largest relative difference. None takes what rounding explains.
+        trainer: Trainer of transformers or TRL; its reference model is included.
+        limit: Largest allowed relative difference. None takes the rounding error of the precision.
 
     Raises:
         MismatchError: The loss or the gradients differ.

@@ -1,6 +1,6 @@
 """
 Packs in torch's loaders.
 
-`rows` has packs of tokenized rows and their collator, `positions` the kinds of their
-tokens. `batches` has the batch samplers that serve a schedule, and needs no torch.
+`rows` has the data set of packs and its collator, `positions` the types of tokens. `batches` has
+the batch samplers that serve a schedule, and needs no torch.
 """

@@ -17,20 +17,20 @@ from packplan.core.fingerprint import NO_IDENTITY, RunIdentity, from_plain, seal
 from packplan.core.schedule import DAMAGED_STATE_REMEDY, EpochSchedule, Progress, ResumeState
 
 _SAVED = "the saved progress"
-"""Name of a state in messages."""
+"""Name of a state of `PackBatches` in error messages."""
 
 PROGRESS = "PackplanProgress"
-"""Name of the progress of a plan among the states of a trainer's callbacks."""
+"""Key of the progress of a plan in `stateful_callbacks` of a trainer's state."""
 
 
 class PackBatches:
     """
-    Batches of pack indices of one rank, in the order of a schedule, epoch by epoch.
+    Batch sampler of one rank's pack indices, in the order of a schedule, epoch by epoch.
 
-    Each iteration yields the batches of `epoch`, or those that a loaded state leaves, and then
-    moves on to the next epoch. After an iteration that stopped early, the next one is an error:
-    name an epoch with `set_epoch`, or load a state. `state_dict` has the progress at any batch, and
-    `load_state_dict` goes on from it, also on another number of ranks.
+    Each iteration yields the batches of `epoch`, or those that are left of it in a loaded state,
+    and then moves on to the next epoch. After an iteration that stopped early, another iteration is
+    an error unless `set_epoch` or `load_state_dict` comes first. `state_dict` returns the progress
+    at any batch, and `load_state_dict` goes on from it, also on another number of ranks.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class PackBatches:
             schedule: Order of packs.
             rank: This rank, from 0.
             world_size: Ranks that take part, which have to be those of the schedule.
-            plan: Checksum of the plan. This and the next two are kept in states, and compared when
-                one is loaded.
-            data: Digest of the rows; `RowsOfPacks.inspect` has it.
+            plan: Checksum of the plan. States keep this and the next two arguments, and a loaded
+                state has to have the same.
+            data: Digest of the rows; `RowsOfPacks.inspect` returns it.
             identity: Model, loss and settings of the run.
             **facts: Other fields of `ResumeState`.
 
@@ -68,7 +68,7 @@ class PackBatches:
         self.reschedule(schedule)
 
     def reschedule(self, schedule: EpochSchedule) -> None:
-        """Serve another schedule of the same plan, from its start."""
+        """Serve *schedule*, another one of the same plan, from its start."""
         self._full_schedule = schedule
         self.restart()
 
@@ -77,7 +77,7 @@ class PackBatches:
         self._serve_from(self._full_schedule.start)
 
     def _serve_from(self, start: Progress) -> None:
-        """Serve from *start* on."""
+        """Serve the schedule from the progress *start*."""
         self.schedule = attrs.evolve(self._full_schedule, start=start)
         self.set_epoch(start.epoch)
 
@@ -86,7 +86,7 @@ class PackBatches:
         self.epoch, self._served = epoch, 0
 
     def __len__(self) -> int:
-        """Return the batches of the whole epoch on this rank; a resumed epoch may have fewer."""
+        """Return the number of this rank's batches in a whole epoch; a resumed one has fewer."""
         return self.schedule.num_epoch_batches(self.epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -104,7 +104,7 @@ class PackBatches:
 
     def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
         """
-        Return the progress, as plain values that JSON can hold.
+        Return the progress as values that JSON can hold.
 
         Args:
             step: Optimizer steps done, where a loader reads ahead of training. None takes the
@@ -135,9 +135,9 @@ class PackBatches:
 
 class EvalBatches:
     """
-    Batches of packs in the order of the plan: batch b is on rank b % world_size.
+    Batch sampler for evaluation, in the order of the plan: batch b is on rank b % world_size.
 
-    Every rank has the same number of batches; missing ones at the end repeat the first.
+    Every rank has the same number of batches; the first ones are repeated at the end for that.
     """
 
     def __init__(self, num_packs: int, batch_size: int, *, rank: int, world_size: int) -> None:
@@ -149,7 +149,7 @@ class EvalBatches:
         return len(self._own)
 
     def is_counted(self, number: int) -> bool:
-        """Return whether batch *number* of this rank counts: its packs are not repeated ones."""
+        """Return whether batch *number* of this rank counts, since it repeats no earlier batch."""
         return self._own[number] < self._num_distinct
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -159,7 +159,7 @@ class EvalBatches:
 
 
 def find_progress(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the progress in a trainer's state, as `state_dict` made it; None without one."""
+    """Return the progress in a trainer's state, as `PackBatches.state_dict` made it, or None."""
     entry = state["stateful_callbacks"].get(PROGRESS)
     return None if entry is None else entry["attributes"]["progress"]
 
@@ -169,8 +169,8 @@ def read_saved_progress(folder: Path) -> Mapping[str, Any]:
     Return the progress in a checkpoint of a trainer, for `PackBatches.load_state_dict`.
 
     Raises:
-        ArgumentError: It was not trained from a plan.
-        CorruptArtefactError: The state in it is damaged.
+        ArgumentError: The checkpoint was not trained from a plan.
+        CorruptArtefactError: The trainer's state in it is damaged.
     """
     try:
         state = read_state(folder)

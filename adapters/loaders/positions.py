@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 MEDIA_TYPE_IDS = "mm_token_type_ids"
-"""Key of the type of each token: 0 for text, 1 for images, 2 for videos."""
+"""Key of the type of each token in transformers: 0 for text, 1 for images, 2 for videos."""
 
 
 def parameter_names(function: Callable[..., Any]) -> set[str]:
@@ -18,7 +18,7 @@ def parameter_names(function: Callable[..., Any]) -> set[str]:
 
 def token_types(config: Any, input_ids: torch.Tensor) -> torch.Tensor:
     """
-    Return 1 for tokens of images, 2 for tokens of videos, and 0 for text; of the tokens' shape.
+    Return the type of each token: 1 for images, 2 for videos, 0 for text; of the tokens' shape.
 
     Args:
         config: Configuration of a model that takes images.
@@ -35,6 +35,6 @@ def token_types(config: Any, input_ids: torch.Tensor) -> torch.Tensor:
 
 
 def find_rope_index(model: nn.Module) -> Callable[..., Any] | None:
-    """Return a model's own function for positions of tokens and images; None if it has none."""
+    """Return a model's function for multimodal positions, `get_rope_index`; None without one."""
     parts: Iterator[Any] = model.modules()
     return next((part.get_rope_index for part in parts if hasattr(part, "get_rope_index")), None)

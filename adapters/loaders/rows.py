@@ -2,13 +2,13 @@
 Packs of rows as a torch data set (`RowsOfPacks`) with a collator (`PackInputs`).
 
 A row is one sample: a mapping with `input_ids`, perhaps `labels`, and perhaps the tensors of a
-processor (`pixel_values`, `image_grid_thw`, …). With a collator of the user's, rows may be anything
-that it takes. Item k of the data set is pack k. `PackInputs` makes a padded batch of its samples,
-which a model with `packplan.hf.unpad` computes without padding. `flatten` joins them into one row,
-whose positions start again with every sample.
+processor (`pixel_values`, `image_grid_thw`, …). A user's own collator may take other rows. Item k
+of the data set is pack k. `PackInputs` makes a padded batch of its samples, which a model with
+`packplan.hf.unpad` computes without padding. `flatten` joins them into one row, whose positions
+start again with every sample.
 
-Labels are used as they are. Without labels, the tokens are labels, where no mask of TRL excludes
-them. `read_row` refuses rows that are no single sample.
+Labels are used as they are. Without labels, each token is its label, unless a mask of TRL excludes
+it. `read_row` refuses a row that is not one sample.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from packplan.core.surface import Plan
 log = logging.getLogger(__name__)
 
 PACK = "packplan_pack"
-"""Key of a batch's pack index."""
+"""Key of the pack index of a batch, or of the list of its pack indices."""
 
 _TOKENS, _LABELS, _POSITIONS, _ATTENTION = "input_ids", "labels", "position_ids", "attention_mask"
 
 _MASKS = ("completion_mask", "assistant_masks", "assistant_mask")
-"""Columns of 0 and 1 by which TRL marks tokens that are supervised."""
+"""Columns by which TRL marks supervised tokens with 1, and others with 0."""
 
 _PACKED = {
     "seq_lengths": 1, "seq_lens": 1, "seq_start_id": 1, "cu_seqlens": 2, "cu_seq_lens_q": 2, "cu_seq_lens_k": 2,
 }  # fmt: skip
-"""Column with lengths or boundaries of a pack's samples -> its number of values for one sample."""
+"""Column with lengths or boundaries of a pack's samples -> number of values for one sample."""
 
 _NUMBERED = ("seq_idx", "segment_ids")
 """Columns with the number of each token's sample in a pack."""
@@ -57,15 +57,15 @@ TYPE_COLUMNS = ("token_type_ids", MEDIA_TYPE_IDS)
 BY_TOKEN = {
     _TOKENS, _LABELS, _POSITIONS, _ATTENTION, *_MASKS, *_PACKED, *_NUMBERED, *TYPE_COLUMNS, "shift_labels",
 }  # fmt: skip
-"""Columns with one value for each token or sample, which are no media."""
+"""Columns with a value for each token or each sample of a pack; other columns may be media."""
 
 _BLOCK = 256
-"""Rows that are read at once by `RowsOfPacks.inspect`."""
+"""Number of rows that `RowsOfPacks.inspect` reads at a time."""
 
 Row = Mapping[str, Any]
 
 Collate = Callable[[list[Row]], Mapping[str, Any]]
-"""Makes a padded batch of rows."""
+"""Collator that makes a padded batch of rows."""
 
 
 class PackOfRows(list[Row]):
@@ -74,7 +74,7 @@ class PackOfRows(list[Row]):
 
     Attributes:
         pack: Pack index in the plan.
-        lengths: Planned length of each row, by its index; empty where the data set has compared.
+        lengths: Index of each row -> planned length; empty if lengths are compared already.
     """
 
     def __init__(self, rows: Iterable[Row], pack: int, lengths: Mapping[int, int] | None = None) -> None:
@@ -87,7 +87,7 @@ class RowsOfPacks(Dataset[PackOfRows]):
 
     def __init__(self, rows: Any, plan: Plan, *, collate: Collate | None = None) -> None:
         """
-        Check that rows can be those of *plan*.
+        Serve rows by the packs of *plan*.
 
         Args:
             rows: Rows by index: a list, a `datasets.Dataset`, a torch data set.
@@ -113,7 +113,7 @@ class RowsOfPacks(Dataset[PackOfRows]):
         Return the rows of pack *pack*: from `read_row`, or unchanged if there is a collator.
 
         Raises:
-            ArgumentError: A row is no sample.
+            ArgumentError: A row is not one sample.
             StaleError: A row has another length than planned.
         """
         lengths = {int(index): int(self.lengths[index]) for index in self.packs[pack]}
@@ -121,7 +121,7 @@ class RowsOfPacks(Dataset[PackOfRows]):
         return PackOfRows(map(read, lengths), pack, lengths)
 
     def row(self, index: int) -> Row:
-        """Return row *index* as it is trained; errors as in `__getitem__`."""
+        """Return row *index* as it is trained, with the errors of `__getitem__`."""
         return self._prepare_row(self.rows[index], index)
 
     def inspect(self, *, num_workers: int = 0) -> RowFacts:
@@ -132,8 +132,8 @@ class RowsOfPacks(Dataset[PackOfRows]):
             num_workers: Processes that read rows; useful where rows are computed when read.
 
         Raises:
-            ArgumentError: A row is no sample, changes when it is read again, or no row has a token
-                to learn.
+            ArgumentError: A row is not one sample or changes when read again, or no row has a
+                supervised token.
             StaleError: A row has another length than planned.
         """
         if _row_facts(self.row(0)) != _row_facts(self.row(0)):
@@ -156,7 +156,7 @@ class RowsOfPacks(Dataset[PackOfRows]):
         return found
 
     def _read_facts(self, indices: range) -> list[tuple[bytes, int]] | PackplanError:
-        """Return digest and supervised tokens of rows, or the error, which workers would wrap."""
+        """Return digest and supervised tokens of rows; return an error, since workers wrap it."""
         several = getattr(self.rows, "__getitems__", None)  # of `datasets`, which is slow row by row
         rows = [self.rows[index] for index in indices] if several is None else several(list(indices))
         try:
@@ -165,7 +165,7 @@ class RowsOfPacks(Dataset[PackOfRows]):
             return error
 
     def _prepare_row(self, row: Row, index: int) -> Row:
-        """Return row *index* as it is trained, after checking that it is a planned sample."""
+        """Return a row as it is trained; StaleError if its length is not that of row *index*."""
         if _TOKENS in row or self._collate is None:
             read = read_row(row, index)
         if self._collate is not None:
@@ -175,7 +175,7 @@ class RowsOfPacks(Dataset[PackOfRows]):
 
 
 def _without_padding(batch: Mapping[str, Any]) -> Row:
-    """Return the only row of a batch without its padding."""
+    """Return the row of a batch of one row, without its padding."""
     mask = batch.get(_ATTENTION)
     if mask is None:
         return batch
@@ -204,7 +204,7 @@ def refuse_other_length(index: int, planned: int, length: int) -> None:
 
 @attrs.frozen(eq=False)
 class RowFacts:
-    """Digest and supervised tokens of the rows of a data set."""
+    """Digest of a data set, and the supervised tokens of its rows."""
 
     digest: str
     """Digest of the tokens, labels and media of all rows, in their order."""
@@ -214,13 +214,13 @@ class RowFacts:
 
     @classmethod
     def join(cls, facts: Iterable[tuple[bytes, int]]) -> RowFacts:
-        """Return the facts of a data set from the digest and supervised tokens of each row."""
+        """Return the facts of a data set, given the digest and supervised tokens of each row."""
         digests, supervised = zip(*facts, strict=True)
         return cls(blake2b(b"".join(digests), digest_size=16).hexdigest(), np.array(supervised, np.int64))
 
 
 def require_supervised_rows(supervised: IntArray) -> None:
-    """Log how many samples have no token to learn; ArgumentError if all have none."""
+    """Log the number of samples without supervised tokens; ArgumentError if all have none."""
     unsupervised = int((supervised == 0).sum())
     if unsupervised == supervised.size:
         fact = f"none of {counted(supervised.size, 'sample')} has a supervised token: all labels are {IGNORED_LABEL}"
@@ -241,15 +241,15 @@ def _row_facts(row: Row) -> tuple[bytes, int]:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
-    """Return the bytes of a tensor's values, of any type."""
+    """Return the bytes of a tensor's values, whatever its type."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def read_row(row: Row, index: int | None = None) -> Row:
     """
-    Return a row with `input_ids`, `labels`, types of tokens, and its media.
+    Return a tokenized row in one form: `input_ids`, `labels`, token types, and its other columns.
 
-    Columns by token become int64 arrays of shape (tokens,).
+    The first three become int64 arrays of shape (tokens,).
 
     Args:
         row: Tokenized row.
@@ -318,7 +318,7 @@ def _to_integers(values: Any, column: str, name: str) -> NDArray[np.int64]:
 
 
 def token_type_columns(model: torch.nn.Module) -> tuple[str, ...]:
-    """Return the columns with types of tokens that a model, or a part of it, takes."""
+    """Return the columns with token types that a model, or a module of it, takes."""
     taken = {name for part in model.modules() for name in inspect.signature(part.forward).parameters}
     return tuple(name for name in TYPE_COLUMNS if name in taken)
 
@@ -329,7 +329,7 @@ def pad_rows(rows: Sequence[Row], *, types: Sequence[str] = (MEDIA_TYPE_IDS,)) -
 
     Args:
         rows: Tokenized rows; at least one.
-        types: Columns of types of tokens that the model takes.
+        types: Columns with token types that the model takes.
 
     >>> batch = pad_rows([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
     >>> batch["input_ids"].tolist(), batch["attention_mask"].tolist()
@@ -354,7 +354,7 @@ def pad_rows(rows: Sequence[Row], *, types: Sequence[str] = (MEDIA_TYPE_IDS,)) -
 @attrs.frozen(eq=False)
 class PackInputs:
     """
-    Collator of packs: makes one pack a padded batch of its samples.
+    Collator that turns one pack into a padded batch of its samples.
 
     >>> rows = [{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}]
     >>> batch = PackInputs()([PackOfRows(rows, 0, {0: 2, 1: 3})])
@@ -367,12 +367,12 @@ class PackInputs:
 
     def __call__(self, packs: Sequence[PackOfRows]) -> dict[str, Any]:
         """
-        Return the collator's batch of one pack, with the pack index under `PACK`.
+        Return the batch of one pack's samples, with the pack index under `PACK`.
 
-        Labels of padding and of first tokens, which no token of their sample predicts, are -100.
+        Labels are -100 at padding and at first tokens, which no token of their sample predicts.
 
         Raises:
-            ArgumentError: There are several packs, or no mask says which tokens are padding.
+            ArgumentError: There are several packs, or the batch lacks a mask of its padding.
             StaleError: A row has another length than planned.
         """
         if len(packs) != 1:
@@ -398,7 +398,7 @@ class PackInputs:
 
 
 def _supervised_labels(batch: Mapping[str, Any], own: torch.Tensor) -> torch.Tensor:
-    """Return the labels of a batch, -100 for padding and first tokens of samples."""
+    """Return the labels of a batch, with -100 at padding and at first tokens of samples."""
     labels: torch.Tensor | None = batch.get(_LABELS)
     if labels is None:
         labels = batch[_TOKENS].clone()
@@ -430,7 +430,7 @@ def refuse_other_packs(batches: Sequence[Mapping[str, Any]], planned: Iterable[S
         planned: Scheduled pack indices of each batch, as in `Step.batches`.
 
     Raises:
-        MismatchError: A batch has other packs, or one batch is missing or too many.
+        MismatchError: A batch has other packs, or there are too few or too many batches.
     """
     for batch, pack in zip_longest(batches, planned):
         found: Any = None if batch is None else batch.get(PACK)
@@ -440,7 +440,7 @@ def refuse_other_packs(batches: Sequence[Mapping[str, Any]], planned: Iterable[S
 
 
 def count_supervised(labels: torch.Tensor) -> int:
-    """Return the supervised tokens of a batch, given its labels of shape (rows, tokens)."""
+    """Return the number of supervised tokens of labels of shape (rows, tokens)."""
     return int((labels[..., 1:] != IGNORED_LABEL).sum())
 
 
@@ -463,7 +463,7 @@ def _media_tensors(row: Row) -> dict[str, torch.Tensor]:
 
 
 def _is_tensor(value: Any) -> bool:
-    """Return whether a value is a tensor, array or nested list of numbers, not texts."""
+    """Return whether a value is a tensor, an array, or a list of lists."""
     depth = 0
     while isinstance(value, list | tuple) and value:
         value, depth = value[0], depth + 1

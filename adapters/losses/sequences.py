@@ -2,14 +2,14 @@
 Losses on packed logits: `PackedLoss` runs an ordinary loss sequence by sequence, and `FusedLoss`
 runs a loss by token on the whole row.
 
-Data are fields of a batch of sequences, padded on the right. One dimension of a field may run along
-the sequence (`core.shard.inputs`). Its entry t belongs to token t, which the logits at t - 1
-predict, so entries of first tokens are never used. `token_mask` holds the weights of tokens in the
-loss; a token of weight 0 does not count.
+The data are named fields of a batch of sequences, padded on the right. One dimension of a field may
+run along the sequence (`core.shard.inputs`). Entry t along it belongs to token t, which the logits
+at t - 1 predict, so entries of first tokens are never used. The field `token_mask` has the weight
+of each token in the loss; a token of weight 0 does not count.
 
-Losses are divided by the number of sequences or tokens of the whole global batch. So losses and
-metrics of parts (sequences, microbatches, ranks) add up. Metrics named `…_min` and `…_max` combine
-by minimum and maximum.
+Losses are divided by the sequences or tokens of the global batch. So losses and metrics of its
+parts (sequences, microbatches, ranks) are summed. Metrics named `…_min` and `…_max` are combined by
+minimum and maximum.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Normalisation = Literal["token", "sequence", "constant"]
 
 DERIVED = frozenset({"entropy", "sequence_tokens", "sequence_log_ratio"})
 """
-Fields that `FusedLoss` computes for a loss: entropy of the token's distribution, in nats; total
-weight of the tokens of the sequence; and the mean over the sequence, without gradient, of the log
-ratio of the policy to `old_log_probabilities`, a field that the loss then has to name too.
+Fields that `FusedLoss` computes for a loss. `entropy`: entropy of the token's distribution, in
+nats. `sequence_tokens`: total weight of the sequence's tokens. `sequence_log_ratio`: mean log ratio
+of the sequence to the field `old_log_probabilities`, which the loss has to name; no gradient.
 """
 
 _PREFERENCES = {"bpo", "cpo", "dpo", "ipo", "kto", "orpo", "preference", "preferences", "rpo", "simpo"}
@@ -45,7 +45,7 @@ _PREFERENCES = {"bpo", "cpo", "dpo", "ipo", "kto", "orpo", "preference", "prefer
 
 
 class SequenceLoss(Protocol):
-    """Ordinary loss of a padded batch of one or more sequences, written without packing in mind."""
+    """Ordinary loss of a padded batch of one or more sequences, which knows nothing of packing."""
 
     def __call__(
         self, logits: torch.Tensor, data: Mapping[str, Any], *, num_sequences: float, num_tokens: float
@@ -66,7 +66,7 @@ class TokenLoss(Protocol):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of the fields that the loss reads: of the data, or of `DERIVED`."""
+        """Names of the fields that the loss reads, from the data or `DERIVED`."""
 
     @property
     def normalisation(self) -> Normalisation:
@@ -119,18 +119,18 @@ def _require_separable(_: Any, __: Any, loss: Any) -> None:
 
 @attrs.frozen(kw_only=True)
 class _Fields:
-    """Field names of the data, and the dimension of each field that runs along the sequence."""
+    """Names of the data's fields, and the dimension of each that runs along the sequence."""
 
     input_key: str = "input_ids"
-    """Field of the tokens, shape (num_sequences, width)."""
+    """Name of the field of tokens, of shape (num_sequences, width)."""
 
     input_lengths_key: str = "input_lengths"
-    """Field of the lengths, which the data need not have."""
+    """Name of the field of lengths, which the data may lack."""
 
     sequence_dims: Mapping[str, int | None] = MappingProxyType({})
     """
-    Field -> dimension that runs along the sequence, None if none does. Fields with usual names need
-    no entry; `BatchedData.sequence_dims` has all.
+    Field name -> dimension that runs along the sequence, None if none does. Fields with usual names
+    need no entry; `BatchedData.sequence_dims` has all.
     """
 
     def dims(self, data: Mapping[str, Any], names: Iterable[str]) -> dict[str, int | None]:
@@ -242,16 +242,16 @@ class FusedLoss(_Fields):
             raise ValueError(f"the loss needs {', '.join(sorted(missing))}, but the data have {', '.join(data)}")
         tokens, dims = data[self.input_key], self.dims(data, given)
         predicted = _PredictedTokens.from_layout(layout, cp_rank, tokens.device)
-        mask = predicted.values(data["token_mask"], 1).double()
+        mask = predicted.target_values(data["token_mask"], 1).double()
         counts = mask > 0
-        targets = predicted.values(tokens, 1).masked_fill(~counts, NO_TARGET)
+        targets = predicted.target_values(tokens, 1).masked_fill(~counts, NO_TARGET)
         log_probabilities, entropy = token_statistics(
             logits.flatten(0, 1), targets, with_entropy="entropy" in self.loss.fields
         )
         totals = _sequence_weights(data["token_mask"], layout)
         # Entries of tokens that do not count are arbitrary, and values that are not finite would
         # reach the gradients.
-        fields = {name: _zero_where(predicted.values(data[name], dims[name]), ~counts) for name in read}
+        fields = {name: _zero_where(predicted.target_values(data[name], dims[name]), ~counts) for name in read}
         fields |= {"entropy": entropy, "sequence_tokens": totals[predicted.sequence]}
         if "sequence_log_ratio" in self.loss.fields:
             log_ratios = mask * (log_probabilities.detach() - fields["old_log_probabilities"])
@@ -271,7 +271,7 @@ class FusedLoss(_Fields):
 
 def normalisers(token_mask: torch.Tensor) -> tuple[int, float]:
     """
-    Return the number of sequences with a token that counts, and the total weight of tokens.
+    Return the number of sequences with a token that counts, and the total weight of all tokens.
 
     Their sums over the global batch are `num_sequences` and `num_tokens` of a loss.
 
@@ -292,35 +292,34 @@ def combine_metrics(parts: Sequence[Metrics]) -> dict[str, torch.Tensor]:
 
 
 _EXTREMES = {"_min": (torch.amin, torch.inf), "_max": (torch.amax, -torch.inf)}
-"""Ending of a metric's name -> its reduction, and its value without tokens."""
+"""Ending of a metric's name -> its reduction, and its value if no token counts."""
 
 
 @attrs.frozen(eq=False)
 class _PredictedTokens:
-    """Sequence and position of the token that each row of logits predicts, its target."""
+    """Targets of a packed row's logits: the token that the logits at each position predict."""
 
     sequence: torch.Tensor
-    """Sequence of each row; shape (num_rows,)."""
+    """Index of the sequence at each position; shape (num_positions,)."""
 
     column: torch.Tensor
-    """Position of the target in its sequence, 0 without a target; shape (num_rows,)."""
+    """Index of the target in its sequence, 0 without a target; shape (num_positions,)."""
 
     exists: torch.Tensor
-    """Whether each row has a target; bool, shape (num_rows,)."""
+    """Whether each position has a target; bool, shape (num_positions,)."""
 
     @classmethod
     def from_layout(cls, layout: PackedLayout, cp_rank: int, device: torch.device) -> _PredictedTokens:
-        rows = layout.positions(cp_rank)
-        targets = layout.targets[rows]
-        exists = targets >= 0
+        own = layout.positions(cp_rank)
+        exists = layout.targets[own] >= 0
         # A position's target is the next one of its own sequence.
-        column = (layout.position_ids[rows] + 1) * exists
-        arrays = (layout.sequence[rows], column, exists)
+        column = (layout.position_ids[own] + 1) * exists
+        arrays = (layout.sequence[own], column, exists)
         return cls(*[torch.as_tensor(array, device=device) for array in arrays])
 
-    def values(self, field: torch.Tensor, dim: int | None) -> torch.Tensor:
+    def target_values(self, field: torch.Tensor, dim: int | None) -> torch.Tensor:
         """
-        Return a field's value for the target of each row, 0 without a target; shape (num_rows, …).
+        Return a field's value for each target, 0 without a target; shape (num_positions, …).
 
         Args:
             field: Field of all sequences.
@@ -365,7 +364,7 @@ def _sequence_entry(value: Any, number: int, length: int, dim: int | None) -> An
 
 
 def _sequence_weights(token_mask: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-    """Return the total weight of each sequence's tokens, the same on every rank."""
+    """Return the total weight of each sequence's tokens, over all ranks; shape (num_sequences,)."""
     lengths = torch.as_tensor(layout.lengths.copy(), device=token_mask.device)[:, None]
     inside = torch.arange(1, token_mask.shape[1], device=token_mask.device) < lengths
     return (token_mask[:, 1:].double() * inside).sum(1)

@@ -1,8 +1,8 @@
 """
 Log-probabilities of tokens, and entropies of their distributions, from logits.
 
-Forward and backward passes convert a block of rows at a time to float32. No third array of the size
-of the logits is made beside them and their gradient.
+Forward and backward passes convert a block of positions at a time to float32. So no array of the
+size of the logits is made, other than their gradient.
 """
 
 from typing import Any
@@ -16,24 +16,24 @@ _LEAST = -1e9
 """Least log-probability: finite, so that its product with probability 0 is 0, and not nan."""
 
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 18, 1 << 26
-"""Logits per block in float32: as many as a core's cache holds, or 256 MB to keep a GPU busy."""
+"""Logits of a block in float32: what a core's cache holds, or 256 MB to keep a GPU busy."""
 
 
 def token_statistics(
     logits: torch.Tensor, targets: torch.Tensor, *, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Return the log-probability of each target, and the entropy of each row's distribution.
+    Return the log-probability of each target, and the entropy of each position's distribution.
 
     Args:
-        logits: Logits of any floating type, shape (num_rows, vocabulary). If ranks share a row,
+        logits: Logits of any floating type; shape (num_positions, vocabulary). If ranks share rows,
             this rank's part.
-        targets: Token that each row predicts, or `NO_TARGET`; shape (num_rows,).
+        targets: Token to predict at each position, or `NO_TARGET`; shape (num_positions,).
         with_entropy: Whether entropies are computed; the backward pass supports them too.
 
     Returns:
-        Log-probabilities and entropies, in nats; float32 of shape (num_rows,), 0 where there is no
-        target. Entropies that are not computed have the shape (0,).
+        Log-probabilities and entropies, in nats; float32 of shape (num_positions,), 0 where there
+        is no target. Entropies that are not computed have the shape (0,).
     """
     found: tuple[torch.Tensor, torch.Tensor] = _TokenStatistics.apply(  # type: ignore[no-untyped-call]
         logits, targets, with_entropy
@@ -42,7 +42,7 @@ def token_statistics(
 
 
 class _TokenStatistics(torch.autograd.Function):
-    """Autograd function of `token_statistics`, which processes rows in blocks."""
+    """Autograd function of `token_statistics`, which processes positions in blocks."""
 
     @staticmethod
     def forward(
