@@ -1,1 +1,1 @@
-"""Ranks over torch.distributed, which notice each other's failures, and workers on the ranks."""
+"""Ranks over torch.distributed that notice each other's failures, and workers on ranks or Ray."""

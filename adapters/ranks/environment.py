@@ -1,4 +1,4 @@
-"""Environment variables of a launcher that describe the ranks, checked before use."""
+"""Checks of the environment variables by which torchrun describes the ranks."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -11,14 +11,13 @@ _MAX_RANKS, _MAX_PORT = 100_000, 2**16 - 1
 
 def read_world_size(environment: Mapping[str, str] = os.environ) -> int:
     """
-    Check the variables of torchrun, and return the number of ranks, 1 without a launcher.
+    Check the variables of torchrun, and return the number of ranks; 1 without torchrun.
 
     Args:
         environment: Environment variables of this process.
 
     Raises:
-        ConfigError: A variable of torchrun is missing beside the others, is no number, or
-            contradicts them.
+        ConfigError: A variable is missing while others are set, is no number, or contradicts them.
     """
     if found := tuple(_faults(environment)):
         raise ConfigError("the environment of this process", found)
@@ -26,7 +25,7 @@ def read_world_size(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def _faults(environment: Mapping[str, str]) -> Iterator[Fault]:
-    """Yield a fault for each variable that is missing beside others, or out of its bounds."""
+    """Yield a fault for each variable that is missing while others are set, or out of bounds."""
     ranks, local = (_parse_number(environment.get(name, "")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     bounds = {
         "WORLD_SIZE": (1, _MAX_RANKS),

@@ -1,8 +1,8 @@
 """
-Process beside rank 0 that writes to the store that rank 0 is alive, its task, and its death.
+Process beside rank 0 that writes rank 0's current task, and its death, to the store of the ranks.
 
-It is a process, not a thread, for two reasons. Solvers hold the interpreter for seconds, and it has
-to outlive rank 0 to report its death.
+It is a process, not a thread, for two reasons. Solvers hold the interpreter for seconds, and the
+heartbeat has to outlive rank 0 to report its death.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ from torch.distributed.distributed_c10d import Store
 from packplan.adapters.processes import keep_ctrl_c
 
 BEAT_S = 1.0
-
+"""Seconds between two beats."""
 
 BEAT, DIED = "beat", "died"
-"""Store keys of the latest beat, with rank 0's task, and of the reason why rank 0 ended."""
+"""Store keys: latest beat with its number and rank 0's task; reason why a rank ended."""
 
 
 class Heartbeat:
@@ -43,7 +43,7 @@ class Heartbeat:
             receiver.close()
 
     def report(self, words: str) -> None:
-        """Send rank 0's current task to the heartbeat, at most once every `BEAT_S`."""
+        """Send rank 0's current task in words to the heartbeat, at most once in `BEAT_S`."""
         if (now := time.monotonic()) - self._reported >= BEAT_S:
             self._reported = now
             with contextlib.suppress(BlockingIOError):
@@ -78,7 +78,7 @@ def _run_heartbeat(receiver: Connection, store: Store, parent: int) -> None:
 
 
 def _next_task(receiver: Connection) -> str | None:
-    """Wait for one beat; return rank 0's new task, empty without one, or None if rank 0 is gone."""
+    """Wait up to `BEAT_S`; return rank 0's new task, "" without news, None if rank 0 is gone."""
     try:
         return receiver.recv_bytes().decode(errors="replace") if receiver.poll(BEAT_S) else ""
     except EOFError:

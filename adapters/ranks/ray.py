@@ -1,8 +1,8 @@
 """
 Workers as Ray actors, each a rank of one torch process group.
 
-Each actor builds its worker from a function that the driver sends by reference. A worker that
-raises or dies ends all of them, since the others may wait for it in a collective.
+Each actor builds its worker from a function that the driver sends by reference. If one worker
+raises or dies, all are ended, since the others may wait for it in a collective.
 """
 
 import logging
@@ -22,7 +22,7 @@ from packplan.core.errors import PackplanError, RunError, counted
 from packplan.core.ports import Arrays
 
 LOST_S = 5.0
-"""Seconds in which Ray may report that a worker died, after a failure of another worker."""
+"""Seconds to wait, after a worker's failure, for Ray's report that another worker died."""
 
 END_S = 10.0
 """Seconds that workers have to end their own processes before they are killed."""
@@ -47,10 +47,10 @@ class _Actor:
 
     def build(self, make: Callable[[], Any], environment: Mapping[str, str], driver: tuple[str, int]) -> int:
         """
-        Join the ranks of *environment*, build the worker, and return the process id.
+        Set *environment*, build the worker as a rank of it, and return the process id.
 
-        *driver* is the node and process id of the driver. On the driver's node this process ends
-        with it; on other nodes Ray ends it.
+        *driver* is the node id and process id of the driver. On the driver's node this process ends
+        with the driver; on other nodes Ray ends it.
         """
         node, pid = driver
         if node == ray.get_runtime_context().get_node_id():
@@ -145,7 +145,7 @@ class RayWorkers:
         ray.shutdown()
 
     def _collect(self, method: str, calls: Sequence[Any], *, timeout_s: float | None = None) -> list[Any]:
-        """Return the results by worker; the first failure ends all workers."""
+        """Return the result of each worker's call; RunError, and the end of all, if one fails."""
         left, failures = list(calls), dict[Any, RayError]()
         while left and not failures:
             ready, left = ray.wait(left, num_returns=1, timeout=timeout_s)

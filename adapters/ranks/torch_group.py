@@ -1,7 +1,7 @@
 """
-Ranks over torch.distributed: rank 0 builds, the others wait on its store; arrays are broadcast.
+Ranks over torch.distributed: rank 0 builds arrays, the others wait for its broadcast at the store.
 
-`RankWorkers` has each rank compute its own shard with a worker object of the user's.
+`RankWorkers` makes each rank compute its own shard with a worker object of the user's.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class TorchGroup:
         Join the group; every rank calls this.
 
         Args:
-            use_cpu: Use gloo alone, even if CUDA is available.
-            timeout_s: Seconds that a collective may take; waiting for rank 0's plan is none.
+            use_cpu: Whether to use gloo alone, even if CUDA is available.
+            timeout_s: Seconds that a collective may take; `build_on_rank_zero` has its own limit.
 
         Raises:
             ConfigError: There is no GPU for this rank.
@@ -152,18 +152,18 @@ class TorchGroup:
         return tuple(gathered)
 
     def stop_heartbeat(self) -> None:
-        """Stop the heartbeat, once collectives are used: their failures show a lost rank."""
+        """Stop rank 0's heartbeat. From then on, failing collectives show that a rank is lost."""
         if self._heartbeat:
             self._heartbeat.stop()
             self._heartbeat = None
 
     def report_failure(self, error: Exception) -> None:
-        """Publish the error that ends this rank for the ranks that wait, if the store is there."""
+        """Publish the error that ends this rank to the waiting ranks, if the store still runs."""
         with suppress(dist.DistError):
             self._store.set(DIED, f"rank {self.rank} failed: {_error_text(error)}")
 
     def leave(self) -> None:
-        """Leave the group once all ranks do: one may hold the store that the others still read."""
+        """Leave the group once every rank does, since one rank's process may hold the store."""
         dist.barrier()
         self.stop_heartbeat()
         # Threads of its transports that outlive the interpreter may abort the process.
@@ -202,7 +202,7 @@ class TorchGroup:
     def _await_keys(
         self, keys: list[str], timeout_s: float, kind: Literal["rank_gone", "rank_zero"], *, awaited: str
     ) -> list[str]:
-        """Return the values of *keys*; RunError if they are *late* or rank 0 dies or is silent."""
+        """Return the values of *keys*; RunError on timeout, or if rank 0 dies or falls silent."""
         watch = _KeyWatch(self._wait_store, keys)
         told = 0.0
         while not watch.over.wait(_POLL_S):
@@ -242,7 +242,7 @@ def _await_readers(store: Store, key: str, world_size: int) -> None:
 
 
 def _error_text(error: BaseException) -> str:
-    """Return the text of this rank's error, with its remedy, for the messages of other ranks."""
+    """Return this rank's error with its remedy, for the messages of other ranks."""
     return with_remedy(error) if isinstance(error, PackplanError) else f"{type(error).__name__}: {error}"
 
 
@@ -257,7 +257,7 @@ def name_lost_ranks(rank: int) -> Iterator[None]:
     Raise RunError in place of torch's error if a collective in this context fails.
 
     Args:
-        rank: Index of this learner.
+        rank: This rank, for the message.
     """
     try:
         yield
@@ -270,17 +270,18 @@ def name_lost_ranks(rank: int) -> Iterator[None]:
 
 def join_launch(*, timeout_s: float = 1800.0, refusal: Exception | None = None) -> tuple[Store, int, int]:
     """
-    Meet all ranks of this launch at the store of torchrun's environment, before any of them ends.
+    Wait at the store of torchrun's environment until all ranks have come, and share refusals.
 
     Args:
         timeout_s: Seconds to wait for the other ranks.
-        refusal: Error that keeps this rank from running; other ranks raise it, this rank returns.
+        refusal: Error that keeps this rank from running. The other ranks raise it as a RunError;
+            this rank returns, and its caller raises it.
 
     Returns:
         The store of this launch, the rank, and the number of ranks.
 
     Raises:
-        RunError: Another rank refuses, with its reason; or a rank is missing after *timeout_s*.
+        RunError: Another rank refuses the run, or a rank is missing after *timeout_s*.
     """
     if refusal is not None:
         log.warning("the run is refused, which the other ranks are told when they come: %s", _error_text(refusal))
@@ -305,9 +306,9 @@ def _agree_on_launch(store: Store, rank: int, world_size: int, timeout_s: float)
     """
     Return a token that all ranks of this launch share, and no earlier launch on the same store.
 
-    Each rank publishes a random token. Rank 0 publishes the list of the tokens that it finds, again
-    and again, until every rank has found its own token in the list. So a token or list of an
-    earlier launch is never accepted.
+    Each rank publishes a random token. Rank 0 repeatedly publishes the list of all tokens, until
+    every rank has found its own token in the list. So a token or list of an earlier launch is never
+    accepted.
     """
     own = secrets.token_hex(8)
     tokens = [f"token/{number}" for number in range(world_size)]
@@ -333,11 +334,11 @@ def _agree_on_launch(store: Store, rank: int, world_size: int, timeout_s: float)
 
 class _KeyWatch:
     """
-    Waits for keys of the store in a thread of its own, since a call to a dead node's store blocks.
+    Thread that waits for keys of the store, since a call to the store of a dead node blocks.
 
     Attributes:
         started: Time of construction, by the monotonic clock.
-        last_beat: Time of the latest beat, by the monotonic clock.
+        last_beat: Time of rank 0's latest beat, by the monotonic clock.
         over: Event that is set when the wait ends, with answers or without.
         answers: Values of the keys; None until all are there.
         lost: Reason why the wait ended without answers.
@@ -373,7 +374,7 @@ class _KeyWatch:
 
 class RankWorkers:
     """
-    Workers that are torchrun's ranks, or this process alone. Every rank gets the results of all.
+    Workers that are torchrun's ranks, or this process alone. Each rank gets the results of all.
     """
 
     def __init__(self, worker: Any, group: RankGroup) -> None:
@@ -403,18 +404,18 @@ class RankWorkers:
 
 
 _BLOCK = 1 << 18
-"""Words that are summed at a time."""
+"""Integers of a weight's bytes that are summed at a time."""
 
 _GOLDEN = -7046029254386353131
-"""2 ** 64 over the golden ratio, as a signed number: its multiples are evenly spread factors."""
+"""2 ** 64 / golden ratio, as int64; its multiples, the factors of a digest, are spread evenly."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an integer -> its type."""
+"""Number of bytes of an integer -> its type."""
 
 
 @torch.no_grad()
 def weight_digests(model: torch.nn.Module) -> dict[str, str]:
-    """Map `weight NAME` to type, shape and digest, as text, for each weight in the state dict."""
+    """Return type, shape and digest of each weight of the state dict, as text, by `weight NAME`."""
     return {
         f"weight {name}": f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)} {_digest(weight)}"
         for name, weight in model.state_dict().items()

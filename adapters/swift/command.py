@@ -1,7 +1,7 @@
 """
-A command of ms-swift, resolved by ms-swift itself: its arguments, its template and its rows.
+A training command of ms-swift, resolved by ms-swift itself: its arguments, template and rows.
 
-No weights are loaded. Arguments that contradict a plan are refused by their flags.
+No weights are loaded. Arguments that contradict a plan are refused, and named by their flags.
 """
 
 import math
@@ -30,15 +30,16 @@ from packplan.core.fingerprint import Value
 _ARGUMENTS: Mapping[str, type[Any]] = {"sft": SftArguments, "pt": PretrainArguments, "rlhf": RLHFArguments}
 
 COMMAND = "the command"
+"""Name of the command in errors."""
 
 _SKIPPED_METHODS = (
     "_init_deepspeed", "_init_fsdp", "_init_teacher_deepspeed", "_init_device", "_init_swanlab", "_add_version",
     "_handle_pai_compat",
 )  # fmt: skip
-"""Methods of ms-swift's arguments that only prepare training: devices, folders, trackers."""
+"""Methods of ms-swift's arguments that prepare devices, folders and trackers: not called here."""
 
 TESTED_VERSIONS = ("4.6.0",)
-"""Versions of ms-swift with which the plugin was shown to train plans exactly."""
+"""Versions of ms-swift with which tests have shown that the plugin trains plans exactly."""
 
 
 @attrs.frozen(eq=False)
@@ -58,7 +59,7 @@ class SwiftCommand:
 
     @property
     def num_parts(self) -> int:
-        """Sequences of each row: 2 for pairs, 0 where rows have different numbers of them."""
+        """Number of sequences in each row: 2 for preference pairs, 0 if it differs between rows."""
         if self.splits_texts or self.arguments.task_type in {"embedding", "reranker", "generative_reranker"}:
             return 0
         return 2 if getattr(self.arguments, "rlhf_type", None) else 1
@@ -81,7 +82,7 @@ class SwiftCommand:
 
     @property
     def deepspeed(self) -> Any:
-        """DeepSpeed's configuration or its file, also for a name such as `zero2`; or None."""
+        """DeepSpeed's configuration, or the path of its file; None without DeepSpeed."""
         named = Path(swift.__file__).parent / "config" / f"{self.arguments.deepspeed}.json"
         return str(named) if named.is_file() else self.arguments.deepspeed
 
@@ -105,10 +106,10 @@ class SwiftCommand:
 
     def open_rows(self, template: Any) -> dict[str, Any]:
         """
-        Return the rows of `train`, and of `eval` if the command has any.
+        Return the data set `train`, and `eval` if the command has one, by name.
 
-        They are `datasets.Dataset`s in ms-swift's order. Where texts are split, rows are encoded.
-        The lengths that a cached data set keeps beside its rows are left out.
+        Both are `datasets.Dataset`s in ms-swift's order. If texts are split, the rows are encoded.
+        Columns with lengths, which a cached data set has, are left out.
 
         Args:
             template: Template from `open_template`.
@@ -145,9 +146,9 @@ class SwiftCommand:
 
 def expand_config_file(arguments: Sequence[str]) -> list[str]:
     """
-    Return the arguments of a command, with those of the YAML or JSON file that may stand first.
+    Return the arguments of a command, with a YAML or JSON file in first place expanded.
 
-    ms-swift reads the file, and sets the environment variables that it has.
+    ms-swift reads the file, and sets the environment variables that it names.
     """
     given = list(arguments)
     with _raise_config_errors():
@@ -165,7 +166,7 @@ def read_command(task: str, arguments: Sequence[str], *, num_processes: int) -> 
         num_processes: Training processes that it starts.
 
     Raises:
-        ConfigError: ms-swift refuses the command, or its packs cannot be planned.
+        ConfigError: ms-swift refuses the command, or its arguments contradict a plan.
     """
     kind = _ARGUMENTS[task]
     unplanned = {name: lambda _: None for name in _SKIPPED_METHODS if hasattr(kind, name)}
@@ -186,7 +187,7 @@ def read_command(task: str, arguments: Sequence[str], *, num_processes: int) -> 
 
 @contextmanager
 def _raise_config_errors() -> Iterator[None]:
-    """Turn whatever ms-swift raises into a ConfigError."""
+    """Raise a ConfigError in place of any error that ms-swift raises in this context."""
     try:
         yield
     except ConfigError:
@@ -197,7 +198,7 @@ def _raise_config_errors() -> Iterator[None]:
 
 
 def refuse_untested_version(version: str) -> None:
-    """Refuse a version of ms-swift that is not in `TESTED_VERSIONS`; ConfigError."""
+    """Raise ConfigError for a version of ms-swift that is not in `TESTED_VERSIONS`."""
     if version not in TESTED_VERSIONS:
         reason = (
             f"{version} is not a version that this plugin was tested with ({', '.join(TESTED_VERSIONS)}): install that "
@@ -208,9 +209,9 @@ def refuse_untested_version(version: str) -> None:
 
 def prepare_arguments(arguments: Any) -> None:
     """
-    Refuse arguments that contradict a plan, and prepare the others for its packs.
+    Refuse arguments that contradict a plan, and set the arguments that its packs need.
 
-    It takes the place of ms-swift's own check, which demands flash attention.
+    It replaces ms-swift's own check, which demands flash attention.
 
     Args:
         arguments: Arguments of a command of ms-swift, which are changed.
@@ -233,7 +234,7 @@ def unplanned_type(arguments: Any) -> str | None:
 
 
 def row_ranks(arguments: Any) -> int:
-    """Return the number of ranks that share each row, given arguments of `prepare_arguments`."""
+    """Return the number of ranks that share each row, from arguments after `prepare_arguments`."""
     return getattr(arguments, "packplan_row_ranks", 1)
 
 

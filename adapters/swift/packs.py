@@ -21,11 +21,11 @@ ALGORITHMS = {"binpack": "constant_volume", "sequential": "concatenative"}
 Row = dict[str, Any]
 
 _DIGEST, _SUPERVISED = "packplan_digest", "packplan_learned"
-"""Columns that `AddRowFacts` adds: digest of an encoded row, and its supervised tokens."""
+"""Columns that `AddRowFacts` adds: digest of an encoded row, number of its supervised tokens."""
 
 
 class AddRowFacts(AddLengthPreprocessor):  # type: ignore[misc]  # has no types
-    """Step of ms-swift that adds lengths of rows, and here their digests and supervised tokens."""
+    """Preprocessor of ms-swift that adds lengths to rows, plus digests and supervised tokens."""
 
     def preprocess(self, row: Row) -> Row:
         """Return a row with its lengths, digest and supervised tokens."""
@@ -38,7 +38,7 @@ def encoded_row_facts(row: Mapping[str, Any]) -> tuple[bytes, int]:
     """
     Return the digest of a row, and the number of its supervised tokens.
 
-    A row without labels by token counts as one supervised token, as does one that is not encoded.
+    A row without labels for its tokens, such as a row that is not encoded, counts as 1.
     """
     digest = blake2b(digest_size=16)
     for name, value in sorted(row.items()):
@@ -71,7 +71,7 @@ class PlannedPacks(Dataset[PackOfRows]):
 
         Args:
             template: Template of ms-swift, which encodes rows.
-            dataset: Rows with `lengths`: tokens of a sample, or a list of those of a pair's halves.
+            dataset: Rows with `lengths`: tokens of the sample, or a list of the tokens of a pair.
             num_proc: Not used.
             packing_length: Tokens of a pack; None takes the template's `max_length`.
             packing_strategy: `--packing_strategy`.
@@ -95,7 +95,7 @@ class PlannedPacks(Dataset[PackOfRows]):
         """
         Digest of all rows of the data set, and the number of supervised tokens of each.
 
-        They are of encoded rows, except for a data set that ms-swift has cached with its lengths.
+        They describe encoded rows, except for a data set that ms-swift has cached with lengths.
         """
         if self._facts is None:
             return RowFacts.join(map(encoded_row_facts, self._rows))
@@ -132,7 +132,7 @@ def count_tokens(lengths: int | Sequence[int]) -> int:
 
 
 class PackCollator:
-    """Collator of ms-swift, which adds the list of a batch's pack indices under `PACK`."""
+    """Wrapper of ms-swift's collator that adds the list of a batch's pack indices under `PACK`."""
 
     def __init__(self, collate: Callable[[list[Any]], dict[str, Any]]) -> None:
         self._collate = collate

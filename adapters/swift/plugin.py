@@ -21,10 +21,10 @@ from packplan.core.surface import Plan
 
 def install(*, checksum: str | None = None, any_version: bool = False) -> None:
     """
-    Let `swift sft`, `swift pt` and `swift rlhf --rlhf_type dpo` train planned packs.
+    Make `swift sft`, `swift pt` and `swift rlhf --rlhf_type dpo` train planned packs.
 
-    Other types of `swift rlhf` train batches of their own, whose padding their models leave out.
-    The file that `--external_plugins` names calls it. Other commands, such as `swift infer`, may
+    Other types of `swift rlhf` train their own batches, with models that skip padding. The file
+    that `--external_plugins` names calls this function. Other commands, such as `swift infer`, may
     load the same file from a checkpoint: nothing changes for them.
 
     Args:
@@ -51,9 +51,9 @@ def install(*, checksum: str | None = None, any_version: bool = False) -> None:
 
 def _as_method(step: Callable[..., Any]) -> Callable[..., Any]:
     """
-    Return *step* as a plain function, which a class passes its object to, unlike a bound method.
+    Return *step* as a plain function, so that a class can have it as a method.
 
-    An error of this project ends the process with its message, without a traceback.
+    A PackplanError in it ends the process with its message, without a traceback.
     """
 
     def method(*given: Any, **options: Any) -> Any:
@@ -68,9 +68,9 @@ def _as_method(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def _replace_padding_free(resolve: Callable[[Any], None], arguments: Any) -> None:
     """
-    Turn `--padding_free` into `--packing`, before *resolve* derives what depends on packing.
+    Turn `--padding_free` into `--packing`, before *resolve* sets arguments that depend on packing.
 
-    Types of `swift rlhf` without a plan keep their batches.
+    Types of `swift rlhf` without a plan keep their own batches.
     """
     if arguments.padding_free and not arguments.packing and unplanned_type(arguments) is None:
         arguments.packing = True
@@ -82,20 +82,20 @@ def _replace_padding_free(resolve: Callable[[Any], None], arguments: Any) -> Non
 
 @attrs.frozen
 class _PlannedPipeline:
-    """Steps of ms-swift's training pipeline that plan and train packs, or leave padding out."""
+    """Steps for ms-swift's training pipeline that plan and train packs, or only skip padding."""
 
     checksum: str | None
     """See `install`."""
 
     _train: Callable[[Any, Any], Any]
-    """Step of ms-swift itself, like the next two."""
+    """ms-swift's own step; the next two are too."""
 
     _encode: Callable[..., Any]
 
     _pack: Callable[[Any, list[Any]], list[Any]]
 
     def encode(self, pipeline: Any, *data_sets: Any, **options: Any) -> Any:
-        """Measure the rows, and print how many ms-swift leaves out."""
+        """Encode data sets by ms-swift's step, and print how many rows it leaves out."""
         before = [0 if rows is None else len(rows) for rows in data_sets]
         encoded = self._encode(pipeline, *data_sets, **options)
         after = [0 if rows is None else len(rows) for rows in encoded]
@@ -110,7 +110,7 @@ class _PlannedPipeline:
         Return each data set as `PlannedPacks`.
 
         Raises:
-            DataSetError: No row is left, or the plan has another checksum than `checksum`.
+            DataSetError: No row is left, or the plan's checksum differs from `checksum`.
             ArgumentError: No row has a supervised token.
         """
         packed = self._pack(pipeline, data_sets)
@@ -128,7 +128,7 @@ class _PlannedPipeline:
         return packed
 
     def train(self, pipeline: Any, trainer: Any) -> Any:
-        """Print the steps and train the packs; without a plan, train batches without padding."""
+        """Train the packs and print the plan; without packing, train the trainer's own batches."""
         if not pipeline.args.packing:
             return self._train_unpadded(pipeline, trainer)
         size = row_ranks(pipeline.args)

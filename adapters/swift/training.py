@@ -28,7 +28,7 @@ _SPLITS = "splits the weights, but a model is probed with all of them: use zero2
 
 def follow_plan(trainer: Any, *, attn_impl: str | None, row_ranks: int) -> EpochSchedule:
     """
-    Let a trainer of ms-swift train the packs of its data set, and return their schedule.
+    Make a trainer of ms-swift train the packs of its data set, and return their epoch schedule.
 
     Args:
         trainer: Trainer whose training data are `PlannedPacks`.
@@ -39,7 +39,7 @@ def follow_plan(trainer: Any, *, attn_impl: str | None, row_ranks: int) -> Epoch
     Raises:
         ArgumentError: A setting contradicts the plan.
         MismatchError: Ranks have different plans or rows.
-        ModelError: The probe fails: samples of a row reach each other.
+        ModelError: The probe fails, since samples of a row influence each other.
     """
     refuse_plan_conflicts(trainer, row_ranks=row_ranks, evaluates=_eval_packs(trainer) is not None)
     packs: PlannedPacks = trainer.train_dataset
@@ -65,7 +65,7 @@ def follow_plan(trainer: Any, *, attn_impl: str | None, row_ranks: int) -> Epoch
 
 def unpad_models(pipeline: Any, trainer: Any) -> list[Unpadding]:
     """
-    Let each model of a pipeline of ms-swift compute no padding, and return their hooks.
+    Make each model of a pipeline of ms-swift skip padding, and return the hooks of each.
 
     Raises:
         ConfigError: The weights of a model are split over ranks.
@@ -105,7 +105,7 @@ def make_schedule(plan: Plan, args: Any, *, world_size: int) -> EpochSchedule:
 
 
 def _eval_packs(trainer: Any) -> PlannedPacks | None:
-    """Return the packs of evaluation; None without packs, or if its loss is no token mean."""
+    """Return the evaluation packs; None without packs, or if the loss is not a mean over tokens."""
     packs = trainer.eval_dataset
     return packs if isinstance(trainer, Seq2SeqTrainer) and isinstance(packs, PlannedPacks) else None
 
