@@ -175,7 +175,7 @@ def _read_packs(rows: Any, plan: Plan, order: Order, target: Path) -> Iterator[R
     Yield packs as rows of columns: samples, lengths, tokens, labels and positions.
 
     Raises:
-        ArgumentError: The order does not fit the plan, or *target* exists; a row is no sample, has
+        ArgumentError: The order does not fit the plan, *target* exists, a row is no sample or has
             media, or no row has a supervised token.
         StaleError: A row is not as long as planned.
     """

@@ -27,8 +27,8 @@ from packplan.app.cli.command import (
     add_logging_options,
     command_parser,
     parse_arguments,
+    parse_positive,
     plain_console,
-    positive_number,
     run_command,
     run_program,
 )
@@ -47,7 +47,7 @@ log = logging.getLogger("packplan.app.check")
 
 @attrs.frozen
 class Report:
-    """Results of a comparison."""
+    """Results of comparing packs with their samples alone."""
 
     model: str
     model_type: str
@@ -80,10 +80,10 @@ def check(config: RunConfig, *, num_packs: int) -> Report:
 
     Args:
         config: The run.
-        num_packs: Largest number of packs.
+        num_packs: Most packs to compare.
 
     Raises:
-        PackplanError: Something the user can fix, or something stored that is damaged.
+        PackplanError: The run has a fault, or a stored file is damaged.
     """
     from packplan.app.sft.train import prepare
     from packplan.app.wiring.ranks import join_ranks
@@ -104,8 +104,8 @@ def compare(config: RunConfig, trainer: PlanTrainer, train: Split, *, num_packs:
     Args:
         config: The run.
         trainer: Trainer of the run, ready to train.
-        train: Split that it trains.
-        num_packs: Packs of the plan to compare.
+        train: Split `train` of the run, planned.
+        num_packs: Most packs to compare.
     """
     from packplan.adapters.trainer.equality import PackComparison
 
@@ -185,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = command_parser("check", __doc__)
     add_config_arguments(parser)
     parser.add_argument(
-        "--packs", type=positive_number, default=4, metavar="N", help="packs to compare, at most (default: %(default)s)"
+        "--packs", type=parse_positive, default=4, metavar="N", help="packs to compare, at most (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     add_logging_options(parser)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from packplan.adapters.progress import loading_libraries
-from packplan.app.cli.command import add_logging_options, command_parser, run_command, world_size
+from packplan.app.cli.command import add_logging_options, command_parser, parse_ranks, run_command
 from packplan.app.wiring.commands import read_command, split_command
 from packplan.core.errors import ConfigError, counted
 
@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = command_parser("export", __doc__)
     parser.add_argument("source", metavar="swift sft ...", help="the words of a command, at the end")
     parser.add_argument("--cached-dataset", type=Path, required=True, metavar="FOLDER", help="folder to make")
-    parser.add_argument("--world-size", type=world_size, metavar="N", help="ranks (default: those of the command)")
+    parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="ranks (default: those of the command)")
     add_logging_options(parser)
     own, words = split_command(arguments)
     options = parser.parse_intermixed_args(own)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from packplan.adapters.progress import loading_libraries
-from packplan.app.cli.command import add_logging_options, command_parser, run_command, world_size
+from packplan.app.cli.command import add_logging_options, command_parser, parse_ranks, run_command
 from packplan.app.wiring.commands import read_command, split_command
 from packplan.app.wiring.stores import write_new_file
 from packplan.core.checksum import plan_checksum
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--any-version", action="store_true", help="let the plugin run with untested versions of the tool"
     )
-    parser.add_argument("--world-size", type=world_size, metavar="N", help="ranks (default: those of the command)")
+    parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="ranks (default: those of the command)")
     add_logging_options(parser)
     own, words = split_command(arguments, skip=1)
     options = parser.parse_intermixed_args(own)
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         output: Path = options.output
         given: dict[str, Any] = {}
         if options.source:
-            given["checksum"] = checksum_of(read_command(options.source, words, world_size=options.world_size))
+            given["checksum"] = plan_command(read_command(options.source, words, world_size=options.world_size))
         if options.any_version:
             given["any_version"] = True
         called = ", ".join(f"{name}={value!r}" for name, value in given.items())
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     return run_command(command, verbose=options.verbose, quiet=options.quiet)
 
 
-def checksum_of(config: RunConfig) -> str:
+def plan_command(config: RunConfig) -> str:
     """Plan a command of ms-swift, and return the checksum of its plan."""
     with loading_libraries():
         from packplan.app.plan.build import build
@@ -75,7 +75,7 @@ def checksum_of(config: RunConfig) -> str:
     train = open_splits(config)["train"]
     with join_ranks(config) as group:
         build(config, group, splits=[train], world_size=config.command.world_size)
-    # The rows that ms-swift leaves out have no number there.
+    # ms-swift numbers only the rows that it keeps.
     kept = sample_indices(train.table)
     packs = Packs(train.raw.packs.offsets, np.searchsorted(kept, train.raw.packs.indices))
     return plan_checksum(packs, lengths=column(train.table, "length")[kept].astype(np.int64))

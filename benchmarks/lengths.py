@@ -17,7 +17,7 @@ import attrs
 from benchmarks.child import NotMeasuredError
 from benchmarks.options import add_names, add_number
 from benchmarks.table import Columns, show
-from packplan.app.cli.command import positive_number
+from packplan.app.cli.command import parse_positive
 
 OURS = "packplan measure"
 
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_names(parser, "--parts", PARTS, PARTS)
     add_number(parser, "--workers", [1, 2], "kinds, beside: processes; slope: the most of them")
     parser.add_argument(
-        "--samples", type=positive_number, metavar="N",
+        "--samples", type=parse_positive, metavar="N",
         help="kinds, beside: of each at most (default: 1600 texts to 128 photographs; 4096 chats to 48 videos)",
     )  # fmt: skip
     add_number(parser, "--rows", 4096, "chats: number")

@@ -4,7 +4,7 @@ import argparse
 import shlex
 from collections.abc import Collection, Sequence
 
-from packplan.app.cli.command import positive_number
+from packplan.app.cli.command import parse_positive
 
 
 def add_number(
@@ -23,7 +23,7 @@ def add_number(
     several = isinstance(default, Sequence)
     shown = " ".join(map(str, default)) if isinstance(default, Sequence) else default
     parser.add_argument(
-        name, type=positive_number, nargs="+" if several else None, default=default, metavar=metavar,
+        name, type=parse_positive, nargs="+" if several else None, default=default, metavar=metavar,
         help=f"{about} (default: {shown})",
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ from benchmarks.options import add_names, add_number
 from benchmarks.peers import PEERS
 from benchmarks.table import Columns, show
 from packplan.adapters.progress import progress
-from packplan.app.cli.command import whole_number
+from packplan.app.cli.command import parse_number
 from packplan.core.bounds import lower_bound
 from packplan.core.lengths import IntArray
 from packplan.core.packers import ALGORITHMS, pack
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_names(parser, "--planners", PLANNERS, PLANNERS)
     add_number(parser, "--repeat", 5, "runs of each")
     add_number(parser, "--limit-s", 60, "seconds of a run", metavar="S")
-    parser.add_argument("--seed", type=whole_number, default=0, help="seed of the lengths (default: 0)")
+    parser.add_argument("--seed", type=parse_number, default=0, help="seed of the lengths (default: 0)")
 
 
 def run(options: argparse.Namespace) -> None:

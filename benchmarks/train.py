@@ -30,7 +30,7 @@ from benchmarks.options import add_names, add_number
 from benchmarks.table import Columns, show
 from benchmarks.work import position_flops
 from packplan.adapters.progress import progress
-from packplan.app.cli.command import positive_number
+from packplan.app.cli.command import parse_positive
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.work.model import WorkModel
 
@@ -219,7 +219,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def model_width(text: str) -> int:
     """Read the width of a model, for argparse."""
-    width = positive_number(text)
+    width = parse_positive(text)
     if width % WIDTH_STEP:
         message = f"is {width}, but has to be a multiple of {WIDTH_STEP}"
         raise argparse.ArgumentTypeError(message)

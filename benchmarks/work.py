@@ -26,7 +26,7 @@ from benchmarks.child import measure
 from benchmarks.distributions import DISTRIBUTIONS, PATCHES_OF_A_TOKEN, Samples, documents, made_mix, texts
 from benchmarks.options import add_names, add_number
 from benchmarks.table import Columns, show
-from packplan.app.cli.command import positive_numbers, whole_number
+from packplan.app.cli.command import parse_number, parse_positives
 from packplan.core.errors import ModelError
 from packplan.core.lengths import IntArray
 from packplan.core.packers import pack
@@ -248,14 +248,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         shown = ",".join(map(str, default))
         help_ = f"{about} (default: {shown})"
-        parser.add_argument(name, type=positive_numbers, default=default, metavar="N,N", help=help_)
+        parser.add_argument(name, type=parse_positives, default=default, metavar="N,N", help=help_)
     add_names(parser, "--ways", WAYS, WAYS, "; random is always there")
     parser.add_argument(
         "--aside", choices=ASIDE, default="long",
         help="packs that no step has: none; samples of the packing length or more; all packs of one sample "
         "(default: long)",
     )  # fmt: skip
-    parser.add_argument("--seed", type=whole_number, default=0, help="seed of samples and steps (default: 0)")
+    parser.add_argument("--seed", type=parse_number, default=0, help="seed of samples and steps (default: 0)")
     parser.add_argument("--families", nargs="*", metavar="NAME", help="compare the work of these families, or of all")
 
 

@@ -18,16 +18,16 @@ from typing import cast
 
 
 class SameModules(MetaPathFinder, Loader):
-    """Finds each module below one folder of the checkout as the module of the installed name."""
+    """Finder that imports `core.x` as `packplan.core.x`, below one folder of the checkout."""
 
     def __init__(self, folder: str) -> None:
-        """Find the modules below *folder*, which is core, adapters or app."""
+        """Find the modules below *folder*: core, adapters or app."""
         self._folder = folder
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return how to import *fullname*, or None if it is not below the folder."""
+        """Return the spec of module *fullname*, or None if it is not below the folder."""
         del path, target
         if not fullname.startswith(f"{self._folder}."):
             return None
@@ -38,7 +38,7 @@ class SameModules(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, origin=found.origin, loader_state=found, is_package=is_package)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module of the installed name."""
+        """Return the module `packplan.NAME` for the name in *spec*."""
         return import_module(f"packplan.{spec.name}")
 
     def exec_module(self, module: ModuleType) -> None:
@@ -52,6 +52,6 @@ class SameModules(MetaPathFinder, Loader):
 
 
 def use_installed_name(folder: str) -> None:
-    """Make *folder*, imported by its own name, the package of the installed name."""
+    """Make `import FOLDER` and its modules those of `packplan.FOLDER`, for one *folder*."""
     sys.meta_path.insert(0, SameModules(folder))
     sys.modules[folder] = import_module(f"packplan.{folder}")

@@ -2,7 +2,7 @@
 Attention over packed rows, in which samples attend to themselves alone.
 
 `set_varlen_attention` makes a model use the attention functions of this package. `native_attention`
-makes it use transformers' own for a while, to compute references. `layout` finds the blocks of a
+makes it use transformers' own inside a block, to compute references. `layout` finds the blocks of a
 row, and `varlen` attends within them. `vision` projects the patches of a vision tower.
 """
 
@@ -16,7 +16,7 @@ import torch._functorch.config as functorch_config
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from packplan.adapters.attention.rows import follow_rows, split_states
+from packplan.adapters.attention.rows import follow_rows, run_by_sample
 from packplan.adapters.attention.varlen import attend, attend_to_patches, build_mask, build_mask_of_known_row
 from packplan.adapters.families import trained_part
 from packplan.core.equality import FLEX, NATIVE, VARLEN, AttentionChoice
@@ -25,13 +25,13 @@ NAME = "packplan"
 """Name of varlen attention among transformers' functions: `attn_implementation="packplan"`."""
 
 ROWS_NAME = "packplan_rows"
-"""Name for models that follow rows: outside of a row they raise instead of mixing samples."""
+"""Name of varlen attention that raises outside of models with `follow_rows`, and never mixes."""
 
 PATCHES_NAME = "packplan_flash_patches"
 """
-Name for vision towers.
+Name of varlen attention for vision towers.
 
-For a name with the word flash, towers pass the starts of images and windows, in one call.
+Towers pass the starts of all images and windows in one call if the name has the word flash.
 """
 
 
@@ -46,9 +46,9 @@ AttentionInterface.register(PATCHES_NAME, _uncompiled(attend_to_patches))
 
 def set_attention(model: Any, attention: AttentionChoice) -> None:
     """
-    Set the attention of a run on a model.
+    Make a model use varlen attention, follow rows and run layers by sample, as *attention* says.
 
-    transformers' own attentions are set when the model is opened.
+    Attentions of transformers itself are set when the model is opened.
 
     Args:
         model: Model of transformers.
@@ -61,27 +61,27 @@ def set_attention(model: Any, attention: AttentionChoice) -> None:
         functorch_config.donated_buffer = False  # probes ask its compiled graph for more than one gradient
     if follows:
         follow_rows(model)
-    split_states(model, attention.split)
+    run_by_sample(model, attention.split)
 
 
 def set_varlen_attention(model: Any, *, name: str = NAME) -> None:
     """
     Make a model and its vision tower use varlen attention.
 
-    The names stand in the loaded configuration, and in none that is saved.
+    The name is set on the loaded configuration, and is never saved with it.
     """
     parts = {part: PATCHES_NAME if takes_grids(model, part) else name for part in model.config.sub_configs}
     model.set_attn_implementation({"": name, **parts})
 
 
 def attention_names(config: Any) -> dict[str, str]:
-    """Return the attention names of a configuration's parts, and under "" its own."""
+    """Return the attention name of a configuration, under "", and of each sub-configuration."""
     parts = {"": config, **{name: getattr(config, name, None) for name in config.sub_configs}}
     return {name: part._attn_implementation for name, part in parts.items() if part is not None}  # noqa: SLF001  # has no public name
 
 
 def takes_grids(model: Any, part: str) -> bool:
-    """Return whether a part of a model is a tower that takes all images of a row in one pass."""
+    """Return whether sub-configuration *part* is of a tower that takes several images at once."""
     config = getattr(model.config, part, None)
     towers = (one for one in model.modules() if config is not None and getattr(one, "config", None) is config)
     return part == "vision_config" and any("grid_thw" in inspect.signature(one.forward).parameters for one in towers)

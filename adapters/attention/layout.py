@@ -1,6 +1,6 @@
 """
-Positions of the samples in a packed row, and the keys that each token may attend to: a value in
-place of a mask of T x T.
+Layout of a packed row: the blocks within which its tokens attend, in place of a mask of shape
+(tokens, tokens).
 
 Rules: a layout is read from the model's own mask function, so that windows and overlays keep their
 meaning. The model passes it to its layers as the attention mask. So backward passes and recomputed
@@ -78,9 +78,7 @@ class Layout:
 
     @cached_property
     def batches(self) -> tuple[tuple[int, ...], ...]:
-        """
-        Groups of indices of equally long blocks without own masks, each computed as one batch.
-        """
+        """Block indices, grouped by length if blocks have no masks; a group is one batch."""
         groups: dict[int, list[int]] = {}
         for position, length in enumerate(self.lengths):
             groups.setdefault(position if self.masks is not None else length, []).append(position)
@@ -134,7 +132,7 @@ def _is_causal_within(
     reach: int,
 ) -> bool:
     """
-    Return whether tokens attend exactly to the *reach* tokens of their block up to themselves.
+    Return whether each token attends to the last *reach* tokens of its block up to itself alone.
 
     Args:
         attends: Answers for queries and keys, both of shape (pairs,).

@@ -4,7 +4,7 @@ The samples of the row that a model is computing, read off positions or off a pa
 Most models find samples by restarting positions. Some never pass positions to their masks, and
 layers that carry a state along the row have no mask. With `follow_rows`, a model keeps its row in a
 context variable: inside its forward pass alone, and for layers that the backward pass computes
-again. With `split_states`, layers that carry a state (linear attention, Mamba, convolutions over
+again. With `run_by_sample`, layers that carry a state (linear attention, Mamba, convolutions over
 time) run sample by sample.
 """
 
@@ -34,15 +34,15 @@ class PackedRow:
 
     columns: torch.Tensor | None = None
     """
-    Place of each token in its sample, if padding lay between tokens, as windows count it; int64 of
-    shape (tokens,).
+    Column of each token in its padded batch, by which windows count; int64 of shape (tokens,). None
+    if no padding lay between tokens.
     """
 
     share: RowShare | None = None
     """This rank's part of the row, where several ranks share it."""
 
     @cached_property
-    def first(self) -> torch.Tensor:
+    def starts_by_token(self) -> torch.Tensor:
         """Row position at which each token's sample begins; int64 of shape (tokens,)."""
         return torch.searchsorted(self.sample_ids, self.sample_ids)
 
@@ -55,12 +55,12 @@ class PackedRow:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each sample; padding of a row that ranks share is one more."""
+        """Tokens of each sample; padding of a row that ranks share counts as one more sample."""
         return tuple(stop - start for start, stop in pairwise(self.boundaries.tolist()))
 
     def same_sample(self, batch: Any, head: Any, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:  # noqa: ARG002  # transformers passes them
         """
-        Return whether tokens belong to one sample: a mask function like transformers' own.
+        Return whether query and key are of one sample: a mask function like transformers' own.
 
         Args:
             batch: Batch index, always 0.
@@ -77,7 +77,7 @@ class PackedRow:
         columns = (
             torch.arange(len(self.sample_ids), device=self.sample_ids.device) if self.columns is None else self.columns
         )
-        begins = columns[self.first]
+        begins = columns[self.starts_by_token]
 
         def in_same_chunk(_: Any, __: Any, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
             start = begins[queries]
@@ -96,13 +96,13 @@ class PackedRow:
 PADDINGS: tuple[Padding, ...] = ("left of", "between")
 
 Padding = Literal["left of", "between"]
-"""Where rows have padding that the states of layers may pass through; on the right, none does."""
+"""Place of padding that can change the states of layers: before or between the real tokens."""
 
 
 @attrs.frozen(eq=False)
 class RealTokens:
     """
-    Tokens of a padded batch that are no padding, row after row.
+    Tokens of a padded batch without its padding, row after row.
 
     >>> tokens = RealTokens.from_mask(torch.tensor([[1, 1, 0], [0, 1, 1]]))
     >>> tokens.take(torch.tensor([[5, 6, 0], [0, 7, 8]]))
@@ -157,9 +157,9 @@ class RealTokens:
 
     @property
     def paddings(self) -> set[Padding]:
-        """Where the batch has padding: left of the first real tokens, or between real tokens."""
+        """Places of the batch's padding: left of the first real tokens, or between real tokens."""
         columns = self.places % self.shape[1]
-        starts = self.row.first == torch.arange(len(self.places), device=self.places.device)
+        starts = self.row.starts_by_token == torch.arange(len(self.places), device=self.places.device)
         sides: dict[Padding, bool] = {
             "left of": bool(columns[starts].any()),
             "between": self.row.columns is not None,
@@ -169,7 +169,7 @@ class RealTokens:
     @property
     def restarting_positions(self) -> torch.Tensor:
         """Positions that begin at 0 with each sample; int64 of shape (1, tokens)."""
-        return (torch.arange(len(self.places), device=self.places.device) - self.row.first)[None]
+        return (torch.arange(len(self.places), device=self.places.device) - self.row.starts_by_token)[None]
 
 
 _ROW: ContextVar[PackedRow | None] = ContextVar("row")
@@ -177,11 +177,11 @@ _ROW: ContextVar[PackedRow | None] = ContextVar("row")
 
 def read_row(position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None = None) -> PackedRow | None:
     """
-    Return the row of a model's call, whose samples begin where positions do not go on by one.
+    Return the row of a model's call; a sample begins where positions do not increase by one.
 
     Args:
         position_ids: Shape (1, tokens), or (4, 1, tokens) with the positions of the text first.
-        attention_mask: Mask of the call.
+        attention_mask: Mask of the call; with one, positions need no row of the text.
 
     Returns:
         The row; None if the call is not packed.
@@ -215,13 +215,13 @@ def add_text_row(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def current_row() -> PackedRow | None:
-    """Return the current row; None outside of models that follow rows, and where none is packed."""
+    """Return the row that a model with `follow_rows` computes now; None if there is none."""
     return _ROW.get(None)
 
 
 def require_row() -> PackedRow | None:
     """
-    Return the current row, for layers and masks that need it; None where none is packed.
+    Return the current row, for layers and masks that need it; None if the call is not packed.
 
     Raises:
         PackplanError: The call is outside of the forward pass of a model that follows rows.
@@ -260,7 +260,7 @@ def _checkpoint_with_row(
 
 
 def keep_rows_in_checkpoints(modules: Iterable[Any]) -> None:
-    """Let layers that these modules checkpoint from now on be computed again with their row."""
+    """Restore the current row when layers that *modules* checkpoint are computed again."""
     for module in modules:
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
         if checkpoint is not None and getattr(checkpoint, "func", None) is not _checkpoint_with_row:
@@ -268,7 +268,7 @@ def keep_rows_in_checkpoints(modules: Iterable[Any]) -> None:
 
 
 def follow_rows(model: torch.nn.Module) -> None:
-    """Let a model keep its row as `current_row` during its forward pass; see the module."""
+    """Make a model set `current_row` from its arguments during each forward pass."""
     original, signature = model.forward, inspect.signature(model.forward)
     checkpointed = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
 
@@ -286,12 +286,12 @@ _BOUNDARIES = ("cu_seq", "max_length", "max_seq", "seq_idx")
 """Beginnings of the names of arguments that tell fast kernels where a row's samples begin."""
 
 
-def split_states(model: torch.nn.Module, classes: Collection[str]) -> None:
+def run_by_sample(model: torch.nn.Module, classes: Collection[str]) -> None:
     """
-    Let the layers of some classes run sample by sample within packed rows; see `follow_rows`.
+    Make layers run once for each sample of a packed row, so that they carry no state over.
 
     Args:
-        model: Model with such layers.
+        model: Model with `follow_rows`.
         classes: Names of the layers' classes.
     """
     for module in model.modules():

@@ -7,8 +7,8 @@ again, or, in a call with labels, the loss is computed by parts and added up. So
 results of the whole row, the mean of the ranks' gradients is the row's gradient, and a trainer
 trains as ever. Images are encoded by every rank.
 
-Rules: a call that is no packed row passes through, and each rank computes the whole of it. Padding,
-to cut a row equally, stands behind its samples as one of its own.
+Rules: in a call without a packed row, each rank computes everything. Padding, to cut a row equally,
+stands behind its samples as one more sample.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _COMPUTES_WHOLE: ContextVar[bool] = ContextVar("computes_whole", default=False)
 """Whether each rank computes whole rows by itself."""
 
 _KEEPS_PART: ContextVar[bool] = ContextVar("keeps_part", default=False)
-"""Whether the model's head takes a rank's part, and not the whole row."""
+"""Whether the model's head gets this rank's part of the row instead of the whole row."""
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def compute_whole_rows() -> AbstractContextManager[None]:
     return _set_flag(_COMPUTES_WHOLE)
 
 
-def share_rows(model: Any, group: dist.ProcessGroup) -> SharedRows:
+def share_rows(model: Any, group: dist.ProcessGroup) -> None:
     """
     Let the ranks of a group share the packed rows that a model is given; every rank calls this.
 
@@ -110,7 +110,6 @@ def share_rows(model: Any, group: dist.ProcessGroup) -> SharedRows:
         return output
 
     model.forward = forward
-    return shared
 
 
 def _require_same_rows(given: dict[str, Any], group: dist.ProcessGroup) -> None:
@@ -125,14 +124,14 @@ def _require_same_rows(given: dict[str, Any], group: dist.ProcessGroup) -> None:
 
 
 def attention_for_shared_rows(choice: AttentionChoice) -> AttentionChoice:
-    """Return *choice*, changed to follow rows; ModelError if it does not support shared rows."""
+    """Return *choice* with `follows_rows`; ModelError if its attention cannot share rows."""
     if choice.name != VARLEN or choice.split:
         fact = f"rows are shared by ranks under {VARLEN}, without layers that carry a state, but this takes {choice}"
         raise ModelError("attention", fact)
     return attrs.evolve(choice, follows_rows=True)
 
 
-def row_group(size: int, timeout: timedelta) -> dist.ProcessGroup:
+def new_row_group(size: int, timeout: timedelta) -> dist.ProcessGroup:
     """
     Make groups of consecutive ranks, and return this rank's group; every rank calls this.
 
@@ -164,10 +163,10 @@ def _select_targets(given: dict[str, Any], share: RowShare) -> tuple[torch.Tenso
     keep, following = given.get("logits_to_keep"), F.pad(given["labels"][0, 1:], (0, 1), value=_IGNORED)
     targets = following.new_full((share.num_positions,), _IGNORED)
     if not isinstance(keep, torch.Tensor):
-        targets[: share.tokens] = following
+        targets[: share.num_tokens] = following
         return None, targets[share.positions]
-    targets[: share.tokens][keep] = following
-    kept = F.pad(keep, (0, share.num_positions - share.tokens))[share.positions]
+    targets[: share.num_tokens][keep] = following
+    kept = F.pad(keep, (0, share.num_positions - share.num_tokens))[share.positions]
     return kept, targets[share.positions][kept]
 
 
@@ -260,24 +259,24 @@ def _cut_arguments(given: dict[str, Any], row: PackedRow, share: RowShare) -> di
         raise ModelError("attention", "the model makes masks outside of its decoder, so ranks cannot share its rows")
     if mask is not None and not bool(mask.all()):
         raise ValueError("a mask is given, but the samples of the row are known")
-    if num not in (share.tokens, len(share.positions)):
+    if num not in (share.num_tokens, len(share.positions)):
         message = (
-            f"the row has {share.tokens} positions, of which a rank has {len(share.positions)}, but {num} are given"
+            f"the row has {share.num_tokens} positions, of which a rank has {len(share.positions)}, but {num} are given"
         )
         raise ValueError(message)
     cut = {**given, "use_cache": False}
     for name, value in given.items():
         axis = -1 if name == "position_ids" else 1
-        is_by_token = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[axis] == share.tokens
+        is_by_token = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[axis] == share.num_tokens
         if is_by_token and not name.startswith(_NOT_BY_TOKEN):
             cut[name] = share.take(value, axis)
     if cut.get("position_ids") is None:
-        cut["position_ids"] = (share.positions - row.first[share.positions])[None]
+        cut["position_ids"] = (share.positions - row.starts_by_token[share.positions])[None]
     # With a mask of ones, transformers does not look for samples in the positions.
     cut["attention_mask"] = torch.ones(1, len(share.positions), dtype=torch.long, device=share.positions.device)
     images = given.get("visual_pos_masks")
     if images is not None:
-        cut["visual_pos_masks"] = cut["visual_pos_masks"] & (share.positions < share.tokens)
+        cut["visual_pos_masks"] = cut["visual_pos_masks"] & (share.positions < share.num_tokens)
         # Features of image tokens that deeper layers add, one for each token of an image.
         kept = torch.isin(images[0].nonzero()[:, 0], share.positions)
         cut["deepstack_visual_embeds"] = [features[kept] for features in given["deepstack_visual_embeds"]]
@@ -295,7 +294,7 @@ def _join_parts(value: Any, share: RowShare) -> Any:
     if not isinstance(value, torch.Tensor) or value.dim() < 2:
         return value
     axes = [axis for axis in (1, 0) if value.shape[axis] == len(share.positions)]
-    return share.gather(value, axes[0]).narrow(axes[0], 0, share.tokens) if axes else value
+    return share.gather(value, axes[0]).narrow(axes[0], 0, share.num_tokens) if axes else value
 
 
 @contextmanager
@@ -303,10 +302,10 @@ def context_parallel(model: Any, *, layout: PackedLayout, group: dist.ProcessGro
     """
     Let a model compute this rank's part of a packed row, by a layout of the row.
 
-    It is given the part as `input_ids` of shape (1, num_positions / cp_size), or the whole row and
-    perhaps images: every rank embeds these, and the layers compute the part. The logits are those
-    of the part. Position ids default to the layout's. With gradient checkpointing the backward pass
-    belongs inside too, since it runs the layers again.
+    Inside the block, give the model the part as `input_ids` of shape (1, num_positions / cp_size),
+    or the whole row, perhaps with images, which every rank embeds. It returns the part's logits.
+    Position ids default to the layout's. With gradient checkpointing the backward pass belongs
+    inside too, since it runs the layers again.
 
     Args:
         model: Model of transformers with causal attention.

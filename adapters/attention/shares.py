@@ -32,8 +32,8 @@ class RowShare:
     positions: torch.Tensor
     """Row positions of this rank's tokens; int64 of shape (part,), equally long on every rank."""
 
-    tokens: int
-    """Tokens of the row; positions behind them are padding, for equal parts."""
+    num_tokens: int
+    """Tokens of the row, without the padding behind them that makes the parts equal."""
 
     restore: torch.Tensor | None = None
     """
@@ -56,8 +56,8 @@ class RowShare:
         """Positions of the row, padding included."""
         return len(self.positions) * self.size
 
-    def heads(self, num_heads: int) -> list[range]:
-        """Return the range of query heads of each rank; their numbers differ by at most 1."""
+    def head_ranges(self, num_heads: int) -> list[range]:
+        """Return the range of query heads of each rank; ranges differ by at most 1 head."""
         least, rest = divmod(num_heads, self.size)
         ends = [number * least + min(number, rest) for number in range(self.size + 1)]
         return [range(*span) for span in pairwise(ends)]
@@ -65,7 +65,7 @@ class RowShare:
     def keeps_head_groups(self, num_heads: int, num_keys: int) -> bool:
         """Return whether the query heads of every key head are on one rank."""
         together = num_heads // num_keys
-        return not any(own.start % together or own.stop % together for own in self.heads(num_heads))
+        return not any(own.start % together or own.stop % together for own in self.head_ranges(num_heads))
 
     def to_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -81,7 +81,7 @@ class RowShare:
             key: Shape (1, key heads, part, size).
             value: See *key*.
         """
-        heads, together = self.heads(query.shape[1]), query.shape[1] // key.shape[1]
+        heads, together = self.head_ranges(query.shape[1]), query.shape[1] // key.shape[1]
         keys = [range(own.start // together, -(-own.stop // together)) if own else own for own in heads]
         query, key, value = self._exchange(query, heads), self._exchange(key, keys), self._exchange(value, keys)
         mine, served = heads[self.rank], keys[self.rank]
@@ -111,7 +111,7 @@ class RowShare:
         if self.restore is not None:
             row = row.index_select(0, self.restore.argsort())
         parts = row.reshape(self.size, len(self.positions), *row.shape[1:]).transpose(1, 2).flatten(0, 1)
-        counts = [*map(len, self.heads(num_heads))]
+        counts = [*map(len, self.head_ranges(num_heads))]
         received = _exchange_rows(parts, [mine] * self.size, counts, self.group)
         return received.transpose(0, 1).contiguous()[None]
 
@@ -131,17 +131,17 @@ class RowShare:
 
 
 class _TakePart(torch.autograd.Function):
-    """See `RowShare.take`; the tokens are the first axis."""
+    """Differentiable `RowShare.take` of values whose first axis is the tokens."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, share: RowShare) -> torch.Tensor:
         ctx.share = share
-        return values.index_select(0, share.positions.clamp(max=share.tokens - 1))
+        return values.index_select(0, share.positions.clamp(max=share.num_tokens - 1))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         share: RowShare = ctx.share
-        return share.gather(gradients[0], 0)[: share.tokens] / share.size, None
+        return share.gather(gradients[0], 0)[: share.num_tokens] / share.size, None
 
 
 def _exchange_rows(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:

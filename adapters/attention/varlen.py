@@ -129,7 +129,7 @@ def attend(
     options |= {"dropout": dropout, "scaling": scaling}
     row = current_row()
     if row is None or (share := row.share) is None:
-        return _attend_whole(module, (query, key, value), attention_mask, options), None
+        return _attend_whole_row(module, (query, key, value), attention_mask, options), None
     if own_attention(module, options) is not None and not share.keeps_head_groups(query.shape[1], key.shape[1]):
         kind = type(module).__name__
         message = (
@@ -138,11 +138,11 @@ def attend(
         )
         raise PackplanError(message)
     parts = share.to_heads(query, key, value)
-    output = _attend_whole(module, parts, attention_mask, options) if parts[0].shape[1] else _attend_no_head(*parts)
+    output = _attend_whole_row(module, parts, attention_mask, options) if parts[0].shape[1] else _attend_no_head(*parts)
     return share.to_tokens(output, query.shape[1]), None
 
 
-def _attend_whole(
+def _attend_whole_row(
     module: torch.nn.Module,
     parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     mask: Layout | torch.Tensor | None,
@@ -202,10 +202,8 @@ OwnAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor 
 
 def own_attention(module: torch.nn.Module, options: Mapping[str, Any]) -> OwnAttention | None:
     """
-    Return the attention of the model's own code if torch's lacks a given argument, such as soft
-    caps.
-
-    None if torch's attention is enough.
+    Return the attention of the model's own code, if it is given options that torch's attention does
+    not have, such as soft caps; else None.
 
     Args:
         module: Attention layer.
@@ -287,11 +285,11 @@ def attend_within(
     scaling: float | None,
 ) -> torch.Tensor:
     """
-    Attend within the blocks of a row, by the fastest available kernel; see `attend` for shapes.
+    Return attention within the blocks of a row, shape (1, tokens, heads, size), by the best kernel.
 
     Args:
-        query: Shape (1, heads, length, size).
-        key: Shape (1, key heads, length, size).
+        query: Shape (1, heads, tokens, size).
+        key: Shape (1, key heads, tokens, size).
         value: See *key*.
         layout: Layout of the row.
         dropout: Share of attention weights to drop.
@@ -376,7 +374,7 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return the type that products of a tensor are computed in: that of autocast, or its own."""
+    """Return the dtype in which products of a tensor are computed: of autocast, or its own."""
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 

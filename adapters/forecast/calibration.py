@@ -67,17 +67,17 @@ def measure_steps(
     trainer: Any,
     terms: StepTerms,
     *,
-    evaluated: StepTerms | None = None,
+    evaluation_terms: StepTerms | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Calibration:
     """
-    Train, and return the seconds of steps, evaluation and checkpoint; every rank calls this.
+    Run the trainer, and return the seconds of its steps, evaluation and checkpoint, on every rank.
 
     Args:
         trainer: Trainer of the same packs in each epoch, in one order. It may evaluate and save
             only after its last step.
         terms: FLOPs of the steps of an epoch.
-        evaluated: FLOPs of the trainer's evaluation, as one step; None without evaluation.
+        evaluation_terms: FLOPs of the trainer's evaluation, as one step; None without one.
         clock: Function that returns seconds.
     """
     clocked = StepClock(trainer, clock)
@@ -87,8 +87,8 @@ def measure_steps(
     trainer.train()
     steps = pair_with_flops(terms, clocked.step_s)
     evaluation = None
-    if evaluated is not None:
-        (evaluation,) = pair_with_flops(evaluated, [clocked.evaluation_s])
+    if evaluation_terms is not None:
+        (evaluation,) = pair_with_flops(evaluation_terms, [clocked.evaluation_s])
     return Calibration(tuple(steps[_WARM_UP:]), evaluation, clocked.checkpoint_s)
 
 

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Trainer
 
 from packplan.adapters.attention.varlen import trace_as_on_gpu
-from packplan.adapters.forecast.tracing import MemoryTracer, empty_weights
+from packplan.adapters.forecast.tracing import MemoryTracer, replace_meta_weights
 from packplan.adapters.loaders.positions import MEDIA_TYPE_IDS
 from packplan.adapters.loaders.rows import PackOfRows
 from packplan.adapters.models import local_part
@@ -70,7 +70,7 @@ class StepTracer:
         output = trainer.template.get_base_model(trainer.model).get_output_embeddings()
         width = 0 if output is None else output.weight.shape[0]
         self._tracer = MemoryTracer(vocabulary=width)
-        empty_weights(trainer.model, self._tracer)
+        replace_meta_weights(trainer.model, self._tracer)
         trainer._prepare_gradient_checkpointing(  # noqa: SLF001  # `train` calls it
             trainer.template.get_base_model(trainer.model)
         )
@@ -148,8 +148,9 @@ class StepTracer:
 
     def _batch(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """
-        Return the batch of a pack as the collator makes it. Pixels are collated with one column
-        only, to save memory, and replaced by empty tensors of full width.
+        Return the batch of a pack as the collator makes it, with pixels that have no content.
+
+        The collator gets one column of them, which saves memory.
         """
         wide = {key: one.shape[1] for sample in samples for key, one in sample.items() if _is_pixels(one)}
         narrow = [{key: one[:, :1] if key in wide else one for key, one in sample.items()} for sample in samples]
@@ -171,7 +172,7 @@ class StepTracer:
         return forward_end
 
     def _open_optimizer(self) -> Any:
-        """Return the optimizer of this rank's weights, after one step that made its states."""
+        """Return the optimizer of this rank's weights, with the states that one step makes."""
         trainer = self.trainer
         weights = [one for one in trainer.model.parameters() if one.requires_grad]
         try:
@@ -244,7 +245,7 @@ def shard_as_accelerate(model: Any, world_size: int, *, mixed: str) -> None:
 
 @contextmanager
 def fake_ranks(world_size: int) -> Iterator[None]:
-    """Make this process rank 0 of a group that exchanges nothing, until the block ends."""
+    """Make this process rank 0 of a default group that exchanges nothing, inside the block."""
     if dist.is_initialized():
         raise ModelError("trace", "ranks are traced by a process that is none: start one without torchrun")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)

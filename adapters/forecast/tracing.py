@@ -2,8 +2,8 @@
 Records the memory that a computation would take: floating-point tensors have sizes and no content,
 and the memory blocks that they would fill are recorded as they are allocated and freed.
 
-Rules: whole numbers and booleans are computed. They are small, and shapes depend on them: the
-samples of a row, the supervised tokens, the grid of an image. A model whose shapes depend on
+Rules: integers and booleans are computed. They are small, and shapes depend on them: the samples of
+a row, the supervised tokens, the grid of an image. A model whose shapes depend on
 floating-point values cannot be traced. Kernels run as on a CPU; their own buffers are not recorded.
 """
 
@@ -84,7 +84,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
             held.resize_ = resize  # type: ignore[method-assign]
 
     def drop_content(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Record a tensor; return it, or if of floating point an empty tensor of its shape."""
+        """Record a tensor and return it, without content if it is of floating point."""
         if tensor.is_floating_point() and not isinstance(tensor, FakeTensor):
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
         self.block_number(tensor)
@@ -101,7 +101,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
 
     def step_trace(self, kinds: Mapping[int, MemoryKind], *, start: int, forward_end: int) -> StepTrace:
         """
-        Return the blocks that were in memory at some time from *start* on.
+        Return the recorded blocks that were in memory at *start* or later.
 
         Args:
             kinds: Number of a block -> its kind, for weights, gradients and optimizer states.
@@ -184,7 +184,7 @@ def _model_place(error: BaseException) -> str:
     return f" in {frames[-1].name} of {Path(frames[-1].filename).name}" if frames else ""
 
 
-def empty_weights(model: torch.nn.Module, tracer: MemoryTracer) -> None:
+def replace_meta_weights(model: torch.nn.Module, tracer: MemoryTracer) -> None:
     """
     Replace a model's weights on the device `meta` by CPU weights without content.
 

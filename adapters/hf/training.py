@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 from transformers import DataCollatorWithPadding, Trainer, default_data_collator
 
-from packplan.adapters.attention.shared_rows import row_group
+from packplan.adapters.attention.shared_rows import new_row_group
 from packplan.adapters.hf.following import ServesPacks, insert_base_class, require_same_rows
 from packplan.adapters.hf.packed_calls import HOOKED, Unpadding
 from packplan.adapters.hf.refusals import refuse_plan_conflicts
@@ -119,7 +119,7 @@ def _unpad_for_loss(trainer: Any, *, row_ranks: int) -> Unpadding:
     model = unwrap(trainer.model)
     if is_bidirectional(model.config):
         raise ModelError("probe", f"{model.config.model_type} reads both ways, but a plan trains what follows")
-    group = row_group(row_ranks, trainer.args.ddp_timeout_delta) if row_ranks > 1 else None
+    group = new_row_group(row_ranks, trainer.args.ddp_timeout_delta) if row_ranks > 1 else None
     default_loss = type(trainer).compute_loss is Trainer.compute_loss
     hooked = (HOOKED[module] for module in model.modules() if module in HOOKED)
     return next(hooked, None) or unpad(model, logits=not default_loss, group=group)

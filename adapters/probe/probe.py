@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from packplan.adapters.attention import NAME, ROWS_NAME, set_attention, takes_grids
-from packplan.adapters.attention.rows import split_states
+from packplan.adapters.attention.rows import run_by_sample
 from packplan.adapters.attention.vision import project_patches
 from packplan.adapters.families import trained_config
 from packplan.adapters.probe.rows import ProbeRow, compare_row, measure_images
@@ -22,10 +22,10 @@ from packplan.adapters.probe.shrink import (
     LONGEST,
     VOCABULARY,
     Trials,
-    describe_place,
+    key_path_text,
+    possible_lengths,
     shrink,
     shrink_by_trial,
-    unknown_places,
 )
 from packplan.adapters.probe.small_model import SmallModels, error_text, hide_warnings
 from packplan.adapters.proof.comparison import Outcome, compare_values, run_alone
@@ -50,7 +50,7 @@ LENGTHS = (33, 3, LONGEST, 51)
 """Tokens of the samples that the probe packs: longer and shorter than windows and kernels."""
 
 _ROUNDS = 4
-"""Most kinds of layers that carry a state."""
+"""Most classes of state-carrying layers that are looked for in a model."""
 
 
 def probe_config(
@@ -90,7 +90,7 @@ class _SmallCopies:
     """Builds a copy with an attention of transformers."""
 
     native: str
-    """The attention of transformers that computes what the model means."""
+    """Attention of transformers that is right for samples alone: sdpa, or else eager."""
 
     limit: float
     """Largest relative difference of packed samples from themselves alone."""
@@ -148,7 +148,7 @@ class _SmallCopies:
         return model
 
     def measure(self, trial: StrategyTrial, split: tuple[str, ...] = ()) -> tuple[Any, ProbeResult, str | None]:
-        """Return a copy that packs, its probe result, and why it may not pack; None if it may."""
+        """Return a copy that packs, its probe result, and the reason against packing, if any."""
         model = self.build_packing_copy(trial, split)
         measured = compare_row(model, self.row, self.alone)
         return model, measured, measured.reason_against_packing(limit=self.limit)
@@ -254,15 +254,15 @@ def split_state_layers(model: Any, row: ProbeRow) -> tuple[str, ...]:
         kind = None if leak is None or leak[1] is None else _class_to_split(model, leak[1].name, found)
         if kind is None:
             break
-        split_states(model, {kind})
+        run_by_sample(model, {kind})
         found.add(kind)
     return tuple(sorted(found))
 
 
 def _class_to_split(model: Any, name: str, found: set[str]) -> str | None:
     """
-    Return the class of a module, or of the one around it if torch has it or it still mixes samples;
-    None for a model.
+    Return the class name of the innermost module around *name* that is neither torch's nor in
+    *found*; None if that is a model.
     """
     module = model.get_submodule(name)
     while type(module).__module__.startswith("torch.") or type(module).__name__ in found:
@@ -289,14 +289,14 @@ _UNREACHED = (
 
 def _find_short_lengths(config: Any, build: Callable[..., Any]) -> Trials:
     """
-    Return new values for numbers that may be lengths and that no rule knows.
+    Return smaller values for numbers of a configuration that may be lengths and that no rule knows.
 
     Raises:
-        ModelError: One of them cannot shrink, and is no size of weights.
+        ModelError: A number cannot shrink, and is no size of weights.
     """
     text = config.get_text_config()
     part = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
-    found = unknown_places(shrink(config.to_dict()), text=part)
+    found = possible_lengths(shrink(config.to_dict()), text=part)
 
     def runs(tried: Trials) -> bool:
         try:
@@ -310,7 +310,7 @@ def _find_short_lengths(config: Any, build: Callable[..., Any]) -> Trials:
     if left:
         model = build(attention="eager", trials=shorter)
         axes = {size for one in (*model.parameters(), *model.buffers()) for size in one.shape}
-        if unreached := [describe_place(place, found[place]) for place in left if found[place] not in axes]:
+        if unreached := [key_path_text(path, found[path]) for path in left if found[path] not in axes]:
             raise ModelError("probe", f"{_UNREACHED}: {', '.join(unreached)}")
     return shorter
 
@@ -321,8 +321,8 @@ def _draw_row(model: Any) -> ProbeRow:
 
 def _try_strategy(copies: _SmallCopies, trial: StrategyTrial, refused: PackingVerdict) -> PackingVerdict:
     """
-    Return the verdict on a strategy; where samples are not apart, layers that carry a state run
-    sample by sample.
+    Return the verdict on a strategy, tried again with layers that carry a state sample by sample if
+    samples are not apart.
     """
     carriers: tuple[str, ...] = ()
     split: tuple[str, ...] = ()

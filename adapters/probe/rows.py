@@ -35,13 +35,13 @@ from packplan.core.equality import ProbeResult
 from packplan.core.errors import ModelError, PackplanError
 
 LOADED_LENGTHS = (17, 3, 29)
-"""Tokens of the samples that a loaded model packs."""
+"""Tokens of the samples in the row that probes a loaded model."""
 
 _SEED = 7
 """Seed of the tokens."""
 
 _IDS = 2000
-"""Ids from here on may belong to images, or to no token."""
+"""First token id that is never drawn: such ids may belong to images, or to no token."""
 
 
 @attrs.frozen(eq=False)
@@ -52,7 +52,7 @@ class ProbeRow:
     """The row as training gives it to the model: positions that restart, and no mask."""
 
     samples: list[Sample]
-    """The samples, with nothing that a packed row needs."""
+    """Each sample as a batch of its own."""
 
     @classmethod
     def draw(cls, model: Any, lengths: Sequence[int], *, ids: Sequence[int]) -> ProbeRow:
@@ -134,7 +134,7 @@ def device_and_precision(model: torch.nn.Module) -> str:
 
 
 def ordinary_ids(config: Any) -> list[int]:
-    """Return the token ids that are the value of no key of the configuration: no special tokens."""
+    """Return token ids to draw from, without the special tokens that a configuration names."""
     parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
     special = {
         value

@@ -5,7 +5,7 @@ Rules go by the names of keys, not by the family. Windows, chunks, blocks and th
 rotary factors change become shorter than the probe's samples, so that the samples reach each
 mechanism. A number of that size under a key that no rule knows is made smaller by trial, if the
 model still runs. One that cannot shrink, and is no size of weights, may carry one sample's state
-beyond the probe's reach. Such a model is refused, and the key named.
+beyond the probe's reach. Such a model is refused by the name of the key.
 """
 
 import copy
@@ -48,13 +48,13 @@ class _Context:
 
     config: Mapping[str, Any]
     layers: int
-    """Layers before."""
+    """Number of layers of the model."""
 
     kept: int
-    """Layers after: the first ones."""
+    """Number of layers of the copy: the first ones."""
 
     fewest: int
-    """Layers after, or those of the part with the fewest if this part has none itself."""
+    """*kept*, or the fewest layers kept of a part if the configuration has none itself."""
 
     head: int
 
@@ -82,7 +82,7 @@ def _exactly(size: float) -> _Rule:
 
 
 def _shrink_key_heads(value: int, context: _Context) -> int:
-    """Return a number of key heads; whether none, some or all query heads share keys stays."""
+    """Return the copy's number of key heads: still one, fewer than query heads, or as many."""
     heads = next((context.config[name] for name in _HEADS if context.config.get(name)), value)
     return 1 if value == 1 else HEADS if value >= heads else HEADS // 2
 
@@ -273,11 +273,11 @@ def _shrink_sections(sections: Sequence[int], half: int) -> list[int]:
     return small
 
 
-Place = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 """Keys, and positions in lists, that lead to a value."""
 
-Trials = Mapping[Place, int]
-"""New values at places of a small copy's configuration."""
+Trials = Mapping[KeyPath, int]
+"""Key path -> value to try there in a small copy's configuration."""
 
 _SHORT = (8, 16, 32)
 """Tokens to try for a length: as few as the model accepts."""
@@ -301,7 +301,7 @@ _NO_SIZES = (
 """Parts of keys whose numbers are no sizes, or that `shrink` handles."""
 
 
-def unknown_places(small: Mapping[str, Any], *, text: str | None) -> dict[Place, int]:
+def possible_lengths(small: Mapping[str, Any], *, text: str | None) -> dict[KeyPath, int]:
     """
     Return the numbers of a small copy's configuration that may be lengths and that no rule knows.
 
@@ -310,50 +310,50 @@ def unknown_places(small: Mapping[str, Any], *, text: str | None) -> dict[Place,
         text: Key of the text model's part; None if there are no parts.
     """
     part = small if text is None else small[text]
-    return dict(_find_places(part, () if text is None else (text,)))
+    return dict(_find_numbers(part, () if text is None else (text,)))
 
 
-def _find_places(value: Any, place: Place) -> Iterator[tuple[Place, int]]:
+def _find_numbers(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, int]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             is_part = isinstance(item, Mapping) and "model_type" in item
             is_known = any(pattern.fullmatch(str(key)) for pattern, _ in _COMPILED)
             if not is_part and not is_known and not any(word in str(key) for word in _NO_SIZES):
-                yield from _find_places(item, (*place, key))
+                yield from _find_numbers(item, (*path, key))
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
-            yield from _find_places(item, (*place, number))
+            yield from _find_numbers(item, (*path, number))
     elif isinstance(value, int) and not isinstance(value, bool) and value > _REACHED:
-        yield place, value
+        yield path, value
 
 
-def shrink_by_trial(places: Sequence[Place], runs: Callable[[Trials], bool]) -> tuple[dict[Place, int], list[Place]]:
+def shrink_by_trial(paths: Sequence[KeyPath], runs: Callable[[Trials], bool]) -> tuple[Trials, list[KeyPath]]:
     """
-    Return new values for the places at which the model still runs, and the places that cannot
+    Return smaller values with which the model still runs, and the paths of numbers that cannot
     shrink.
 
     Args:
-        places: Places of numbers that may be lengths in tokens, such as windows.
+        paths: Key paths of numbers that may be lengths in tokens, such as windows.
         runs: Test of whether a small copy with new values can be built, and computes a sample.
     """
-    together = dict.fromkeys(places, _SHORT[0])
-    if not places or runs(together):
+    together = dict.fromkeys(paths, _SHORT[0])
+    if not paths or runs(together):
         return together, []
     if not runs({}):  # these numbers are not the cause
         return {}, []
-    found: dict[Place, int] = {}
+    found: dict[KeyPath, int] = {}
     left = []
-    for place in places:
-        short = next((size for size in _SHORT if runs({**found, place: size})), None)
+    for path in paths:
+        short = next((size for size in _SHORT if runs({**found, path: size})), None)
         if short is None:
-            left.append(place)
+            left.append(path)
         else:
-            found[place] = short
+            found[path] = short
     return found, left
 
 
 def apply_trials(small: Mapping[str, Any], trials: Trials) -> dict[str, Any]:
-    """Return a configuration with new values at some places."""
+    """Return a configuration with the values of *trials*."""
     changed = copy.deepcopy(dict(small))
     for (*parts, last), size in trials.items():
         part: Any = changed
@@ -363,6 +363,6 @@ def apply_trials(small: Mapping[str, Any], trials: Trials) -> dict[str, Any]:
     return changed
 
 
-def describe_place(place: Place, value: int) -> str:
-    """Return the keys of a place and its number, as text for a message."""
-    return f"{'.'.join(str(key) for key in place if not isinstance(key, int))} ({value:,})"
+def key_path_text(path: KeyPath, value: int) -> str:
+    """Return the keys of a path and the value there, as text for a message."""
+    return f"{'.'.join(str(key) for key in path if not isinstance(key, int))} ({value:,})"

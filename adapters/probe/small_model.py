@@ -20,20 +20,18 @@ from packplan.core.config.run import ModelConfig
 from packplan.core.errors import ConfigError, ModelError
 
 _MAX_WEIGHTS = 20_000_000
-"""More would take minutes to ask."""
+"""Most weights of a small copy: more would take minutes to probe."""
 
 _SEED = 3
-"""Decides the weights."""
+"""Seed of the random weights."""
 
 _PLAIN_STD = 0.05
-"""Weights below are initialised for a wide model; in a narrow one, all scores would be alike."""
+"""Standard deviation below which weights of a narrow model would make all scores alike."""
 
 
 @contextlib.contextmanager
 def hide_warnings() -> Iterator[None]:
-    """
-    Hide warnings of libraries about missing kernels and unusual sizes.
-    """
+    """Hide warnings of libraries about missing kernels and unusual sizes inside the block."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)
     try:
@@ -45,12 +43,12 @@ def hide_warnings() -> Iterator[None]:
 
 
 def error_text(error: Exception) -> str:
-    """Return an error of a library in one line of words."""
+    """Return the class and message of an error as one line of at most 300 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def open_model_config(model: ModelConfig) -> Any:
-    """Return transformers' configuration of a model's folder; ConfigError if it refuses it."""
+    """Return transformers' configuration of a model's folder; ConfigError if it is refused."""
     try:
         return AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code)
     except Exception as error:
@@ -71,7 +69,7 @@ class SmallModels:
     """Whether code beside the configuration may run."""
 
     _outlines: dict[Any, tuple[Any, int]] = attrs.field(factory=dict, init=False)
-    """Number of layers of each kind, and trials -> the configuration, and its number of weights."""
+    """Layers of each kind, and trials -> the small configuration, and its number of weights."""
 
     def build(self, *, attention: str, trials: Trials = MappingProxyType({})) -> Any:
         """

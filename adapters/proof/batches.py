@@ -16,10 +16,10 @@ from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import ArgumentError, counted
 
 _OF_ROWS = ("attention_mask", "cu_seq", "max_length", "max_seq", "seq_idx", "seq_lengths", "num_items_in_batch")
-"""Beginnings of keys that tell a packed row's samples apart, and that a sample alone lacks."""
+"""Beginnings of keys of a packed batch that are left out of a batch of one sample."""
 
 _NUMBERS = MappingProxyType({"seq_idx": 1, "attention_mask": 2})
-"""Keys that number samples -> the value from which they do; a mask of 0 and 1 marks padding."""
+"""Key -> smallest maximum with which it numbers samples; a mask of 0 and 1 marks padding."""
 
 Starts = Sequence[int] | Sequence[Sequence[int]]
 """First token of each sample, or a list of them for each row."""
@@ -65,7 +65,7 @@ class PackedBatch:
     @classmethod
     def read(cls, batch: Mapping[str, Any], starts: Starts | None) -> PackedBatch:
         """
-        Read a batch.
+        Find the samples of a packed batch.
 
         Args:
             batch: Arguments of the model, of packed rows.
@@ -73,7 +73,8 @@ class PackedBatch:
                 positions, each of several rows is a sample.
 
         Raises:
-            ArgumentError: It has no packed rows, or its parts disagree on where samples begin.
+            ArgumentError: The batch has no packed rows, or its tensors disagree on where samples
+                begin.
         """
         inputs = without_labels(batch)
         shape = _read_shape(inputs)
@@ -104,7 +105,7 @@ class PackedBatch:
         Return sample *number* of the rows, as a batch that is not packed.
 
         Raises:
-            ArgumentError: A tensor of the batch is not by tokens, as pixels are not.
+            ArgumentError: A tensor of the batch has no axis of tokens, such as pixels.
         """
         row, span = self.places[number]
         cut: dict[str, Any] = {}
@@ -133,7 +134,7 @@ class PackedBatch:
             alone: A batch of each sample by itself, in the order of the rows; None cuts them out.
 
         Raises:
-            ArgumentError: They are other samples than those of the rows, or cannot be cut out; or
+            ArgumentError: *alone* has other samples than the rows, samples cannot be cut out, or
                 the batch has neither labels nor token ids.
         """
         ids = self.inputs.get("input_ids")
@@ -185,7 +186,7 @@ def _read_shape(inputs: Mapping[str, Any]) -> Shape:
 
 
 def _find_real_tokens(inputs: Mapping[str, Any], shape: Shape) -> torch.Tensor:
-    """Return True where `attention_mask` has no padding; bool of the batch's shape."""
+    """Return the mask of tokens that are not padding; bool of the batch's shape."""
     mask = inputs.get("attention_mask")
     if not isinstance(mask, torch.Tensor) or mask.shape != shape:
         return torch.ones(shape, dtype=torch.bool)
@@ -214,7 +215,7 @@ def _find_begins_by_key(inputs: Mapping[str, Any], shape: Shape) -> Iterator[tup
 
 
 def _mark_starts(starts: Starts, filled: torch.Tensor) -> torch.Tensor:
-    """Return *starts* as a bool mask of the batch's shape; ArgumentError if one is no token."""
+    """Return *starts* as a bool mask of the batch's shape; ArgumentError if one is padding."""
     of_rows: Sequence[Any] = starts if starts and isinstance(starts[0], Sequence) else [starts]
     if len(of_rows) != len(filled):
         raise _error(f"has {len(filled)} rows, but starts are of {len(of_rows)}: give a list for each row")

@@ -44,7 +44,7 @@ def assert_isolated(model: torch.nn.Module, batch: Mapping[str, Any], starts: St
         ModelError: The model has no gradients.
     """
     row = PackedBatch.read(batch, starts)
-    refuse_hidden_weights(model)
+    refuse_sharded_weights(model)
     with evaluation_mode(model), torch.enable_grad():
         leak = first_leak(model, row)
     if leak is None:
@@ -95,7 +95,7 @@ def assert_equal_to_alone(
     _refuse_crossing_labels(row)
     samples = row.samples(alone)
     limit = difference_limit(model) if limit is None else limit
-    refuse_hidden_weights(model)
+    refuse_sharded_weights(model)
     if not any(one.requires_grad for one in model.parameters()):
         raise ModelError("probe", "none of its weights trains (requires_grad), so it has no gradients to compare")
     with evaluation_mode(model), torch.enable_grad():
@@ -118,8 +118,8 @@ def assert_equal_to_alone(
     return apart
 
 
-def refuse_hidden_weights(model: torch.nn.Module) -> None:
-    """Refuse weights of which this process holds nothing, or a part; ModelError names the first."""
+def refuse_sharded_weights(model: torch.nn.Module) -> None:
+    """Raise ModelError for the first weight that this process does not hold in full."""
     for name, weight in model.named_parameters():
         if weight.numel() == 0 or "_flat_param" in name or isinstance(weight, DTensor):
             reason = f"its weight {name} is sharded, as FSDP and ZeRO-3 leave it: ask the model before"

@@ -18,13 +18,13 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 from packplan.adapters.attention.varlen import compute_dtype
 from packplan.adapters.models import Gradients, add_gradients, difference_norms, weight_gradients
 from packplan.adapters.proof.batches import PackedBatch, Sample, Shape, shape_text
-from packplan.adapters.proof.gradients import Watched, watch_embeddings
+from packplan.adapters.proof.gradients import WatchedPass, watch_embeddings
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.equality import EQUALITY_LIMITS, Precision, loss_difference, rounding_limit
 from packplan.core.errors import ModelError
 
 _ENOUGH = 8
-"""Tokens of a sample, of which half is no accident."""
+"""Fewest tokens of a sample whose median difference is compared."""
 
 _TF32 = 2.0**-10
 """Step of float32 products that PyTorch may round for speed."""
@@ -42,13 +42,13 @@ Call = Callable[..., Any]
 
 @attrs.frozen(eq=False)
 class Outcome:
-    """Values, losses and gradients of some samples."""
+    """Logits, losses and gradients of some samples."""
 
     loss: float
     """Sum of the samples' weighted losses."""
 
     gradients: Gradients
-    """Gradients of that sum."""
+    """Gradients of `loss`, the sum."""
 
     norms: float = 0.0
     """Norm of the gradients, or the sum of the norms if samples were computed alone."""
@@ -60,7 +60,7 @@ class Outcome:
     """Mean loss of each sample."""
 
     scale: float = 1.0
-    """Largest logit, whose rounding a loss has too."""
+    """Largest absolute logit: losses inherit its rounding."""
 
 
 @attrs.frozen
@@ -85,9 +85,9 @@ class Comparison:
 
 def watch_pass(
     model: torch.nn.Module, packed: PackedBatch, *, call: Call | None = None
-) -> tuple[Watched, torch.Tensor]:
+) -> tuple[WatchedPass, torch.Tensor]:
     """
-    Compute packed rows, and return their embeddings and logits.
+    Compute packed rows; return the pass with its embeddings, and the logits.
 
     Args:
         model: Model that computes.
@@ -214,11 +214,11 @@ def compare_values(
 
 def token_difference(tokens: torch.Tensor, *, typical: bool) -> float:
     """
-    Return the difference of a sample's worst token, or of its typical one if it has enough.
+    Return the largest difference of a sample's tokens, or the median, which is 0 for few tokens.
 
     Args:
         tokens: Difference of each token; shape (tokens,).
-        typical: Whether rounding may choose other experts, so that single tokens may differ.
+        typical: Take the median, as rounding may choose other experts for single tokens.
     """
     if not bool(tokens.isfinite().all()):
         return math.inf
@@ -236,7 +236,7 @@ def read_logits(output: Any, shape: Shape) -> torch.Tensor:
         shape: Rows, and tokens of each.
 
     Raises:
-        ModelError: There are none.
+        ModelError: The output has no logits of this shape.
     """
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
     if isinstance(logits, tuple) and logits:
@@ -250,7 +250,7 @@ def read_logits(output: Any, shape: Shape) -> torch.Tensor:
 
 
 def compute_precision(model: torch.nn.Module) -> Precision:
-    """Return the precision of a model's products: of autocast inside of it, else of its weights."""
+    """Return the precision of a model's products: that of autocast if on, else of its weights."""
     names: dict[torch.dtype, Precision] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
     return names.get(compute_dtype(next(model.parameters())), "float32")
 
@@ -261,7 +261,7 @@ def difference_limit(model: torch.nn.Module, precision: Precision | None = None,
 
     Args:
         model: Model that computes.
-        precision: Precision of its products; None takes that of the weights.
+        precision: Precision of its products; None takes `compute_precision`.
         experts: Whether rounding may choose other experts, where typical tokens are compared.
     """
     precision = precision or compute_precision(model)
@@ -271,9 +271,9 @@ def difference_limit(model: torch.nn.Module, precision: Precision | None = None,
 
 def experts_may_differ(model: torch.nn.Module) -> bool:
     """
-    Return whether rounding may change the weights that a token passes.
+    Return whether rounding may choose other experts for a token.
 
-    This holds for experts chosen by scores of 16 bits.
+    This holds for scores that are rounded to 16 bits or TF32.
     """
     has_experts = any("expert" in name for name, _ in model.named_modules())
     return has_experts and _rounding_step(compute_precision(model)) >= _TF32

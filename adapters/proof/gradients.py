@@ -1,8 +1,8 @@
 """
 Dependence of results on samples, by gradients with respect to the embeddings of tokens.
 
-A gradient that does not exist is exactly 0, whatever the kernel rounds. So there is no threshold,
-and a result that depends on another sample shows, however little it does.
+Without a path from a sample to a result, the gradient is exactly 0, whatever the kernel rounds. So
+there is no threshold, and the smallest dependence on another sample shows.
 """
 
 from __future__ import annotations
@@ -45,18 +45,16 @@ def view_by_token(value: Any, shape: Shape) -> torch.Tensor | None:
 
 
 @attrs.frozen(eq=False)
-class Result:
-    """A tensor of a forward pass: its place in the graph of gradients, and its shape."""
+class TensorNode:
+    """Node of autograd's graph for a tensor of a forward pass, with the tensor's shape."""
 
     edge: GradientEdge
     example: torch.Tensor
     """Tensor of the same shape, type and device, without memory of its own."""
 
     @classmethod
-    def from_value(cls, value: Any, shape: Shape) -> Result | None:
-        """
-        Return a tensor's `Result`; None if it has no gradient, or not the tokens of the batch.
-        """
+    def from_value(cls, value: Any, shape: Shape) -> TensorNode | None:
+        """Return a tensor's node; None if it has no gradient, or not the tokens of the batch."""
         if view_by_token(value, shape) is None or not value.requires_grad or not value.is_floating_point():
             return None
         return cls(get_gradient_edge(value), value.new_empty(1).expand(value.shape))
@@ -64,19 +62,19 @@ class Result:
 
 @attrs.frozen
 class Reach:
-    """Gradient sizes that show how strongly one sample's result depends on another sample."""
+    """Sizes of gradients by which one sample's result depends on another sample, and on itself."""
 
     reader: int
-    """Sample whose result it is."""
+    """Index of the sample whose result is differentiated."""
 
     source: int
-    """Sample that it depends on most, its own aside."""
+    """Index of the other sample on which the result depends most; *reader* if on none."""
 
     size: float
-    """Largest gradient with respect to that sample."""
+    """Largest gradient with respect to *source*; 0 if it depends on no other sample."""
 
     own: float
-    """Largest gradient with respect to the reader; 0 or not finite if nothing can be said."""
+    """Largest gradient with respect to *reader*; 0 or not finite if nothing can be said."""
 
     @property
     def isolation(self) -> float:
@@ -87,7 +85,7 @@ class Reach:
 
 
 @attrs.frozen(eq=False)
-class Watched:
+class WatchedPass:
     """A forward pass of packed rows whose embeddings are watched."""
 
     packed: PackedBatch
@@ -96,9 +94,9 @@ class Watched:
     """Arguments of the pass; embeddings among them have a gradient."""
 
     sources: list[tuple[GradientEdge, int | None]] = attrs.field(factory=list)
-    """Embeddings of the tokens; pixels, with the one sample that is given them."""
+    """Embeddings of all tokens, with None; pixels, with the index of their sample."""
 
-    def reaches(self, result: Result, readers: Iterable[int] | None = None) -> Iterator[Reach]:
+    def reaches(self, result: TensorNode, readers: Iterable[int] | None = None) -> Iterator[Reach]:
         """
         Yield for each reader the other sample that its part of a result depends on most.
 
@@ -114,7 +112,7 @@ class Watched:
             source = max(others, key=lambda one: math.inf if math.isnan(largest[one]) else largest[one], default=reader)
             yield Reach(reader, source, others.get(source, 0.0), largest[reader])
 
-    def _gradient_sizes(self, result: Result, reader: int, weights: torch.Tensor) -> list[float]:
+    def _gradient_sizes(self, result: TensorNode, reader: int, weights: torch.Tensor) -> list[float]:
         """
         Return the largest gradient of one sample's part of a result at each sample's embeddings.
 
@@ -133,8 +131,8 @@ class Watched:
                 continue
             size = gradient.detach().abs().float()
             if sample is None:
-                view_by_token = self._by_token(size).flatten(2).amax(2).to(sizes)
-                sizes = torch.maximum(sizes, torch.stack([view_by_token[place].max() for place in places]))
+                by_token = self._by_token(size).flatten(2).amax(2).to(sizes)
+                sizes = torch.maximum(sizes, torch.stack([by_token[place].max() for place in places]))
             else:
                 sizes[sample] = torch.maximum(sizes[sample], size.max().to(sizes))
         largest: list[float] = sizes.tolist()
@@ -142,14 +140,14 @@ class Watched:
 
     def _by_token(self, value: torch.Tensor) -> torch.Tensor:
         view = view_by_token(value, self.packed.shape)
-        assert view is not None  # noqa: S101  # a `Result` and its gradient have the tokens
+        assert view is not None  # noqa: S101  # a `TensorNode` and its gradient have the tokens
         return view
 
 
 @contextmanager
-def watch_embeddings(model: torch.nn.Module, packed: PackedBatch) -> Iterator[Watched]:
+def watch_embeddings(model: torch.nn.Module, packed: PackedBatch) -> Iterator[WatchedPass]:
     """Watch the embeddings of a model's next forward pass, of packed rows."""
-    watched = Watched(packed, dict(packed.inputs))
+    watched = WatchedPass(packed, dict(packed.inputs))
 
     def collect(_: Any, __: Any, output: Any) -> Any:
         """Note the output of an embedding layer, made to require a gradient, as a source."""
@@ -169,7 +167,7 @@ def watch_embeddings(model: torch.nn.Module, packed: PackedBatch) -> Iterator[Wa
 
 
 def _embedding_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules that embed token ids, and positions that are looked up."""
+    """Return all `nn.Embedding` modules, and the one that the model names for its inputs."""
     found: list[torch.nn.Module] = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     try:
         own: Any = model.get_input_embeddings()  # type: ignore[operator]  # of transformers' models
@@ -178,7 +176,7 @@ def _embedding_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     return found if own is None or own in found else [*found, own]
 
 
-def logit_reaches(watched: Watched, logits: torch.Tensor, readers: Iterable[int] | None = None) -> Iterator[Reach]:
+def logit_reaches(watched: WatchedPass, logits: torch.Tensor, readers: Iterable[int] | None = None) -> Iterator[Reach]:
     """
     Yield for each reader the other sample that its logits depend on most.
 
@@ -190,7 +188,7 @@ def logit_reaches(watched: Watched, logits: torch.Tensor, readers: Iterable[int]
     Raises:
         ModelError: The logits have no gradient.
     """
-    result = Result.from_value(logits, watched.packed.shape)
+    result = TensorNode.from_value(logits, watched.packed.shape)
     if result is None:
         reason = "its logits have no gradient, so nothing can be said: ask it in a type that trains, not quantised"
         raise ModelError("probe", reason)

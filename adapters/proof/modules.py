@@ -18,7 +18,7 @@ import torch
 
 from packplan.adapters.proof.batches import PackedBatch, Place, Shape
 from packplan.adapters.proof.comparison import watch_pass
-from packplan.adapters.proof.gradients import Reach, Result, logit_reaches, view_by_token, watch_embeddings
+from packplan.adapters.proof.gradients import Reach, TensorNode, logit_reaches, view_by_token, watch_embeddings
 
 C = TypeVar("C")
 
@@ -30,11 +30,10 @@ class NamedModule:
     name: str
     """Empty for the model itself."""
 
-    kind: str
-    """Name of its class."""
+    class_name: str
 
     def __str__(self) -> str:
-        return f"{self.name or 'the model itself'} ({self.kind})"
+        return f"{self.name or 'the model itself'} ({self.class_name})"
 
 
 @attrs.frozen(eq=False)
@@ -110,7 +109,7 @@ def _kept_parts(value: Any, keep: Callable[[Any], Any | None]) -> list[Any]:
 
 def first_mixing_module(model: torch.nn.Module, packed: PackedBatch, reader: int) -> NamedModule | None:
     """
-    Return the first module in which a sample's numbers come to depend on another sample.
+    Return the first module whose output for a sample depends on another sample, unlike its input.
 
     Args:
         model: Model in evaluation mode.
@@ -120,11 +119,11 @@ def first_mixing_module(model: torch.nn.Module, packed: PackedBatch, reader: int
     with (
         torch.enable_grad(),
         watch_embeddings(model, packed) as watched,
-        _record_calls(model, lambda value: Result.from_value(value, packed.shape)) as calls,
+        _record_calls(model, lambda value: TensorNode.from_value(value, packed.shape)) as calls,
     ):
         model(**watched.inputs)
 
-    def mixed(results: Sequence[Result]) -> bool:
+    def mixed(results: Sequence[TensorNode]) -> bool:
         return any(reach.size != 0 for result in results for reach in watched.reaches(result, [reader]))
 
     found = _innermost(calls, lambda call: mixed(call.returned) and not mixed(call.given), lambda call: call.inside)
@@ -181,7 +180,7 @@ def _sample_part(value: Any, *, shape: Shape, place: Place) -> torch.Tensor | No
 
 
 def _differs(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], limit: float) -> bool:
-    """Return whether one of some tensors differs from the expected one by more than a limit."""
+    """Return whether a tensor differs from the expected one by more than *limit*, relatively."""
     if len(found) != len(expected):
         return False  # they cannot be compared
     return any(

@@ -23,13 +23,13 @@ import torch.distributed as dist
 from packplan.adapters.attention.shared_rows import compute_whole_rows
 from packplan.adapters.models import Gradients, replace_attributes, restore_state
 from packplan.adapters.proof.batches import Sample, next_tokens, without_labels
-from packplan.adapters.proof.checks import refuse_hidden_weights
+from packplan.adapters.proof.checks import refuse_sharded_weights
 from packplan.adapters.proof.comparison import Outcome, compare, difference_limit, run_alone
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import ArgumentError, MismatchError, ModelError, counted
 
 _ENGINES = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
-"""Ways of accelerate in which ranks share a model."""
+"""Distributed types of accelerate in which ranks share a model."""
 
 _SHARING = ("tp_size", "cp_size", "sp_size")
 """Settings of accelerate by which ranks share rows."""
@@ -43,10 +43,10 @@ class StepLoss:
     """Loss that the trainer reports; None if it reports none."""
 
     due: float
-    """Mean over the supervised tokens."""
+    """Expected loss: the mean over the supervised tokens."""
 
     gradients: float
-    """Norm of the gradients' difference, over the sum of the norms of the batches' own."""
+    """Norm of the gradients' difference, over the sum of the batches' gradient norms."""
 
     factor: float
     """Scale of the gradients, relative to those of the mean; 1 is right."""
@@ -69,7 +69,7 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
     Args:
         trainer: Trainer of transformers, or a function that computes the gradients of one step and
             returns the loss that it reports, or None.
-        model: Model that a function trains, and gives the labels; None takes the trainer's.
+        model: Model that the function calls with `labels`; None takes the trainer's.
         limit: Largest relative difference. None takes what rounding explains.
 
     Raises:
@@ -84,7 +84,7 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
         fact = "a step needs a trainer of transformers, or a function and its model (model=…)"
         raise ArgumentError("host", f"{fact}, not a {type(trainer).__name__}")
     model = getattr(model, "module", model)
-    refuse_hidden_weights(model)
+    refuse_sharded_weights(model)
     if not any(one.requires_grad for one in model.parameters()):
         raise ModelError("probe", "none of its weights trains (requires_grad), so a step has no gradients")
     if is_trainer:
@@ -236,8 +236,8 @@ def _gather_from_ranks(value: Any) -> list[Any]:
 @contextmanager
 def keep_training_state(model: torch.nn.Module) -> Iterator[None]:
     """
-    Turn dropout off in training too, and restore gradients, buffers, modes and random state at the
-    end.
+    Inside the block, turn dropout off in training too, and start without gradients; at its end,
+    restore gradients, buffers, modes and random state.
     """
     with ExitStack() as stack:
         for weight in model.parameters():

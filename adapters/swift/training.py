@@ -7,7 +7,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from packplan.adapters.attention import NAME
 from packplan.adapters.attention.rows import add_text_row
-from packplan.adapters.attention.shared_rows import row_group
+from packplan.adapters.attention.shared_rows import new_row_group
 from packplan.adapters.hf.following import ServesPacks, insert_base_class, require_same_rows
 from packplan.adapters.hf.packed_calls import Unpadding
 from packplan.adapters.hf.refusals import refuse_plan_conflicts
@@ -46,7 +46,7 @@ def follow_plan(trainer: Any, *, attn_impl: str | None, row_ranks: int) -> Epoch
     digest = packs.facts.digest
     require_same_rows(packs.plan, digest)
     schedule = make_schedule(packs.plan, trainer.args, world_size=count_row_groups(trainer.args.world_size, row_ranks))
-    group = row_group(row_ranks, trainer.args.ddp_timeout_delta) if row_ranks > 1 else None
+    group = new_row_group(row_ranks, trainer.args.ddp_timeout_delta) if row_ranks > 1 else None
     # Heads of other tasks pool each sample of a row, so no logits of tokens can be compared.
     whole = trainer.task_type == "causal_lm" and not (trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled())
     for model in (trainer.model, getattr(trainer, "ref_model", None)):

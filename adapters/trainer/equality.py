@@ -21,7 +21,7 @@ from packplan.adapters.loaders.positions import find_rope_index, parameter_names
 from packplan.adapters.models import evaluation_mode, replace_attributes, weight_gradients
 from packplan.adapters.proof.batches import PackedBatch, Place, Sample, next_tokens, places_by_lengths
 from packplan.adapters.proof.comparison import Outcome, compare, difference_limit, read_outcome, run_alone, watch_pass
-from packplan.adapters.proof.gradients import Watched, logit_reaches
+from packplan.adapters.proof.gradients import WatchedPass, logit_reaches
 from packplan.adapters.samples.media import IMAGES, VIDEOS
 from packplan.adapters.trainer.loader import NORMALISER
 from packplan.adapters.trainer.trainer import PLAIN_LOSS, PlanTrainer, model_inputs
@@ -121,7 +121,7 @@ class PackComparison:
 
     def _run_packed(
         self, collated: dict[str, Any], places: tuple[Place, ...], *, with_gradients: bool
-    ) -> tuple[dict[str, Any], Watched, torch.Tensor]:
+    ) -> tuple[dict[str, Any], WatchedPass, torch.Tensor]:
         """Run the model on a pack; return its inputs, its watched embeddings, and its logits."""
         with torch.set_grad_enabled(with_gradients), self._prepare_pack(collated) as prepared:
             inputs = model_inputs(prepared)

@@ -39,7 +39,7 @@ EXTRAS = MappingProxyType({"ray": "rl", "deepspeed": "deepspeed", "qwen_omni_uti
 
 
 def command_parser(name: str, about: str | None) -> argparse.ArgumentParser:
-    """Return the parser of `packplan NAME`, whose help shows a docstring as it is written."""
+    """Return the parser of `packplan NAME`, whose help begins with *about* as it is written."""
     return argparse.ArgumentParser(
         prog=f"packplan {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -162,7 +162,7 @@ def _flush() -> None:
 
 
 def _report_full_disk(error: OSError) -> int:
-    """Report the output that cannot be written, and return the exit status."""
+    """Print which output cannot be written, and return the exit status."""
     try:
         _flush()
     except OSError as of_output:
@@ -198,7 +198,7 @@ def _print_error(text: str) -> None:
 
 
 def _discard_output(stream: TextIO) -> None:
-    """Discard what a stream has not written yet."""
+    """Send the unwritten output of a stream, and all further output, to the null device."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -227,14 +227,14 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.1f} s"
 
 
-def whole_number(text: str, least: int = 0, most: int | None = None) -> int:
+def parse_number(text: str, least: int = 0, most: int | None = None) -> int:
     """
-    Read a whole number, for argparse.
+    Parse a whole number, for argparse.
 
     Args:
         text: The number as it is typed.
-        least: Smallest number that is taken.
-        most: Largest number that is taken; None for no limit.
+        least: Smallest number that is accepted.
+        most: Largest number that is accepted; None for no limit.
     """
     if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
         bound = f"at least {least}" if most is None else f"at least {least} and at most {most:,}"
@@ -242,26 +242,26 @@ def whole_number(text: str, least: int = 0, most: int | None = None) -> int:
     return int(text)
 
 
-def positive_number(text: str) -> int:
-    """Read a whole number of at least 1, for argparse."""
-    return whole_number(text, least=1)
+def parse_positive(text: str) -> int:
+    """Parse a whole number of at least 1, for argparse."""
+    return parse_number(text, least=1)
 
 
-def world_size(text: str) -> int:
-    """Read a number of ranks, for argparse."""
+def parse_ranks(text: str) -> int:
+    """Parse a number of ranks, for argparse."""
     from packplan.core.lengths import MOST_RANKS
 
-    return whole_number(text, least=1, most=MOST_RANKS)
+    return parse_number(text, least=1, most=MOST_RANKS)
 
 
-def positive_numbers(text: str, number: Callable[[str], int] = positive_number) -> list[int]:
-    """Read several whole numbers of at least 1, with commas between them, for argparse."""
-    return sorted({number(part.strip()) for part in text.split(",")})
+def parse_positives(text: str, parse: Callable[[str], int] = parse_positive) -> list[int]:
+    """Parse whole numbers of at least 1, separated by commas, for argparse; return them sorted."""
+    return sorted({parse(part.strip()) for part in text.split(",")})
 
 
-def world_sizes(text: str) -> list[int]:
-    """Read several numbers of ranks, with commas between them, for argparse."""
-    return positive_numbers(text, world_size)
+def parse_rank_counts(text: str) -> list[int]:
+    """Parse numbers of ranks, separated by commas, for argparse; return them sorted."""
+    return parse_positives(text, parse_ranks)
 
 
 class _LevelFormatter(logging.Formatter):

@@ -1,1 +1,1 @@
-"""`packplan plan`: one module for each of its commands, and what they share."""
+"""`packplan plan`: one module for each of its commands, and the stored splits that they open."""

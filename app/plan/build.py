@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 
 from packplan.adapters.progress import loading_libraries
-from packplan.app.cli.command import add_config_arguments, world_size
+from packplan.app.cli.command import add_config_arguments, parse_ranks
 from packplan.app.planning.log_lines import log_plan, log_schedule, steps_line
 from packplan.app.planning.plan import Ranks, measure_and_plan, plan_epochs
 from packplan.app.planning.schedule import accumulation_of, require_static, split_schedule
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_config_arguments(parser)
     parser.add_argument(
-        "--world-size", type=world_size, metavar="N", help="ranks, row-sharing ones as one (default: those that run)"
+        "--world-size", type=parse_ranks, metavar="N", help="ranks, row-sharing ones as one (default: those that run)"
     )
 
 
@@ -79,7 +79,7 @@ def build(config: RunConfig, group: RankGroup, *, splits: Sequence[Split], world
         world_size: Number of ranks to align for; None takes the size of *group*.
 
     Raises:
-        PackplanError: Something the user can fix, or something stored that is damaged.
+        PackplanError: The run has a fault, or a stored file is damaged.
     """
     ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
     for split in splits:

@@ -19,7 +19,7 @@ from packplan.core.samples.tables import from_tables
 
 def explain_sample(config: RunConfig, opened: StoredSplit, sample: int) -> dict[str, Any]:
     """
-    Return the place of a sample, and the steps that train it.
+    Return a sample, its pack and the steps that train it, as the values of a JSON document.
 
     Args:
         config: The run.
@@ -48,7 +48,7 @@ def explain_sample(config: RunConfig, opened: StoredSplit, sample: int) -> dict[
 
 def explain_pack(config: RunConfig, opened: StoredSplit, pack: int) -> dict[str, Any]:
     """
-    Return the samples of a pack, and the steps that train it.
+    Return a pack, its samples and the steps that train it, as the values of a JSON document.
 
     Args:
         config: The run.
@@ -66,7 +66,7 @@ def explain_pack(config: RunConfig, opened: StoredSplit, pack: int) -> dict[str,
 
 
 def _measured_records(config: RunConfig, opened: StoredSplit) -> FileRecords | None:
-    """Return the open data files of a split; None if absent or of another number of records."""
+    """Return the records of a split; None if they are absent or their number has changed."""
     try:
         records = open_split_records(config, opened.split.name)
     except DataSetError:

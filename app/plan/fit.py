@@ -16,7 +16,7 @@ import numpy as np
 from rich.table import Table
 
 from packplan.adapters.progress import loading_libraries
-from packplan.app.cli.command import add_config_arguments, plain_console, world_size
+from packplan.app.cli.command import add_config_arguments, parse_ranks, plain_console
 from packplan.app.planning.plan import Ranks, measure_and_plan
 from packplan.app.planning.schedule import accumulation_of, require_static, zero_stage
 from packplan.app.planning.split import Split
@@ -79,13 +79,13 @@ class MemoryFit:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_config_arguments(parser)
-    parser.add_argument("--memory", type=memory_amount, metavar="80GiB", help="memory of each rank's device")
-    parser.add_argument("--world-size", type=world_size, metavar="N", help="ranks that train (default: 1)")
+    parser.add_argument("--memory", type=parse_memory, metavar="80GiB", help="memory of each rank's device")
+    parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="ranks that train (default: 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
 
 
-def memory_amount(text: str) -> int:
-    """Read an amount of memory such as `80GiB` as bytes, for argparse."""
+def parse_memory(text: str) -> int:
+    """Parse an amount of memory such as `80GiB` to bytes, for argparse."""
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -127,15 +127,15 @@ def _sharding_of(config: RunConfig) -> ModelSharding:
 
 def forecast(config: RunConfig, *, memory: int | None, ranks: int) -> MemoryFit:
     """
-    Return the memory of a run's step.
+    Plan a run if needed, and return the memory of its training step.
 
     Args:
         config: The run.
-        memory: Bytes of each rank's device; None looks for no longest length.
+        memory: Bytes of each rank's device; None skips the search for the longest packing length.
         ranks: Number of ranks.
 
     Raises:
-        PackplanError: Something the user can fix, or something stored that is damaged.
+        PackplanError: The run has a fault, or a stored file is damaged.
         ModelError: The model cannot be traced.
     """
     sharding: ModelSharding = "ddp" if ranks == 1 else _sharding_of(config)
@@ -190,7 +190,7 @@ def _notes(config: RunConfig) -> list[str]:
 
 
 def _packs_to_trace(train: Split) -> dict[int, list[Any]]:
-    """Return the packs that may need the most memory: pack index -> its encoded samples."""
+    """Return pack index -> encoded samples, of the packs that may need the most memory."""
     table, packs = train.table, train.raw.packs
     names = ("length", "supervised", "patches", "video_patches")
     tokens, supervised, images, videos = (packs.sums(column(table, name).astype(np.int64)) for name in names)

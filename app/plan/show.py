@@ -15,7 +15,7 @@ import attrs
 from rich.console import Console
 from rich.table import Table
 
-from packplan.app.cli.command import add_config_arguments, plain_console, whole_number, world_size
+from packplan.app.cli.command import add_config_arguments, parse_number, parse_ranks, plain_console
 from packplan.app.plan.explain import explain_pack, explain_sample, explanation_lines
 from packplan.app.plan.stored import StoredSplit, open_split, selected_splits
 from packplan.app.planning.log_lines import BOUNDS, source_draws_text
@@ -33,10 +33,10 @@ from packplan.core.inspection import (
 from packplan.core.samples.tables import column, video_totals
 
 SHOWN = 10
-"""Epochs that are printed without --all."""
+"""Most epochs that are printed without --all."""
 
 Figure = tuple[bool, str, str, str]
-"""Whether a figure decides something, as losses, packs and steps do; its name, value and remark."""
+"""Whether a figure is printed without --all; its name, value and remark."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,14 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument("--split", choices=["train", "eval"], help="only this one (default: all that the run has)")
     parser.add_argument(
-        "--world-size", type=world_size, metavar="N", help="ranks, row-sharing ones as one (default: most built for)"
+        "--world-size", type=parse_ranks, metavar="N", help="ranks, row-sharing ones as one (default: most built for)"
     )
     parser.add_argument(
-        "--epoch", type=whole_number, metavar="N", help="where epochs have plans of their own: this one (default: 0)"
+        "--epoch", type=parse_number, metavar="N", help="where epochs have plans of their own: this one (default: 0)"
     )
     one = parser.add_mutually_exclusive_group()
-    one.add_argument("--pack", type=whole_number, metavar="N", help="explain this pack of the plan, from 0")
-    one.add_argument("--sample", type=whole_number, metavar="N", help="explain this sample, from 0")
+    one.add_argument("--pack", type=parse_number, metavar="N", help="explain this pack of the plan, from 0")
+    one.add_argument("--sample", type=parse_number, metavar="N", help="explain this sample, from 0")
     parser.add_argument(
         "--text", action="store_true", help="with --sample: its text as the model gets it, and which of it is trained"
     )

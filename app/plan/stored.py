@@ -65,7 +65,7 @@ def selected_splits(config: RunConfig, split: str | None) -> list[str]:
     return having if split is None else [split]
 
 
-def open_measured(config: RunConfig, split: str) -> tuple[StoredLengths, EpochRecipe | None, Stores]:
+def open_stored_lengths(config: RunConfig, split: str) -> tuple[StoredLengths, EpochRecipe | None, Stores]:
     """
     Return the stored lengths of a split, the recipe of its epochs, and its stores.
 
@@ -75,7 +75,7 @@ def open_measured(config: RunConfig, split: str) -> tuple[StoredLengths, EpochRe
 
     Raises:
         ConfigError: All faults of the mix.
-        NotBuiltError: No lengths are stored, or not all, or those of other sources.
+        NotBuiltError: Lengths are missing, incomplete, or of another number of sources.
     """
     kept = open_stores(config, split)
     lengths, recipe = open_lengths(kept.lengths), epoch_recipe(config, split)
@@ -97,9 +97,10 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
         epoch: Epoch whose plan is shown, where each has its own; None takes the first.
 
     Raises:
-        PackplanError: It is not stored, or damaged, or not for so many ranks or epochs.
+        PackplanError: The split is not stored or is damaged, or has no such number of ranks or
+            epoch.
     """
-    lengths, recipe, kept = open_measured(config, name)
+    lengths, recipe, kept = open_stored_lengths(config, name)
     plans, origin, policy = kept.plans, lengths.origin, split_policy(config, name)
     plan, where = plans.inspect(), str(plans.folder)
     samples = to_epoch_samples(policy, lengths.rows.table, origin.files)
@@ -134,7 +135,7 @@ def _plan_of_epoch(planner: EpochPlanner, stored: StoredPlan, epoch: int, digest
 
     Raises:
         ConfigError: There is no such epoch.
-        NotBuiltError: The epochs were not built, or of another run.
+        NotBuiltError: The epochs were not built, or their plans were other ones.
     """
     if not stored.epochs:
         raise NotBuiltError(where, "holds the plan of one epoch, and no records of the others")

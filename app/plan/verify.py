@@ -19,7 +19,7 @@ import attrs
 import numpy as np
 
 from packplan.adapters.progress import loading_libraries, progress
-from packplan.app.cli.command import add_config_arguments, whole_number
+from packplan.app.cli.command import add_config_arguments, parse_number
 from packplan.app.planning.epochs import EpochPlanner, plan_samples, to_epoch_samples
 from packplan.app.planning.schedule import require_static
 from packplan.app.planning.split import Split
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_config_arguments(parser)
     parser.add_argument(
-        "--samples", type=whole_number, default=0, metavar="K", help="of each split, encoded again (default: none)"
+        "--samples", type=parse_number, default=0, metavar="K", help="of each split, encoded again (default: none)"
     )
     parser.add_argument("--decode", action="store_true", help="read the pixels of every image and frame")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of lines")

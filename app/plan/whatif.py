@@ -12,8 +12,8 @@ import attrs
 from rich.table import Table
 
 from packplan.adapters.progress import progress
-from packplan.app.cli.command import add_config_arguments, plain_console, positive_numbers, world_sizes
-from packplan.app.plan.stored import open_measured
+from packplan.app.cli.command import add_config_arguments, parse_positives, parse_rank_counts, plain_console
+from packplan.app.plan.stored import open_stored_lengths
 from packplan.app.planning.epochs import plan_samples, record_works, to_epoch_samples
 from packplan.app.planning.schedule import require_static, split_schedule
 from packplan.app.planning.split import alignment
@@ -42,7 +42,7 @@ COLUMNS: Mapping[str, Callable[[PlanSummary, ScheduleSummary], str]] = MappingPr
         "imbalance": lambda _, schedule: f"{schedule.work_imbalance:.3f}",
     }
 )
-"""Column of the table -> text of a planned alternative."""
+"""Column of the table -> function from the figures of an alternative to the text of its cell."""
 
 
 @attrs.frozen
@@ -65,11 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_config_arguments(parser)
     parser.add_argument(
-        "--max-length", type=positive_numbers, metavar="N,N", help="template.max_length (default: the run's)"
+        "--max-length", type=parse_positives, metavar="N,N", help="template.max_length (default: the run's)"
     )
     parser.add_argument(
-        "--world-size", type=world_sizes, metavar="N,N", help="ranks, row-sharing ones as one (default: 1, a command's)"
-    )
+        "--world-size", type=parse_rank_counts, metavar="N,N",
+        help="ranks, row-sharing ones as one (default: 1, a command's)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
 
 
@@ -79,7 +80,7 @@ def run(options: argparse.Namespace) -> None:
     require_static(config)
     if not config.training.packing:
         raise ConfigError.for_key("training.packing", "is false: nothing is packed, so there is nothing to vary")
-    lengths, recipe, _ = open_measured(config, "train")
+    lengths, recipe, _ = open_stored_lengths(config, "train")
     if recipe is not None:
         print("train: figures and steps are as if all epochs had the plan of the first", file=sys.stderr)
     for line in stale_inputs(config, lengths):
@@ -88,8 +89,7 @@ def run(options: argparse.Namespace) -> None:
     packing_lengths = options.max_length or [config.packing_length]
     _refuse_other_cuts(lengths, packing_lengths)
     found = _alternatives(config, lengths, packing_lengths, ranks, recipe=recipe)
-    total = len(packing_lengths) * len(ranks)
-    alternatives = list(progress(found, total=total, desc="planning", unit=" combinations"))
+    alternatives = list(progress(found, total=len(packing_lengths) * len(ranks), desc="planning", unit=" combinations"))
     if options.json:
         print(json.dumps({"alternatives": [attrs.asdict(one) for one in alternatives]}, indent=2))
     else:
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _refuse_other_cuts(lengths: StoredLengths, packing_lengths: list[int]) -> None:
-    """Refuse packing lengths that samples were not truncated to: their lengths would differ."""
+    """Raise ConfigError if samples are truncated, and to another length than is planned."""
     cut_to = lengths.origin.key.inputs.get("packing_length")
     if cut_to is not None and packing_lengths != [cut_to]:
         reason = (

@@ -40,7 +40,7 @@ _ENTRY = re.compile(r"(?:.*[/.])?swift[/.]cli[/.](\w+?)(?:\.py)?")
 """Module or file that trains without the program `swift`, as `swift.cli.sft`."""
 
 _PLANNED = ("sft", "pt", "rlhf")
-"""Commands of ms-swift."""
+"""Commands of ms-swift that can be planned."""
 
 _LAUNCHERS = ("accelerate", "deepspeed", "torch.distributed.run", "torchrun")
 """Programs and modules that start ranks."""
@@ -54,8 +54,8 @@ _STEP_ARGUMENTS = (
 
 def require_traceable(config: RunConfig) -> None:
     """
-    Refuse several ranks of torchrun, which one process traces, and a command whose step is not that
-    of a language model on one pack; ConfigError.
+    Raise ConfigError if torchrun started several ranks, or if a command's step is not that of a
+    language model on one pack: one process traces such a step.
     """
     if (started := read_world_size()) > 1:
         raise ConfigError("torchrun", (Fault("", f"starts {started} ranks: use --world-size instead"),))
@@ -121,7 +121,7 @@ def read_command(path: str, words: Sequence[str] = (), *, world_size: int | None
         world_size: See `read_run_or_command`.
 
     Raises:
-        ConfigError: It has faults, or is a run of another kind.
+        ConfigError: The command has faults, or *path* is a YAML.
     """
     config = read_run_or_command(path, words, world_size=world_size)
     if config.command is None:
@@ -135,7 +135,7 @@ def command_ranks(config: RunConfig) -> int | None:
 
 
 def _resolve_command(words: Sequence[str], world_size: int | None) -> RunConfig:
-    """Return a command as ms-swift resolves it."""
+    """Return the run of a command, with its arguments as ms-swift resolves them."""
     if read_world_size() > 1:
         raise ConfigError(COMMAND, (Fault("torchrun", "starts several ranks, but one plans a command: leave it out"),))
     launcher, task, arguments = _split_words(words)
@@ -152,10 +152,8 @@ def _resolve_command(words: Sequence[str], world_size: int | None) -> RunConfig:
 
 def _split_words(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
     """
-    Return the launcher's words, the command of ms-swift, as `sft`, and its arguments.
-
-    Raises:
-        ConfigError: There is none, or it is not planned.
+    Return the words of the launcher, the name of ms-swift's command, such as `sft`, and its
+    arguments; ConfigError if *words* name no command that can be planned.
     """
     for at, (word, following) in enumerate(pairwise([*words, ""])):
         entry = _ENTRY.fullmatch(word)
@@ -171,11 +169,11 @@ def _split_words(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
 
 def _started_ranks(launcher: Sequence[str], *, is_swift: bool) -> int:
     """
-    Return the ranks that a command starts; ConfigError where a launcher starts them.
+    Return the number of ranks that a command starts; ConfigError if a launcher starts them.
 
     Args:
         launcher: Words before ms-swift's own.
-        is_swift: Whether the program `swift` follows, which starts torchrun where variables say so.
+        is_swift: Whether the program `swift` follows, which reads NPROC_PER_NODE and NNODES.
     """
     if starters := {*_LAUNCHERS} & {Path(word).name for word in launcher}:
         reason = "starts ranks: give their number by --world-size, before the command"

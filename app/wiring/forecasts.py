@@ -50,12 +50,12 @@ _NOT_TRACED = (
 
 
 def traced_run(config: RunConfig) -> RunConfig:
-    """Return a run with the settings by which its step is traced on this machine's CPU."""
+    """Return a run with settings that let its step be traced on this machine's CPU."""
     settings: Mapping[str, Any] = config.training.trainer
     kept = {name: value for name, value in settings.items() if name not in _NOT_TRACED}
-    # Both halves have the same size.
+    # bfloat16 and float16 have the same size.
     kept |= {"bf16": bool(settings.get("bf16") or settings.get("fp16")), "use_cpu": True, "report_to": []}
-    # What flash attention holds is what ours holds.
+    # Varlen attention keeps the same tensors as flash attention.
     model = attrs.evolve(config.model, quant_method=None)
     if "flash" in model.attn_impl:
         model = attrs.evolve(model, attn_impl="auto")
@@ -80,8 +80,8 @@ def open_step_tracer(
         config: The run.
         samples: Samples of `train`.
         attention: Attention that was decided for `traced_run(config)`.
-        sharding: Way in which ranks share the model.
-        world_size: Ranks.
+        sharding: Sharding of the model over the ranks.
+        world_size: Number of ranks.
         accumulates: Whether a step has several microbatches.
 
     Raises:
@@ -105,13 +105,13 @@ def open_step_tracer(
 
 
 _MAX_EVAL_PACKS = 8
-"""Packs of each rank that are evaluated, at most."""
+"""Most packs of each rank that are evaluated."""
 
 
 def timed_run(config: RunConfig) -> RunConfig:
     """
     Return a run that starts from the beginning, evaluates and saves at its last step alone, and
-    logs each step or none: the accuracy of tokens is computed where a step is logged.
+    logs each step or none: a logged step takes longer, as it computes the accuracy of tokens.
     """
     training, end = config.training, 10**9
     evaluates = bool(config.custom.val_jsonl) and training.trainer.get("eval_strategy") != "no"
@@ -137,8 +137,8 @@ def forecast_time(
     config: RunConfig, trainer: PlanTrainer, splits: Mapping[str, Split], group: RankGroup
 ) -> RunForecast:
     """
-    Time steps of a run, and return the forecast of all of it. Every rank calls this; the trainer is
-    of no use afterwards.
+    Time steps of a run, and return the forecast of the whole run. Every rank calls this, and cannot
+    use the trainer afterwards.
 
     Args:
         config: The run.
@@ -164,11 +164,11 @@ def forecast_time(
 
 def evaluation_terms(config: RunConfig, planned: Split) -> StepTerms:
     """
-    Return the terms of an evaluation, as those of one step: ranks wait for each other at its end.
+    Return the FLOPs of an evaluation as of one step: ranks wait for each other only at its end.
 
     Args:
         config: The run.
-        planned: Split that is evaluated.
+        planned: Split that is evaluated, with its plan.
     """
     schedule = split_schedule(config, "eval", planned.aligned)
     whole = attrs.evolve(schedule, gradient_accumulation_steps=schedule.batches_per_epoch)
@@ -211,7 +211,7 @@ def time_packs(
     )  # fmt: skip
     forward = None if evaluated is None else evaluation_terms(config, evaluated)
     with _temporary_output(trainer, group):
-        return measure_steps(trainer, terms, evaluated=forward, clock=clock)
+        return measure_steps(trainer, terms, evaluation_terms=forward, clock=clock)
 
 
 def stats_of_packs(train: Split, packs: Packs) -> PackStats:

@@ -40,15 +40,15 @@ def installed_keys() -> dict[str, TrainerKey]:
 
 def train(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
     """
-    Train as the run says, save the policy to its output folder, and return the trainer. Ranks have
-    met: TRL's trainer finds their group.
+    Train a run, save the policy to its output folder, and return the trainer. The ranks' process
+    group has to be open, for TRL's trainer uses it.
 
     Args:
         config: The run.
         quiet: Whether no progress is shown.
 
     Raises:
-        ConfigError: TRL refuses a setting, or a function of rewards fails.
+        ConfigError: TRL refuses a setting, or a reward function fails.
         RecordError: A record cannot become a prompt.
     """
     folder, checkpoint = config.training.output_dir, config.grpo.get("resume_from_checkpoint")
@@ -77,7 +77,7 @@ def open_trainer(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
         quiet: Whether no progress is shown.
 
     Raises:
-        ConfigError: TRL refuses a setting, or a function of rewards cannot be found.
+        ConfigError: TRL refuses a setting, or a reward function cannot be found.
     """
     packing, dynamic = config.policy.sequence_packing, config.policy.dynamic_batching
     model, names = config.model, config.grpo["reward_funcs"]
@@ -117,7 +117,7 @@ def open_trainer(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
 
 
 def _arguments(config: RlConfig, *, quiet: bool) -> dict[str, Any]:
-    """Return the arguments of `GRPOConfig`: what `grpo.` says, over what follows from the run."""
+    """Return the arguments of `GRPOConfig`: the keys of `grpo.`, and defaults from the run."""
     others = (*_ADAPTER_PREFIXES, "reward_funcs")
     given = {name: value for name, value in config.grpo.items() if not name.startswith(others)}
     model, on_cpu = config.model, not torch.cuda.is_available()
@@ -154,7 +154,7 @@ def _open_prompts(config: RlConfig, files: tuple[str, ...], processor: Any) -> P
 
 
 def _load_reward(name: str) -> Callable[..., Any]:
-    """Return a function of rewards; ConfigError if there is none, or where it fails."""
+    """Return the reward function `module:name`; ConfigError if it is missing, or when it fails."""
     key = "grpo.reward_funcs"
     try:
         found = pkgutil.resolve_name(name)

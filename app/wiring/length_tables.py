@@ -23,15 +23,14 @@ log = logging.getLogger(__name__)
 
 
 NO_LIMIT = 2**31 - 1
-"""Packing length of samples that are measured for no run; an input of lengths only where samples
-are truncated."""
+"""Packing length for measuring without a run; lengths depend on it only if truncated."""
 
 
 def run_to_measure(
     data: Sequence[str], output: Path, *, model: str | None, path: str | None, overrides: Sequence[str]
 ) -> RunConfig:
     """
-    Return the run that measures data, and trains nothing; its artefacts are in `store_folder`.
+    Return a run for measuring data without training; its artefacts are in `store_folder`.
 
     Args:
         data: Data files; empty where a YAML names them.
@@ -63,12 +62,12 @@ def run_to_measure(
 
 
 def store_folder(output: Path) -> Path:
-    """Return the folder that keeps measurements until the table is written."""
+    """Return the folder that keeps measurements until the table *output* is written."""
     return output.with_name(f"{output.name}.measuring")
 
 
 def require_table(output: Path) -> None:
-    """Refuse an output that is no table of lengths and exists, or has no folder; ConfigError."""
+    """Raise ConfigError if *output* is another file than a table of lengths, or has no folder."""
     if not output.parent.is_dir():
         raise ConfigError.for_key("--output", f"is {output}, whose folder does not exist: make it")
     if output.exists():
@@ -78,7 +77,7 @@ def require_table(output: Path) -> None:
 
 @contextlib.contextmanager
 def name_output_errors(output: Path) -> Iterator[None]:
-    """Raise ConfigError by --output where the table, or measurements kept for it, are stale."""
+    """Turn StaleError of the table, or of measurements kept for it, to ConfigError by --output."""
     try:
         yield
     except StaleError as error:
@@ -90,16 +89,16 @@ def name_output_errors(output: Path) -> Iterator[None]:
 
 def open_table(path: str | Path | None, source: LengthSource, *, key: str = "custom.lengths") -> KnownTable | None:
     """
-    Return the table of known lengths that a run names, if it does.
+    Return the table of known lengths at *path*; None without a path.
 
     Args:
         path: The table; None without one.
-        source: Samples, whose lengths it has to hold.
-        key: Key or option that names it.
+        source: Samples whose lengths the table has to hold.
+        key: Key or option that names the table.
 
     Raises:
         ConfigError: The table cannot be read.
-        StaleError: It was measured from other inputs.
+        StaleError: The table was measured from other inputs.
     """
     if path is None:
         return None
@@ -117,7 +116,7 @@ def open_table(path: str | Path | None, source: LengthSource, *, key: str = "cus
 
 @contextlib.contextmanager
 def _name_key_errors(key: str, remedy: str = "") -> Iterator[None]:
-    """Raise ConfigError by *key*, which names the table, where a table cannot be used."""
+    """Turn ArgumentError to ConfigError by *key*, which names a table."""
     try:
         yield
     except ArgumentError as error:

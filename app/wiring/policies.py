@@ -19,8 +19,8 @@ from packplan.core.work.model import WorkModel
 
 def split_policy(config: RunConfig, split: str) -> PlanPolicy:
     """
-    Return the policy by which a run plans its split `train` or `eval`, with its model's work if its
-    packs depend on that.
+    Return the policy by which a run plans its split `train` or `eval`, with the model's work if the
+    packing algorithm takes it.
     """
     uses_works = config.training.packing and "works" in ALGORITHMS[config.training.packing_algorithm].takes
     return plan_policy(config, split, work=trained_work(config)[0] if uses_works else None)
@@ -28,7 +28,7 @@ def split_policy(config: RunConfig, split: str) -> PlanPolicy:
 
 def trained_work(config: RunConfig) -> tuple[WorkModel, str | None]:
     """
-    Return the work of a run's model, forward and backward, and the reason if it is estimated.
+    Return the work of a run's model, forward and backward, and why it is estimated, if it is.
     """
     model, estimated = _model_work(config)
     training = config.training
@@ -41,7 +41,7 @@ def trained_work(config: RunConfig) -> tuple[WorkModel, str | None]:
 
 
 def _model_work(config: RunConfig) -> tuple[WorkModel, str | None]:
-    """Return the work of the model's forward pass, and the reason if it is estimated."""
+    """Return the work of the model's forward pass, and why it is estimated, if it is."""
     try:
         sizes = config_content(config.model)
     except ConfigError as error:

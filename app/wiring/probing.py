@@ -48,10 +48,10 @@ def probe_backends(
     path: Path, *, dtype: Precision | None, device: str | None, trust_remote_code: bool
 ) -> Iterator[BackendProbe]:
     """
-    Yield the result under each attention; that of `auto`, which a run takes, is the first.
+    Yield the result under each attention, first under `auto`, which a run takes by default.
 
     Args:
-        path: Folder or config.json.
+        path: Folder of the model, or its config.json.
         dtype: Type to compute in; None takes float32.
         device: Device to compute on. None takes the CPU, and a GPU for what runs there alone.
         trust_remote_code: Whether code beside the configuration may run.

@@ -1,5 +1,5 @@
 """
-The ranks of a run, whether all were given the same, and the folder that one run at a time trains
+The ranks of a run, the comparison of their settings, and the lock on the folder that the run trains
 into.
 """
 
@@ -38,18 +38,17 @@ def join_ranks(
     config: RunConfig, *, use_cpu: bool = False, options: Mapping[str, Any] = MappingProxyType({})
 ) -> Iterator[RankGroup]:
     """
-    Join the ranks that torchrun's environment describes, or be the only one, and leave them at the
-    end; before anything else depends on it, compare what each of them was given.
+    Join the ranks of torchrun's environment, if there are several, compare their configurations,
+    options and versions, and leave at the end.
 
     Args:
         config: The run.
-        use_cpu: Meet on the CPU, wherever the run trains.
+        use_cpu: Use a process group on the CPU, wherever the run trains.
         options: Options of the command line that decide what ranks do together.
 
     Raises:
-        ConfigError: The environment does not describe them.
-        RunError: They cannot meet, or have other configurations, options or versions; on all of
-            them.
+        ConfigError: The environment is incomplete, or contradicts itself.
+        RunError: The ranks cannot meet, or differ; raised on all ranks.
     """
     given = {}
     if read_world_size() > 1:
@@ -67,11 +66,11 @@ def open_rank_group(settings: Mapping[str, Any], *, use_cpu: bool = False) -> It
     Join the ranks of torchrun's environment, if there are several, and leave them at the end.
 
     Args:
-        settings: Those of the trainer, with `use_cpu` and `ddp_timeout`.
-        use_cpu: Meet on the CPU, whatever the settings say.
+        settings: Settings of the trainer, with `use_cpu` and `ddp_timeout`.
+        use_cpu: Use a process group on the CPU, whatever the settings say.
 
     Raises:
-        RunError: They cannot meet.
+        RunError: The ranks cannot meet.
     """
     group: RankGroup = OneRank()
     if read_world_size() > 1:
@@ -100,8 +99,8 @@ def _rank_values(config: RunConfig, options: Mapping[str, Any]) -> dict[str, str
 
 def read_settings_files(config: RunConfig) -> dict[str, Any]:
     """
-    Return the content of the files of settings that a run names; the trainer refuses those that
-    cannot be read.
+    Return the content of the settings files and mixes that a run names, by key. Settings files that
+    cannot be read are left out: the trainer refuses them.
     """
     found: dict[str, Any] = {}
     for key in SETTINGS_FILES:
@@ -132,7 +131,7 @@ def require_same_run(group: RankGroup, values: Mapping[str, str]) -> None:
         values: Text by key, of this rank.
 
     Raises:
-        RunError: A rank has others; on all of them. The text of rank 0 lists the differences.
+        RunError: Values differ; raised on all ranks, with the list of differences on rank 0.
     """
     if group.world_size == 1:
         return
@@ -152,7 +151,7 @@ def require_same_weights(group: RankGroup, model: torch.nn.Module) -> None:
     Compare all weights of a model between ranks that each hold all of it; every rank calls this.
 
     Raises:
-        RunError: A rank has others; on all of them.
+        RunError: Weights differ; raised on all ranks.
     """
     if group.world_size == 1:
         return
@@ -173,8 +172,8 @@ def lock_output(config: RunConfig, group: RankGroup, *, key: str = "training.out
         key: Key that names the folder.
 
     Raises:
-        ConfigError: Another run does so now, and both would write the same checkpoints.
-        OutputError: The folder cannot be written. Ranks beside the first raise ConfigError.
+        ConfigError: Another run trains into the folder now.
+        OutputError: Rank 0 cannot write the folder; the other ranks raise ConfigError.
     """
     folder = Path(config.training.output_dir)
     failure: UserError | None = None

@@ -41,7 +41,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def read_rl_config(path: str | Path, overrides: Sequence[str] = ()) -> RlConfig:
-    """Read the YAML of a run of reinforcement learning, as `read_config` does."""
+    """Read the YAML of a run of reinforcement learning; see `read_config`."""
     keys = read_key_table(GRPO_KEYS_FILE)
     if keys is None:
         from packplan.app.wiring.grpo import installed_keys
@@ -51,7 +51,7 @@ def read_rl_config(path: str | Path, overrides: Sequence[str] = ()) -> RlConfig:
 
 
 def trainer_keys(table: Path = SFT_KEYS_FILE) -> Mapping[str, TrainerKey]:
-    """Return the settings that `training.` passes on to the installed ms-swift."""
+    """Return the keys of `training.` that are passed on to the installed ms-swift."""
     keys = read_key_table(table)
     if keys is None:
         # Of another version than the table: its own keys take seconds to import.
@@ -79,7 +79,7 @@ def resolve_inputs(config: Run) -> Run:
 
 
 def _copy_remote_data(custom: CustomConfig, cache: Path, run: str) -> CustomConfig:
-    """Return the data of a run, those at URLs as copies on this machine."""
+    """Return *custom* with the data at URLs replaced by copies on this machine."""
     copies, faults = {}, []
     for key in ("train_jsonl", "val_jsonl"):
         for name in filter(is_url, getattr(custom, key)):
@@ -133,15 +133,15 @@ def share_refusals() -> Iterator[None]:
 
 def require_inputs(config: RunConfig, *, loads: bool = False) -> None:
     """
-    Refuse a model or data that do not exist, before libraries are imported that take seconds.
-    ms-swift has found those of a command.
+    Raise ConfigError if the model or data do not exist, before slow libraries are imported. A
+    command's are not checked: ms-swift has found them.
 
     Args:
         config: The run.
-        loads: Whether the model is loaded: its weights have to be whole.
+        loads: Whether the model will be loaded, so that all its weights have to be there.
 
     Raises:
-        ConfigError: All that is not there.
+        ConfigError: All missing inputs.
     """
     if config.command is not None:
         return
@@ -157,7 +157,7 @@ def require_inputs(config: RunConfig, *, loads: bool = False) -> None:
 
 
 def _mix_faults(path: str) -> list[Fault]:
-    """Return the faults of the files of a mix, each by its key; else of all of them together."""
+    """Return the faults of single files of a mix, by their keys; else of all files together."""
     key, keys = "custom.fusion_config", load_mixes(path).file_keys
     alone = [Fault(f"{key}.{own}", reason) for file, own in keys.items() for reason in file_faults((file,))]
     return alone or [Fault(key, reason) for reason in file_faults(keys)]

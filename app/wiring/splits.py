@@ -64,18 +64,18 @@ def open_encoders(config: RunConfig) -> dict[str, SwiftEncoder]:
 
 
 def _log_records(split: str, encoder: SwiftEncoder) -> None:
-    """Log the shapes of records."""
+    """Log the shape of the records of each data file."""
     for one in encoder.data_files():
         log.info("%s: %s has records of the shape %s", split, one.file, one.shape)
 
 
 def export_rows(splits: Iterable[Split], folder: Path) -> dict[str, int]:
     """
-    Write the rows of a command of ms-swift that are samples, with their lengths; return their
-    number by split.
+    Write the rows of a command of ms-swift that are samples, with their lengths; return the number
+    of rows written of each split.
 
     Args:
-        splits: The rows, measured.
+        splits: Measured splits of the command.
         folder: Folder to make.
     """
     exported = {}

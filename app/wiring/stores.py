@@ -1,4 +1,4 @@
-"""Stores of a run on disk: of its splits, of files that commands write, of its output folder."""
+"""Folders, stores and data files of a run on disk, and new files that commands write."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from packplan.core.errors import ConfigError
 
 
 def artefacts_folder(output_dir: str | Path) -> Path:
-    """Return the folder of what is measured, planned and found for a run: in it, one per split."""
+    """Return the folder of a run's verdicts, with a folder in it for each split's artefacts."""
     return Path(output_dir) / "static_packing"
 
 
@@ -33,15 +33,15 @@ def records_cache(config: RunConfig) -> Path:
 
 def open_split_records(config: RunConfig, split: str) -> FileRecords:
     """
-    Open the data files of a split, to count its records or say where they stand; DataSetError if
-    one cannot be read.
+    Open the data files of a split, to count or locate its records; DataSetError if a file cannot be
+    read.
     """
     paths = config.custom.train_jsonl if split == "train" else config.custom.val_jsonl
     return open_records(paths, cache=records_cache(config))
 
 
 def write_new_file(path: Path, text: str) -> None:
-    """Write the file of --output; ConfigError if another text is there."""
+    """Write the file of --output; ConfigError if it exists with another content."""
     if path.exists() and (not path.is_file() or path.read_text(encoding="utf-8") != text):
         raise ConfigError.for_key("--output", f"{path} exists and holds something else: name another file or remove it")
     files.write_bytes(path, text.encode())

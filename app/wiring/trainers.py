@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 from transformers.utils.logging import disable_progress_bar
 
-from packplan.adapters.attention.shared_rows import row_group, share_rows
+from packplan.adapters.attention.shared_rows import new_row_group, share_rows
 from packplan.adapters.loaders.batches import PackBatches
 from packplan.adapters.model_folder import PROCESSING_FILES, model_file_facts
 from packplan.adapters.samples.encoder import SwiftEncoder
@@ -76,12 +76,12 @@ def open_checkpoint(
         config: The run.
         group: All ranks.
         kind: Class of the resume state: of a plan, or of a stream.
-        differences: Function of a resume state that returns what makes its run another one; None
-            compares model, loss and settings, which are known before the plan.
+        differences: Function from a resume state to its differences from this run; None compares
+            model, loss and settings, which are known before the plan.
 
     Raises:
         ConfigError: There is no such checkpoint, or it is damaged.
-        StaleError: It is of another run.
+        StaleError: The checkpoint is of another run.
         RunError: Ranks have other checkpoints.
     """
     training = config.training
@@ -117,7 +117,7 @@ def identity_of(config: RunConfig) -> RunIdentity:
 
 def resume_facts(config: RunConfig, train: Split) -> dict[str, Any]:
     """
-    Return the fields of a resume state that say which plan, data and settings a run trains.
+    Return the fields of a resume state by which it is known to be of this run's plan and data.
 
     Args:
         config: The run.
@@ -141,7 +141,7 @@ def open_arguments(config: RunConfig, *, world_size: int) -> TrainingArguments:
         world_size: Ranks, or groups of ranks that share rows.
 
     Raises:
-        ArgumentError: The ranks cannot realise the effective batch size.
+        ArgumentError: The effective batch size is impossible with this number of ranks.
         ConfigError: ms-swift refuses a setting, or the trainer could not use it later.
     """
     accumulation = accumulation_of(config, world_size=world_size)
@@ -159,7 +159,7 @@ def _open_model(
     attention: AttentionChoice,
 ) -> tuple[Any, Any]:
     """
-    Load the model, and tell the template of it; RunError if ranks have other weights.
+    Load and prepare the model; return its template, which holds it too, and the model.
     """
     template = samples.template
     log.info("attention: %s", attention)
@@ -169,7 +169,7 @@ def _open_model(
     if not shards_weights(arguments):
         require_same_weights(group, model)
     if config.training.sequence_parallel_size > 1:
-        share_rows(model, row_group(config.training.sequence_parallel_size, arguments.ddp_timeout_delta))
+        share_rows(model, new_row_group(config.training.sequence_parallel_size, arguments.ddp_timeout_delta))
     if config.training.packing and attention.verdict is not None:
         probe_loaded_model(config, model, attention.verdict, whole=not shards_weights(arguments), keep=group.rank == 0)
     template.model = plain_model(model)
@@ -185,7 +185,7 @@ def use_tower_in_each_batch(model: Any, template: Any, arguments: TrainingArgume
     Let ranks that share a model's weights or gradients use all of its vision tower in every batch.
 
     Args:
-        model: Ready to train.
+        model: Model that is ready to train.
         template: Template of the model.
         arguments: Settings of the trainer.
 
@@ -224,7 +224,7 @@ def build_trainer(
         schedule: Order of the packs of `train`.
         attention: Attention of the run.
         group: The ranks.
-        resumes_from: Folder of the checkpoint that it goes on from.
+        resumes_from: Folder of the checkpoint to resume from; None starts from the beginning.
     """
     train, row_ranks = splits["train"], config.training.sequence_parallel_size
     template, model = _open_model(config, arguments, train.encoder, group, attention)
@@ -244,12 +244,12 @@ def build_trainer(
 
 
 def _eval_dataset(split: Split | None) -> PackedDataset | None:
-    """Return the packs that are evaluated; None without any, or where nothing is supervised."""
+    """Return the packs of evaluation; None without a split, or without supervised tokens."""
     return None if split is None or not split.is_supervised else _packed_dataset(split)
 
 
 def _packed_dataset(split: Split, *, epoch: int = 0) -> PackedDataset:
-    """Return the packs of a planned split, those of *epoch* until another one begins."""
+    """Return the packs of a planned split, which begins with those of *epoch*."""
     dataset = PackedDataset(split.encoder, split.packs_of, split.table, packed=split.policy.packing)
     dataset.set_epoch(epoch)
     return dataset
@@ -262,7 +262,7 @@ def open_stream_start(
     Return the progress at which a stream starts, of all ranks and of this one.
 
     Args:
-        checkpoint: To resume from; None starts from the beginning.
+        checkpoint: Checkpoint to resume from; None starts from the beginning.
         group: All ranks.
         arguments: Settings of the trainer.
     """
@@ -299,7 +299,7 @@ def build_stream_trainer(
         order: Order of the samples of `train` in an epoch.
         start: Progress to start at, of all ranks and of this one.
         resume_state: Function that makes the resume state of a checkpoint.
-        resumes_from: Folder of the checkpoint that it goes on from.
+        resumes_from: Folder of the checkpoint to resume from; None starts from the beginning.
     """
     training, encoder = config.training, splits["train"].encoder
     template, model = _open_model(config, arguments, encoder, group, attention)

@@ -1,8 +1,8 @@
 """
-Verdict on a run's model, whether its samples may share packs, and the attention that follows.
+Verdict on whether samples may share packs of a run's model, and the run's attention by it.
 
 The model is probed as a small copy, and once more when it is loaded. A verdict is stored beside the
-plans under all that it depends on.
+plans, by a fingerprint of everything that it depends on.
 """
 
 import logging
@@ -42,7 +42,7 @@ def decide_attention(config: RunConfig, *, isolated: bool) -> AttentionChoice:
             see each other.
 
     Raises:
-        ModelError: The run cannot take the one that `model.attn_impl` names, or it is refused.
+        ModelError: The attention of `model.attn_impl` cannot be used, or is refused.
         ConfigError: The model's folder does not say what it is.
     """
     on_cpu = runs_on_cpu(config.training.trainer)
@@ -58,11 +58,11 @@ def decide_attention(config: RunConfig, *, isolated: bool) -> AttentionChoice:
 
 def require_packing_model(config: RunConfig) -> PackingVerdict | None:
     """
-    Refuse a model that may not pack, or an attention that is not installed, before hours of
-    measuring, and return the verdict on the model.
+    Return the verdict on a run's model; ModelError if it may not pack, or if its attention is not
+    installed. So hours of measuring are not wasted.
 
-    It is None where no model is probed: nothing is packed, the attention needs a GPU that is not
-    here, or ms-swift trains, whose plugin probes the model.
+    The verdict is None if no model is probed: nothing is packed, the attention needs a GPU that is
+    not here, or ms-swift trains, whose plugin probes the model.
     """
     if config.command is not None or not config.training.packing:
         return None
@@ -101,7 +101,7 @@ def probe_loaded_model(config: RunConfig, model: Any, verdict: PackingVerdict, *
 
     Args:
         config: The run.
-        model: Ready to train.
+        model: Model that is ready to train.
         verdict: Verdict on its small copy.
         whole: Whether this rank holds all weights.
         keep: Whether this rank keeps the verdict.
@@ -134,7 +134,7 @@ def _attention(config: RunConfig, verdict: PackingVerdict | None, *, on_cpu: boo
 
 
 def _refuse_leak(config: RunConfig, attention: AttentionChoice) -> None:
-    """Raise ModelError if samples of a pack might see each other, or it does not run here."""
+    """Raise ModelError if an attention might mix samples of a pack, or does not run here."""
     if attention.leak is not None:
         verdict = attention.verdict
         model_type = config_model_type(config.model) if verdict is None else verdict.model_type
@@ -143,8 +143,8 @@ def _refuse_leak(config: RunConfig, attention: AttentionChoice) -> None:
 
 def needs_verdict(config: RunConfig) -> bool:
     """
-    Return whether the model has to be probed: samples share packs, or the attention follows from
-    it. The plugin probes that of a command.
+    Return whether a run's model has to be probed here: it packs, or its attention depends on the
+    verdict. For a command, the plugin probes.
     """
     return config.command is None and (config.training.packing or config.model.attn_impl in (AUTO, VARLEN))
 

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from packplan.adapters.attention import NAME, set_attention
-from packplan.adapters.attention.rows import read_row, split_states
+from packplan.adapters.attention.rows import read_row, run_by_sample
 from packplan.adapters.probe import rows
 from packplan.adapters.probe.probe import probe_config
 from packplan.adapters.probe.rows import measure_images, probe_loaded
@@ -377,7 +377,7 @@ def test_a_row_is_read_off_positions_that_restart(lengths, four_rows):
     row = read_row(positions.expand(4, 1, -1) if four_rows else positions)
 
     assert tuple(lengths) == row.lengths
-    assert [sum(lengths[:i]) for i, length in enumerate(lengths) for _ in range(length)] == row.first.tolist()
+    assert [sum(lengths[:i]) for i, length in enumerate(lengths) for _ in range(length)] == row.starts_by_token.tolist()
     assert read_row(positions.expand(3, 1, -1), torch.ones(1, 1)) is read_row(positions.expand(2, -1)) is None
     with pytest.raises(PackplanError, match="lack their first row"):
         read_row(positions.expand(3, 1, -1))
@@ -408,7 +408,7 @@ def test_layers_that_are_computed_again_have_the_row_of_their_own_forward_pass()
 def test_what_lost_its_row_is_an_error():
     """A split layer outside of its model, and a forward pass put back: both would leak."""
     layer = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    split_states(layer, ["Linear"])
+    run_by_sample(layer, ["Linear"])
     model = SmallModels(default_config("gpt_oss")).build(attention="eager")
     set_attention(model, AttentionChoice("varlen", native="eager", follows_rows=True))
     row = rows.ProbeRow.draw(model, (5, 9), ids=range(16, 96))

@@ -15,7 +15,7 @@ from transformers import DataCollatorWithFlattening, LlamaConfig
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from packplan.adapters.attention import set_attention
-from packplan.adapters.attention.rows import split_states
+from packplan.adapters.attention.rows import run_by_sample
 from packplan.adapters.probe.small_model import SmallModels
 from packplan.core.equality import AttentionChoice
 from packplan.core.errors import ArgumentError, MismatchError, ModelError
@@ -91,7 +91,7 @@ def half_reset():
     """A layer whose convolution is told its rows, and whose state is not."""
     model = model_of("qwen3_next", "sdpa")
     set_attention(model, AttentionChoice("varlen", follows_rows=True))
-    split_states(model, ["Conv1d"])
+    run_by_sample(model, ["Conv1d"])
     return model
 
 
