@@ -1,19 +1,144 @@
 """Ranks that share a packed row compute what each sequence gives alone."""
 
 import json
+import math
 import os
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
-from packplan.adapters.attention.shared_rows import attention_for_shared_rows, context_parallel
+from packplan.adapters.attention import set_attention
+from packplan.adapters.attention.shared_rows import (
+    attention_for_shared_rows,
+    compute_whole_rows,
+    context_parallel,
+    share_rows,
+)
+from packplan.adapters.probe.rows import probe_loaded
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.equality import VARLEN, AttentionChoice
-from packplan.core.errors import ModelError
-from tests.e2e import context_parallel_rank, rank_main
+from packplan.core.errors import MismatchError, ModelError
+from tests.e2e import rank_main
+from tests.e2e.alone import step_alone
 from tests.e2e.unpad_rank import build
-from tests.nearness import FLOAT32
+from tests.nearness import FLOAT32, apart
 from tests.processes import finished
+
+LENGTHS = [13, 1, 30, 8, 2]
+"""Ragged, one of a single token, one that two ranks share without padding."""
+
+
+def sequences():
+    """Return the tokens of each sequence."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(0, 250, (length,), generator=generator) for length in LENGTHS]
+
+
+def alone(folder, dtype):
+    """Return logits, loss and gradients of each sequence by itself, and the gradients' scale."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    step = step_alone(model, [dict.fromkeys(("input_ids", "labels"), one.tolist()) for one in sequences()])
+    logits = torch.cat([model(input_ids=tokens[None]).logits[0] for tokens in sequences()])
+    return logits.detach(), torch.tensor(step.loss), step.gradients, step.scale
+
+
+def distances(found, expected):
+    """Return how far logits, losses and gradients are apart, each on the scale of its terms."""
+    values = [apart({"": one}, {"": other}) for one, other in zip(found[:2], expected[:2], strict=True)]
+    return [*values, apart(found[2], expected[2], scale=expected[3])]
+
+
+def in_context(folder, *, dtype="float32", checkpointing=False, give_positions=True):
+    """Run a model on this rank's part of a row, as a loop of one's own does."""
+    model, expected = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).train(), alone(folder, "float32")
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    plain = model.config._attn_implementation
+    layout = PackedLayout.from_lengths(LENGTHS, cp_size=dist.get_world_size())
+    assert 1 == len(set(layout.causal_work()))
+    row = torch.full((layout.num_positions,), 7)
+    row[layout.is_token] = torch.cat(sequences())
+    positions = layout.positions(dist.get_rank())
+    targets = torch.where(torch.as_tensor(layout.targets) < 0, -1, row[layout.targets])
+    inputs = {"input_ids": row[None, positions]}
+    if give_positions:
+        inputs["position_ids"] = torch.as_tensor(layout.position_ids[positions])[None]
+    with context_parallel(model, layout=layout):
+        logits = model(**inputs).logits
+        each = torch.nn.functional.cross_entropy(
+            logits[0].float(), targets[positions], ignore_index=-1, reduction="sum"
+        )
+        loss = each / int((targets >= 0).sum())
+        loss.backward()
+    assert plain == model.config._attn_implementation
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    loss = loss.detach()
+    for part in (loss, *gradients.values()):
+        dist.all_reduce(part)
+    parts = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, logits.detach())
+    whole = torch.cat(parts, dim=1)[0, layout.restore][layout.is_token]
+    limits = [FLOAT32] * 3
+    if dtype != "float32":
+        limits = [max(2 * rounding, 1e-3) for rounding in distances(alone(folder, dtype), expected)]
+    found = distances((whole, loss, gradients), expected)
+    return [distance / limit for distance, limit in zip(found, limits, strict=True)]
+
+
+def in_model(*, family, checkpointing=False, **sizes):
+    """Run a model whose calls share rows, as a trainer does."""
+    model = build(family, **sizes).train()
+    set_attention(model, attention_for_shared_rows(AttentionChoice(VARLEN)))
+    model.config.use_cache = False
+    share_rows(model, dist.group.WORLD)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    ids = torch.cat(sequences())[None] + 5
+    batch = {"input_ids": ids, "position_ids": torch.cat([torch.arange(length) for length in LENGTHS])[None]}
+    labels = ids.masked_fill((batch["position_ids"] == 0) | (ids % 3 == 0), -100)
+    learned = (labels != -100)[0]
+    keep = torch.nn.functional.pad(learned[1:], (0, 1), value=True)
+    kept = {"logits_to_keep": keep, "labels": torch.nn.functional.pad(labels[:, learned], (1, 0), value=-100)}
+
+    def taken(**more):
+        model.zero_grad()
+        loss = model(**batch, **more).loss
+        loss.backward()
+        return {"": loss.detach()[None]}, {name: weight.grad.clone() for name, weight in model.named_parameters()}
+
+    def logits():
+        return [{"": model(**given).logits.detach()} for given in ({"input_ids": ids.view(2, -1)}, batch)]
+
+    with compute_whole_rows():
+        expected, gradients = taken(labels=labels)
+        due = logits()
+    found = [apart(*pair) for pair in zip(logits(), due, strict=True)]
+    # The label of a row's first token is none, as nothing predicts it.
+    for more in ({"labels": torch.cat([ids[:, :1], labels[:, 1:]], 1)}, kept):
+        loss, own = taken(**more)
+        for gradient in own.values():
+            dist.all_reduce(gradient.div_(dist.get_world_size()))
+        found += [apart(loss, expected), apart(own, gradients)]
+    isolation = probe_loaded(model, native="eager", named=VARLEN).isolation
+    with pytest.raises(MismatchError, match="were given different ones"):
+        model(**{**batch, "input_ids": ids + dist.get_rank()})
+    return [math.inf if isolation else 0.0, *(distance / FLOAT32 for distance in found)]
+
+
+def on_rank(out, models):
+    """Be one rank; write the distances of each case, over their limits."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    found = {
+        name: in_model(**case) if "family" in case else in_context(f"{models}/{case.pop('folder')}", **case)
+        for name, case in SHARED.items()
+    }
+    Path(out, f"found{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
 
 _IN_CI = pytest.mark.skipif(
     "FOUR_RANKS" not in os.environ, reason="four ranks run in .ci/run alone, which has the time"
@@ -27,11 +152,11 @@ SHARED = {
     "attention of its own code": {"family": "gemma2", "num_key_value_heads": 4},
     "experts": {"family": "qwen3_moe"},
     "layers computed again": {"family": "qwen2", "checkpointing": True},
-    "a loop of one's own": {"folder": "{models}/qwen3", "checkpointing": True},
-    "a loop that gives no positions": {"folder": "{models}/qwen2", "give_positions": False},
-    "a loop in bfloat16": {"folder": "{models}/qwen2", "dtype": "bfloat16"},
+    "a loop of one's own": {"folder": "qwen3", "checkpointing": True},
+    "a loop that gives no positions": {"folder": "qwen2", "give_positions": False},
+    "a loop in bfloat16": {"folder": "qwen2", "dtype": "bfloat16"},
 }
-"""Cases of `context_parallel_rank`: models that share rows, or in loops that give them a part."""
+"""Models that share rows, or in loops that give them a part."""
 
 
 @pytest.mark.slow
@@ -41,9 +166,7 @@ def test_ranks_that_share_a_row_get_what_each_sequence_gives_alone(server, demo,
     The loss of labels, of those that ms-swift keeps, and logits; the gradients over the ranks;
     nothing passes between samples; a call that is no packed row is each rank's own.
     """
-    cases = {name: {**case, "folder": case["folder"].format(models=demo / "models")} if "folder" in case else case
-             for name, case in SHARED.items()}  # fmt: skip
-    ranks = server.ranks(world_size, context_parallel_rank.main, str(tmp_path), cases, folder=tmp_path)
+    ranks = server.ranks(world_size, on_rank, str(tmp_path), str(demo / "models"), folder=tmp_path)
     assert [0] * world_size == finished(ranks)
 
     for rank in range(world_size):
@@ -55,8 +178,6 @@ def test_ranks_that_share_a_row_get_what_each_sequence_gives_alone(server, demo,
 @pytest.fixture
 def group_of_one():
     """Be the only rank of a group."""
-    import torch.distributed as dist
-
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
