@@ -1,14 +1,20 @@
 """Ranks that were given different runs end before the first step, with the same words."""
 
+import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from packplan.adapters.ranks.torch_group import weight_digests
+from packplan.app import measure, rl, sft
+from packplan.app.plan import __main__ as plan
 from packplan.app.sft import stream
 from packplan.app.wiring import ranks
 from packplan.app.wiring.ranks import join_ranks
@@ -17,7 +23,6 @@ from packplan.app.wiring.trainers import open_checkpoint
 from packplan.core.config.identity import rank_differences
 from packplan.core.errors import MismatchError, RunError
 from packplan.core.schedule import ResumeState
-from tests.e2e import different_runs_rank
 from tests.fakes import ScriptedGroup
 from tests.network import free_port
 from tests.processes import finished
@@ -35,6 +40,19 @@ def other_model(folder: Path, to: Path) -> Path:
     return to
 
 
+def on_rank(cases):
+    """Run commands, by words of each rank and port; say on standard error when each runs."""
+    rank, installed = int(os.environ["RANK"]), ranks.installed_version
+    for name, (command, words, port) in cases.items():
+        os.environ["MASTER_PORT"] = str(port)
+        if name == "build" and rank:
+            ranks.installed_version = lambda package: "0.0.1" if package == "numpy" else installed(package)
+        print(f"<{name}>", file=sys.stderr)
+        print(f"</{name}> {command(words[rank])}", file=sys.stderr)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
 def test_ranks_that_were_given_different_runs_all_end_and_one_says_how(server, write_run, write_rl, demo, tmp_path):
     """
     Status 2 on all, whatever the command: rank 0 names each key with its values; a rank that
@@ -49,21 +67,21 @@ def test_ranks_that_were_given_different_runs_all_end_and_one_says_how(server, w
     plain, reinforced = str(asked(write_run("qwen2"))), str(write_rl())
     wrong, measured = "custom.train_jsonl=absent.jsonl", ["--config", plain, "-o"]
     refused = {
-        "sft": ("sft", [[plain, wrong], [plain]]),
-        "refused": ("plan", [["build", plain], ["build", plain, wrong]]),
-        "time": ("plan", [["time", plain, wrong], ["time", plain]]),
-        "measure": ("measure", [[*measured, "absent/a.parquet"], [*measured, str(tmp_path / "a.parquet")]]),
-        "rl": ("rl", [[reinforced], [reinforced, wrong]]),
+        "sft": (sft.main, [[plain, wrong], [plain]]),
+        "refused": (plan.main, [["build", plain], ["build", plain, wrong]]),
+        "time": (plan.main, [["time", plain, wrong], ["time", plain]]),
+        "measure": (measure.main, [[*measured, "absent/a.parquet"], [*measured, str(tmp_path / "a.parquet")]]),
+        "rl": (rl.main, [[reinforced], [reinforced, wrong]]),
     }
     cases = refused | {
-        "keys": ("sft", [[plain], [str(changed)]]),
-        "stream": ("sft", [[plain], [str(streamed)]]),
-        "weights": ("sft", [[plain], [plain, f"model.model={other}"]]),
-        "build": ("plan", [["build", plain, "--world-size", "2"], ["build", plain]]),
+        "keys": (sft.main, [[plain], [str(changed)]]),
+        "stream": (sft.main, [[plain], [str(streamed)]]),
+        "weights": (sft.main, [[plain], [plain, f"model.model={other}"]]),
+        "build": (plan.main, [["build", plain, "--world-size", "2"], ["build", plain]]),
     }
 
     ported = {name: (*case, free_port()) for name, case in cases.items()}
-    both = server.ranks(2, different_runs_rank.main, ported, folder=tmp_path / "logs")
+    both = server.ranks(2, on_rank, ported, folder=tmp_path / "logs")
     assert [0, 0] == finished(both)
     assert not any("Traceback" in one.said for one in both)
     ends = {name: rf"<{name}>\n.*?error \(rank \d\): (.*)</{name}> 2\n" for name in cases}
@@ -86,7 +104,7 @@ def test_ranks_that_were_given_different_runs_all_end_and_one_says_how(server, w
         "training.packing: true on rank 0; false on rank 1",
     ] == said["keys"]
     assert 'custom.trainer_variant: "sft" on rank 0; "rollout" on rank 1' in said["stream"]
-    numpy = f'version of numpy: "{different_runs_rank.installed("numpy")}" on rank 0; "0.0.1" on rank 1'
+    numpy = f'version of numpy: "{np.__version__}" on rank 0; "0.0.1" on rank 1'
     assert ["--world-size: 2 on rank 0; absent on rank 1", numpy] == said["build"]
     (weight,) = said["weights"]
     assert re.fullmatch(r"weight model\.norm\.weight: (float32 \[64\]) \w+ on rank 0; \1 \w+ on rank 1", weight)

@@ -9,22 +9,25 @@ import signal
 import statistics
 import weakref
 from collections import Counter
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from packplan.adapters.ranks.torch_group import OneRank
+from packplan.adapters.trainer.loader import NORMALISER
 from packplan.adapters.trainer.streams.dataset import StreamDataset
-from packplan.app import check
+from packplan.adapters.trainer.streams.trainer import StreamTrainer
+from packplan.app import check, sft
 from packplan.app.plan import __main__ as plan
 from packplan.app.sft.stream import prepare_stream, train_stream
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.trainers import open_checkpoint
+from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import ConfigError, DataSetError, StaleError
 from packplan.core.schedule import ResumeState
 from packplan.core.stream import StreamOptions
-from tests.e2e import stream_rank
 from tests.e2e.test_resume import assert_equal
 from tests.processes import finished
 from tests.records import write_lines
@@ -271,6 +274,25 @@ def test_a_stream_that_is_killed_ends_as_one_run_does(write_rollout, text_jsonl,
     assert_equal(tmp_path / "killed" / f"checkpoint-{steps}", tmp_path / "long" / f"checkpoint-{steps}")
 
 
+def on_rank(config, out, killed_in):
+    """Train a stream as one rank; note each pack, and die in a step if one is given."""
+    plain = StreamTrainer.training_step
+
+    def noted(trainer, model, inputs, *arguments, **options):
+        step, ids = trainer.state.global_step, inputs["input_ids"][0].tolist()
+        samples = [ids[start:stop] for start, stop in pairwise([0, *accumulate(inputs["sample_lengths"])])]
+        supervised = int((inputs["labels"] != IGNORED_LABEL).sum())
+        pack = {"step": step, "samples": samples, "weight": inputs[NORMALISER], "supervised": supervised}
+        with Path(out, f"packs{os.environ['RANK']}.jsonl").open("a") as lines:
+            lines.write(json.dumps(pack) + "\n")
+        if step == killed_in:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(trainer, model, inputs, *arguments, **options)
+
+    StreamTrainer.training_step = noted
+    return sft.main([config])
+
+
 def test_ranks_with_unequal_data_train_all_of_it_also_on_other_ranks(server, write_rollout, tmp_path):
     """Killed on two ranks, on one, on two again: each sample twice, empty packs weigh nothing."""
     answers = ["blue " * (3 + 40 * (n % 2)) for n in range(25)]
@@ -278,13 +300,14 @@ def test_ranks_with_unequal_data_train_all_of_it_also_on_other_ranks(server, wri
     custom = {"train_jsonl": write_turns(tmp_path / "unequal.jsonl", *turns)}
     keys = {"max_steps": -1, "num_train_epochs": 2, "effective_batch_size": 2, "packing_drop_last": False,
             "save_strategy": "steps", "save_steps": 1}  # fmt: skip
-    packs, killed = [], (2, 13, -1)  # the 13th step ends the first epoch, as the next start finds out
+    packs, killed = [], (2, 13, None)  # the 13th step ends the first epoch, as the next start finds out
     for number, (world_size, kill) in enumerate(zip((2, 1, 2), killed, strict=True)):
         out = tmp_path / f"start{number}"
         path = str(asked(write_rollout(custom, name="long", **keys)))
-        ranks = server.ranks(world_size, stream_rank.main, path, str(out), kill, folder=out)
-        assert [0 if kill < 0 else -signal.SIGKILL] * world_size == finished(ranks)
-        packs += stream_rank.trained(out, before=None if kill < 0 else kill)
+        ranks = server.ranks(world_size, on_rank, path, str(out), kill, folder=out)
+        assert [0 if kill is None else -signal.SIGKILL] * world_size == finished(ranks)
+        lines = "".join(file.read_text() for file in sorted(out.glob("packs*.jsonl"))).splitlines()
+        packs += [pack for pack in map(json.loads, lines) if kill is None or pack["step"] < kill]
         keys["resume_from_checkpoint"] = "last"
         said = (out / "rank0.log").read_text()
         assert (number > 0) == ("the epoch began on other ranks or loader workers" in said)
