@@ -1,9 +1,8 @@
 """
-ms-swift's training arguments: from a run's settings, tried before hours of measuring, and their
-types and choices by key, the source of the table of `trainer_keys`.
+ms-swift's training arguments, made from a run's configuration and tried before measuring starts.
 
-Settings that it would silently ignore are refused. Errors are the trainer's own, about a name, a
-number or a missing package.
+Settings that ms-swift would silently ignore are refused. Other errors are its own, about a name, a
+number or a missing package. `installed_keys` is the source of the table of `trainer_keys`.
 """
 
 import re
@@ -33,12 +32,12 @@ TrainingArguments: typing.TypeAlias = Seq2SeqTrainingArguments
 
 
 def runs_on_cpu(settings: Mapping[str, Any]) -> bool:
-    """Return whether training uses no GPU, by its settings or because there is none."""
+    """Return whether training uses no GPU, because *settings* say so or there is none."""
     return bool(settings.get("use_cpu")) or not torch.cuda.is_available()
 
 
 def shards_weights(arguments: TrainingArguments) -> bool:
-    """Return whether each rank holds only a part of the model: with FSDP or DeepSpeed ZeRO-3."""
+    """Return whether each rank holds only a part of the weights: with FSDP or DeepSpeed ZeRO-3."""
     return bool(arguments.fsdp) or is_deepspeed_zero3_enabled()
 
 
@@ -95,7 +94,7 @@ def make_training_arguments(config: RunConfig, *, gradient_accumulation_steps: i
 
 
 def setting_faults(arguments: Any) -> Iterator[Fault]:
-    """Try training arguments that would otherwise fail late; yield a fault for each."""
+    """Use training arguments that would otherwise fail late; yield a fault for each that fails."""
     for (key, *others), use in _TRIALS.items():
         try:
             use(arguments)
@@ -142,7 +141,7 @@ _TRIALS: dict[tuple[str, ...], Callable[[Any], None]] = {
     ("report_to",): _try_reporters,
     ("max_shard_size",): _try_shard_size,
 }
-"""Key, and the keys that belong to it -> function that uses them."""
+"""Key, and keys that it is used with -> function that uses them, or raises."""
 
 
 _CHOICES: Mapping[str, Iterable[str]] = {
@@ -152,7 +151,7 @@ _CHOICES: Mapping[str, Iterable[str]] = {
     "loss_type": ["cross_entropy"],
     "optimizer": optimizers_map,
 }
-"""Values of keys that name things."""
+"""Key whose value is a name -> allowed names."""
 
 
 def installed_keys() -> dict[str, TrainerKey]:

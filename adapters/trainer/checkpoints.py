@@ -1,4 +1,4 @@
-"""Checkpoints: choice of the one to resume from, digests of their files, and their resume state."""
+"""Checkpoints: the search for the one to resume from, digests of files, and the resume state."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ State = TypeVar("State", ResumeState, StreamState)
 """Resume state of a plan, or of a stream."""
 
 _ATTENTION = "packplan_attention"
-"""Key of the attention backend that trained the checkpoint."""
+"""Key, in a trainer's state, of the attention that trained the checkpoint."""
 
 _AGAIN = "copy it again, or name another checkpoint (last takes the newest whole one)"
 """Advice about a damaged file."""
 
 _FRESH = "to start again from its weights, set model.model to it"
-"""Advice about a checkpoint that no run of this kind resumes from."""
+"""Advice about a checkpoint that this run cannot resume from."""
 
 _OTHER_VARIANT = f"but it is of another custom.trainer_variant: restore that; {_FRESH}"
-"""Reason against a checkpoint of a stream for a plan, or of a plan for a stream."""
+"""Reason why a plan cannot resume from a checkpoint of a stream, or a stream from a plan's."""
 
 _FOREIGN = f"but it does not say how far a plan was trained: it was not written by this program; {_FRESH}"
-"""Reason against a checkpoint without a resume state."""
+"""Reason why no run can resume from a checkpoint that has no resume state."""
 
 CHECKPOINT_KEY = "training.resume_from_checkpoint"
 
 _MOST_NAMED = 3
-"""Differences of another run's checkpoint that the log names."""
+"""Most differences from another run that a message names."""
 
 _CHUNK = 2**20
-"""Bytes of a file in memory at once."""
+"""Bytes of a file that are read at a time."""
 
 _DIGESTS = "packplan_digests_*.json"
 """
-Files with the digests of the checkpoint's other files, one per rank: the number of these files, and
-name -> SHA-256.
+Pattern of the files with digests in a checkpoint, one file per rank. Each has the number of these
+files, and the SHA-256 of a share of the checkpoint's other files, by name.
 """
 
 
@@ -64,7 +64,7 @@ class Checkpoint(Generic[State]):
     folder: str
 
     resume_state: State
-    """Plan or stream that was trained, and its progress."""
+    """Identity of the plan or stream that was trained, and the progress in it."""
 
     attention: str
     """Attention backend that trained the checkpoint."""
@@ -84,17 +84,17 @@ def find_checkpoint(
     Every rank calls this, and reads a share of the files.
 
     Args:
-        checkpoint: Folder of a checkpoint, or `last` for the newest whole one of this run in
+        checkpoint: Folder of a checkpoint, or `last` for the newest intact one of this run in
             *output_dir*.
         output_dir: Output folder of the run.
         group: Ranks of the run, which take the same checkpoint.
-        state_class: Class of its resume state.
-        differences: Function of a resume state that returns what makes its run another one; None
-            takes any.
+        state_class: Class of the checkpoint's resume state.
+        differences: Function that returns the differences of a resume state from this run; None
+            accepts any run.
 
     Raises:
         ConfigError: There is no such checkpoint, it is damaged, or it has no resume state.
-        StaleError: It is of another run, and so are all others.
+        StaleError: The checkpoint, or with `last` every intact one, is of another run.
     """
     candidates = _list_newest_first(Path(output_dir)) if checkpoint == "last" else iter([Path(checkpoint)])
     stale: StaleError | None = None
@@ -125,7 +125,7 @@ def progress_entry(state: ResumeState | StreamState) -> dict[str, Any]:
 
 
 def attention_entry(attn_impl: str) -> dict[str, Any]:
-    """Return the name of the attention as an entry of the trainer's state."""
+    """Return the entry of the trainer's state that holds the name of the attention."""
     return {_ATTENTION: {"attn_impl": attn_impl}}
 
 
@@ -153,7 +153,7 @@ def write_digests(folder: Path, *, share: int, num_shares: int) -> None:
 
 
 def _hash_files(folder: Path, names: Iterable[str], *, share: int, num_shares: int) -> dict[str, str]:
-    """Return the digest of each file in this share of a folder, and show progress meanwhile."""
+    """Return the digest of each file in a share of *names*, and show a progress bar meanwhile."""
     # From the largest file to the smallest, so that shares have about equally many bytes.
     sizes = {name: (folder / name).stat().st_size for name in names}
     mine = sorted(sizes, key=lambda name: (-sizes[name], name))[share::num_shares]
@@ -170,7 +170,7 @@ def _hash_files(folder: Path, names: Iterable[str], *, share: int, num_shares: i
 
 
 def _find_damage(folder: Path, group: RankGroup) -> str | None:
-    """Verify this rank's share of a checkpoint; return a message about damage, or None."""
+    """Verify this rank's share of a checkpoint's files; return a text on the damage, or None."""
     started = time.perf_counter()
     stored: dict[str, str] = {}
     try:
@@ -193,7 +193,7 @@ def _find_damage(folder: Path, group: RankGroup) -> str | None:
 
 
 def _read_checkpoint(folder: Path, state_class: type) -> Checkpoint[Any] | str:
-    """Read a checkpoint without its weights; return a reason if it cannot be resumed."""
+    """Read a checkpoint without its weights; return the reason instead if it cannot be resumed."""
     if not (folder / STATE).is_file():
         torn = f"but it has no {STATE}: it is no checkpoint, or was being written when the run ended"
         return torn if folder.exists() else "but there is no such folder: name a checkpoint's"

@@ -1,10 +1,10 @@
 """
-Compares training on a pack with transformers on each of its samples alone.
+Comparison of training on a pack with transformers on each of its samples alone.
 
-The reference attends by transformers' own attention, whatever trains: a fault in an attention of
-ours is found, not repeated. The pack goes the whole way of training: data set, collator, the
-trainer's preparation, ms-swift's hooks. The reference goes none of it: each sample's encoding
-alone, positions by the model itself, no mask but the causal one.
+The pack passes all stages of training: data set, collator, the trainer's preparation, ms-swift's
+hooks. The reference passes none of them: each sample is encoded alone, the model itself makes the
+positions, and the only mask is the causal one. The reference always uses transformers' own
+attention, so that a fault in this project's attention is found, not repeated.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from packplan.core.errors import PackplanError
 _ROWS = ("text", "temporal", "height", "width")
 
 _READERS = 8
-"""Samples of a pack whose dependence on others is computed: the first, the last, some between."""
+"""Most samples, spread evenly over a pack, whose dependence on other samples is computed."""
 
 
 @attrs.frozen(eq=False)
@@ -43,11 +43,11 @@ class PackComparison:
     trainer: PlanTrainer
 
     encode: Callable[[int], dict[str, Any]]
-    """Encodes a sample afresh."""
+    """Function that encodes the sample of an index again."""
 
     @property
     def no_gradients_reason(self) -> str | None:
-        """Reason that loss and gradients of a step are not compared; None if they are."""
+        """Reason why gradients and a step's loss are not compared; None if they are."""
         config = trained_config(self.trainer.model.config)
         name = config._attn_implementation  # noqa: SLF001  # no public question
         on_cpu = self.trainer.accelerator.device.type == "cpu"
@@ -63,10 +63,10 @@ class PackComparison:
         Yield the deviations of a pack from its samples alone.
 
         Args:
-            pack: Position of the pack in the plan.
+            pack: Pack index.
 
         Raises:
-            PackplanError: A sample is not the one that was planned.
+            PackplanError: A sample is not the planned one.
         """
         with evaluation_mode(self.trainer.model):  # dropout is no difference
             yield from self._compare(pack)
@@ -142,7 +142,7 @@ class PackComparison:
 
     def _model_samples(self, encoded: Sequence[dict[str, Any]]) -> list[Sample]:
         """
-        Convert samples into model inputs, with the weight of each target as the loss is defined.
+        Convert encoded samples into inputs of the model, with each target's weight in the loss.
         """
         power = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}[self.trainer.reduction]
         samples = []
@@ -160,8 +160,8 @@ class PackComparison:
 
     def _own_positions(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """
-        Return a sample's positions as the model computes them: the text's, then three rows if it
-        takes images.
+        Return a sample's positions as the model computes them: one row for text, or four rows if
+        the model takes images.
         """
         text = torch.arange(inputs["input_ids"].shape[1], device=inputs["input_ids"].device)[None]
         rope = find_rope_index(self.trainer.model)
@@ -199,7 +199,7 @@ def _split_pixels(encoded: Sequence[Mapping[str, Any]], collated: dict[str, Any]
 
 
 def _diff_rows(pack: int, index: int, own: torch.Tensor, packed: torch.Tensor) -> Iterator[Deviation]:
-    """Yield the deviation of each row of a sample's positions; a missing row differs everywhere."""
+    """Yield a deviation for each row of a sample's positions; a missing row differs everywhere."""
     rows = packed.reshape(-1, packed.shape[-1])
     # A model that sees takes four rows, the text's first; three have lost it.
     missing = len(own) - len(rows)

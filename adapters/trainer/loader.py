@@ -1,4 +1,4 @@
-"""Loading of packs: data set, collator, weights of tokens, and loader."""
+"""Loading of packs: data set, collator, weights of tokens in the loss, and loader."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,7 @@ class PackedDataset(Dataset[PackOfRows | PackplanError]):
 
     def __init__(self, encoder: SwiftEncoder, packs_of: Callable[[int], Packs], table: Table, *, packed: bool) -> None:
         """
-        Serve the packs of an epoch, which `set_epoch` selects.
+        Serve the packs of an epoch; `set_epoch` selects the epoch.
 
         Args:
             encoder: Encoder of samples, which compares them with the plan.
@@ -49,7 +49,7 @@ class PackedDataset(Dataset[PackOfRows | PackplanError]):
         self.packs = self.packs_of(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes that a loader's worker process needs, which serves one epoch."""
+        """Return the attributes that a loader's worker process needs: it serves one epoch."""
         return {**vars(self), "packs_of": None}
 
     def __len__(self) -> int:
@@ -68,20 +68,18 @@ Batch = dict[str, Any]
 Reduction = Literal["token", "sample", "sqrt"]
 
 NORMALISER, LENGTHS = "loss_normaliser", "sample_lengths"
-"""
-Extra keys of a batch: the sum of its tokens' loss weights, the lengths of its samples.
-"""
+"""Extra keys of a batch: sum of its tokens' weights in the loss; lengths of its samples."""
 
 _PROGRESS = "stream_progress"
-"""Key of the progress of a stream's shard in a batch, which the loader removes."""
+"""Key of a shard's progress in a batch of a stream; the loader removes it."""
 
 _POWERS = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}
-"""Power of n as the weight of a token, in a sample of n supervised tokens."""
+"""Reduction -> power p: a token weighs n ** p in a sample of n supervised tokens."""
 
 
 @attrs.frozen
 class Collator:
-    """Collates packs into a batch, packed or padded, whatever the template is set to."""
+    """Collator of packs that makes a packed or padded batch, whatever the template is set to."""
 
     template: Template
 
@@ -89,11 +87,13 @@ class Collator:
     """Collator of ms-swift's template."""
 
     packed: bool
+    """Whether all samples share one row; if not, each has its own padded row."""
 
     reduction: Reduction = "token"
+    """See `loss_weights`."""
 
     def __call__(self, items: list[PackOfRows | ShardEnd | PackplanError]) -> Batch | ShardEnd | PackplanError:
-        """Return the batch; if an item is an error or a shard's end, return the first such item."""
+        """Return a batch of packs, or the first item that is an error or the end of a shard."""
         packs = []
         for item in items:
             if isinstance(item, (PackplanError, ShardEnd)):
@@ -146,9 +146,9 @@ def switch_packing(template: Template, *, packed: bool) -> Iterator[None]:
 
 def fill_token_weights(packs: Sequence[Sequence[Any]]) -> list[list[Sample]]:
     """
-    Give every sample token weights, by default 1 for each supervised token, if one has some.
+    Return the samples of packs. If any has token weights, the others get 1 per supervised token.
 
-    Otherwise ms-swift would join the existing weights without gaps.
+    ms-swift would otherwise join the existing weights without gaps.
     """
     if not any("loss_scale" in sample for pack in packs for sample in pack):
         return list(map(list, packs))
@@ -165,15 +165,15 @@ def loss_weights(
     Return the weight of each label in the loss, 0 if it is ignored; a step's loss is the weighted
     mean.
 
-    `token` gives every token the same weight, and `sample` every sample. `sqrt` lies between
-    (square averaging in InternVL 2.5, 2024): a token of a sample of n tokens weighs n ** -0.5. If
-    tokens have weights, n is the sum of a sample's weights, and each token's weight is a factor.
+    The reduction `token` gives equal weight to every token, and `sample` to every sample. `sqrt`
+    lies between (square averaging in InternVL 2.5, 2024): a token in a sample of n supervised
+    tokens weighs n ** -0.5. With *scale*, n is the sum of a sample's scale, which is also a factor.
 
     Args:
-        labels: Shape (rows, length).
-        starts: Starts of samples, the first of each row included; bool of the same shape.
+        labels: Labels of shape (rows, length).
+        starts: Mask of the first token of each sample, with each row's first; bool of that shape.
         reduction: Weighting of samples of unequal length.
-        scale: Weight of each label by itself, of the same shape; None for 1.
+        scale: Weight of each label by itself, of that shape; None for 1.
     """
     counted = (labels != IGNORED_LABEL).float()
     if scale is not None:
@@ -193,7 +193,7 @@ def zero_weights(batch: Batch) -> Batch:
 
 def drop_pack_rates(logs: dict[str, float]) -> dict[str, float]:
     """
-    Remove samples per second from *logs*, where ms-swift counts packs as samples; return the same
+    Remove samples per second from *logs*, since ms-swift counts packs as samples; return the same
     dict.
     """
     for name in [name for name in logs if name.endswith("_samples_per_second")]:
@@ -203,10 +203,10 @@ def drop_pack_rates(logs: dict[str, float]) -> dict[str, float]:
 
 def prepare_worker(number: int, *, num_workers: int, rank: int) -> None:
     """
-    Prepare a loader's worker process: it ends with its rank, and has its own random seed.
+    Make this worker process of a loader end with its rank, and set its random seed.
 
     Args:
-        number: Number of the worker, from 0.
+        number: Index of the worker, from 0.
         num_workers: Workers of each rank.
         rank: Rank that the worker loads for.
     """
@@ -221,12 +221,12 @@ class PackLoader(RankLoader):
 
     progress: tuple[ShardProgress, ...] = ()
     """
-    Progress of this rank's shards of a stream since the iteration began, that of the last batch at
-    the end.
+    Progress of each shard of a stream that this iteration has served; the shard of the latest batch
+    comes last.
     """
 
     wait_seconds = 0.0
-    """Seconds that training has waited for batches, or spent making them."""
+    """Seconds that training has waited for batches, or made them in its own process."""
 
     def _get_iterator(self) -> Any:
         """Start the worker processes; a Ctrl-C is held back until they have started."""

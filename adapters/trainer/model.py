@@ -32,14 +32,14 @@ def open_model(
     outline: bool = False,
 ) -> torch.nn.Module:
     """
-    Load the model with `use_cache` off, freeze parts of it and add adapters as the run says.
+    Load a model with `use_cache` off, freeze parts of it, and add adapters as *training* says.
 
     Args:
         model: Model to load.
         training: Freezes and adapters of the run.
         attention: Attention of the run.
-        device: Device of the weights; None leaves it to the engine that shards them.
-        outline: Read the config.json alone, and leave the weights on the device `meta`.
+        device: Device of the weights; None leaves it to FSDP or DeepSpeed, which shards them.
+        outline: Whether to read config.json alone, and leave the weights on the device `meta`.
     """
     model_type = swift_model_type(model)
     if not sys.stderr.isatty():
@@ -88,8 +88,8 @@ def _refuse_missing_weights(folder: str) -> Iterator[None]:
     """
     Refuse a model loaded in this context if its files lack some of its weights.
 
-    transformers draws those at random, and only its log says so. The names that it reports there
-    are the ones that are needed: tied weights and those that a model may lack are not among them.
+    transformers draws missing weights at random, and only logs them. The names in its log are all
+    needed: it leaves out tied weights, and weights that a model may lack.
     """
     report, missing = modeling_utils.log_state_dict_report, set[str]()
 
@@ -112,7 +112,7 @@ def _refuse_missing_weights(folder: str) -> Iterator[None]:
 
 
 def _refuse_missing_parts(model: Any, training: TrainingConfig) -> None:
-    """Refuse to freeze a part that the model does not have."""
+    """Raise ConfigError if *training* freezes a part that the model does not have."""
     arch = model.model_meta.model_arch
     parts = {"freeze_llm": "language_model", "freeze_vit": "vision_tower", "freeze_aligner": "aligner"}
     names = [name for name, _ in model.named_parameters()]

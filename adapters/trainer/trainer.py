@@ -1,7 +1,7 @@
 """
 ms-swift's trainer on packs of a plan or of a stream.
 
-It adds fixes without which training silently goes wrong, each measured and tested:
+It adds fixes without which training goes wrong silently:
 
 - the fourth row of position ids, which keeps samples apart
 - a loss normaliser over all ranks
@@ -79,7 +79,7 @@ def _not_finite_error(what: str, number: float) -> RunError:
 
 
 PLAIN_LOSS = {"router_aux_loss_coef": 0.0, "enable_dft_loss": False}
-"""Arguments of ms-swift under which a loss is the cross entropy alone."""
+"""Training arguments of ms-swift with which the loss is the cross entropy alone."""
 
 _RESTORE = "restore the settings that it was trained with, or name another checkpoint"
 """Advice if a checkpoint belongs to another model or optimizer."""
@@ -87,9 +87,9 @@ _RESTORE = "restore the settings that it was trained with, or name another check
 
 class SkipDuplicateFinalEval(TrainerCallback):
     """
-    Skips the second evaluation and the second save after the last step.
+    Skips the second evaluation and save after the last step.
 
-    ms-swift evaluates and saves at the last step, and again at the end of its epoch.
+    Otherwise ms-swift evaluates and saves at the last step, and again at the end of its epoch.
     """
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **__: Any) -> None:  # noqa: ARG002
@@ -99,10 +99,10 @@ class SkipDuplicateFinalEval(TrainerCallback):
 
 
 class KeepIntervals(TrainerCallback):
-    """Keeps this run's intervals of logging, saving and evaluation when it resumes a checkpoint."""
+    """Keeps this run's intervals of logging, saving and evaluation, not a resumed checkpoint's."""
 
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Replace the intervals that the checkpoint's state has restored."""
+        """Replace the intervals in *state*, which a checkpoint may have restored, by this run's."""
         state.compute_steps(args, state.max_steps)
 
 
@@ -139,10 +139,10 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
 
     Attributes:
         attention: Attention that trains, stored in checkpoints.
-        learner: Number of this data-parallel learner, from 0, and the number of all.
+        learner: Index of this data-parallel learner, and the number of learners.
         resumes_from: Folder of the checkpoint that the run goes on from; None at its beginning.
         saved: Folder of the last checkpoint that this run saved or resumes from; None without one.
-        has_supervised: Whether a step had a token of any weight.
+        has_supervised: Whether any step so far had a token with a weight in the loss.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks hold only parts of the model, so that checkpoints may be in parts too."""
+        """Whether ranks hold parts of the model, so that checkpoints may be in parts too."""
         return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
     @property
@@ -203,7 +203,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
 
     @property
     def precision(self) -> Precision:
-        """Lowest precision in which the model computes."""
+        """Lowest precision of the model's weights and computation."""
         mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(self.accelerator.mixed_precision, "float32")
         used = {str(parameter.dtype).removeprefix("torch.") for parameter in self.model.parameters()} | {mixed}
         coarser: tuple[Precision, ...] = ("bfloat16", "float16")
@@ -232,10 +232,10 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
 
     def train(self) -> Any:
         """
-        Train from the start or the checkpoint, and end the loaders' processes.
+        Train from the start or the checkpoint, and then end the loaders' processes.
 
         Raises:
-            RunError: A loader's process ended before.
+            RunError: A loader's process was lost during training.
         """
         advice = (
             f"lower training.dataloader_num_workers (now {self.args.dataloader_num_workers:,}; 0 loads in the training "
@@ -249,9 +249,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
                 loader.close()
 
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
-        """
-        Train on one batch, add up its loss, and record the size of the weights before the first.
-        """
+        """Train on one batch and sum its loss; before the first, record the weights' magnitude."""
         if self._rms_before is None:
             self._rms_before = self._weight_rms()
         loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
@@ -356,7 +354,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         Evaluate all packs, weighting losses and metrics by token.
 
         Raises:
-            MismatchError: A pack is missing, or another one.
+            MismatchError: A pack is missing, or another one is served.
             RunError: The loss is not finite.
         """
         with self.media_hook(), replace_attributes(self.args, **PLAIN_LOSS):
@@ -369,7 +367,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         return output
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> Any:
-        """Return the loss of a batch; a batch that only evens out the ranks counts in no metric."""
+        """Return the loss of a batch; a batch that repeats packs counts in no metric."""
         if self._evaluated is not None and self._evaluated.next_is_repeated:
             inputs = zero_weights(inputs)
         return super().prediction_step(model, inputs, *arguments, **options)
@@ -377,9 +375,9 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
     @contextlib.contextmanager
     def media_hook(self) -> Iterator[None]:
         """
-        Register ms-swift's hook that passes images to the model for this context, if it is missing.
+        Register ms-swift's hook that passes images to the model, for this context.
 
-        `train` registers it, so it is missing before training.
+        Nothing is done if the hook is registered already, as `train` does it.
         """
         if self.template._handles or not self.model_meta.is_multimodal:  # noqa: SLF001  # has no public name
             yield
@@ -402,7 +400,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
 
     def _load_strictly(self, checkpoint: str | None, model: Any) -> bool:
         """
-        Load a checkpoint's full weights by the model's own class; return whether that was possible.
+        Load a checkpoint's full weights by the model's own class, if it can; return whether it did.
         """
         plain = self.accelerator.unwrap_model(model)
         return checkpoint is not None and not self.is_sharded and load_strictly(plain, checkpoint)
@@ -446,7 +444,7 @@ class PlanTrainer(FollowsSchedule, CheckedTrainer):
         Trainer.log(self, dict(stats.epoch_statistics(self.state.global_step - self._epoch_start)))
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-        """Log a step's loss with statistics of the steps since the last one."""
+        """Log a step's loss, with statistics of the steps since the last log."""
         if "loss" in logs and self._stats is not None:
             start, stop = self._logged_until - self._epoch_start, self.state.global_step - self._epoch_start
             seconds, positions = self.lap_seconds(), self._stats.num_positions(start, stop)
@@ -460,6 +458,6 @@ class PlanTrainer(FollowsSchedule, CheckedTrainer):
 
 
 def model_inputs(prepared: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs for a forward pass that returns logits and no loss."""
+    """Return those prepared inputs with which a forward pass returns logits and no loss."""
     others = ("labels", "compute_loss_func", "loss_scale", "text_position_ids", "channel")
     return {key: value for key, value in prepared.items() if key not in others}

@@ -1,4 +1,4 @@
-"""Choice of the weights to train, by ms-swift's own code: all but frozen ones, or adapters."""
+"""Freezes and adapters of a model, set up by ms-swift's own code."""
 
 import dataclasses
 import re
@@ -24,9 +24,10 @@ _SHARED = (
     "use_dora", "freeze_llm", "freeze_vit", "freeze_aligner", "freeze_parameters_regex", "freeze_parameters_ratio",
     "trainable_parameters_regex",
 )  # fmt: skip
-"""Keys that ms-swift's arguments share, with the same types."""
+"""Keys of a run that ms-swift's tuner arguments have too, with the same types."""
 
 _LISTS = ("target_modules", "modules_to_save", "freeze_parameters", "trainable_parameters")
+"""The same for keys that are tuples in a run, and lists in ms-swift."""
 
 
 def prepare_tuner(model: Any, training: TrainingConfig) -> Any:
@@ -73,12 +74,13 @@ _FREEZES = (
 
 def make_quantisation(model: ModelConfig, *, on_cpu: bool) -> Any:
     """
-    Return transformers' quantisation settings for a model, without the modules that ms-swift leaves
-    in full precision; None if the run has none.
+    Return transformers' quantisation settings for a model; None if the run does not quantise.
+
+    Modules that ms-swift leaves in full precision are excluded.
 
     Args:
         model: Section `model` of the run.
-        on_cpu: Whether it trains on a CPU.
+        on_cpu: Whether the run trains on a CPU.
 
     Raises:
         ConfigError: This machine cannot quantise.
@@ -145,13 +147,13 @@ _MATCHES: Mapping[str, Callable[[str, str], Any]] = {
     "target_modules": _names_module,
     "target_regex": re.search,
 }
-"""Key -> whether a value of it names a weight, or a module."""
+"""Key -> function of its value and the name of a weight or module: whether they match."""
 
 
 def _refuse_unmatched(model: Any, training: TrainingConfig) -> None:
     """
-    Refuse freezes and targets that match no weight, which ms-swift would only log, or that train
-    only weights for sound, which no record has.
+    Refuse freezes and targets that match no weight, which ms-swift would only log. Refuse targets
+    that match only weights for sound, which no record has.
     """
     modules, weights = ([name for name, _ in named] for named in (model.named_modules(), model.named_parameters()))
     for key, matches in _MATCHES.items():

@@ -1,5 +1,5 @@
 """
-Inputs of vision models beside tokens: media, their positions, and a dummy image.
+Inputs of vision models other than tokens: media, positions, and a dummy image.
 
 With the dummy image, the vision tower runs on every batch, even without images. Where ranks share
 weights or gradients, a rank that skips the tower would block the others: FSDP and ZeRO-3 wait for
@@ -28,7 +28,7 @@ from packplan.core.errors import ConfigError
 _POSITIONS = "position_ids"
 
 _SECONDS = "second_per_grid_ts"
-"""Key of the seconds of each video that one layer of its patches covers."""
+"""Key of the seconds that one temporal step of patches covers, for each video."""
 
 
 def plain_model(model: Any) -> Any:
@@ -40,7 +40,7 @@ def plain_model(model: Any) -> Any:
 
 def model_media(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """
-    Return a batch of the model inputs other than tokens, labels and positions, such as pixels.
+    Return the media of a sample or batch as inputs of the model, such as pixels and token types.
 
     Args:
         model: Model of transformers, perhaps with adapters.
@@ -65,13 +65,13 @@ def add_model_inputs(batch: dict[str, Any], template: Template, samples: list[di
     """
     Add to a collated batch the inputs that the model needs but its template does not make.
 
-    These are positions in three rows with the text's apart, and a key for missing pixels.
+    These are multimodal positions, with the text's under their own key, and a key for pixels.
 
     Args:
         batch: Batch as ms-swift collates it; changed in place.
         template: Template with its model.
         samples: Encoded samples, in the order of the batch.
-        packed: Whether they share one row. If not, each has its own padded row.
+        packed: Whether the samples share one row. If not, each has its own padded row.
     """
     batch.setdefault(IMAGES.pixels, None)  # some templates read it unconditionally
     text = batch.get(_POSITIONS)
@@ -93,8 +93,8 @@ def add_model_inputs(batch: dict[str, Any], template: Template, samples: list[di
 
 def _language_model_name(part: Any) -> str | None:
     """
-    Return the attribute name of the language model in *part*, if *part* computes image features;
-    else None.
+    Return the attribute of *part* that holds its language model; None if *part* does not compute
+    image features.
     """
     if not hasattr(part, "get_image_features"):
         return None
@@ -108,13 +108,13 @@ class DummyImage:
     """Black image, and the part of a model that computes its image features."""
 
     inner: Any
-    """Part with the vision tower and the language model, which computes image features."""
+    """Module with the vision tower, the language model and `get_image_features`."""
 
     reader: str
-    """Name of that part's language model."""
+    """Attribute of `inner` that holds the language model."""
 
     media: Mapping[str, torch.Tensor]
-    """The image, as arguments of that part's `get_image_features`."""
+    """The image, as arguments of `inner.get_image_features`."""
 
     @classmethod
     def from_model(cls, model: nn.Module, template: Template) -> DummyImage:
@@ -142,7 +142,7 @@ class DummyImage:
 
     @property
     def towers(self) -> list[str]:
-        """Names of the modules that process images before the language model."""
+        """Names of the modules of `inner` that process images before the language model."""
         heads = {id(getattr(self.inner, name, None)) for name in ("lm_head", "audio_tower")}
         return [name for name, part in self.inner.named_children() if name != self.reader and id(part) not in heads]
 
@@ -154,7 +154,7 @@ class DummyImage:
         return torch.stack([leaf.mean() for leaf in leaves]).sum() * 0
 
     def unreached_weights(self) -> list[str]:
-        """Return the names of trained weights that no image's features depend on."""
+        """Return the names of trained weights in `towers` that image features do not depend on."""
         vision = {
             f"{tower}.{name}": weight
             for tower in self.towers
@@ -169,11 +169,11 @@ class DummyImage:
 
     def run_in_every_batch(self, *, passes: int = 1) -> None:
         """
-        Run the dummy image, without effect on results, until the tower has run *passes* times on a
-        batch.
+        Hook the model so that the tower runs at least *passes* times on every batch, with the dummy
+        image if needed. Results do not change.
 
-        Several passes are needed if ranks meet in each pass, and images and videos take one each.
-        ms-swift does so itself for some models and engines; then nothing is added.
+        Several passes are needed if ranks synchronise in each pass, and images and videos take one
+        each. ms-swift does so itself for some models and engines; then nothing is added.
         """
         passes_run = Counter[str]()
 

@@ -1,1 +1,1 @@
-"""Training over a stream: its data set and its trainer."""
+"""Training on a stream, which is packed while training: data set and trainer."""

@@ -1,5 +1,6 @@
 """
-Iterable data set that packs a stream; in every epoch each sample goes to one rank and one worker.
+Iterable data set that packs a stream. In every epoch, each sample goes to one shard: one loader
+worker of one rank.
 """
 
 import logging
@@ -37,13 +38,13 @@ class ShardProgress:
     """Progress of one shard on this rank."""
 
     shard: int
-    """Number of the shard on its rank: that of the loader worker at the epoch's start."""
+    """Index of the shard on its rank, which is the loader worker's index at the epoch's start."""
 
     state: ShardState
 
 
 class StreamedPack(PackOfRows):
-    """Pack of a stream, with its shard's progress after it."""
+    """Pack of a stream, with the progress of its shard after this pack."""
 
     def __init__(self, samples: Iterable[Sample], pack: int, progress: ShardProgress) -> None:
         super().__init__(samples, pack)
@@ -52,20 +53,20 @@ class StreamedPack(PackOfRows):
 
 @attrs.frozen
 class ShardEnd:
-    """Item after the last pack of a shard."""
+    """Item that follows the last pack of a shard, with the shard's final progress."""
 
     progress: ShardProgress
 
 
 class StreamDataset(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
     """
-    Yields the packs of this rank and worker, each with its shard's progress.
+    Iterable data set of the packs of this rank and worker, each with its shard's progress.
 
     An error is yielded, not raised, as in `PackedDataset`, and ends the stream.
 
     Attributes:
         segments: Earlier parts of the epoch, on other numbers of shards.
-        start: Progress of this rank at which an iteration starts.
+        start: Progress of this rank from which an iteration starts.
     """
 
     def __init__(
@@ -92,12 +93,12 @@ class StreamDataset(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
 
     def resume(self, start: RankState, segments: tuple[StreamSegment, ...] = ()) -> None:
         """
-        Set the progress at which the next iteration starts, after the epoch's earlier *segments*.
+        Set the progress from which the next iteration starts, and earlier *segments* of the epoch.
         """
         self.start, self.segments = start, segments
 
     def num_left(self, shards: Sequence[ShardState]) -> int:
-        """Return the number of records of this rank that are neither trained nor left out yet."""
+        """Return the number of this rank's records that are not trained, skipped or dropped yet."""
         parts = [self._places(shard, len(shards))[state.read :] for shard, state in enumerate(shards)]
         return sum(map(len, parts)) + sum(len(state.waiting_items) for state in shards)
 
@@ -119,7 +120,7 @@ class StreamDataset(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
             yield error
 
     def _places(self, shard: int, shards_per_rank: int) -> IntArray:
-        """Return the positions, in the epoch's order, that a shard of this rank reads."""
+        """Return the positions in the epoch's order that a shard of this rank reads."""
         places = unread_places(len(self.indices), self.segments)
         return places[self.rank * shards_per_rank + shard :: self.world_size * shards_per_rank]
 
@@ -151,7 +152,7 @@ class StreamDataset(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
 
     def _sample(self, item: StreamItem, encoded: dict[int, Sample]) -> Sample:
         """
-        Return the encoded sample of an item, encoded again if need be; StaleError for a new length.
+        Return an item's sample, from *encoded* or encoded again; StaleError for another length.
         """
         sample = encoded.pop(item.place, None) or self._encode(item)
         if sample["length"] != item.length:

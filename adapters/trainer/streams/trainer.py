@@ -2,12 +2,12 @@
 Trainer of a stream: packs are formed during training, so their number is not known before.
 
 Ranks run out of packs at different times. Before each step they agree, by one small collective,
-whether it takes place. If underfilled packs are trained, steps go on until no rank has a pack, and
-ranks without one train a pack whose tokens weigh nothing. If they are dropped, steps end when a
-rank has no whole window left, and the packs that the others have left are dropped too.
+whether it takes place. Without `training.packing_drop_last`, steps go on until no rank has a pack,
+and a rank without one trains a pack whose tokens have weight 0. With it, an epoch ends when any
+rank has too few packs for a step, and the packs left on the others are dropped.
 
-A checkpoint has the progress of every shard after its last trained pack. What loaders have prepared
-beyond it is prepared again.
+A checkpoint has the progress of every shard after its last trained pack. A resumed run prepares
+again the packs that loaders had prepared ahead.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @attrs.frozen
 class StreamTotals:
-    """Counts of a stream's samples over all ranks, for all epochs so far."""
+    """Counts of a stream's samples, over all ranks and all epochs so far."""
 
     counts: StreamCounts
 
@@ -74,8 +74,8 @@ class StreamTrainer(CheckedTrainer):
 
         Args:
             num_epochs: Epochs after which training ends; None ends it after `max_steps`.
-            start: Progress to start at, of all ranks and of this one.
-            resume_state: Function that makes the resume state of a checkpoint.
+            start: Progress of all ranks, and of this rank, from which training starts.
+            resume_state: Function that makes a checkpoint's resume state from the progress.
             **options: Options of `CheckedTrainer`; train_dataset is a `StreamDataset`.
         """
         self.num_epochs = sys.maxsize if num_epochs is None else num_epochs
@@ -101,7 +101,7 @@ class StreamTrainer(CheckedTrainer):
         return self._served
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
-        """Return transformers' limits of training: `max_steps`, or whole epochs."""
+        """Return transformers' tuple of training counts, with this trainer's number of epochs."""
         _, *others, max_steps = super().set_initial_training_values(args, dataloader)
         return self.start.epoch if self.start.step >= max_steps else self.num_epochs, *others, max_steps
 
@@ -116,7 +116,7 @@ class StreamTrainer(CheckedTrainer):
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], Any]:
         """
-        Return the packs of a rank's next step; return none and end the epoch if there is none.
+        Return the packs of a rank's next step; end the epoch and return none if there is no step.
         """
         del num_batches  # a guess of the trainer
         size = self.args.gradient_accumulation_steps
@@ -181,7 +181,7 @@ class StreamTrainer(CheckedTrainer):
         self._left_over, self._served.progress = [], ()
 
     def _log_epoch(self, total: StreamCounts, share: float) -> None:
-        """Log the counts of an epoch; *share* of it was trained if training ends inside it."""
+        """Log an epoch's counts; *share* is its trained part if training ends inside it, else 0."""
         logs = {
             "epoch_samples": total.samples,
             "epoch_packs": total.packs,
@@ -208,14 +208,14 @@ class StreamTrainer(CheckedTrainer):
         return StreamTotals(StreamCounts(*summed), trained)
 
     def _shards(self) -> tuple[ShardState, ...]:
-        """Return the progress of this rank's shards in the current epoch, after its last pack."""
+        """Return the progress of this rank's shards in the current epoch, after the last pack."""
         shards = [*self.train_dataset.start.shards] or [ShardState()] * max(1, self.args.dataloader_num_workers)
         for one in self._served.progress:
             shards[one.shard] = one.state
         return tuple(shards)
 
     def _epoch_counts(self) -> StreamCounts:
-        """Return the counts of this rank's samples in the current epoch, after its last pack."""
+        """Return the counts of this rank's samples in the current epoch, after the last pack."""
         counts = sum((shard.counts for shard in self._shards()), StreamCounts())
         for lengths in self._left_over:
             counts = counts.without_pack(lengths, self.options)
@@ -241,7 +241,7 @@ class StreamTrainer(CheckedTrainer):
         return RankState(shards, following, self._earlier, self._trained)
 
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
-        """Train on one pack, and record its samples' lengths."""
+        """Train on one pack, and record the lengths of its samples for the log."""
         self._lengths.append(inputs[LENGTHS])
         self._trained += len(inputs[LENGTHS])
         loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
@@ -267,7 +267,7 @@ class StreamTrainer(CheckedTrainer):
 
     @contextlib.contextmanager
     def _estimated_total(self) -> Iterator[None]:
-        """Show an estimated number of steps in this context, if epochs end training."""
+        """Set an estimate of `max_steps` for this context, if epochs end training."""
         if self.args.max_steps < sys.maxsize:
             yield
             return
@@ -289,7 +289,7 @@ class StreamTrainer(CheckedTrainer):
 
     @property
     def _epoch_ended(self) -> bool:
-        """Whether the ranks have no further step in this epoch."""
+        """Whether this epoch has no further step."""
         return bool(self.control.should_epoch_stop)
 
     def _window_stats(self) -> dict[str, float]:
