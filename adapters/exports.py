@@ -47,6 +47,7 @@ EVAL = "val"
 """Folder of the evaluation rows, within the folder of the training rows."""
 
 Order = Sequence[int] | IntArray | None
+"""Pack indices in the order of the file; None for the order of the plan."""
 
 Row = Mapping[str, Any]
 """Column -> value, of one row of a file."""

@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _write_table(split: Split, output: Path, report: ReportProgress) -> Arrays:
-    """Measure a split, write its table, and return no arrays; only rank 0 calls this."""
+    """Measure a split and write its table on rank 0; return no arrays for the other ranks."""
     table = measure(split, report)
     report(f"writing {output}")
     length_tables.publish_table(split, split.stores.lengths.stored(), output)

@@ -52,6 +52,6 @@ class SameModules(MetaPathFinder, Loader):
 
 
 def use_installed_name(folder: str) -> None:
-    """Make `import FOLDER` and its modules those of `packplan.FOLDER`, for one *folder*."""
+    """Make `import core` give `packplan.core`, and so each module below, for one *folder*."""
     sys.meta_path.insert(0, SameModules(folder))
     sys.modules[folder] = import_module(f"packplan.{folder}")

@@ -56,7 +56,7 @@ class Layout:
     @classmethod
     def from_boundaries(cls, cu_seqlens: torch.Tensor, *, is_causal: bool, longest: int | None = None) -> Layout:
         """
-        Return the layout of plain blocks.
+        Return the layout of blocks without windows and masks.
 
         Args:
             cu_seqlens: Starts of the blocks, and the row's end; integers of shape (blocks + 1,).

@@ -113,7 +113,7 @@ class RealTokens:
     """
 
     places: torch.Tensor
-    """Place of each token in the batch, counted row by row; int64 of shape (tokens,)."""
+    """Index of each token in the flattened batch; int64 of shape (tokens,)."""
 
     shape: tuple[int, int]
     """Rows of the batch, and positions of each."""
@@ -205,8 +205,8 @@ def add_text_row(inputs: dict[str, Any]) -> dict[str, Any]:
     Return the inputs of ms-swift's trainer with the positions of the text as their first row.
 
     transformers separates packed samples only by that row, which ms-swift's collator takes off as
-    `text_position_ids`: without it samples attend to each other. Inputs with a mask, and those of
-    models that count tokens alone, are returned as they are.
+    `text_position_ids`: without it samples attend to each other. Inputs with a mask, or without
+    positions of images, are returned as they are.
     """
     positions, text = inputs.get("position_ids"), inputs.get("text_position_ids")
     if positions is None or text is None or "attention_mask" in inputs or len(positions) != 3:

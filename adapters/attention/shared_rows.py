@@ -33,12 +33,10 @@ from packplan.adapters.attention import NAME, ROWS_NAME, attention_names
 from packplan.adapters.attention.rows import PackedRow, current_row, keep_rows_in_checkpoints, read_row, use_row
 from packplan.adapters.attention.shares import RowShare, gather_rows
 from packplan.adapters.families import trained_part
+from packplan.core.batch import IGNORED_LABEL
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.equality import VARLEN, AttentionChoice
 from packplan.core.errors import MismatchError, ModelError
-
-_IGNORED = -100
-"""Label of a token that no loss counts, as torch has it."""
 
 _NOT_BY_TOKEN = ("pixel", "image", "video", "deepstack", "past_key_values", "cache_position", "attention_mask")
 """Beginnings of the names of arguments whose axes are not the row's tokens."""
@@ -103,9 +101,9 @@ def share_rows(model: Any, group: dist.ProcessGroup) -> None:
         keep, targets = _select_targets(given, share)
         with _set_flag(_KEEPS_PART):
             output = original(**{**given, "labels": None} | ({} if keep is None else {"logits_to_keep": keep}))
-        own = F.cross_entropy(output["logits"][0].float(), targets, ignore_index=_IGNORED, reduction="sum")
+        own = F.cross_entropy(output["logits"][0].float(), targets, ignore_index=IGNORED_LABEL, reduction="sum")
         num_items = given.get("num_items_in_batch")
-        num_items = (given["labels"][:, 1:] != _IGNORED).sum() if num_items is None else num_items
+        num_items = (given["labels"][:, 1:] != IGNORED_LABEL).sum() if num_items is None else num_items
         output["loss"], output["logits"] = share.gather(own[None], 0).sum() / num_items, None
         return output
 
@@ -160,8 +158,8 @@ def _select_targets(given: dict[str, Any], share: RowShare) -> tuple[torch.Tenso
     With a tensor `logits_to_keep`, as from ms-swift, the labels after the first one, which is
     ignored, belong to the kept tokens. Otherwise every token has a label.
     """
-    keep, following = given.get("logits_to_keep"), F.pad(given["labels"][0, 1:], (0, 1), value=_IGNORED)
-    targets = following.new_full((share.num_positions,), _IGNORED)
+    keep, following = given.get("logits_to_keep"), F.pad(given["labels"][0, 1:], (0, 1), value=IGNORED_LABEL)
+    targets = following.new_full((share.num_positions,), IGNORED_LABEL)
     if not isinstance(keep, torch.Tensor):
         targets[: share.num_tokens] = following
         return None, targets[share.positions]

@@ -110,7 +110,7 @@ def attend(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """
-    Attend within the blocks of a row if the mask is a layout, else as transformers' sdpa.
+    Attend within the blocks of a row if the mask is a layout, else as transformers' sdpa does.
 
     Args:
         module: Attention layer.

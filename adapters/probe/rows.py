@@ -103,7 +103,7 @@ def probe_loaded(model: Any, *, native: str, named: str) -> ProbeResult:
     Args:
         model: Model of transformers, perhaps with adapters; its mode is restored.
         native: Attention of transformers for samples alone.
-        named: Attention that was asked for.
+        named: Value of `model.attn_impl`, for the message.
 
     Raises:
         ModelError: Samples are not apart, or not equal to themselves alone.

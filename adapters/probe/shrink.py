@@ -33,13 +33,13 @@ FIRST_ID, VOCABULARY = 16, 96
 
 _MAX_LAYERS = 16
 
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "depth", "num_layers_per_stack")
+_LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "depth", "num_layers_per_stack")
 
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+_HEAD_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 
-_PERIODS = re.compile(r"(_period|_interval|_pattern|_every_n_layers|_layer_step|_sparse_step)$")
+_PERIOD_KEYS = re.compile(r"(_period|_interval|_pattern|_every_n_layers|_layer_step|_sparse_step)$")
 
-_FIRST = re.compile(r"^(first_k_dense_replace|num_dense_layers|moe_layer_start_index|num_hash_layers)$")
+_FIRST_LAYER_KEYS = re.compile(r"^(first_k_dense_replace|num_dense_layers|moe_layer_start_index|num_hash_layers)$")
 
 
 @attrs.frozen
@@ -83,7 +83,7 @@ def _exactly(size: float) -> _Rule:
 
 def _shrink_key_heads(value: int, context: _Context) -> int:
     """Return the copy's number of key heads: still one, fewer than query heads, or as many."""
-    heads = next((context.config[name] for name in _HEADS if context.config.get(name)), value)
+    heads = next((context.config[name] for name in _HEAD_KEYS if context.config.get(name)), value)
     return 1 if value == 1 else HEADS if value >= heads else HEADS // 2
 
 
@@ -93,13 +93,13 @@ def _shrink_heads(_: int, context: _Context) -> int:
 
 _RULES: tuple[tuple[str, _Rule], ...] = (
     (r"vocab_size(_per_layer_input)?", _exactly(VOCABULARY)),
-    ("|".join(_LAYERS), lambda _, c: c.kept),
+    ("|".join(_LAYER_KEYS), lambda _, c: c.kept),
     (
         r"((out|router)_)?hidden_size|n_embd|d_model|embed(ding)?_dim|word_embed_proj_dim|lru_width",
         _exactly(HIDDEN),
     ),
     (r"attention_hidden_size", lambda v, c: HIDDEN * max(1, round(v / c.config.get("hidden_size", v)))),
-    ("|".join(_HEADS), _shrink_heads),
+    ("|".join(_HEAD_KEYS), _shrink_heads),
     (r"(encoder|decoder|swa_num)_attention_heads", _exactly(HEADS)),
     (r"(encoder|decoder)_layers", _at_most(2)),
     (r"num_key_value_heads|num_kv_heads|num_query_groups", _shrink_key_heads),
@@ -184,7 +184,7 @@ def shrink(config: Mapping[str, Any], *, times: int = 1) -> dict[str, Any]:
 
 def _count_layers(config: Mapping[str, Any], times: int) -> tuple[int, int]:
     """Return the number of layers of a part, and the number to keep; 0 if it has only sub-parts."""
-    layers = next((config[name] for name in _LAYERS if isinstance(config.get(name), int)), 0)
+    layers = next((config[name] for name in _LAYER_KEYS if isinstance(config.get(name), int)), 0)
     return layers, min(layers, _count_kept_layers(config, layers, times))
 
 
@@ -226,9 +226,9 @@ def _count_kept_layers(config: Mapping[str, Any], layers: int, times: int) -> in
             kept = max(kept, *(item + 1 for item in value[:1] if isinstance(item, int)), 0)
         elif isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             continue
-        elif _PERIODS.search(key) and value < layers:
+        elif _PERIOD_KEYS.search(key) and value < layers:
             kept = max(kept, value)
-        elif _FIRST.search(key) and value < layers:
+        elif _FIRST_LAYER_KEYS.search(key) and value < layers:
             kept = max(kept, value + 1)
     return min(kept + shared, _MAX_LAYERS)
 

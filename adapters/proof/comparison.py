@@ -144,9 +144,9 @@ def run_alone(
     keep: bool = True,
 ) -> Outcome:
     """
-    Compute each sample alone, the last one first.
+    Return the outcome of samples that are each computed alone, the last one first.
 
-    So a state that a layer keeps from call to call differs from one that it keeps along the row.
+    So a state that a layer keeps between calls differs from the one that it keeps along a row.
 
     Args:
         model: Model that computes.
@@ -257,12 +257,12 @@ def compute_precision(model: torch.nn.Module) -> Precision:
 
 def difference_limit(model: torch.nn.Module, precision: Precision | None = None, *, experts: bool = True) -> float:
     """
-    Return the largest relative difference of packed samples from themselves alone.
+    Return the largest relative difference of packed samples from themselves alone that is allowed.
 
     Args:
         model: Model that computes.
         precision: Precision of its products; None takes `compute_precision`.
-        experts: Whether rounding may choose other experts, where typical tokens are compared.
+        experts: Allow more if rounding may choose other experts, for comparing typical tokens.
     """
     precision = precision or compute_precision(model)
     rounding = rounding_limit(_rounding_step(precision), layers=_count_layers(model))

@@ -20,12 +20,12 @@ from packplan.adapters.proof.batches import PackedBatch, Shape
 from packplan.core.errors import ModelError
 
 _SEED = 11
-"""Decides the weights of the numbers in a result."""
+"""Seed of the random weights in the sum of a tensor's numbers, whose gradient is taken."""
 
 
 def view_by_token(value: Any, shape: Shape) -> torch.Tensor | None:
     """
-    Return a view of a tensor with rows and tokens first; None if it does not have the batch's.
+    Return a view of a tensor with rows and tokens as the first axes; None if it has no such axes.
 
     Args:
         value: Anything that a module takes or returns.

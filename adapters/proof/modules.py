@@ -41,13 +41,13 @@ class _ModuleCall:
     """One call of a module."""
 
     module: NamedModule
-    given: list[Any]
+    inputs: list[Any]
     """Kept parts of its arguments."""
 
-    returned: list[Any] = attrs.field(factory=list)
+    outputs: list[Any] = attrs.field(factory=list)
     """Kept parts of its output."""
 
-    inside: list[_ModuleCall] = attrs.field(factory=list)
+    children: list[_ModuleCall] = attrs.field(factory=list)
     """Calls of other modules during this one, in their order."""
 
 
@@ -81,12 +81,12 @@ def _record_calls(model: torch.nn.Module, keep: Callable[[Any], Any | None]) -> 
 
     def begin(module: NamedModule, _: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         running[-1].append(call := _ModuleCall(module, _kept_parts((arguments, options), keep)))
-        running.append(call.inside)
+        running.append(call.children)
 
     def end(_: Any, __: Any, ___: Any, output: Any) -> None:
         inside = running.pop()
-        running[-1][-1].returned.extend(_kept_parts(output, keep))
-        if not running[-1][-1].returned:
+        running[-1][-1].outputs.extend(_kept_parts(output, keep))
+        if not running[-1][-1].outputs:
             running[-1][-1:] = inside
 
     with ExitStack() as hooks:
@@ -126,7 +126,7 @@ def first_mixing_module(model: torch.nn.Module, packed: PackedBatch, reader: int
     def mixed(results: Sequence[TensorNode]) -> bool:
         return any(reach.size != 0 for result in results for reach in watched.reaches(result, [reader]))
 
-    found = _innermost(calls, lambda call: mixed(call.returned) and not mixed(call.given), lambda call: call.inside)
+    found = _innermost(calls, lambda call: mixed(call.outputs) and not mixed(call.inputs), lambda call: call.children)
     return None if found is None else found.module
 
 
@@ -162,10 +162,10 @@ def first_different_module(
         mine, own = pair
         if mine.module != own.module:  # the row takes another way than the sample
             return False
-        return _differs(mine.returned, own.returned, limit) and not _differs(mine.given, own.given, limit)
+        return _differs(mine.outputs, own.outputs, limit) and not _differs(mine.inputs, own.inputs, limit)
 
     pair = _innermost(
-        zip(found, expected, strict=False), shows, lambda one: zip(*(call.inside for call in one), strict=False)
+        zip(found, expected, strict=False), shows, lambda one: zip(*(call.children for call in one), strict=False)
     )
     return None if pair is None else pair[0].module
 

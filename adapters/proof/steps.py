@@ -145,7 +145,7 @@ def _run_function(function: Callable[[], Any], model: torch.nn.Module) -> tuple[
         loss = function()
     if versions != [one._version for one in model.parameters()]:  # noqa: SLF001  # see above
         raise ArgumentError("host", "the step changed weights: leave the optimizer's update out of the function")
-    return None if loss is None else float(loss), _gradients_of(model), batches
+    return None if loss is None else float(loss), _copy_gradients(model), batches
 
 
 def _run_trainer(trainer: Any, model: torch.nn.Module) -> tuple[Any, Gradients, list[Any]]:
@@ -160,7 +160,7 @@ def _run_trainer(trainer: Any, model: torch.nn.Module) -> tuple[Any, Gradients, 
         """Callback that leaves the update out, and ends the training after the first step."""
 
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-            found["gradients"] = _gradients_of(model)
+            found["gradients"] = _copy_gradients(model)
             for owner in (trainer.optimizer, trainer.lr_scheduler):
                 patches.enter_context(replace_attributes(owner, step=lambda *_, **__: None))
 
@@ -194,7 +194,7 @@ def _run_trainer(trainer: Any, model: torch.nn.Module) -> tuple[Any, Gradients, 
     return found["loss"], found["gradients"], batches
 
 
-def _gradients_of(model: torch.nn.Module) -> Gradients:
+def _copy_gradients(model: torch.nn.Module) -> Gradients:
     """Return a copy of the gradients of a model's weights."""
     return {name: one.grad.detach().clone() for name, one in model.named_parameters() if one.grad is not None}
 

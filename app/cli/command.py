@@ -85,15 +85,13 @@ def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None
 def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = False, kept: str = KEPT_NOTE) -> int:
     """
     Run *command*; return 0, 2 for the user's fault or a full disk, 3 for a failed verification, 130
-    for Ctrl-C.
+    for Ctrl-C. Any other exception is a fault of Packplan, and is raised with its traceback.
 
     Args:
         command: The work to run.
         verbose: Also show what the libraries log.
         quiet: Show neither progress nor notes.
         kept: Note printed after Ctrl-C: which work is kept, and how to continue.
-
-    Any other exception is a fault of Packplan, and is raised with its traceback.
     """
     from packplan.adapters import progress
 

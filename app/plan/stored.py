@@ -131,7 +131,7 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
 
 def _plan_of_epoch(planner: EpochPlanner, stored: StoredPlan, epoch: int, digest: str, *, where: str) -> RawPlan:
     """
-    Return the raw plan of an epoch, made again and checked against its stored record.
+    Return the raw plan of an epoch, planned again and checked against its stored record.
 
     Raises:
         ConfigError: There is no such epoch.

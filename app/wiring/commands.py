@@ -54,8 +54,8 @@ _STEP_ARGUMENTS = (
 
 def require_traceable(config: RunConfig) -> None:
     """
-    Raise ConfigError if torchrun started several ranks, or if a command's step is not that of a
-    language model on one pack: one process traces such a step.
+    Raise ConfigError if torchrun started several ranks, since one process traces, or if a command's
+    step is not that of a language model on one pack.
     """
     if (started := read_world_size()) > 1:
         raise ConfigError("torchrun", (Fault("", f"starts {started} ranks: use --world-size instead"),))
@@ -73,13 +73,14 @@ def require_traceable(config: RunConfig) -> None:
 
 
 def is_program(word: str) -> bool:
-    """Return whether a word starts a command of ms-swift; a run's YAML does not."""
+    """Return whether a word is a program that starts a command of ms-swift, and not a YAML."""
     return bool(_PROGRAM.fullmatch(Path(word).name)) and ("/" not in word or Path(word).is_file())
 
 
 def split_command(given: Sequence[str] | None, *, skip: int = 0) -> tuple[list[str], list[str]]:
     """
-    Split a command line behind the program of an ms-swift command; return both parts.
+    Return the words of a command line up to the program that starts a command of ms-swift, and the
+    words after it.
 
     Args:
         given: Words of a command line of this project; None takes those of the process.

@@ -46,7 +46,7 @@ _NOT_TRACED = (
     "deepspeed", "fsdp", "fsdp_config", "fp16", "tf32", "torch_compile", "torch_compile_backend", "torch_compile_mode",
     "use_liger_kernel", "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_prefetch_factor",
 )  # fmt: skip
-"""Settings that need other devices, or are computed, or have no part in a step."""
+"""Settings that need a GPU, that the tracer accounts for by itself, or that no step uses."""
 
 
 def traced_run(config: RunConfig) -> RunConfig:
@@ -194,7 +194,7 @@ def time_packs(
         trainer: Trainer of the run.
         splits: The planned splits.
         group: All ranks.
-        packs: Samples of each pack, step after step; in each step, ranks take turns.
+        packs: Sample indices of each pack, step after step; in each step, ranks take turns.
         clock: Function that returns seconds.
     """
     stats, before = stats_of_packs(splits["train"], Packs.from_lists(packs)), trainer.schedule

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 NO_LIMIT = 2**31 - 1
-"""Packing length for measuring without a run; lengths depend on it only if truncated."""
+"""Packing length for measuring without a run, so large that no sample is truncated to it."""
 
 
 def run_to_measure(
