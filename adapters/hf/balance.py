@@ -136,7 +136,7 @@ class _BalanceState:
     move_rows: bool
     work: WorkModel | None
     counts: BalanceCounts = attrs.field(factory=BalanceCounts)
-    waiting: list[Any] = attrs.field(factory=list)
+    pending_batches: list[Any] = attrs.field(factory=list)
     """Prepared batches of this step that are not trained yet."""
 
     call: tuple[Any, Any] | None = None
@@ -218,7 +218,7 @@ class _BalancedTraining:
 
     def get_batch_samples(self, *args: Any) -> Any:
         """Return the batches of a step, and discard batches left from an unfinished step."""
-        self._balance.waiting.clear()
+        self._balance.pending_batches.clear()
         return super().get_batch_samples(*args)  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
@@ -241,10 +241,10 @@ class _BalancedTraining:
         prepared = super()._prepare_inputs(inputs)  # type: ignore[misc]
         if step.call is None:
             return prepared
-        step.waiting.append(prepared)
-        if len(step.waiting) < self.current_gradient_accumulation_steps:
+        step.pending_batches.append(prepared)
+        if len(step.pending_batches) < self.current_gradient_accumulation_steps:
             return {}
-        batches, step.waiting = step.waiting, []
+        batches, step.pending_batches = step.pending_batches, []
         model, num_items = step.call
         *others, last = self._make_microbatches(batches)
         self.accelerator = _LocalAccelerator(self.accelerator)  # ranks are joined once a step

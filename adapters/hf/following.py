@@ -159,27 +159,24 @@ class _LossSums:
     sums: torch.Tensor = attrs.field(factory=lambda: torch.zeros(2, dtype=torch.float64))
     """Sum of losses, sum of their weights; shape (2,)."""
 
-    done: int = 0
+    num_evaluated: int = 0
     weight: float = 0
     """Supervised tokens of the running batch."""
 
     @property
     def next_is_repeated(self) -> bool:
         """Whether the next batch repeats earlier packs, to give all ranks equally many batches."""
-        return not self.batches.is_counted(self.done)
+        return not self.batches.is_counted(self.num_evaluated)
 
     def add(self, loss: torch.Tensor) -> None:
         """Add the mean loss of the next batch, weighed by its supervised tokens."""
         if self.weight and not self.next_is_repeated:
             self.sums += torch.tensor([float(loss) * self.weight, self.weight], dtype=torch.float64)
-        self.done += 1
+        self.num_evaluated += 1
 
 
 class EvaluatesPacks:
-    """
-    Evaluation of a trainer over packs in the order of `EvalBatches`: the loss is the mean over all
-    supervised tokens, and every pack counts once.
-    """
+    """Evaluation on packs of `EvalBatches`: mean loss over supervised tokens, each pack once."""
 
     accelerator: Any
     args: Any

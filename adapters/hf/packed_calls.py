@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from threading import get_ident
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
 import attrs
@@ -36,7 +36,7 @@ Numbering of a model's tokens if the caller gives no positions: by the column in
 of the real tokens before, or by count of the ids before that are not padding, as in RoBERTa.
 """
 
-POSITIONS: tuple[Positions, ...] = ("columns", "counted", "ids")
+POSITIONS: tuple[Positions, ...] = get_args(Positions)
 
 _BOUNDARIES = ("cu_seq", "seq_idx")
 """Prefixes of the names of arguments that say where the samples of a packed row begin."""

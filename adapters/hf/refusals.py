@@ -24,7 +24,7 @@ def refuse_plan_conflicts(trainer: Any, *, row_ranks: int = 1, evaluates: bool =
     Raises:
         ArgumentError: Settings contradict the plan; all are named.
     """
-    sharing = [*sharing_conflicts(trainer), *_row_sharing_conflicts(trainer, row_ranks, evaluates=evaluates)]
+    sharing = [*_parallelism_conflicts(trainer), *_row_sharing_conflicts(trainer, row_ranks, evaluates=evaluates)]
     if reasons := [*_plan_conflicts(trainer), *sharing]:
         raise ArgumentError("host", f"the trainer would not follow the plan: {'; '.join(reasons)}")
 
@@ -54,7 +54,7 @@ def _row_sharing_conflicts(trainer: Any, row_ranks: int, *, evaluates: bool) -> 
         yield "compute_metrics is set, which would count the answers of each rank that shares a row"
 
 
-def sharing_conflicts(trainer: Any) -> Iterator[str]:
+def _parallelism_conflicts(trainer: Any) -> Iterator[str]:
     """Yield settings with which one process trains on several GPUs, or ranks share rows."""
     if trainer.args.n_gpu > 1:
         yield f"one process trains on {trainer.args.n_gpu} GPUs: start one for each, with torchrun"
@@ -83,7 +83,7 @@ def refuse_balance_conflicts(trainer: Any) -> None:
     if base is None or any(getattr(kind, name, None) is not getattr(base, name, None) for name in methods):
         fact = f"{kind.__name__} is not GRPOTrainer or RLOOTrainer of TRL with its own loss: unpad alone serves it"
         raise ArgumentError("host", fact)
-    if reasons := [*_loss_conflicts(trainer), *sharing_conflicts(trainer)]:
+    if reasons := [*_loss_conflicts(trainer), *_parallelism_conflicts(trainer)]:
         raise ArgumentError("host", f"the trainer's batches cannot be cut: {'; '.join(reasons)}")
 
 

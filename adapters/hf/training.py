@@ -39,7 +39,7 @@ def use_plan(
     schedule, which has `steps_per_epoch` and `total_steps`. The loss of a step is the mean over its
     supervised tokens, over all ranks and batches. Checkpoints are the trainer's own, and resume in
     the middle of an epoch, also on another number of ranks. All rows are read once before the first
-    step: a row that is no sample is refused, and a resumed run has to have the same rows.
+    step: a row that is not one sample is refused, and a resumed run has to have the same rows.
 
     Call it on every rank, after the trainer is built: the model is probed first.
 
@@ -52,7 +52,7 @@ def use_plan(
         sequence_parallel_size: Ranks that share each row of packed samples, one after the other.
 
     Raises:
-        ArgumentError: A setting contradicts the plan, or a row is no sample.
+        ArgumentError: A setting contradicts the plan, or a row is not one sample.
         StaleError: A row has another length than planned.
         MismatchError: Ranks have different plans or rows.
         ModelError: The probe of `unpad` fails.
@@ -114,7 +114,7 @@ def _unpad_for_loss(trainer: Any, *, row_ranks: int) -> Unpadding:
     Unpad a trainer's model; logits of padding are omitted unless the trainer has its own loss.
 
     Raises:
-        ModelError: The model reads both ways, or the probe of `unpad` fails.
+        ModelError: The model is bidirectional, or the probe of `unpad` fails.
     """
     model = unwrap(trainer.model)
     if is_bidirectional(model.config):

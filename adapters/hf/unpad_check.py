@@ -22,6 +22,7 @@ class UnpaddedStep:
     """Loss without padding."""
 
     padded_loss: float
+    """Loss with padding."""
 
     gradients: float
     """Norm of the difference of gradients, relative to the norm of those with padding."""

@@ -137,7 +137,7 @@ class EvalBatches:
     """
     Batch sampler for evaluation, in the order of the plan: batch b is on rank b % world_size.
 
-    Every rank has the same number of batches; the first ones are repeated at the end for that.
+    Every rank has the same number of batches; if needed, the first ones are repeated at the end.
     """
 
     def __init__(self, num_packs: int, batch_size: int, *, rank: int, world_size: int) -> None:
@@ -149,7 +149,7 @@ class EvalBatches:
         return len(self._own)
 
     def is_counted(self, number: int) -> bool:
-        """Return whether batch *number* of this rank counts, since it repeats no earlier batch."""
+        """Return whether batch *number* of this rank counts: it is not a repeat."""
         return self._own[number] < self._num_distinct
 
     def __iter__(self) -> Iterator[list[int]]:

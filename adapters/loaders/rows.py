@@ -156,7 +156,7 @@ class RowsOfPacks(Dataset[PackOfRows]):
         return found
 
     def _read_facts(self, indices: range) -> list[tuple[bytes, int]] | PackplanError:
-        """Return digest and supervised tokens of rows; return an error, since workers wrap it."""
+        """Return digest and supervised tokens of rows, or an error, which workers would wrap."""
         several = getattr(self.rows, "__getitems__", None)  # of `datasets`, which is slow row by row
         rows = [self.rows[index] for index in indices] if several is None else several(list(indices))
         try:
@@ -230,7 +230,7 @@ def require_supervised_rows(supervised: IntArray) -> None:
 
 
 def _row_facts(row: Row) -> tuple[bytes, int]:
-    """Return the digest and the supervised tokens of a row from `read_row`."""
+    """Return the digest of a row from `read_row`, and the number of its supervised tokens."""
     digest = blake2b(digest_size=16)
     for array in (row[_TOKENS], row[_LABELS]):
         digest.update(array.tobytes())

@@ -163,7 +163,7 @@ class PackedLoss(_Fields):
         num_tokens: float,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """
-        Return the sum of the sequences' losses, float64, and their combined metrics.
+        Return the sum of the sequences' losses in float64, and their combined metrics by name.
 
         Args:
             logits: Logits of the whole row; shape (1, num_positions, vocabulary). If ranks share
@@ -214,7 +214,7 @@ class FusedLoss(_Fields):
         sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """
-        Return the loss, float64, and metrics; sums are in float64.
+        Return the loss and the metrics by name; both are summed in float64.
 
         Args:
             logits: Logits of a packed row, or of a rank's part of it, of shape (1, num_positions /

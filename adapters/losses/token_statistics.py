@@ -11,6 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 NO_TARGET = -1
+"""Target of a position that predicts no token."""
 
 _LEAST = -1e9
 """Least log-probability: finite, so that its product with probability 0 is 0, and not nan."""

@@ -72,7 +72,7 @@ class OneRank:
         return (arrays,)
 
     def stop_heartbeat(self) -> None:
-        """Do nothing: nobody waits."""
+        """Do nothing, since one rank has no heartbeat."""
 
 
 class TorchGroup:

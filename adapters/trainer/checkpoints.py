@@ -45,7 +45,7 @@ _FOREIGN = f"but it does not say how far a plan was trained: it was not written 
 CHECKPOINT_KEY = "training.resume_from_checkpoint"
 
 _MOST_NAMED = 3
-"""Most differences from another run that a message names."""
+"""Largest number of differences from another run that a message names."""
 
 _CHUNK = 2**20
 """Bytes of a file that are read at a time."""

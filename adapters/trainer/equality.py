@@ -38,7 +38,7 @@ _READERS = 8
 
 @attrs.frozen(eq=False)
 class PackComparison:
-    """Compares a trainer's packs with their samples alone, in results and gradients."""
+    """Comparison of a trainer's packs with their samples alone, in results and gradients."""
 
     trainer: PlanTrainer
 
@@ -159,10 +159,7 @@ class PackComparison:
         return [attrs.evolve(one, weights=one.weights / total) for one in samples if one.weights is not None]
 
     def _own_positions(self, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """
-        Return a sample's positions as the model computes them: one row for text, or four rows if
-        the model takes images.
-        """
+        """Return a sample's positions as the model makes them: 4 rows for vision models, else 1."""
         text = torch.arange(inputs["input_ids"].shape[1], device=inputs["input_ids"].device)[None]
         rope = find_rope_index(self.trainer.model)
         if rope is None:

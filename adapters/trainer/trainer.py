@@ -139,9 +139,9 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
 
     Attributes:
         attention: Attention that trains, stored in checkpoints.
-        learner: Index of this data-parallel learner, and the number of learners.
+        learner: Data-parallel rank, and their number; ranks that share rows have the same.
         resumes_from: Folder of the checkpoint that the run goes on from; None at its beginning.
-        saved: Folder of the last checkpoint that this run saved or resumes from; None without one.
+        last_save: Folder of the last checkpoint that this run saved or resumes from, or None.
         has_supervised: Whether any step so far had a token with a weight in the loss.
     """
 
@@ -377,7 +377,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         """
         Register ms-swift's hook that passes images to the model, for this context.
 
-        Nothing is done if the hook is registered already, as `train` does it.
+        If the hook is registered already, as it is during `train`, nothing is done.
         """
         if self.template._handles or not self.model_meta.is_multimodal:  # noqa: SLF001  # has no public name
             yield

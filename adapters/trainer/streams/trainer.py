@@ -59,7 +59,7 @@ class StreamTotals:
 
 
 class StreamTrainer(CheckedTrainer):
-    """ms-swift's trainer with `StreamDataset` as its data set."""
+    """ms-swift's trainer on the packs of a stream, a `StreamDataset`."""
 
     def __init__(
         self,
