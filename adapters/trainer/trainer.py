@@ -140,7 +140,6 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
     Attributes:
         attention: Attention that trains, stored in checkpoints.
         learner: Data-parallel rank, and their number; ranks that share rows have the same.
-        resumes_from: Folder of the checkpoint that the run goes on from; None at its beginning.
         last_save: Folder of the last checkpoint that this run saved or resumes from, or None.
         has_supervised: Whether any step so far had a token with a weight in the loss.
     """
@@ -152,7 +151,6 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         attention: AttentionChoice,
         eval_dataset: PackedDataset | None,
         reduction: Reduction = "token",
-        resumes_from: str | None = None,
         **options: Any,
     ) -> None:
         """
@@ -163,14 +161,13 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
             attention: See the class.
             eval_dataset: Packs of the evaluation's raw plan, or None.
             reduction: Weighting of samples of unequal length in the loss.
-            resumes_from: See the class.
             **options: Options of ms-swift's trainer: model, args, template and train_dataset.
 
         Raises:
             ConfigError: The trainer refuses a combination of settings.
         """
         self.group, self.attention, self.reduction = group, attention, reduction
-        self.resumes_from = self.last_save = resumes_from
+        self.last_save: str | None = options["args"].resume_from_checkpoint
         self.learner = group.rank, group.world_size
         self.control: TrainerControl
         self._step_loss: torch.Tensor | float = 0.0
@@ -243,7 +240,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         )
         try:
             with name_lost_processes("loading data", advice):
-                return super().train(resume_from_checkpoint=self.resumes_from)
+                return super().train(resume_from_checkpoint=self.args.resume_from_checkpoint)
         finally:
             for loader in self._loaders:
                 loader.close()

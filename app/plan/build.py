@@ -53,13 +53,12 @@ def run(options: argparse.Namespace) -> None:
         if group.rank == 0:
             if verdict is not None:
                 store_verdict(config, verdict)
-            _log_next(config, [options.config, *options.overrides], world_size)
+            _log_next(config, [options.config, *options.overrides], world_size * config.training.sequence_parallel_size)
 
 
-def _log_next(config: RunConfig, words: list[str], world_size: int) -> None:
-    """Log the plan's folder, and the commands that show it and train it on *world_size* ranks."""
+def _log_next(config: RunConfig, words: list[str], ranks: int) -> None:
+    """Log the plan's folder, and the commands that show it and train it on *ranks* processes."""
     typed = shlex.join(words)
-    ranks = world_size * config.training.sequence_parallel_size
     train = f"torchrun --nproc-per-node {ranks} -m packplan.app.sft" if ranks > 1 else "packplan sft"
     train = f"{train} {typed}"
     if command_ranks(config):
@@ -75,7 +74,7 @@ def build(config: RunConfig, group: RankGroup, *, splits: Sequence[Split], world
     Args:
         config: The run.
         group: The ranks that measure.
-        splits: Splits to build.
+        splits: Splits to build, `train` first.
         world_size: Number of ranks to align for; None takes the size of *group*.
 
     Raises:
@@ -86,10 +85,11 @@ def build(config: RunConfig, group: RankGroup, *, splits: Sequence[Split], world
         measure_and_plan(split, ranks, world_size=world_size)
         if group.rank == 0:
             log_plan(split)
-        if split.name != "train":
-            continue
-        schedule = plan_epochs(split, split_schedule(config, split.name, split.aligned), ranks)
-        if group.rank == 0 and command_ranks(config):
-            log.info("train: %s", steps_line(split, schedule))
-        elif group.rank == 0:
-            log_schedule(config, split, schedule)
+    train = splits[0]
+    schedule = split_schedule(config, train.name, train.aligned)
+    if train.recipe is not None:
+        schedule = plan_epochs(train, train.recipe, schedule, ranks)
+    if group.rank == 0 and command_ranks(config):
+        log.info("train: %s", steps_line(train, schedule))
+    elif group.rank == 0:
+        log_schedule(config, train, schedule)

@@ -163,23 +163,21 @@ def _require_drawable(recipe: EpochRecipe | None, policy: PlanPolicy, samples: E
         raise ConfigError("custom.fusion_config", faults)
 
 
-def plan_epochs(split: Split, schedule: EpochSchedule, ranks: Ranks) -> EpochSchedule:
+def plan_epochs(split: Split, recipe: EpochRecipe, schedule: EpochSchedule, ranks: Ranks) -> EpochSchedule:
     """
-    Plan and count all epochs on rank 0, store a record of each, and return the schedule over them;
-    the same schedule where all epochs have one plan.
+    Plan and count all epochs on rank 0, store a record of each, and return the schedule over them.
 
     Args:
         split: The split, whose first epoch is planned.
+        recipe: Samples of each epoch.
         schedule: Settings of the schedule, from where training starts.
         ranks: All ranks.
 
     Raises:
         PackplanError: An epoch cannot be planned; on every rank.
     """
-    if split.recipe is None:
-        return schedule
     samples = to_epoch_samples(split.policy, split.table, split.encoder.data_files())
-    planner = EpochPlanner(split.policy, split.recipe, samples)
+    planner = EpochPlanner(split.policy, recipe, samples)
 
     def build(report: ReportProgress) -> Arrays:
         key, plans = split.plan_key(split.stores.lengths.digest()), split.stores.plans

@@ -110,6 +110,9 @@ class Split:
 
     aligned: AlignedPlan = attrs.field(default=None)
 
+    resume_facts: dict[str, Any] = attrs.field(factory=dict)
+    """Fields of `ResumeState` that say which plan, data and settings are trained."""
+
     epochs: PlannedEpochs | None = None
     """Epochs that have plans of their own, which `plan_epochs` fills."""
 

@@ -67,9 +67,8 @@ def prepare_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
     ranks = Ranks(group, timeout_s=training.packing_wait_timeout_s)
     train = splits["train"].source
     inputs, data = train.fingerprint(), train.data_digest(len(train))
-    if group.world_size > 1:
-        ranks.require_same("what the train samples depend on", inputs.digest)
-        ranks.require_same("the train data", data)
+    ranks.require_same("what the train samples depend on", inputs.digest)
+    ranks.require_same("the train data", data)
     fixed = {**inputs.inputs, "the train data": data, **stream_inputs(config), "binpacking": PACKER_VERSION}
 
     identity = identity_of(config)
@@ -89,6 +88,7 @@ def prepare_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
         if group.rank == 0:
             log_plan(splits["eval"])
     group.stop_heartbeat()
+    arguments.resume_from_checkpoint = checkpoint and checkpoint.folder
     start = open_stream_start(checkpoint, group, arguments)
     trainer = build_stream_trainer(
         config,
@@ -99,7 +99,6 @@ def prepare_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
         order=order,
         start=start,
         resume_state=resume_state,
-        resumes_from=None if checkpoint is None else checkpoint.folder,
     )
     if group.rank == 0:
         for forced in forced_batch_lines(config):

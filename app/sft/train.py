@@ -69,7 +69,7 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> t
         PackplanError: Something the user can fix, or something stored that is damaged.
     """
     # What the settings alone can get wrong is found before hours of measuring.
-    require_static(config)
+    require_static(config)  # `packplan check` and `plan time` prepare, too
     world_size = config.plan_world_size(group.world_size)
     attention = decide_attention(config, isolated=config.training.packing and not may_leak)
     checkpoint = open_checkpoint(config, group, ResumeState)
@@ -80,6 +80,7 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> t
     for split in splits.values():
         measure_and_plan(split, ranks, world_size=world_size)  # lengths, raw plan, aligned plan
     schedule, checkpoint = _schedule_packs(config, splits["train"], checkpoint, ranks)
+    arguments.resume_from_checkpoint = checkpoint and checkpoint.folder
     group.stop_heartbeat()
     if group.rank == 0:
         _log_plans(config, splits, schedule)
@@ -87,9 +88,7 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> t
             then = "the checkpoint was trained by the attention %s; the run goes on by %s"
             log.info(then, checkpoint.attention, attention.name)
 
-    folder = None if checkpoint is None else checkpoint.folder
-    trainer = build_trainer(config, arguments, splits, schedule, attention=attention, group=group, resumes_from=folder)
-    return trainer, splits
+    return build_trainer(config, arguments, splits, schedule, attention=attention, group=group), splits
 
 
 def _schedule_packs(
@@ -107,13 +106,16 @@ def _schedule_packs(
     # Ranks that counted other works would assign a step's packs in another way.
     ranks.require_same("the work of the train packs", hashlib.sha256(pack_works.tobytes()).hexdigest())
     schedule = split_schedule(config, "train", train.aligned, pack_works)
-    now = ResumeState.from_schedule(schedule, **resume_facts(config, train))
+    train.resume_facts = resume_facts(config, train)
+    now = ResumeState.from_schedule(schedule, **train.resume_facts)
     if checkpoint is not None and checkpoint.resume_state.differences(now):
         # `last` goes on from an older one, where the newest is of other data or another plan.
         checkpoint = open_checkpoint(config, ranks.group, ResumeState, lambda then: then.differences(now))
     if checkpoint is not None:
         schedule = attrs.evolve(schedule, start=checkpoint.resume_state.progress)
-    return plan_epochs(train, schedule, ranks), checkpoint
+    if train.recipe is not None:  # each epoch has a plan of its own
+        schedule = plan_epochs(train, train.recipe, schedule, ranks)
+    return schedule, checkpoint
 
 
 def _log_plans(config: RunConfig, splits: dict[str, Split], schedule: EpochSchedule) -> None:
@@ -230,9 +232,8 @@ def _inference_command(config: RunConfig, trainer: CheckedTrainer, checkpoint: s
     """
     Return the ms-swift command that loads a checkpoint, with the settings that its files lack.
     """
-    words = ["swift", "infer", "--model", checkpoint]
-    if config.training.adds_weights:
-        words = ["swift", "infer", "--model", config.model.model, "--adapters", checkpoint]
+    base = [config.model.model, "--adapters"] if config.training.adds_weights else []
+    words = ["swift", "infer", "--model", *base, checkpoint]
     template = trainer.template
     kinds = {"model_type": template.model_meta.model_type, "template": template.template_meta.template_type}
     return shlex.join(words + [word for name, kind in kinds.items() if kind for word in (f"--{name}", kind)])

@@ -212,29 +212,26 @@ def build_trainer(
     *,
     attention: AttentionChoice,
     group: RankGroup,
-    resumes_from: str | None,
 ) -> PlanTrainer:
     """
     Load the model and build its trainer over the planned packs.
 
     Args:
         config: The run.
-        arguments: The trainer's settings.
+        arguments: The trainer's settings, with the checkpoint that it goes on from.
         splits: Planned splits: `train`, and perhaps `eval`.
         schedule: Order of the packs of `train`.
         attention: Attention of the run.
         group: The ranks.
-        resumes_from: Folder of the checkpoint to resume from; None starts from the beginning.
     """
-    train, row_ranks = splits["train"], config.training.sequence_parallel_size
+    train, rank = splits["train"], group.rank // config.training.sequence_parallel_size
     template, model = _open_model(config, arguments, train.encoder, group, attention)
     return PlanTrainer(
         group=group,
-        follower=PackBatches(schedule, group.rank // row_ranks, schedule.world_size, **resume_facts(config, train)),
+        follower=PackBatches(schedule, rank, schedule.world_size, **train.resume_facts),
         pack_stats=train.pack_stats,
         attention=attention,
         reduction=config.training.loss_reduction,
-        resumes_from=resumes_from,
         model=model,
         args=arguments,
         template=template,
@@ -285,7 +282,6 @@ def build_stream_trainer(
     order: Order,
     start: tuple[StreamProgress, RankState],
     resume_state: Callable[[StreamProgress], StreamState],
-    resumes_from: str | None,
 ) -> StreamTrainer:
     """
     Load the model and build its trainer over a stream.
@@ -299,7 +295,6 @@ def build_stream_trainer(
         order: Order of the samples of `train` in an epoch.
         start: Progress to start at, of all ranks and of this one.
         resume_state: Function that makes the resume state of a checkpoint.
-        resumes_from: Folder of the checkpoint to resume from; None starts from the beginning.
     """
     training, encoder = config.training, splits["train"].encoder
     template, model = _open_model(config, arguments, encoder, group, attention)
@@ -313,7 +308,6 @@ def build_stream_trainer(
     return StreamTrainer(
         start=start,
         resume_state=resume_state,
-        resumes_from=resumes_from,
         attention=attention,
         num_epochs=None if training.max_steps > 0 else int(training.num_train_epochs),
         group=group,
