@@ -174,19 +174,16 @@ REFUSED = [
     ([ASKED, CALLED, GIVEN, ASKED, SAID], "a user message behind the answer of a tool"),
     ([ASKED, CALLED, GIVEN], "does not end with an assistant message"),
     ([ASKED, CALLED, {**CALLED, "loss": False}, GIVEN, SAID], "calls of one turn with several weights"),
-    ([{"user": "a", "assistant": "b", "tool": "c"}], "a message with 'tool', which would be ignored"),
     ([ASKED, {**SAID, "loss_scale": -1}], "the loss_scale -1: write a number from 0 to 1,000,000"),
     ([ASKED, {**SAID, "loss_scale": float("nan")}], "the loss_scale nan"),
     ([ASKED, {**SAID, "loss_scale": [1, 2]}], "the loss_scale .1, 2."),
     ([ASKED, {**SAID, "loss_scale": 0}], "'loss_scale': 0 in its last message"),
     ([ASKED, {**SAID, "loss": False, "loss_scale": 2}, ASKED, SAID], "'loss': false and a loss_scale"),
     ([{**ASKED, "loss": True}, SAID], "a user message with 'loss', but only what the model says is weighed"),
-    ([{**ASKED, "loss_scale": 0}, SAID], "a user message with 'loss_scale'"),
     *(  # a model would read hundreds of tokens of base64
         ([ASKED, CALLED, {**GIVEN, "content": content}, SAID], "an image in a tool's answer, where it would be text")
         for content in (
             [{"type": "image", "data": IMAGE, "mimeType": "image/png"}],
-            {"content": [{"type": "image", "image": f"data:image/png;base64,{IMAGE}"}]},
             {"screen": f"{IMAGE[:76]}\n{IMAGE[76:]}"},
         )
     ),
