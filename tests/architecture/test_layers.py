@@ -13,7 +13,6 @@ import pytest
 
 from packplan.core.config.keys import yield_keys
 from packplan.core.config.run import RunConfig
-from tests.models_page import packing_families, unpacked_families
 
 ROOT = Path(__file__).parents[2]
 
@@ -152,26 +151,6 @@ def test_one_place_knows_the_formats_of_data_files():
     importers = [path for path in files_of("adapters", "app") if formats.intersection(imported(path))]
 
     assert [ROOT / "adapters" / "samples" / "data_files.py"] == importers
-
-
-FAMILIES_IN = "core/work/text.py"
-"""File that may name families, where no key of a config.json tells their work."""
-
-
-def test_no_list_of_families_is_in_the_code():
-    """Properties of a model decide; `adapters/families.json` has what cannot be read off."""
-    words = {"git", "mamba", "opt"}  # of other things
-    known = (packing_families().keys() | unpacked_families()) - words
-    assert {"llama", "qwen3_5", "gpt_oss", "bloom", "xlnet"} <= known
-
-    found = {
-        str(path.relative_to(ROOT)): names
-        for path in files_of("core", "adapters", "app")
-        if (names := known.intersection(constants_of(path)))
-    }
-
-    assert [] == [path for path in found if not path.startswith(FAMILIES_IN)]
-    assert found, "no file has one: are they still found?"
 
 
 def programs() -> list[str]:

@@ -1,6 +1,6 @@
 """Who computes which pack of a step: every step keeps its packs, and its ranks have equal work."""
 
-from itertools import permutations, product
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -118,15 +118,6 @@ def test_another_unit_of_work_changes_nothing(drawn, sync_at, factor):
     assert assign_steps(to_units(small), **options).tolist() == (
         assign_steps(to_units(small.astype(np.float64) * factor), **options).tolist()
     )
-
-
-def test_one_rank_and_one_pack_each_leave_nothing_to_choose():
-    """The order stays as it is: alone nobody waits, and a step of one pack a rank is the same."""
-    works = np.array([3, 1, 2, 5, 4, 0])
-
-    for world_size, sync_at in product((1, 3), SYNC_POINTS):
-        order = assign_steps(works, world_size=world_size, accumulation=3 // world_size, sync_at=sync_at)
-        assert list(range(6)) == order.tolist()
 
 
 def test_units_are_whole_and_the_heaviest_has_all():

@@ -76,16 +76,6 @@ def test_a_program_takes_no_column_that_rounding_alone_makes_look_better():
     assert [2.0, 1.0] == program.uses.tolist()
 
 
-def test_room_that_bins_share_saves_a_bin():
-    """Three bins lack two tokens, and one lacks four: exchanges empty the fifth."""
-    tally = LengthCounts([8, 6, 4, 2], [1, 2, 3, 3])
-    filling = [({0: 1}, 1), ({1: 1, 3: 1}, 1), ({1: 1, 3: 1}, 1), ({2: 2}, 1), ({2: 1, 3: 1}, 1)]
-
-    full, partial = gather_room(filling, tally, capacity=10, effort=Effort())
-
-    assert [3, 4] == [num_packs(full), num_packs(full + partial)]
-
-
 @example(case=([14, 11, 2, 7, 8, 12], 27), efforts=[0, 0])  # best fit needs one more
 @given(case=packable(min_size=1, max_size=8), efforts=st.lists(st.integers(0, 100_000), min_size=2, max_size=2))
 def test_bounds_and_certified_packs_agree_with_exhaustive_search(case, efforts):
@@ -132,20 +122,6 @@ def test_the_knapsack_is_exact(case, rng):
         assert index in pattern
         assert sum(int(sizes[i]) * num for i, num in pattern.items()) <= capacity
         assert knapsack.worth_with_each_size()[index] == sum(int(prices[i]) * num for i, num in pattern.items())
-
-
-@given(case=packable_arrays())
-def test_the_master_program_is_below_every_packing_of_its_patterns(case):
-    """And its dual values price every sample at as much as the packs cost."""
-    lengths, capacity = case
-    tally = LengthCounts.from_lengths(np.array(lengths))
-    filling = fill_guided(tally, capacity=capacity, num_groups=9, effort=Effort(30_000))
-
-    counts = np.array(tally.counts)
-    master = solve_master([pattern for pattern, _ in filling], counts=counts)
-
-    assert master.num_packs <= num_packs(filling) + 1e-6
-    assert [master.duals @ counts, master.uses.sum()] == pytest.approx([master.num_packs] * 2, abs=1e-6)
 
 
 @pytest.mark.parametrize(

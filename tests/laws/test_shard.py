@@ -4,13 +4,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import assume, event, example, given
+from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from benchmarks.distributions import DISTRIBUTIONS
 from benchmarks.rl import imbalances
 from packplan.core.errors import ArgumentError
-from packplan.core.packers import ALGORITHMS, pack
+from packplan.core.packers import ALGORITHMS
 from packplan.core.shard import shard_dynamic, shard_packed
 from packplan.core.shard.rounds import assign_rounds, spread_over_rounds
 from packplan.core.work.model import WorkModel
@@ -159,20 +159,6 @@ def test_balancing_needs_no_more_packs_than_dealing(case):
     assert all(ours <= theirs for ours, theirs in zip(balanced.num_microbatches, dealt.num_microbatches, strict=True))
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 3))
-def test_round_robin_assigns_the_packs_of_the_algorithm_in_turn(lengths, shards):
-    """Where they come out even: first to worker 0, next to worker 1, whatever they cost."""
-    packs = pack(lengths, capacity=40, algorithm="constant_volume").tolist()
-    assume(0 == len(packs) % shards)
-
-    sharding = shard_packed(
-        lengths, shards=shards, batch_size=len(lengths), max_tokens_per_microbatch=40,
-        algorithm="constant_volume", assignment="round_robin",
-    )  # fmt: skip
-
-    assert [packs[rank::shards] for rank in range(shards)] == [batch.microbatches for (batch,) in sharding]
-
-
 @pytest.mark.parametrize(
     ("name", "shards", "budget", "size", "most"),
     [
@@ -227,19 +213,6 @@ def test_another_unit_of_work_cuts_alike(case, factor):
     assert cut(case).slots == cut(case, work=[factor * width**2 for width in padded_lengths(case)]).slots
 
 
-@pytest.mark.parametrize(("pad", "least"), [pytest.param(1, 0.955, marks=pytest.mark.untraced), (64, 0.85)])
-@pytest.mark.parametrize("algorithm", ["modified_first_fit_decreasing", "constant_volume"])
-def test_packed_microbatches_are_full(algorithm, pad, least):
-    """1,024 sequences of 50 to 799 tokens, rows of 1,200, four global batches for four workers."""
-    for seed in range(3):
-        lengths = np.random.default_rng(seed).integers(50, 800, 1024)
-        sharding = shard_packed(
-            lengths, shards=4, batch_size=256, max_tokens_per_microbatch=1200, sequence_length_pad_multiple=pad,
-            algorithm=algorithm,
-        )  # fmt: skip
-        assert lengths.sum() / (len(sharding.slots) * 1200) >= least
-
-
 @pytest.mark.parametrize("shard", [shard_packed, shard_dynamic])
 def test_what_cannot_be_sharded_is_refused(shard):
     """No sequence, no worker, options that there are not, and sequences over the budget."""
@@ -249,16 +222,14 @@ def test_what_cannot_be_sharded_is_refused(shard):
         with pytest.raises(ArgumentError) as found:
             shard([3, 90, 98], **options | {"max_tokens_per_microbatch": 89 if width == 1 else 95, multiple: width})
         assert {"index": 1, "num_over": 2, "widest": 98 if width == 1 else 128} == found.value.details
-    for lengths, wrong in (([], {}), ([1], {"shards": 0}), ([1], {"batch_size": 0}), ([1], {"when_long": "zzz"})):
-        with pytest.raises(ValueError, match=next(iter(wrong), "no sequence")):
-            shard(lengths, **options | wrong)
-
-
-@pytest.mark.parametrize("option", ["assignment", "microbatch_order", "sync_at", "works"])
-def test_options_of_packed_rows_are_checked(option):
-    wrong = {"work": [1.0, -2.0]} if option == "works" else {option: "zzz"}
-    with pytest.raises(ArgumentError, match=option):
-        shard_packed([1, 1, 1], shards=1, batch_size=1, max_tokens_per_microbatch=1, **wrong)
+    wrongs = [{"shards": 0}, {"batch_size": 0}, {"when_long": "zzz"}]
+    if shard is shard_packed:
+        wrongs += [{"work": [-2.0]}, *({name: "zzz"} for name in ("assignment", "microbatch_order", "sync_at"))]
+    for wrong in wrongs:
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            shard([1], **options | wrong)
+    with pytest.raises(ArgumentError, match="no sequence"):
+        shard([], **options)
 
 
 @given(batches(modes=("packed", "round_robin", "dynamic")), st.integers(1, 60))

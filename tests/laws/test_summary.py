@@ -99,7 +99,7 @@ def test_padding_is_the_mean_over_all_batches(lengths, batch_size):
 
 @given(plans(), st.data())
 def test_sources_divide_a_plan_between_them(of, data):
-    """Each source has the counts of its own samples, and a pack counts for each source."""
+    """Each has the counts of its own samples, and a pack counts for each; totals are sums."""
     plan, lengths = of
     owners = data.draw(st.lists(st.sampled_from("abc"), min_size=len(lengths), max_size=len(lengths)))
     bad = data.draw(st.lists(st.sampled_from("abc"), max_size=9))
@@ -120,10 +120,15 @@ def test_sources_divide_a_plan_between_them(of, data):
     media = [milliseconds for n, videos in zip(lengths, held, strict=True) for milliseconds in (0, *[7 * n] * videos)]
     images = np.zeros((len(media), len(MEDIA_COLUMNS)), np.int64)
     images[:, MEDIA_COLUMNS.index("milliseconds")] = media
+    images[::2, MEDIA_COLUMNS.index("decoded")] = 1
     event(f"sources: {len({*of_record})}, bad records: {bool(bad)}, dropped: {plan.dropped_samples > 0}")
 
     sources = summarise_sources(plan.with_indices(good), table, files, media=images)
+    totals = video_totals(table, images)
 
+    assert (sum(media) / 1000, -(-len(media) // 2)) == (totals.seconds, totals.decoded)
+    for ours, theirs in (("videos", "videos"), ("frames", "frames"), ("patches", "video_patches")):
+        assert getattr(totals, ours) == sum(getattr(one, theirs) for one in sources)
     assert [*dict.fromkeys(of_record.tolist())] == [one.name for one in sources]
     dropped, skipped = set(plan.dropped_packs.indices.tolist()), set(plan.skipped_long)
     for one in sources:
@@ -261,26 +266,3 @@ def test_figures_are_those_of_the_samples_whatever_records_lie_between(drawn, da
         find_sample(plan, i).kind for i in range(len(lengths))
     ]
     assert all(find_sample(moved, record).kind == "absent" for record in np.flatnonzero(among == 0).tolist())
-
-
-VIDEO = st.tuples(st.integers(2, 768), st.integers(4, 2**20), st.integers(0, 7_200_000), st.booleans())
-"""Frames that are sampled, patches, milliseconds, and whether it was decoded."""
-
-
-@given(st.lists(st.lists(VIDEO, max_size=3), max_size=8), st.integers(0, 4))
-def test_totals_are_the_sums_of_all_videos(samples, images):
-    table = np.zeros((len(samples), len(COLUMNS)), dtype=np.int32)
-    for row, held in zip(table, samples, strict=True):
-        row[[COLUMNS.index(name) for name in ("images", "patches", "videos", "frames", "video_patches")]] = (
-            images, 64 * images, len(held), sum(one[0] for one in held), sum(one[1] for one in held),
-        )  # fmt: skip
-    videos = [one for held in samples for one in held]
-    media = np.zeros((len(videos) + images, len(MEDIA_COLUMNS)), dtype=np.int64)
-    for row, (_, _, milliseconds, decoded) in zip(media, videos, strict=False):
-        row[[MEDIA_COLUMNS.index(name) for name in ("milliseconds", "decoded")]] = milliseconds, decoded
-
-    totals = video_totals(table, media)
-
-    assert (len(videos), sum(one[0] for one in videos)) == (totals.videos, totals.frames)
-    assert (sum(one[1] for one in videos), sum(one[3] for one in videos)) == (totals.patches, totals.decoded)
-    assert sum(one[2] for one in videos) / 1000 == totals.seconds
