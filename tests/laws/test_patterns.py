@@ -124,6 +124,20 @@ def test_the_knapsack_is_exact(case, rng):
         assert knapsack.worth_with_each_size()[index] == sum(int(prices[i]) * num for i, num in pattern.items())
 
 
+@given(case=packable_arrays())
+def test_the_master_program_is_below_every_packing_of_its_patterns(case):
+    """And its dual values price every sample at as much as the packs cost."""
+    lengths, capacity = case
+    tally = LengthCounts.from_lengths(np.array(lengths))
+    filling = fill_guided(tally, capacity=capacity, num_groups=9, effort=Effort(30_000))
+
+    counts = np.array(tally.counts)
+    master = solve_master([pattern for pattern, _ in filling], counts=counts)
+
+    assert master.num_packs <= num_packs(filling) + 1e-6
+    assert [master.duals @ counts, master.uses.sum()] == pytest.approx([master.num_packs] * 2, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("lengths", "capacity", "gap"),
     [
