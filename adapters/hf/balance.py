@@ -213,8 +213,6 @@ class _BalancedTraining:
     accelerator: Any
     args: Any
     current_gradient_accumulation_steps: int
-    loss_type: str
-    model: Any
 
     def get_batch_samples(self, *args: Any) -> Any:
         """Return the batches of a step, and discard batches left from an unfinished step."""

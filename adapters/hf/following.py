@@ -83,11 +83,9 @@ class PackplanProgress(TrainerCallback, ExportableState):
 class FollowsSchedule:
     """Methods of a trainer that trains the packs of a schedule, in its order."""
 
-    args: Any
     state: Any
     control: Any
     callback_handler: Any
-
     follower: PackBatches
 
     def follow(self, follower: PackBatches) -> None:
@@ -231,10 +229,7 @@ class EvaluatesPacks:
 class ServesPacks(EvaluatesPacks, FollowsSchedule):
     """Loaders and evaluation of packs, for a trainer of another project."""
 
-    accelerator: Any
     model: Any
-    data_collator: Any
-    train_dataset: Any
     eval_dataset: Any
 
     def serve(

@@ -12,7 +12,7 @@ _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 """Losses of GRPO that are sums or means over rows or tokens."""
 
 
-def refuse_plan_conflicts(trainer: Any, *, row_ranks: int = 1, evaluates: bool = True) -> None:
+def refuse_plan_conflicts(trainer: Any, *, row_ranks: int, evaluates: bool) -> None:
     """
     Refuse a trainer that would not follow a plan.
 

@@ -7,14 +7,13 @@ import attrs
 import torch
 from torch.nn.functional import pad
 
+from packplan.adapters.loaders.rows import TYPE_COLUMNS
+
 Row = dict[str, Any]
 """One row of a batch by key: tensors of shape (1, …), lists of one element, or shared scalars."""
 
 _BY_TOKEN = ("completion_ids", "completion_mask", "tool_mask", "importance_sampling_ratio", "advantages")
 """Keys with a value for each token of an answer."""
-
-_TYPES = ("token_type_ids", "mm_token_type_ids")
-"""Keys of token types, whose values cover a prompt and its answer."""
 
 
 @attrs.frozen
@@ -87,7 +86,7 @@ def join_rows(rows: Sequence[Row], *, pad_token_id: int) -> dict[str, Any]:
             batch[key] = [one for value in values for one in value]
             continue
         if _has_columns(key, first):
-            leads = [(max(prompts) - own) * key.startswith(("prompt_", *_TYPES)) for own in prompts]
+            leads = [(max(prompts) - own) * key.startswith(("prompt_", *TYPE_COLUMNS)) for own in prompts]
             width = max(value.shape[1] + lead for value, lead in zip(values, leads, strict=True))
             filler = (
                 pad_token_id if key in {"prompt_ids", "completion_ids"} else int(key == "importance_sampling_ratio")
@@ -102,7 +101,7 @@ def join_rows(rows: Sequence[Row], *, pad_token_id: int) -> dict[str, Any]:
 
 def _has_columns(key: str, value: Any) -> bool:
     """Return whether a value of a batch is a tensor of shape (rows, positions, …)."""
-    known = key.startswith(("prompt_", *_TYPES)) or key in _BY_TOKEN or key.endswith("per_token_logps")
+    known = key.startswith(("prompt_", *TYPE_COLUMNS)) or key in _BY_TOKEN or key.endswith("per_token_logps")
     return isinstance(value, torch.Tensor) and value.dim() > 1 and known
 
 

@@ -128,7 +128,6 @@ def _unpad_for_loss(trainer: Any, *, row_ranks: int) -> Unpadding:
 class _PlannedTraining(ServesPacks):
     """Methods of a trainer of transformers or TRL that trains planned packs."""
 
-    model: Any
     unpadding: Unpadding
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
