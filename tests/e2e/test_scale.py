@@ -2,17 +2,26 @@
 
 import contextlib
 import json
-from functools import partial
+import os
+from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import torch
 from PIL import Image
+from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
 
+from packplan.adapters.loaders.rows import PackOfRows
+from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.trainer import arguments as swift_arguments
+from packplan.adapters.trainer.vision import DummyImage
 from packplan.app.plan import __main__ as plan
 from packplan.app.wiring.runs import read_config
+from packplan.app.wiring.trainers import use_tower_in_each_batch
 from packplan.core.errors import ConfigError
-from tests.e2e import sharded_main
+from tests.e2e.ready import prepare
 from tests.e2e.test_videos import SAMPLING, showing
 from tests.processes import finished
 from tests.records import write_lines
@@ -79,6 +88,42 @@ def test_what_would_be_ignored_or_break_the_count_of_learners_is_refused(
         arguments(**settings)
 
 
+TEXT, IMAGES, VIDEOS, BOTH = range(4)
+"""Records that hold these media."""
+
+STEPS = ((TEXT, IMAGES), (TEXT, BOTH), (IMAGES, VIDEOS), (VIDEOS, TEXT))
+"""Record that the pack of each rank holds; step by step."""
+
+
+def on_rank(config, out):
+    """Train steps on this rank's packs under FSDP, and write their losses down."""
+    # The run is prepared by each process as if it were alone; they meet afterwards.
+    names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    rank, world_size, port, *_ = [os.environ.pop(name) for name in names]
+    prepared = prepare(read_config(config), OneRank())
+    trainer, encode = prepared.trainer, prepared.samples["train"].encode
+    model, dummy = trainer.model, DummyImage.from_model(trainer.model, trainer.template)
+    use_tower_in_each_batch(model, trainer.template, SimpleNamespace(fsdp=True))
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=int(rank), world_size=int(world_size))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (int(world_size),))
+    lists = [part for part in dummy.inner.modules() if isinstance(part, torch.nn.ModuleList)]
+    tower = dummy.inner.get_submodule(dummy.towers[0])
+    for block in [*(block for part in lists for block in part), tower, model]:
+        fully_shard(block, mesh=mesh)
+    losses = []
+    for step in STEPS:
+        with trainer.media_hook():
+            batch = trainer._prepare_inputs(trainer.data_collator([PackOfRows([encode(step[int(rank)])], 0)]))
+            loss = trainer.compute_loss(model, batch, num_items_in_batch=torch.tensor(9.0))
+            loss.backward()
+        losses.append(loss.item())
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+    Path(out, f"loss{rank}").write_text(str(min(losses)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def test_sharded_ranks_with_and_without_media_stay_in_step(server, write_run, tmp_path):
     """Real FSDP over gloo: whether a rank's pack has images, videos, both or none."""
     MadeVideo().write(tmp_path / "a.mp4")
@@ -88,6 +133,6 @@ def test_sharded_ranks_with_and_without_media_stay_in_step(server, write_run, tm
     path = str(write_run("qwen3_vl", custom={"train_jsonl": str(data)}, template=SAMPLING, training={"max_steps": 1}))
     assert 0 == plan.main(["build", path, "--quiet"])  # the ranks find the plan
 
-    ranks = server.ranks(2, partial(sharded_main.main, videos=True), path, str(tmp_path), folder=tmp_path)
+    ranks = server.ranks(2, on_rank, path, str(tmp_path), folder=tmp_path)
     assert [0, 0] == finished(ranks)
     assert all(float((tmp_path / f"loss{rank}").read_text()) > 1 for rank in range(2))

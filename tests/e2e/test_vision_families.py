@@ -30,11 +30,11 @@ from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.splits import open_encoders, open_splits
 from packplan.app.wiring.trainers import use_tower_in_each_batch
 from packplan.core.errors import ConfigError, RecordError
-from tests.e2e import rank_main, sharded_main
+from tests.e2e import rank_main
 from tests.e2e.ready import prepare
 from tests.made.pictures import IMAGES_OF, record, texts, write_scenes, write_sizes
 from tests.made.vision_models import VISION_FAMILIES, write_vision_model
-from tests.processes import finished, train_under_torchrun
+from tests.processes import train_under_torchrun
 from tools import models
 from tools.models import NOT_BUILT, templates_that_pack
 
@@ -196,16 +196,6 @@ def test_a_family_is_shown_to_pack(vision_run, folder, monkeypatch, family):
 
     blur(trainer)
     assert "isolation" in failed()
-
-
-@pytest.mark.parametrize("family", ["internvl", OMNI])
-def test_sharded_ranks_of_which_one_has_no_images_stay_in_step(server, vision_run, tmp_path, family):
-    """Over real FSDP: each needs the other's part of the vision tower."""
-    path = vision_run(family, training={"max_steps": 1})
-    prepare(read_config(path), OneRank())  # the ranks find the plan
-
-    assert [0, 0] == finished(server.ranks(2, sharded_main.main, str(path), str(tmp_path), folder=tmp_path))
-    assert all(float((tmp_path / f"loss{rank}").read_text()) > 1 for rank in range(2))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed; it is an extra")
