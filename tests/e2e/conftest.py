@@ -107,27 +107,19 @@ def open_source(write_run: Callable[..., Path], tmp_path: Path) -> Callable[...,
 def ready() -> Callable[[Path], Any]:
     """Return a function that plans in this process, and returns a run that is ready to train."""
     from packplan.adapters.ranks.torch_group import OneRank
-    from packplan.app.wiring.runs import read_config
     from tests.e2e.ready import prepare
 
-    def run(path: Path) -> Any:
-        _recall(path)
-        return prepare(read_config(path), OneRank())
-
-    return run
+    return lambda path: prepare(_recall(path), OneRank())
 
 
 @pytest.fixture
 def execute() -> Callable[[Path], Any]:
     """Return a function that plans and trains in this process, and returns the result."""
     from packplan.adapters.ranks.torch_group import OneRank
-    from packplan.app.wiring.runs import read_config
     from tests.e2e.ready import train
 
     def run(path: Path) -> Any:
-        _recall(path)
-        config = read_config(path)
-        result = train(config, OneRank())
+        result = train(config := _recall(path), OneRank())
         remember_verdict(config)
         return result
 
@@ -186,7 +178,10 @@ def start_ranks(server):
     return start
 
 
-def _recall(path: Path) -> None:
-    """Store the verdict on a run's model; nothing is stored where the run is refused."""
+def _recall(path: Path) -> Any:
+    """Return a run's configuration, with the verdict on its model stored unless it is refused."""
+    from packplan.app.wiring.runs import read_config
+
     with contextlib.suppress(PackplanError):
         asked(path)
+    return read_config(path)

@@ -16,9 +16,13 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import TrainerCallback
 
+from packplan.app.plan.__main__ import main as plan_main
 from packplan.app.planning.schedule import split_schedule
 from packplan.app.wiring.runs import read_config
+from packplan.app.wiring.trainers import open_arguments
+from packplan.core.align import align_plan
 from packplan.core.errors import ConfigError, RecordError, StaleError
+from packplan.core.plan import build_raw_plan
 from tests.e2e.ready import first_lines
 from tests.records import asked, chat, write_lines
 
@@ -30,9 +34,9 @@ def losses(history) -> list[float]:
 
 
 def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(  # noqa: PLR0917  # fixtures
-    write_run, execute, few_scenes, fetched, caplog, tmp_path
+    write_run, execute, few_scenes, fetched, caplog, capfd, tmp_path
 ):
-    """Steps are announced before they run; a second run measures nothing and plans the same."""
+    """Steps are announced and shown as they run; a second run measures nothing, plans the same."""
     keys = {"num_train_epochs": 2, "effective_batch_size": 3, "packing_drop_last": False, "report_to": ["tensorboard"]}
     overlay = {"custom": {"train_jsonl": str(few_scenes)}, "template": {"max_length": 350}}
     path = write_run(training=keys, **overlay)
@@ -80,6 +84,26 @@ def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(  # noqa: PL
     other = read_config(write_run(training={**keys, "seed": 7}, **overlay))
     schedule = split_schedule(other, "train", result.planned["train"].aligned, result.schedule.works)
     assert epochs[0] == result.schedule.order(0).tolist() != schedule.order(0).tolist()
+    capfd.readouterr()
+    assert 0 == plan_main(["show", str(path), "--json"])
+    shown = json.loads(capfd.readouterr().out)["splits"]["train"]
+    works = [step["work"] for step in steps[: shown["schedule"]["steps_per_epoch"]]]
+    assert shown["schedule"]["total_steps"] == result.num_steps
+    assert shown["schedule"]["work_per_step"] == pytest.approx(sum(works) / len(works))
+    assert shown["checksums"]["raw_plan"] == result.planned["train"].raw_checksum
+    assert shown["checksums"]["aligned_plan"] == result.planned["train"].checksum
+    assert shown["plan"]["planned_samples"] / shown["plan"]["num_samples"] == pytest.approx(
+        steps[len(works) - 1]["coverage"]
+    )
+
+
+def test_the_schedule_is_ordered_as_the_trainers_arguments_say(write_run):
+    """ms-swift's defaults are those that looking without it assumes."""
+    aligned = align_plan(build_raw_plan([8] * 5, packing_length=8), world_size=1, dataloader_drop_last=False)
+    for settings in ({}, {"data_seed": 7, "train_dataloader_shuffle": False}):
+        config = read_config(write_run(training=settings))
+        schedule, arguments = split_schedule(config, "train", aligned), open_arguments(config, world_size=1)
+        assert (arguments.data_seed, arguments.train_dataloader_shuffle) == (schedule.seed, schedule.shuffle)
 
 
 @pytest.mark.parametrize(
