@@ -3,8 +3,8 @@ Measure the exact lengths of records, for any tool: `packplan measure DATA... --
 lengths.parquet`.
 
 Writes a Parquet table with a row for each record: tokens, supervised tokens, images, videos,
-patches and frames, by index and by a digest of the content. What is interrupted goes on; records
-that a written table has are not measured again.
+patches and frames, by index and by a digest of the content. Run it again after an interruption:
+records that are already measured are not measured again.
 """
 
 import argparse

@@ -3,8 +3,8 @@ Prove that a model keeps the samples of a pack apart, or show where they are mix
 MODEL`.
 
 MODEL is a folder, a config.json, or an id in a local cache. A small copy with random weights is
-asked, in some seconds, under each attention that is installed. No weights are read. Exit status 0
-if samples may share packs under the attention that a run takes (auto), 3 if not.
+tested in some seconds under each attention that is installed. No weights are read. Exit status 0 if
+samples may share packs under the attention that a run takes by default (auto), 3 if not.
 """
 
 from __future__ import annotations

@@ -189,13 +189,13 @@ def _row(setting: Setting, config: RunConfig) -> MemoryRow:
 
 
 def _forecast(config: RunConfig, setting: Setting) -> int:
-    from packplan.app.plan.fit import forecast
+    from packplan.app.plan.fit import forecast_memory
 
     if setting.is_sharded:
         # A CPU's trainer would not take it.
         settings = {**config.training.trainer, "fsdp": "full_shard"}
         config = attrs.evolve(config, training=attrs.evolve(config.training, trainer=settings))
-    found = forecast(config, memory=None, ranks=setting.ranks)
+    found = forecast_memory(config, memory=None, ranks=setting.ranks)
     return found.packs[0].peak.total
 
 

@@ -5,7 +5,7 @@ All ranks of a group give the model the same row. Before the decoder the row is 
 with its tokens, and attention sees all of them (`attention.shares`). After it, the parts are joined
 again, or, in a call with labels, the loss is computed by parts and added up. So each rank gets the
 results of the whole row, the mean of the ranks' gradients is the row's gradient, and a trainer
-trains as ever. Images are encoded by every rank.
+needs no change. Images are encoded by every rank.
 
 Rules: in a call without a packed row, each rank computes everything. Padding, to cut a row equally,
 stands behind its samples as one more sample.
@@ -213,7 +213,7 @@ class SharedRows:
         return named in (NAME, ROWS_NAME) and not _COMPUTES_WHOLE.get()
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks from the decoder."""
         for hook in self._hooks:
             hook.remove()
 

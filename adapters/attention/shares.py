@@ -8,7 +8,7 @@ after it (sequence parallelism by all-to-all: Jacobs et al., "DeepSpeed Ulysses"
 the ranks do not divide are shared unevenly.
 
 Rules: every rank of the group runs the same layers in the same order, forward and backward.
-Gradients are those of plain differentiation: what ranks compute of a parameter's gradient adds up.
+The ranks' gradients of a parameter add up to the gradient of the sum of the ranks' losses.
 """
 
 from collections.abc import Sequence

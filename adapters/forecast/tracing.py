@@ -3,8 +3,8 @@ Records the memory that a computation would take: floating-point tensors have si
 and the memory blocks that they would fill are recorded as they are allocated and freed.
 
 Rules: integers and booleans are computed. They are small, and shapes depend on them: the samples of
-a row, the supervised tokens, the grid of an image. A model whose shapes depend on
-floating-point values cannot be traced. Kernels run as on a CPU; their own buffers are not recorded.
+a row, the supervised tokens, the grid of an image. A model whose shapes depend on floating-point
+values cannot be traced. Kernels run as on a CPU; their own buffers are not recorded.
 """
 
 import traceback

@@ -15,14 +15,14 @@ from packplan.adapters.loaders.rows import PACK
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import ArgumentError, counted
 
-_OF_ROWS = ("attention_mask", "cu_seq", "max_length", "max_seq", "seq_idx", "seq_lengths", "num_items_in_batch")
+_ROW_KEYS = ("attention_mask", "cu_seq", "max_length", "max_seq", "seq_idx", "seq_lengths", "num_items_in_batch")
 """Beginnings of keys of a packed batch that are left out of a batch of one sample."""
 
-_NUMBERS = MappingProxyType({"seq_idx": 1, "attention_mask": 2})
+_NUMBERING_KEYS = MappingProxyType({"seq_idx": 1, "attention_mask": 2})
 """Key -> smallest maximum with which it numbers samples; a mask of 0 and 1 marks padding."""
 
 Starts = Sequence[int] | Sequence[Sequence[int]]
-"""First token of each sample, or a list of them for each row."""
+"""Position of the first token of each sample, or a list of such positions for each row."""
 
 
 Shape = tuple[int, int]
@@ -110,7 +110,7 @@ class PackedBatch:
         row, span = self.places[number]
         cut: dict[str, Any] = {}
         for key, value in self.inputs.items():
-            if key.startswith(_OF_ROWS):
+            if key.startswith(_ROW_KEYS):
                 continue
             if not isinstance(value, torch.Tensor):
                 cut[key] = value
@@ -209,7 +209,7 @@ def _find_begins_by_key(inputs: Mapping[str, Any], shape: Shape) -> Iterator[tup
         elif key == "position_ids" and value.shape[-1] == shape[1] and (value.dim() == 2 or value.shape[0] == 4):
             begins[:, 1:] = value.reshape(-1, value.shape[-2], shape[1])[0].diff() != 1
             yield key, begins
-        elif key in _NUMBERS and value.shape == shape and int(value.max()) >= _NUMBERS[key]:
+        elif key in _NUMBERING_KEYS and value.shape == shape and int(value.max()) >= _NUMBERING_KEYS[key]:
             begins[:, 1:] = value.diff() != 0
             yield key, begins
 

@@ -1,8 +1,8 @@
 """
 Comparison of a model's results for packed samples with those for the same samples alone.
 
-`watch_pass` computes packed rows, and `read_outcome` reads values, losses and gradients of each
-sample off their logits. `run_alone` computes each sample by itself, and `compare` returns the
+`watch_pass` computes packed rows, and `read_outcome` reads logits, losses and gradients of each
+sample off the result. `run_alone` computes each sample by itself, and `compare` returns the
 differences. A caller gives the model, its samples, and how its host calls the model.
 `difference_limit` returns the largest difference that is allowed, for a model of any size.
 """
@@ -23,7 +23,7 @@ from packplan.core.batch import IGNORED_LABEL
 from packplan.core.equality import EQUALITY_LIMITS, Precision, loss_difference, rounding_limit
 from packplan.core.errors import ModelError
 
-_ENOUGH = 8
+_MIN_TOKENS = 8
 """Fewest tokens of a sample whose median difference is compared."""
 
 _TF32 = 2.0**-10
@@ -224,7 +224,7 @@ def token_difference(tokens: torch.Tensor, *, typical: bool) -> float:
         return math.inf
     if not typical:
         return float(tokens.max())
-    return float(tokens.median()) if len(tokens) >= _ENOUGH else 0.0
+    return float(tokens.median()) if len(tokens) >= _MIN_TOKENS else 0.0
 
 
 def read_logits(output: Any, shape: Shape) -> torch.Tensor:

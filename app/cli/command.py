@@ -1,4 +1,4 @@
-"""Logging of every command, and errors turned into one message and an exit status."""
+"""Options, logging and exit statuses of every command, and one message for each error."""
 
 import argparse
 import errno

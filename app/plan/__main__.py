@@ -1,8 +1,8 @@
 """
-Plan a run before it is paid for: `build` measures and plans as training would; the others look at
-what is stored.
+Plan a run before it is paid for: `build` measures and plans as training would; the others use what
+is stored.
 
-Without a GPU, and without loading a model, but for `time`. `show` and `whatif` read the stored plan
+All but `time` work without a GPU, and load no weights. `show` and `whatif` read the stored plan
 alone, and load neither torch nor ms-swift, unless a text is decoded. In place of a run's YAML, all
 but `time` take a command of ms-swift as their last words (`packplan plan build swift sft --model
 ...`).

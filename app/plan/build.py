@@ -1,5 +1,5 @@
 """
-Measure and plan a run before it; `packplan sft run.yaml` then starts training at once.
+Measure and plan a run before training; `packplan sft run.yaml` then starts to train at once.
 """
 
 import argparse

@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> None:
     require_traceable(config)
     require_inputs(config)
     ranks = options.world_size or command_ranks(config) or 1
-    found = forecast(config, memory=options.memory, ranks=ranks)
+    found = forecast_memory(config, memory=options.memory, ranks=ranks)
     if options.json:
         document = attrs.asdict(found) | {"fits": found.fits, "margin": MARGIN}
         for pack, one in zip(document["packs"], found.packs, strict=True):
@@ -125,7 +125,7 @@ def _sharding_of(config: RunConfig) -> ModelSharding:
     return "fsdp2" if settings.get("fsdp") else "ddp"
 
 
-def forecast(config: RunConfig, *, memory: int | None, ranks: int) -> MemoryFit:
+def forecast_memory(config: RunConfig, *, memory: int | None, ranks: int) -> MemoryFit:
     """
     Plan a run if needed, and return the memory of its training step.
 

@@ -2,7 +2,7 @@
 Say how long training takes: each step, an epoch, the run, its evaluations and checkpoints.
 
 Some thirty steps of the run's own packs are trained and timed here first, under torchrun on all of
-its ranks, and thrown away. A run that is not built yet is measured and planned.
+its ranks, and their weights are thrown away. A run that is not built yet is measured and planned.
 """
 
 import argparse

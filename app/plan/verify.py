@@ -2,10 +2,10 @@
 Check that what is stored is what training would use: exit status 0, or 3 with everything that is
 wrong.
 
-Every artefact against its digest, the plan against one that is made again, the lengths
-against the data, the model and the configuration, copies of packed files and of Parquet against all
-of the files, every image against its size, dimensions and first 64 KiB. With --samples K, K samples
-are encoded again; with --decode, the pixels of every image and of every frame of a video are read.
+Compares every artefact with its digest, the plan with one that is planned again, the lengths with
+the data, the model and the configuration, compressed and Parquet files with their copies, and every
+image with its size, dimensions and first 64 KiB. With --samples K, K samples are encoded again;
+with --decode, the pixels of every image and of every frame of a video are read.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 A command of ms-swift as a run that is planned and not trained here: `packplan plan build swift sft
 --model ...`.
 
-The words are those that a shell hands over, and ms-swift resolves them itself; those of a launcher
-are not read.
+ms-swift itself resolves the words of the command, as the shell passes them on. The options of a
+launcher before it are not read.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from benchmarks.memory import allocator_peak
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app.plan.__main__ import main
-from packplan.app.plan.fit import forecast
+from packplan.app.plan.fit import forecast_memory
 from packplan.app.wiring.forecasts import open_step_tracer, traced_run
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.splits import open_splits
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 def forecast_of(path, *changed, ranks=1):
     """Return the memory of a run's YAML."""
-    return forecast(read_config(asked(path), changed), memory=None, ranks=ranks)
+    return forecast_memory(read_config(asked(path), changed), memory=None, ranks=ranks)
 
 
 @pytest.fixture
