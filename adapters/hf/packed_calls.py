@@ -1,9 +1,9 @@
 """
 Packing inside a model: a padded batch is computed as one row without padding.
 
-Before the text stack of a model runs, the real tokens of all rows become one row, whose samples
-attend to themselves alone. After it, the results are put back where the batch has them. So a
-trainer collates, computes its loss and reads its outputs as ever.
+Before the text stack of a model runs, the real tokens of all rows become one row, in which tokens
+attend only within their sample. After it, the results are put back at their places in the batch. So
+a trainer collates, computes its loss and reads its outputs as usual.
 
 Rules: hooks are torch's own, and nothing of transformers is changed. A call passes through
 unchanged if it has no padding, no mask of two dimensions, a cache of the caller (generation), or

@@ -92,7 +92,7 @@ def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Ten
 
     Args:
         outputs: Outputs of a causal language model; `logits` of shape (rows, tokens, vocabulary).
-        labels: Shape (rows, tokens).
+        labels: Labels of shape (rows, tokens).
         num_items_in_batch: Supervised tokens of the whole step over all ranks; None for those of
             *labels*.
     """

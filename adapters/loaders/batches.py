@@ -107,8 +107,8 @@ class PackBatches:
         Return the progress as values that JSON can hold.
 
         Args:
-            step: Optimizer steps done, where a loader reads ahead of training. None takes the
-                batches that were served.
+            step: Number of optimizer steps done, needed if a loader reads ahead of training. None
+                counts the batches that were served.
         """
         schedule = self.schedule
         progress = schedule.progress_after(self.epoch, self._served) if step is None else schedule.progress_at(step)

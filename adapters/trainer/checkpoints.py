@@ -94,7 +94,7 @@ def find_checkpoint(
 
     Raises:
         ConfigError: There is no such checkpoint, it is damaged, or it has no resume state.
-        StaleError: The checkpoint, or with `last` every intact one, is of another run.
+        StaleError: The checkpoint is of another run; with `last`, no intact one is of this run.
     """
     candidates = _list_newest_first(Path(output_dir)) if checkpoint == "last" else iter([Path(checkpoint)])
     stale: StaleError | None = None

@@ -171,7 +171,7 @@ def loss_weights(
 
     Args:
         labels: Labels of shape (rows, length).
-        starts: Mask of the first token of each sample, with each row's first; bool of that shape.
+        starts: Mask of samples' first tokens, each row's first included; bool of that shape.
         reduction: Weighting of samples of unequal length.
         scale: Weight of each label by itself, of that shape; None for 1.
     """

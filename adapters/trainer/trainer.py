@@ -411,7 +411,7 @@ class PlanTrainer(FollowsSchedule, CheckedTrainer):
         Prepare training.
 
         Args:
-            follower: Serves this rank's packs in the order of their schedule.
+            follower: Batch sampler of this rank's packs, in the order of their schedule.
             pack_stats: Function that returns statistics of the packs of an epoch, for the log.
             **options: Options of `CheckedTrainer`.
         """
