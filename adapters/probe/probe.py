@@ -12,9 +12,8 @@ from typing import Any
 import attrs
 import torch
 
-from packplan.adapters.attention import NAME, ROWS_NAME, set_attention, takes_grids
+from packplan.adapters.attention import NAME, ROWS_NAME, project_patches, set_attention, takes_grids
 from packplan.adapters.attention.rows import run_by_sample
-from packplan.adapters.attention.vision import project_patches
 from packplan.adapters.families import trained_config
 from packplan.adapters.probe.rows import ProbeRow, compare_row, measure_images
 from packplan.adapters.probe.shrink import (

@@ -12,8 +12,7 @@ from swift.utils import HfConfigFactory
 from transformers import modeling_utils, set_seed
 from transformers.utils.logging import disable_progress_bar
 
-from packplan.adapters.attention import set_attention
-from packplan.adapters.attention.vision import project_patches
+from packplan.adapters.attention import project_patches, set_attention
 from packplan.adapters.files import name_load_errors
 from packplan.adapters.model_folder import require_whole_weights
 from packplan.adapters.samples.template import swift_model_type

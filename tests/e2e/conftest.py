@@ -43,7 +43,7 @@ def _light(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delattr(checkpoint, "_old_checkpoint", raising=False)
     monkeypatch.setattr(os, "fsync", lambda _: None)
     if "encodes_again" not in request.fixturenames:
-        monkeypatch.setattr(measure, "_check_repeatability", encode_once)
+        monkeypatch.setattr(measure, "check_repeatability", encode_once)
 
 
 @pytest.fixture(scope="session")

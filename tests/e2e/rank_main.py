@@ -53,7 +53,7 @@ def main(config: str, out: str, fault: str = "") -> int:
 
     def command() -> None:
         loader.PackedDataset.__getitem__ = noted
-        measure._check_repeatability = encode_once
+        measure.check_repeatability = encode_once
         way.build_trainer = build_trainer
         if fault == "gradients":
             silence()

@@ -28,9 +28,8 @@ from transformers.masking_utils import (
 )
 
 from packplan.adapters import attention
-from packplan.adapters.attention import varlen
+from packplan.adapters.attention import PatchProjection, project_patches, varlen
 from packplan.adapters.attention.layout import Layout, read_layout
-from packplan.adapters.attention.vision import PatchProjection, project_patches
 from packplan.adapters.probe.rows import ProbeRow, compare_row
 from packplan.adapters.proof.comparison import run_alone
 

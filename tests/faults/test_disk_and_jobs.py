@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from packplan.app.planning.measure import REPEATED_SAMPLES
+from packplan.app.planning.audit import REPEATED_SAMPLES
 from packplan.core.errors import OutputError, StaleError
 from tests.faults.runs import FileSource, Forked, artefacts_of, execute, write_data
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.app.planning.measure import REPEATED_SAMPLES
+from packplan.app.planning.audit import REPEATED_SAMPLES
 from packplan.core.errors import ArgumentError, DataSetError, RecordError
 from packplan.core.samples.tables import BAD, column, from_row
 from tests.fakes import CountedLengthStore, ListSource

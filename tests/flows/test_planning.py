@@ -9,14 +9,9 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from packplan.adapters.stores.plans import DiskPlanStore
+from packplan.app.planning.audit import COMPARED_TOKENS, REPEATED_FIRST_ABOVE, REPEATED_SAMPLES
 from packplan.app.planning.log_lines import describe, log_plan
-from packplan.app.planning.measure import (
-    COMPARED_TOKENS,
-    MAX_KNOWN_BETWEEN,
-    REPEATED_FIRST_ABOVE,
-    REPEATED_SAMPLES,
-    merge_known,
-)
+from packplan.app.planning.measure import MAX_KNOWN_BETWEEN, merge_known
 from packplan.app.planning.plan import Ranks
 from packplan.app.planning.split import KnownTable, alignment
 from packplan.core.config.identity import plan_policy

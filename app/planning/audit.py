@@ -1,0 +1,181 @@
+"""
+Audits of measurements: some samples are encoded again before a plan is made of all.
+
+| when | function | samples | why |
+|---|---|---|---|
+| some are stored | `check_images` | 8, not encoded | images are replaced in place |
+| all are stored | `compare_stored` | up to 8, here | libraries change unseen |
+| many are missing | `check_repeatability_first` | 8, here and elsewhere | measuring takes hours |
+| all are measured | `check_repeatability` | the same, and media's shapes | later runs trust them |
+
+Here is this process, backwards. Elsewhere is another process and epoch, in a third order, as
+training encodes. Besides, `adapters/samples` audits its shortcut while it measures, and training
+compares every sample with its measurement.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from packplan.core.errors import DataSetError, RecordError, StaleError
+from packplan.core.lengths import IntArray
+from packplan.core.ports import LengthSource, ReportProgress, StoredRows
+from packplan.core.samples.tables import (
+    COLUMNS,
+    MEDIA_COLUMNS,
+    Measurement,
+    ShortcutError,
+    column,
+    from_row,
+    from_tables,
+    num_media,
+    sample_indices,
+    to_row,
+)
+
+REPEATED_SAMPLES = 8
+"""Samples that are encoded again, spread over the data; with media, one of each shape besides."""
+
+REPEATED_EPOCH = 1
+"""The epoch under which they are encoded in another process; measuring is in epoch 0."""
+
+REPEATED_FIRST_ABOVE = 64
+"""
+More samples than this are measured only after some of them have been encoded again; fewer are
+measured at once.
+"""
+
+COMPARED_TOKENS = 16_000
+"""
+Tokens of stored samples that are encoded again before all of them are trusted, at most: about 0.3 s
+for those of images. Fewer than `REPEATED_SAMPLES` are encoded where they have more.
+"""
+
+
+def check_images(source: LengthSource, stored: StoredRows) -> None:
+    """
+    Compare the stored images of some samples with their files; StaleError if one was replaced.
+    """
+    indices = _spread(np.flatnonzero(num_media(stored.table)))
+    for index, measured in zip(indices, from_tables(stored.table, stored.media, indices), strict=True):
+        for number, (then, now) in enumerate(zip(measured.media, source.media_facts(index), strict=True)):
+            if differences := then.differences(now):
+                changes = "; ".join(map(str, differences))
+                fact = f"image {number} of sample {index} is not the one that was measured: {changes}"
+                raise StaleError("changed_image", fact, {"index": index, "image": number})
+
+
+def compare_stored(source: LengthSource, stored: StoredRows) -> int:
+    """
+    Encode a few stored samples again, the shortest of some, and return their number.
+
+    Raises:
+        DataSetError: One encodes to another measurement than is stored.
+    """
+    lengths = column(stored.table, "length")
+    few = sorted(_spread(sample_indices(stored.table)), key=lengths.__getitem__)
+    few = few[: max(int((np.cumsum(lengths[few]) <= COMPARED_TOKENS).sum()), 1)]
+    for index in sorted(few, reverse=True):
+        measured = from_row(stored.table, index)
+        if (encoded := source.measure(index)) != measured:
+            message = (
+                f"sample {index} encodes to {to_row(encoded)}, but {to_row(measured)} are stored of it "
+                f"({', '.join(COLUMNS)}), so the stored lengths are wrong: something that they depend on has changed "
+                "unseen; use another training.output_dir to measure and plan again"
+            )
+            raise DataSetError(message)
+    return len(few)
+
+
+def check_repeatability_first(source: LengthSource, known: int, *, report: ReportProgress, skips: bool) -> None:
+    """
+    Encode a few of many samples three times, and compare the results.
+
+    Args:
+        source: All records.
+        known: Number of the first records, which are measured already.
+        report: Called with a progress message.
+        skips: Pass over records that cannot become samples.
+
+    Raises:
+        RecordError: One of them cannot become a sample.
+        DataSetError: One of them encodes differently each time.
+    """
+    missing = range(known, len(source))
+    if len(missing) <= REPEATED_FIRST_ABOVE:
+        return
+    report("a few samples are encoded more than once, before all are measured")
+    first: dict[int, Measurement] = {}
+    for index in _spread(missing):
+        try:
+            first[index] = source.measure(index)
+        except RecordError:
+            if not skips:
+                raise
+    for index in reversed(first):
+        _require_same(index, first[index], source.measure(index), "later")
+    _compare_in_another_process(source, first)
+
+
+def check_repeatability(source: LengthSource, stored: StoredRows) -> dict[str, Any]:
+    """
+    Encode some samples twice more, compare with their measurements, and return the manifest's
+    figures of it.
+
+    Raises:
+        DataSetError: A sample encodes differently each time.
+        ShortcutError: A sample encodes the same each time, but the shortcut measured it otherwise.
+    """
+    indices = sorted({*_spread(sample_indices(stored.table)), *_first_by_shape(stored)}, reverse=True)
+    measured = {index: from_row(stored.table, index) for index in indices}
+    for index, before in measured.items():
+        if (encoded := source.measure(index)) != before and not stored.in_full:
+            _require_same(index, encoded, source.measure(index), "later")
+            raise ShortcutError(f"sample {index}", to_row(before), to_row(encoded))
+        _require_same(index, before, encoded, "later")
+    _compare_in_another_process(source, measured)
+    return {"samples": indices, "orders": 3, "processes": 2, "epochs": [0, REPEATED_EPOCH]}
+
+
+def _compare_in_another_process(source: LengthSource, measured: Mapping[int, Measurement]) -> None:
+    """
+    Encode samples in another process and epoch, in another order; DataSetError if one differs.
+    """
+    indices = [*measured]
+    elsewhere = indices[::2] + indices[1::2]
+    outcomes = source.measure_many(elsewhere, in_full=True, epoch=REPEATED_EPOCH)
+    for index, outcome in zip(elsewhere, outcomes, strict=True):
+        if isinstance(outcome, RecordError):
+            raise outcome
+        _require_same(index, measured[index], outcome.measurement, f"in another process and epoch {REPEATED_EPOCH}")
+
+
+def _require_same(index: int, first: Measurement, encoded: Measurement, when: str) -> None:
+    if encoded != first:
+        message = (
+            f"sample {index} measured {to_row(first)} first and {to_row(encoded)} {when} "
+            f"({', '.join(COLUMNS)}): a plan needs samples that encode the same every time: make the "
+            "preprocessing deterministic"
+        )
+        raise DataSetError(message)
+
+
+def _spread(indices: IntArray | range) -> list[int]:
+    """Return up to `REPEATED_SAMPLES` of ascending indices, the first and the last included."""
+    count = min(len(indices), REPEATED_SAMPLES)
+    return [int(indices[place * (len(indices) - 1) // max(count - 1, 1)]) for place in range(count)]
+
+
+def _first_by_shape(stored: StoredRows) -> list[int]:
+    """
+    Return the first sample of each number of images and of videos, and of each width and height of
+    media, rounded to powers of two.
+    """
+    per_sample, samples = num_media(stored.table), sample_indices(stored.table)
+    _, by_number = np.unique(per_sample[samples], return_index=True)
+    _, by_kind = np.unique(column(stored.table, "videos")[samples], return_index=True)
+    owner = np.repeat(np.arange(len(per_sample)), per_sample)
+    sides = np.frexp(stored.media[:, [MEDIA_COLUMNS.index("width"), MEDIA_COLUMNS.index("height")]])[1]
+    _, by_shape = np.unique(sides, axis=0, return_index=True)
+    return [*samples[by_number].tolist(), *samples[by_kind].tolist(), *owner[by_shape].tolist()]
