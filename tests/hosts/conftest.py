@@ -1,24 +1,31 @@
 """Fixtures of the pages that people read, and of trainers in processes of their own."""
 
-import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.hosts.pages import HOSTS, Reader, call
+from tests.hosts.pages import HOSTED, Reader, call, own_callbacks
 from tests.processes import ROOT, finished
 
-Apart = Callable[..., str]
-"""Calls a function by its name, with texts, in a folder; returns what it printed."""
-
-if HOSTS is None:
+if HOSTED:
 
     @pytest.fixture(scope="session")
-    def apart(server) -> Apart:
-        """Return what calls a function in another process, which has imported what that needs."""
+    def apart():
+        """Return a function that calls another one, by its name, in a process and a folder."""
+
+        def run(name: str, *given: object, folder: Path) -> None:
+            code = f"from tests.hosts.pages import call; call{(name, str(folder), *map(str, given))}"
+            subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=900)
+
+        return run
+
+else:
+
+    @pytest.fixture(scope="session")
+    def apart(server):
+        """Return the same of a process with the stack imported, which returns what is printed."""
 
         def run(name: str, *given: object, folder: Path) -> str:
             started = server.start(call, name, str(folder), *map(str, given), log=folder / "printed.txt")
@@ -27,21 +34,11 @@ if HOSTS is None:
 
         return run
 
-else:
 
-    @pytest.fixture(scope="session")
-    def apart() -> Apart:
-        """Return what calls a function in another process of the hosts' environment."""
-
-        def run(name: str, *given: object, folder: Path) -> str:
-            code = "import sys; from tests.hosts.pages import call; sys.exit(call(*sys.argv[1:]))"
-            words = [os.environ["HOST_PYTHON"], "-c", code, name, folder, *map(str, given)]
-            env = os.environ | {"OMP_NUM_THREADS": "1"}
-            done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=900)
-            assert not done.returncode, done.stderr[-3000:]
-            return done.stdout
-
-        return run
+@pytest.fixture(autouse=True)
+def _own_callbacks():
+    with own_callbacks():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -55,4 +52,4 @@ def made(apart, tmp_path_factory) -> Path:
 @pytest.fixture
 def reader(made, tmp_path):
     given = {"path/to/model": made / "model", "path/to/rows": made / "rows"}
-    return lambda page: Reader(page, tmp_path, given, HOSTS or Path(sys.executable).parent)
+    return lambda page: Reader(page, tmp_path, given)

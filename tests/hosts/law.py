@@ -1,6 +1,5 @@
-"""Trains from a plan in real trainers, each cell of a file in processes of its own."""
+"""Trains a plan in real trainers beside its samples alone, each cell in processes of its own."""
 
-import json
 import multiprocessing
 import os
 import signal
@@ -11,18 +10,15 @@ from typing import Any
 import packplan as pp
 from packplan.hf import use_plan
 from packplan.testing import assert_step_loss
+from tests.e2e.alone import Gradients, step_alone
+from tests.hosts.pages import HOSTED
+from tests.nearness import FLOAT32, apart
 
 # isort: split
 import numpy as np
+import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Trainer, TrainingArguments
 
 PACKING_LENGTH, EPOCHS = 64, 2
 
@@ -58,13 +54,46 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
+Cell = dict[str, Any]
 
-def model_of(name: str, attention: str) -> Any:
+
+def cell_of(trainer: str, model: str, ranks: int = 1, accumulation: int = 1, workers: int = 0, **others: int) -> Cell:
+    """Return a run; `kill_after` is a step, `killed_ranks` those of the run it goes on with."""
+    own = {"trainer": trainer, "model": model, "ranks": ranks, "accumulation": accumulation, "workers": workers}
+    return own | others
+
+
+_EVERY = [("transformers", "qwen2", ranks, every, num) for ranks in (1, 2) for every in (1, 3) for num in (0, 2)]
+
+_PAIRS = [("trl", "qwen2", *rest) for rest in ((1, 1, 0), (1, 3, 2), (2, 1, 2), (2, 3, 0))]
+"""TRL's trainer is one of transformers: every two settings together, not every three."""
+
+_SEEING = [("transformers", model, *rest) for model in ("qwen2_5_vl", "qwen3_vl") for rest in ((1, 3, 0), (2, 1, 2))]
+
+_SMOKE = [("transformers", "qwen2_5_vl", 2, 3, 2), ("trl", "qwen2", 1, 3, 0)]
+
+_RESUMED = [("transformers", 2, 1)]
+"""Trainer, and ranks before and after a kill."""
+if HOSTED:
+    _RESUMED = [*(("transformers", *ranks) for ranks in ((1, 1), (1, 2), (2, 1), (2, 2))), ("trl", 1, 2), ("trl", 2, 1)]
+
+CELLS = {"-".join(map(str, given)): [cell_of(*given)] for given in (_EVERY + _PAIRS + _SEEING if HOSTED else _SMOKE)}
+CELLS |= {
+    f"{trainer}, {before} killed, {after} go on": [
+        cell_of(trainer, "qwen2", before, 2, kill_after=2), cell_of(trainer, "qwen2", after, 2, killed_ranks=before)
+    ]
+    for trainer, before, after in _RESUMED
+}  # fmt: skip
+if HOSTED:
+    CELLS["both ranks compute each row"] = [cell_of("transformers", "qwen2_5_vl", 2, 3, row_ranks=2)]
+"""Name -> runs after one another in one folder."""
+
+
+def model_of(name: str, attention: str = "sdpa", kind: Any = None, **keys: Any) -> Any:
     """Return a tiny model with random weights."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **CONFIGS[name])
-    kind = AutoModelForCausalLM if name == "qwen2" else AutoModelForImageTextToText
-    return kind.from_config(config, attn_implementation=attention)
+    kind = kind or (AutoModelForCausalLM if name == "qwen2" else AutoModelForImageTextToText)
+    return kind.from_config(AutoConfig.for_model(name, **CONFIGS[name] | keys), attn_implementation=attention)
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
@@ -83,17 +112,17 @@ def rows_of(name: str) -> list[dict[str, Any]]:
         if name != "qwen2":
             row["mm_token_type_ids"] = [int(one == IMAGE) for one in ids]
         learned = int(draw.integers(0, length + 1))
-        row |= {"input_ids": ids, "labels": [-100] * learned + ids[learned:]}
-        rows.append(row)
+        rows.append(row | {"input_ids": ids, "labels": [-100] * learned + ids[learned:]})
     return rows
 
 
-class Watch(TrainerCallback):
-    """Keeps what reached the model, and the weights and gradients of each step."""
+class Watch(Gradients):
+    """Keeps what reaches the model, and the weights and gradients of each step."""
 
     def __init__(self, model: Any, kill_after: int | None) -> None:
+        super().__init__()
         self.batches: list[list[int]] = []
-        self.steps: list[dict[str, Any]] = []
+        self.weights: list[dict[str, torch.Tensor]] = []
         self._kill_after = kill_after
         model.register_forward_pre_hook(self._note, with_kwargs=True)
 
@@ -102,11 +131,7 @@ class Watch(TrainerCallback):
             self.batches.append(given["input_ids"][given["attention_mask"] != 0].tolist())
 
     def on_step_begin(self, args, state, control, *, model, **_):
-        self.weights = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
-
-    def on_pre_optimizer_step(self, args, state, control, *, model, **_):
-        gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
-        self.steps.append({"number": state.global_step + 1, "weights": self.weights, "gradients": gradients})
+        self.weights.append({name: weight.detach().clone() for name, weight in model.state_dict().items()})
 
     def on_step_end(self, args, state, control, **_):
         control.should_save = self._kill_after is not None
@@ -118,27 +143,30 @@ class Watch(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def cell_of(trainer: str, model: str, ranks: int = 1, accumulation: int = 1, workers: int = 0) -> dict[str, Any]:
-    """Return a cell of the matrix."""
-    return {"trainer": trainer, "model": model, "ranks": ranks, "accumulation": accumulation, "workers": workers}
+def arguments(kind: Any, out: Path, **settings: Any) -> Any:
+    """Return arguments of a trainer on a CPU, which saves and shows nothing."""
+    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
+    common = {"use_cpu": True, "bf16": False, "seed": 1, "per_device_train_batch_size": 1, "num_train_epochs": 1}
+    return kind(str(out), **quiet | common | settings)
 
 
-def trainer_of(
-    cell: dict[str, Any], model: Any, rows: Any, out: Path, eval_dataset: Any = None, **settings: Any
-) -> Trainer:
+PLAIN_STEPS = {"max_grad_norm": 0.0, "optim": "sgd"}
+
+
+def trainer_of(cell: Cell, model: Any, rows: Any, out: Path, eval_dataset: Any = None, **settings: Any) -> Trainer:
     """Return the trainer of a cell, as its users make it."""
     common = {
-        "output_dir": str(out), "per_device_train_batch_size": 1, "gradient_accumulation_steps": cell["accumulation"],
-        "num_train_epochs": EPOCHS, "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "report_to": [],
-        "use_cpu": True, "seed": 5, "disable_tqdm": True, "max_grad_norm": 0.0, "optim": "sgd", "bf16": False,
+        "gradient_accumulation_steps": cell["accumulation"], "num_train_epochs": EPOCHS, "learning_rate": 1e-2,
         "dataloader_num_workers": cell["workers"], "ddp_find_unused_parameters": cell["model"] != "qwen2",
-    } | settings  # fmt: skip
+        "restore_callback_states_from_checkpoint": True,
+    } | PLAIN_STEPS | settings  # fmt: skip
     if cell["trainer"] == "transformers":
-        return Trainer(model, TrainingArguments(**common), train_dataset=rows, eval_dataset=eval_dataset or rows)
+        args = arguments(TrainingArguments, out, **common)
+        return Trainer(model, args, train_dataset=rows, eval_dataset=eval_dataset or rows)
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    args = SFTConfig(**common, max_length=None, dataset_kwargs={"skip_prepare_dataset": True})
+    args = arguments(SFTConfig, out, **common, max_length=None, dataset_kwargs={"skip_prepare_dataset": True})
     data = Dataset.from_list(rows)
     return SFTTrainer(model, args, train_dataset=data, eval_dataset=data, processing_class=tokenizer())
 
@@ -155,95 +183,41 @@ def tokenizer(*texts: str) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")  # noqa: S106
 
 
-def train(cell: dict[str, Any], rank: int) -> None:
-    """Train a cell on this rank, and write what was found."""
-    out, rows = Path(cell["out"]), rows_of(cell["model"])
-    model = model_of(cell["model"], "packplan")
+def train(rank: int, cell: Cell, out: Path) -> None:
+    """Train a cell on this rank; assert that it trains the schedule, as its samples alone."""
+    sys.stderr = (out / f"errors{rank}.txt").open("w", buffering=1)
+    rows, model, alone = rows_of(cell["model"]), model_of(cell["model"], "packplan"), model_of(cell["model"])
     plan = pp.plan([len(row["input_ids"]) for row in rows], PACKING_LENGTH)
-    trainer = trainer_of(cell, model, rows, out / "run")
-    row_ranks = cell.get("row_ranks", 1)
+    assert len(plan.packs) % 2, "two ranks repeat a pack"
+    trainer, row_ranks = trainer_of(cell, model, rows, out / "run"), cell.get("row_ranks", 1)
     use_plan(trainer, plan, eval_plan=plan, sequence_parallel_size=row_ranks)
     asked = assert_step_loss(trainer)
     watch = Watch(model, cell.get("kill_after"))
     trainer.add_callback(watch)
-    trainer.train(resume_from_checkpoint=True if cell.get("resume") else None)
-    schedule = trainer.schedule  # where it began
-    first = schedule.start.step
-    steps = list(schedule.steps(rank=rank // row_ranks))
-    wanted = [tokens_of(rows, plan, pack) for step in steps for (pack,) in step.batches]
-    losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
-    found = {
-        "batches": watch.batches == wanted,
-        "packs": [[step.epoch, pack] for step in steps for (pack,) in step.batches],
-        "consumed": schedule.consumed_packs(schedule.start.epoch).tolist(),
-        "order": schedule.order(schedule.start.epoch).tolist(),
-        "epoch": schedule.start.epoch,
-        "logged": [entry["epoch"] for entry in trainer.state.log_history if "loss" in entry],
-        "steps": [len(watch.steps), schedule.total_steps - first, trainer.state.global_step],
-        "asked": [asked.loss, asked.due, losses[min(losses)]],
-        "evaluated": trainer.evaluate()["eval_loss"],
-    }
-    if rank == 0:
-        ranks = [list(schedule.steps(rank=other)) for other in range(schedule.world_size)]
-        found |= differences(cell, plan, watch.steps, ranks, losses)
-        found["alone"] = evaluated_alone(cell, rows, trainer.model.state_dict())
-        found["num_packs"] = len(plan.packs)
-    (out / f"found{rank}.json").write_text(json.dumps(found))
+    killed_ranks = cell.get("killed_ranks", 0)
+    trainer.train(resume_from_checkpoint=bool(killed_ranks))
 
-
-def tokens_of(rows: list[dict[str, Any]], plan: pp.Plan, pack: int) -> list[int]:
-    """Return the token ids of a pack."""
-    return [token for sample in plan.packs[pack] for token in rows[sample]["input_ids"]]
-
-
-def differences(
-    cell: dict[str, Any], plan: pp.Plan, taken: list[Any], ranks: list[Any], losses: Any
-) -> dict[str, float]:
-    """Return the largest relative differences of the steps from their samples alone."""
-    model, rows = model_of(cell["model"], "sdpa"), rows_of(cell["model"])
-    worst = {"loss": 0.0, "gradients": 0.0}
-    for number, step in enumerate(taken):
-        model.load_state_dict(step["weights"])
-        model.zero_grad()
-        packs = [pack for rank in ranks for (pack,) in rank[number].batches]
-        samples = [rows[sample] for pack in packs for sample in plan.packs[pack]]
-        tokens = sum(supervised_tokens(row) for row in samples)
-        loss = sum(loss_alone(model, row) for row in samples if supervised_tokens(row)) / tokens
-        loss.backward()
-        mine = dict(model.named_parameters())
-        apart = sum((step["gradients"][name] - mine[name].grad).square().sum() for name in step["gradients"])
-        size = sum(mine[name].grad.square().sum() for name in step["gradients"])
-        assert {name for name, one in mine.items() if one.grad is not None} <= set(step["gradients"])
-        worst["gradients"] = max(worst["gradients"], float((apart / size).sqrt()))
-        worst["loss"] = max(worst["loss"], abs(losses[step["number"]] / float(loss.detach()) - 1))
-    return worst
-
-
-def supervised_tokens(row: dict[str, Any]) -> int:
-    """Return the number of tokens of a row that are learned."""
-    return sum(label != -100 for label in row["labels"][1:])
-
-
-def loss_alone(model: Any, row: dict[str, Any]) -> torch.Tensor:
-    """Return the sum of a sample's losses, alone in a batch."""
-    given = {key: torch.tensor([value]) for key, value in row.items() if isinstance(value, list)}
-    given |= {key: value for key, value in row.items() if isinstance(value, torch.Tensor)}
-    return model(**given).loss * supervised_tokens(row)
-
-
-def evaluated_alone(cell: dict[str, Any], rows: list[dict[str, Any]], weights: Any) -> float:
-    """Return the mean loss over all supervised tokens, each sample by itself."""
-    model = model_of(cell["model"], "sdpa")
-    model.load_state_dict(weights)
-    with torch.no_grad():
-        total = sum(float(loss_alone(model, row)) for row in rows if supervised_tokens(row))
-    return total / sum(map(supervised_tokens, rows))
-
-
-def be_rank(rank: int, cell: dict[str, Any]) -> None:
-    """Run a cell as one of its ranks."""
-    sys.stderr = (Path(cell["out"]) / f"errors{rank}.txt").open("w", buffering=1)
-    train(cell, rank)
+    schedule = trainer.schedule
+    start, ranks = schedule.start, [list(schedule.steps(rank=one)) for one in range(schedule.world_size)]
+    assert 2 * 2 * killed_ranks == len(schedule.consumed_packs(start.epoch)), "two steps of two batches were done"
+    packs = [pack for step in ranks[rank // row_ranks] for (pack,) in step.batches]
+    wanted = [[token for sample in plan.packs[pack] for token in rows[sample]["input_ids"]] for pack in packs]
+    assert wanted == watch.batches != []
+    assert schedule.total_steps == trainer.state.global_step == start.step + len(watch.steps)
+    logged = {entry["step"]: entry for entry in trainer.state.log_history if "loss" in entry}
+    epochs = [entry["epoch"] for entry in logged.values()]
+    assert epochs == sorted(epochs)
+    assert EPOCHS == epochs[-1], "the last epoch is whole"
+    assert killed_ranks or [asked.loss, asked.due] == pytest.approx([logged[1]["loss"]] * 2, rel=FLOAT32)
+    for number, steps in enumerate(zip(*ranks, strict=True) if rank == 0 else ()):
+        alone.load_state_dict(watch.weights[number])
+        samples = [rows[index] for step in steps for (pack,) in step.batches for index in plan.packs[pack]]
+        due = step_alone(alone, samples)
+        assert logged[steps[0].number]["loss"] == pytest.approx(due.loss, rel=FLOAT32)
+        assert apart(watch.steps[number], due.gradients) < FLOAT32
+    alone.load_state_dict(trainer.model.state_dict())
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(step_alone(alone, rows).loss, rel=FLOAT32)
+    (out / f"held{rank}").touch()
 
 
 def fork_ranks(num: int, run: Any, *given: Any) -> bool:
@@ -283,7 +257,7 @@ def make(folder: str) -> None:
     from tools.demo.tiny_models import learned_tokenizer
 
     model, text = Path(folder) / "model", "red blue a circle"
-    model_of("qwen2", "sdpa").save_pretrained(model)
+    model_of("qwen2").save_pretrained(model)
     words = learned_tokenizer([text], vocabulary=270)
     words.save_pretrained(model)
     # A tokenizer of another kind would be read as Qwen's, and its words as nothing.
@@ -292,8 +266,9 @@ def make(folder: str) -> None:
     Dataset.from_list(rows).save_to_disk(Path(folder) / "rows")
 
 
-def main(path: str) -> None:
-    """Run the cells of a file, each in processes of its own."""
-    for cell in json.loads(Path(path).read_text()):
-        Path(cell["out"]).mkdir(parents=True, exist_ok=True)
-        fork_ranks(cell["ranks"], be_rank, cell)
+def main(folder: str) -> None:
+    """Run all cells, each in processes and in a folder of its own."""
+    for name, cells in CELLS.items():
+        (out := Path(folder, name)).mkdir()
+        for cell in cells:
+            fork_ranks(cell["ranks"], train, cell, out)

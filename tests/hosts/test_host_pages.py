@@ -2,14 +2,13 @@
 
 import json
 import re
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 
-from tests.hosts.pages import HOSTS, Reader, hosted, plan_of
+from tests.hosts.pages import HOSTED, Reader, hosted, plan_of
 from tests.processes import is_whole
+from tests.records import write_lines
 
 pytestmark = pytest.mark.slow
 
@@ -53,18 +52,16 @@ def test_the_page_of_proofs_proves(reader):
     assert re.search(r"2 passed, 1 skipped|3 passed", tested)
 
 
-@pytest.mark.skipif(HOSTS is not None, reason="the demo, which makes the processor, needs ms-swift")
+@pytest.mark.skipif(HOSTED, reason="the demo, which makes the processor, needs ms-swift")
 def test_the_trainer_of_transformers_sees_images(demo, apart, tmp_path):
     """By the page's second file, with the processor of a tiny model."""
     (picture, *_) = sorted((demo / "data").rglob("*.png")) or sorted((demo / "data").rglob("*.jpg"))
     text = "<|vision_start|><|image_pad|><|vision_end|>" + "a red dot " * 3
     records = tmp_path / "records.jsonl"
-    records.write_text(
-        "".join(json.dumps({"text": text + "and blue " * n, "image": str(picture)}) + "\n" for n in range(6))
-    )
+    write_lines(records, [{"text": text + "and blue " * n, "image": str(picture)} for n in range(6)])
     given = {"path/to/vision-model": demo / "models" / "qwen2_5_vl", "path/to/records.jsonl": records}
-    at = Reader("transformers", tmp_path, given, Path(sys.executable).parent)
+    words = Reader("transformers", tmp_path, given).commands[-1]
 
-    printed = apart("tests.hosts.pages:run_script", *at.named(at.commands[-1])[1:], folder=tmp_path)
+    printed = apart("tests.hosts.pages:run_script", *words[1:], folder=tmp_path)
 
     assert re.search(r"'loss': '?\d", printed), printed

@@ -1,131 +1,193 @@
-"""Plans in trainers of transformers and TRL: schedule and steps; see `make test-hosts`."""
+"""Plans in trainers of transformers and TRL: steps, and what is refused; see `make test-hosts`."""
 
-import json
-import os
 import re
-from collections import Counter
-from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import pytest
 
+import packplan as pp
 from packplan.adapters.hf import following, training
-from tests.hosts.law import cell_of
+from packplan.core.errors import ArgumentError, CorruptArtefactError, MismatchError, ModelError, StaleError
+from packplan.hf import use_plan
+from tests.hosts.law import CELLS, PACKING_LENGTH, cell_of, model_of, rows_of, trainer_of
 from tests.hosts.pages import PAGES
-from tests.nearness import FLOAT32
 
 # isort: split
-from transformers import Trainer
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
 pytestmark = pytest.mark.slow
 
 
-SMOKE = (cell_of("transformers", "qwen2_5_vl", 2, 3, 2), cell_of("trl", "qwen2", 1, 3, 0))
-
-SEEING = tuple(
-    cell_of("transformers", model, *rest) for model in ("qwen2_5_vl", "qwen3_vl") for rest in ((1, 3, 0), (2, 1, 2))
-)
-
-EVERY = tuple(
-    cell_of("transformers", "qwen2", ranks, accumulation, workers)
-    for ranks in (1, 2)
-    for accumulation in (1, 3)
-    for workers in (0, 2)
-)
-
-PAIRS = tuple(cell_of("trl", "qwen2", *rest) for rest in ((1, 1, 0), (1, 3, 2), (2, 1, 2), (2, 3, 0)))
-"""TRL's trainer is one of transformers: every two settings together, not every three."""
-
-SHARED = ({**cell_of("transformers", "qwen2_5_vl", 2, 3, 0), "row_ranks": 2},)
-"""Both ranks compute each row."""
-
-CELLS = (*EVERY, *PAIRS, *SEEING, *SHARED) if "HOST_PYTHON" in os.environ else SMOKE
-
-RESUMED = (
-    (*(("transformers", *ranks) for ranks in ((1, 1), (1, 2), (2, 1), (2, 2))), ("trl", 1, 2), ("trl", 2, 1))
-    if "HOST_PYTHON" in os.environ
-    else (("transformers", 2, 1),)
-)
-"""Trainer, and ranks before and after a kill."""
-
-
-def name_of(cell: dict[str, Any]) -> str:
-    return "-".join(map(str, cell.values()))
-
-
 @pytest.fixture(scope="module")
-def folders(apart, tmp_path_factory) -> tuple[Path, Path]:
-    """Run all cells, give trainers what they would not train as planned; return both folders."""
-    folder, refused = tmp_path_factory.mktemp("cells"), tmp_path_factory.mktemp("refused")
-    cells = [{"out": str(folder / name_of(one)), **one} for one in CELLS]
-    for trainer, before, after in RESUMED:
-        out = {"out": str(folder / f"{trainer} {before} to {after}")}
-        cells.append(out | cell_of(trainer, "qwen2", before, 2, 0) | {"kill_after": 2})
-        cells.append(out | cell_of(trainer, "qwen2", after, 2, 0) | {"resume": True})
-    (folder / "cells.json").write_text(json.dumps(cells))
-    apart("tests.hosts.refused:after_law", folder / "cells.json", refused, folder=folder)
-    return folder, refused
+def cells(apart, tmp_path_factory):
+    """Folder in which all cells have run."""
+    folder = tmp_path_factory.mktemp("cells")
+    apart("tests.hosts.law:main", folder, folder=folder)
+    return folder
 
 
-@pytest.fixture(scope="module")
-def of(folders) -> Callable[[str, int], list[dict[str, Any]]]:
-    """Return what gives the findings of each rank of a cell, or fails with their errors."""
-
-    def read(name: str, ranks: int) -> list[dict[str, Any]]:
-        wrote = [json.loads(path.read_text()) for path in sorted((folders[0] / name).glob("found*.json"))]
-        assert ranks == len(wrote), [path.read_text()[-2000:] for path in (folders[0] / name).glob("errors*.txt")]
-        return wrote
-
-    return read
-
-
-@pytest.mark.parametrize("cell", CELLS, ids=name_of)
-def test_a_trainer_trains_and_evaluates_the_plan_as_its_samples_alone(of, cell):
+@pytest.mark.parametrize("name", CELLS)
+def test_a_trainer_trains_and_evaluates_the_plan_as_its_samples_alone(cells, name):
     """
     Each microbatch of each rank is the schedule's, to the last of the steps that were counted
-    before. A step's loss and gradients, as `assert_step_loss` asks before the first, and the
-    evaluation, in which a pack is repeated on two ranks, are means over the samples alone.
+    before; a killed run goes on with what is left. A step's loss and gradients, as
+    `assert_step_loss` asks before the first, and the evaluation, in which a pack is repeated on
+    two ranks, are means over the samples alone.
     """
-    ranks = of(name_of(cell), cell["ranks"])
-
-    assert 1 == ranks[0]["num_packs"] % 2, "no pack is repeated on two ranks"
-    assert max(ranks[0]["loss"], ranks[0]["gradients"]) < FLOAT32
-    for rank in ranks:
-        assert rank["batches"]
-        assert 1 == len(set(rank["steps"])), rank["steps"]
-        assert rank["asked"] == pytest.approx(rank["asked"][:1] * 3, rel=FLOAT32)
-        assert rank["evaluated"] == pytest.approx(ranks[0]["alone"], rel=FLOAT32)
+    out, ranks = cells / name, CELLS[name][-1]["ranks"]
+    assert ranks == len([*out.glob("held*")]), [path.read_text()[-2000:] for path in out.glob("errors*")]
 
 
-@pytest.mark.parametrize(("trainer", "before", "after"), RESUMED)
-def test_a_killed_run_goes_on_with_what_is_left(of, trainer, before, after):
-    """On as many ranks or others: of the epoch, each pack that was not trained, and every step."""
-    resumed = of(f"{trainer} {before} to {after}", after)
+ROWS = rows_of("qwen2")
 
-    first = resumed[0]
-    consumed, epoch = Counter(first["consumed"]), first["epoch"]
-    trained = Counter(pack for rank in resumed for at, pack in rank["packs"] if at == epoch)
-    assert 2 * 2 * before == consumed.total(), "two steps of two batches were done"
-    assert set(range(first["num_packs"])) == set(consumed) | set(trained)
-    assert trained == Counter(first["order"])
-    assert sorted(first["logged"]) == first["logged"]
-    assert 2 == first["logged"][-1], "the last epoch is whole"
-    assert trained.keys().isdisjoint(consumed) or (before, after) == (2, 2)
-    for rank in resumed:
-        assert rank["batches"]
-        taken, left, last = rank["steps"]
-        assert (taken, last) == (left, 2 + left)
-    assert first["loss"] < FLOAT32
-    assert first["gradients"] < FLOAT32
+PLAN = pp.plan([len(row["input_ids"]) for row in ROWS], PACKING_LENGTH)
+
+OTHER_PLAN = pp.plan(PLAN.lengths, 2 * PACKING_LENGTH)
 
 
-def test_what_a_trainer_would_not_train_as_planned_is_refused_by_name(folders):
-    """Settings, rows, ranks, plans, checkpoints, loaders and models: none is trained."""
-    told = json.loads((folders[1] / "told.json").read_text())
-    assert {} == {words: text for words, text in told.items() if words not in text}
+class Streamed(IterableDataset):
+    """Rows one after the other, without a number."""
+
+    def __iter__(self):
+        return iter(ROWS)
+
+
+def trainer_with(out, rows=ROWS, host="transformers", model=None, **settings):
+    """Return a trainer with these rows and settings."""
+    return trainer_of(cell_of(host, "qwen2"), model or model_of("qwen2", "packplan"), rows, out, **settings)
+
+
+def planned(out, rows=ROWS, plan=PLAN, *, eval_plan=None, row_ranks=1, **given):
+    """Return a trainer that follows a plan."""
+    trainer = trainer_with(out, rows, **given)
+    use_plan(trainer, plan, eval_plan=eval_plan, sequence_parallel_size=row_ranks)
+    return trainer
+
+
+def longer(out):
+    """Train a row that has one more token than planned."""
+    planned(out, [*ROWS[:3], {name: [*ROWS[3][name], 25] for name in ROWS[3]}, *ROWS[4:]])
+
+
+def served_by(out, change):
+    """Train by a loader that somebody put in the place of the plan's."""
+    trainer = planned(out, num_train_epochs=1)
+    loader = trainer.get_train_dataloader()
+    batches = change(loader.batch_sampler.schedule.batches(0, rank=0))
+    other = DataLoader(loader.dataset, batch_sampler=batches, collate_fn=loader.collate_fn)
+    trainer.get_train_dataloader = lambda: other
+    trainer.train()
+
+
+def without_plan(out):
+    """Resume a plan from a checkpoint that was trained without one."""
+    trainer = trainer_with(out, max_steps=1, save_strategy="steps", save_steps=1)
+    trainer.data_collator = lambda _: dict.fromkeys(("input_ids", "labels"), torch.tensor([[20, 21]]))
+    trainer.train()
+    planned(out).train(resume_from_checkpoint=True)
+
+
+def resumed(out, *given, damaged=False, **settings):
+    """Train a step, and resume with other rows, plan or settings, or another digit of the state."""
+    planned(out, max_steps=1, save_strategy="steps", save_steps=1).train()
+    state = out / "checkpoint-1" / "trainer_state.json"
+    if damaged:
+        state.write_text(state.read_text().replace('"global_step": 1', '"global_step": 2'))
+    planned(out, *given, **settings).train(resume_from_checkpoint=True)
+
+
+def launched(out):
+    """Train in one of two processes, neither of which knows of the other."""
+    trainer = trainer_with(out)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        use_plan(trainer, PLAN)
+
+
+def leaking(out):
+    """Train a model of a family whose attention ignores where samples begin."""
+    config = AutoConfig.for_model("bloom", vocab_size=300, hidden_size=32, n_layer=2, n_head=4)
+    planned(out, model=AutoModelForCausalLM.from_config(config))
+
+
+REFUSED = {
+    "include_for_metrics": (ArgumentError, partial(planned, include_for_metrics=["inputs"])),
+    "train_sampling_strategy": (ArgumentError, partial(planned, train_sampling_strategy="group_by_length")),
+    "packing is set": (ArgumentError, partial(planned, host="trl", packing=True)),
+    "2 processes": (ArgumentError, launched),
+    "already": (ArgumentError, lambda out: use_plan(planned(out), PLAN)),
+    "Streamed": (ArgumentError, partial(planned, rows=Streamed(), max_steps=1)),
+    "27 samples.* 1 rows": (ArgumentError, partial(planned, eval_dataset={"a": ROWS}, eval_plan=PLAN)),
+    "evaluation has no plan": (ArgumentError, partial(planned, row_ranks=2)),
+    "sample 3": (StaleError, longer),
+    "bloom": (ModelError, leaking),
+    "is pack 0,": (MismatchError, partial(served_by, change=sorted)),
+    "is pack None,": (MismatchError, partial(served_by, change=lambda batches: batches[:-2])),
+    "progress of a plan": (ArgumentError, without_plan),
+    "is damaged": (CorruptArtefactError, partial(resumed, damaged=True)),
+}
+"""Key of the message -> class, and what is done."""
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_a_trainer_would_not_train_as_planned_is_refused(key, tmp_path):
+    """Settings, rows, ranks, loaders, models and checkpoints: none is trained."""
+    error, run = REFUSED[key]
+    with pytest.raises(error, match=key):
+        run(tmp_path)
+
+
+def test_no_run_goes_on_with_another_one(tmp_path):
+    """By the names of what differs: the plan, a setting, and two rows in each other's place."""
+    lengths = PLAN.lengths.tolist()
+    second = next(index for index, length in enumerate(lengths) if length in lengths[:index])
+    rows, first = [*ROWS], lengths.index(lengths[second])
+    rows[first], rows[second] = rows[second], rows[first]
+
+    with pytest.raises(StaleError) as raised:
+        resumed(tmp_path, rows, OTHER_PLAN, optim="adamw_torch")
+
+    assert {"plan", "data", "optim"} <= {one.key for one in raised.value.details["differences"]}
+
+
+def learned_of(trainer):
+    """Return the supervised tokens of an epoch of a trainer."""
+    return sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in trainer.get_train_dataloader())
+
+
+def last_tokens(rows):
+    """Collate padded rows that learn their last token alone."""
+    width = 8 * -(-max(len(row["input_ids"]) for row in rows) // 8)
+    ids = torch.tensor([row["input_ids"] + [0] * (width - len(row["input_ids"])) for row in rows])
+    mask = torch.tensor([[place < len(row["input_ids"]) for place in range(width)] for row in rows]).long()
+    last = mask.cumsum(1) == mask.sum(1, keepdim=True)
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(~last | (mask == 0), -100)}
+
+
+def test_the_collator_says_what_is_learned(tmp_path):
+    """One's own, and TRL's, which is told not to use a mask of completions."""
+    trainer = trainer_with(tmp_path)
+    trainer.data_collator = last_tokens
+    use_plan(trainer, PLAN)
+    assert sum(PLAN.lengths > 1) == learned_of(trainer)
+
+    rows = [row | {"labels": row["input_ids"], "completion_mask": [0] * len(row["input_ids"])} for row in ROWS]
+    trainer = trainer_with(tmp_path, rows, "trl", completion_only_loss=False, pad_to_multiple_of=8)
+    alone = learned_of(trainer)
+    use_plan(trainer, PLAN)
+    assert alone == learned_of(trainer) > 0
+
+
+def test_an_evaluation_without_anything_to_learn_has_no_loss(tmp_path):
+    untaught = [row | {"labels": [-100] * len(row["input_ids"])} for row in ROWS]
+
+    found = planned(tmp_path, eval_dataset=untaught, eval_plan=PLAN).evaluate()
+
+    assert {"eval_runtime"} == {"eval_loss", "eval_runtime"} & found.keys()
 
 
 def test_the_page_has_the_methods_of_trainers_that_are_replaced():

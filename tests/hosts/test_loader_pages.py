@@ -1,20 +1,31 @@
 """The page docs/use-it-in/torch.md on loops and loaders, by its own commands."""
 
 import re
+from collections import Counter
 
+import attrs
 import pytest
 
-from tests.hosts.pages import DEADLINE_S, hosted, plan_of, planned_packs, trained_packs
-from tests.processes import descendants
+from tests.hosts.pages import hosted, plan_of
+from tests.processes import DEADLINE_S, descendants, wait_for
 
 pytestmark = pytest.mark.slow
+
+
+def trained_packs(printed):
+    """Return how often each rank printed each step and pack."""
+    return Counter(tuple(map(int, found)) for found in re.findall(r"rank (\d+) step (\d+) pack (\d+)", printed))
+
+
+def planned_packs(schedule):
+    """Return the steps and packs of all ranks."""
+    steps = [(rank, step) for rank in range(schedule.world_size) for step in schedule.steps(rank=rank)]
+    return Counter((rank, step.number, pack) for rank, step in steps for (pack,) in step.batches)
 
 
 @hosted
 def test_the_loop_goes_on_with_fewer_ranks(reader, made):
     """Of the epoch in which it was killed, each pack is trained that was not before."""
-    import attrs
-
     at = reader("torch")
     first = at.run_until(at.commands[0], "rank 0 step 3 ")
     rest = trained_packs(at.run(at.commands[1]))
@@ -53,15 +64,12 @@ def test_lightning_goes_on_in_the_middle_of_an_epoch(reader, made):
 def test_ray_starts_lost_workers_again_where_they_were(reader, made):
     """From the checkpoint of the last step that all workers reported."""
     at = reader("torch")
-    process = at.start(at.commands[4])
     log = at.folder / "rank0.txt"
-    try:
-        at.wait_until(process, lambda: log.exists() and "rank 0 step 2 " in log.read_text())
+    with at.typing(at.commands[4]) as process:
+        wait_for(lambda: log.exists() and "rank 0 step 2 " in log.read_text(), "no worker has trained two steps")
         (worker, *_) = [one for one in descendants(process.pid) if "RayTrainWorker" in " ".join(one.cmdline())]
         worker.kill()
-        assert 0 == process.wait(DEADLINE_S), at.printed()[-3000:]
-    finally:
-        at.kill(process)
+        assert 0 == process.wait(DEADLINE_S), at.printed[-3000:]
 
     trained = trained_packs("".join(path.read_text() for path in at.folder.glob("rank*.txt")))
     planned = planned_packs(plan_of(made).schedule(world_size=2, packs_per_step=4))

@@ -1,5 +1,7 @@
 """TRL's trainers compute the same without padding: loss, gradients, and what they log."""
 
+from functools import partial
+
 import pytest
 
 pytest.importorskip("trl")
@@ -14,17 +16,14 @@ from packplan.adapters.hf.refusals import is_old_trl
 from packplan.core.errors import ArgumentError, MismatchError
 from packplan.hf import unpad, use_plan
 from packplan.testing import assert_step_loss, assert_unpadded_equal
-from tests.hosts.law import CONFIGS, rows_of, tokenizer
+from tests.hosts.law import CONFIGS, arguments, model_of, rows_of, tokenizer
 
 # isort: split
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     DataCollatorForTokenClassification,
     DataCollatorWithFlattening,
-    PrinterCallback,
     Trainer,
     TrainingArguments,
 )
@@ -53,39 +52,30 @@ _OVER_PADDING = ("entropy", "accuracy", "logits")
 """Words of the names of means over padding."""
 
 
-def model_of(kind=AutoModelForCausalLM, **keys):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("qwen2", **CONFIGS["qwen2"], pad_token_id=0, eos_token_id=1, **keys)
-    return kind.from_config(config, attn_implementation="sdpa")
-
-
-def settings(folder, kind, **others):
-    common = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "bf16": False, "save_strategy": "no", "seed": 1}
-    return kind(str(folder), **{"per_device_train_batch_size": 1, "num_train_epochs": 1} | common | others)
+build = partial(model_of, "qwen2", pad_token_id=0, eos_token_id=1)
 
 
 def trainer_of(host, folder):
     """Return a trainer as its users make it."""
-    keys = {"per_device_train_batch_size": 4, "max_steps": 2, "logging_steps": 1, "learning_rate": 1e-2}
+    keys = {"per_device_train_batch_size": 4, "max_steps": 2, "learning_rate": 1e-2}
     keys["gradient_checkpointing"] = False
     rows = Dataset.from_dict(_ROWS[host])
     if host == "Trainer":
         collate = DataCollatorForTokenClassification(tokenizer(*_WORDS))
-        return Trainer(model_of(), settings(folder, TrainingArguments, **keys), collate, train_dataset=rows)
+        return Trainer(build(), arguments(TrainingArguments, folder, **keys), collate, train_dataset=rows)
     given = {"train_dataset": rows, "processing_class": tokenizer(*_WORDS)}
     if host in ("GRPOTrainer", "RLOOTrainer"):
         keys |= {"num_generations": 2, "max_completion_length": 6, "beta": 0.0}
         given["reward_funcs"] = lambda completions, **_: [float(number % 3) for number in range(len(completions))]
     if host in ("DPOTrainer", "KTOTrainer"):
-        given["ref_model"] = model_of()
-    model = model_of(AutoModelForSequenceClassification, num_labels=1) if host == "RewardTrainer" else model_of()
-    args = settings(folder, getattr(trl, host.replace("Trainer", "Config")), **keys)
-    return getattr(trl, host)(model, args=args, **given)
+        given["ref_model"] = build()
+    own = {"kind": AutoModelForSequenceClassification, "num_labels": 1} if host == "RewardTrainer" else {}
+    args = arguments(getattr(trl, host.replace("Trainer", "Config")), folder, **keys)
+    return getattr(trl, host)(build(**own), args=args, **given)
 
 
 def logged(trainer):
     """Train, and return the numbers of each step."""
-    trainer.args.max_epochs = None  # which ms-swift, once imported, lets callbacks ask for
     trainer.train()
     return [
         {name: value for name, value in entry.items() if not any(word in name for word in (*_TIMES, *_OVER_PADDING))}
@@ -140,7 +130,7 @@ def test_a_plan_in_trl_trains_images(tmp_path):
         {"images": [picture], "prompt": token + word, "completion": "red circle " * (1 + place)}
         for place, word in enumerate(_WORDS)
     ]
-    args = settings(tmp_path / "out", trl.SFTConfig, max_length=None, gradient_accumulation_steps=2)
+    args = arguments(trl.SFTConfig, tmp_path / "out", max_length=None, gradient_accumulation_steps=2)
     model, processor = AutoModelForImageTextToText.from_pretrained(tmp_path), AutoProcessor.from_pretrained(tmp_path)
     trainer = trl.SFTTrainer(model, args, train_dataset=Dataset.from_list(rows), processing_class=processor)
     lengths = [int(trainer.data_collator([row])["attention_mask"].sum()) for row in trainer.train_dataset]
@@ -148,7 +138,6 @@ def test_a_plan_in_trl_trains_images(tmp_path):
 
     schedule = use_plan(trainer, plan)
     found = assert_step_loss(trainer)
-    trainer.args.max_epochs = None  # see `logged`
     trainer.train()
 
     assert found.tokens > len(rows)
@@ -163,11 +152,11 @@ def test_a_plan_goes_with_what_else_leaves_padding_out(host, tmp_path):
     plan, data = pp.plan([len(row["input_ids"]) for row in rows], 64), Dataset.from_list(rows)
     if host == "nothing is padded":
         prepared = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}, "padding_free": True}
-        args = settings(tmp_path, trl.SFTConfig, **prepared)
-        trainer = trl.SFTTrainer(model_of(), args, train_dataset=data, processing_class=tokenizer(*_WORDS))
+        args = arguments(trl.SFTConfig, tmp_path, **prepared)
+        trainer = trl.SFTTrainer(build(), args, train_dataset=data, processing_class=tokenizer(*_WORDS))
     else:
         collator = DataCollatorWithFlattening() if host == "trainer" else None
-        trainer = Trainer(model_of(), settings(tmp_path, TrainingArguments), collator, train_dataset=data)
+        trainer = Trainer(build(), arguments(TrainingArguments, tmp_path), collator, train_dataset=data)
     if host == "hooked":
         unpad(trainer.model)
 
@@ -180,14 +169,13 @@ def test_metrics_see_a_pack_as_one_row(tmp_path):
     """Its real tokens alone, as ranks have packs of other numbers of rows."""
     rows, seen = rows_of("qwen2")[:9], []
     plan = pp.plan([len(row["input_ids"]) for row in rows], 64)
-    args = settings(tmp_path, TrainingArguments, batch_eval_metrics=True)
+    args = arguments(TrainingArguments, tmp_path, batch_eval_metrics=True)
 
     def compute_metrics(found, compute_result):  # the trainer passes it
         seen.append((found.predictions.shape, found.label_ids.shape))
         return {}
 
-    trainer = Trainer(model_of(), args, train_dataset=rows, eval_dataset=rows, compute_metrics=compute_metrics)
-    trainer.remove_callback(PrinterCallback)  # ms-swift's, once imported, asks for when training began
+    trainer = Trainer(build(), args, train_dataset=rows, eval_dataset=rows, compute_metrics=compute_metrics)
     use_plan(trainer, plan, eval_plan=plan)
 
     trainer.evaluate()
@@ -200,7 +188,7 @@ def test_metrics_see_a_pack_as_one_row(tmp_path):
 @pytest.mark.parametrize("first", [False, True])
 def test_scores_of_labels_are_put_back(first):
     """All that TRL's head gives, of real tokens alone; unless padding predicts a label."""
-    model = model_of()
+    model = build()
     trl.trainer.utils.add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
     hooks = unpad(model)
     columns = torch.arange(24)
