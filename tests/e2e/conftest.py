@@ -54,16 +54,6 @@ def few_scenes(demo: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
-def records(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with records of ms-swift's shape for each tiny model, and pairs."""
-    from tests.e2e.swift_plans import write_records
-
-    folder = tmp_path_factory.mktemp("records")
-    write_records(folder, demo)
-    return folder
-
-
 @pytest.fixture
 def write_run(demo: Path, text_jsonl: Path, tmp_path: Path) -> Callable[..., Path]:
     """Return a function that writes a quick run's YAML, of a text model over short records."""

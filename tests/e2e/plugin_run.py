@@ -1,4 +1,4 @@
-"""Runs commands of ms-swift, with tiny models, as one rank; writes down what they train."""
+"""Runs commands of ms-swift, with tiny models and data, as one rank; what they have trained."""
 
 import contextlib
 import json
@@ -7,8 +7,40 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import packplan as pp
+from tests.records import write_lines
 
-def main(commands: list[tuple[str, str, list[str]]], folder: str) -> int:
+LENGTH = {"qwen2": 256, "qwen2_5_vl": 200}
+"""Model -> packing length."""
+
+PLAIN = (
+    "--torch_dtype float32 --fp16 false --bf16 false --report_to none --check_model false --use_cpu true "
+    "--dataset_shuffle false --add_version false --split_dataset_ratio 0 --dataset_num_proc 1 "
+    "--dataloader_num_workers 0 --gradient_checkpointing false --logging_steps 1 --learning_rate 1e-3 "
+    "--per_device_train_batch_size 1 --lora_dropout 0"
+)
+
+NUM = 21
+"""Records of the text model; the other one has the first half of them, some with an image."""
+
+
+def write_records(folder: Path, demo: Path) -> None:
+    """Write records for each model, and pairs."""
+    images = sorted((demo / "data" / "images").glob("train_*"), key=lambda image: image.stat().st_size)[:3]
+    for of in LENGTH:
+        rows, pairs = [], []
+        for number in range(NUM if of == "qwen2" else NUM // 2 + 1):
+            has_image = of.endswith("vl") and number % 2
+            question = {"role": "user", "content": f"{'<image>' * has_image}what is {number}?"}
+            answer = {"role": "assistant", "content": "blue circle " * (1 + 5 * number % 23)}
+            media = {"images": [str(images[number % len(images)])]} if has_image else {}
+            rows.append({"messages": [question, answer], **media})
+            pairs.append({**rows[-1], "rejected_response": "red square " * (1 + number % 3)})
+        write_lines(folder / f"{of}.jsonl", rows)
+        write_lines(folder / f"{of}_pairs.jsonl", pairs)
+
+
+def main(commands: list[tuple[str, str, list[str]]], folder: str) -> None:
     """
     Run commands in turn: name, task and words.
 
@@ -34,16 +66,15 @@ def main(commands: list[tuple[str, str, list[str]]], folder: str) -> int:
             contextlib.redirect_stderr(said),
         ):
             try:
-                found = tasks[task](words)
+                trained = tasks[task](words)
+                outcome, found = "history", trained and trained["log_history"]
             except SystemExit as error:  # of the plugin, which shows no traceback
                 cause: Any = error.__cause__
                 keys = [fault.path for fault in getattr(cause, "faults", ())] or [cause.kind]
-                (spy.folder / f"error{spy.rank}.json").write_text(json.dumps([type(cause).__name__, *keys]))
+                outcome, found = "error", [type(cause).__name__, *keys]
             except Exception as error:  # noqa: BLE001  # the other commands go on
-                (spy.folder / f"error{spy.rank}.json").write_text(json.dumps(["traceback", repr(error)]))
-            else:
-                (spy.folder / f"history{spy.rank}.json").write_text(json.dumps(found and found["log_history"]))
-    return 0
+                outcome, found = "error", ["traceback", repr(error)]
+            (spy.folder / f"{outcome}{spy.rank}.json").write_text(json.dumps(found))
 
 
 class Spy:
@@ -130,3 +161,52 @@ def samples_of(inputs: dict[str, Any]) -> Iterator[list[int]]:
     starts = [at for at, position in enumerate(positions.reshape(-1, len(tokens))[0].tolist()) if position == 0]
     for start, stop in zip(starts, [*starts[1:], len(tokens)], strict=True):
         yield tokens[start:stop]
+
+
+class Ran:
+    """A run of a command of ms-swift, perhaps of several processes after one another."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def rows(self, rank: int = 0) -> list[list[list[int]]]:
+        """Sequences of each row of the data set."""
+        return json.loads((self.folder / f"rows{rank}.json").read_text())
+
+    def trained(self, rank: int = 0) -> list[tuple[int, list[list[int]]]]:
+        """Step and sequences of each microbatch of a rank, in order."""
+        lines = (self.folder / f"trained{rank}.jsonl").read_text().splitlines()
+        return [(step, sorted(sequences)) for step, sequences in map(json.loads, lines)]
+
+    @property
+    def said(self) -> str:
+        """Text that rank 0 has printed."""
+        return (self.folder / "said0").read_text()
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """Entries of the log."""
+        return json.loads((self.folder / "history0.json").read_text())
+
+    @property
+    def losses(self) -> list[float]:
+        """Loss of each step."""
+        return [entry["loss"] for entry in self.history if "loss" in entry]
+
+    def plan(self, length: int) -> pp.Plan:
+        """Plan of the rows that ms-swift has."""
+        return pp.plan([sum(map(len, row)) for row in self.rows()], length, algorithm="constant_volume")
+
+    def planned(self, plan: pp.Plan, schedule: pp.EpochSchedule, rank: int = 0) -> list[tuple[int, list[list[int]]]]:
+        """Step and sequences of each microbatch that a schedule gives a rank."""
+        rows = self.rows(rank)
+        return [
+            (step.number, sorted(tokens for pack in batch for index in plan.packs[pack] for tokens in rows[index]))
+            for step in schedule.steps(rank=rank)
+            for batch in step.batches
+        ]
+
+    def assert_planned(self, plan: pp.Plan, schedule: pp.EpochSchedule) -> None:
+        """Each rank's microbatches are those of the schedule, with all sequences of their rows."""
+        for rank in range(schedule.world_size):
+            assert self.planned(plan, schedule, rank) == self.trained(rank)

@@ -31,13 +31,6 @@ def measured(source: LengthSource) -> list[RecordOutcome]:
     return quick
 
 
-def first_lines(path: Path, number: int) -> str:
-    """Write the first records of a file into another one beside it; return its path."""
-    first = path.with_name(f"{path.stem}{number}.jsonl")
-    first.write_text("".join(path.read_text().splitlines(keepends=True)[:number]))
-    return str(first)
-
-
 def chats(count: int, first: int = 0) -> list[dict[str, str]]:
     """Return records of several lengths."""
     return [{"query": f"say {n}", "response": "blue circle " * (1 + n % 7)} for n in range(first, first + count)]

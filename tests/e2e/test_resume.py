@@ -24,7 +24,7 @@ from packplan.app.wiring.ranks import lock_output
 from packplan.app.wiring.runs import read_config
 from packplan.core.errors import ConfigError, OutputError, StaleError
 from tests.e2e import rank_main
-from tests.e2e.ready import first_lines, train
+from tests.e2e.ready import chats, train
 from tests.processes import finished
 from tests.records import ANSWER, QUESTION, chat, write_lines
 
@@ -171,14 +171,15 @@ def test_a_model_of_a_hub_is_known_by_its_name_in_another_trainer(demo):
     assert {} == known("")
 
 
-def test_where_what_is_left_fills_no_batch_the_next_epoch_goes_on(write_run, execute, text_jsonl, tmp_path):
+def test_where_what_is_left_fills_no_batch_the_next_epoch_goes_on(write_run, execute, tmp_path):
     """Neither a step nor a crash; at the last epoch, no step."""
     num = 8
+    data = write_lines(tmp_path / "eight.jsonl", chats(num))
 
     def run(**keys):
         keys = {"packing": False, "dataloader_drop_last": True, "num_train_epochs": 2, "save_strategy": "steps",
                 "save_steps": num - 1, **keys}  # fmt: skip
-        return execute(write_run("qwen2", custom={"train_jsonl": first_lines(text_jsonl, num)}, training=keys))
+        return execute(write_run("qwen2", custom={"train_jsonl": str(data)}, training=keys))
 
     run(max_steps=num - 1)
     resumes = {"per_device_train_batch_size": 2, "resume_from_checkpoint": str(tmp_path / f"run/checkpoint-{num - 1}")}

@@ -25,9 +25,9 @@ from packplan.app import plugin
 from packplan.core.align import align_plan
 from packplan.core.errors import ConfigError
 from tests.e2e import plugin_run, rank_main
-from tests.e2e.swift_plans import LENGTH, NUM, PLAIN, Ran
+from tests.e2e.plugin_run import LENGTH, NUM, PLAIN, Ran, write_records
 from tests.processes import finished
-from tests.records import write_lines
+from tests.records import chat, write_lines
 
 # isort: split
 
@@ -117,7 +117,7 @@ per_node=1
 NPROC_PER_NODE=$per_node \\
 swift sft \\
     --model {demo}/models/qwen2 --model_type qwen2 --template qwen2_5 \\
-    --tuner_type full --dataset '{records}/qwen2.jsonl#20' --max_length 256 \\
+    --tuner_type full --dataset '{runs}/qwen2.jsonl#20' --max_length 256 \\
     --per_device_train_batch_size 2 --learning_rate 1e-5 --warmup_ratio 0.05 \\
     --gradient_accumulation_steps $(expr 2 / $per_node) \\
     --eval_steps 200 --save_steps 200 --logging_steps 5 --save_only_model true --num_train_epochs 1 \\
@@ -141,10 +141,11 @@ orms["codes"] = Codes
 
 
 @pytest.fixture(scope="module")
-def ran(demo, records, server, tmp_path_factory) -> Callable[[str], Ran]:
+def ran(demo, server, tmp_path_factory) -> Callable[[str], Ran]:
     """Run all commands, in few processes, and return what gives a run by its name."""
     runs = tmp_path_factory.mktemp("runs")
-    write_others(runs, records, demo)
+    write_records(runs, demo)
+    write_others(runs, demo)
     assert 0 == plugin.main(["swift", "-o", str(runs / "plugin.py")])
 
     def words(name: str, data: str, more: str, *plugins: str) -> list[str]:
@@ -153,7 +154,7 @@ def ran(demo, records, server, tmp_path_factory) -> Callable[[str], Ran]:
         loaded = " ".join(["--external_plugins", str(runs / "codes.py"), *(str(runs / name) for name in plugins)])
         given = f"--model {demo / 'models' / of} --model_type {of} --template {'qwen2_5' if of == 'qwen2' else of} "
         given += f"--max_length {LENGTH[of]} --dataset {{data}} --output_dir {runs / name / 'out'} {PLAIN} {packing} "
-        return f"{given} {loaded} {more}".format(runs=runs, data=records / f"{data}.jsonl").split()
+        return f"{given} {loaded} {more}".format(runs=runs, data=runs / f"{data}.jsonl").split()
 
     def started(folder: str, table: dict, *plugins: str) -> list:
         return [
@@ -167,7 +168,7 @@ def ran(demo, records, server, tmp_path_factory) -> Callable[[str], Ran]:
         ("planned", "sft", trained),
         ("replanned", "sft", [*trained, "--max_length", "90"]),
     ]
-    text = SCRIPT.format(demo=demo, records=records, runs=runs)
+    text = SCRIPT.format(demo=demo, runs=runs)
     task, *given = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True).stdout.splitlines()
     script = [("built", "plan", ["build", "swift", task, *given]),
               ("script", task, [*given, "--external_plugins", str(runs / "plugin.py")])]  # fmt: skip
@@ -179,39 +180,34 @@ def ran(demo, records, server, tmp_path_factory) -> Callable[[str], Ran]:
     return lambda name: Ran(runs / name)
 
 
-def write_others(runs: Path, records: Path, demo: Path) -> None:
+def write_others(runs: Path, demo: Path) -> None:
     """Write data of other tasks, models with other weights, and a function that gives rewards."""
     (runs / "codes.py").write_text(REWARD)
-    for name, kind, labels in [
-        ("teacher", AutoModelForCausalLM, 2), ("judge", AutoModelForSequenceClassification, 1),
-    ]:  # fmt: skip
+    model, images = demo / "models" / "qwen2", (demo / "data" / "images").glob("train_*")
+    for name, kind, labels in [("teacher", AutoModelForCausalLM, 2), ("judge", AutoModelForSequenceClassification, 1)]:
         torch.manual_seed(7)
-        config = AutoConfig.from_pretrained(demo / "models" / "qwen2", num_labels=labels)
-        shutil.copytree(demo / "models" / "qwen2", runs / name, ignore=shutil.ignore_patterns("*.safetensors*"))
-        kind.from_config(config).save_pretrained(runs / name)
+        shutil.copytree(model, runs / name, ignore=shutil.ignore_patterns("*.safetensors*"))
+        kind.from_config(AutoConfig.from_pretrained(model, num_labels=labels)).save_pretrained(runs / name)
     asked = {"role": "user", "content": "is it blue?"}
-    write_lines(records / "labels.jsonl", [{"messages": [asked], "label": n % 3 % 2} for n in range(12)])
-    answers = ["blue circle " * (1 + 3 * number % 7) for number in range(8)]
+    write_lines(runs / "labels.jsonl", [{"messages": [asked], "label": n % 3 % 2} for n in range(12)])
     rows = [
-        {"messages": [{**asked, "content": f"is it {answer}?"}, {"role": "assistant", "content": answer}],
-         "rejected_response": "red square " * (1 + number % 5), "label": number % 3 > 0}
-        for number, answer in enumerate(answers)
+        chat({**asked, "content": f"is it {answer}?"}, {"role": "assistant", "content": answer},
+             rejected_response="red square " * (1 + number % 5), label=number % 3 > 0)
+        for number, answer in enumerate("blue circle " * (1 + 3 * number % 7) for number in range(8))
     ]  # fmt: skip
-    write_lines(records / "rlhf.jsonl", rows)
-    image = shutil.copy(min((demo / "data" / "images").glob("train_*")), runs)
+    write_lines(runs / "rlhf.jsonl", rows)
     seen = [{**asked, "content": "<image>?"}, {"role": "assistant", "content": "a dot"}]
-    write_lines(
-        records / "changed_vl.jsonl", [{"messages": rows[0]["messages"]}, {"messages": seen, "images": [image]}]
-    )
+    changed = [{"messages": rows[0]["messages"]}, chat(*seen, images=[shutil.copy(min(images), runs)])]
+    write_lines(runs / "changed_vl.jsonl", changed)
 
 
 @pytest.mark.parametrize(("name", "of", "ranks"), [("two-ranks", "qwen2", 2), ("shared", "qwen2_5_vl", 1)])
-def test_packs_and_losses_are_the_plan_s(name, of, ranks, ran, write_run, server, records, tmp_path):  # noqa: PLR0917  # fixtures
+def test_packs_and_losses_are_the_plan_s(name, of, ranks, ran, write_run, server, tmp_path):  # noqa: PLR0917  # fixtures
     """
     Every microbatch is the schedule's; losses of steps and evaluations are `packplan sft`'s, also
     where two ranks share each row.
     """
-    run, data = ran(name), str(records / f"{of}.jsonl")
+    run, data = ran(name), str(ran("").folder / f"{of}.jsonl")
 
     found = run.plan(LENGTH[of])
     schedule = found.schedule(world_size=ranks, packs_per_step=2, epochs=2, seed=42)

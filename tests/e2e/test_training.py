@@ -23,7 +23,7 @@ from packplan.app.wiring.trainers import open_arguments
 from packplan.core.align import align_plan
 from packplan.core.errors import ConfigError, RecordError, StaleError
 from packplan.core.plan import build_raw_plan
-from tests.e2e.ready import first_lines
+from tests.e2e.ready import chats
 from tests.records import asked, chat, write_lines
 
 pytestmark = pytest.mark.slow
@@ -136,7 +136,7 @@ class Acts(TrainerCallback):
         self._at_prediction()
 
 
-def test_tokens_per_second_leave_out_the_time_of_evaluating(write_run, ready, text_jsonl, monkeypatch):
+def test_tokens_per_second_leave_out_the_time_of_evaluating(write_run, ready, tmp_path, monkeypatch):
     """By a clock that ticks while an evaluation runs, and once a step."""
     now = [0.0]
 
@@ -145,7 +145,8 @@ def test_tokens_per_second_leave_out_the_time_of_evaluating(write_run, ready, te
         return now[0]
 
     keys = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 4, "logging_steps": 2}
-    trainer = ready(write_run("qwen3", custom={"val_jsonl": first_lines(text_jsonl, 2)}, training=keys)).trainer
+    data = write_lines(tmp_path / "two.jsonl", chats(2))
+    trainer = ready(write_run("qwen3", custom={"val_jsonl": str(data)}, training=keys)).trainer
     monkeypatch.setattr(time, "perf_counter", tick)
     trainer.add_callback(Acts(at_prediction=lambda: tick(1000)))
 
@@ -168,7 +169,7 @@ def test_the_best_model_is_loaded_whole(write_run, ready, few_scenes, tmp_path):
     keys = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2,
             "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
             "greater_is_better": True}  # fmt: skip
-    custom = {"train_jsonl": str(few_scenes), "val_jsonl": first_lines(few_scenes, 2)}
+    custom = {"train_jsonl": str(few_scenes), "val_jsonl": str(write_lines(tmp_path / "two.jsonl", chats(2)))}
     trainer = ready(write_run(custom=custom, training=keys, template={"max_length": 200})).trainer
 
     trainer.train()

@@ -1,6 +1,7 @@
 """Each tuner that is offered trains, saves, resumes bit for bit, and passes `packplan check`."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from packplan.app import check, sft
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.verdicts import decide_attention
 from packplan.core.errors import ConfigError
-from tests.e2e import swift_run
 from tests.e2e.test_resume import assert_equal, weights
 from tests.processes import finished
 
@@ -102,6 +102,32 @@ def test_a_tuner_trains_saves_resumes_and_passes_the_check(write_run, execute, f
     assert report.passed, [verdict for verdict in report.verdicts if not verdict.passed]
 
 
+def described(model):
+    """Return each weight's name, shape and training -> whether it is not 0; its norm if frozen."""
+    return {
+        f"{name} {tuple(weight.shape)} {weight.requires_grad}": float(
+            weight.any() if weight.requires_grad else weight.norm()
+        )
+        for name, weight in model.named_parameters()
+    }
+
+
+def ask_ms_swift(runs, out):
+    """Write how ms-swift describes the weights of each model with its keys of tuners."""
+    from swift.pipelines import SwiftSft
+
+    found = []
+    for folder, name, keys in runs:
+        kind = name if name.endswith("vl") else "qwen2_5" if name == "qwen2" else name
+        words = ["--model", folder, "--model_type", name, "--template", kind, "--dataset", "none.jsonl",
+                 "--output_dir", f"{out}.runs", "--report_to", "none"]  # fmt: skip
+        for key, value in keys.items():
+            words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+        pipeline = SwiftSft(words)
+        found.append(described(pipeline.prepare_model(pipeline.args, pipeline.model)))
+    Path(out).write_text(json.dumps(found))
+
+
 def test_weights_that_ms_swift_would_train_are_those_that_train(server, write_run, tmp_path):
     """By name, shape and how they start, beside frozen ones that change; asked of ms-swift."""
     asked, mine = [], []
@@ -109,12 +135,12 @@ def test_weights_that_ms_swift_would_train_are_those_that_train(server, write_ru
         path = write_run(model, name=f"run{number}", training=keys)
         tuned = opened(path)
         assert type(plain_model(tuned)).__name__.startswith("Qwen")
-        mine.append(swift_run.described(tuned))
+        mine.append(described(tuned))
         assert any(trained in name for name in mine[-1] if name.endswith("True"))
         unfrozen = {"tuner_type": "full", "freeze_vit": False, "freeze_aligner": False}
         asked.append((read_config(path).model.model, model, unfrozen | keys))
     out = tmp_path / "trained.json"
-    assert [0] == finished([server.start(swift_run.trained, asked, str(out), log=tmp_path / "swift.log")])
+    assert [0] == finished([server.start(ask_ms_swift, asked, str(out), log=tmp_path / "swift.log")])
 
     assert mine == [pytest.approx(one, rel=1e-2) for one in json.loads(out.read_text())]
 
@@ -148,6 +174,13 @@ def test_quantised_weights_are_refused_on_a_cpu(write_run, capfd):
     assert "model.quant_method: quantises on a GPU alone" in capfd.readouterr().err
 
 
+def export(words):
+    """Run `swift export` on the words of a command."""
+    from swift.pipelines import export_main
+
+    export_main(words)
+
+
 @pytest.mark.slow
 def test_ms_swift_merges_the_adapters_of_a_checkpoint(server, write_run, execute, tmp_path):
     """`swift export --merge_lora true` gives the model's weights plus what the adapters add."""
@@ -159,7 +192,7 @@ def test_ms_swift_merges_the_adapters_of_a_checkpoint(server, write_run, execute
     words = ["--adapters", str(checkpoint), "--model", model, "--model_type", "qwen2", "--template", "qwen2_5",
              "--merge_lora", "true", "--output_dir", str(tmp_path / "merged"), "--torch_dtype", "float32"]  # fmt: skip
 
-    assert [0] == finished([server.start(swift_run.export, words, log=tmp_path / "swift.log")])
+    assert [0] == finished([server.start(export, words, log=tmp_path / "swift.log")])
 
     added, before, merged = weights(checkpoint), load_file(f"{model}/model.safetensors"), weights(tmp_path / "merged")
     name = "model.layers.0.self_attn.q_proj"

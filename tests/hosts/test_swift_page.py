@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.e2e.swift_plans import LENGTH, PLAIN, Ran, write_records
+from tests.e2e.plugin_run import LENGTH, PLAIN, Ran, write_records
 from tests.hosts.pages import Reader, hosted
 from tests.network import free_port
 from tests.processes import ROOT
