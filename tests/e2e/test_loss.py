@@ -157,20 +157,24 @@ def test_a_step_without_a_supervised_token_changes_nothing(write_run, execute, t
 def test_a_step_over_several_ranks_is_the_mean_over_all_of_them(  # noqa: PLR0917  # fixtures
     start_ranks, write_run, data, prepared, tmp_path, of, world_size, accumulation, balance, reduction, weighed
 ):
-    """Equal to one process that sees each sample alone, with repeated packs, by work."""
+    """Equal to one process that sees each sample alone, with repeated packs, by work; evaluated."""
     keys = {"effective_batch_size": world_size * accumulation, "loss_reduction": reduction, **QUIET}
-    out = tmp_path / "out"
-    path = write_run(of, name="ranks", custom={"train_jsonl": data(of, weighed=weighed)}, template={"max_length": 400},
-                     training={**keys, "packing_balance": balance})  # fmt: skip
+    names, out = {"train_jsonl": "train.jsonl", "val_jsonl": "val.jsonl"}, tmp_path / "out"
+    custom = {key: data(of, name, weighed=weighed) for key, name in names.items()}
+    path = write_run(of, name="ranks", custom=custom, template={"max_length": 400},
+                     training={**keys, "packing_balance": balance, "eval_strategy": "epoch"})  # fmt: skip
     assert [0] * world_size == finished(start_ranks(world_size, path, out, "gradients"))
     first = rank_main.seen(out, 1)[0]
     gradients = torch.load(out / "gradients0.pt", weights_only=True)
 
-    run = prepared(of, weighed=weighed, training={**keys, "effective_batch_size": accumulation})
+    run = prepared(of, val=True, weighed=weighed, training={**keys, "effective_batch_size": accumulation})
     plain = attrs.evolve(run.schedule, world_size=world_size, works=None)
     assert plain.batches_per_epoch % accumulation or plain.num_packs % world_size, "nothing is ragged"
     assert sorted(first["fetched"]) != sorted(chain.from_iterable(plain.batches(0, rank=0))), "nothing is assigned"
     check_steps(run, plain, logged_losses(first["history"]), gradients, reduction)
+    assert len(run.planned["eval"].raw.packs) % world_size, "no pack is repeated"
+    (evaluated,) = [entry["eval_loss"] for entry in first["history"] if "eval_loss" in entry]
+    assert evaluated == pytest.approx(run.trainer.evaluate()["eval_loss"], rel=FLOAT32)
 
 
 @pytest.mark.parametrize(("model", "weighed"), [("qwen2_5_vl", False), ("qwen2", True)])

@@ -51,20 +51,6 @@ def losses(result: dict) -> list[float]:
     return [entry[key] for entry in result["history"] for key in ("loss", "eval_loss") if key in entry]
 
 
-def test_the_loss_of_a_step_and_of_an_evaluation_do_not_depend_on_the_ranks(
-    start_ranks, write_run, execute, text_jsonl, tmp_path
-):
-    """The same four packs, whoever holds which; a repeated pack weighs nothing."""
-    keys = {"learning_rate": 0.0, "max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "effective_batch_size": 4,
-            "train_dataloader_shuffle": False, "packing_max_dropped_share": 1}  # fmt: skip
-    overlay = {"custom": {"val_jsonl": str(text_jsonl)}, "training": keys, "template": {"max_length": 100}}
-    alone = execute(write_run("qwen2", name="alone", **overlay))
-    assert 1 == len(alone.planned["eval"].raw.packs) % 2, "no pack is repeated"
-
-    assert [0, 0] == finished(start_ranks(2, write_run("qwen2", name="ranks", **overlay), tmp_path))
-    assert losses(vars(alone)) == pytest.approx(losses(rank_main.seen(tmp_path, 2)[0]), rel=1e-5)
-
-
 def test_sigterm_to_the_processes_of_one_rank_ends_all_ranks_at_the_same_step(start_ranks, write_run, tmp_path):
     """They agree, save one checkpoint, for which workers go on to load data, and exit with 0."""
     keys = {"num_train_epochs": 500, "effective_batch_size": 2, "dataloader_num_workers": 1}
