@@ -26,7 +26,7 @@ NAME = "packplan"
 """Name of varlen attention among transformers' functions: `attn_implementation="packplan"`."""
 
 ROWS_NAME = "packplan_rows"
-"""Name of varlen attention that raises outside of models with `follow_rows`, and never mixes."""
+"""Name of varlen attention for models with `follow_rows`; it raises outside of their call."""
 
 PATCHES_NAME = "packplan_flash_patches"
 """
@@ -71,7 +71,7 @@ def set_varlen_attention(model: Any, *, name: str = NAME) -> None:
 
     The name is set on the loaded configuration, and is never saved with it.
     """
-    parts = {part: PATCHES_NAME if takes_grids(model, part) else name for part in model.config.sub_configs}
+    parts = {part: PATCHES_NAME if takes_packed_images(model, part) else name for part in model.config.sub_configs}
     model.set_attn_implementation({"": name, **parts})
 
 
@@ -81,8 +81,8 @@ def attention_names(config: Any) -> dict[str, str]:
     return {name: part._attn_implementation for name, part in parts.items() if part is not None}  # noqa: SLF001  # has no public name
 
 
-def takes_grids(model: Any, part: str) -> bool:
-    """Return whether sub-configuration *part* is of a tower that takes several images at once."""
+def takes_packed_images(model: Any, part: str) -> bool:
+    """Return whether sub-configuration *part* is of a tower for which images are packed."""
     config = getattr(model.config, part, None)
     towers = (one for one in model.modules() if config is not None and getattr(one, "config", None) is config)
     return part == "vision_config" and any("grid_thw" in inspect.signature(one.forward).parameters for one in towers)

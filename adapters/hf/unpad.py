@@ -28,7 +28,6 @@ from packplan.adapters.probe.probe import probe_config
 from packplan.adapters.probe.rows import ordinary_ids, probe_loaded
 from packplan.adapters.proof.batches import PackedBatch
 from packplan.adapters.proof.comparison import compare_values, difference_limit, experts_may_differ, watch_pass
-from packplan.adapters.proof.gradients import logit_reaches
 from packplan.core.equality import AUTO, VARLEN, AttentionChoice, ProbeResult, choose_attention
 from packplan.core.errors import ArgumentError, ModelError
 
@@ -241,7 +240,7 @@ def _measure_isolation(module: Any, ids: torch.Tensor, mask: torch.Tensor) -> fl
     packed = PackedBatch(inputs, None, (ids.shape[0], ids.shape[1]), places)
     with torch.enable_grad():
         watched, states = watch_pass(module, packed, call=lambda **all_: module(**all_)[0])
-    return max(reach.isolation for reach in logit_reaches(watched, states))
+    return max(one.isolation for one in watched.logit_dependences(states))
 
 
 def _draw_ids(model: Any) -> torch.Tensor:

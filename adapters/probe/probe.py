@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import torch
 
-from packplan.adapters.attention import NAME, ROWS_NAME, project_patches, set_attention, takes_grids
+from packplan.adapters.attention import NAME, ROWS_NAME, project_patches, set_attention, takes_packed_images
 from packplan.adapters.attention.rows import run_by_sample
 from packplan.adapters.families import trained_config
 from packplan.adapters.probe.rows import ProbeRow, compare_row, measure_images
@@ -344,7 +344,7 @@ def _try_strategy(copies: _SmallCopies, trial: StrategyTrial, refused: PackingVe
             why_not = images.reason_against_packing(limit=copies.limit)
             measured = images if why_not else measured
         except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
-            if takes_grids(model, "vision_config"):  # all images of a row in one pass
+            if takes_packed_images(model, "vision_config"):  # all images of a row in one pass
                 return attrs.evolve(refused, reason=f"its images: {error_text(error)}")
             not_exercised = ("images",)
     if why_not is not None:

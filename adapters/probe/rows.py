@@ -30,7 +30,6 @@ from packplan.adapters.proof.comparison import (
     run_alone,
     watch_pass,
 )
-from packplan.adapters.proof.gradients import logit_reaches
 from packplan.core.equality import ProbeResult
 from packplan.core.errors import ModelError, PackplanError
 
@@ -41,7 +40,7 @@ _SEED = 7
 """Seed of the tokens."""
 
 _IDS = 2000
-"""First token id that is never drawn: such ids may belong to images, or to no token."""
+"""Limit of the token ids to draw: larger ones may belong to images, or to no token."""
 
 
 @attrs.frozen(eq=False)
@@ -89,7 +88,7 @@ def compare_row(model: Any, row: ProbeRow, alone: Outcome, *, typical: bool = Fa
     """
     packed = row.packed
     watched, logits = watch_pass(model, packed)
-    isolation = max(reach.isolation for reach in logit_reaches(watched, logits))
+    isolation = max(one.isolation for one in watched.logit_dependences(logits))
     own = [logits[place] for place in packed.places]
     found = read_outcome(model, own, row.samples, with_gradients=bool(alone.gradients))
     apart = compare(found, alone, typical=typical)

@@ -110,7 +110,7 @@ class SmallModels:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_SEED)
             model = build_one(small).float().eval()
-            spread_weights(model)
+            diversify_weights(model)
         return model
 
 
@@ -131,7 +131,7 @@ def _instantiate(kind: Any, small: Any, *, attention: str, trust_remote_code: bo
     return kind.from_config(small, attn_implementation=attention, trust_remote_code=trust_remote_code)
 
 
-def spread_weights(model: torch.nn.Module) -> None:
+def diversify_weights(model: torch.nn.Module) -> None:
     """
     Add noise to constant weights, so that no mechanism is off, and scale up very small ones.
     """

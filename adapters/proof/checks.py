@@ -49,15 +49,15 @@ def assert_isolated(model: torch.nn.Module, batch: Mapping[str, Any], starts: St
         leak = first_leak(model, row)
     if leak is None:
         return
-    reach, where = leak
-    if math.isinf(reach.isolation):
-        reason = f"no gradient reaches sample {reach.reader} from its own logits, so nothing can be said"
+    dependence, where = leak
+    if math.isinf(dependence.isolation):
+        reason = f"no gradient reaches sample {dependence.reader} from its own logits, so nothing can be said"
         raise ModelError("probe", reason)
-    fact = f"sample {reach.reader} depends on sample {reach.source}, by a gradient of "
-    fact += f"{reach.isolation:.2g} of its own, where 0 is due"
+    fact = f"sample {dependence.reader} depends on sample {dependence.source}, by a gradient of "
+    fact += f"{dependence.isolation:.2g} of its own, where 0 is due"
     if getattr(getattr(model, "config", None), "use_cache", False) and "use_cache" not in row.inputs:
         fact += " (its config.use_cache is true, with which transformers takes a row as one sample)"
-    details = {"samples": (reach.reader, reach.source), "module": where and where.name}
+    details = {"samples": (dependence.reader, dependence.source), "module": where and where.name}
     raise MismatchError("leak", f"samples of the row are not apart: {fact}{_location_text(where)}", details)
 
 

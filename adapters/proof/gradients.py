@@ -61,7 +61,7 @@ class TensorNode:
 
 
 @attrs.frozen
-class Reach:
+class Dependence:
     """Sizes of gradients by which one sample's result depends on another sample, and on itself."""
 
     reader: int
@@ -96,7 +96,26 @@ class WatchedPass:
     sources: list[tuple[GradientEdge, int | None]] = attrs.field(factory=list)
     """Embeddings of all tokens, with None; pixels, with the index of their sample."""
 
-    def reaches(self, result: TensorNode, readers: Iterable[int] | None = None) -> Iterator[Reach]:
+    def logit_dependences(self, logits: torch.Tensor, readers: Iterable[int] | None = None) -> Iterator[Dependence]:
+        """
+        Yield for each reader the other sample that its logits depend on most.
+
+        Args:
+            logits: Logits that the pass computed of the rows.
+            readers: Indices of the samples to test; None takes all.
+
+        Raises:
+            ModelError: The logits have no gradient.
+        """
+        result = TensorNode.from_value(logits, self.packed.shape)
+        if result is None:
+            reason = "its logits have no gradient, so nothing can be said: ask it in a type that trains, not quantised"
+            raise ModelError("probe", reason)
+        if not self.sources:
+            raise ModelError("probe", "it embeds no tokens of the batch by a module, so nothing can be said")
+        yield from self.dependences(result, readers)
+
+    def dependences(self, result: TensorNode, readers: Iterable[int] | None = None) -> Iterator[Dependence]:
         """
         Yield for each reader the other sample that its part of a result depends on most.
 
@@ -110,7 +129,7 @@ class WatchedPass:
             largest = self._gradient_sizes(result, reader, weights)
             others = {number: size for number, size in enumerate(largest) if number != reader and size != 0}
             source = max(others, key=lambda one: math.inf if math.isnan(largest[one]) else largest[one], default=reader)
-            yield Reach(reader, source, others.get(source, 0.0), largest[reader])
+            yield Dependence(reader, source, others.get(source, 0.0), largest[reader])
 
     def _gradient_sizes(self, result: TensorNode, reader: int, weights: torch.Tensor) -> list[float]:
         """
@@ -174,24 +193,3 @@ def _embedding_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     except (AttributeError, NotImplementedError):
         return found
     return found if own is None or own in found else [*found, own]
-
-
-def logit_reaches(watched: WatchedPass, logits: torch.Tensor, readers: Iterable[int] | None = None) -> Iterator[Reach]:
-    """
-    Yield for each reader the other sample that its logits depend on most.
-
-    Args:
-        watched: The pass that computed the logits.
-        logits: Logits of the rows.
-        readers: Indices of the samples to test; None takes all.
-
-    Raises:
-        ModelError: The logits have no gradient.
-    """
-    result = TensorNode.from_value(logits, watched.packed.shape)
-    if result is None:
-        reason = "its logits have no gradient, so nothing can be said: ask it in a type that trains, not quantised"
-        raise ModelError("probe", reason)
-    if not watched.sources:
-        raise ModelError("probe", "it embeds no tokens of the batch by a module, so nothing can be said")
-    yield from watched.reaches(result, readers)

@@ -18,7 +18,7 @@ import torch
 
 from packplan.adapters.proof.batches import PackedBatch, Place, Shape
 from packplan.adapters.proof.comparison import watch_pass
-from packplan.adapters.proof.gradients import Reach, TensorNode, logit_reaches, view_by_token, watch_embeddings
+from packplan.adapters.proof.gradients import Dependence, TensorNode, view_by_token, watch_embeddings
 
 C = TypeVar("C")
 
@@ -51,7 +51,7 @@ class _ModuleCall:
     """Calls of other modules during this one, in their order."""
 
 
-def first_leak(model: torch.nn.Module, packed: PackedBatch) -> tuple[Reach, NamedModule | None] | None:
+def first_leak(model: torch.nn.Module, packed: PackedBatch) -> tuple[Dependence, NamedModule | None] | None:
     """
     Return the first sample whose logits depend on another one, and the module that mixes them; None
     if there is no such sample. Logits without a gradient to their own sample count too.
@@ -61,7 +61,7 @@ def first_leak(model: torch.nn.Module, packed: PackedBatch) -> tuple[Reach, Name
         packed: Packed rows.
     """
     watched, logits = watch_pass(model, packed)
-    leak = next((reach for reach in logit_reaches(watched, logits) if reach.isolation != 0), None)
+    leak = next((one for one in watched.logit_dependences(logits) if one.isolation != 0), None)
     return None if leak is None else (leak, first_mixing_module(model, packed, leak.reader))
 
 
@@ -124,7 +124,7 @@ def first_mixing_module(model: torch.nn.Module, packed: PackedBatch, reader: int
         model(**watched.inputs)
 
     def mixed(results: Sequence[TensorNode]) -> bool:
-        return any(reach.size != 0 for result in results for reach in watched.reaches(result, [reader]))
+        return any(one.size != 0 for result in results for one in watched.dependences(result, [reader]))
 
     found = _innermost(calls, lambda call: mixed(call.outputs) and not mixed(call.inputs), lambda call: call.children)
     return None if found is None else found.module

@@ -21,7 +21,7 @@ from packplan.adapters.loaders.positions import find_rope_index, parameter_names
 from packplan.adapters.models import evaluation_mode, replace_attributes, weight_gradients
 from packplan.adapters.proof.batches import PackedBatch, Place, Sample, next_tokens, places_by_lengths
 from packplan.adapters.proof.comparison import Outcome, compare, difference_limit, read_outcome, run_alone, watch_pass
-from packplan.adapters.proof.gradients import WatchedPass, logit_reaches
+from packplan.adapters.proof.gradients import WatchedPass
 from packplan.adapters.samples.media import IMAGES, VIDEOS
 from packplan.adapters.trainer.loader import NORMALISER
 from packplan.adapters.trainer.trainer import PLAIN_LOSS, PlanTrainer, model_inputs
@@ -95,9 +95,9 @@ class PackComparison:
         found = read_outcome(trainer.model, [logits[place] for place in places], packed, with_gradients=False)
         if gradients:
             readers = torch.linspace(0, len(places) - 1, min(_READERS, len(places))).round().int().tolist()
-            for reach in logit_reaches(watched, logits, readers):
-                detail = f"on sample {indices[reach.source]}" if reach.size else ""
-                yield Deviation("isolation", reach.isolation, pack, indices[reach.reader], detail)
+            for one in watched.logit_dependences(logits, readers):
+                detail = f"on sample {indices[one.source]}" if one.size else ""
+                yield Deviation("isolation", one.isolation, pack, indices[one.reader], detail)
             del watched, logits
             found = self._run_step(collated, found)
         apart = compare(found, alone)

@@ -29,7 +29,7 @@ class StoredSplit:
     lengths: StoredLengths
 
     plan: StoredPlan
-    """Plan of the epoch that is shown, and records of all."""
+    """Plan of the epoch that is shown, and records of all epochs."""
 
     split: Split
     """The split under the run's policy: table, raw plan, aligned plan and works."""
@@ -41,10 +41,10 @@ class StoredSplit:
     """Reason why work is not counted by the model's sizes; None where it is."""
 
     epoch: int = 0
-    """Epoch that is shown; 0 where all have one plan."""
+    """Epoch that is shown; 0 if all epochs have one plan."""
 
     epochs: EpochSchedule | None = None
-    """Schedule over all epochs; None where all have one plan."""
+    """Schedule over all epochs; None if all epochs have one plan."""
 
     warnings: tuple[str, ...] = ()
 

@@ -103,7 +103,7 @@ class Finding:
     """`artefacts`, `plan`, `inputs`, `copies`, `images` or `samples`."""
 
     where: str
-    """A file, a sample, or an input."""
+    """File, sample or input that has the fault."""
 
     reason: str
 
@@ -185,7 +185,7 @@ def _is_other_data(differences: tuple[Difference, ...]) -> bool:
 
 
 def _faults_of_plan(split: Split, lengths: StoredLengths, stored: StoredPlan | None) -> Iterator[Finding]:
-    """Yield faults of the plan: against the lengths, the run's policy, and a plan made again."""
+    """Yield differences of the plan from the lengths, the run's policy and a plan made again."""
     policy, where = split.policy, str(split.stores.plans.folder)
     if stored is None:
         yield Finding("plan", where, "no plan is stored: build plans")

@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> None:
         print(f"warning: train: {line}", file=sys.stderr)
     ranks = options.world_size or [command_ranks(config) or 1]
     packing_lengths = options.max_length or [config.packing_length]
-    _refuse_other_cuts(lengths, packing_lengths)
+    _refuse_other_truncation(lengths, packing_lengths)
     found = _alternatives(config, lengths, packing_lengths, ranks, recipe=recipe)
     alternatives = list(progress(found, total=len(packing_lengths) * len(ranks), desc="planning", unit=" combinations"))
     if options.json:
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> None:
         _print(alternatives)
 
 
-def _refuse_other_cuts(lengths: StoredLengths, packing_lengths: list[int]) -> None:
+def _refuse_other_truncation(lengths: StoredLengths, packing_lengths: list[int]) -> None:
     """Raise ConfigError if samples are truncated, and to another length than is planned."""
     cut_to = lengths.origin.key.inputs.get("packing_length")
     if cut_to is not None and packing_lengths != [cut_to]:

@@ -12,7 +12,7 @@ from packplan.app.cli.command import (
     parse_arguments,
     run_command,
 )
-from packplan.app.wiring.runs import read_config, require_inputs, share_refusals
+from packplan.app.wiring.runs import raise_on_all_ranks, read_config, require_inputs
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(parser, arguments)
 
     def command() -> None:
-        with share_refusals():
+        with raise_on_all_ranks():
             config = read_config(options.config, options.overrides)
             require_inputs(config, loads=True)
 

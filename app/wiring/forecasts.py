@@ -49,7 +49,7 @@ _NOT_TRACED = (
 """Settings that need a GPU, that the tracer accounts for by itself, or that no step uses."""
 
 
-def traced_run(config: RunConfig) -> RunConfig:
+def run_to_trace(config: RunConfig) -> RunConfig:
     """Return a run with settings that let its step be traced on this machine's CPU."""
     settings: Mapping[str, Any] = config.training.trainer
     kept = {name: value for name, value in settings.items() if name not in _NOT_TRACED}
@@ -79,7 +79,7 @@ def open_step_tracer(
     Args:
         config: The run.
         samples: Samples of `train`.
-        attention: Attention that was decided for `traced_run(config)`.
+        attention: Attention that was decided for `run_to_trace(config)`.
         sharding: Sharding of the model over the ranks.
         world_size: Number of ranks.
         accumulates: Whether a step has several microbatches.
@@ -87,7 +87,7 @@ def open_step_tracer(
     Raises:
         ModelError: The model cannot be traced.
     """
-    on_gpu, config = not config.training.trainer.get("use_cpu"), traced_run(config)
+    on_gpu, config = not config.training.trainer.get("use_cpu"), run_to_trace(config)
     cpu = torch.device("cpu")
     model = open_model(config.model, config.training, attention=attention, device=cpu, outline=True)
     template = samples.template
@@ -108,7 +108,7 @@ _MAX_EVAL_PACKS = 8
 """Most packs of each rank that are evaluated."""
 
 
-def timed_run(config: RunConfig) -> RunConfig:
+def run_to_time(config: RunConfig) -> RunConfig:
     """
     Return a run that starts from the beginning, evaluates and saves at its last step alone, and
     logs each step or none: a logged step takes longer, as it computes the accuracy of tokens.
@@ -142,7 +142,7 @@ def forecast_time(
 
     Args:
         config: The run.
-        trainer: Trainer of `timed_run(config)`, ready to train.
+        trainer: Trainer of `run_to_time(config)`, ready to train.
         splits: The planned splits.
         group: All ranks.
     """

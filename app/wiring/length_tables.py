@@ -66,7 +66,7 @@ def store_folder(output: Path) -> Path:
     return output.with_name(f"{output.name}.measuring")
 
 
-def require_table(output: Path) -> None:
+def refuse_other_output(output: Path) -> None:
     """Raise ConfigError if *output* is another file than a table of lengths, or has no folder."""
     if not output.parent.is_dir():
         raise ConfigError.for_key("--output", f"is {output}, whose folder does not exist: make it")

@@ -54,7 +54,7 @@ def _model_work(config: RunConfig) -> tuple[WorkModel, str | None]:
 
 def epoch_recipe(config: RunConfig, split: str, files: Iterable[DataFile] | None = None) -> EpochRecipe | None:
     """
-    Return the recipe of a split's epochs; None where all have one plan.
+    Return the recipe of a split's epochs; None if all epochs have one plan.
 
     Args:
         config: The run.

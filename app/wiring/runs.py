@@ -111,10 +111,10 @@ def _find_model(model: ModelConfig) -> ModelConfig:
 
 
 @contextlib.contextmanager
-def share_refusals() -> Iterator[None]:
+def raise_on_all_ranks() -> Iterator[None]:
     """
-    Check torchrun's environment, and end all ranks where one raises inside: the others get its
-    error when they meet, instead of waiting for it.
+    Check torchrun's environment, and raise an error of the block on all ranks: the others get it
+    when they meet, instead of waiting for this one.
 
     Raises:
         ConfigError: The environment is incomplete, or contradicts itself.

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from packplan.adapters.attention import set_attention
 from packplan.adapters.probe.rows import probe_loaded
 from packplan.adapters.probe.shrink import shrink
-from packplan.adapters.probe.small_model import SmallModels, hide_warnings, spread_weights
+from packplan.adapters.probe.small_model import SmallModels, diversify_weights, hide_warnings
 from packplan.adapters.proof.comparison import difference_limit
 from packplan.app import check
 from packplan.app.wiring.runs import read_config
@@ -50,7 +50,7 @@ def sections(demo, text_jsonl, tmp_path):
         with hide_warnings(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        spread_weights(model)
+        diversify_weights(model)
         model.save_pretrained(folder)
         model_type, template, _ = FAMILIES[family]
         # The templates of some families say much before the first message.
