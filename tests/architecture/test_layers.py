@@ -13,6 +13,7 @@ import pytest
 
 from packplan.core.config.keys import yield_keys
 from packplan.core.config.run import RunConfig
+from tests.stored import store_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -205,6 +206,13 @@ def missing_inputs(folder: Path) -> list[Call]:
     return calls
 
 
+def looks(folder: Path) -> list[Call]:
+    """At a plan that is stored."""
+    run = str(store_run(folder))
+    calls = ["show"], ["show", "--sample", "3"], ["whatif", "--max-length", "60,80", "--world-size", "2"]
+    return [([PLAN, *words, run], 0, "") for words in calls]
+
+
 def helps(folder: Path) -> list[Call]:
     """Of each program, and of each of their commands."""
     from benchmarks.__main__ import BENCHMARKS
@@ -229,9 +237,9 @@ def run_of(folder: Path, model: str = "m", key: str = "learning_rate") -> str:
 
 
 @pytest.mark.slow
-def test_a_mistake_is_refused_and_help_is_given_without_torch_and_without_swift(tmp_path):
+def test_a_mistake_is_refused_and_a_plan_is_shown_without_torch_and_without_swift(tmp_path):
     """One fresh process answers all calls."""
-    calls = [*typos(tmp_path), *missing_inputs(tmp_path), *helps(tmp_path)]
+    calls = [*typos(tmp_path), *missing_inputs(tmp_path), *looks(tmp_path), *helps(tmp_path)]
     ends = json.loads(fresh(CALLS, json.dumps([words for words, _, _ in calls])))
 
     for (words, status, says), (ended, heavy, said) in zip(calls, ends, strict=True):

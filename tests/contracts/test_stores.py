@@ -212,22 +212,6 @@ def test_any_damage_of_any_artefact_is_found(whole):
     assert (ROWS.tolist(), PLAN) == (taken(DiskLengthStore(whole)), DiskPlanStore(whole).load(KEY))
 
 
-def test_rows_that_no_manifest_names_are_cut_off(tmp_path: Path):
-    """A crash leaves bytes behind: readers leave them, and resuming measures them again."""
-    filled(DiskLengthStore(tmp_path), 5)
-    for name in ("lengths.bin", "images.bin"):
-        with (tmp_path / name).open("ab") as file:
-            file.write(b"torn")
-    before, store = content(tmp_path), DiskLengthStore(tmp_path)
-
-    for stored in (store.read(KEY, 10, DATA), store.inspect().rows):
-        assert ROWS[:5].tolist() == stored.table.tolist()
-    assert before == content(tmp_path)
-    assert ROWS[:5].tolist() == taken(store)
-    put(store, 5, 10)
-    assert ROWS.tolist() == taken(DiskLengthStore(tmp_path))
-
-
 def test_a_run_that_maps_lengths_survives_their_being_measured_anew(whole):
     """Another job discards and writes the same files, which this one has mapped."""
     store = DiskLengthStore(whole)

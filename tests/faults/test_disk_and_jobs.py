@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from packplan.app.planning.audit import REPEATED_SAMPLES
-from packplan.core.errors import OutputError, StaleError
+from packplan.core.errors import OutputError
 from tests.faults.runs import FileSource, Forked, artefacts_of, execute, write_data
 
 pytestmark = pytest.mark.slow
@@ -105,34 +105,3 @@ def test_of_two_jobs_one_measures_and_the_other_waits_and_reads_or_takes_over(da
         assert 0 == holder.wait()
         assert heard[0].startswith(f"waiting for process {holder.pid} on ")
         assert REPEATED_SAMPLES == len(source.measured), "what is compared, and no more"
-
-
-def test_a_data_file_rewritten_with_the_same_size_and_time_is_found(data, tmp_path):
-    """Content counts, not what the file system says of it."""
-    folder, before = tmp_path / "run", data.stat()
-    execute(FileSource(data), folder)
-    write_data(data, [61, *LENGTHS[1:]])
-    os.utime(data, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert (before.st_size, before.st_mtime_ns) == (data.stat().st_size, data.stat().st_mtime_ns)
-
-    with pytest.raises(StaleError, match=r"data\.sha256 of the first 40"):
-        execute(FileSource(data), folder)
-
-
-def test_a_clock_that_was_set_back_changes_nothing(data, whole, tmp_path, monkeypatch):
-    """Neither while measuring, nor for files that seem to come from the future."""
-    folder, now = tmp_path / "run", [2e9]
-
-    def earlier() -> float:
-        now[0] -= 3600
-        return now[0]
-
-    monkeypatch.setattr(time, "time", earlier)
-    execute(FileSource(data), folder)
-    for path in folder.iterdir():
-        os.utime(path, (4e9, 4e9))
-    source = FileSource(data)
-    execute(source, folder)
-
-    assert REPEATED_SAMPLES == len(source.measured), "what is compared, and no more"
-    assert whole == artefacts_of(folder)

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -329,20 +327,3 @@ def test_options_are_checked(arguments, says, capfd):
     with pytest.raises(SystemExit, match="2"):
         command.main([*arguments.split(), "run.yaml"])
     assert says in capfd.readouterr().err
-
-
-LIGHT = (
-    "import io, sys, contextlib; from packplan.app.plan.__main__ import main\n"
-    "with contextlib.redirect_stdout(io.StringIO()): statuses = [main(words.split('|')) for words in sys.argv[1:]]\n"
-    "print(statuses, [n for n in ('torch', 'swift', 'transformers') if n in sys.modules])"
-)
-
-
-@pytest.mark.slow
-def test_looking_loads_neither_torch_nor_swift(store):
-    """Show and whatif, in a fresh process."""
-    path = store()
-    calls = [f"show|{path}", f"show|{path}|--sample|3", f"whatif|{path}|--max-length|60,80|--world-size|2"]
-    run = subprocess.run([sys.executable, "-c", LIGHT, *calls], capture_output=True, text=True, check=True, cwd=ROOT)
-
-    assert "[0, 0, 0] []" == run.stdout.strip(), run.stderr

@@ -2,8 +2,6 @@
 
 import hashlib
 import math
-import subprocess
-import sys
 from decimal import Decimal
 from fractions import Fraction
 
@@ -158,25 +156,17 @@ def test_works_are_those_of_the_samples_that_are_drawn():
     assert alone.with_indices(np.arange(0, 40, 3)).packs == plan.packs
 
 
-def checksums() -> list[str]:
-    """Return the checksums of the epochs of a curriculum by tokens, packed again in each."""
+def test_golden_epochs():
+    """Of a curriculum by tokens, packed again in each; no process or hash seed changes them."""
     sources = (Source(jsonl="b", ratio=Decimal("0.7")), Source(jsonl="a", ratio=Decimal("0.3"), replacement=True))
     mixes = Mixes((Mix(sources=sources, by="tokens"), Mix(sources=sources)))
     policy = PlanPolicy(packing_length=PACKING_LENGTH, replanned=True, seed=5)
     samples = EpochSamples(lengths=np.arange(400) * 7 % 60 + 1, sizes=(150, 250))
+
     record = recorder(EpochRecipe(mixes=mixes, seed=3), policy, samples)
-    return [record(epoch).checksum for epoch in range(3)]
 
-
-def test_another_process_plans_the_same_epochs():
-    """With another hash seed and another locale; epochs differ."""
-    code = "from tests.laws.test_epochs import checksums; print(*checksums())"
-    environment = {"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": "5", "LC_ALL": "C"}
-
-    other = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-
-    assert checksums() == other.stdout.split()
-    assert 3 == len(set(checksums()))
+    found = [record(epoch).checksum[:12] for epoch in range(3)]
+    assert ["d17b23dd545d", "dcecaef8ea28", "3df42733beac"] == found, "meant? CHANGELOG.md says so"
 
 
 def test_the_key_of_plans_knows_files_by_their_places():

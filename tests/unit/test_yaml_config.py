@@ -218,7 +218,6 @@ def test_one_yaml_builds_on_another(tmp_path: Path):
         ("model: [\n", "no valid YAML"),
         ("seed: 1\nseed: 2\n", r"the key 'seed' is written twice \(first in line 1\)\n.*line 2"),
         ("a:\n  b: 1\n   c: 2\n", r"no valid YAML: mapping values are not allowed here\n.*line 3, column 5"),
-        ("- 1\n", "sections"),
         ("", "sections"),
         ("model: 3\n", "a section of keys"),
         ("custom: {source_names: [a]}\n", "pairs, as"),
