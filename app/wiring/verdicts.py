@@ -18,7 +18,6 @@ from packplan.adapters.model_folder import config_digest, config_model_type, ref
 from packplan.adapters.probe.probe import probe_config
 from packplan.adapters.probe.rows import device_and_precision, probe_loaded
 from packplan.adapters.probe.small_model import open_model_config
-from packplan.adapters.samples.template import refuse_remote_code
 from packplan.adapters.stores.plans import DiskVerdictStore
 from packplan.adapters.trainer.arguments import runs_on_cpu
 from packplan.adapters.versions import installed_version
@@ -78,7 +77,6 @@ def find_verdict(config: RunConfig) -> PackingVerdict:
     stored = load_verdict(config)
     if stored is not None and not (stored.strategy == "flash" and on_cpu):
         return stored
-    refuse_remote_code(config.model)
     refuse_missing_layers(config.model)
     return _probe_once(verdict_key(config).digest, config.model, config.model.attn_impl, on_cpu=on_cpu)
 

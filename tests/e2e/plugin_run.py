@@ -98,7 +98,8 @@ class Spy:
 
         def training_step(trainer: Any, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
             if self.packs:
-                (self.folder / "attention").write_text(trainer.model.config._attn_implementation)
+                last = getattr(trainer, "ref_model", None) or trainer.model
+                (self.folder / "attention").write_text(last.config._attn_implementation)
                 with (self.folder / f"trained{self.rank}.jsonl").open("a") as file:
                     file.write(json.dumps([trainer.state.global_step + 1, list(samples_of(inputs))]) + "\n")
             return step(trainer, model, inputs, *args, **options)

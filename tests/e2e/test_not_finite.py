@@ -86,6 +86,8 @@ def test_steps_that_a_loss_scaler_skips_are_none(prepared):
     assert not math.isfinite(norms[0])
     assert math.isfinite(norms[2])
     assert accelerator.scaler.get_scale() < 1e30
+    with pytest.raises(RunError, match="the gradient norm of optimizer step 4 is inf"):
+        run.trainer._get_grad_norm(run.trainer.model, math.inf)
 
 
 def test_all_ranks_end_together(server, write_run, tmp_path):

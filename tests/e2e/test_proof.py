@@ -84,7 +84,9 @@ def model_of(family, attention="eager", config=None):
 
 def adapted(family):
     adapters = LoraConfig(target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False)
-    return get_peft_model(model_of(family), adapters)
+    model = get_peft_model(model_of(family), adapters)
+    model.gradient_checkpointing_enable({"use_reentrant": True})  # in training, gradients of inputs are none
+    return model
 
 
 def half_reset():
@@ -286,6 +288,9 @@ def test_what_differs_from_the_sample_alone_is_named(experts):
     """The sample and the module of its logits; the weight, where gradients alone show the leak."""
     assert {"sample": 0, "module": "blocks.1"} == difference(Tiny("rows", experts=experts), several_rows())
     assert "table.weight" == difference(Tiny("backward", experts=experts), positions_alone())["weight"]
+    scaled = Tiny(experts=experts)
+    scaled.blocks[1].register_forward_pre_hook(lambda _, given: (given[0] + given[0].roll(1, 0), *given[1:]))
+    assert {"sample": 0, "module": ""} == difference(scaled, several_rows()), "no module, but what it is given"
     crossing = several_rows()
     crossing["labels"][1, 51] = 20
     assert {"sample": 4, "module": None} == difference(Tiny(), crossing)

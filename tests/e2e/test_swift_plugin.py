@@ -255,13 +255,14 @@ def test_a_run_goes_on_where_it_was(name, of, before, after, ran):
     assert before != after or losses(whole.history) == losses(rest.history)
 
 
-@pytest.mark.parametrize("name", ["pairs-shared", "pairs"])
-def test_both_halves_of_a_pair_are_in_one_pack(name, ran):
+@pytest.mark.parametrize(("name", "attention"), [("pairs-shared", "packplan_rows"), ("pairs", "packplan")])
+def test_both_halves_of_a_pair_are_in_one_pack(name, attention, ran):
     """
     And DPO's losses are those of the pairs alone, padded, as ms-swift trains them, also where two
     ranks share each row.
     """
     run, alone = ran(name), ran(f"alone-{name}")
+    assert attention == (run.folder / "attention").read_text(), "of the reference model, where there is one"
 
     found = run.plan(1024)
     schedule = found.schedule(packs_per_step=8, epochs=3, seed=42)

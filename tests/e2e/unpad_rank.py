@@ -1,9 +1,5 @@
 """Tiny models that compute no padding on one rank, however ranks share a model."""
 
-import json
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,42 +58,40 @@ def padded(left=(0, 3, 0, 9), right=(0, 2, 11, 0)) -> torch.Tensor:
     return torch.stack([((columns >= a) & (columns < POSITIONS - b)).long() for a, b in zip(left, right, strict=True)])
 
 
-def main(out: str) -> None:
-    """Compare each case with its padded pass, and write the largest differences."""
+def computed(model: Any, batch: dict[str, Any], **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return outputs and gradients of a batch, those of sharded weights whole."""
+    model.zero_grad()
+    outputs = model(**batch, **options)
+    outputs.loss.backward()
+    trained = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return outputs, {
+        name: (one.full_tensor() if isinstance(one, DTensor) else one).clone() for name, one in trained.items()
+    }
+
+
+def main() -> None:
+    """Compare each case with its padded pass."""
     torch.use_deterministic_algorithms(mode=False)
     dist.init_process_group("gloo")
     try:
-        rank = dist.get_rank()
-        found = {name: differences(make, rank) for name, make in CASES.items()}
+        for name, case in CASES.items():
+            assert_same(*case, batch_of(padded().roll(dist.get_rank(), 0), seed=dist.get_rank()), name)
     finally:
         dist.destroy_process_group()
-    Path(out, f"found{rank}.json").write_text(json.dumps(found))
 
 
-def differences(make: Callable[[], tuple[Any, Any]], rank: int) -> list[float]:
-    """Return the largest differences of loss and gradients, and the share of positions computed."""
-    model, hooks = make()
-    model.train()
-    batch = batch_of(padded().roll(rank, 0), seed=rank)
-    loss, gradients = step(model, batch)
+def assert_same(wrap: Any, family: str, hooked_first: Any, batch: dict[str, Any], name: str) -> None:
+    """A step of a model has the loss and gradients of its padded pass."""
+    model = build(family)
+    hooks = unpad(model, logits=False) if hooked_first else None
+    model = wrap(model).train()
+    hooks = hooks or unpad(model)
+    found, gradients = computed(model, batch)
     with hooks.paused():
-        due, expected = step(model, batch)
-    apart = max(float((one - expected[name]).abs().max()) for name, one in gradients.items())
-    assert len(gradients) == len(expected) > 0
-    return [abs(loss - due), apart, hooks.counts.real / hooks.counts.padded]
-
-
-def step(model: Any, batch: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Return the loss and the gradients of a step, those of sharded weights whole."""
-    model.zero_grad()
-    loss = model(**batch).loss
-    loss.backward()
-    trained = ((name, one.grad) for name, one in model.named_parameters() if one.grad is not None)
-    return float(loss.detach()), {name: whole(gradient).clone() for name, gradient in trained}
-
-
-def whole(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        due, expected = computed(model, batch)
+    assert len(gradients) == len(expected) > 0, name
+    torch.testing.assert_close((found.loss, gradients), (due.loss, expected), atol=1e-5, rtol=0)
+    assert hooks.counts.real < hooks.counts.padded, name
 
 
 def shard(model: Any) -> Any:
@@ -107,21 +101,9 @@ def shard(model: Any) -> Any:
     return fully_shard(model)
 
 
-def after(wrap: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """Return a model that is shared by ranks, and then hooked."""
-    model = wrap(build("qwen2"))
-    return model, unpad(model)
-
-
-def before(wrap: Callable[[Any], Any], family: str) -> tuple[Any, Any]:
-    """Return a model that is hooked, and then shared by ranks."""
-    model = build(family)
-    hooks = unpad(model, logits=False)
-    return wrap(model), hooks
-
-
-CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "ddp": partial(after, DistributedDataParallel),
-    "fsdp": partial(after, shard),
-    "fsdp, hooked before, of experts": partial(before, shard, "qwen3_moe"),
+CASES = {
+    "ddp": (DistributedDataParallel, "qwen2", False),
+    "fsdp": (shard, "qwen2", False),
+    "fsdp, hooked before, of experts": (shard, "qwen3_moe", True),
 }
+"""Case -> how ranks share the model, its family, and whether it is hooked before."""
