@@ -5,7 +5,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -63,10 +62,8 @@ def computed(model: Any, batch: dict[str, Any], **options: Any) -> tuple[Any, di
     model.zero_grad()
     outputs = model(**batch, **options)
     outputs.loss.backward()
-    trained = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-    return outputs, {
-        name: (one.full_tensor() if isinstance(one, DTensor) else one).clone() for name, one in trained.items()
-    }
+    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return outputs, {name: getattr(one, "full_tensor", lambda one=one: one)() for name, one in gradients.items()}
 
 
 def main() -> None:
