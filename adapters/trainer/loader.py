@@ -15,7 +15,6 @@ from packplan.adapters.hf.following import RankLoader
 from packplan.adapters.loaders.rows import PACK, PackOfRows
 from packplan.adapters.processes import end_with_parent, hide_handover_errors, ignore_foreign_sigterm, keep_ctrl_c
 from packplan.adapters.samples.encoder import SwiftEncoder
-from packplan.adapters.trainer.streams.dataset import Sample, ShardEnd, ShardProgress, StreamedPack
 from packplan.adapters.trainer.vision import add_model_inputs
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import PackplanError
@@ -63,15 +62,14 @@ class PackedDataset(Dataset[PackOfRows | PackplanError]):
             return error
 
 
+Sample = dict[str, Any]
+
 Batch = dict[str, Any]
 
 Reduction = Literal["token", "sample", "sqrt"]
 
-NORMALISER, LENGTHS = "loss_normaliser", "sample_lengths"
-"""Extra keys of a batch: sum of its tokens' weights in the loss; lengths of its samples."""
-
-_PROGRESS = "stream_progress"
-"""Key of a shard's progress in a batch of a stream; the loader removes it."""
+NORMALISER = "loss_normaliser"
+"""Extra key of a batch: sum of its tokens' weights in the loss."""
 
 _POWERS = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}
 """Reduction -> power p: a token weighs n ** p in a sample of n supervised tokens."""
@@ -92,21 +90,16 @@ class Collator:
     reduction: Reduction = "token"
     """See `loss_weights`."""
 
-    def __call__(self, items: list[PackOfRows | ShardEnd | PackplanError]) -> Batch | ShardEnd | PackplanError:
-        """Return a batch of packs, or the first item that is an error or the end of a shard."""
-        packs = []
-        for item in items:
-            if isinstance(item, (PackplanError, ShardEnd)):
-                return item
-            packs.append(item)
+    def __call__(self, items: list[PackOfRows | PackplanError]) -> Batch | PackplanError:
+        """Return a batch of packs, or the first item that is an error."""
+        packs = [item for item in items if not isinstance(item, PackplanError)]
+        if len(packs) < len(items):
+            return next(item for item in items if isinstance(item, PackplanError))
         samples = fill_token_weights(packs)
         batch = self._collate(samples if self.packed else [one for (one,) in samples])
         scale = batch.get("loss_scale")
         weights = loss_weights(batch["labels"], self._sample_starts(batch), reduction=self.reduction, scale=scale)
         batch[PACK] = tuple(pack.pack for pack in packs)
-        batch[LENGTHS] = tuple(sample["length"] for pack in packs for sample in pack)
-        if isinstance(packs[-1], StreamedPack):
-            batch[_PROGRESS] = packs[-1].progress
         batch[NORMALISER] = float(weights.sum(dtype=torch.float64))
         # ms-swift multiplies each token's loss by `loss_scale`. Without one, the model divides by
         # its number of tokens, with the same result. But a batch without tokens would give 0 / 0,
@@ -217,13 +210,7 @@ def prepare_worker(number: int, *, num_workers: int, rank: int) -> None:
 
 
 class PackLoader(RankLoader):
-    """Loader that raises the errors that a data set returned, and tracks a stream's progress."""
-
-    progress: tuple[ShardProgress, ...] = ()
-    """
-    Progress of each shard of a stream that this iteration has served; the shard of the latest batch
-    comes last.
-    """
+    """Loader that raises the errors that a data set returned."""
 
     wait_seconds = 0.0
     """Seconds that training has waited for batches, or made them in its own process."""
@@ -234,16 +221,10 @@ class PackLoader(RankLoader):
             return super()._get_iterator()
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # see above
-        self.progress = ()
         for batch in self._time_batches(super().__iter__()):
             if isinstance(batch, PackplanError):
                 raise batch
-            progress = batch.progress if isinstance(batch, ShardEnd) else batch.pop(_PROGRESS, None)
-            if progress is not None:
-                others: tuple[ShardProgress, ...] = self.progress
-                self.progress = (*(one for one in others if one.shard != progress.shard), progress)
-            if not isinstance(batch, ShardEnd):
-                yield batch
+            yield batch
 
     def _time_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches, and add up the seconds spent waiting for them."""

@@ -53,7 +53,6 @@ from packplan.adapters.models import is_ruined, load_strictly, replace_attribute
 from packplan.adapters.processes import name_lost_processes
 from packplan.adapters.trainer.checkpoints import CHECKPOINT_KEY, attention_entry, remove_digests, write_digests
 from packplan.adapters.trainer.loader import (
-    LENGTHS,
     NORMALISER,
     Collator,
     PackedDataset,
@@ -67,9 +66,6 @@ from packplan.core.equality import AttentionChoice, Precision
 from packplan.core.errors import ConfigError, RunError
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochStats, PackStats
-
-_NO_INPUTS = (PACK, NORMALISER, LENGTHS)
-"""Keys of a batch that the trainer reads, and no model takes."""
 
 
 def _not_finite_error(what: str, number: float) -> RunError:
@@ -340,7 +336,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         return torch.where(total > 0, total, 1.0).to(device, torch.float32)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        rest = {key: value for key, value in inputs.items() if key not in _NO_INPUTS}
+        rest = {key: value for key, value in inputs.items() if key not in (PACK, NORMALISER)}  # no model takes these
         return add_text_row(super()._prepare_inputs(rest))
 
     def _batch_weight(self, inputs: dict[str, Any]) -> float:

@@ -1,10 +1,10 @@
 """
-Iterable data set that packs a stream. In every epoch, each sample goes to one shard: one loader
+Data set and collator of a stream. In every epoch, each sample goes to one shard: one loader
 worker of one rank.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from packplan.adapters.loaders.rows import PackOfRows
 from packplan.adapters.samples.encoder import SwiftEncoder
+from packplan.adapters.trainer.loader import Batch, Sample
 from packplan.core.errors import Difference, PackplanError, StaleError
 from packplan.core.lengths import IntArray
 from packplan.core.stream import (
@@ -30,7 +31,10 @@ from packplan.core.stream import (
 
 log = logging.getLogger(__name__)
 
-Sample = dict[str, Any]
+LENGTHS, PROGRESS = "sample_lengths", "shard_progress"
+"""
+Extra keys of a batch: lengths of its samples; progress of its shard.
+"""
 
 
 @attrs.frozen
@@ -174,3 +178,19 @@ class StreamDataset(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
             level, outcome = logging.INFO, "a pack of its own"
         holds = f"{length:,} tokens, where a pack holds {self.options.packing_length:,}"
         log.log(level, "%s: %s: %s", self._location(item), holds, outcome)
+
+
+@attrs.frozen
+class StreamCollator:
+    """Collator of a pack that adds its samples' lengths, and its shard's progress."""
+
+    collate: Callable[[list[Any]], Any]
+    """Collator of packs."""
+
+    def __call__(self, items: list[StreamedPack | ShardEnd | PackplanError]) -> Batch | ShardEnd | PackplanError:
+        """Return the batch of the only item; an error or the end of a shard stays as it is."""
+        (item,) = items
+        if isinstance(item, (ShardEnd, PackplanError)):
+            return item
+        lengths = tuple(sample["length"] for sample in item)
+        return {**self.collate([item]), LENGTHS: lengths, PROGRESS: item.progress}

@@ -24,7 +24,8 @@ import torch
 from transformers import Trainer
 
 from packplan.adapters.trainer.checkpoints import progress_entry
-from packplan.adapters.trainer.loader import LENGTHS, Batch, PackLoader, drop_pack_rates, zero_weights
+from packplan.adapters.trainer.loader import Batch, PackLoader, drop_pack_rates, zero_weights
+from packplan.adapters.trainer.streams.dataset import LENGTHS, PROGRESS, ShardEnd, ShardProgress, StreamCollator
 from packplan.adapters.trainer.trainer import CheckedTrainer
 from packplan.adapters.trainer_state import add_digest_on_save
 from packplan.core.errors import DataSetError, counted, verb_for
@@ -88,17 +89,19 @@ class StreamTrainer(CheckedTrainer):
         self._lengths: list[tuple[int, ...]] = []
         self._epoch, self._first_step = self.start.epoch, self.start.step - self.start.epoch_step
         self._left_over: list[tuple[int, ...]] = []
-        self._served: PackLoader
+        self._served: tuple[ShardProgress, ...] = ()  # of each shard, the latest last
         workers = options["args"].dataloader_num_workers
         super().__init__(**options)
         # ms-swift leaves a data set without a length one worker; this one shares its samples out.
         self.args.dataloader_num_workers = workers
 
+    def _get_data_collator(self, args: Any, template: Any) -> Any:
+        return StreamCollator(super()._get_data_collator(args, template))
+
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # a stream resumes by itself
         """Return the loader of this rank's packs."""
         # Persistent workers would not learn of the next epoch.
-        self._served = self._loader(self.train_dataset, collate_fn=self.data_collator, persistent_workers=False)
-        return self._served
+        return self._loader(self.train_dataset, collate_fn=self.data_collator, persistent_workers=False)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
         """Return transformers' tuple of training counts, with this trainer's number of epochs."""
@@ -113,17 +116,16 @@ class StreamTrainer(CheckedTrainer):
         return self.start.epoch, 0
 
     def get_batch_samples(
-        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
+        self, epoch_iterator: Iterator[Batch | ShardEnd], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], Any]:
         """
         Return the packs of a rank's next step; end the epoch and return none if there is no step.
         """
         del num_batches  # a guess of the trainer
-        size = self.args.gradient_accumulation_steps
-        window = list(islice(epoch_iterator, size))
-        drops = self.options.drop_last
-        if self.group.any(len(window) < size) if drops else not self.group.any(bool(window)):
-            self._left_over = [batch[LENGTHS] for batch in chain(window, epoch_iterator)]
+        size, batches = self.args.gradient_accumulation_steps, self._note_progress(epoch_iterator)
+        window = list(islice(batches, size))
+        if self.group.any(len(window) < size) if self.options.drop_last else not self.group.any(bool(window)):
+            self._left_over = [batch[LENGTHS] for batch in chain(window, batches)]
             if self.state.global_step == self._first_step:
                 raise DataSetError(self._no_step_reason())
             self.control.should_epoch_stop = True
@@ -134,6 +136,14 @@ class StreamTrainer(CheckedTrainer):
         window += [self._weightless_pack(window)] * (size - len(window))
         return window, self._get_num_items_in_batch(window, device)
 
+    def _note_progress(self, items: Iterator[Batch | ShardEnd]) -> Iterator[Batch]:
+        """Yield batches, and note the progress of the shards that they and the ends come from."""
+        for item in items:
+            progress = item.progress if isinstance(item, ShardEnd) else item.pop(PROGRESS)
+            self._served = (*(one for one in self._served if one.shard != progress.shard), progress)
+            if not isinstance(item, ShardEnd):
+                yield item
+
     def _request_last_eval_and_save(self) -> None:
         """Request a last evaluation and save, unless the last step has done them."""
         args, state, control = self.args, self.state, self.control
@@ -143,7 +153,7 @@ class StreamTrainer(CheckedTrainer):
     def _weightless_pack(self, window: list[Batch]) -> Batch:
         """Return a pack whose tokens weigh 0, for a rank that has no packs left."""
         # It follows from the window and the data, so that a resumed run draws the same dropout.
-        batch = window[-1] if window else self.data_collator([self.train_dataset.filler_pack()])
+        batch = window[-1] if window else self.data_collator.collate([self.train_dataset.filler_pack()])
         return {**zero_weights(batch), LENGTHS: ()}
 
     def _no_step_reason(self) -> str:
@@ -178,7 +188,7 @@ class StreamTrainer(CheckedTrainer):
         self._log_epoch(StreamCounts(*summed), 0.0 if self._epoch_ended else 1 - left / len(self.train_dataset.indices))
         self._earlier += counts
         self.train_dataset.resume(RankState())
-        self._left_over, self._served.progress = [], ()
+        self._left_over, self._served = [], ()
 
     def _log_epoch(self, total: StreamCounts, share: float) -> None:
         """Log an epoch's counts; *share* is its trained part if training ends inside it, else 0."""
@@ -210,7 +220,7 @@ class StreamTrainer(CheckedTrainer):
     def _shards(self) -> tuple[ShardState, ...]:
         """Return the progress of this rank's shards in the current epoch, after the last pack."""
         shards = [*self.train_dataset.start.shards] or [ShardState()] * max(1, self.args.dataloader_num_workers)
-        for one in self._served.progress:
+        for one in self._served:
             shards[one.shard] = one.state
         return tuple(shards)
 
@@ -236,14 +246,14 @@ class StreamTrainer(CheckedTrainer):
         """Return this rank's progress after the last step, as saved in a checkpoint."""
         if self._epoch_ended:
             return RankState(earlier=self._earlier + self._epoch_counts(), trained=self._trained)
-        shards, last = self._shards(), self._served.progress[-1:]
+        shards, last = self._shards(), self._served[-1:]
         following = (last[0].shard + 1) % len(shards) if last else self.train_dataset.start.next_shard
         return RankState(shards, following, self._earlier, self._trained)
 
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
         """Train on one pack, and record the lengths of its samples for the log."""
-        self._lengths.append(inputs[LENGTHS])
-        self._trained += len(inputs[LENGTHS])
+        self._lengths.append(lengths := inputs.pop(LENGTHS))
+        self._trained += len(lengths)
         loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
         return loss
 
