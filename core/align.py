@@ -11,7 +11,12 @@ from packplan.core.plan import RawPlan
 
 @attrs.frozen
 class AlignedPlan:
-    """Packs of all ranks of one world size: the raw plan, filled or cut at its end."""
+    """
+    Packs of all ranks of one world size: the raw plan, filled or cut at its end.
+
+    They are saved, compared between ranks and logged. What is trained is the order of an
+    `EpochSchedule`, which aligns the pack indices of each epoch by `aligned_positions` too.
+    """
 
     packs: Packs
     """The raw plan's packs, cut at the end or filled from the front."""

@@ -8,6 +8,9 @@ under one `ORDER_VERSION`, since a resumed run relies on them.
 
 With works of packs, each optimizer step assigns its packs to the ranks by work. The packs of a step
 stay the same.
+
+`EpochSchedule.steps` groups `batches`, and `batches` are every W-th pack of `order`. All other
+methods count steps and packs, or belong to runs that were resumed within an epoch.
 """
 
 from __future__ import annotations
@@ -100,10 +103,6 @@ class Step:
     """Pack indices of each microbatch of the rank, in order."""
 
 
-_LEAST = {"gradient_accumulation_steps": 1, "batch_size": 1, "max_steps": -1}
-"""Whole-number field of `EpochSchedule` -> lowest value."""
-
-
 def _checked_packs(num_packs: int | tuple[int, ...]) -> int | tuple[int, ...]:
     if isinstance(num_packs, tuple):
         return tuple(whole_number("num_packs", num, least=0) for num in num_packs)
@@ -122,7 +121,7 @@ class EpochSchedule:
     num_packs: int | tuple[int, ...] = attrs.field(converter=_checked_packs)
     """
     Packs of the raw plan, >= 1. Where each epoch has its own plan, the packs of every epoch of the
-    training, from 0.
+    training, from 0. `num_epoch_packs` returns those of an epoch either way.
     """
 
     world_size: int
@@ -157,8 +156,9 @@ class EpochSchedule:
         default=None, eq=attrs.cmp_using(eq=np.array_equal), hash=False, repr=False
     )
     """
-    Work of each pack, or a function that takes an epoch and returns the work of its packs. A step's
-    packs are assigned to ranks by work; None keeps their order. Needs a `batch_size` of 1.
+    Work of each pack, by which a step's packs are assigned to ranks; None keeps their order. Where
+    each epoch has its own plan, a function that takes an epoch and returns the work of its packs.
+    Needs a `batch_size` of 1.
     """
 
     sync_at: SyncPoint = "step"
@@ -168,7 +168,10 @@ class EpochSchedule:
     """
 
     start: Progress = Progress()
-    """Progress at which this schedule starts."""
+    """
+    Progress at which this schedule starts. Only a run that was resumed within an epoch has segments
+    in it.
+    """
 
     _assigned: dict[int, IntArray] = attrs.field(factory=dict, init=False, eq=False, repr=False)
     """Epoch -> its assigned order, of the last requested epoch alone; read-only."""
@@ -180,6 +183,9 @@ class EpochSchedule:
     def from_plan(cls, aligned: AlignedPlan, **fields: Any) -> Self:
         """
         Return the schedule that trains an aligned plan.
+
+        It keeps numbers and no packs: `order` gives pack indices of the raw plan, cut or filled by
+        the function that aligned the plan.
 
         Args:
             aligned: Packs that the ranks consume in an epoch.
@@ -204,7 +210,7 @@ class EpochSchedule:
 
     def __attrs_post_init__(self) -> None:
         whole_number("world_size", self.world_size, most=MOST_RANKS)
-        for name, least in _LEAST.items():
+        for name, least in {"gradient_accumulation_steps": 1, "batch_size": 1, "max_steps": -1}.items():
             whole_number(name, getattr(self, name), least=least)
         checked_seed(self.seed)
         if self.max_steps <= 0 and not (isinstance(self.num_train_epochs, Real) and 0 <= self.num_train_epochs < inf):
@@ -217,12 +223,73 @@ class EpochSchedule:
         if self.sync_at not in get_args(SyncPoint):
             message = f"sync_at is {self.sync_at!r}, but has to be one of {', '.join(get_args(SyncPoint))}"
             raise ValueError(message)
-        if self.works is not None:
-            if not callable(self.works):
-                as_works(self.works, self.num_epoch_packs(0))
-            if self.batch_size != 1:
-                message = f"works assign packs, so batch_size has to be 1, not {self.batch_size}"
-                raise ValueError(message)
+        if self.works is not None and not callable(self.works):
+            self._epoch_works(0)  # checked
+        if self.works is not None and self.batch_size != 1:
+            message = f"works assign packs, so batch_size has to be 1, not {self.batch_size}"
+            raise ValueError(message)
+
+    def steps(self, *, rank: int = 0) -> Iterator[Step]:
+        """
+        Yield the remaining optimizer steps of *rank*, up to `total_steps`.
+
+        >>> schedule = EpochSchedule(
+        ...     num_packs=3, world_size=1, dataloader_drop_last=False,
+        ...     gradient_accumulation_steps=2, num_train_epochs=1, shuffle=False,
+        ... )
+        >>> [step.batches for step in schedule.steps()]
+        [((0,), (1,)), ((2,),)]
+        """
+        if not 0 <= rank < self.world_size:
+            message = f"rank is {rank}, but has to be from 0 to {self.world_size - 1} (world_size {self.world_size})"
+            raise ValueError(message)
+        number, epoch, window = self.start.step, self.start.epoch, self.gradient_accumulation_steps
+        while number < self.total_steps:
+            batches = [tuple(batch) for batch in self.batches(epoch, rank=rank)]
+            for first in range(0, len(batches), window)[: self.total_steps - number]:
+                number += 1
+                yield Step(number, epoch, tuple(batches[first : first + window]))
+            epoch += 1
+
+    def batches(self, epoch: int, *, rank: int) -> list[list[int]]:
+        """Return the remaining batches of *rank* in *epoch*, each a list of packs."""
+        mine = self.order(epoch)[rank :: self.world_size].tolist()
+        count = count_batches(len(mine), batch_size=self.batch_size, drop_last=self.dataloader_drop_last)
+        return [mine[number * self.batch_size : (number + 1) * self.batch_size] for number in range(count)]
+
+    def order(self, epoch: int) -> IntArray:
+        """
+        Return the remaining packs of *epoch* in order, over all ranks; shape (num_consumed,).
+
+        These are the packs of the whole epoch, unless the run was resumed in its middle.
+        """
+        if epoch in self._assigned:
+            return self._assigned[epoch]
+        if self._is_resumed(epoch):
+            order = self._resumed_order(epoch)
+        else:
+            order = self._whole_order(epoch, self.world_size, drop_last=self.dataloader_drop_last)
+        if self.works is None:
+            return order
+        units = to_units(self._epoch_works(epoch))[order]
+        ranks = {"world_size": self.world_size, "accumulation": self.gradient_accumulation_steps}
+        order = order[assign_steps(units, sync_at=self.sync_at, **ranks)]
+        order.flags.writeable = False
+        self._assigned.clear()
+        self._assigned[epoch] = order
+        return order
+
+    def _whole_order(self, epoch: int, world_size: int, *, drop_last: bool) -> IntArray:
+        """
+        Return all packs of *epoch*, cut or filled for the ranks as `align_plan` does, in the order
+        of the seed.
+        """
+        positions = aligned_positions(self.num_epoch_packs(epoch), world_size, drop_last)
+        return positions[seeded_permutation(positions.size, seed=(self.seed, epoch))] if self.shuffle else positions
+
+    def _epoch_works(self, epoch: int) -> NDArray[np.float64]:
+        """Return the work of each pack of *epoch*, where works are known; shape (num_packs,)."""
+        return as_works(self.works(epoch) if callable(self.works) else self.works, self.num_epoch_packs(epoch))
 
     @property
     def epochs_differ(self) -> bool:
@@ -242,6 +309,10 @@ class EpochSchedule:
     def num_epoch_steps(self, epoch: int) -> int:
         """Return the number of optimizer steps in the whole *epoch*, at this world size."""
         return -(-self.num_epoch_batches(epoch) // self.gradient_accumulation_steps)
+
+    def _num_batches(self, num: int) -> int:
+        """Return the number of batches that each rank forms from *num* packs over all ranks."""
+        return count_batches(num // self.world_size, batch_size=self.batch_size, drop_last=self.dataloader_drop_last)
 
     @property
     def packs_per_epoch(self) -> int:
@@ -322,41 +393,6 @@ class EpochSchedule:
             return start.epoch + 1 + beyond // self.steps_per_epoch
         return start.epoch + bisect_right(self._last_steps, step)
 
-    def order(self, epoch: int) -> IntArray:
-        """Return the remaining packs of *epoch* in order, over all ranks; shape (num_consumed,)."""
-        if self.works is None:
-            return self._remaining_order(epoch)
-        if epoch not in self._assigned:
-            left = self._remaining_order(epoch)
-            ranks = {"world_size": self.world_size, "accumulation": self.gradient_accumulation_steps}
-            order = left[assign_steps(self._work_units(left, epoch), sync_at=self.sync_at, **ranks)]
-            order.flags.writeable = False
-            self._assigned.clear()
-            self._assigned[epoch] = order
-        return self._assigned[epoch]
-
-    def _work_units(self, packs: IntArray, epoch: int) -> IntArray:
-        """Return the work of each of *packs* in units of `to_units`; of the shape of *packs*."""
-        works = self.works(epoch) if callable(self.works) else self.works
-        return to_units(as_works(works, self.num_epoch_packs(epoch)))[packs]
-
-    def _remaining_order(self, epoch: int) -> IntArray:
-        """Return the remaining packs of *epoch* in order, before work assigns them to ranks."""
-        return self._segment_orders(epoch)[-1][self._segments(epoch)[-1].pack_offset :]
-
-    def consumed_packs(self, epoch: int) -> IntArray:
-        """Return the packs of *epoch* that were consumed before `start`; shape (num_consumed,)."""
-        segments = self._segments(epoch)
-        if not any(segment.pack_offset for segment in segments):
-            return np.zeros(0, dtype=np.int64)
-        return np.concatenate([o[: s.pack_offset] for o, s in zip(self._segment_orders(epoch), segments, strict=True)])
-
-    def batches(self, epoch: int, *, rank: int) -> list[list[int]]:
-        """Return the remaining batches of *rank* in *epoch*, each a list of packs."""
-        mine = self.order(epoch)[rank :: self.world_size].tolist()
-        count = self._num_batches(len(mine) * self.world_size)
-        return [mine[number * self.batch_size : (number + 1) * self.batch_size] for number in range(count)]
-
     def trained_packs(self, epoch: int, num_steps: int) -> IntArray:
         """
         Return the packs of the first remaining steps of *epoch*, over all ranks, repeated packs
@@ -368,39 +404,13 @@ class EpochSchedule:
 
     def num_remaining_batches(self, epoch: int) -> int:
         """Return the number of remaining batches of each rank in *epoch*."""
-        if epoch != self.start.epoch:
+        if not self._is_resumed(epoch):
             return self.num_epoch_batches(epoch)
-        return self._num_batches(self._remaining_order(epoch).size)
+        return self._num_batches(self._resumed_order(epoch).size)
 
     def num_remaining_steps(self, epoch: int) -> int:
         """Return the number of remaining optimizer steps of *epoch*."""
         return -(-self.num_remaining_batches(epoch) // self.gradient_accumulation_steps)
-
-    def _steps_before(self, epoch: int) -> int:
-        """Return the number of optimizer steps of *epoch* that were done before `start`."""
-        return self.start.epoch_step if epoch == self.start.epoch else 0
-
-    def steps(self, *, rank: int = 0) -> Iterator[Step]:
-        """
-        Yield the remaining optimizer steps of *rank*, up to `total_steps`.
-
-        >>> schedule = EpochSchedule(
-        ...     num_packs=3, world_size=1, dataloader_drop_last=False,
-        ...     gradient_accumulation_steps=2, num_train_epochs=1, shuffle=False,
-        ... )
-        >>> [step.batches for step in schedule.steps()]
-        [((0,), (1,)), ((2,),)]
-        """
-        if not 0 <= rank < self.world_size:
-            message = f"rank is {rank}, but has to be from 0 to {self.world_size - 1} (world_size {self.world_size})"
-            raise ValueError(message)
-        number, epoch, window = self.start.step, self.start.epoch, self.gradient_accumulation_steps
-        while number < self.total_steps:
-            batches = [tuple(batch) for batch in self.batches(epoch, rank=rank)]
-            for first in range(0, len(batches), window)[: self.total_steps - number]:
-                number += 1
-                yield Step(number, epoch, tuple(batches[first : first + window]))
-            epoch += 1
 
     def start_fault(self) -> str | None:
         """
@@ -415,7 +425,7 @@ class EpochSchedule:
         for segment in start.segments:
             if segment.world_size > most:
                 return f"a segment of {counted(segment.world_size, 'rank')} does not fit {counted(most, 'pack')}"
-        for segment, order in zip(start.segments, self._segment_orders(start.epoch), strict=False):
+        for segment, order in self._segment_orders(start.epoch)[: len(start.segments)]:
             if segment.pack_offset >= order.size:
                 return (
                     f"a segment consumed {counted(segment.pack_offset, 'pack')} of the {order.size:,} left of epoch "
@@ -426,8 +436,8 @@ class EpochSchedule:
     def progress_at(self, step: int) -> Progress:
         """Return the progress after *step* optimizer steps, `start.step` or more."""
         epoch = self._epoch_after(step)
-        before = self.start.step if epoch == self.start.epoch else self.last_step(epoch - 1)
-        return self._progress(epoch, step, num_batches=(step - before) * self.gradient_accumulation_steps)
+        num_batches = (step - self._steps_before(epoch)) * self.gradient_accumulation_steps
+        return self._progress(epoch, step, num_batches=num_batches)
 
     def progress_after(self, epoch: int, num_batches: int) -> Progress:
         """
@@ -438,21 +448,53 @@ class EpochSchedule:
             num_batches: Batches of each rank since `start`, or since the epoch began if that is
                 later.
         """
-        begun = self.start.step - self.start.epoch_step if epoch == self.start.epoch else self.last_step(epoch - 1)
+        before = self._steps_before(epoch)
         if num_batches >= self.num_remaining_batches(epoch):
-            return Progress(step=begun + self._steps_before(epoch) + self.num_remaining_steps(epoch), epoch=epoch + 1)
-        steps = self._steps_before(epoch) + num_batches // self.gradient_accumulation_steps
-        return self._progress(epoch, begun + steps, num_batches=num_batches)
+            return Progress(step=before + self.num_remaining_steps(epoch), epoch=epoch + 1)
+        return self._progress(epoch, before + num_batches // self.gradient_accumulation_steps, num_batches=num_batches)
+
+    def _steps_before(self, epoch: int) -> int:
+        """Return the number of the last optimizer step before the remaining batches of *epoch*."""
+        return self.start.step if epoch == self.start.epoch else self.last_step(epoch - 1)
 
     def _progress(self, epoch: int, step: int, *, num_batches: int) -> Progress:
         """Return the progress after *step* steps and *num_batches* remaining batches of *epoch*."""
-        if not (num_batches or (epoch == self.start.epoch and self.start.segments)):
+        if not (num_batches or self._is_resumed(epoch)):
             return Progress(step=step, epoch=epoch)
         *earlier, last = self._segments(epoch)
-        offset = last.pack_offset + num_batches * self.batch_size * self.world_size
-        now = attrs.evolve(last, pack_offset=offset)
-        steps = self._steps_before(epoch) + num_batches // self.gradient_accumulation_steps
+        now = attrs.evolve(last, pack_offset=last.pack_offset + num_batches * self.batch_size * self.world_size)
+        steps = num_batches // self.gradient_accumulation_steps
+        steps += self.start.epoch_step if self._is_resumed(epoch) else 0
         return Progress(step=step, epoch=epoch, epoch_step=steps, segments=(*earlier, now))
+
+    def _is_resumed(self, epoch: int) -> bool:
+        """Return whether the run was resumed within *epoch*, so that only a part of it is left."""
+        return epoch == self.start.epoch and bool(self.start.segments)
+
+    def _resumed_order(self, epoch: int) -> IntArray:
+        """Return what is left of the resumed *epoch*, before work assigns packs to ranks."""
+        segment, order = self._segment_orders(epoch)[-1]
+        return order[segment.pack_offset :]
+
+    def consumed_packs(self, epoch: int) -> IntArray:
+        """Return the packs of *epoch* that were consumed before `start`; shape (num_consumed,)."""
+        if not self._is_resumed(epoch):
+            return np.zeros(0, dtype=np.int64)
+        return np.concatenate([order[: segment.pack_offset] for segment, order in self._segment_orders(epoch)])
+
+    def _segment_orders(self, epoch: int) -> list[tuple[EpochSegment, IntArray]]:
+        """
+        Return each segment of *epoch* with its order. The first has the whole epoch. Each later one
+        has the packs of the one before that it did not consume, aligned again.
+        """
+        first, *later = self._segments(epoch)
+        found = [(first, self._whole_order(epoch, first.world_size, drop_last=first.dataloader_drop_last))]
+        for segment in later:
+            before, order = found[-1]
+            left = _drop_consumed(order, before.pack_offset)
+            positions = aligned_positions(left.size, segment.world_size, segment.dataloader_drop_last)
+            found.append((segment, left[positions]))
+        return found
 
     def _segments(self, epoch: int) -> tuple[EpochSegment, ...]:
         """Return the segments of *epoch*; the last, of these ranks, continues `start` or is new."""
@@ -462,31 +504,11 @@ class EpochSchedule:
             return earlier
         return (*earlier, mine)
 
-    def _segment_orders(self, epoch: int) -> list[IntArray]:
-        """Return the order of each segment of *epoch*."""
-        first, *later = segments = self._segments(epoch)
-        orders = [self._whole_order(epoch, first)]
-        for segment in later:
-            consumed = [order[: before.pack_offset] for order, before in zip(orders, segments, strict=False)]
-            left = _drop_consumed(orders[-1], consumed)
-            orders.append(left[aligned_positions(left.size, segment.world_size, segment.dataloader_drop_last)])
-        return orders
 
-    def _whole_order(self, epoch: int, segment: EpochSegment) -> IntArray:
-        """Return the order of a whole epoch on the ranks of *segment*."""
-        positions = aligned_positions(self.num_epoch_packs(epoch), segment.world_size, segment.dataloader_drop_last)
-        return positions[seeded_permutation(positions.size, seed=(self.seed, epoch))] if self.shuffle else positions
-
-    def _num_batches(self, num: int) -> int:
-        """Return the number of batches that each rank forms from *num* packs over all ranks."""
-        return count_batches(num // self.world_size, batch_size=self.batch_size, drop_last=self.dataloader_drop_last)
-
-
-def _drop_consumed(order: IntArray, consumed: list[IntArray]) -> IntArray:
-    """Return the packs of *order* that are not in *consumed*, each at its first occurrence only."""
+def _drop_consumed(order: IntArray, num_consumed: int) -> IntArray:
+    """Return the packs of *order* that are not among its first *num_consumed*, each once."""
     _, first = np.unique(order, return_index=True)
-    once = order[np.sort(first)]
-    return once[~np.isin(once, np.concatenate(consumed))]
+    return order[np.sort(first[first >= num_consumed])]
 
 
 DAMAGED_STATE_REMEDY = "name another checkpoint"

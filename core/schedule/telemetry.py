@@ -161,10 +161,7 @@ class EpochStats:
         Return the work of each step from *start* to before *stop* on each rank; shape (steps,
         world_size).
         """
-        works = self._pack_works(start, stop)
-        per_step = self.packs_per_step // self.world_size
-        total: NDArray[np.float64] = np.add.reduceat(works, np.arange(0, len(works), per_step), axis=0)
-        return total
+        return _sum_rows(self._pack_works(start, stop), self.packs_per_step // self.world_size)
 
     def microbatch_imbalance(self, start: int, stop: int) -> float:
         """
@@ -172,7 +169,7 @@ class EpochStats:
         works of a rank over the sum of the mean works. It covers the steps from *start* to before
         *stop*.
         """
-        batches = self._sum_by_batch(self._pack_works(start, stop))
+        batches = _sum_rows(self._pack_works(start, stop), self.batch_size)
         return float(batches.max(axis=1).sum() / batches.mean(axis=1).sum())
 
     def batch_works(self) -> NDArray[np.float64]:
@@ -180,12 +177,7 @@ class EpochStats:
         Return the work of each microbatch of the epoch on each rank; shape (num_microbatches,
         world_size).
         """
-        return self._sum_by_batch(self._pack_works(0, -(-self.order.size // self.packs_per_step)))
-
-    def _sum_by_batch(self, works: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Sum *works* over the packs of each microbatch."""
-        sums: NDArray[np.float64] = np.add.reduceat(works, np.arange(0, len(works), self.batch_size), axis=0)
-        return sums
+        return _sum_rows(self._pack_works(0, -(-self.order.size // self.packs_per_step)), self.batch_size)
 
     def _pack_works(self, start: int, stop: int) -> NDArray[np.float64]:
         """Return the work of packs in steps *start* to before *stop*; shape (rows, world_size)."""
@@ -274,3 +266,9 @@ class EpochStats:
 
     def _coverage(self, stop: int) -> float:
         return int(self.pack_stats.samples[self._distinct_packs(stop)].sum()) / self.pack_stats.all_samples
+
+
+def _sum_rows(works: NDArray[np.float64], num_rows: int) -> NDArray[np.float64]:
+    """Sum each *num_rows* neighbouring rows; the last sum may be of fewer."""
+    sums: NDArray[np.float64] = np.add.reduceat(works, np.arange(0, len(works), num_rows), axis=0)
+    return sums
