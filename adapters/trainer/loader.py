@@ -3,8 +3,8 @@ Packs become batches of the trainer:
 
 1. `PackBatches` names the next packs of this rank, in the order of the schedule.
 2. `PackedDataset` encodes their samples again, and compares each with the plan.
-3. `Collator` lets ms-swift join them into one row, whose positions start again with each sample, and
-   weighs their tokens.
+3. `Collator` lets ms-swift join them into one row, whose positions start again with each sample,
+   and weighs their tokens.
 4. `PackLoader` moves the batch to the device, and raises errors that loader workers returned.
 """
 
