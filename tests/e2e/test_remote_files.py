@@ -366,20 +366,12 @@ def test_another_image_in_place_of_one_that_is_gone_is_refused(cache, objects):
     assert str(first) != cache().path(url)
 
 
-def test_what_may_be_a_credential_is_in_no_message_and_no_note(cache, objects):
-    """Neither a query, which may be a signature, nor a password, with which no server is asked."""
-    held, objects.faults["/private"] = cache(), [Reply(403)]
-    with pytest.raises(ValueError, match=r"/private\?… cannot be fetched: [^?]*$"):
-        held.path(f"{objects.url}/private?signature=hidden#hidden")
+def test_no_server_is_asked_with_a_password(cache, objects):
+    """Nor is it in the message."""
     with pytest.raises(ValueError, match="it holds a name or a password") as raised:
-        held.path(f"{objects.url.replace('//', '//me:hidden@')}/red.png")
+        cache().path(f"{objects.url.replace('//', '//me:hidden@')}/red.png")
     assert "hidden" not in str(raised.value)
     assert 0 == objects.asked["/red.png"]
-
-    held.path(f"{objects.url}/red.png?signature=hidden")
-
-    (note,) = held.folder.rglob("*.json")
-    assert f"{objects.url}/red.png?…" == json.loads(note.read_text())["url"]
 
 
 def test_a_folder_that_cannot_be_written_is_no_fault_of_a_record(cache, objects, tmp_path):
