@@ -9,7 +9,7 @@ from packplan.app.planning.epochs import EpochPlanner, plan_samples, to_epoch_sa
 from packplan.app.planning.log_lines import describe
 from packplan.app.planning.measure import bad_records_line
 from packplan.app.planning.schedule import partial_window_warning, require_static, split_schedule
-from packplan.app.planning.split import Split, Stores, alignment
+from packplan.app.planning.split import Split, Stores, align_options
 from packplan.app.planning.stored_lengths import open_lengths, refusals, stale_inputs
 from packplan.app.wiring.policies import epoch_recipe, split_policy, trained_work
 from packplan.app.wiring.stores import open_stores
@@ -117,8 +117,8 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
         raise ConfigError.for_key("--epoch", "is of runs whose epochs have plans of their own; here all have the same")
     work, estimated = trained_work(config)
     split = Split(
-        name, policy, alignment(config, name), work, recipe, table=lengths.rows.table, data_digest=origin.data_digest,
-        key=plan.key, raw=plan.plan,
+        name, policy, align_options(config, name), work, recipe, table=lengths.rows.table,
+        data_digest=origin.data_digest, key=plan.key, raw=plan.plan,
     )  # fmt: skip
     split.aligned = split.align(world_size or max(plan.world_sizes, default=1))
     schedule = split_schedule(config, name, split.aligned, split.pack_works)

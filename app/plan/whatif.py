@@ -16,7 +16,7 @@ from packplan.app.cli.command import add_config_arguments, parse_positives, pars
 from packplan.app.plan.stored import open_stored_lengths
 from packplan.app.planning.epochs import plan_samples, record_works, to_epoch_samples
 from packplan.app.planning.schedule import require_static, split_schedule
-from packplan.app.planning.split import alignment
+from packplan.app.planning.split import align_options
 from packplan.app.planning.stored_lengths import stale_inputs
 from packplan.app.wiring.commands import command_ranks, read_run_or_command
 from packplan.app.wiring.policies import split_policy, trained_work
@@ -117,7 +117,7 @@ def _alternatives(
 ) -> Iterator[Alternative]:
     """Plan every combination, and yield each with its figures or the reason why it has none."""
     lengths, table = stored.tokens, stored.rows.table
-    works, options = record_works(trained_work(config)[0], table), alignment(config, "train")
+    works, options = record_works(trained_work(config)[0], table), align_options(config, "train")
     for packing_length in packing_lengths:
         other = attrs.evolve(config, template=attrs.evolve(config.template, max_length=packing_length))
         policy, name = split_policy(other, "train"), f"packs of {packing_length:,}"

@@ -149,7 +149,7 @@ def _build_plan(split: Split, world_size: int, report: ReportProgress) -> dict[s
     refuse_dropped(raw, lengths, policy)
     if name == "train":
         require_supervised(raw, column(table, "supervised"))
-    stores.plans.save_aligned(key, align_plan(raw, world_size=world_size, **split.alignment))
+    stores.plans.save_aligned(key, align_plan(raw, world_size=world_size, **split.align_options))
     inputs = np.frombuffer(json.dumps(dict(key.inputs)).encode(), dtype=np.uint8)
     return {"table": table, "key": inputs, **plan_to_arrays(raw)}
 

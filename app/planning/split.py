@@ -54,7 +54,7 @@ class KnownTable:
     """Function that reads the table, when it is first needed."""
 
 
-def alignment(config: RunConfig, split: str) -> dict[str, Any]:
+def align_options(config: RunConfig, split: str) -> dict[str, Any]:
     """
     Return the keyword arguments of `align_plan` for a run's split; evaluation drops no packs.
     """
@@ -71,7 +71,7 @@ class Split:
     name: str
     policy: PlanPolicy
 
-    alignment: Mapping[str, Any] = MappingProxyType({"dataloader_drop_last": False, "batch_size": 1})
+    align_options: Mapping[str, Any] = MappingProxyType({"dataloader_drop_last": False, "batch_size": 1})
     """Options of `align_plan`."""
 
     work_model: WorkModel = WorkModel.estimated({})  # noqa: RUF009  # frozen
@@ -141,7 +141,7 @@ class Split:
 
     def align(self, world_size: int) -> AlignedPlan:
         """Return the plan for a number of ranks; ArgumentError if they would get no batch."""
-        return align_plan(self.raw, world_size=world_size, **self.alignment)
+        return align_plan(self.raw, world_size=world_size, **self.align_options)
 
     @property
     def pack_works(self) -> FLOPs:

@@ -238,7 +238,7 @@ def _first_packs(planned: Split, world_size: int) -> Split:
     """Return a split with only the first packs of its evaluation plan."""
     count = min(len(planned.raw.packs), _MAX_EVAL_PACKS * world_size * planned.aligned.batch_size)
     raw = attrs.evolve(planned.raw, packs=planned.raw.packs[:count])
-    aligned = align_plan(raw, world_size=world_size, **planned.alignment)
+    aligned = align_plan(raw, world_size=world_size, **planned.align_options)
     return attrs.evolve(planned, raw=raw, aligned=aligned)
 
 

@@ -13,7 +13,7 @@ from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.samples.rows import RowsEncoder, RowsFile
 from packplan.adapters.samples.template import open_template
-from packplan.app.planning.split import Split, alignment
+from packplan.app.planning.split import Split, align_options
 from packplan.app.wiring.length_tables import open_table
 from packplan.app.wiring.policies import epoch_recipe, split_policy, trained_work
 from packplan.app.wiring.stores import open_stores, records_cache
@@ -32,8 +32,8 @@ def open_splits(config: RunConfig) -> dict[str, Split]:
     for name, encoder in open_encoders(config).items():
         source = SwiftMeasurer(encoder, workers=config.training.packing_length_precompute_workers)
         splits[name] = Split(
-            name, split_policy(config, name), alignment(config, name), trained_work(config)[0],
-            epoch_recipe(config, name, encoder.data_files()),
+            name=name, policy=split_policy(config, name), align_options=align_options(config, name),
+            work_model=trained_work(config)[0], recipe=epoch_recipe(config, name, encoder.data_files()),
             max_bad_share=config.custom.max_bad_share if config.custom.on_bad_record == "skip" else None,
             flush_every=config.training.packing_length_cache_persist_every,
             stores=open_stores(config, name), encoder=encoder, source=source,

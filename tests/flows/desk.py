@@ -31,9 +31,9 @@ class Desk:
 
     def split(self, name="train", *, dataloader_drop_last=False, batch_size=1, **options) -> Split:
         own = {key: options.pop(key) for key in ("max_bad_share", "flush_every", "known") if key in options}
-        alignment = {"dataloader_drop_last": dataloader_drop_last, "batch_size": batch_size}
+        align_options = {"dataloader_drop_last": dataloader_drop_last, "batch_size": batch_size}
         own["stores"] = Stores(self.lengths, self.plans, self.lock)
-        return Split(name, policy(**options), alignment, encoder=self.source, source=self.source, **own)
+        return Split(name, policy(**options), align_options, encoder=self.source, source=self.source, **own)
 
     def measure(self, **options):
         return measure(self.split(**options), lambda _: None)

@@ -13,7 +13,7 @@ from packplan.app.planning.audit import COMPARED_TOKENS, REPEATED_FIRST_ABOVE, R
 from packplan.app.planning.log_lines import describe, log_plan
 from packplan.app.planning.measure import MAX_KNOWN_BETWEEN, merge_known
 from packplan.app.planning.plan import Ranks
-from packplan.app.planning.split import KnownTable, alignment
+from packplan.app.planning.split import KnownTable, align_options
 from packplan.core.config.identity import plan_policy
 from packplan.core.errors import (
     ArgumentError,
@@ -337,7 +337,7 @@ def test_a_run_says_how_its_splits_are_aligned(packing, eval_packing):
         ({"dataloader_drop_last": True, "batch_size": 1 if packing else 2}, packing, True),
         ({"dataloader_drop_last": False, "batch_size": 1 if packs_eval else 3}, packs_eval, False),
     ] == [
-        (alignment(config, split), plan_policy(config, split).packing, plan_policy(config, split).drop_last)
+        (align_options(config, split), plan_policy(config, split).packing, plan_policy(config, split).drop_last)
         for split in ("train", "eval")
     ]
 
