@@ -88,7 +88,7 @@ class StepTracer:
         Args:
             samples: Encoded samples of the pack.
         """
-        batch = self._batch(samples)
+        batch = self._collate(samples)
         trainer, tracer, sharded = self.trainer, self._tracer, self.sharding == "fsdp2"
         weights = list(trainer.model.parameters())
         trained = [one for one in weights if one.requires_grad]
@@ -146,13 +146,10 @@ class StepTracer:
                 tokens -= sample["length"]
         return [*chosen, _text_sample(samples[0], tokens, share)] if tokens else chosen
 
-    def _batch(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """
-        Return the batch of a pack as the collator makes it, with pixels that have no content.
-
-        The collator gets one column of them, which saves memory.
-        """
+    def _collate(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the collator's batch of a pack, with pixels as tensors without content."""
         wide = {key: one.shape[1] for sample in samples for key, one in sample.items() if _is_pixels(one)}
+        # With one column of pixels, which saves memory.
         narrow = [{key: one[:, :1] if key in wide else one for key, one in sample.items()} for sample in samples]
         batch: dict[str, Any] = self.trainer.data_collator([PackOfRows(narrow, 0)])
         with self._tracer.record():

@@ -54,7 +54,7 @@ class _Context:
     """Number of layers of the copy: the first ones."""
 
     fewest: int
-    """*kept*, or the fewest layers kept of a part if the configuration has none itself."""
+    """*kept*; without layers of its own, the fewest layers kept of a configuration's parts."""
 
     head: int
 

@@ -42,10 +42,10 @@ class _ModuleCall:
 
     module: NamedModule
     inputs: list[Any]
-    """Kept parts of its arguments."""
+    """Kept parts of the module's arguments."""
 
     outputs: list[Any] = attrs.field(factory=list)
-    """Kept parts of its output."""
+    """Kept parts of the module's output."""
 
     children: list[_ModuleCall] = attrs.field(factory=list)
     """Calls of other modules during this one, in their order."""
