@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.app.plan.__main__ import main as show_main
+from packplan.app.plan.__main__ import main as plan_main
 from packplan.app.plan.stored import open_split
 from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs, to_epoch_samples
 from packplan.app.planning.stored_lengths import open_lengths
@@ -144,45 +144,37 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(write_mix, execute, tmp_p
             execute(write_mix(**keys, name="again", resume_from_checkpoint=checkpoint))
 
 
-def shown(capsys, *arguments: str) -> str:
-    """Return what `packplan plan show` prints."""
-    capsys.readouterr()
-    assert 0 == show_main(["show", *arguments])
-    return capsys.readouterr().out
-
-
-def test_show_tells_every_epoch(write_mix, write_run, execute, text_jsonl, capsys):
+def test_show_tells_every_epoch(write_mix, write_run, capsys):
     """Its samples, packs and steps, and what it draws of each source."""
-    execute(path := write_mix())
+    path = str(write_mix())
+    again = str(write_run("qwen2", name="again", training={**KEYS, "packing_epochs": "replanned"}))
+    for one in (path, again):
+        assert 0 == plan_main(["build", one, "--quiet"])
 
-    document = json.loads(shown(capsys, str(path), "--epoch", "1", "--json"))["splits"]["train"]
+    def show(of: str, *words: str) -> str:
+        capsys.readouterr()
+        assert 0 == plan_main(["show", of, *words])
+        return capsys.readouterr().out
+
+    document = json.loads(show(path, "--epoch", "1", "--json"))["splits"]["train"]
     epochs = document["epochs"]
     assert [0, 1, 2] == [one["epoch"] for one in epochs["epochs"]]
     assert sum(one["steps"] for one in epochs["epochs"]) == epochs["total_steps"] == document["schedule"]["total_steps"]
     assert epochs["epochs"][1]["checksum"] == document["checksums"]["raw_plan"]
-    text = shown(capsys, str(path), "--epoch", "1")
-    assert "chat.jsonl 2" in text
-    assert "of the tokens)" in text
-    other = read_config(path, ["training.num_train_epochs=2"])
-    fewer = open_split(other, "train", world_size=1)
+    assert re.search(r"chat\.jsonl 2.*of the tokens\)", show(path, "--epoch", "1"), re.DOTALL)
+    fewer = open_split(read_config(path, ["training.num_train_epochs=2"]), "train", world_size=1)
     assert 2 == len(fewer.plan.epochs)
     assert any(re.search(r"last optimizer step of \d of 2 epochs sees fewer", line) for line in fewer.warnings)
     with pytest.raises(NotBuiltError):
         open_split(read_config(path, ["training.num_train_epochs=4"]), "train", world_size=1)
     with pytest.raises(ConfigError, match="--epoch: is 3"):
         open_split(read_config(path), "train", world_size=1, epoch=3)
-    one = re.search(r"sample (\d+): ", shown(capsys, str(path), "--epoch", "2", "--pack", "0"))
-    assert "in epoch 2, counted from 0: step" in shown(capsys, str(path), "--epoch", "2", "--sample", one[1])
-
-    again = write_run(
-        "qwen2", name="again", training={**KEYS, "packing_epochs": "replanned"}, template={"max_length": 200}
-    )
-    result = execute(again)
-    assert len({one.checksum for one in result.epochs}) == 3
-    assert 3 == len(json.loads(shown(capsys, str(again), "--json"))["splits"]["train"]["epochs"]["epochs"])
-    execute(same := write_run("qwen2", name="same", training=KEYS))
+    one = re.search(r"sample (\d+): ", show(path, "--epoch", "2", "--pack", "0"))
+    assert "in epoch 2, counted from 0: step" in show(path, "--epoch", "2", "--sample", one[1])
+    replanned = json.loads(show(again, "--json"))["splits"]["train"]["epochs"]["epochs"]
+    assert 3 == len({one["checksum"] for one in replanned}) == len(replanned)
     with pytest.raises(ConfigError, match="--epoch: is of runs"):
-        open_split(read_config(same), "train", world_size=1, epoch=1)
+        open_split(read_config(again, ["training.packing_epochs=same"]), "train", world_size=1, epoch=1)
 
 
 def test_a_mix_that_asks_for_more_than_was_measured_is_refused_before_training(write_mix):
