@@ -14,7 +14,8 @@ from PIL import Image
 from packplan.adapters.samples import media_files
 from packplan.core.errors import RecordError
 from tests.e2e.ready import assert_refused, measured
-from tests.e2e.test_videos import SAMPLING, showing
+from tests.e2e.test_videos import SAMPLING
+from tests.made.pictures import showing
 from tools.demo.videos import MadeVideo
 
 pytestmark = pytest.mark.slow

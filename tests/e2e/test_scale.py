@@ -22,7 +22,8 @@ from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.trainers import use_tower_in_each_batch
 from packplan.core.errors import ConfigError
 from tests.e2e.ready import prepare
-from tests.e2e.test_videos import SAMPLING, showing
+from tests.e2e.test_videos import SAMPLING
+from tests.made.pictures import showing
 from tests.processes import finished
 from tests.records import write_lines
 from tools.demo.videos import MadeVideo

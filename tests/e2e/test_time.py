@@ -7,8 +7,9 @@ import re
 import pytest
 
 from packplan.app.plan import __main__ as plan
-from tests.made.pictures import record
+from tests.made.pictures import showing
 from tests.processes import _packplan, finished
+from tests.records import write_lines
 
 pytestmark = pytest.mark.slow
 
@@ -16,10 +17,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def uneven(tmp_path):
     """Write records of many lengths, and return their file."""
-    path = tmp_path / "uneven.jsonl"
-    records = [record(f"say {n}", [], answer="blue " * (1 + n * n % 61)) for n in range(40)]
-    path.write_text("".join(json.dumps(one) + "\n" for one in records))
-    return str(path)
+    records = [showing(answer="blue " * (1 + n * n % 61)) for n in range(40)]
+    return str(write_lines(tmp_path / "uneven.jsonl", records))
 
 
 def test_steps_evaluations_and_checkpoints_are_timed_and_counted(write_run, uneven, capfd, monkeypatch):

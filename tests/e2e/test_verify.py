@@ -12,7 +12,8 @@ from PIL import Image
 
 from packplan.app import sft
 from packplan.app.plan import __main__ as plan
-from tests.made.pictures import record
+from tests.made.pictures import showing
+from tests.records import write_lines
 
 pytestmark = pytest.mark.slow
 
@@ -23,9 +24,9 @@ def run(demo, tmp_path, capfd):
     for number in range(12):
         Image.fromarray(np.full((60, 80, 3), number, dtype=np.uint8)).save(tmp_path / f"{number}.png")
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (250, 250, 3), np.uint8)).save(tmp_path / "0.png")
-    records = [json.dumps(record("what?", [f"{n}.png"], answer="red dot " * (1 + n % 4))) for n in range(12)]
+    records = [showing(images=[f"{n}.png"], answer="red dot " * (1 + n % 4)) for n in range(12)]
     for name, count in (("train", 12), ("val", 3)):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(records[:count]))
+        write_lines(tmp_path / f"{name}.jsonl", records[:count])
     sections = {
         "model": {"model": str(demo / "models" / "qwen2_5_vl")},
         "template": {"max_length": 256, "system": "You look."},

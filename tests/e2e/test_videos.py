@@ -16,19 +16,13 @@ from packplan.adapters.samples.video_reading import _read_video
 from packplan.app.check import compare
 from packplan.app.wiring.runs import read_config
 from tests.e2e.ready import measured
-from tests.records import ANSWER, chat, write_lines
+from tests.made.pictures import showing
+from tests.records import write_lines
 from tools.demo.videos import MadeVideo, made_videos
 
 pytestmark = pytest.mark.slow
 
 SAMPLING = {"video_min_pixels": 3200, "max_length": 256}
-
-
-def showing(*videos, images=(), text="What moves?", answer="a red bar"):
-    """Return a record that shows videos and images."""
-    tags = "<video>" * len(videos) + "<image>" * len(images)
-    media = {kind: [*held] for kind, held in (("videos", videos), ("images", images)) if held}
-    return chat({"role": "user", "content": tags + text}, {**ANSWER, "content": answer}, **media)
 
 
 @pytest.fixture(scope="module")

@@ -32,9 +32,10 @@ from packplan.app.wiring.trainers import use_tower_in_each_batch
 from packplan.core.errors import ConfigError, RecordError
 from tests.e2e import rank_main
 from tests.e2e.ready import prepare
-from tests.made.pictures import IMAGES_OF, record, texts, write_scenes, write_sizes
+from tests.made.pictures import IMAGES_OF, showing, texts, write_scenes, write_sizes
 from tests.made.vision_models import VISION_FAMILIES, write_vision_model
 from tests.processes import train_under_torchrun
+from tests.records import chat, write_lines
 from tools import models
 from tools.models import NOT_BUILT, templates_that_pack
 
@@ -229,9 +230,8 @@ def test_what_cannot_be_counted_is_refused_by_record(vision_run, folder, tmp_pat
     samples = measurer(vision_run("glm4v"))
     token = samples._encoder.template.tokenizer.decode([samples._encoder.image_tokens.token_id])
     image = [str(folder / "0-0.png")]
-    records = [record(token, []), record(f"{token}?", image), record("?", image)]
-    path = tmp_path / "bad.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    records = [showing(text=token), showing(images=image, text=f"{token}?"), showing(images=image)]
+    path = write_lines(tmp_path / "bad.jsonl", records)
     samples = measurer(vision_run("glm4v", custom={"train_jsonl": str(path)}))
 
     for in_full in (True, False):
@@ -344,9 +344,7 @@ def test_sound_is_refused_by_key_and_record(vision_run, model_of):
 @pytest.mark.parametrize("family", [OMNI])
 def test_records_that_only_ears_and_eyes_take_are_refused(vision_run, tmp_path, family):
     """Sound, and videos, which this template reads by functions of its own."""
-    plain = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]}
-    path = tmp_path / "bad.jsonl"
-    path.write_text("".join(json.dumps({**plain, key: ["a.bin"]}) + "\n" for key in ("audios", "videos")))
+    path = write_lines(tmp_path / "bad.jsonl", [chat(**{key: ["a.bin"]}) for key in ("audios", "videos")])
     samples = measurer(vision_run(family, custom={"train_jsonl": str(path)}))
 
     said = [str(one) for one in samples.measure_many(range(2), in_full=False)]

@@ -2,10 +2,13 @@
 
 import json
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw
+
+from tests.records import ANSWER, chat, write_lines
 
 IMAGES_OF = (1, 0, 3, 1)
 """Images of each scene, over and over."""
@@ -28,8 +31,8 @@ def write_scenes(folder: Path, *, count: int) -> Path:
             images.append(f"{number}-{part}.png")
             image.save(folder / images[-1])
         answer = "a large blue circle, a small red bar " * (1 + number % 3)
-        records.append(record(f"What is in {number}?", images, answer=answer))
-    return _write(folder / "scenes.jsonl", records)
+        records.append(showing(images=images, text=f"What is in {number}?", answer=answer))
+    return write_lines(folder / "scenes.jsonl", records)
 
 
 def write_sizes(folder: Path) -> Path:
@@ -41,26 +44,17 @@ def write_sizes(folder: Path) -> Path:
         Image.new("RGB", (width, height), (width % 255, height % 255, 9)).save(folder / f"{width}x{height}.png")
     names = [f"{width}x{height}.png" for width, height in sizes]
     several = [rng.sample(names, number) for number in (2, 3, 4)]
-    return _write(
-        folder / "sizes.jsonl", [record("?", images) for images in [*([name] for name in names), *several, []]]
-    )
+    return write_lines(folder / "sizes.jsonl", [showing(images=one) for one in [*zip(names), *several, []]])
 
 
-def record(text: str, images: list[str], *, answer: str = "a large blue circle, a small red bar") -> dict[str, Any]:
-    """Return a record of one question."""
-    messages = [
-        {"role": "user", "content": "<image>" * len(images) + text},
-        {"role": "assistant", "content": answer},
-    ]
-    return {"messages": messages, **({"images": images} if images else {})}
+def showing(*videos: Any, images: Iterable[str] = (), text: str = "?", answer: str = "a red bar") -> dict[str, Any]:
+    """Return a record that shows videos and images."""
+    tags = "<video>" * len(videos) + "<image>" * len(images := [*images])
+    media = {kind: [*held] for kind, held in (("videos", videos), ("images", images)) if held}
+    return chat({"role": "user", "content": tags + text}, {**ANSWER, "content": answer}, **media)
 
 
 def texts(path: Path) -> list[str]:
     """Return the contents of all messages of a data file."""
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [message["content"] for one in records for message in one["messages"]]
-
-
-def _write(path: Path, records: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
-    return path
