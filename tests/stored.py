@@ -85,11 +85,17 @@ def _store(config: RunConfig, split: str, lengths: Sequence[int], world_sizes: S
 
 def asked(path: Path) -> Path:
     """Store a verdict on a run's model, so that none of its processes asks; return the YAML."""
-    from packplan.app.wiring.verdicts import find_verdict, load_verdict, needs_verdict, store_verdict, verdict_key
+    from packplan.app.wiring.verdicts import (
+        load_verdict,
+        needs_verdict,
+        probe_unless_stored,
+        store_verdict,
+        verdict_key,
+    )
 
     config = read_config(str(path))
     if needs_verdict(config) and load_verdict(config) is None:
-        store_verdict(config, _VERDICTS.get(verdict_key(config).digest) or find_verdict(config))
+        store_verdict(config, _VERDICTS.get(verdict_key(config).digest) or probe_unless_stored(config))
     return path
 
 

@@ -45,11 +45,10 @@ def decide_attention(config: RunConfig, *, isolated: bool) -> AttentionChoice:
         ConfigError: The model's folder does not say what it is.
     """
     on_cpu = runs_on_cpu(config.training.trainer)
-    attention = _attention(config, None, on_cpu=on_cpu)
-    if isolated:
-        _refuse_leak(config, attention)
-    if needs_verdict(config):
-        attention = _attention(config, find_verdict(config), on_cpu=on_cpu)
+    if isolated:  # a backend that does not run here is refused before the model is probed
+        _refuse_leak(config, _attention(config, None, on_cpu=on_cpu))
+    verdict = probe_unless_stored(config) if needs_verdict(config) else None
+    attention = _attention(config, verdict, on_cpu=on_cpu)
     if isolated:
         _refuse_leak(config, attention)
     return attention_for_shared_rows(attention) if config.training.sequence_parallel_size > 1 else attention
@@ -71,7 +70,7 @@ def require_packing_model(config: RunConfig) -> PackingVerdict | None:
     return decide_attention(config, isolated=True).verdict
 
 
-def find_verdict(config: RunConfig) -> PackingVerdict:
+def probe_unless_stored(config: RunConfig) -> PackingVerdict:
     """Return the verdict on a run's model: stored, or by probe."""
     on_cpu = runs_on_cpu(config.training.trainer)
     stored = load_verdict(config)

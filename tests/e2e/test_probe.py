@@ -27,7 +27,7 @@ from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app import sft
 from packplan.app.plan import __main__ as plan
 from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.verdicts import find_verdict, load_verdict, require_packing_model, store_verdict
+from packplan.app.wiring.verdicts import load_verdict, probe_unless_stored, require_packing_model, store_verdict
 from packplan.core.config.run import ModelConfig
 from packplan.core.equality import AUTO, BACKENDS, EQUALITY_LIMITS, VARLEN, AttentionChoice
 from packplan.core.errors import ConfigError, ModelError, PackplanError
@@ -499,7 +499,7 @@ def test_a_second_start_asks_nothing(changed_run):
 
 def test_a_loaded_model_that_leaks_ends_the_run_before_its_first_step(changed_run):
     """With the numbers, whatever its small copy showed."""
-    verdict = find_verdict(changed_run())
+    verdict = probe_unless_stored(changed_run())
     leaking = changed_run(rope_parameters=rope("dynamic", factor=2.0), max_position_embeddings=16)
     store_verdict(leaking, verdict)
 
