@@ -85,17 +85,12 @@ def _store(config: RunConfig, split: str, lengths: Sequence[int], world_sizes: S
 
 def asked(path: Path) -> Path:
     """Store a verdict on a run's model, so that none of its processes asks; return the YAML."""
-    from packplan.app.wiring.verdicts import (
-        load_verdict,
-        needs_verdict,
-        probe_unless_stored,
-        store_verdict,
-        verdict_key,
-    )
+    from packplan.app.wiring import verdicts
 
     config = read_config(str(path))
-    if needs_verdict(config) and load_verdict(config) is None:
-        store_verdict(config, _VERDICTS.get(verdict_key(config).digest) or probe_unless_stored(config))
+    if verdicts.needs_verdict(config) and verdicts.load_verdict(config) is None:
+        of_model = _VERDICTS.get(verdicts.verdict_key(config).digest)
+        verdicts.store_verdict(config, of_model or verdicts.probe_unless_stored(config))
     return path
 
 
@@ -103,8 +98,7 @@ def remember_verdict(config: RunConfig) -> None:
     """Let `asked` store the verdict of a run that has ended for others of the same model, too."""
     from packplan.app.wiring.verdicts import load_verdict, verdict_key
 
-    verdict = load_verdict(config)
-    if verdict is not None:
+    if (verdict := load_verdict(config)) is not None:
         _VERDICTS[verdict_key(config).digest] = verdict
 
 
