@@ -27,7 +27,12 @@ _SHOWN_DIGITS = 12
 
 @cache
 def absolute_folder(folder: str) -> str:
-    """Return the absolute path of a folder; a URL is returned unchanged."""
+    """
+    Return the absolute path of a folder; a URL is returned unchanged.
+
+    >>> absolute_folder("s3://bucket/data")
+    's3://bucket/data'
+    """
     return folder if is_url(folder) else str(Path(folder).resolve())
 
 

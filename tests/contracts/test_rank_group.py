@@ -9,6 +9,7 @@ import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -64,7 +65,9 @@ def play_rank(scene: str, out: str) -> None:
         if scene == "refuses":
             torch_group.join_launch(refusal=too_short() if os.environ["RANK"] == "1" else None)
             os._exit(0)
-        group = torch_group.TorchGroup(use_cpu=True, timeout_s=60)
+        if (scene, os.environ["RANK"]) == ("joins", "1"):
+            dist.init_process_group = lambda *_, **__: os._exit(0)
+        group = torch_group.TorchGroup(use_cpu=True, timeout_s=4 if scene == "joins" else 60)
         group.any(False)  # noqa: FBT003  # all have joined before one is lost
         LOSSES.get(scene, lambda _: None)(group)
         arrays = group.build_on_rank_zero(partial(build_in, scene, note), timeout_s=0.5 if scene == "slow" else 60)
@@ -92,9 +95,9 @@ def lose(rank: int, group) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def lose_in_flags(group) -> None:
-    lose(1, group)
-    group.any(False)  # noqa: FBT003
+def lose_in_worker(group) -> None:
+    workers = torch_group.RankWorkers(SimpleNamespace(measure=lambda _: lose(1, group) or {}), group)
+    workers.run_all_workers_sharded_data("measure", [None, None])
 
 
 def lose_in_backward(group) -> None:
@@ -128,7 +131,7 @@ def wait_until_told(group) -> None:
 
 
 LOSSES = {
-    "lonely": partial(lose, 1), "left": lose_in_flags, "backward": lose_in_backward, "compares": lose_in_comparison,
+    "lonely": partial(lose, 1), "works": lose_in_worker, "backward": lose_in_backward, "compares": lose_in_comparison,
     "tells": tell, "slow": wait_until_told,
 }  # fmt: skip
 """Scene -> what ranks do before rank 0 builds, while one of them may end."""
@@ -192,7 +195,8 @@ LOST = r"RunError: another rank is gone, so rank 0 cannot go on: [A-Z][^.\n]* \[
         ("killed", False, 1, "RunError: rank 0 is gone.*"),
         ("slow", False, 1, r"RunError: rank 1 waited \d+ s for rank 0 .*packing_wait_timeout_s.*: 3 of 4 are measured"),
         ("silent", False, 1, "RunError: rank 0 has been silent for.*"),  # stopped: nothing says that anything ended
-        *((scene, True, 0, LOST) for scene in ("lonely", "left", "backward")),
+        *((scene, True, 0, LOST) for scene in ("lonely", "works", "backward")),
+        ("joins", True, 0, "RunError: another rank is gone.*"),
         ("compares", False, 1, "RunError: another rank is gone.*"),
         ("refuses", True, 0, f"RunError: rank 1 refuses the run: {SHORT}; set training.*"),
         ("tells", True, 0, f"RunError: rank 1 failed: {SHORT}; set training.*"),
