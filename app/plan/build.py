@@ -11,7 +11,7 @@ from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, parse_ranks
 from packplan.app.planning.log_lines import log_plan, log_schedule, steps_line
 from packplan.app.planning.plan import Ranks, measure_and_plan, plan_epochs
-from packplan.app.planning.schedule import accumulation_of, require_static, split_schedule
+from packplan.app.planning.schedule import accumulation_of, refuse_stream, split_schedule
 from packplan.app.planning.split import Split
 from packplan.app.wiring.commands import command_ranks, read_run_or_command
 from packplan.app.wiring.runs import raise_on_all_ranks, require_inputs
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> None:
             from packplan.app.wiring.verdicts import require_packing_model, store_verdict
 
     with join_ranks(config, use_cpu=True, options={"--world-size": options.world_size}) as group:
-        require_static(config)
+        refuse_stream(config)
         world_size = command_ranks(config) or options.world_size
         if world_size is None:  # one process plans for one rank, or group of ranks
             world_size = 1 if group.world_size == 1 else config.plan_world_size(group.world_size)

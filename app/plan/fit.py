@@ -18,7 +18,7 @@ from rich.table import Table
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, parse_ranks, plain_console
 from packplan.app.planning.plan import Ranks, measure_and_plan
-from packplan.app.planning.schedule import accumulation_of, require_static, zero_stage
+from packplan.app.planning.schedule import accumulation_of, refuse_stream, zero_stage
 from packplan.app.planning.split import Split
 from packplan.app.wiring.commands import command_ranks, read_run_or_command, require_traceable
 from packplan.app.wiring.runs import require_inputs
@@ -95,7 +95,7 @@ def parse_memory(text: str) -> int:
 def run(options: argparse.Namespace) -> None:
     """Plan the run, trace its step, and print the memory."""
     config = read_run_or_command(options.config, options.overrides, world_size=options.world_size)
-    require_static(config)
+    refuse_stream(config)
     if not config.training.packing:
         raise ConfigError.for_key("training.packing", "is false: what is forecast is the memory of packs")
     if config.training.sequence_parallel_size > 1:

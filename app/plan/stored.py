@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import attrs
 
-from packplan.app.planning.epochs import EpochPlanner, plan_samples, to_epoch_samples
+from packplan.app.planning.epochs import EpochPlanner, plan_samples, samples_to_plan
 from packplan.app.planning.log_lines import describe
 from packplan.app.planning.measure import bad_records_line
-from packplan.app.planning.schedule import partial_window_warning, require_static, split_schedule
+from packplan.app.planning.schedule import partial_window_warning, refuse_stream, split_schedule
 from packplan.app.planning.split import Split, Stores, align_options
 from packplan.app.planning.stored_lengths import open_lengths, refusals, stale_inputs
 from packplan.app.wiring.policies import epoch_recipe, split_policy, trained_work
@@ -58,7 +58,7 @@ def selected_splits(config: RunConfig, split: str | None) -> list[str]:
     """
     Return the names of a run's splits, or *split* alone; ConfigError if the run does not have it.
     """
-    require_static(config)
+    refuse_stream(config)
     having = ["train", *(["eval"] if config.custom.val_jsonl else [])]
     if split is not None and split not in having:
         raise ConfigError.for_key("custom.val_jsonl", "is not set, so there is no eval split")
@@ -103,7 +103,7 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
     lengths, recipe, kept = open_stored_lengths(config, name)
     plans, origin, policy = kept.plans, lengths.origin, split_policy(config, name)
     plan, where = plans.inspect(), str(plans.folder)
-    samples = to_epoch_samples(policy, lengths.rows.table, origin.files)
+    samples = samples_to_plan(policy, lengths.rows.table, origin.files)
     if plan is None or plan.key.inputs["lengths"] != lengths.digest:
         # Where the lengths give no plan, building raises this too, and would not help.
         refuse_longer(lengths.tokens, policy)

@@ -20,8 +20,8 @@ import numpy as np
 
 from packplan.adapters.progress import loading_libraries, progress
 from packplan.app.cli.command import add_config_arguments, parse_number
-from packplan.app.planning.epochs import EpochPlanner, plan_samples, to_epoch_samples
-from packplan.app.planning.schedule import require_static
+from packplan.app.planning.epochs import EpochPlanner, plan_samples, samples_to_plan
+from packplan.app.planning.schedule import refuse_stream
 from packplan.app.planning.split import Split
 from packplan.app.planning.stored_lengths import refusals
 from packplan.app.wiring.commands import read_run_or_command
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Verify the splits and print the findings; MismatchError if there are any."""
     config = read_run_or_command(options.config, options.overrides)
-    require_static(config)
+    refuse_stream(config)
 
     with loading_libraries():
         from packplan.app.wiring.splits import open_splits
@@ -201,7 +201,7 @@ def _faults_of_plan(split: Split, lengths: StoredLengths, stored: StoredPlan | N
     for reason in refusals(None if differences else stored.plan, lengths.tokens, policy, supervised=supervised):
         yield Finding("plan", where, reason)
     if not differences:
-        samples = to_epoch_samples(policy, lengths.rows.table, lengths.origin.files)
+        samples = samples_to_plan(policy, lengths.rows.table, lengths.origin.files)
         again = plan_samples(f"{split.name} again", policy, samples, recipe=split.recipe, quick_bound=True)
         bound = {name: getattr(stored.plan, name) for name in ("lower_bound", "bound_kind")}
         if attrs.evolve(again, **bound) != stored.plan:

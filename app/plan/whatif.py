@@ -14,8 +14,8 @@ from rich.table import Table
 from packplan.adapters.progress import progress
 from packplan.app.cli.command import add_config_arguments, parse_positives, parse_rank_counts, plain_console
 from packplan.app.plan.stored import open_stored_lengths
-from packplan.app.planning.epochs import plan_samples, record_works, to_epoch_samples
-from packplan.app.planning.schedule import require_static, split_schedule
+from packplan.app.planning.epochs import plan_samples, record_works, samples_to_plan
+from packplan.app.planning.schedule import refuse_stream, split_schedule
 from packplan.app.planning.split import align_options
 from packplan.app.planning.stored_lengths import stale_inputs
 from packplan.app.wiring.commands import command_ranks, read_run_or_command
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Plan every combination of packing length and ranks, and print the figures."""
     config = read_run_or_command(options.config, options.overrides, world_size=(options.world_size or [None])[0])
-    require_static(config)
+    refuse_stream(config)
     if not config.training.packing:
         raise ConfigError.for_key("training.packing", "is false: nothing is packed, so there is nothing to vary")
     lengths, recipe, _ = open_stored_lengths(config, "train")
@@ -123,7 +123,7 @@ def _alternatives(
         policy, name = split_policy(other, "train"), f"packs of {packing_length:,}"
         try:
             refuse_longer(lengths, policy)
-            samples = to_epoch_samples(policy, table, stored.origin.files)
+            samples = samples_to_plan(policy, table, stored.origin.files)
             raw = plan_samples(name, policy, samples, recipe=recipe, quick_bound=True)
             refuse_dropped(raw, lengths, policy)
         except UserError as error:

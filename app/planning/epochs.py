@@ -40,7 +40,7 @@ def record_works(model: WorkModel, table: Table) -> SampleWorks:
     return SampleWorks.from_lengths(model, column(table, "length").astype(np.int64), **media)
 
 
-def to_epoch_samples(policy: PlanPolicy, table: Table, files: Sequence[DataFile] = ()) -> EpochSamples:
+def samples_to_plan(policy: PlanPolicy, table: Table, files: Sequence[DataFile] = ()) -> EpochSamples:
     """
     Return measured records as the samples that plans pack; DataSetError if a sample has no token.
 

@@ -22,8 +22,8 @@ weights from 3 on.
 """
 
 
-def require_static(config: RunConfig) -> None:
-    """Refuse a run that has no static plan."""
+def refuse_stream(config: RunConfig) -> None:
+    """Refuse a run that packs a stream while it trains, and so has no plan; ConfigError."""
     if config.custom.trainer_variant != "sft":
         reason = "is rollout, whose packs come as samples come: there is no plan; set it to sft for what needs one"
         raise ConfigError.for_key("custom.trainer_variant", reason)

@@ -21,7 +21,7 @@ import attrs
 
 from packplan.app.planning.log_lines import log_plan, log_schedule
 from packplan.app.planning.plan import Ranks, measure_and_plan, plan_epochs
-from packplan.app.planning.schedule import require_static, split_schedule
+from packplan.app.planning.schedule import refuse_stream, split_schedule
 from packplan.app.planning.split import Split
 from packplan.app.wiring.policies import trained_work
 from packplan.app.wiring.ranks import lock_output
@@ -71,7 +71,7 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> t
         PackplanError: Something the user can fix, or something stored that is damaged.
     """
     # What the settings alone can get wrong is found before hours of measuring.
-    require_static(config)  # `packplan check` and `plan time` prepare, too
+    refuse_stream(config)  # `packplan check` and `plan time` prepare, too
     world_size = config.plan_world_size(group.world_size)
     attention = decide_attention(config, isolated=config.training.packing and not may_leak)
     checkpoint = open_checkpoint(config, group, ResumeState)
