@@ -7,7 +7,7 @@ import pytest
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
-from benchmarks.distributions import made_mix, trace
+from benchmarks.distributions import DISTRIBUTIONS, made_mix, trace
 from benchmarks.work import expected_imbalance, floor_of
 from packplan.core.bounds import lower_bound
 from packplan.core.checksum import plan_checksum
@@ -171,6 +171,18 @@ def test_golden_packs(algorithm):
     assert GOLDEN.get(algorithm) == found, "new, or meant? raise its version, then write it here"
 
 
+def test_packs_of_a_searching_algorithm_are_kept_where_its_first_stage_needs_more():
+    """Best fit needs 5 % more packs of these, so samples of equal length change places."""
+    lengths = DISTRIBUTIONS["detcap-8192"].lengths(400, seed=0)
+    own = pack(lengths, capacity=8192, algorithm="certified")
+    assert len(pack(lengths, capacity=8192, algorithm="best_fit_decreasing")) > len(own) + len(own) // MORE
+
+    found = redrawn(lengths, 8192, "certified")
+
+    assert own != found
+    assert sorted(sorted(lengths[p].tolist()) for p in own) == sorted(sorted(lengths[p].tolist()) for p in found)
+
+
 def test_balanced_draws_level_the_works_that_are_given():
     """Over several groups of packs, the works are as even as in the algorithm's own packing."""
     lengths = chat(4000)
@@ -261,3 +273,21 @@ def test_what_exchanges_do_not_make_fit_is_still_packed(lengths):
 
     assert len(pack(lengths, capacity=40, algorithm="certified")) == len(packs)
     assert packs.loads(np.array(lengths)).max() <= 40
+
+
+@pytest.mark.parametrize("works", [[1.0], [1.0, 2.0, -1.0], [[1.0, 2.0, 3.0]]])
+def test_works_that_are_none_are_refused(works):
+    """One finite number for each sample, from 0; also where long samples are set aside."""
+    with pytest.raises(ArgumentError, match="work"):
+        pack([5, 5, 5], capacity=10, algorithm="balanced", works=works)
+    with pytest.raises(ArgumentError, match="work"):
+        build_raw_plan([5, 5, 12], packing_length=10, algorithm="balanced", works=works)
+
+
+def test_a_plan_sets_long_samples_aside_with_their_works():
+    """The works of the others go with their lengths."""
+    lengths, works = [12, 6, 2, 5, 3, 4, 4], [99, 6, 2, 5, 3, 4, 4]
+    plan = build_raw_plan(lengths, packing_length=8 + 1, algorithm="balanced", works=works)
+
+    assert (0,) == plan.single_long
+    assert [[0], [1, 2], [3, 4], [5, 6]] == plan.packs.tolist()

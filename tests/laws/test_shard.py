@@ -4,13 +4,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import event, example, given
+from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 
 from benchmarks.distributions import DISTRIBUTIONS
 from benchmarks.rl import imbalances
 from packplan.core.errors import ArgumentError
-from packplan.core.packers import ALGORITHMS
+from packplan.core.packers import ALGORITHMS, pack
 from packplan.core.shard import shard_dynamic, shard_packed
 from packplan.core.shard.rounds import assign_rounds, spread_over_rounds
 from packplan.core.work.model import WorkModel
@@ -157,6 +157,20 @@ def test_balancing_needs_no_more_packs_than_dealing(case):
     balanced, dealt = cut(case), cut({**case, "mode": "round_robin"})
 
     assert all(ours <= theirs for ours, theirs in zip(balanced.num_microbatches, dealt.num_microbatches, strict=True))
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 3))
+def test_round_robin_assigns_the_packs_of_the_algorithm_in_turn(lengths, shards):
+    """Where they come out even: first to worker 0, next to worker 1, whatever they cost."""
+    packs = pack(lengths, capacity=40, algorithm="constant_volume").tolist()
+    assume(0 == len(packs) % shards)
+
+    sharding = shard_packed(
+        lengths, shards=shards, batch_size=len(lengths), max_tokens_per_microbatch=40,
+        algorithm="constant_volume", assignment="round_robin",
+    )  # fmt: skip
+
+    assert [packs[rank::shards] for rank in range(shards)] == [batch.microbatches for (batch,) in sharding]
 
 
 @pytest.mark.parametrize(
