@@ -83,8 +83,8 @@ def test_one_process_is_a_worker():
 LENGTHS = [9, 41, 5, 30, 2, 17, 61, 8, 12, 25, 33]
 
 
-def losses_of_page(model: str, out: Path | None = None) -> list[float]:
-    """Return the losses of two steps of the page's policy; ranks write theirs into a folder."""
+def train_page(model: str, folder: Path) -> None:
+    """Train two steps of the page's policy as this rank; write down the losses."""
     code, module = ROOT / "docs" / "examples" / "policy.py", types.ModuleType("page_policy")
     exec(compile(code.read_text(), code.name, "exec"), module.__dict__)  # noqa: S102  # our own
     drawn = torch.Generator().manual_seed(3)
@@ -96,24 +96,18 @@ def losses_of_page(model: str, out: Path | None = None) -> list[float]:
     }
     workers = module.on_ranks(model)
     losses = [module.train(workers, BatchedData.from_fields(fields, lengths=LENGTHS)) for _ in range(2)]
-    if out:
-        np.save(out / f"{workers._group.rank}.npy", losses)
-    return losses
-
-
-def rank_of_page(model: str, out: Path) -> None:
-    losses_of_page(model, out)
+    np.save(folder / f"{workers._group.rank} of {workers.num_workers}.npy", losses)
 
 
 def test_the_policy_of_the_page_trains_alike_on_ranks(server, demo, tmp_path):
     """One worker and two ranks: losses of two steps, of which one updated weights."""
     model = str(demo / "models" / "qwen2")
-    ranks = server.ranks(2, rank_of_page, model, tmp_path, folder=tmp_path / "logs")
-    expected = losses_of_page(model)
+    ranks = server.ranks(2, train_page, model, tmp_path, folder=tmp_path / "logs")
+    train_page(model, tmp_path)
 
     assert [0, 0] == finished(ranks)
+    expected, first, second = (np.load(tmp_path / f"{of}.npy").tolist() for of in ("0 of 1", "0 of 2", "1 of 2"))
     assert expected[0] != expected[1]
-    first, second = (np.load(tmp_path / f"{rank}.npy").tolist() for rank in range(2))
     assert pytest.approx(expected, rel=1e-5) == first == second
 
 

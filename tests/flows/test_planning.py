@@ -8,7 +8,6 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.planning.audit import COMPARED_TOKENS, REPEATED_FIRST_ABOVE, REPEATED_SAMPLES
 from packplan.app.planning.log_lines import describe, log_plan
 from packplan.app.planning.measure import MAX_KNOWN_BETWEEN, merge_known
@@ -17,7 +16,6 @@ from packplan.app.planning.split import KnownTable, align_options
 from packplan.core.config.identity import plan_policy
 from packplan.core.errors import (
     ArgumentError,
-    CorruptArtefactError,
     DataSetError,
     MismatchError,
     RecordError,
@@ -259,15 +257,6 @@ def test_training_and_evaluation_share_one_deadline():
 
     (for_ever := Desk()).plan(Ranks(for_ever.group, timeout_s=0, clock=iter([0]).__next__))
     assert ([0], [0]) == (for_ever.group.waits, for_ever.lock.waits)
-
-
-def test_a_damaged_plan_is_never_used(tmp_path):
-    desk = Desk(plans=DiskPlanStore(tmp_path))
-    desk.plan()
-    (tmp_path / "raw_plan.json").write_bytes(b"{}")
-
-    with pytest.raises(CorruptArtefactError, match="raw_plan"):
-        desk.plan()
 
 
 def test_ranks_that_disagree_stop_the_run():

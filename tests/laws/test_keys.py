@@ -99,11 +99,11 @@ def other_value(kind: Any, value: object) -> object:
     return value is False if kind is bool else VALUES[get_origin(kind) or kind]
 
 
-def changed(config: Any, path: str) -> Any:
-    """Return a configuration with another value of one key."""
+def changed(config: Any, path: str, *given: object) -> Any:
+    """Return a configuration with another value of one key, *given* or not."""
     name, _, rest = path.partition(".")
-    value = getattr(config, name)
-    other = changed(value, rest) if rest else other_value(getattr(attrs.fields(type(config)), name).type, value)
+    value, kind = getattr(config, name), getattr(attrs.fields(type(config)), name).type
+    other = changed(value, rest, *given) if rest else given[0] if given else other_value(kind, value)
     return attrs.evolve(config, **{name: other})
 
 

@@ -35,18 +35,6 @@ def redrawn(lengths, capacity, algorithm="constant_volume", seed=0, epoch=0, **w
     return redraw(lengths, capacity=capacity, algorithm=algorithm, seed=seed, epoch=epoch, **works)
 
 
-@pytest.mark.parametrize("algorithm", [name for name, one in ALGORITHMS.items() if "works" not in one.takes])
-@given(case=packable(), factor=st.integers(2, 9), rest=st.integers(0, 8))
-def test_scaling_lengths_and_capacity_changes_nothing(algorithm, case, factor, rest):
-    """Only proportions matter, and capacity that no multiple fills is of no use."""
-    lengths, capacity = case
-    more = min(rest, factor - 1) if algorithm not in ("modified_first_fit_decreasing", "auto") else 0
-
-    scaled = pack([n * factor for n in lengths], capacity=capacity * factor + more, algorithm=algorithm)
-
-    assert pack(lengths, capacity=capacity, algorithm=algorithm) == scaled
-
-
 @pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if hasattr(references, name)])
 # Two bins have room for two small samples, which are three.
 @example(case=([35, 35, 11, 11, 11], 60), seed=0)

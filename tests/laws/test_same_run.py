@@ -34,6 +34,7 @@ from packplan.core.config.run import (
 )
 from packplan.core.errors import RankDifference
 from packplan.core.fingerprint import Fingerprint, RunIdentity
+from tests.laws.test_keys import changed
 
 values = st.dictionaries(st.sampled_from("abcdef"), st.sampled_from(["1", "2", "true"]), max_size=6)
 runs_of_ranks = st.lists(values, min_size=1, max_size=5)
@@ -61,12 +62,12 @@ def test_the_keys_that_differ_are_named_each_with_the_value_of_every_rank(runs):
 def identity(**training) -> RunIdentity:
     """Identity of `RUN` with other keys of `training.`, of ours and of the trainer."""
     ours = {name: training.pop(name) for name in [*training] if name in attrs.fields_dict(TrainingConfig)}
-    changed = attrs.evolve(RUN.training, **ours, trainer=training)
-    return run_identity(attrs.evolve(RUN, training=changed), files={}, model={"model.model config.json": "a1"})
+    run = attrs.evolve(RUN, training=attrs.evolve(RUN.training, **ours, trainer=training))
+    return run_identity(run, files={}, model={"model.model config.json": "a1"})
 
 
 @pytest.mark.parametrize(
-    ("changed", "refused", "told"),
+    ("keys", "refused", "told"),
     [
         ({"loss_reduction": "sample"}, True, False), ({"warmup_ratio": 0.1}, True, False),
         ({"optim": "sgd"}, True, False),
@@ -78,9 +79,9 @@ def identity(**training) -> RunIdentity:
     ],
     ids=str,
 )  # fmt: skip
-def test_a_changed_setting_is_refused_or_told_or_decides_no_step(changed, refused, told):
+def test_a_changed_setting_is_refused_or_told_or_decides_no_step(keys, refused, told):
     """By the table of the page, which names each that is refused."""
-    then, now = identity(), identity(**changed)
+    then, now = identity(), identity(**keys)
 
     assert (refused, told) == (then.fixed != now.fixed, then.told != now.told)
     page = Path("docs/training.md").read_text()
@@ -89,12 +90,6 @@ def test_a_changed_setting_is_refused_or_told_or_decides_no_step(changed, refuse
     assert {*names} == {"loss_reduction", *re.findall(r"`(\w+)`", listed)}, "docs/training.md lists them"
     known = {*json.loads(SFT_KEYS_FILE.read_text())["keys"], *attrs.fields_dict(TrainingConfig)}
     assert known >= FIXED_ARGUMENTS
-
-
-def changed(config, path: str, value: object):
-    """Return a configuration with another value at a path."""
-    name, _, rest = path.partition(".")
-    return attrs.evolve(config, **{name: changed(getattr(config, name), rest, value) if rest else value})
 
 
 def test_a_resumed_run_keeps_samples_weights_and_which_of_them_are_trained():
