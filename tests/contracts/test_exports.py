@@ -167,11 +167,6 @@ def content(path):
     return pytest.importorskip("datasets").load_from_disk(str(path))["train"].to_list()
 
 
-@pytest.fixture
-def short_batches(monkeypatch):
-    monkeypatch.setattr(exports, "BATCH_TOKENS", 1)
-
-
 MEDIA = {"images": ["a.png"], "pixel_values": np.ones((4, 3)), "spans": [[1, 2, 2]], "mels": np.ones(3)}
 
 
@@ -189,9 +184,9 @@ MEDIA = {"images": ["a.png"], "pixel_values": np.ones((4, 3)), "spans": [[1, 2, 
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-@pytest.mark.usefixtures("short_batches")
-def test_what_cannot_be_exported_is_refused(export, rows, order, words, tmp_path):
+def test_what_cannot_be_exported_is_refused(export, rows, order, words, tmp_path, monkeypatch):
     """Rows and orders of other plans, media, padding; of what was written, nothing is left."""
+    monkeypatch.setattr(exports, "BATCH_TOKENS", 1)
     with pytest.raises((ArgumentError, StaleError), match=words):
         export(rows, plan_of(ROWS), tmp_path / "packs", order=order)
 

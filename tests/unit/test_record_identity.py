@@ -49,6 +49,7 @@ KEYS = ["tools", "arguments", "parameters", "input", "content", "images", "a"]
     )
 )
 @example({"a": [{"a": TEXTS[1]}]})
+@example({"tools": [{"b": 1, "a": 2}]})
 def test_a_digest_is_that_of_the_canonical_form_whatever_the_shortcut(record):
     """With long texts, images, nulls, and objects that count as they are written, anywhere."""
     text = json.dumps(canonical(record), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
