@@ -184,7 +184,7 @@ MEDIA = {"images": ["a.png"], "pixel_values": np.ones((4, 3)), "spans": [[1, 2, 
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_what_cannot_be_exported_is_refused(export, rows, order, words, tmp_path, monkeypatch):
+def test_what_cannot_be_exported_is_refused(*, export, rows, order, words, tmp_path, monkeypatch):
     """Rows and orders of other plans, media, padding; of what was written, nothing is left."""
     monkeypatch.setattr(exports, "BATCH_TOKENS", 1)
     with pytest.raises((ArgumentError, StaleError), match=words):
