@@ -4,6 +4,10 @@ Mixins for trainers that follow the schedule of a plan; `insert_base_class` adds
 `FollowsSchedule` fits every trainer of transformers, TRL, ms-swift and `packplan sft`: steps,
 epochs, checked batches, resumed runs. `EvaluatesPacks` makes the evaluation loss the mean over
 tokens. `ServesPacks` adds loaders of packs, for trainers of other projects.
+
+A mixin stands before the class of the trainer, so its `super()` is the trainer's own method: of
+transformers, unless TRL or ms-swift has another. `adapters/trainer/trainer.py` has the order of
+classes of `packplan sft`.
 """
 
 import logging
@@ -100,10 +104,15 @@ class FollowsSchedule:
         return self.follower.schedule
 
     def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
-        """Train from the start, or from the progress of a checkpoint."""
+        """
+        Train from the start, or from the progress of the checkpoint that `train` was given.
+
+        The trainer's loop calls the next four methods in turn: two before the first epoch, one for
+        each epoch, and one for each step of it.
+        """
         folder = options.get("resume_from_checkpoint")
         if folder is None:
-            self.follower.restart()
+            self.follower.restart()  # at its start already, unless this trainer has trained before
         else:
             self.follower.load_state_dict(read_saved_progress(Path(folder)))
         self._progress.step = self.schedule.start.step

@@ -14,7 +14,7 @@ import attrs
 from packplan.adapters.trainer_state import read_state, require_step
 from packplan.core.errors import ArgumentError, CorruptArtefactError, StaleError, counted
 from packplan.core.fingerprint import NO_IDENTITY, RunIdentity, from_plain, seal, to_plain, unseal
-from packplan.core.schedule import DAMAGED_STATE_REMEDY, EpochSchedule, Progress, ResumeState
+from packplan.core.schedule import DAMAGED_STATE_REMEDY, EpochSchedule, ResumeState
 
 _SAVED = "the saved progress"
 """Name of a state of `PackBatches` in error messages."""
@@ -68,18 +68,13 @@ class PackBatches:
         self.reschedule(schedule)
 
     def reschedule(self, schedule: EpochSchedule) -> None:
-        """Serve *schedule*, another one of the same plan, from its start."""
-        self._full_schedule = schedule
-        self.restart()
+        """Serve *schedule*, of the same plan and ranks, from its start, now and after `restart`."""
+        self._given = self.schedule = schedule
+        self.set_epoch(schedule.start.epoch)
 
     def restart(self) -> None:
-        """Serve the schedule from its start."""
-        self._serve_from(self._full_schedule.start)
-
-    def _serve_from(self, start: Progress) -> None:
-        """Serve the schedule from the progress *start*."""
-        self.schedule = attrs.evolve(self._full_schedule, start=start)
-        self.set_epoch(start.epoch)
+        """Forget what was served and loaded: serve the given schedule from its start again."""
+        self.reschedule(self._given)
 
     def set_epoch(self, epoch: int) -> None:
         """Yield *epoch* next, from its start or from the loaded progress within it."""
@@ -128,9 +123,11 @@ class PackBatches:
             raise CorruptArtefactError(_SAVED, str(error), DAMAGED_STATE_REMEDY) from error
         if differences := then.differences(self.state):
             raise StaleError.plan(_SAVED, differences)
-        if (fault := attrs.evolve(self._full_schedule, start=then.progress).start_fault()) is not None:
+        resumed = attrs.evolve(self._given, start=then.progress)
+        if (fault := resumed.start_fault()) is not None:
             raise CorruptArtefactError(_SAVED, fault, DAMAGED_STATE_REMEDY)
-        self._serve_from(then.progress)
+        self.schedule = resumed
+        self.set_epoch(resumed.start.epoch)
 
 
 class EvalBatches:

@@ -11,14 +11,20 @@ It adds fixes without which training goes wrong silently:
 - a clean end on SIGTERM
 - an end before saving, once a loss, gradient or weight is not finite
 
-With a plan, the packs of a step pass these methods:
+With a plan, the packs of a step pass these methods, from top to bottom. The classes of a
+`PlanTrainer` stand in this order, in which `super()` looks for the next method: `PlanTrainer`,
+`FollowsSchedule`, `CheckedTrainer`, `EvaluatesPacks`, then those of ms-swift and of transformers.
 
 | method | class | does |
 |---|---|---|
 | `train` | `CheckedTrainer` | names lost processes of loaders |
 | `_inner_training_loop` | `FollowsSchedule` | starts, or goes on from a checkpoint |
 | `get_train_dataloader` | `PlanTrainer` | serves `PackedDataset` in the order of `PackBatches` |
+| `set_initial_training_values` | `FollowsSchedule` | counts steps and epochs by the schedule |
+| `_init_training_state` | `FollowsSchedule` | returns the epoch at which the schedule starts |
+| `_run_epoch` | `PlanTrainer` | makes the statistics of the epoch, for the log |
 | `_run_epoch` | `FollowsSchedule` | trains what is left of the epoch |
+| `__iter__` | `PackLoader` | raises the errors of samples, which came as values |
 | `get_batch_samples` | `FollowsSchedule` | compares the batches of a step with the schedule |
 | `_get_num_items_in_batch` | `CheckedTrainer` | sums the weights of a step's tokens over ranks |
 | `training_step` | `CheckedTrainer` | adds up the loss, for the check that it is finite |
