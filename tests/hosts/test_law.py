@@ -46,8 +46,6 @@ ROWS = rows_of("qwen2")
 
 PLAN = pp.plan([len(row["input_ids"]) for row in ROWS], PACKING_LENGTH)
 
-OTHER_PLAN = pp.plan(PLAN.lengths, 2 * PACKING_LENGTH)
-
 
 class Streamed(IterableDataset):
     """Rows one after the other, without a number."""
@@ -61,21 +59,21 @@ def trainer_with(out, rows=ROWS, host="transformers", model=None, **settings):
     return trainer_of(cell_of(host, "qwen2"), model or model_of("qwen2", "packplan"), rows, out, **settings)
 
 
-def planned(out, rows=ROWS, plan=PLAN, *, eval_plan=None, row_ranks=1, **given):
+def follow_plan(out, rows=ROWS, plan=PLAN, *, eval_plan=None, row_ranks=1, **given):
     """Return a trainer that follows a plan."""
     trainer = trainer_with(out, rows, **given)
     use_plan(trainer, plan, eval_plan=eval_plan, sequence_parallel_size=row_ranks)
     return trainer
 
 
-def longer(out):
+def train_longer_row(out):
     """Train a row that has one more token than planned."""
-    planned(out, [*ROWS[:3], {name: [*ROWS[3][name], 25] for name in ROWS[3]}, *ROWS[4:]])
+    follow_plan(out, [*ROWS[:3], {name: [*ROWS[3][name], 25] for name in ROWS[3]}, *ROWS[4:]])
 
 
-def served_by(out, change):
+def train_by_other_loader(out, change):
     """Train by a loader that somebody put in the place of the plan's."""
-    trainer = planned(out, num_train_epochs=1)
+    trainer = follow_plan(out, num_train_epochs=1)
     loader = trainer.get_train_dataloader()
     batches = change(loader.batch_sampler.schedule.batches(0, rank=0))
     other = DataLoader(loader.dataset, batch_sampler=batches, collate_fn=loader.collate_fn)
@@ -83,24 +81,24 @@ def served_by(out, change):
     trainer.train()
 
 
-def without_plan(out):
+def resume_without_plan(out):
     """Resume a plan from a checkpoint that was trained without one."""
     trainer = trainer_with(out, max_steps=1, save_strategy="steps", save_steps=1)
     trainer.data_collator = lambda _: dict.fromkeys(("input_ids", "labels"), torch.tensor([[20, 21]]))
     trainer.train()
-    planned(out).train(resume_from_checkpoint=True)
+    follow_plan(out).train(resume_from_checkpoint=True)
 
 
-def resumed(out, *given, damaged=False, **settings):
+def resume_changed(out, *given, damaged=False, **settings):
     """Train a step, and resume with other rows, plan or settings, or another digit of the state."""
-    planned(out, max_steps=1, save_strategy="steps", save_steps=1).train()
+    follow_plan(out, max_steps=1, save_strategy="steps", save_steps=1).train()
     state = out / "checkpoint-1" / "trainer_state.json"
     if damaged:
         state.write_text(state.read_text().replace('"global_step": 1', '"global_step": 2'))
-    planned(out, *given, **settings).train(resume_from_checkpoint=True)
+    follow_plan(out, *given, **settings).train(resume_from_checkpoint=True)
 
 
-def launched(out):
+def start_two_processes(out):
     """Train in one of two processes, neither of which knows of the other."""
     trainer = trainer_with(out)
     with pytest.MonkeyPatch.context() as patch:
@@ -108,27 +106,27 @@ def launched(out):
         use_plan(trainer, PLAN)
 
 
-def leaking(out):
+def plan_leaking_model(out):
     """Train a model of a family whose attention ignores where samples begin."""
     config = AutoConfig.for_model("bloom", vocab_size=300, hidden_size=32, n_layer=2, n_head=4)
-    planned(out, model=AutoModelForCausalLM.from_config(config))
+    follow_plan(out, model=AutoModelForCausalLM.from_config(config))
 
 
 REFUSED = {
-    "include_for_metrics": (ArgumentError, partial(planned, include_for_metrics=["inputs"])),
-    "train_sampling_strategy": (ArgumentError, partial(planned, train_sampling_strategy="group_by_length")),
-    "packing is set": (ArgumentError, partial(planned, host="trl", packing=True)),
-    "2 processes": (ArgumentError, launched),
-    "already": (ArgumentError, lambda out: use_plan(planned(out), PLAN)),
-    "Streamed": (ArgumentError, partial(planned, rows=Streamed(), max_steps=1)),
-    "27 samples.* 1 rows": (ArgumentError, partial(planned, eval_dataset={"a": ROWS}, eval_plan=PLAN)),
-    "evaluation has no plan": (ArgumentError, partial(planned, row_ranks=2)),
-    "sample 3": (StaleError, longer),
-    "bloom": (ModelError, leaking),
-    "is pack 0,": (MismatchError, partial(served_by, change=sorted)),
-    "is pack None,": (MismatchError, partial(served_by, change=lambda batches: batches[:-2])),
-    "progress of a plan": (ArgumentError, without_plan),
-    "is damaged": (CorruptArtefactError, partial(resumed, damaged=True)),
+    "include_for_metrics": (ArgumentError, partial(follow_plan, include_for_metrics=["inputs"])),
+    "train_sampling_strategy": (ArgumentError, partial(follow_plan, train_sampling_strategy="group_by_length")),
+    "packing is set": (ArgumentError, partial(follow_plan, host="trl", packing=True)),
+    "2 processes": (ArgumentError, start_two_processes),
+    "already": (ArgumentError, lambda out: use_plan(follow_plan(out), PLAN)),
+    "Streamed": (ArgumentError, partial(follow_plan, rows=Streamed(), max_steps=1)),
+    "27 samples.* 1 rows": (ArgumentError, partial(follow_plan, eval_dataset={"a": ROWS}, eval_plan=PLAN)),
+    "evaluation has no plan": (ArgumentError, partial(follow_plan, row_ranks=2)),
+    "sample 3": (StaleError, train_longer_row),
+    "bloom": (ModelError, plan_leaking_model),
+    "is pack 0,": (MismatchError, partial(train_by_other_loader, change=sorted)),
+    "is pack None,": (MismatchError, partial(train_by_other_loader, change=lambda batches: batches[:-2])),
+    "progress of a plan": (ArgumentError, resume_without_plan),
+    "is damaged": (CorruptArtefactError, partial(resume_changed, damaged=True)),
 }
 """Key of the message -> class, and what is done."""
 
@@ -149,17 +147,17 @@ def test_no_run_goes_on_with_another_one(tmp_path):
     rows[first], rows[second] = rows[second], rows[first]
 
     with pytest.raises(StaleError) as raised:
-        resumed(tmp_path, rows, OTHER_PLAN, optim="adamw_torch")
+        resume_changed(tmp_path, rows, pp.plan(lengths, 2 * PACKING_LENGTH), optim="adamw_torch")
 
     assert {"plan", "data", "optim"} <= {one.key for one in raised.value.details["differences"]}
 
 
-def learned_of(trainer):
+def count_learned(trainer):
     """Return the supervised tokens of an epoch of a trainer."""
     return sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in trainer.get_train_dataloader())
 
 
-def last_tokens(rows):
+def collate_last_tokens(rows):
     """Collate padded rows that learn their last token alone."""
     width = 8 * -(-max(len(row["input_ids"]) for row in rows) // 8)
     ids = torch.tensor([row["input_ids"] + [0] * (width - len(row["input_ids"])) for row in rows])
@@ -171,21 +169,21 @@ def last_tokens(rows):
 def test_the_collator_says_what_is_learned(tmp_path):
     """One's own, and TRL's, which is told not to use a mask of completions."""
     trainer = trainer_with(tmp_path)
-    trainer.data_collator = last_tokens
+    trainer.data_collator = collate_last_tokens
     use_plan(trainer, PLAN)
-    assert sum(PLAN.lengths > 1) == learned_of(trainer)
+    assert sum(PLAN.lengths > 1) == count_learned(trainer)
 
     rows = [row | {"labels": row["input_ids"], "completion_mask": [0] * len(row["input_ids"])} for row in ROWS]
     trainer = trainer_with(tmp_path, rows, "trl", completion_only_loss=False, pad_to_multiple_of=8)
-    alone = learned_of(trainer)
+    alone = count_learned(trainer)
     use_plan(trainer, PLAN)
-    assert alone == learned_of(trainer) > 0
+    assert alone == count_learned(trainer) > 0
 
 
 def test_an_evaluation_without_anything_to_learn_has_no_loss(tmp_path):
     untaught = [row | {"labels": [-100] * len(row["input_ids"])} for row in ROWS]
 
-    found = planned(tmp_path, eval_dataset=untaught, eval_plan=PLAN).evaluate()
+    found = follow_plan(tmp_path, eval_dataset=untaught, eval_plan=PLAN).evaluate()
 
     assert {"eval_runtime"} == {"eval_loss", "eval_runtime"} & found.keys()
 
