@@ -217,8 +217,8 @@ def train(rank: int, cell: Cell, out: Path) -> None:
         assert apart(watch.steps[number], due.gradients) < FLOAT32
     alone.load_state_dict(trainer.model.state_dict())
     with torch.no_grad():
-        due = float(torch.cat([token_losses(alone, row) for row in rows]).mean())
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(due, rel=FLOAT32)
+        mean = torch.cat([token_losses(alone, row) for row in rows]).mean()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(float(mean), rel=FLOAT32)
     (out / f"held{rank}").touch()
 
 

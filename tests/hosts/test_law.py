@@ -1,7 +1,7 @@
 """Plans in trainers of transformers and TRL: steps, and what is refused; see `make test-hosts`."""
 
 import re
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -10,7 +10,7 @@ import pytest
 import packplan as pp
 from packplan.adapters.hf import following, training
 from packplan.core.errors import ArgumentError, CorruptArtefactError, MismatchError, ModelError, StaleError
-from packplan.hf import use_plan
+from packplan.hf import unpad, use_plan
 from tests.hosts.law import CELLS, PACKING_LENGTH, cell_of, model_of, rows_of, trainer_of
 from tests.hosts.pages import PAGES
 
@@ -54,9 +54,16 @@ class Streamed(IterableDataset):
         return iter(ROWS)
 
 
+@cache
+def probed_model():
+    """Return a model for all trainers, since a probe takes as long as the rest of a case."""
+    unpad(model := model_of("qwen2", "packplan"), logits=False)
+    return model
+
+
 def trainer_with(out, rows=ROWS, host="transformers", model=None, **settings):
     """Return a trainer with these rows and settings."""
-    return trainer_of(cell_of(host, "qwen2"), model or model_of("qwen2", "packplan"), rows, out, **settings)
+    return trainer_of(cell_of(host, "qwen2"), model or probed_model(), rows, out, **settings)
 
 
 def follow_plan(out, rows=ROWS, plan=PLAN, *, eval_plan=None, row_ranks=1, **given):
