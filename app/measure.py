@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
         split = open_splits(config)["train"]
         split.name = "data"
         if output.exists():
-            split.known = length_tables.open_table(output, split.source, key="--output")
+            split.known = length_tables.open_known_lengths(output, split.source, key="--output")
         ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
         ranks.build_on_rank_zero(split.stores.lock, partial(_write_table, split, output))
 

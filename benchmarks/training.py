@@ -1,5 +1,6 @@
 """Epochs of a process that trains one way, for `benchmarks.train`; loads torch and ms-swift."""
 
+import copy
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -47,8 +48,10 @@ class Encoded:
     """Samples that were encoded beforehand; each is compared with the plan when it is fetched."""
 
     def __init__(self, samples: SwiftEncoder) -> None:
-        self._samples = samples
         self._encoded = [samples.encode(index) for index in range(len(samples))]
+        kept: Any = copy.copy(samples)
+        kept.encode = lambda index: dict(self._encoded[index])  # the collator adds to a sample
+        self._samples = kept
 
     @property
     def lengths(self) -> list[int]:
@@ -63,8 +66,8 @@ class Encoded:
 
     def encode_planned(self, index: int, planned: Table) -> dict[str, Any]:
         """Return sample *index*; StaleError if it is not the planned one."""
-        # The collator adds to a sample.
-        return self._samples.require_planned(index, dict(self._encoded[index]), planned)
+        found: dict[str, Any] = self._samples.encode_planned(index, planned)
+        return found
 
 
 class EpochClock(TrainerCallback):

@@ -353,7 +353,7 @@ def _vision_row(folder: Path, name: str, scenes: Path, sizes: Path) -> VisionRow
     return VisionRow(
         family=name,
         template=template,
-        headers=samples.shortcut.image_costs is not None,
+        headers=samples.image_costs is not None,
         equality=max(verdict.worst.value for verdict in compared),
         failed=(
             *(() if all(equal) else ("lengths",)),

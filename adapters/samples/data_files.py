@@ -17,13 +17,7 @@ from packplan.adapters.samples.downloads import remote_origin
 from packplan.adapters.samples.formats.arrow_rows import ArrowFile, is_arrow_folder, list_arrow_files
 from packplan.adapters.samples.formats.lines import LinesFile
 from packplan.adapters.samples.formats.record_file import RecordFile
-from packplan.adapters.samples.formats.rewriting import (
-    DELIMITERS,
-    PARQUET,
-    copy_fault,
-    make_copy,
-    read_head,
-)
+from packplan.adapters.samples.formats.rewriting import DELIMITERS, PARQUET, copy_fault, make_copy, read_head
 from packplan.core.errors import DataSetError
 from packplan.core.samples.urls import is_url, mask_credentials, url_fault
 

@@ -11,22 +11,17 @@ from typing import Any
 
 import attrs
 import PIL.Image
+import torch
 from swift.template import Template
 
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.data_files import copy_faults, open_records, source_names
 from packplan.adapters.samples.data_set import read_messages
 from packplan.adapters.samples.downloads import MediaCache, fetch_medium
-from packplan.adapters.samples.media import IMAGES, VIDEOS, ImageTokens, drop_partial_masks, measure_encoded
+from packplan.adapters.samples.media import IMAGES, VIDEOS, ImageTokens, measure_encoded, without_truncation
 from packplan.adapters.samples.media_files import VideoFacts, image_facts, read_size, video_facts
 from packplan.adapters.samples.media_lengths import VideoCosts, shrink_size
-from packplan.adapters.samples.video_reading import (
-    Sampling,
-    decode_fault,
-    reader_fault,
-    reads_videos,
-    video_sampling,
-)
+from packplan.adapters.samples.video_reading import Sampling, decode_fault, reader_fault, reads_videos, video_sampling
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import RecordError, StaleError, counted
@@ -52,7 +47,7 @@ class SwiftEncoder:
     Encodes records as samples, by ms-swift's template.
 
     Attributes:
-        records_per_sample: 2 if a sample is a pair of records, such as chosen and rejected; else 1.
+        records_per_sample: 1; for a command's pairs, such as chosen and rejected, 2.
     """
 
     records_per_sample = 1
@@ -168,12 +163,6 @@ class SwiftEncoder:
         with contextlib.suppress(RecordError):
             self.read(index)
 
-    def full_encode_reason(self, _: dict[str, Any]) -> str | None:
-        """
-        Return the reason to encode a sample in full to measure it; None if the shortcut is enough.
-        """
-        return None
-
     def _refuse_unsupported(self, index: int, sample: dict[str, Any]) -> None:
         """Refuse media, tools or weights that the template or this machine does not support."""
         name = self.template.template_meta.template_type
@@ -263,7 +252,7 @@ class SwiftEncoder:
             sample = {**sample, "images": to_swift_images(images)}
         with self.name_encode_errors(index):
             encoded = dict(self.template.encode(sample, return_length=True))
-        drop_partial_masks(encoded)
+        _drop_partial_masks(encoded)
         encoded[IMAGES.count_key] = len(sample.get("images", ()))
         encoded[VIDEOS.count_key] = len(sample.get("videos", ()))
         return self._drop_uniform_weights(index, encoded)
@@ -351,6 +340,30 @@ class SwiftEncoder:
         """
         return RecordError(str(self.records.location(index)), reason, remedy)
 
+    @property
+    def truncates_to(self) -> int | None:
+        """
+        Most tokens that a sample keeps; None, the default, unless `template.truncation_strategy` is
+        left or right.
+        """
+        limit: int | None = self.template.max_length
+        return limit
+
+    def measure(self, index: int) -> Measurement:
+        """
+        Encode record *index* in full and measure it; RecordError if it cannot become a sample.
+
+        A sample above the limit of a template that truncates is encoded a second time. Whether it
+        is truncated, or happens to fit exactly, shows only without the limit.
+        """
+        with without_truncation(self.template):
+            whole = self.measure_sample(index, self.encode(index))
+        if self.truncates_to is None or whole.length <= self.truncates_to:
+            return whole
+        # A row of several sequences may be longer than each may be.
+        kept = self.measure_sample(index, self.encode(index))
+        return attrs.evolve(kept, cut=kept.length < whole.length)
+
     def measure_sample(self, index: int, encoded: dict[str, Any]) -> Measurement:
         """Measure an encoded sample; RecordError if its media tokens do not match its media."""
         counts = {"images": encoded[IMAGES.count_key], "videos": encoded[VIDEOS.count_key]}
@@ -376,24 +389,27 @@ class SwiftEncoder:
 
     def encode_planned(self, index: int, planned: Table) -> dict[str, Any]:
         """
-        Encode sample *index*; StaleError if its measurement differs from that in *planned*.
-        """
-        return self.require_planned(index, self.encode(index), planned)
-
-    def require_planned(self, index: int, encoded: dict[str, Any], planned: Table) -> dict[str, Any]:
-        """
-        Return *encoded* unchanged; StaleError if its measurement differs from the planned one.
+        Encode sample *index*; StaleError if its measurement differs from the planned one.
 
         Args:
             index: Index of the sample.
-            encoded: Sample as the template encoded it.
             planned: Measurements that the plan is made of; int32, shape (num_records, num_columns).
         """
-        expected = from_row(planned, index)
+        expected, encoded = from_row(planned, index), self.encode(index)
         found = attrs.evolve(self.measure_sample(index, encoded), cut=expected.cut)
         if differences := expected.differences(found):
             raise StaleError.sample(index, str(self.records.location(index)), differences)
         return encoded
+
+
+def _drop_partial_masks(encoded: dict[str, Any]) -> None:
+    """
+    Remove in place masks and token types that are not as long as the tokens: some templates make
+    them for a part of the tokens, and the model would apply them to the whole sample.
+    """
+    for key in ("attention_mask", "mm_token_type_ids", "token_type_ids"):
+        if isinstance(held := encoded.get(key), torch.Tensor) and held.numel() != len(encoded["input_ids"]):
+            del encoded[key]
 
 
 def to_swift_images(images: Iterable[Image]) -> list[Any]:

@@ -1,13 +1,19 @@
-"""Measures all samples of an encoder in several processes, as the input of plans."""
+"""
+Measures the samples of an encoder, as the input of plans.
+
+`measure_many` is read from top to bottom, for a batch in this process: read a record, split its
+texts into pieces, count the pieces of the batch at once (`shortcut.py`), and encode in full what is
+left. Worker processes and the worker of a torch loader, at the end, do the same.
+"""
 
 import gc
-import hashlib
+import logging
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from functools import partial
-from pathlib import Path
+from functools import cache, cached_property, partial
 from typing import Any
 
 import attrs
@@ -15,59 +21,42 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from packplan.adapters.model_folder import PROCESSING_FILES
 from packplan.adapters.processes import end_with_parent, keep_ctrl_c, name_lost_processes, open_pool
 from packplan.adapters.samples.data_set import absolute_folder
 from packplan.adapters.samples.encoder import SwiftEncoder
-from packplan.adapters.samples.media import without_truncation
-from packplan.adapters.samples.shortcut import ShortcutMeasurer
-from packplan.adapters.samples.template import swift_types
-from packplan.adapters.versions import installed_version
-from packplan.core.config.identity import configured_inputs
+from packplan.adapters.samples.media_files import VideoFacts
+from packplan.adapters.samples.media_lengths import ImageCosts, prove_image_costs
+from packplan.adapters.samples.shortcut import PieceCounter, SplitSample, prove_pieces
+from packplan.adapters.samples.template import length_inputs
+from packplan.adapters.samples.video_reading import reads_videos
 from packplan.core.errors import RecordError
-from packplan.core.fingerprint import Fingerprint, Value
+from packplan.core.fingerprint import Fingerprint
 from packplan.core.samples.identity import DIGEST_BYTES
-from packplan.core.samples.tables import NOTHING, MeasuredSample, Measurement, MediaFacts, RecordOutcome
+from packplan.core.samples.tables import (
+    NOTHING,
+    MeasuredSample,
+    Measurement,
+    MediaFacts,
+    RecordOutcome,
+    ShortcutError,
+    to_row,
+)
 
 MeasuredBatch = tuple[range, list[RecordOutcome], bytes]
 """Indices of records, outcomes of their samples, and joined digests of records (0: unknown)."""
 
-_PROCESSING_PACKAGES = ("ms-swift", "transformers", "tokenizers", "qwen_vl_utils", "pillow", "torchvision")
+log = logging.getLogger(__name__)
 
-PROCESSING_VARIABLES = (
-    "MAX_PIXELS",
-    "MIN_PIXELS",
-    "IMAGE_FACTOR",
-    "IMAGE_MAX_TOKEN_NUM",
-    "IMAGE_MIN_TOKEN_NUM",
-    "MAX_RATIO",
-    "SPATIAL_MERGE_SIZE",
-    "INPUT_SIZE",
-    "MAX_NUM",
-    "MAX_SLICE_NUMS",
-    "DOWNSAMPLE_MODE",
-    "QWENVL_BBOX_FORMAT",
-    "ENABLE_THINKING",
-    "PRESERVE_THINKING",
-    "FPS",
-    "FPS_MIN_FRAMES",
-    "FPS_MAX_FRAMES",
-    "FRAME_FACTOR",
-    "VIDEO_MIN_PIXELS",
-    "VIDEO_MAX_PIXELS",
-    "VIDEO_TOTAL_PIXELS",
-    "VIDEO_MIN_TOKEN_NUM",
-    "VIDEO_MAX_TOKEN_NUM",
-    "MODEL_SEQ_LEN",
-    "FORCE_QWENVL_VIDEO_READER",
-)
-"""Environment variables that ms-swift and qwen_vl_utils read while encoding text and media."""
+_log_info_once = cache(log.info)
 
-MEASURING_VERSION = 4
-"""
-Version of this project's rules that decide lengths, from records to messages and from image
-headers to patches. Raise it with each change of a length.
-"""
+AUDITED_ONE_IN = 512
+"""One of so many samples is also encoded in full, to check the shortcut."""
+
+_MAX_AUDITED_KINDS = 64
+"""Most kinds of samples of which a process also encodes the first one in full."""
+
+_TEMPLATE_MARKS = re.compile(r"<\|\w+\|>|</?think>|<(?:image|video|audio|bbox|ref-object|cot-process|start-image)>")
+"""Marks in a text that a template may treat specially: special tokens, thoughts, media tags."""
 
 AT_ONCE = 32
 """Samples that a process measures at once."""
@@ -82,10 +71,35 @@ _LOADER_TIMEOUT_S = 600.0
 """Seconds after which a loader's worker that returns no sample counts as stuck."""
 
 
+IN_FULL: tuple[None, Measurement] = (None, NOTHING)
+"""Result of `_split` for a sample that has to be encoded in full."""
+
+
+@attrs.frozen
+class _ReadSample:
+    """Sample that was read and not yet measured, with the facts of its media."""
+
+    index: int
+    sample: dict[str, Any]
+
+    facts: tuple[MediaFacts, ...]
+    """Facts of the images, then of the videos."""
+
+    split: SplitSample | None = None
+    """Pieces of the sample, with stand-ins for its media; None if it has to be encoded in full."""
+
+    media: Measurement = NOTHING
+    """Cost of the media, less the cost of their stand-ins."""
+
+
 class SwiftMeasurer:
     """
-    A `core.ports.LengthSource` over the samples of an encoder. A sample of several records, such as
-    a pair, is measured as their sum.
+    A `core.ports.LengthSource` over the samples of an encoder.
+
+    It measures by the shortcut, the texts and the headers of media, and encodes in full what that
+    does not cover. Of the other samples, some are also encoded in full and compared: the first of
+    each kind in each process, and one in `AUDITED_ONE_IN` of those without videos, since decoding a
+    video takes as long as counting hundreds.
     """
 
     pool_start_s = 1.0
@@ -103,68 +117,38 @@ class SwiftMeasurer:
                 process measures.
         """
         self._encoder = encoder
-        self.shortcut = ShortcutMeasurer(encoder, in_full=self._measure_record)
         self._workers = min(workers, os.cpu_count() or 1)
+        self._audited_kinds: set[object] = set()
 
     def __len__(self) -> int:
-        return len(self._encoder) // self._encoder.records_per_sample
+        return len(self._encoder)
 
     def fingerprint(self) -> Fingerprint:
         """Return all inputs that the measurements depend on, except the data."""
-        config = self._encoder.config
-        model_type, template_type = swift_types(config.model, config.template)
-        inputs: dict[str, Value] = {
-            **configured_inputs(config.template, config.custom, packing_length=config.packing_length),
-            "model.model_type": model_type,
-            "template.template": template_type,
-            **({} if config.command is None else config.command.length_inputs()),
-        }
-        folder = Path(config.model.model)
-        for file in sorted({file for pattern in PROCESSING_FILES for file in folder.glob(pattern)}):
-            inputs[f"model.{file.name}.sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
-        inputs["version.measuring"] = MEASURING_VERSION
-        for package in _PROCESSING_PACKAGES:
-            inputs[f"version.{package}"] = installed_version(package)
-        for variable in PROCESSING_VARIABLES:
-            inputs[f"environment.{variable}"] = os.environ.get(variable)
-        return Fingerprint(inputs)
+        return length_inputs(self._encoder.config)
 
     def data_digest(self, count: int, *, without: Sequence[int] = ()) -> str:
         """Return the digest of the first *count* samples except those at the indices *without*."""
-        left = [part for index in without for part in self._record_indices(index)]
-        return self._encoder.records.digest(count * self._encoder.records_per_sample, without=left)
+        return self._encoder.records.digest(count, without=without)
 
     def identity(self, index: int) -> tuple[str, str]:
         """Return the digest of sample *index*, and the absolute folder of its relative media."""
-        first = index * self._encoder.records_per_sample
-        return self._encoder.records.record_digest(first), absolute_folder(self._encoder.records.folder(first))
-
-    def _record_indices(self, index: int, number: int = 1) -> range:
-        """Return the indices of the records of *number* samples from *index* on."""
-        size = self._encoder.records_per_sample
-        return range(index * size, (index + number) * size)
-
-    def record_lengths(self, index: int) -> list[int]:
-        """Return the tokens of each record of sample *index*; no record of it may be bad."""
-        outcomes, _ = self.shortcut.measure(self._record_indices(index))
-        return [one.measurement.length for one in outcomes if isinstance(one, MeasuredSample)]
+        return self._encoder.records.record_digest(index), absolute_folder(self._encoder.records.folder(index))
 
     def measure(self, index: int) -> Measurement:
-        """Encode and measure sample *index*; see `core.ports`."""
-        return sum(map(self._measure_record, self._record_indices(index)), NOTHING)
+        """Encode sample *index* in full and measure it."""
+        return self._encoder.measure(index)
 
-    def _measure_record(self, index: int) -> Measurement:
-        # Whether a sample is truncated, or happens to fit exactly, shows only without the limit.
-        with without_truncation(self._encoder.template):
-            whole = self._measure_encoded(index)
-        limit = self._encoder.template.max_length
-        if limit is None or whole.length <= limit:
-            return whole
-        found = self._measure_encoded(index)  # a row of several sequences may be longer than each may be
-        return attrs.evolve(found, cut=found.length < whole.length)
-
-    def _measure_encoded(self, index: int) -> Measurement:
-        return self._encoder.measure_sample(index, self._encoder.encode(index))
+    def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
+        """Return the size and digest of each media file of sample *index*; see `LengthSource`."""
+        sample = self._encoder.read(index)
+        facts = self._encoder.image_facts(index, sample.get("images", ()), decode=decode)
+        videos = sample.get("videos", ())
+        if decode:
+            for video in videos:
+                self._encoder.decode_video(index, video)
+        found = (self._encoder.video_facts(index, video) for video in videos)
+        return (*facts, *map(self._encoder.to_media_facts, found))
 
     def measure_many(
         self, indices: Sequence[int], *, in_full: bool, epoch: int | None = None
@@ -176,7 +160,7 @@ class SwiftMeasurer:
         if epoch is not None or not isinstance(indices, range):
             yield from self.measure_in_loader(indices, epoch=epoch or 0)
             return
-        self._encoder.fetch_media(self._record_indices(indices.start, len(indices)))
+        self._encoder.fetch_media(indices)
         size, started = (_TRIED if self._workers > 1 else AT_ONCE), time.perf_counter()
         for done in range(0, len(indices), size):
             if done and self._workers > 1:
@@ -185,6 +169,137 @@ class SwiftMeasurer:
                     yield from self._measure_in_pool(indices[done:], in_full=in_full)
                     return
             yield from self._keep_digests(self.measure_batch(indices[done : done + size], in_full=in_full))
+
+    def measure_batch(self, indices: range, *, in_full: bool) -> MeasuredBatch:
+        """
+        Measure consecutive samples in this process.
+
+        Args:
+            indices: Indices of the samples.
+            in_full: Encode each sample in full, without the shortcut.
+
+        Raises:
+            ShortcutError: An audited sample encodes to another measurement than the shortcut gives.
+        """
+        if in_full:
+            return indices, [self.measure_in_full(index) for index in indices], b""
+        digests = [b""] * len(indices)
+        read: list[_ReadSample | RecordError] = []
+        for place, index in enumerate(indices):
+            try:
+                record, digests[place] = self._encoder.records.read(index)
+                read.append(self._split_record(index, record))
+            except RecordError as error:
+                read.append(error)
+        split = [one.split for one in read if isinstance(one, _ReadSample) and one.split is not None]
+        counted = iter(self._counter.measure(split) if self._counter is not None else ())
+        outcomes = [
+            one if isinstance(one, RecordError) else self._measure_read(one, next(counted) if one.split else None)
+            for one in read
+        ]
+        return indices, outcomes, b"".join(digest or bytes(DIGEST_BYTES) for digest in digests)
+
+    def _split_record(self, index: int, record: object) -> _ReadSample:
+        """
+        Convert a record into a sample, read its media's headers, and split its texts into pieces;
+        RecordError if it cannot become a sample.
+        """
+        encoder = self._encoder
+        sample = encoder.to_sample(index, record)
+        images = encoder.image_facts(index, sample.get("images", ()))
+        videos = [encoder.video_facts(index, video) for video in sample.get("videos", ())]
+        facts = (*images, *map(encoder.to_media_facts, videos))
+        return _ReadSample(index, sample, facts, *self._split(index, sample, images, videos))
+
+    def _split(
+        self, index: int, sample: dict[str, Any], images: Sequence[MediaFacts], videos: Sequence[VideoFacts]
+    ) -> tuple[SplitSample | None, Measurement]:
+        """
+        Split a sample into pieces, with stand-ins for its media; None if it has to be encoded in
+        full. The second value is the cost of its media, less that of the stand-ins.
+        """
+        of_images = self.image_costs if images else None
+        of_videos = self._encoder.video_costs if videos else None
+        is_doubtful = any(one.doubt for one in videos)
+        if is_doubtful or (images and of_images is None) or (videos and of_videos is None):
+            return IN_FULL
+        with self._encoder.records.name_errors(index, "an image cannot be encoded: "):
+            costs = [of_images.extra_cost(one.width, one.height) for one in images] if of_images else []
+        costs += [of_videos.extra_cost(one) for one in videos] if of_videos else []
+        counter, media = self._counter, {"image": len(images), "video": len(videos)}
+        if counter is None or any(number and kind not in counter.stand_ins for kind, number in media.items()):
+            return IN_FULL
+        try:
+            return counter.split(sample, **media), sum(costs, NOTHING)
+        except Exception:  # noqa: BLE001  # whatever the template raises, a full encode says with the record's place
+            return IN_FULL
+
+    def _measure_read(self, one: _ReadSample, counted: Measurement | None) -> RecordOutcome:
+        """
+        Measure a sample that was read, in full or from the counted tokens of its pieces.
+
+        Args:
+            one: Sample to measure.
+            counted: Measurement with stand-ins for its media; None to encode the sample in full.
+
+        Raises:
+            ShortcutError: The sample is audited, and encodes to another measurement.
+        """
+        limit = self._encoder.truncates_to
+        shortcut = None if counted is None else counted + one.media
+        if shortcut is not None and limit is not None and shortcut.length > limit:
+            shortcut = None  # which tokens a truncated sample keeps is the template's to say
+        if shortcut is not None and not self._is_audited(one):
+            return MeasuredSample(shortcut, one.facts)
+        try:
+            encoded = self._encoder.measure(one.index)
+        except RecordError as error:
+            # As a damaged image behind a sound header: which of them are found must not depend on
+            # which are audited.
+            return error if shortcut is None else MeasuredSample(shortcut, one.facts)
+        if shortcut is not None and encoded != shortcut:
+            raise ShortcutError(str(self._encoder.records.location(one.index)), to_row(shortcut), to_row(encoded))
+        return MeasuredSample(encoded, one.facts)
+
+    def _is_audited(self, one: _ReadSample) -> bool:
+        """Return whether to check the shortcut on this sample by a full encode."""
+        kind = _sample_kind(one.sample)
+        if kind not in self._audited_kinds and len(self._audited_kinds) < _MAX_AUDITED_KINDS:
+            self._audited_kinds.add(kind)
+            return True
+        return one.index % AUDITED_ONE_IN == 0 and "videos" not in one.sample
+
+    def measure_in_full(self, index: int) -> RecordOutcome:
+        """Measure sample *index* by a full encode; a bad record's error is returned, not raised."""
+        try:
+            return MeasuredSample(self.measure(index), self.media_facts(index))
+        except RecordError as error:
+            return error
+
+    @cached_property
+    def _counter(self) -> PieceCounter | None:
+        """Counter of pieces for the encoder's template; None if every sample is encoded in full."""
+        template, tokens = self._encoder.template, self._encoder.image_tokens
+        media = {} if tokens is None else {"image": tokens.token_id}
+        if tokens is not None and reads_videos(template):
+            media["video"] = template.video_token_id
+        counter, reason = prove_pieces(template, tokens=media)
+        if counter is None:
+            self._log_once(f"every sample is encoded by itself to be measured: {reason}")
+        return counter
+
+    @cached_property
+    def image_costs(self) -> ImageCosts | None:
+        """Costs of images by their sizes; None if samples with images are encoded in full."""
+        lengths = prove_image_costs(self._encoder.template)
+        if lengths is None:
+            self._log_once("no arithmetic gives the lengths of images, so samples with some are encoded in full")
+        else:
+            self._log_once(f"lengths of images come from their headers, by {lengths.name}")
+        return lengths
+
+    def _log_once(self, text: str) -> None:
+        _log_info_once("%s: %s", self._encoder.template.template_meta.template_type, text)
 
     def _measure_in_pool(self, indices: range, *, in_full: bool) -> Generator[RecordOutcome, None, None]:
         """Yield the outcomes of samples measured in worker processes, a few batches ahead."""
@@ -219,24 +334,6 @@ class SwiftMeasurer:
         self._encoder.records.add_digests(indices, np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES))
         return outcomes
 
-    def measure_batch(self, indices: range, *, in_full: bool) -> MeasuredBatch:
-        """
-        Measure consecutive samples in this process.
-
-        Args:
-            indices: Indices of the samples.
-            in_full: Encode each sample in full, without the shortcut.
-
-        Raises:
-            ShortcutError: A sample encodes to another measurement than the shortcut gives.
-        """
-        if in_full:
-            return indices, [self.measure_in_full(index) for index in indices], b""
-        parts, size = self._record_indices(indices.start, len(indices)), self._encoder.records_per_sample
-        outcomes, digests = self.shortcut.measure(parts)
-        joined = [_join_outcomes(outcomes[place : place + size]) for place in range(0, len(outcomes), size)]
-        return parts, joined, digests
-
     def measure_in_loader(self, indices: Sequence[int], *, epoch: int) -> list[RecordOutcome]:
         """
         Measure samples by full encodes in a worker of a torch DataLoader that *epoch* seeds.
@@ -256,35 +353,19 @@ class SwiftMeasurer:
                 outcomes = iter(loader)
             return list(outcomes)
 
-    def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
-        """Return the size and digest of each media file of sample *index*; see `LengthSource`."""
-        return tuple(fact for part in self._record_indices(index) for fact in self._record_facts(part, decode=decode))
 
-    def _record_facts(self, index: int, *, decode: bool) -> tuple[MediaFacts, ...]:
-        sample = self._encoder.read(index)
-        facts = self._encoder.image_facts(index, sample.get("images", ()), decode=decode)
-        videos = sample.get("videos", ())
-        if decode:
-            for video in videos:
-                self._encoder.decode_video(index, video)
-        found = (self._encoder.video_facts(index, video) for video in videos)
-        return (*facts, *map(self._encoder.to_media_facts, found))
-
-    def measure_in_full(self, index: int) -> RecordOutcome:
-        """Measure sample *index* by a full encode; a bad record's error is returned, not raised."""
-        try:
-            return MeasuredSample(self.measure(index), self.media_facts(index))
-        except RecordError as error:
-            return error
-
-
-def _join_outcomes(parts: Sequence[RecordOutcome]) -> RecordOutcome:
-    """Return the summed measurement of a sample's records, or the error of its first bad record."""
-    samples = [one for one in parts if isinstance(one, MeasuredSample)]
-    if len(samples) < len(parts):
-        return next(one for one in parts if isinstance(one, RecordError))
-    facts = tuple(fact for one in samples for fact in one.media)
-    return MeasuredSample(sum((one.measurement for one in samples), NOTHING), facts)
+def _sample_kind(sample: dict[str, Any]) -> object:
+    """Return a hashable kind: roles, keys and marks that a template may treat specially."""
+    messages = sample["messages"]
+    texts = [text for message in messages if isinstance(text := message["content"], str)]
+    marks = {mark for text in texts if "<" in text for mark in _TEMPLATE_MARKS.findall(text)[:8]}
+    return (
+        tuple((message["role"], *sorted(message.keys() - {"role", "content"})) for message in messages[:4]),
+        min(len(messages), 5),
+        frozenset(sample.keys()),
+        any(text[:1].isspace() or text[-1:].isspace() for text in texts),
+        frozenset(marks),
+    )
 
 
 class _LoaderSamples(Dataset[RecordOutcome]):

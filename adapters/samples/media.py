@@ -75,16 +75,6 @@ VIDEOS = MediaKind("videos", "pixel_values_videos", ("video_grid_thw",), ())
 IMAGES = MediaKind("images", "pixel_values", ("image_grid_thw", "image_grid_hws", "grid_thws"), ("target_sizes",))
 
 
-def drop_partial_masks(encoded: dict[str, Any]) -> None:
-    """
-    Remove in place masks and token types that are not as long as the tokens: some templates make
-    them for a part of the tokens, and the model would apply them to the whole sample.
-    """
-    for key in ("attention_mask", "mm_token_type_ids", "token_type_ids"):
-        if isinstance(held := encoded.get(key), torch.Tensor) and held.numel() != len(encoded["input_ids"]):
-            del encoded[key]
-
-
 def find_patch_size(config: Any) -> int:
     """Return the side of a patch in pixels; 1 if the model's configuration has none."""
     vision = getattr(trained_config(config), "vision_config", None)

@@ -7,6 +7,9 @@ boxes, videos or sound are encoded in full, and so are rows for classifiers, emb
 rerankers. Rows that ms-swift made by splitting long texts are encoded already.
 """
 
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import attrs
@@ -17,10 +20,13 @@ from swift.template.vision_utils import _check_path, load_file
 from packplan.adapters.samples.data_set import FileRecords
 from packplan.adapters.samples.encoder import SwiftEncoder, to_swift_images
 from packplan.adapters.samples.formats.record_file import RecordFile
+from packplan.adapters.samples.measurer import IN_FULL, MeasuredBatch, SwiftMeasurer
 from packplan.adapters.samples.media import IMAGES, VIDEOS, measure_encoded
+from packplan.adapters.samples.shortcut import SplitSample
 from packplan.core.config.run import RunConfig
+from packplan.core.errors import RecordError
 from packplan.core.samples.identity import digest_record
-from packplan.core.samples.tables import DataFile, Measurement, RecordLocation
+from packplan.core.samples.tables import NOTHING, DataFile, MeasuredSample, Measurement, MediaFacts, RecordLocation
 
 _OTHERS = "others"
 """Key of a sample for the fields of a sequence that only a full encode reads."""
@@ -134,6 +140,65 @@ class RowsEncoder(SwiftEncoder):
         """
         found = measure_encoded(self.template, encoded, images=encoded[IMAGES.count_key], videos=0)
         return found if self._kind in {"causal_lm", "split texts"} else attrs.evolve(found, supervised=1)
+
+
+class RowsMeasurer(SwiftMeasurer):
+    """Measures the rows of a command; a pair of sequences measures as their sum."""
+
+    _encoder: RowsEncoder
+
+    def _sequences(self, row: int, number: int = 1) -> range:
+        """Return the indices of the sequences of *number* rows from *row* on."""
+        size = self._encoder.records_per_sample
+        return range(row * size, (row + number) * size)
+
+    def __len__(self) -> int:
+        return len(self._encoder.rows)
+
+    def data_digest(self, count: int, *, without: Sequence[int] = ()) -> str:
+        """Return the digest of the first *count* rows except those at the indices *without*."""
+        left = [sequence for row in without for sequence in self._sequences(row)]
+        return super().data_digest(len(self._sequences(0, count)), without=left)
+
+    def identity(self, index: int) -> tuple[str, str]:
+        """Return the digest of row *index*, and the absolute folder of its relative media."""
+        return super().identity(self._sequences(index).start)
+
+    def measure(self, index: int) -> Measurement:
+        """Encode the sequences of row *index* in full, and sum their measurements."""
+        return sum(map(super().measure, self._sequences(index)), NOTHING)
+
+    def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
+        """Return the size and digest of each media file of row *index*; see `LengthSource`."""
+        facts = partial(super().media_facts, decode=decode)
+        return tuple(chain.from_iterable(map(facts, self._sequences(index))))
+
+    def measure_batch(self, indices: range, *, in_full: bool) -> MeasuredBatch:
+        """Measure consecutive rows in this process; see `SwiftMeasurer`."""
+        sequences = indices if in_full else self._sequences(indices.start, len(indices))
+        done, outcomes, digests = super().measure_batch(sequences, in_full=in_full)
+        by_row = zip(*[iter(outcomes)] * (len(done) // len(indices)), strict=True)
+        return done, [*map(_join_outcomes, by_row)], digests
+
+    def sequence_lengths(self, index: int) -> list[int]:
+        """Return the tokens of each sequence of row *index*, none of which may be bad."""
+        _, outcomes, _ = super().measure_batch(self._sequences(index), in_full=False)
+        return [one.measurement.length for one in outcomes if isinstance(one, MeasuredSample)]
+
+    def _split(self, index: int, sample: dict[str, Any], *media: Any) -> tuple[SplitSample | None, Measurement]:
+        if (reason := self._encoder.full_encode_reason(sample)) is not None:
+            self._log_once(reason)
+            return IN_FULL
+        return super()._split(index, sample, *media)
+
+
+def _join_outcomes(parts: Sequence[MeasuredSample | RecordError]) -> MeasuredSample | RecordError:
+    """Return the summed measurement of a row's sequences, or the error of its first bad one."""
+    samples = [one for one in parts if isinstance(one, MeasuredSample)]
+    if len(samples) < len(parts):
+        return next(one for one in parts if isinstance(one, RecordError))
+    facts = tuple(fact for one in samples for fact in one.media)
+    return MeasuredSample(sum((one.measurement for one in samples), NOTHING), facts)
 
 
 def _locate_image(image: Any) -> Any:

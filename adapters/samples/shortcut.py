@@ -1,15 +1,11 @@
 """
-The shortcut: measurements of many samples at once, without encoding each of them.
+The shortcut: lengths of many samples at once, without encoding each of them.
 
 ms-swift's template splits a sample into pieces of text, each trained or not. The tokenizer counts
 the tokens of the pieces of many samples in one call. Costs of images and videos follow from their
 headers and containers, as differences from stand-ins that are encoded once. Two rules of an encode
 are repeated here: the end of a turn after a trained answer is trained, and the first position is
 not.
-
-Some samples are also encoded in full and compared: the first of each kind of record in each
-process, and one in `AUDITED_ONE_IN` of samples without videos, since decoding a video takes as long
-as counting hundreds.
 """
 
 # ruff: noqa: SLF001  # the template has no public way to ask for its texts
@@ -19,8 +15,7 @@ import inspect
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, cached_property
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -29,34 +24,10 @@ from PIL import Image
 from swift.template import StdTemplateInputs, Template
 from transformers import PreTrainedTokenizerFast
 
-from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.media import DUMMY_SIZE, FRAMES_PER_LAYER, measure_encoded, without_truncation
-from packplan.adapters.samples.media_lengths import ImageCosts, prove_image_costs
-from packplan.adapters.samples.video_reading import reads_videos
-from packplan.core.errors import RecordError
-from packplan.core.samples.identity import DIGEST_BYTES
-from packplan.core.samples.tables import (
-    NOTHING,
-    MeasuredSample,
-    Measurement,
-    MediaFacts,
-    RecordOutcome,
-    ShortcutError,
-    to_row,
-)
+from packplan.core.samples.tables import NOTHING, Measurement
 
 log = logging.getLogger(__name__)
-
-_log_info_once = cache(log.info)
-
-AUDITED_ONE_IN = 512
-"""One of so many samples is also encoded in full, to check the shortcut."""
-
-_MAX_AUDITED_KINDS = 64
-"""Most kinds of samples of which a process also encodes the first one in full."""
-
-_TEMPLATE_MARKS = re.compile(r"<\|\w+\|>|</?think>|<(?:image|video|audio|bbox|ref-object|cot-process|start-image)>")
-"""Marks in a text that a template may treat specially: special tokens, thoughts, media tags."""
 
 _REPLACED = (
     "encode", "_encode_truncated", "_encode_context_list", "_add_dynamic_eos", "_get_length", "_tokenize",
@@ -172,10 +143,9 @@ class PieceCounter:
         """
         texts = [piece.content for sample in samples for piece in sample.pieces if isinstance(piece.content, str)]
         if self._counts_in_batches:
-            tokens = self._tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            tokens = iter(self._tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False))
         else:
             tokens = map(self._template._tokenize, texts)
-        tokens = iter(tokens)
         return [self._measure_pieces(sample, tokens) for sample in samples]
 
     def _measure_pieces(self, sample: SplitSample, tokens: Iterator[Any]) -> Measurement | None:
@@ -293,170 +263,3 @@ def _measure_in_full(template: Template, sample: dict[str, Any], **media: int) -
     with without_truncation(template):
         encoded = template.encode({**sample, **stand_ins}, return_length=True)
     return measure_encoded(template, encoded, images=media.get("image", 0), videos=media.get("video", 0))
-
-
-@attrs.frozen
-class _ReadSample:
-    """Sample that was read and not yet measured, with the facts of its media."""
-
-    index: int
-    sample: dict[str, Any]
-
-    facts: tuple[MediaFacts, ...]
-    """Facts of the images, then of the videos."""
-
-    split: SplitSample | None = None
-    """Pieces of the sample, with stand-ins for its media; None if it has to be encoded in full."""
-
-    media: Measurement = NOTHING
-    """Cost of the media, less the cost of their stand-ins."""
-
-
-class ShortcutMeasurer:
-    """Measures samples of an encoder by the shortcut, and in full where it does not apply."""
-
-    def __init__(self, encoder: SwiftEncoder, *, in_full: Callable[[int], Measurement]) -> None:
-        """
-        Measure the samples of *encoder*.
-
-        Args:
-            encoder: Encoder that reads the samples.
-            in_full: Function that takes a sample's index and measures the sample by a full encode.
-        """
-        self._encoder, self._in_full = encoder, in_full
-        self._audited_kinds: set[object] = set()
-
-    @cached_property
-    def _counter(self) -> PieceCounter | None:
-        """Counter of pieces for the encoder's template; None if every sample is encoded in full."""
-        template, tokens = self._encoder.template, self._encoder.image_tokens
-        media = {} if tokens is None else {"image": tokens.token_id}
-        if tokens is not None and reads_videos(template):
-            media["video"] = template.video_token_id
-        counter, reason = prove_pieces(template, tokens=media)
-        if counter is None:
-            self._log_once(f"every sample is encoded by itself to be measured: {reason}")
-        return counter
-
-    @cached_property
-    def image_costs(self) -> ImageCosts | None:
-        """Costs of images by their sizes; None if samples with images are encoded in full."""
-        lengths = prove_image_costs(self._encoder.template)
-        if lengths is None:
-            self._log_once("no arithmetic gives the lengths of images, so samples with some are encoded in full")
-        else:
-            self._log_once(f"lengths of images come from their headers, by {lengths.name}")
-        return lengths
-
-    def _log_once(self, text: str) -> None:
-        _log_info_once("%s: %s", self._encoder.template.template_meta.template_type, text)
-
-    def measure(self, indices: Sequence[int]) -> tuple[list[RecordOutcome], bytes]:
-        """
-        Measure samples by the shortcut, or in full where it does not apply.
-
-        Returns:
-            Outcome of each sample, and the joined digests of the records, zero where already known
-            or unreadable.
-
-        Raises:
-            ShortcutError: An audited sample encodes to another measurement.
-        """
-        digests = [b""] * len(indices)
-        read: list[_ReadSample | RecordError] = []
-        for place, index in enumerate(indices):
-            try:
-                record, digests[place] = self._encoder.records.read(index)
-                read.append(self._read(index, record))
-            except RecordError as error:
-                read.append(error)
-        split = [one.split for one in read if isinstance(one, _ReadSample) and one.split is not None]
-        counted = iter(self._counter.measure(split) if self._counter is not None else ())
-        outcomes = [
-            one if isinstance(one, RecordError) else self._measure_sample(one, next(counted) if one.split else None)
-            for one in read
-        ]
-        return outcomes, b"".join(digest or bytes(DIGEST_BYTES) for digest in digests)
-
-    def _read(self, index: int, record: object) -> _ReadSample:
-        """
-        Convert a record into a sample with the facts and costs of its media, split into pieces;
-        RecordError if it cannot become a sample.
-        """
-        encoder = self._encoder
-        sample = encoder.to_sample(index, record)
-        images = sample.get("images", ())
-        facts = encoder.image_facts(index, images)
-        videos = [encoder.video_facts(index, video) for video in sample.get("videos", ())]
-        all_facts = (*facts, *map(encoder.to_media_facts, videos))
-        of_images = self.image_costs if images else None
-        of_videos = encoder.video_costs if videos else None
-        if (reason := encoder.full_encode_reason(sample)) is not None:
-            self._log_once(reason)
-        is_doubtful = any(one.doubt for one in videos)
-        if reason or is_doubtful or (images and of_images is None) or (videos and of_videos is None):
-            return _ReadSample(index, sample, all_facts)
-        with encoder.records.name_errors(index, "an image cannot be encoded: "):
-            costs = [of_images.extra_cost(one.width, one.height) for one in facts] if of_images else []
-        costs += [of_videos.extra_cost(one) for one in videos] if of_videos else []
-        split = self._split(sample, image=len(images), video=len(videos))
-        return _ReadSample(index, sample, all_facts, split, sum(costs, NOTHING))
-
-    def _split(self, sample: dict[str, Any], **media: int) -> SplitSample | None:
-        """Split a sample into pieces; return None if it has to be encoded in full."""
-        counter = self._counter
-        if counter is None or any(number and kind not in counter.stand_ins for kind, number in media.items()):
-            return None
-        try:
-            return counter.split(sample, **media)
-        except Exception:  # noqa: BLE001  # whatever the template raises, a full encode says with the record's place
-            return None
-
-    def _measure_sample(self, one: _ReadSample, counted: Measurement | None) -> RecordOutcome:
-        """
-        Measure a sample that was read, in full or from the counted tokens of its pieces.
-
-        Args:
-            one: Sample to measure.
-            counted: Measurement with stand-ins for its media; None to encode the sample in full.
-
-        Raises:
-            ShortcutError: The sample is audited, and encodes to another measurement.
-        """
-        limit = self._encoder.template.max_length
-        shortcut = None if counted is None else counted + one.media
-        if shortcut is not None and limit is not None and shortcut.length > limit:
-            shortcut = None  # which tokens a truncated sample keeps is the template's to say
-        if shortcut is not None and not self._is_audited(one):
-            return MeasuredSample(shortcut, one.facts)
-        try:
-            encoded = self._in_full(one.index)
-        except RecordError as error:
-            # As a damaged image behind a sound header: which of them are found must not depend on
-            # which are audited.
-            return error if shortcut is None else MeasuredSample(shortcut, one.facts)
-        if shortcut is not None and encoded != shortcut:
-            raise ShortcutError(str(self._encoder.records.location(one.index)), to_row(shortcut), to_row(encoded))
-        return MeasuredSample(encoded, one.facts)
-
-    def _is_audited(self, one: _ReadSample) -> bool:
-        """Return whether to check the shortcut on this sample by a full encode."""
-        kind = _sample_kind(one.sample)
-        if kind not in self._audited_kinds and len(self._audited_kinds) < _MAX_AUDITED_KINDS:
-            self._audited_kinds.add(kind)
-            return True
-        return one.index % AUDITED_ONE_IN == 0 and "videos" not in one.sample
-
-
-def _sample_kind(sample: dict[str, Any]) -> object:
-    """Return a hashable kind: roles, keys and marks that a template may treat specially."""
-    messages = sample["messages"]
-    texts = [text for message in messages if isinstance(text := message["content"], str)]
-    marks = {mark for text in texts if "<" in text for mark in _TEMPLATE_MARKS.findall(text)[:8]}
-    return (
-        tuple((message["role"], *sorted(message.keys() - {"role", "content"})) for message in messages[:4]),
-        min(len(messages), 5),
-        frozenset(sample.keys()),
-        any(text[:1].isspace() or text[-1:].isspace() for text in texts),
-        frozenset(marks),
-    )

@@ -1,5 +1,7 @@
 """ms-swift's template of a model, opened without the model's weights."""
 
+import hashlib
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -13,13 +15,53 @@ from swift.model import MODEL_MAPPING, get_matched_model_meta
 from swift.template import Template
 
 from packplan.adapters.families import default_types, may_probe_template, model_embeds_images
-from packplan.adapters.model_folder import config_architecture, config_content, damaged_json_reason
+from packplan.adapters.model_folder import PROCESSING_FILES, config_architecture, config_content, damaged_json_reason
 from packplan.adapters.samples.video_reading import prepare_videos
-from packplan.core.config.run import ModelConfig, TemplateConfig
+from packplan.adapters.versions import installed_version
+from packplan.core.config.identity import configured_inputs
+from packplan.core.config.run import ModelConfig, RunConfig, TemplateConfig
 from packplan.core.errors import ConfigError, Fault
+from packplan.core.fingerprint import Fingerprint, Value
 
 _MEDIA = ("vision", "audio")
 """Prefixes of sections in config.json (`vision_config`) of models that ms-swift has to know."""
+
+_PROCESSING_PACKAGES = ("ms-swift", "transformers", "tokenizers", "qwen_vl_utils", "pillow", "torchvision")
+
+PROCESSING_VARIABLES = (
+    "MAX_PIXELS",
+    "MIN_PIXELS",
+    "IMAGE_FACTOR",
+    "IMAGE_MAX_TOKEN_NUM",
+    "IMAGE_MIN_TOKEN_NUM",
+    "MAX_RATIO",
+    "SPATIAL_MERGE_SIZE",
+    "INPUT_SIZE",
+    "MAX_NUM",
+    "MAX_SLICE_NUMS",
+    "DOWNSAMPLE_MODE",
+    "QWENVL_BBOX_FORMAT",
+    "ENABLE_THINKING",
+    "PRESERVE_THINKING",
+    "FPS",
+    "FPS_MIN_FRAMES",
+    "FPS_MAX_FRAMES",
+    "FRAME_FACTOR",
+    "VIDEO_MIN_PIXELS",
+    "VIDEO_MAX_PIXELS",
+    "VIDEO_TOTAL_PIXELS",
+    "VIDEO_MIN_TOKEN_NUM",
+    "VIDEO_MAX_TOKEN_NUM",
+    "MODEL_SEQ_LEN",
+    "FORCE_QWENVL_VIDEO_READER",
+)
+"""Environment variables that ms-swift and qwen_vl_utils read while encoding text and media."""
+
+MEASURING_VERSION = 4
+"""
+Version of this project's rules that decide lengths, from records to messages and from image
+headers to patches. Raise it with each change of a length.
+"""
 
 
 def refuse_remote_code(model: ModelConfig) -> None:
@@ -190,11 +232,31 @@ def open_template(
     # and looks for the end of each <img> through the rest of the line.
     opened._replace_image_tags = _do_nothing  # noqa: SLF001  # no public way
     if model_embeds_images(template_type):
-        opened._post_encode = _return_inputs  # noqa: SLF001  # no public way
+        opened._post_encode = _do_nothing  # noqa: SLF001  # no public way
     _set_token_ids(opened, processor)
     prepare_videos(opened, template)
     opened._get_model = partial(_template_model, opened, model_type)  # noqa: SLF001  # no public way
     return opened
+
+
+def length_inputs(config: RunConfig) -> Fingerprint:
+    """Return all inputs that a run's lengths depend on, except the data."""
+    model_type, template_type = swift_types(config.model, config.template)
+    inputs: dict[str, Value] = {
+        **configured_inputs(config.template, config.custom, packing_length=config.packing_length),
+        "model.model_type": model_type,
+        "template.template": template_type,
+        **({} if config.command is None else config.command.length_inputs()),
+    }
+    folder = Path(config.model.model)
+    for file in sorted({file for pattern in PROCESSING_FILES for file in folder.glob(pattern)}):
+        inputs[f"model.{file.name}.sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    inputs["version.measuring"] = MEASURING_VERSION
+    for package in _PROCESSING_PACKAGES:
+        inputs[f"version.{package}"] = installed_version(package)
+    for variable in PROCESSING_VARIABLES:
+        inputs[f"environment.{variable}"] = os.environ.get(variable)
+    return Fingerprint(inputs)
 
 
 def _refuse_media_template(template: Template) -> None:
@@ -232,11 +294,6 @@ def _set_token_ids(template: Template, processor: Any) -> None:
             setattr(template, f"{name}_token", known[f"<|{name}|>"])
 
 
-def _return_inputs(_: Any, inputs: Any) -> Any:
-    """Return a batch unchanged."""
-    return inputs
-
-
 def _refuse_unknown_names(template: TemplateConfig) -> None:
     """Raise ConfigError for an agent template or a loss scale that ms-swift does not know."""
     known = ", ".join(sorted(agent_template_map))
@@ -252,5 +309,6 @@ def _refuse_unknown_names(template: TemplateConfig) -> None:
         raise ConfigError.for_key("template.loss_scale", reason)
 
 
-def _do_nothing(_: Any) -> None:
-    """Do nothing, in place of a method that would change the texts of a record."""
+def _do_nothing(_: Any, inputs: Any = None) -> Any:
+    """Return a batch, or leave a record's texts, as it is, in place of a template's method."""
+    return inputs

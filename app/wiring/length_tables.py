@@ -87,21 +87,19 @@ def name_output_errors(output: Path) -> Iterator[None]:
         raise ConfigError.for_key("--output", reason) from None
 
 
-def open_table(path: str | Path | None, source: LengthSource, *, key: str = "custom.lengths") -> KnownTable | None:
+def open_known_lengths(path: str | Path, source: LengthSource, *, key: str = "custom.lengths") -> KnownTable:
     """
-    Return the table of known lengths at *path*; None without a path.
+    Open a table of lengths, which are taken from it in place of measuring.
 
     Args:
-        path: The table; None without one.
-        source: Samples whose lengths the table has to hold.
-        key: Key or option that names the table.
+        path: The table.
+        source: Samples, whose lengths it has to hold.
+        key: Key or option that names it.
 
     Raises:
         ConfigError: The table cannot be read.
-        StaleError: The table was measured from other inputs.
+        StaleError: It was measured from other inputs.
     """
-    if path is None:
-        return None
     with _name_key_errors(key):
         measured = read_length_table_key(Path(path))
     if differences := measured.differences(source.fingerprint()):

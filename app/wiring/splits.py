@@ -11,10 +11,10 @@ from packplan.adapters.exports import export_cached_rows
 from packplan.adapters.progress import progress
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.measurer import SwiftMeasurer
-from packplan.adapters.samples.rows import RowsEncoder, RowsFile
+from packplan.adapters.samples.rows import RowsEncoder, RowsFile, RowsMeasurer
 from packplan.adapters.samples.template import open_template
 from packplan.app.planning.split import Split, align_options
-from packplan.app.wiring.length_tables import open_table
+from packplan.app.wiring.length_tables import open_known_lengths
 from packplan.app.wiring.policies import epoch_recipe, split_policy, trained_work
 from packplan.app.wiring.stores import open_stores, records_cache
 from packplan.core.config.run import RunConfig
@@ -29,15 +29,17 @@ def open_splits(config: RunConfig) -> dict[str, Split]:
     measurer.
     """
     splits = {}
+    custom, training = config.custom, config.training
+    measurer = SwiftMeasurer if config.command is None else RowsMeasurer
     for name, encoder in open_encoders(config).items():
-        source = SwiftMeasurer(encoder, workers=config.training.packing_length_precompute_workers)
+        source = measurer(encoder, workers=training.packing_length_precompute_workers)
         splits[name] = Split(
             name=name, policy=split_policy(config, name), align_options=align_options(config, name),
             work_model=trained_work(config)[0], recipe=epoch_recipe(config, name, encoder.data_files()),
-            max_bad_share=config.custom.max_bad_share if config.custom.on_bad_record == "skip" else None,
-            flush_every=config.training.packing_length_cache_persist_every,
+            max_bad_share=custom.max_bad_share if custom.on_bad_record == "skip" else None,
+            flush_every=training.packing_length_cache_persist_every,
             stores=open_stores(config, name), encoder=encoder, source=source,
-            known=open_table(config.custom.lengths, source),
+            known=open_known_lengths(custom.lengths, source) if custom.lengths else None,
         )  # fmt: skip
     return splits
 
@@ -83,7 +85,7 @@ def export_rows(splits: Iterable[Split], folder: Path) -> dict[str, int]:
         indices = sample_indices(split.table)
         lengths = column(split.table, "length")[indices, np.newaxis].tolist()
         if split.encoder.records_per_sample > 1:
-            halves = SwiftMeasurer(split.encoder).record_lengths
+            halves = cast(RowsMeasurer, split.source).sequence_lengths
             lengths = [*map(halves, progress(indices.tolist(), desc="measuring halves", unit=" pairs"))]
         rows = cast(RowsEncoder, split.encoder).rows
         exported[split.name] = (rows if len(rows) == len(lengths) else rows.select(indices), lengths)

@@ -68,10 +68,10 @@ def step_alone(model: Any, samples: list[dict[str, Any]], reduction: str = "toke
 def silence(setattr_: Callable[[Any, str, Any], None] = setattr) -> None:
     """Let records whose first message is `silent` have no supervised token."""
     from packplan.adapters.samples.encoder import SwiftEncoder
-    from packplan.adapters.samples.shortcut import ShortcutMeasurer
+    from packplan.adapters.samples.measurer import SwiftMeasurer
 
     # Counting texts would not see it.
-    setattr_(ShortcutMeasurer, "_counter", None)
+    setattr_(SwiftMeasurer, "_counter", None)
     encode = SwiftEncoder.encode_messages
 
     def without_labels(samples: Any, index: int, sample: dict[str, Any]) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def test_lengths_are_those_of_full_encodes(vision_run, pictures, folder, family)
     plain = encoder.encode
     encoder.encode = lambda index: encoded.append(index) or plain(index)
     assert in_full == list(samples.measure_many(range(len(samples)), in_full=False))
-    assert by_header == (samples.shortcut.image_costs is not None)
+    assert by_header == (samples.image_costs is not None)
     if by_header:
         assert set(encoded) <= {0, 48}, "those alone that are audited"
     else:
