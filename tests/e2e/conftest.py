@@ -127,33 +127,21 @@ def text_jsonl(tmp_path: Path) -> Path:
 @pytest.fixture
 def shortcuts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Samples, as they are measured in this process by the shortcut."""
-    from packplan.adapters.samples.measurer import SwiftMeasurer
+    from packplan.adapters.samples.measurer import SwiftMeasurer as Measurer
 
-    seen: list[int] = []
-    plain = SwiftMeasurer.measure_batch
-
-    def batch(self: Any, indices: range, *, in_full: bool) -> Any:
-        seen.extend(indices)
-        return plain(self, indices, in_full=in_full)
-
-    monkeypatch.setattr(SwiftMeasurer, "measure_batch", batch)
+    seen, plain = [], Measurer.measure_batch
+    monkeypatch.setattr(Measurer, "measure_batch", lambda self, n, **more: seen.extend(n) or plain(self, n, **more))
     return seen
 
 
 @pytest.fixture
 def fetched(monkeypatch) -> list[int]:
     """Packs, as they are fetched in this process."""
-    from packplan.adapters.trainer import loader
+    from packplan.adapters.trainer.loader import PackedDataset as Packs
 
-    positions: list[int] = []
-    plain = loader.PackedDataset.__getitem__
-
-    def noted(dataset, position):
-        positions.append(position)
-        return plain(dataset, position)
-
-    monkeypatch.setattr(loader.PackedDataset, "__getitem__", noted)
-    return positions
+    seen, plain = [], Packs.__getitem__
+    monkeypatch.setattr(Packs, "__getitem__", lambda dataset, pack: seen.append(pack) or plain(dataset, pack))
+    return seen
 
 
 @pytest.fixture

@@ -68,13 +68,9 @@ def write_mix(tmp_path, write_run):
     return write
 
 
-def trained_samples(seen: list[dict], steps: int, *, accumulation: int) -> list[Counter]:
-    """Return the samples of each optimizer step, over all ranks."""
-    counts = []
-    for step in range(steps):
-        parts = [one["samples"][step * accumulation : (step + 1) * accumulation] for one in seen]
-        counts.append(Counter(sample for mine in parts for pack in mine for sample in pack))
-    return counts
+def trained_samples(seen: list[dict], start: int, stop: int) -> Counter:
+    """Return the samples of some batches of each rank."""
+    return Counter(sample for one in seen for pack in one["samples"][start:stop] for sample in pack)
 
 
 def planner_of(path: Path) -> EpochPlanner:
@@ -99,13 +95,11 @@ def test_a_curriculum_on_two_ranks_goes_on_with_three(write_mix, start_ranks, tm
     assert sum(one["steps"] for one in epochs) == manifest["total_steps"] == steps
     assert two[0]["planned_steps"] == steps == two[1]["steps"]
     planner, first = planner_of(path), 0
-    for one in epochs:
-        wanted = planner.plan(one["epoch"]).raw.packs
-        fetched = trained_samples(two, steps, accumulation=2)[first : first + one["steps"]]
-        trained, planned = sum(fetched, Counter()), Counter(wanted.indices.tolist())
+    for one in epochs:  # two batches a step
+        packs, last = planner.plan(one["epoch"]).raw.packs, first + 2 * one["steps"]
+        trained, planned, first = trained_samples(two, first, last), Counter(packs.indices.tolist()), last
         assert not planned - trained
-        assert (trained - planned).total() <= wanted.sizes().max()
-        first += one["steps"]
+        assert (trained - planned).total() <= packs.sizes().max()
 
     stop = epochs[0]["steps"] + 1
     shutil.copytree(tmp_path / "two" / "static_packing", tmp_path / "three" / "static_packing")
@@ -114,14 +108,14 @@ def test_a_curriculum_on_two_ranks_goes_on_with_three(write_mix, start_ranks, tm
     )
     assert [0, 0, 0] == finished(start_ranks(3, again, tmp_path / "more"))
     three = rank_main.seen(tmp_path / "more", 3)
-    before = trained_samples(two, stop, accumulation=2)[epochs[0]["steps"] :]
-    packs_left = planner.plan(1).raw.packs
-    num_left = len(packs_left) - 4
-    rest = trained_samples(three, -(-num_left // 3), accumulation=1)
-    visits = sum([*before, *rest], Counter())
-    assert not Counter(packs_left.indices.tolist()) - visits
-    assert (visits - Counter(packs_left.indices.tolist())).total() <= 2 * packs_left.sizes().max()
-    assert three[0]["planned_steps"] == three[0]["steps"] == stop + len(rest) + -(-len(planner.plan(2).raw.packs) // 3)
+    packs = planner.plan(1).raw.packs
+    num_batches = -(-(len(packs) - 4) // 3)
+    visits = trained_samples(two, 2 * epochs[0]["steps"], 2 * stop) + trained_samples(three, 0, num_batches)
+    assert not Counter(packs.indices.tolist()) - visits
+    assert (visits - Counter(packs.indices.tolist())).total() <= 2 * packs.sizes().max()
+    assert (
+        three[0]["planned_steps"] == three[0]["steps"] == stop + num_batches + -(-len(planner.plan(2).raw.packs) // 3)
+    )
 
 
 def test_a_resumed_run_is_the_one_that_was_not_stopped(write_mix, execute, tmp_path):
