@@ -7,7 +7,6 @@ import pytest
 from transformers.models.qwen2 import modeling_qwen2
 
 from benchmarks.memory import allocator_peak
-from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app.plan.__main__ import main
 from packplan.app.plan.fit import forecast_memory
 from packplan.app.wiring.forecasts import open_step_tracer, run_to_trace
@@ -16,7 +15,6 @@ from packplan.app.wiring.splits import open_splits
 from packplan.app.wiring.verdicts import decide_attention
 from packplan.core.errors import ModelError
 from packplan.core.forecast import bytes_text
-from tests.e2e.ready import prepare
 from tests.stored import asked
 
 pytestmark = pytest.mark.slow
@@ -45,11 +43,11 @@ def write_small(write_run, text_jsonl, few_scenes):
     ("family", "settings"),
     [("qwen2", {"tuner_type": "lora", "gradient_checkpointing": True}), ("qwen2_5_vl", {"bf16": True})],
 )
-def test_the_forecast_is_the_peak_of_training(family, settings, write_small):
+def test_the_forecast_is_the_peak_of_training(family, settings, write_small, ready):
     """The peak of the heaviest pack is that of the allocator over two epochs, within 2 %."""
     path = write_small(family, **settings)
     found = forecast_of(path)
-    trainer = prepare(read_config(path), OneRank()).trainer
+    trainer = ready(path).trainer
 
     measured = allocator_peak((*trainer.model.parameters(), *trainer.model.buffers()), trainer.train)
 

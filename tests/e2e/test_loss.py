@@ -9,14 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.trainer.loader import PackLoader
-from packplan.app.wiring.runs import read_config
 from packplan.core.errors import MismatchError
 from packplan.core.samples.records import to_messages
 from tests.e2e import rank_main
 from tests.e2e.alone import Gradients, silence, step_alone, token_losses, token_weights
-from tests.e2e.ready import prepare
 from tests.nearness import FLOAT32, apart
 from tests.processes import finished
 from tests.records import asked, write_lines
@@ -55,7 +52,7 @@ def weigh(record, number):
 
 
 @pytest.fixture
-def prepared(write_run, data, tmp_path):
+def prepared(write_run, data, ready, tmp_path):
     """Return a function that builds a run without training it."""
 
     def build(of: str, *, val: bool = False, weighed: bool = False, **overlay):
@@ -63,8 +60,7 @@ def prepared(write_run, data, tmp_path):
         if val:
             custom["val_jsonl"] = data(of, "val.jsonl", weighed=weighed)
         overlay = {"custom": custom, "template": {"max_length": 400}, **overlay}
-        name = f"{of}-{len(list(tmp_path.iterdir()))}"
-        return prepare(read_config(write_run(of, name=name, **overlay)), OneRank())
+        return ready(write_run(of, name=f"{of}-{len(list(tmp_path.iterdir()))}", **overlay))
 
     return build
 

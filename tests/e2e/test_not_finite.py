@@ -1,16 +1,12 @@
 """A number that stopped being one, or ruined weights, end all ranks before a save."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 
-from packplan.adapters.ranks.torch_group import OneRank
-from packplan.app.wiring.runs import read_config
 from packplan.core.errors import RunError
 from tests.e2e import rank_main
-from tests.e2e.ready import prepare
 from tests.processes import finished
 from tests.stored import asked
 
@@ -20,15 +16,14 @@ KEYS = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constan
 
 
 @pytest.fixture
-def prepared(write_run, text_jsonl):
+def prepared(write_run, ready, text_jsonl):
     """Return a function that prepares a quick run on text."""
 
-    def prepare_run(*, of: str = "qwen2", **training: Any) -> Any:
+    def run(*, of="qwen2", **training):
         custom = {"val_jsonl": str(text_jsonl)} if "eval_steps" in training else {}
-        path = write_run(of, custom=custom, template={"max_length": 128}, training={**KEYS, **training})
-        return prepare(read_config(path), OneRank())
+        return ready(write_run(of, custom=custom, template={"max_length": 128}, training={**KEYS, **training}))
 
-    return prepare_run
+    return run
 
 
 BROKEN = r"the (loss|gradient norm) of optimizer step (\d) is (nan|inf), so the run ended"

@@ -8,11 +8,9 @@ import pytest
 import torch
 import transformers
 
-from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.trainer.trainer import model_inputs
 from packplan.app import check
 from packplan.app.wiring.runs import read_config
-from tests.e2e.ready import prepare
 
 pytestmark = pytest.mark.slow
 
@@ -32,21 +30,20 @@ def experts(demo, tmp_path_factory) -> Path:
     return folder
 
 
-def test_experts_cost_what_their_coefficient_says_however_they_are_computed(experts, write_run):
+def test_experts_cost_what_their_coefficient_says_however_they_are_computed(experts, write_run, ready):
     """Once in a step, however many packs it accumulates; samples stay equal to themselves."""
 
     def train(name: str, *, model: dict | None = None, **training):
         sections = {"model": str(experts), "model_type": "qwen3_moe", **(model or {})}
         settings = {"max_steps": 1, "packing_drop_last": False, "gradient_accumulation_steps": 2, **training}
         path = write_run("qwen3", name=name, model=sections, template={"template": "qwen3"}, training=settings)
-        config = read_config(path)
-        ready = prepare(config, OneRank())
+        its = ready(path)
         if training:
-            report = check.compare(config, ready.trainer, ready.planned["train"], num_packs=1)
+            report = check.compare(read_config(path), its.trainer, its.planned["train"], num_packs=1)
             assert report.passed, [verdict for verdict in report.verdicts if not verdict.passed]
-        ready.trainer.train()
-        ways.append(ready.trainer.model.config._experts_implementation)
-        return next(entry for entry in ready.trainer.state.log_history if "loss" in entry)
+        its.trainer.train()
+        ways.append(its.trainer.model.config._experts_implementation)
+        return next(entry for entry in its.trainer.state.log_history if "loss" in entry)
 
     ways = []
     plain, batched = train("plain"), train("batched", model={"experts_impl": "batched_mm"})
@@ -60,11 +57,10 @@ def test_experts_cost_what_their_coefficient_says_however_they_are_computed(expe
     assert balanced["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-3)
 
 
-def test_dft_weighs_each_token_by_its_probability(write_run):
+def test_dft_weighs_each_token_by_its_probability(write_run, ready):
     """As a mean over all tokens of a step."""
     path = write_run("qwen2", training={"max_steps": 1, "enable_dft_loss": True, "packing_drop_last": False})
-    ready = prepare(read_config(path), OneRank())
-    trainer = ready.trainer
+    trainer = ready(path).trainer
     with torch.no_grad():
         batch = next(iter(trainer.get_train_dataloader()))
         inputs = trainer._prepare_inputs(dict(batch))

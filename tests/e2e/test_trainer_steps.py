@@ -14,11 +14,8 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch import nn
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
-from packplan.adapters.ranks.torch_group import OneRank
-from packplan.app.wiring.runs import read_config
 from packplan.core.errors import ModelError, PackplanError
 from packplan.testing import assert_step_loss
-from tests.e2e.ready import prepare
 from tests.e2e.unpad_rank import build
 from tests.nearness import FLOAT32
 from tests.processes import finished
@@ -190,11 +187,9 @@ def test_a_trainer_that_was_asked_trains_as_if_it_was_not(found):
     assert plain[0] != plain[1]
 
 
-def test_trainers_of_ms_swift_are_asked(write_run):
+def test_trainers_of_ms_swift_are_asked(write_run, ready):
     """By the samples that they serve."""
-    trainer = prepare(read_config(write_run(of="qwen2")), OneRank()).trainer
-
-    step = assert_step_loss(trainer)
+    step = assert_step_loss(ready(write_run(of="qwen2")).trainer)
 
     assert step.loss == pytest.approx(step.due, rel=FLOAT32)
     assert step.tokens > 1

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_map
 from transformers import AutoModelForMultimodalLM
 
 from packplan.adapters.loaders.rows import PackOfRows
-from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.trainer import vision
 from packplan.adapters.trainer.tuners import _refuse_unmatched
@@ -31,7 +30,6 @@ from packplan.app.wiring.splits import open_encoders, open_splits
 from packplan.app.wiring.trainers import use_tower_in_each_batch
 from packplan.core.errors import ConfigError, RecordError
 from tests.e2e import rank_main
-from tests.e2e.ready import prepare
 from tests.made.pictures import IMAGES_OF, showing, texts, write_scenes, write_sizes
 from tests.made.vision_models import VISION_FAMILIES, write_vision_model
 from tests.processes import train_under_torchrun
@@ -171,15 +169,14 @@ def loss_and_unused(prepared, index: int) -> tuple[float, set[str]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_shown_to_pack(vision_run, folder, monkeypatch, family):
+def test_a_family_is_shown_to_pack(vision_run, ready, folder, family):
     """A swapped image and images that see each other are found; the dummy image reaches all."""
     few = {"train_jsonl": str(folder / "few.jsonl")}
-    config = read_config(vision_run(family, custom=few, template={"max_length": 1024}))
-    prepared = prepare(config, OneRank())
+    prepared = ready(path := vision_run(family, custom=few, template={"max_length": 1024}))
     trainer = prepared.trainer
 
     def failed() -> set[str]:
-        report = compare(config, trainer, prepared.planned["train"], num_packs=1)
+        report = compare(read_config(path), trainer, prepared.planned["train"], num_packs=1)
         assert ((0, "mixed", 4),) == report.packs
         return {verdict.check for verdict in report.verdicts if not verdict.passed}
 
