@@ -73,7 +73,7 @@ def _store(config: RunConfig, split: str, lengths: Sequence[int], world_sizes: S
     stores, policy = open_stores(config, split), plan_policy(config, split)
     inputs = configured_inputs(config.template, config.custom, packing_length=config.packing_length)
     with stores.lock.hold(timeout_s=1, report=lambda _: None):
-        stores.lengths.resume(Fingerprint(inputs), len(lengths), str)
+        stores.lengths.open_for_append(Fingerprint(inputs), len(lengths), str)
         stores.lengths.append(rows, f"data {lengths}")
         if len(rows.table) < len(lengths):
             return

@@ -36,8 +36,8 @@ def absolute_folder(folder: str) -> str:
     return folder if is_url(folder) else str(Path(folder).resolve())
 
 
-def read_messages(record: object, custom: CustomConfig) -> dict[str, Any]:
-    """Convert a record into messages, as *custom* says; ValueError if it cannot become a sample."""
+def convert_record(record: object, custom: CustomConfig) -> dict[str, Any]:
+    """Convert a record into messages by the options in *custom*; ValueError if it is invalid."""
     return to_messages(
         record,
         object_field_order=custom.object_field_order,

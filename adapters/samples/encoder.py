@@ -1,4 +1,9 @@
-"""Encodes records by ms-swift's template; each error names the record by file and line."""
+"""
+Encodes records by ms-swift's template; each error names the record by file and line.
+
+The way of a record is read from top to bottom: read, measure, encode, and compare with the plan.
+What it calls besides, for shapes, images and videos, follows.
+"""
 
 import bisect
 import contextlib
@@ -16,7 +21,7 @@ from swift.template import Template
 
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.data_files import copy_faults, open_records, source_names
-from packplan.adapters.samples.data_set import read_messages
+from packplan.adapters.samples.data_set import convert_record
 from packplan.adapters.samples.downloads import MediaCache, fetch_medium
 from packplan.adapters.samples.media import IMAGES, VIDEOS, ImageTokens, measure_encoded, without_truncation
 from packplan.adapters.samples.media_files import VideoFacts, image_facts, read_size, video_facts
@@ -91,6 +96,55 @@ class SwiftEncoder:
         """Raise ConfigError if the model takes images but its template cannot encode them."""
         _ = self.image_tokens
 
+    def read(self, index: int) -> dict[str, Any]:
+        """
+        Return sample *index* as messages, with its media as local paths or bytes of images.
+
+        Raises:
+            RecordError: The record cannot become a sample.
+            StaleError: The record differs from its known digest.
+        """
+        return self.to_sample(index, self.records.read(index)[0])
+
+    def to_sample(self, index: int, record: object) -> dict[str, Any]:
+        """Convert *record*, the JSON value of record *index*, into the result of `read`."""
+        with self.records.name_errors(index, "the record "):
+            known = to_shape(record, self.config.custom.columns)
+            self._refuse_mixed_shapes(index, known.shape)
+            sample = convert_record(known, self.config.custom)
+        folder = self.records.folder(index)
+        with self.records.name_errors(index):
+            for kind in ("images", "videos"):
+                if kind in sample:
+                    held = sample[kind]
+                    sample[kind] = [fetch_medium(one, folder, self._media, is_video=kind == "videos") for one in held]
+        self._refuse_unsupported(index, sample)
+        return sample
+
+    def measure(self, index: int) -> Measurement:
+        """
+        Encode record *index* in full and measure it; RecordError if it cannot become a sample.
+
+        A sample above the limit of a template that truncates is encoded a second time. Whether it
+        is truncated, or happens to fit exactly, shows only without the limit.
+        """
+        with without_truncation(self.template):
+            whole = self.measure_sample(index, self.encode(index))
+        if self.truncates_to is None or whole.length <= self.truncates_to:
+            return whole
+        # A row of several sequences may be longer than each may be.
+        kept = self.measure_sample(index, self.encode(index))
+        return attrs.evolve(kept, cut=kept.length < whole.length)
+
+    @property
+    def truncates_to(self) -> int | None:
+        """
+        Most tokens that a sample keeps; None, the default, unless `template.truncation_strategy` is
+        left or right.
+        """
+        limit: int | None = self.template.max_length
+        return limit
+
     def encode(self, index: int) -> dict[str, Any]:
         """
         Read record *index* and encode it by the template; RecordError if that fails.
@@ -113,6 +167,80 @@ class SwiftEncoder:
                 self.decode_video(index, video, sampling=video_sampling(self.config.template))
             raise
 
+    def encode_messages(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
+        """Encode a sample that `read` returned; RecordError if the template cannot encode it."""
+        if videos := sample.get("videos"):
+            sample = {**sample, "videos": [list(video) if isinstance(video, tuple) else video for video in videos]}
+        if images := sample.get("images"):
+            sample = {**sample, "images": to_swift_images(images)}
+        with self.name_encode_errors(index):
+            encoded = dict(self.template.encode(sample, return_length=True))
+        _drop_partial_masks(encoded)
+        encoded[IMAGES.count_key] = len(sample.get("images", ()))
+        encoded[VIDEOS.count_key] = len(sample.get("videos", ()))
+        return self._drop_uniform_weights(index, encoded)
+
+    @contextlib.contextmanager
+    def name_encode_errors(self, index: int) -> Iterator[None]:
+        """Convert any error of ms-swift into a RecordError that names sample *index*."""
+        try:
+            yield
+        except RecordError:
+            raise
+        except Exception as error:
+            raise self.record_error(index, f"the record cannot be encoded: {type(error).__name__}: {error}") from error
+
+    def _drop_uniform_weights(self, index: int, encoded: dict[str, Any]) -> dict[str, Any]:
+        """Return an encoded sample without token weights if all of them are 0 or 1."""
+        weights = encoded.pop("loss_scale", None)
+        if weights is None or set(weights) <= {0, 1}:
+            return encoded
+        if len(weights) != len(encoded["labels"]):
+            name = self.template.template_meta.template_type
+            reason = (
+                f"the record has weights of the loss, which the template {name} does not carry to its "
+                f"{len(encoded['labels']):,} tokens: remove loss_scale from its messages, or template.loss_scale"
+            )
+            raise self.record_error(index, reason)
+        return {**encoded, "loss_scale": weights}
+
+    def measure_sample(self, index: int, encoded: dict[str, Any]) -> Measurement:
+        """Measure an encoded sample; RecordError if its media tokens do not match its media."""
+        counts = {"images": encoded[IMAGES.count_key], "videos": encoded[VIDEOS.count_key]}
+        measurement = measure_encoded(self.template, encoded, **counts)
+        held = IMAGES.count(encoded)
+        if held not in (None, measurement.images):
+            reason = f"the record has {counted(measurement.images, 'image')}, but its encoding holds {held:,}"
+            raise self.record_error(index, f"{reason}: mark each with <image> in its text")
+        for kind, token, expected in self._media_tokens(measurement):
+            if (found := encoded["input_ids"].count(token)) != expected:
+                reason = f"the record has {counted(found, f'{kind} token')}, but its {kind}s give {expected:,}"
+                raise self.record_error(index, f"{reason}: its text may contain the {kind} token itself")
+        return measurement
+
+    def _media_tokens(self, measurement: Measurement) -> Iterator[tuple[str, int, int]]:
+        """Yield each kind of medium, its token id, and the number of these tokens to expect."""
+        images = self.image_tokens
+        if images is not None and (images.patches_per_token is not None or not measurement.patches):
+            yield "image", images.token_id, measurement.patches // (images.patches_per_token or 1)
+        if self.sees_images and reads_videos(self.template):
+            merge = self.template.processor.image_processor.merge_size**2
+            yield "video", self.template.video_token_id, measurement.video_patches // merge
+
+    def encode_planned(self, index: int, planned: Table) -> dict[str, Any]:
+        """
+        Encode sample *index*; StaleError if its measurement differs from the planned one.
+
+        Args:
+            index: Index of the sample.
+            planned: Measurements that the plan is made of; int32, shape (num_records, num_columns).
+        """
+        expected, encoded = from_row(planned, index), self.encode(index)
+        found = attrs.evolve(self.measure_sample(index, encoded), cut=expected.cut)
+        if differences := expected.differences(found):
+            raise StaleError.sample(index, str(self.records.location(index)), differences)
+        return encoded
+
     def decode_text(self, index: int) -> list[tuple[bool, str]]:
         """
         Return the text of sample *index* as (is supervised, text) for each run of tokens;
@@ -122,31 +250,6 @@ class SwiftEncoder:
         pairs = zip(encoded["labels"], encoded["input_ids"], strict=True)
         runs = groupby(pairs, key=lambda pair: pair[0] != IGNORED_LABEL)
         return [(trained, self.template.safe_decode([token for _, token in run])) for trained, run in runs]
-
-    def read(self, index: int) -> dict[str, Any]:
-        """
-        Return sample *index* as messages, with its media as local paths or bytes of images.
-
-        Raises:
-            RecordError: The record cannot become a sample.
-            StaleError: The record differs from its known digest.
-        """
-        return self.to_sample(index, self.records.read(index)[0])
-
-    def to_sample(self, index: int, record: object) -> dict[str, Any]:
-        """Convert *record*, the JSON value of record *index*, into the result of `read`."""
-        with self.records.name_errors(index, "the record "):
-            known = to_shape(record, self.config.custom.columns)
-            self._refuse_mixed_shapes(index, known.shape)
-            sample = read_messages(known, self.config.custom)
-        folder = self.records.folder(index)
-        with self.records.name_errors(index):
-            for kind in ("images", "videos"):
-                if kind in sample:
-                    held = sample[kind]
-                    sample[kind] = [fetch_medium(one, folder, self._media, is_video=kind == "videos") for one in held]
-        self._refuse_unsupported(index, sample)
-        return sample
 
     def fetch_media(self, indices: Sequence[int]) -> None:
         """
@@ -207,7 +310,7 @@ class SwiftEncoder:
         for index in indices[:_TRIED]:
             with contextlib.suppress(ValueError, RecordError):
                 known = to_shape(self.records[index], self.config.custom.columns)
-                read_messages(known, self.config.custom)
+                convert_record(known, self.config.custom)
                 return index, known.shape
         return indices.start, "unknown"
 
@@ -243,43 +346,6 @@ class SwiftEncoder:
         """
         with self.records.name_errors(index):
             return tuple(image_facts(image, decode=decode) for image in images)
-
-    def encode_messages(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
-        """Encode a sample that `read` returned; RecordError if the template cannot encode it."""
-        if videos := sample.get("videos"):
-            sample = {**sample, "videos": [list(video) if isinstance(video, tuple) else video for video in videos]}
-        if images := sample.get("images"):
-            sample = {**sample, "images": to_swift_images(images)}
-        with self.name_encode_errors(index):
-            encoded = dict(self.template.encode(sample, return_length=True))
-        _drop_partial_masks(encoded)
-        encoded[IMAGES.count_key] = len(sample.get("images", ()))
-        encoded[VIDEOS.count_key] = len(sample.get("videos", ()))
-        return self._drop_uniform_weights(index, encoded)
-
-    @contextlib.contextmanager
-    def name_encode_errors(self, index: int) -> Iterator[None]:
-        """Convert any error of ms-swift into a RecordError that names sample *index*."""
-        try:
-            yield
-        except RecordError:
-            raise
-        except Exception as error:
-            raise self.record_error(index, f"the record cannot be encoded: {type(error).__name__}: {error}") from error
-
-    def _drop_uniform_weights(self, index: int, encoded: dict[str, Any]) -> dict[str, Any]:
-        """Return an encoded sample without token weights if all of them are 0 or 1."""
-        weights = encoded.pop("loss_scale", None)
-        if weights is None or set(weights) <= {0, 1}:
-            return encoded
-        if len(weights) != len(encoded["labels"]):
-            name = self.template.template_meta.template_type
-            reason = (
-                f"the record has weights of the loss, which the template {name} does not carry to its "
-                f"{len(encoded['labels']):,} tokens: remove loss_scale from its messages, or template.loss_scale"
-            )
-            raise self.record_error(index, reason)
-        return {**encoded, "loss_scale": weights}
 
     @cached_property
     def video_costs(self) -> VideoCosts | None:
@@ -339,67 +405,6 @@ class SwiftEncoder:
             remedy: Advice on the run's keys; empty if the record has to be changed.
         """
         return RecordError(str(self.records.location(index)), reason, remedy)
-
-    @property
-    def truncates_to(self) -> int | None:
-        """
-        Most tokens that a sample keeps; None, the default, unless `template.truncation_strategy` is
-        left or right.
-        """
-        limit: int | None = self.template.max_length
-        return limit
-
-    def measure(self, index: int) -> Measurement:
-        """
-        Encode record *index* in full and measure it; RecordError if it cannot become a sample.
-
-        A sample above the limit of a template that truncates is encoded a second time. Whether it
-        is truncated, or happens to fit exactly, shows only without the limit.
-        """
-        with without_truncation(self.template):
-            whole = self.measure_sample(index, self.encode(index))
-        if self.truncates_to is None or whole.length <= self.truncates_to:
-            return whole
-        # A row of several sequences may be longer than each may be.
-        kept = self.measure_sample(index, self.encode(index))
-        return attrs.evolve(kept, cut=kept.length < whole.length)
-
-    def measure_sample(self, index: int, encoded: dict[str, Any]) -> Measurement:
-        """Measure an encoded sample; RecordError if its media tokens do not match its media."""
-        counts = {"images": encoded[IMAGES.count_key], "videos": encoded[VIDEOS.count_key]}
-        measurement = measure_encoded(self.template, encoded, **counts)
-        held = IMAGES.count(encoded)
-        if held not in (None, measurement.images):
-            reason = f"the record has {counted(measurement.images, 'image')}, but its encoding holds {held:,}"
-            raise self.record_error(index, f"{reason}: mark each with <image> in its text")
-        for kind, token, expected in self._media_tokens(measurement):
-            if (found := encoded["input_ids"].count(token)) != expected:
-                reason = f"the record has {counted(found, f'{kind} token')}, but its {kind}s give {expected:,}"
-                raise self.record_error(index, f"{reason}: its text may contain the {kind} token itself")
-        return measurement
-
-    def _media_tokens(self, measurement: Measurement) -> Iterator[tuple[str, int, int]]:
-        """Yield each kind of medium, its token id, and the number of these tokens to expect."""
-        images = self.image_tokens
-        if images is not None and (images.patches_per_token is not None or not measurement.patches):
-            yield "image", images.token_id, measurement.patches // (images.patches_per_token or 1)
-        if self.sees_images and reads_videos(self.template):
-            merge = self.template.processor.image_processor.merge_size**2
-            yield "video", self.template.video_token_id, measurement.video_patches // merge
-
-    def encode_planned(self, index: int, planned: Table) -> dict[str, Any]:
-        """
-        Encode sample *index*; StaleError if its measurement differs from the planned one.
-
-        Args:
-            index: Index of the sample.
-            planned: Measurements that the plan is made of; int32, shape (num_records, num_columns).
-        """
-        expected, encoded = from_row(planned, index), self.encode(index)
-        found = attrs.evolve(self.measure_sample(index, encoded), cut=expected.cut)
-        if differences := expected.differences(found):
-            raise StaleError.sample(index, str(self.records.location(index)), differences)
-        return encoded
 
 
 def _drop_partial_masks(encoded: dict[str, Any]) -> None:

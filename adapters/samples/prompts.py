@@ -7,7 +7,7 @@ from typing import Any
 
 import PIL.Image
 
-from packplan.adapters.samples.data_set import FileRecords, read_messages
+from packplan.adapters.samples.data_set import FileRecords, convert_record
 from packplan.adapters.samples.downloads import MediaCache, fetch_medium
 from packplan.adapters.samples.media_files import read_size
 from packplan.core.config.run import CustomConfig
@@ -49,7 +49,7 @@ class Prompts:
         """Return the prompt of record *index*; RecordError if the record has none."""
         record = self._records[index]
         with self._records.name_errors(index, "the record "):
-            sample = read_messages(record, self._custom)
+            sample = convert_record(record, self._custom)
             messages, answer = self._split_answer(sample)
         found = {"prompt": messages, "answer": answer, "record": record}
         if not self._sees:

@@ -111,8 +111,8 @@ class DiskLengthStore:
 
         Args:
             folder: Folder of this run's split.
-            lengths_from: Folder of another run's split, which is only read. `resume` copies its
-                lengths if *folder* has none.
+            lengths_from: Folder of another run's split, which is only read. `open_for_append`
+                copies its lengths if *folder* has none.
         """
         self.folder, self._lengths_from = folder, lengths_from
         self._manifest = folder / "lengths.json"
@@ -128,9 +128,9 @@ class DiskLengthStore:
             return DiskLengthStore(self._lengths_from).bad_records()
         return () if origin is None else origin.bad
 
-    def resume(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]) -> StoredRows:
+    def open_for_append(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]) -> StoredRows:
         """
-        Return the measurements of the first records under *key*, and prepare to append.
+        Return what is stored under *key*, the first records or none, and prepare to append others.
 
         Args:
             key: All inputs of the measurements but the data.
@@ -166,7 +166,8 @@ class DiskLengthStore:
 
     def read(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]) -> StoredRows:
         """
-        Return the stored measurements of the first records, as `resume` does, without writing.
+        Return the stored measurements of the first records, as `open_for_append` does, but write
+        nothing.
 
         Args:
             key: All inputs of the measurements but the data.
@@ -183,7 +184,7 @@ class DiskLengthStore:
         return self._read_rows(manifest)
 
     def stored(self) -> StoredRows:
-        """Return all stored rows, those appended since `resume` included."""
+        """Return all stored rows, those appended since `open_for_append` included."""
         manifest = files.read_manifest(self._manifest, SCHEMA)
         assert manifest is not None  # noqa: S101  # `append` comes first
         return self._read_rows(manifest)
@@ -220,7 +221,7 @@ class DiskLengthStore:
             data_digest: Digest of all records so far, bad ones aside.
             bad: Bad records among all rows, the new ones included.
         """
-        assert self._key is not None  # noqa: S101  # `resume` comes first
+        assert self._key is not None  # noqa: S101  # `open_for_append` comes first
         self._samples.append(rows.table)
         self._media.append(rows.media)
         files.write_manifest(

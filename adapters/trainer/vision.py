@@ -77,7 +77,7 @@ def add_model_inputs(batch: dict[str, Any], template: Template, samples: list[di
     text = batch.get(_POSITIONS)
     if text is not None and text.dim() == 3:
         return
-    rope = find_rope_index(template._get_model())  # noqa: SLF001  # has no weights in loader workers
+    rope = find_rope_index(template._get_model())  # noqa: SLF001  # in loader workers a dummy, which `open_template` makes
     if rope is None:
         return
     given, parts = parameter_names(rope), []

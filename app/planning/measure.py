@@ -110,7 +110,7 @@ def _load_stored(split: Split, bad: BadRecords) -> StoredRows:
     source, store = split.source, split.stores.lengths
     known = store.bad_records()
     data_digest = partial(source.data_digest, without=[one.index for one in known])
-    stored = store.resume(source.fingerprint(), len(source), data_digest)
+    stored = store.open_for_append(source.fingerprint(), len(source), data_digest)
     changed = {one.index for one in known if source.identity(one.index)[0] != one.sha256}
     count = min(changed, default=len(source))
     bad.restore([one for one in known if one.index < count])

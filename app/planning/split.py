@@ -81,7 +81,7 @@ class Split:
     """Samples of each epoch, where each has a plan of its own; None plans all samples once."""
 
     max_bad_share: Decimal | None = None
-    """Largest share of all records that may be bad; None lets the first bad one stop the run."""
+    """Largest share of records that may be bad; None, the default, stops at the first bad one."""
 
     flush_every: int | None = None
     """Samples between two flushes of measurements; None adapts to the number of samples."""
@@ -89,13 +89,13 @@ class Split:
     stores: Stores = attrs.field(default=None)
 
     encoder: "SwiftEncoder" = attrs.field(default=None)
-    """Encoder of the samples, which are trained."""
+    """Encoder of the samples, which measuring and training share."""
 
     source: LengthSource = attrs.field(default=None)
-    """Measurer of the same samples."""
+    """Measurer of the same samples, a `SwiftMeasurer` in a run."""
 
     known: KnownTable | None = None
-    """Table of known lengths; None measures all."""
+    """Table of known lengths, if `custom.lengths` names one; None, the default, measures all."""
 
     table: Table = attrs.field(default=None, repr=False)
     """Measurements of all records; int32, shape (num_records, num_columns)."""

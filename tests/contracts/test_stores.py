@@ -41,7 +41,7 @@ def put(store, first: int, end: int, **options) -> None:
 
 def taken(store, num_samples: int = 10, data=DATA) -> list[list[int]]:
     """Return the rows that a store resumes with; their images have to be theirs."""
-    stored = store.resume(KEY, num_samples, data)
+    stored = store.open_for_append(KEY, num_samples, data)
     assert stored.media.tolist() == IMAGES[: len(stored.table)].tolist()
     return stored.table.tolist()
 
@@ -86,7 +86,7 @@ def test_lengths_come_back_row_by_row(tmp_path):
     store.discard()
     assert ([], None) == (taken(DiskLengthStore(tmp_path)), DiskLengthStore(tmp_path).inspect())
     store.append(StoredRows(ROWS[2:5], IMAGES[2:5], in_full=True), DATA(3))
-    assert ROWS[2:5].tolist() == DiskLengthStore(tmp_path).resume(KEY, 10, DATA).table.tolist()
+    assert ROWS[2:5].tolist() == DiskLengthStore(tmp_path).open_for_append(KEY, 10, DATA).table.tolist()
 
 
 def test_a_probe_and_files_are_kept_until_rows_follow_them(tmp_path):
@@ -205,7 +205,7 @@ def test_any_damage_of_any_artefact_is_found(whole):
             assert path.name in damage(whole), f"{path.name}, version {number}"
             if not path.name.startswith(("plan_ws", "schedule_ws")):
                 with pytest.raises(CorruptArtefactError):
-                    DiskLengthStore(whole).resume(KEY, 10, DATA)
+                    DiskLengthStore(whole).open_for_append(KEY, 10, DATA)
                     DiskPlanStore(whole).load(KEY)
         path.write_bytes(before)
     assert [] == damage(whole)
@@ -215,7 +215,7 @@ def test_any_damage_of_any_artefact_is_found(whole):
 def test_a_run_that_maps_lengths_survives_their_being_measured_anew(whole):
     """Another job discards and writes the same files, which this one has mapped."""
     store = DiskLengthStore(whole)
-    mapped = store.resume(KEY, 10, DATA)
+    mapped = store.open_for_append(KEY, 10, DATA)
 
     store.discard()
     put(store, 5, 6)
@@ -238,7 +238,7 @@ def test_another_runs_lengths_are_taken_over_once_if_they_fit(tmp_path):
     assert ROWS[:6].tolist() == taken(DiskLengthStore(two, lengths_from=one))
 
     with pytest.raises(StaleError, match="a: stored 1, now 2") as raised:
-        DiskLengthStore(three, lengths_from=one).resume(OTHER, 10, DATA)
+        DiskLengthStore(three, lengths_from=one).open_for_append(OTHER, 10, DATA)
     assert "borrowed_lengths" == raised.value.kind
     with pytest.raises(ConfigError, match=r"training.packing_lengths_from: has no folder"):
         taken(DiskLengthStore(three, lengths_from=tmp_path / "none" / "train"))

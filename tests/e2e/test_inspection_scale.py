@@ -62,7 +62,7 @@ def path(tmp_path_factory) -> Path:
     media = np.zeros((lengths.size, len(MEDIA_COLUMNS)), dtype=np.int64)
     media[:, :4] = np.column_stack([np.full(lengths.size, 1000), np.full((lengths.size, 2), 28), lengths])
     with stores.lock.hold(timeout_s=60, report=lambda _: None):
-        stores.lengths.resume(source.fingerprint(), lengths.size, str)
+        stores.lengths.open_for_append(source.fingerprint(), lengths.size, str)
         stores.lengths.append(StoredRows(rows, media, repeatability={}), DIGEST)
         raw, key = build_raw_plan(lengths, policy), policy.fingerprint(stores.lengths.digest())
         stores.plans.save(key, raw)
