@@ -1,6 +1,5 @@
 """Sources, stores and groups with faults to inject."""
 
-import io
 import shutil
 import tempfile
 import weakref
@@ -203,13 +202,6 @@ class CountedPlanStore(DiskPlanStore):
     def save_aligned(self, key: Fingerprint, aligned: AlignedPlan) -> None:
         self.aligned.append(aligned.world_size)
         super().save_aligned(key, aligned)
-
-
-class Terminal(io.StringIO):
-    """Keeps what is shown on it."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 class ScriptedGroup:

@@ -5,6 +5,7 @@ import hashlib
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -59,17 +60,9 @@ def test_every_file_is_digested_by_one_rank(tmp_path_factory, contents, world_si
     assert sorted(expected.items()) == sorted(pair for one in kept for pair in one["digests"].items())
 
 
-class Rank:
-    """One of some ranks, and what another one's flag is."""
-
-    def __init__(self, rank: int = 0, world_size: int = 1, *, other: bool = False) -> None:
-        self.rank, self.world_size, self.other = rank, world_size, other
-
-    def any(self, flag):
-        return flag or self.other
-
-
-def find(wanted: object, folder: object = "", *, group=Rank(), **options):  # noqa: B008  # it keeps nothing
+def find(wanted: object, folder: object = "", *, rank=0, world_size=1, other=False, **options):
+    """Find a checkpoint as one of some ranks, of which another one has this flag."""
+    group = SimpleNamespace(rank=rank, world_size=world_size, any=lambda flag: flag or other)
     return find_checkpoint(str(wanted), str(folder), group=group, **options)
 
 
@@ -80,12 +73,12 @@ def test_ranks_take_the_same_checkpoint(tmp_path: Path, rank, says):
     """Each reads its share alone, and neither takes what the other one found damaged."""
     save(tmp_path, PLANNED, moments=b"moments")
     for each in range(2):
-        assert str(tmp_path) == find(tmp_path, group=Rank(each, 2)).folder
+        assert str(tmp_path) == find(tmp_path, rank=each, world_size=2).folder
 
     (tmp_path / "model.safetensors").write_bytes(b"Weights" * 9)
 
     with pytest.raises(ConfigError, match=says):
-        find(tmp_path, group=Rank(rank, 2, other=rank == 1))
+        find(tmp_path, rank=rank, world_size=2, other=rank == 1)
 
 
 @dataclasses.dataclass

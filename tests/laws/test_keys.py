@@ -17,6 +17,7 @@ from packplan.core.config.identity import configured_inputs, plan_policy, stream
 from packplan.core.config.keys import key_facts, yield_keys
 from packplan.core.config.run import RunConfig
 from packplan.core.fingerprint import Fingerprint
+from tests.laws.test_work import TEXT
 
 
 def run(**sections: dict[str, object]) -> RunConfig:
@@ -71,11 +72,7 @@ def test_golden_fingerprints_of_lengths_and_of_both_plans(sections, digests):
 DECLARED = dict(yield_keys(RunConfig))
 
 SIZES = {
-    "model_type": "glm4v",
-    "text_config": {
-        "model_type": "glm4v_text", "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "intermediate_size": 16, "vocab_size": 100,
-    },
+    "model_type": "glm4v", "text_config": {**TEXT, "model_type": "glm4v_text"},
     "vision_config": {
         "attention_bias": False, "image_size": 8, "depth": 2, "hidden_size": 4, "out_hidden_size": 8, "patch_size": 2,
         "intermediate_size": 6, "in_channels": 3, "temporal_patch_size": 2, "spatial_merge_size": 2,

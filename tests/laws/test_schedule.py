@@ -15,7 +15,7 @@ from packplan.core.align import align_plan
 from packplan.core.checksum import plan_checksum
 from packplan.core.errors import StaleError
 from packplan.core.plan import build_raw_plan
-from packplan.core.schedule import ORDER_VERSION, EpochSchedule, Progress, ResumeState
+from packplan.core.schedule import ORDER_VERSION, EpochSchedule, EpochSegment, Progress, ResumeState
 from tests.strategies import plain_schedule, schedules
 
 ranks = st.integers(1, 5)
@@ -169,6 +169,19 @@ def test_steps_and_ranks_that_do_not_match_are_refused():
         pp.plan([5], 10).schedule(world_size=2, packs_per_step=3)
     with pytest.raises(ValueError, match="rank"):
         list(plain_schedule(1).steps(rank=1))
+
+
+@pytest.mark.parametrize(
+    ("start", "says"),
+    [
+        *((Progress(steps, epoch=2), f"2 epochs cannot have taken {steps} step") for steps in (1, 9)),
+        (Progress(1, 0, 1, (EpochSegment(5, False, 5),)), "of 5 ranks does not fit 4 packs"),  # noqa: FBT003
+        (Progress(4, 0, 4, (EpochSegment(1, False, 4),)), "the next epoch has begun"),  # noqa: FBT003
+    ],
+)
+def test_a_progress_that_four_packs_cannot_give_is_named(start, says):
+    """An epoch of them has one to four steps."""
+    assert says in plain_schedule(4, num_train_epochs=3, start=start).start_fault()
 
 
 INPUTS = {"algorithm": "a", "packing": True}

@@ -10,7 +10,11 @@ import pytest
 
 from packplan.adapters.progress import hide, loading_libraries, progress
 from packplan.app.cli.command import run_command
-from tests.fakes import Terminal
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
 
 @pytest.mark.parametrize(("quiet", "file"), [*product([False, True], [Terminal, io.StringIO])])
