@@ -21,7 +21,7 @@ from packplan.adapters.hf.refusals import is_old_trl
 from packplan.adapters.hf.rows import BatchCounts, join_rows, split_batch
 from packplan.core.errors import ArgumentError
 from packplan.hf import balance
-from tests.e2e.unpad_rank import shard, whole
+from tests.e2e.unpad_rank import shard
 from tests.hosts.law import PLAIN_STEPS, arguments, fork_ranks, model_of, tokenizer
 from tests.nearness import apart as distance
 
@@ -97,7 +97,8 @@ def step_of(trainer, batches, model=None):
             loss = loss + trainer.training_step(model, batch, num_items)
     # The mean over ranks is what a trainer logs; DDP has the mean of the gradients.
     loss = trainer.accelerator.reduce(loss, reduction="mean")
-    trained = {name: whole(one.grad).clone() for name, one in trainer.model.named_parameters() if one.requires_grad}
+    trained = {name: one.grad for name, one in trainer.model.named_parameters() if one.requires_grad}
+    trained = {name: getattr(one, "full_tensor", one.clone)() for name, one in trained.items()}
     logged = trainer._metrics["train"]
     means = {name: sum(values) / len(values) for name, values in logged.items() if name != "step_time"}
     logged.clear()
