@@ -80,8 +80,9 @@ def batch_of(seed, longest=1.0):
 
 def joined(batches):
     """Return one batch of all rows."""
-    first = batches[0]
-    return {key: torch.cat([one[key] for one in batches]) if first[key].dim() else first[key] for key in first}
+    return {
+        key: torch.cat([one[key] for one in batches]) if first.dim() else first for key, first in batches[0].items()
+    }
 
 
 def step_of(trainer, batches, model=None):

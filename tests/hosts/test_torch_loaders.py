@@ -141,8 +141,7 @@ def test_packs_that_are_not_the_schedules_are_refused(found):
         refuse_other_packs([{"packplan_pack": pack} for pack in found], [(0,), (1,)])
 
 
-IN_THE_MIDDLE = batches_of(2, 0).state_dict(step=schedule(2).steps_per_epoch + 1)
-"""State of two ranks after a step of the second epoch."""
+IN_THE_MIDDLE = batches_of(2, 0).state_dict(step=schedule(2).steps_per_epoch + 1)  # a step of the second epoch
 
 
 def test_no_changed_state_is_loaded():
