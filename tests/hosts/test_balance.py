@@ -80,9 +80,7 @@ def batch_of(seed, longest=1.0):
 
 def joined(batches):
     """Return one batch of all rows."""
-    return {
-        key: torch.cat([one[key] for one in batches]) if first.dim() else first for key, first in batches[0].items()
-    }
+    return {key: torch.cat([one[key] for one in batches]) if own.dim() else own for key, own in batches[0].items()}
 
 
 def step_of(trainer, batches, model=None):
