@@ -144,9 +144,9 @@ class GuessingSource(ListSource):
             is_wrong = index == self.wrong and not in_full
             if is_wrong and self.audits:
                 raise ShortcutError(f"{self.name}, line {index + 1}", (1,), (2,))
-            if in_full and index == self.bad:
-                yield self.error(index, "is bad")
-            yield MeasuredSample(Measurement(self.lengths[index] + is_wrong, 1, 1, 4), self.media_facts(index))
+            is_bad = self.lengths[index] < 0 or (in_full and index == self.bad)
+            found = MeasuredSample(Measurement(self.lengths[index] + is_wrong, 1, 1, 4), self.media_facts(index))
+            yield self.error(index, "is bad") if is_bad else found
 
 
 def folder_of(owner: object) -> Path:
