@@ -169,8 +169,9 @@ def test_a_step_over_several_ranks_is_the_mean_over_all_of_them(  # noqa: PLR091
     assert sorted(first["fetched"]) != sorted(chain.from_iterable(plain.batches(0, rank=0))), "nothing is assigned"
     check_steps(run, plain, logged_losses(first["history"]), gradients, reduction)
     assert len(run.planned["eval"].raw.packs) % world_size, "no pack is repeated"
-    (evaluated,) = [entry["eval_loss"] for entry in first["history"] if "eval_loss" in entry]
-    assert evaluated == pytest.approx(run.trainer.evaluate()["eval_loss"], rel=FLOAT32)
+    (evaluated,), alone = [entry for entry in first["history"] if "eval_loss" in entry], run.trainer.evaluate()
+    for key in ("eval_loss", "eval_token_acc"):
+        assert evaluated[key] == pytest.approx(alone[key], rel=FLOAT32)
 
 
 @pytest.mark.parametrize(("model", "weighed"), [("qwen2_5_vl", False), ("qwen2", True)])
