@@ -69,13 +69,12 @@ def test_records_have_no_image_one_and_several_and_many_sizes(demo):
 
 def test_videos_come_alone_and_beside_images_and_text(tmp_path):
     """Every file that a record names is there, and the same bytes come again."""
-    for name in ("first", "again"):
-        make_videos(tmp_path / name)
-    made, again = files(tmp_path / "first"), files(tmp_path / "again")
+    make_videos(tmp_path / "first")
+    make_videos(tmp_path / "again")
+    made = files(tmp_path / "first")
     records = [json.loads(line) for line in made["videos/videos.jsonl"].decode().splitlines()]
+    media = [(record.get("videos", []), record.get("images", [])) for record in records]
 
-    assert again == made
-    kinds = {(len(record.get("videos", [])), len(record.get("images", []))) for record in records}
-    assert {(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)} == kinds
-    named = {name for record in records for key in ("videos", "images") for name in record.get(key, [])}
-    assert {f"videos/{name}" for name in named} == made.keys() - {"videos/videos.jsonl"}
+    assert files(tmp_path / "again") == made
+    assert {(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)} == {(len(videos), len(images)) for videos, images in media}
+    assert {f"videos/{name}" for both in media for one in both for name in one} == made.keys() - {"videos/videos.jsonl"}
