@@ -1,6 +1,7 @@
 """Exports of packs: every sample once, learned as its row says, in files that tell their plan."""
 
 import json
+import re
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -17,7 +18,7 @@ from packplan.adapters.exports import (
 )
 from packplan.core.errors import ArgumentError, OutputError, StaleError
 
-EXPORTS = (export_parquet, export_megatron_bridge, export_llama_factory)
+EXPORTS = [export for name, export in vars(exports).items() if re.match("export_(?!cached)", name)]
 
 PACKING_LENGTH = 20
 

@@ -27,6 +27,7 @@ from packplan.core.config.identity import PATH_KEYS, PER_RANK
 from packplan.core.config.keys import yield_keys
 from packplan.core.config.refusals import Host
 from packplan.core.config.run import RunConfig
+from packplan.core.inspection import PlanSummary, ScheduleSummary
 from packplan.core.packers import ALGORITHMS
 from packplan.core.policy import PlanPolicy
 from packplan.core.samples.urls import PACKAGES
@@ -184,9 +185,12 @@ def test_lists_are_whole():
     assert [] == [page for page in PAGES if text_of(page) != rewritten(text_of(page))], "run make reference"
     assert named
     assert [] == [name for name in named if not (ROOT / name).exists()]
-    assert [] == [one for one in declared if shown.isdisjoint(re.findall(r"[\w-]+", one))], (
-        "name the option on its page"
-    )
+    unnamed = [one for one in declared if shown.isdisjoint(re.findall(r"[\w-]+", one))]
+    assert [] == unnamed, "name the option on its page"
+    figures = [field.name for kind in (PlanSummary, ScheduleSummary) for field in attrs.fields(kind)]
+    assert [] == [name for name in figures if name not in text_of(ROOT / "app/plan/show.py")], "show the figure"
+    exports = re.findall(r"^def (export_(?!cached)\w+)", text_of(ROOT / "adapters/exports.py"), re.MULTILINE)
+    assert [] == [name for name in exports if name not in text_of(ROOT / "docs/files.md")], "name it in docs/files.md"
 
 
 def test_yaml_that_is_shown_is_a_run(tmp_path):
@@ -265,7 +269,8 @@ def test_every_field_and_every_algorithm_is_in_its_table():
     listed, table = page.split("Each field, and its key in a YAML:\n\n")[1], page.split("| name | method | use it |")[1]
 
     assert [field.name for field in attrs.fields(PlanPolicy)] == re.findall(r"^- `(\w+)`:", listed, re.MULTILINE)
-    assert [*ALGORITHMS] == re.findall(r"^\| `(\w+)` \|", table.split("\n\n")[0], re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|", table.split("\n\n")[0], re.MULTILINE)
+    assert [*ALGORITHMS] == rows, "list the algorithm in docs/planner.md"
 
 
 def test_every_kind_of_place_is_on_its_page():

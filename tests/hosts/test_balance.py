@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 
 from packplan.adapters.hf.balance import split_microbatches
-from packplan.adapters.hf.refusals import is_old_trl
+from packplan.adapters.hf.refusals import _LOSSES, is_old_trl
 from packplan.adapters.hf.rows import BatchCounts, join_rows, split_batch
 from packplan.core.errors import ArgumentError
 from packplan.hf import balance
@@ -35,9 +35,10 @@ MAX_TOKENS = 45
 NEAR = 1e-12 if is_old_trl() else 1e-6
 """Relative differences of float64; the head of newer TRL takes float32."""
 
-LOSSES = {"RLOOTrainer": [None], "GRPOTrainer": ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]}
-if not is_old_trl():
-    LOSSES["GRPOTrainer"] += ["luspo", "vespo"]
+NEWER = {"luspo", "vespo"} if is_old_trl() else set()
+"""Losses that older TRL lacks, or divides by padding."""
+
+LOSSES = {"RLOOTrainer": [None], "GRPOTrainer": [loss for loss in _LOSSES if loss not in NEWER]}
 
 MEANS_OF_RANKS = ("entropy", "kl", "clip_ratio")
 """Beginnings of values of which older TRL logs a mean or extreme of the ranks' means."""
