@@ -44,7 +44,7 @@ def llama():
     return model.train()
 
 
-def of_loop(divide, *, reduced=True):
+def of_loop(divide, *, reduced=True, uneven=False):
     """Return a step; *divide* makes a pack's loss of its sum, its and the rank's learned tokens."""
 
     def step(model):
@@ -59,7 +59,7 @@ def of_loop(divide, *, reduced=True):
         dist.all_reduce(reported)
         for weight in model.parameters() if reduced else ():
             dist.all_reduce(weight.grad)
-            weight.grad /= 2
+            weight.grad /= 1 if uneven and dist.get_rank() else 2
         return float(reported) / 2
 
     return step
@@ -76,6 +76,7 @@ STEPS = {
     "world size twice": of_loop(lambda total, *_: total / LEARNED),
     "ranks of unequal token counts": of_loop(lambda total, _, of_rank: total / of_rank),
     "gradients stay apart": of_loop(lambda total, *_: total * 2 / LEARNED, reduced=False),
+    "a rank differs alone": of_loop(lambda total, *_: total * 2 / LEARNED, uneven=True),
     "no update belongs in it": update,
     "nothing is computed": lambda _: 1.0,
     "nothing is labelled": lambda model: float(model(input_ids=torch.ones(1, 9, dtype=torch.int64)).logits.sum()),
@@ -149,6 +150,7 @@ REFUSED = {
     "world size twice": rf"is [\d.]+, 0\.5 times the [\d.]+ that is due; the gradients are 0\.5 times .*{TOOK}",
     "ranks of unequal token counts": OTHER,
     "gradients stay apart": OTHER,
+    "a rank differs alone": OTHER,
     "trainer not divided": OTHER,
     "trainer with ranks of unequal token counts": OTHER,
     "trainer smooths labels": rf"^MismatchError: .*times the .* that is due; the gradients are .*{TOOK}",
