@@ -14,8 +14,6 @@ from tests.processes import Started
 from tests.records import chat, write_lines
 from tests.stored import asked, remember_verdict
 
-Sections = dict[str, dict[str, Any]]
-
 
 @pytest.fixture(scope="session", autouse=True)
 def _stack():
@@ -60,7 +58,7 @@ def write_run(demo: Path, text_jsonl: Path, tmp_path: Path) -> Callable[..., Pat
 
     def write(of: str = "qwen2_5_vl", name: str = "run", **overlay: dict[str, Any]) -> Path:
         has_images = of.endswith("vl")
-        sections: Sections = {
+        sections: dict[str, Any] = {
             "model": {"model": str(demo / "models" / of)},
             "template": {"max_length": 1024 if has_images else 256, "system": "You look at scenes."},
             "custom": {"train_jsonl": str(demo / "data" / "train.jsonl" if has_images else text_jsonl)},
