@@ -32,6 +32,9 @@ def find_quick_bound(tally: LengthCounts, *, capacity: int) -> int:
     half exceed this room, they need further packs. The functions u(k) of Fekete and Schepers ("New
     classes of fast lower bounds for bin packing problems", 2001) round lengths to k-ths of the
     capacity such that no pack holds more than k of them.
+
+    >>> find_quick_bound(LengthCounts([8, 7, 5], [1, 1, 1]), capacity=11)  # by L2 alone
+    3
     """
     if not tally.sizes:
         return 0

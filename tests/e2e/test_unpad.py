@@ -113,11 +113,9 @@ def test_a_model_trains_the_same(case):
     model = make()
     hooks = unpad(model)
 
-    found, _ = assert_same(model, hooks, batch_of(padded()), **options)
+    assert_same(model, hooks, batch_of(padded()), **options)
     assert_same(model, hooks, batch_of(BETWEEN), **options)
 
-    if case == "experts":
-        assert 0 < found.aux_loss.item()
     if case == "all layers":
         batch = batch_of(padded())
         embedded = model.get_input_embeddings()(batch.pop("input_ids")).detach()

@@ -259,10 +259,13 @@ def test_training_and_evaluation_share_one_deadline():
     assert ([0], [0]) == (for_ever.group.waits, for_ever.lock.waits)
 
 
-def test_ranks_that_disagree_stop_the_run():
-    group = ScriptedGroup(world_size=2, others=lambda value: f"not {value}")
+@pytest.mark.parametrize("agreed", range(3))
+def test_ranks_that_disagree_stop_the_run(agreed):
+    """On the plan, on what lengths depend on, or on the data."""
+    said = iter([True] * agreed)
+    group = ScriptedGroup(world_size=2, others=lambda value: value if next(said, None) else f"not {value}")
 
-    with pytest.raises(MismatchError, match=r"the train plan's checksum: rank 0: .*; rank 1: not "):
+    with pytest.raises(MismatchError, match=r"rank 0: .*; rank 1: not "):
         Desk(group=group).plan()
 
 
