@@ -351,7 +351,6 @@ SHRUNK = [
     ({"compress_rates": {"a": 4, "b": 128}, "linear_num_key_heads": 16, "linear_num_value_heads": 48, "moe_k": 8},
      {"compress_rates": {"a": 4, "b": 8}, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "moe_k": 2}),
 ]  # fmt: skip
-"""Configuration, and its small copy."""
 
 
 @pytest.mark.parametrize(("config", "small"), SHRUNK)
