@@ -1,9 +1,9 @@
 """Code that uses libraries, files and processes; each module or folder has one subject."""
 
 if __name__ == "adapters":  # imported by its own name, from a checkout
-    from packplan.checkout import use_installed_name
+    from packplan.checkout import alias_installed_modules
 
-    use_installed_name(__name__)
+    alias_installed_modules(__name__)
 else:
     from packplan.adapters.torchvision_shim import install
 

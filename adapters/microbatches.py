@@ -24,7 +24,7 @@ from torch import Tensor
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.context_parallel import PackedLayout, cu_seqlens
 from packplan.core.errors import ArgumentError, counted
-from packplan.core.lengths import IntArray, whole_number
+from packplan.core.lengths import IntArray, as_whole_number
 from packplan.core.shard import Mode, ShardBatch, Sharding, sequence_dims
 
 Field = Tensor | list[Any]
@@ -195,7 +195,7 @@ class BatchedData:
         Return the batch with every sequence dimension *width* long, truncated or padded at its end;
         longer sequences lose their last tokens.
         """
-        whole_number("width", width)
+        as_whole_number("width", width)
         lengths = self.lengths.clamp(max=width)
         fields = {
             name: _resize(field, self.sequence_dims[name], width, self.pad_value(name))

@@ -38,6 +38,6 @@ if sys.argv[:1] == ["-m"]:
     answer_ctrl_c()
 
 if __name__ == "app":  # imported by its own name, from a checkout
-    from packplan.checkout import use_installed_name
+    from packplan.checkout import alias_installed_modules
 
-    use_installed_name(__name__)
+    alias_installed_modules(__name__)

@@ -20,7 +20,7 @@ from benchmarks.child import NotMeasuredError, run_in_child
 from benchmarks.distributions import DISTRIBUTIONS
 from benchmarks.options import add_names, add_number
 from benchmarks.table import Columns, show
-from packplan.core.epochs import EpochRecipe, EpochSamples, plan_epoch, record_epoch, select_epoch
+from packplan.core.epochs import EpochRecipe, RecordLengths, epoch_selection, plan_epoch, record_epoch
 from packplan.core.lengths import IntArray
 from packplan.core.mixes import Mix, Mixes, Source
 from packplan.core.packers import pack
@@ -102,10 +102,10 @@ def _measured(name: str, kind: str, options: argparse.Namespace) -> dict[str, fl
     thirds = lengths.size * np.array([4, 3, 3]) // 10
     sizes = (*thirds[:2].tolist(), lengths.size - int(thirds[:2].sum()))
     policy = PlanPolicy(packing_length=distribution.capacity, **fields)
-    samples = EpochSamples(lengths=lengths, sizes=sizes)
+    samples = RecordLengths(lengths=lengths, sizes=sizes)
     seconds: dict[str, list[float]] = {"pack": [], "plan": [], "record": []}
     for epoch in range(options.repeat):
-        selection = select_epoch(recipe, policy, samples, epoch)
+        selection = epoch_selection(recipe, policy, samples, epoch)
         drawn = np.minimum(lengths[selection], policy.packing_length)
         started = time.perf_counter()
         pack(drawn, capacity=policy.packing_length)

@@ -161,7 +161,7 @@ def _row(name: str, found: Mapping[str, Any], unseen: int) -> ForecastRow:
     places = range(len(rounds[0]))
     fitted = [*range(found["fitted"]), *places[found["fitted"] + unseen + _REPEATED :]]
     calibration = Calibration(tuple(one for steps in rounds for place in fitted if (one := steps[place])))
-    timing = calibration.timing()
+    timing = calibration.fit_timing()
     errors = []
     for place in places[found["fitted"] : found["fitted"] + unseen]:
         repeats = [one for steps in rounds if (one := steps[place])]

@@ -32,7 +32,7 @@ from packplan.core.lengths import IntArray
 from packplan.core.packers import pack
 from packplan.core.packs import Packs, concatenate
 from packplan.core.shuffling import seeded_permutation
-from packplan.core.work.assignment import assign_steps, to_units
+from packplan.core.work.assignment import level_steps, to_units
 from packplan.core.work.model import WorkModel
 from packplan.core.work.text import DELTA_CHUNK
 from packplan.core.work.vision import FLOPs, VisionWork
@@ -151,7 +151,7 @@ def _sorted(works: IntArray, _ranks: int, _accumulation: int) -> IntArray:
 
 
 def _by_work(works: IntArray, ranks: int, accumulation: int) -> IntArray:
-    return assign_steps(works, world_size=ranks, accumulation=accumulation, sync_at="step")
+    return level_steps(works, world_size=ranks, accumulation=accumulation, sync_at="step")
 
 
 WAYS: Mapping[str, tuple[str, Order]] = {

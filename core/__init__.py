@@ -3,6 +3,6 @@ Decisions about packs: pure functions and frozen values, free of disk, clock, ch
 """
 
 if __name__ == "core":  # imported by its own name, from a checkout
-    from packplan.checkout import use_installed_name
+    from packplan.checkout import alias_installed_modules
 
-    use_installed_name(__name__)
+    alias_installed_modules(__name__)

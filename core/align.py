@@ -4,7 +4,7 @@ import attrs
 import numpy as np
 
 from packplan.core.errors import ArgumentError, counted
-from packplan.core.lengths import MOST_RANKS, IntArray, whole_number
+from packplan.core.lengths import MOST_RANKS, IntArray, as_whole_number
 from packplan.core.packs import Packs, concatenate
 from packplan.core.plan import RawPlan
 
@@ -71,9 +71,9 @@ def align_plan(
     >>> align_plan(plan, world_size=2, dataloader_drop_last=False).packs.tolist()
     [[0], [1], [2], [0]]
     """
-    world_size = whole_number("world_size", world_size, most=MOST_RANKS)
+    world_size = as_whole_number("world_size", world_size, most=MOST_RANKS)
     packs = raw_plan.packs
-    batch_size = whole_number("batch_size", batch_size)
+    batch_size = as_whole_number("batch_size", batch_size)
     require_a_batch(len(packs), world_size=world_size, batch_size=batch_size, drop_last=dataloader_drop_last)
     positions = aligned_positions(len(packs), world_size, dataloader_drop_last)
     repeated = positions[len(packs) :]

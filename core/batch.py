@@ -3,7 +3,7 @@
 import attrs
 
 from packplan.core.errors import ArgumentError, counted
-from packplan.core.lengths import MOST_RANKS, whole_number
+from packplan.core.lengths import MOST_RANKS, as_whole_number
 
 IGNORED_LABEL = -100
 """Label that the losses of torch and transformers ignore."""
@@ -65,13 +65,13 @@ def resolve_accumulation(
     >>> batch.gradient_accumulation_steps
     16
     """
-    world_size = whole_number("world_size", world_size, most=MOST_RANKS)
-    per_device = whole_number("per_device_train_batch_size", per_device_train_batch_size)
-    accumulation = whole_number("gradient_accumulation_steps", gradient_accumulation_steps or 1)
-    unit = world_size * whole_number("forced_batch_size", forced_batch_size)
+    world_size = as_whole_number("world_size", world_size, most=MOST_RANKS)
+    per_device = as_whole_number("per_device_train_batch_size", per_device_train_batch_size)
+    accumulation = as_whole_number("gradient_accumulation_steps", gradient_accumulation_steps or 1)
+    unit = world_size * as_whole_number("forced_batch_size", forced_batch_size)
     requested = world_size * per_device * accumulation
     if effective_batch_size is not None:
-        requested = whole_number("effective_batch_size", effective_batch_size)
+        requested = as_whole_number("effective_batch_size", effective_batch_size)
     if requested % unit:
         below = requested // unit * unit
         nearest = f"{below:,} or {below + unit:,}" if below else f"{unit:,}"
@@ -118,7 +118,7 @@ def partial_window(*, per_rank_batches: int, gradient_accumulation_steps: int) -
     3
     """
     window = PartialWindow(
-        whole_number("per_rank_batches", per_rank_batches),
-        whole_number("gradient_accumulation_steps", gradient_accumulation_steps),
+        as_whole_number("per_rank_batches", per_rank_batches),
+        as_whole_number("gradient_accumulation_steps", gradient_accumulation_steps),
     )
     return window if window.remainder else None

@@ -5,7 +5,7 @@ from math import inf
 import attrs
 
 from packplan.core.length_counts import LengthCounts, fit_decreasing
-from packplan.core.lengths import Lengths, lengths_up_to, whole_number
+from packplan.core.lengths import Lengths, as_lengths_up_to, as_whole_number
 from packplan.core.patterns import Effort, num_packs
 from packplan.core.patterns.certificate import BoundKind, certify, find_quick_bound, to_lowest_terms
 
@@ -70,10 +70,10 @@ def find_bound(
     >>> find_bound([60, 60, 50, 40], capacity=100)
     Bound(packs=3, kind='reached', best=3)
     """
-    capacity = whole_number("capacity", capacity)
+    capacity = as_whole_number("capacity", capacity)
     if known is not None:
-        whole_number("known", known, least=0)
-    tally = LengthCounts.from_lengths(lengths_up_to(lengths, capacity=capacity))
+        as_whole_number("known", known, least=0)
+    tally = LengthCounts.from_lengths(as_lengths_up_to(lengths, capacity=capacity))
     if not tally.sizes:
         return Bound(0, "reached", 0)
     tally, capacity = to_lowest_terms(tally, capacity=capacity)

@@ -15,8 +15,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.lengths import MOST_RANKS, IntArray, Lengths, as_lengths, round_up_lengths, whole_number
-from packplan.core.packs import count_up
+from packplan.core.lengths import MOST_RANKS, IntArray, Lengths, as_lengths, as_whole_number, round_up_lengths
+from packplan.core.packs import join_ranges
 
 
 def padded_length(length: int, *, cp_size: int, tp_size: int = 1) -> int:
@@ -48,7 +48,7 @@ def cu_seqlens(lengths: Lengths, *, pad_to_multiple_of: int = 1) -> list[int]:
     >>> cu_seqlens([8, 5, 7]), cu_seqlens([8, 5, 7], pad_to_multiple_of=4)
     ([0, 8, 13, 20], [0, 8, 16, 24])
     """
-    padded = round_up_lengths(as_lengths(lengths), whole_number("pad_to_multiple_of", pad_to_multiple_of))
+    padded = round_up_lengths(as_lengths(lengths), as_whole_number("pad_to_multiple_of", pad_to_multiple_of))
     return [0, *np.cumsum(padded).tolist()]
 
 
@@ -68,18 +68,18 @@ def chunk_positions(length: int, *, cp_size: int, cp_rank: int) -> list[int]:
     >>> chunk_positions(8, cp_size=2, cp_rank=0), chunk_positions(8, cp_size=2, cp_rank=1)
     ([0, 1, 6, 7], [2, 3, 4, 5])
     """
-    length = whole_number("length", length, least=0)
+    length = as_whole_number("length", length, least=0)
     chunks: list[int] = PackedLayout([0, length], [0, length], cp_size).positions(cp_rank).tolist()
     return chunks
 
 
 def _pad_multiple(cp_size: int, tp_size: int) -> int:
-    cp_size = whole_number("cp_size", cp_size, most=MOST_RANKS)
-    tp_size = whole_number("tp_size", tp_size, most=MOST_RANKS)
+    cp_size = as_whole_number("cp_size", cp_size, most=MOST_RANKS)
+    tp_size = as_whole_number("tp_size", tp_size, most=MOST_RANKS)
     return tp_size if cp_size == 1 else cp_size * 2 * tp_size
 
 
-def _freeze(values: Lengths) -> IntArray:
+def _frozen_copy(values: Lengths) -> IntArray:
     array = np.array(values, dtype=np.int64)
     array.flags.writeable = False
     return array
@@ -96,12 +96,12 @@ class PackedLayout:
             positions cannot be cut into equal chunks for the ranks.
     """
 
-    cu_seqlens: IntArray = attrs.field(converter=_freeze)
+    cu_seqlens: IntArray = attrs.field(converter=_frozen_copy)
     """
     Start of each sequence without padding, and the number of tokens; shape (num_sequences + 1,).
     """
 
-    cu_seqlens_padded: IntArray = attrs.field(converter=_freeze)
+    cu_seqlens_padded: IntArray = attrs.field(converter=_frozen_copy)
     """
     Start of each sequence with padding, and the length of the row; shape (num_sequences + 1,).
     """
@@ -110,7 +110,7 @@ class PackedLayout:
     """Ranks that share the row."""
 
     def __attrs_post_init__(self) -> None:
-        whole_number("cp_size", self.cp_size, most=MOST_RANKS)
+        as_whole_number("cp_size", self.cp_size, most=MOST_RANKS)
         true, padded = self.cu_seqlens, self.cu_seqlens_padded
         if true.ndim != 1 or not true.size or true.shape != padded.shape or true[0] or padded[0]:
             message = f"cu_seqlens {true.tolist()} and cu_seqlens_padded {padded.tolist()} do not describe one row"
@@ -190,7 +190,7 @@ class PackedLayout:
             Start of the sequence, start and end of each block; int64 of shape (num_blocks, 3).
             A query attends to the keys from the start of its sequence up to itself.
         """
-        if whole_number("cp_rank", cp_rank, least=0) >= self.cp_size:
+        if as_whole_number("cp_rank", cp_rank, least=0) >= self.cp_size:
             message = f"cp_rank is {cp_rank}, but {self.cp_size} ranks share the row"
             raise ValueError(message)
         starts, sizes = self.cu_seqlens_padded[:-1], np.diff(self.cu_seqlens_padded)
@@ -204,7 +204,7 @@ class PackedLayout:
     def positions(self, cp_rank: int) -> IntArray:
         """Return the row positions that a rank computes; shape (num_positions / cp_size,)."""
         _, start, stop = self.blocks(cp_rank).T
-        return count_up(stop - start, starts=start)
+        return join_ranges(stop - start, starts=start)
 
     @cached_property
     def restore(self) -> IntArray:

@@ -54,7 +54,7 @@ def _mixes_json(mixes: Mixes) -> str:
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class EpochSamples:
+class RecordLengths:
     """Lengths and works of all records, from which each epoch takes its samples."""
 
     lengths: IntArray
@@ -120,7 +120,7 @@ class EpochRecord:
     """Tokens drawn from each source of the data; empty for one source."""
 
 
-def select_epoch(recipe: EpochRecipe, policy: PlanPolicy, samples: EpochSamples, epoch: int) -> IntArray:
+def epoch_selection(recipe: EpochRecipe, policy: PlanPolicy, samples: RecordLengths, epoch: int) -> IntArray:
     """
     Return the records that an epoch trains: int64, ascending, repeated if drawn more than once.
 
@@ -155,7 +155,7 @@ class EpochPlan:
 def plan_epoch(
     recipe: EpochRecipe,
     policy: PlanPolicy,
-    samples: EpochSamples,
+    samples: RecordLengths,
     epoch: int,
     *,
     quick_bound: bool = False,
@@ -175,7 +175,7 @@ def plan_epoch(
     Raises:
         ArgumentError: No pack remains.
     """
-    chosen = select_epoch(recipe, policy, samples, epoch)
+    chosen = epoch_selection(recipe, policy, samples, epoch)
     lengths, works = samples.lengths, samples.works
     is_all = recipe.mixes is None and chosen.size == lengths.size
     if not is_all:
@@ -184,7 +184,7 @@ def plan_epoch(
     return EpochPlan(epoch, chosen, plan if is_all else plan.with_indices(chosen))
 
 
-def record_epoch(planned: EpochPlan, samples: EpochSamples) -> EpochRecord:
+def record_epoch(planned: EpochPlan, samples: RecordLengths) -> EpochRecord:
     """
     Return the record of an epoch's plan, to be stored.
 

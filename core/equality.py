@@ -142,10 +142,10 @@ def judge(findings: Iterable[Deviation], *, precision: Precision, limit: float) 
 
 def pack_kind(images: Sequence[int]) -> str:
     """
-    Name the kind of a pack by its images: `text`, `image`, `several images`, or `mixed`.
+    Name the kind of a pack by its media: `text`, `image`, `several images`, or `mixed`.
 
     Args:
-        images: Number of images of each sample.
+        images: Number of images and videos of each sample.
     """
     kinds = {min(number, 2) for number in images}
     if len(kinds) > 1 and 0 in kinds:
@@ -157,7 +157,7 @@ def packs_to_compare(packs: Packs, table: Table, *, count: int) -> list[int]:
     """
     Choose up to *count* packs of several samples to compare; return their indices, ascending.
 
-    Chosen are the pack of most samples of each kind, then packs spread over the plan.
+    The pack with most samples of each kind comes first, then packs spread over the plan.
 
     Args:
         packs: Packs of the plan.

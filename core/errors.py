@@ -19,7 +19,7 @@ Everything that this project raises on purpose.
         └── CorruptArtefactError    a stored file is not what was written
 
 A class is what a caller tells apart; a `kind` is one fact that a class states. The fact is in the
-words of the library; `core.config.faults.with_remedy` adds what helps, in keys of a YAML. Fields
+words of the library; `core.config.faults.explain_error` adds what helps, in keys of a YAML. Fields
 are positional, so that errors survive pickling between processes.
 """
 
@@ -149,7 +149,7 @@ class ModelError(_FactError, UserError):
     """A model may not pack, or not with this attention, or cannot be probed, counted or traced."""
 
     @classmethod
-    def isolation(cls, model_type: str, attn_impl: str, reason: str) -> ModelError:
+    def for_leak(cls, model_type: str, attn_impl: str, reason: str) -> ModelError:
         """
         Return the error of a model whose samples may not share packs.
 
@@ -167,13 +167,13 @@ class StaleError(_FactError, UserError):
     """Something stored was made from other inputs than this run has."""
 
     @classmethod
-    def lengths(cls, where: str, differences: tuple[Difference, ...]) -> StaleError:
+    def for_lengths(cls, where: str, differences: tuple[Difference, ...]) -> StaleError:
         """Return the error of stored lengths that were measured from other inputs."""
         fact = format_lines(f"the lengths in {where} were measured from other inputs", differences)
         return cls("stale_lengths", fact, {"differences": differences})
 
     @classmethod
-    def plan(cls, checkpoint: str, differences: tuple[Difference, ...]) -> StaleError:
+    def for_plan(cls, checkpoint: str, differences: tuple[Difference, ...]) -> StaleError:
         """Return the error of a checkpoint that was trained from another plan."""
         head = f"{checkpoint} was trained from another plan or in another way, so this run cannot go on with it"
         reordered = any(difference.key == "order_version" for difference in differences)
@@ -181,12 +181,12 @@ class StaleError(_FactError, UserError):
         return cls("changed_order" if reordered else "changed_plan", fact, {"differences": differences})
 
     @classmethod
-    def file(cls, name: str, found: str) -> StaleError:
+    def for_file(cls, name: str, found: str) -> StaleError:
         """Return the error of a data file that changed while it was open; *found* says how."""
         return cls("changed_sample", f"{name} has changed since this run opened it: {found}", {"file": name})
 
     @classmethod
-    def sample(
+    def for_sample(
         cls, index: int, where: str, differences: tuple[Difference, ...], *, copy: str | None = None
     ) -> StaleError:
         """
@@ -221,7 +221,7 @@ class NotBuiltError(UserError):
 
 @attrs.define(eq=False)
 class OutputError(UserError):
-    """A file, a folder or a stream cannot be written: no right to, no room, or another job does."""
+    """A file, folder or stream cannot be written: no permission, no space left, or a job's lock."""
 
     path: str
     reason: str
@@ -237,7 +237,7 @@ class RunError(_FactError, UserError):
     """A run that has begun cannot go on: its ranks, its processes, or its numbers."""
 
     @classmethod
-    def worker(cls, worker: int, method: str, reason: str) -> RunError:
+    def for_worker(cls, worker: int, method: str, reason: str) -> RunError:
         """
         Return the error of a worker of reinforcement learning that raised or died.
 
@@ -296,7 +296,7 @@ class RankDifference:
         for rank, value in enumerate(self.values):
             ranks.setdefault(value, []).append(rank)
         same = sum(1 for _ in takewhile(lambda at: len(set(at)) == 1, zip(*filter(None, ranks), strict=False)))
-        shown = [f"{_text_from(value, same)} on {_ranks_in_words(ranks[value])}" for value in list(ranks)[:_MOST]]
+        shown = [f"{_differing_part(value, same)} on {_ranks_in_words(ranks[value])}" for value in list(ranks)[:_MOST]]
         left_out = len(ranks) - len(shown)
         return f"{self.key}: {'; '.join(shown)}" + (f"; {counted(left_out, 'other value')}" if left_out else "")
 
@@ -308,7 +308,7 @@ kept before the first that differs.
 """
 
 
-def _text_from(value: str | None, same: int) -> str:
+def _differing_part(value: str | None, same: int) -> str:
     """Return a value as text; of a long one, the part where it differs after *same* characters."""
     if value is None or len(value) <= _MOST_CHARACTERS:
         return "absent" if value is None else value

@@ -30,19 +30,19 @@ class Pause:
     """Seconds of each pause."""
 
     every: int
-    """Optimizer steps between two pauses; 0 for none. Otherwise the last step has a pause."""
+    """Optimizer steps between two pauses, the last of which ends the run; 0 for none."""
 
     at_start: bool = False
     """Whether there is also a pause before the first step."""
 
-    def total(self, num_steps: int) -> float:
+    def total_seconds(self, num_steps: int) -> float:
         """
         Return the seconds of all pauses of a run.
 
         Args:
             num_steps: Optimizer steps of the run.
 
-        >>> Pause(2.0, every=4).total(10)
+        >>> Pause(2.0, every=4).total_seconds(10)
         6.0
         """
         count = int(self.at_start) + (-(-num_steps // self.every) if self.every else 0)
@@ -83,11 +83,9 @@ class RunForecast:
     @property
     def seconds(self) -> float:
         """Seconds of the run with its pauses; later epochs have the mean step of the first."""
-        first = self.steps[: self.total_steps]
-        later = (self.total_steps - len(first)) * self.mean_step
-        return (
-            float(first.sum()) + later + sum(one.total(self.total_steps) for one in (self.evaluation, self.checkpoint))
-        )
+        first, num = self.steps[: self.total_steps], self.total_steps
+        later = (num - len(first)) * self.mean_step
+        return float(first.sum()) + later + sum(one.total_seconds(num) for one in (self.evaluation, self.checkpoint))
 
     @property
     def uncertainty(self) -> float | None:
@@ -248,7 +246,7 @@ class Calibration:
     checkpoint: float = 0.0
     """Seconds of saving a checkpoint; 0 if the run saves none."""
 
-    def timing(self) -> Timing:
+    def fit_timing(self) -> Timing:
         """Return the timing fitted to these steps, with its error on steps that were left out."""
         time, errors, refits = fit_steps(self.steps), [], []
         for part in range(min(_FOLDS, len(self.steps))):
@@ -568,7 +566,7 @@ def add_margin(peak: float) -> int:
     return math.ceil(peak * (1 + MARGIN))
 
 
-def find_longest(peak_at: Callable[[int], int], *, start: int, limit: int, most: int) -> LongestLength:
+def longest_fit(peak_at: Callable[[int], int], *, start: int, limit: int, most: int) -> LongestLength:
     """
     Return the longest packing length whose peak fits.
 
@@ -581,7 +579,7 @@ def find_longest(peak_at: Callable[[int], int], *, start: int, limit: int, most:
         limit: Bytes that a peak with its margin may have.
         most: Longest length that the model has positions for.
 
-    >>> find_longest(lambda tokens: 10 * tokens, start=512, limit=110_000, most=32768).tokens
+    >>> longest_fit(lambda tokens: 10 * tokens, start=512, limit=110_000, most=32768).tokens
     9984
     """
     room = limit / (1 + MARGIN)

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.lengths import IntArray
-from packplan.core.packs import BLOCK, Packs, count_up
+from packplan.core.packs import BLOCK, Packs, join_ranges
 
 
 @attrs.frozen
@@ -95,7 +95,7 @@ class PackingTrace:
         index, first, num, per_bin = np.array(self._entries, dtype=np.int64).T
         order = np.argsort(index, kind="stable")
         first, num, per_bin = first[order], num[order], per_bin[order]
-        bins = count_up(num, starts=first, dtype=np.int32)
+        bins = join_ranges(num, starts=first, dtype=np.int32)
         return bins if per_bin.max() == 1 else np.repeat(bins, np.repeat(per_bin, num))
 
 
@@ -120,13 +120,13 @@ def _reorder_bins(lengths: IntArray, tally: LengthCounts, bins: NDArray[np.int32
         inside = lengths[start : start + block]
         keys = table[inside] if table is not None else np.searchsorted(-sizes, -inside).astype(key_type)
         here = np.bincount(keys, minlength=num)
-        labels[start + np.argsort(keys, kind="stable")] = bins[count_up(here, starts=taken)]
+        labels[start + np.argsort(keys, kind="stable")] = bins[join_ranges(here, starts=taken)]
         taken += here
     return labels
 
 
 class _OpenBins:
-    """Open bins of any fit, kept as ranges of neighbouring bins with equal room."""
+    """Open bins of best or first fit, kept as ranges of neighbouring bins with equal room."""
 
     def __init__(self, *, fullest: bool) -> None:
         self._fullest = fullest

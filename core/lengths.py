@@ -62,7 +62,7 @@ def as_lengths(lengths: Lengths, *, least: int = 1) -> IntArray:
     return checked
 
 
-def lengths_up_to(lengths: Lengths, *, capacity: int) -> IntArray:
+def as_lengths_up_to(lengths: Lengths, *, capacity: int) -> IntArray:
     """
     Return *lengths* as `as_lengths` does; ArgumentError also for a length over *capacity*.
     """
@@ -143,7 +143,7 @@ def squares(lengths: IntArray) -> NDArray[np.float64]:
     return found
 
 
-def whole_number(name: str, value: int, *, least: int = 1, most: int = 2**63 - 1) -> int:
+def as_whole_number(name: str, value: int, *, least: int = 1, most: int = 2**63 - 1) -> int:
     """
     Return *value* if it is a whole number within bounds.
 
@@ -156,7 +156,7 @@ def whole_number(name: str, value: int, *, least: int = 1, most: int = 2**63 - 1
     Raises:
         ValueError: The value is no such number. The message has *name*.
 
-    >>> whole_number("packing_length", 4096)
+    >>> as_whole_number("packing_length", 4096)
     4096
     """
     whole = isinstance(value, Integral) and not isinstance(value, (bool, np.bool_))
@@ -171,7 +171,7 @@ def whole_number(name: str, value: int, *, least: int = 1, most: int = 2**63 - 1
 
 def round_up_lengths(lengths: IntArray, multiple: int) -> IntArray:
     """Round lengths up to a multiple; ArgumentError if their total then passes 64 bits."""
-    multiple = whole_number("the pad multiple", multiple)
+    multiple = as_whole_number("the pad multiple", multiple)
     if lengths.size and (int(lengths.max()) + multiple) * lengths.size >= 2**63:
         total = sum(-(-length // multiple) * multiple for length in lengths.tolist())
         if total >= 2**63:
@@ -182,7 +182,7 @@ def round_up_lengths(lengths: IntArray, multiple: int) -> IntArray:
 
 def exact_share(name: str, value: float | str | Decimal | Fraction) -> Fraction:
     """
-    Return a share as the exact decimal that was written; ValueError if it is not from 0 to 1.
+    Return a share as a fraction, exactly as written; ValueError if it is not from 0 to 1.
 
     >>> exact_share("min_fill_ratio", 0.55)
     Fraction(11, 20)

@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 
 from packplan.core.bounds import bound_effort, lower_bound
-from packplan.core.lengths import Lengths, as_lengths, whole_number
+from packplan.core.lengths import Lengths, as_lengths, as_whole_number
 from packplan.core.packs import Packs
 
 
@@ -80,7 +80,7 @@ def packing_metrics(
     >>> packing_metrics([60, 20, 50], Packs.from_lists([[0, 1], [2]]), capacity=80).efficiency
     1.0
     """
-    capacity = whole_number("capacity", capacity)
+    capacity = as_whole_number("capacity", capacity)
     array = as_lengths(lengths)
     if not len(packs):
         message = "there is no pack to measure"
@@ -102,7 +102,7 @@ def packing_metrics(
     return PackingMetrics(
         num_packs=loads.size,
         num_tokens=num_tokens,
-        lower_bound=whole_number("bound", bound),
+        lower_bound=as_whole_number("bound", bound),
         packs_by_tokens=-(-num_tokens // capacity),
         fill=Fraction(num_tokens, capacity),
         fill_squared=Fraction(sum(load**2 * times for load, times in counted), capacity**2),
@@ -125,7 +125,7 @@ def padded_positions(lengths: Lengths, *, batch_size: int) -> float:
     """
     different, times = np.unique(as_lengths(lengths), return_counts=True)
     total = int(times.sum())
-    drawn = min(whole_number("batch_size", batch_size), total)
+    drawn = min(as_whole_number("batch_size", batch_size), total)
     longest, below = 0.0, 0.0
     for length, up_to in zip(different.tolist(), np.cumsum(times).tolist(), strict=True):
         until = _share_of_draws(up_to, total, drawn)

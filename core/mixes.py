@@ -246,7 +246,7 @@ def select_records(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], *, seed
     If the mix is by samples and every record can be drawn, `draw_in_order` draws the same ones.
 
     Args:
-        mixes: Mixes without `mixes_faults` and `measured_faults`.
+        mixes: Mixes without `mixes_faults` and `faults_once_measured`.
         lengths: Tokens of each record of `mixes.files`, 0 where it cannot be drawn.
         sizes: Records of each file.
         seed: Seed of draws, from 0.
@@ -379,7 +379,7 @@ def stream_faults(mixes: Mixes) -> Iterator[Fault]:
             yield from _prefix_faults(mixes, entry, [Fault("by", reason)])
 
 
-def measured_faults(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], epochs: int) -> Iterator[Fault]:
+def faults_once_measured(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], epochs: int) -> Iterator[Fault]:
     """
     Yield the faults of mixes that are found once samples are measured.
 

@@ -194,7 +194,7 @@ Samples sorted at a time, so that their keys fit the cache. There a radix sort i
 """
 
 
-def count_up(counts: IntArray, *, starts: IntArray, dtype: type[np.signedinteger[Any]] = np.int64) -> NDArray[Any]:
+def join_ranges(counts: IntArray, *, starts: IntArray, dtype: type[np.signedinteger[Any]] = np.int64) -> NDArray[Any]:
     """
     Concatenate ranges: `counts[0]` numbers up from `starts[0]`, `counts[1]` from `starts[1]`, …
 
@@ -203,7 +203,7 @@ def count_up(counts: IntArray, *, starts: IntArray, dtype: type[np.signedinteger
         starts: First value of each range; shape (num_starts,).
         dtype: Integer type of the result.
 
-    >>> count_up(np.array([2, 0, 3]), starts=np.array([7, 5, 1])).tolist()
+    >>> join_ranges(np.array([2, 0, 3]), starts=np.array([7, 5, 1])).tolist()
     [7, 8, 1, 2, 3]
     """
     ends = np.cumsum(counts)
@@ -247,7 +247,7 @@ def _group_by_label(labels: NDArray[np.int32], num_labels: int) -> tuple[IntArra
     for start in starts:
         keys = (labels[start : start + BLOCK] >> shift).astype(key_type)
         here = np.bincount(keys, minlength=num_drawers)
-        indices[count_up(here, starts=free)] = start + np.argsort(keys, kind="stable")
+        indices[join_ranges(here, starts=free)] = start + np.argsort(keys, kind="stable")
         free += here
     width = 1 << shift
     offsets = np.zeros(num_drawers * width + 1, dtype=np.int64)

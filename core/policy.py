@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import attrs
 
 from packplan.core.fingerprint import Fingerprint, Value
-from packplan.core.lengths import exact_share, whole_number
-from packplan.core.packers import checked_seed, find_algorithm
+from packplan.core.lengths import as_whole_number, exact_share
+from packplan.core.packers import as_seed, find_algorithm
 from packplan.core.packers.drawing import REDRAW_VERSION
 
 if TYPE_CHECKING:
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def _packing_length(value: int) -> int:
-    return whole_number("packing_length", value)
+    return as_whole_number("packing_length", value)
 
 
-def _decimal(value: float | str | Decimal) -> str:
+def _decimal_text(value: float | str | Decimal) -> str:
     return str(value)
 
 
@@ -48,7 +48,7 @@ class PlanPolicy:
     algorithm: str = "constant_volume"
     """A name in `core.packers.ALGORITHMS`."""
 
-    min_fill_ratio: str = attrs.field(default="0", converter=_decimal)
+    min_fill_ratio: str = attrs.field(default="0", converter=_decimal_text)
     """
     Share of `packing_length` from 0 to 1, read and compared exactly as it is written. 0 drops no
     pack.
@@ -60,10 +60,10 @@ class PlanPolicy:
     allow_single_long: bool = True
     """Give each long sample a pack of its own; otherwise skip it."""
 
-    seed: int = attrs.field(default=0, converter=checked_seed)
+    seed: int = attrs.field(default=0, converter=as_seed)
     """Seed of random algorithms, from 0 to 2**64 - 1."""
 
-    max_dropped_share: str = attrs.field(default="0.01", converter=_decimal)
+    max_dropped_share: str = attrs.field(default="0.01", converter=_decimal_text)
     """
     Share of all tokens from 0 to 1 that the fill filter may drop. The packs do not depend on it.
     """
@@ -94,7 +94,7 @@ class PlanPolicy:
 
     @property
     def counts_lengths(self) -> bool:
-        """Whether the packs depend on how many samples have each length, and on their order."""
+        """Whether packing sees only the number of samples of each length, not which they are."""
         return self.packing and find_algorithm(self.algorithm).counts_lengths
 
     def fingerprint(self, lengths_digest: str) -> Fingerprint:

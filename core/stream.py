@@ -13,7 +13,7 @@ import numpy as np
 
 from packplan.core.errors import Difference
 from packplan.core.fingerprint import NO_IDENTITY, Fingerprint, RunIdentity
-from packplan.core.lengths import IntArray, exact_share, whole_number
+from packplan.core.lengths import IntArray, as_whole_number, exact_share
 
 Order = Callable[[int], IntArray]
 """Epoch -> indices of samples, in order."""
@@ -49,8 +49,8 @@ class StreamOptions:
     """Whether long samples are packs of their own. Otherwise they are skipped."""
 
     def __attrs_post_init__(self) -> None:
-        whole_number("packing_length", self.packing_length)
-        whole_number("packing_buffer", self.packing_buffer)
+        as_whole_number("packing_length", self.packing_length)
+        as_whole_number("packing_buffer", self.packing_buffer)
 
     def is_full(self, tokens: int) -> bool:
         """Return whether a pack of this many tokens reaches the minimum fill."""

@@ -24,7 +24,7 @@ from packplan.core.align import align_plan
 from packplan.core.checksum import plan_checksum
 from packplan.core.errors import counted
 from packplan.core.inspection import PlanSummary, summarise
-from packplan.core.lengths import MOST_RANKS, IntArray, Lengths, as_lengths, whole_number
+from packplan.core.lengths import MOST_RANKS, IntArray, Lengths, as_lengths, as_whole_number
 from packplan.core.packs import Packs
 from packplan.core.plan import RawPlan, build_raw_plan, refuse_dropped, refuse_longer
 from packplan.core.policy import PlanPolicy
@@ -93,8 +93,8 @@ class Plan:
             ValueError: *packs_per_step* is no multiple of *world_size*, or an argument is invalid.
             ArgumentError: The packs that *drop_last* leaves do not fill the ranks.
         """
-        world_size = whole_number("world_size", world_size, most=MOST_RANKS)
-        packs_per_step = world_size if packs_per_step is None else whole_number("packs_per_step", packs_per_step)
+        world_size = as_whole_number("world_size", world_size, most=MOST_RANKS)
+        packs_per_step = world_size if packs_per_step is None else as_whole_number("packs_per_step", packs_per_step)
         accumulation, rest = divmod(packs_per_step, world_size)
         if rest:
             message = f"packs_per_step is {packs_per_step}, but has to be a multiple of world_size {world_size}"

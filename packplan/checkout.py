@@ -17,8 +17,8 @@ from types import CodeType, ModuleType
 from typing import cast
 
 
-class SameModules(MetaPathFinder, Loader):
-    """Finder that imports `core.x` as `packplan.core.x`, below one folder of the checkout."""
+class AliasFinder(MetaPathFinder, Loader):
+    """Finder that makes `import core.x` give the module `packplan.core.x`, for one top folder."""
 
     def __init__(self, folder: str) -> None:
         """Find the modules below *folder*: core, adapters or app."""
@@ -51,7 +51,7 @@ class SameModules(MetaPathFinder, Loader):
         return cast(InspectLoader, found.loader).get_code(found.name)
 
 
-def use_installed_name(folder: str) -> None:
+def alias_installed_modules(folder: str) -> None:
     """Make `import core` give `packplan.core`, and so each module below, for one *folder*."""
-    sys.meta_path.insert(0, SameModules(folder))
+    sys.meta_path.insert(0, AliasFinder(folder))
     sys.modules[folder] = import_module(f"packplan.{folder}")

@@ -12,7 +12,7 @@ from packplan.app.planning.split import align_options
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.stores import artefacts_folder, open_stores
 from packplan.core.align import align_plan
-from packplan.core.config.identity import configured_inputs, plan_policy
+from packplan.core.config.identity import config_length_inputs, plan_policy
 from packplan.core.config.run import RunConfig
 from packplan.core.equality import PackingVerdict
 from packplan.core.fingerprint import Fingerprint
@@ -71,7 +71,7 @@ def _rows(lengths: Sequence[int], supervised: int | Sequence[int], *, repeatabil
 
 def _store(config: RunConfig, split: str, lengths: Sequence[int], world_sizes: Sequence[int], rows: StoredRows) -> None:
     stores, policy = open_stores(config, split), plan_policy(config, split)
-    inputs = configured_inputs(config.template, config.custom, packing_length=config.packing_length)
+    inputs = config_length_inputs(config.template, config.custom, packing_length=config.packing_length)
     with stores.lock.hold(timeout_s=1, report=lambda _: None):
         stores.lengths.open_for_append(Fingerprint(inputs), len(lengths), str)
         stores.lengths.append(rows, f"data {lengths}")

@@ -27,7 +27,7 @@ from packplan.adapters.hf.following import insert_base_class
 from packplan.adapters.hf.refusals import is_old_trl, refuse_balance_conflicts
 from packplan.adapters.hf.rows import BatchCounts, Row, SplitBatch, join_rows, split_batch
 from packplan.core.errors import ArgumentError, ModelError
-from packplan.core.lengths import whole_number
+from packplan.core.lengths import as_whole_number
 from packplan.core.shard import Sharding, shard_dynamic, shard_packed
 from packplan.core.work.model import WorkModel
 
@@ -91,9 +91,9 @@ def balance(
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     pads = [getattr(one, "pad_token_id", None) for one in (tokenizer, trainer.model.config.get_text_config())]
     trainer._balance = balance = _BalanceState(  # noqa: SLF001  # its own
-        next((pad for pad in pads if pad is not None), 0), whole_number("max_tokens", max_tokens),
-        whole_number("logprob_max_tokens", logprob_max_tokens or max_tokens),
-        padded, algorithm, whole_number("length_multiple", length_multiple), move_rows, _find_work_model(trainer.model),
+        next((pad for pad in pads if pad is not None), 0), as_whole_number("max_tokens", max_tokens),
+        as_whole_number("logprob_max_tokens", logprob_max_tokens or max_tokens), padded, algorithm,
+        as_whole_number("length_multiple", length_multiple), move_rows, _find_work_model(trainer.model),
     )  # fmt: skip
     insert_base_class(trainer, _BalancedTraining)
     return balance.counts

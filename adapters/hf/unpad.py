@@ -119,7 +119,7 @@ def set_isolating_attention(model: Any, *, named: str, group: ProcessGroup | Non
     flash = find_spec("flash_attn") is not None
     choice = choose_attention(attn_impl, verdict, flash_installed=flash, on_cpu=on_cpu)
     if choice.leak is not None:
-        raise ModelError.isolation(verdict.model_type, named, choice.leak)
+        raise ModelError.for_leak(verdict.model_type, named, choice.leak)
     if attn_impl == AUTO and choice.backend != config._attn_implementation:  # noqa: SLF001  # has no public name
         model.set_attn_implementation(choice.backend)
     if group is not None:

@@ -122,7 +122,7 @@ class PackBatches:
         except ValueError as error:
             raise CorruptArtefactError(_SAVED, str(error), DAMAGED_STATE_REMEDY) from error
         if differences := then.differences(self.state):
-            raise StaleError.plan(_SAVED, differences)
+            raise StaleError.for_plan(_SAVED, differences)
         resumed = attrs.evolve(self._given, start=then.progress)
         if (fault := resumed.start_fault()) is not None:
             raise CorruptArtefactError(_SAVED, fault, DAMAGED_STATE_REMEDY)

@@ -199,7 +199,7 @@ def refuse_other_length(index: int, planned: int, length: int) -> None:
         StaleError: The numbers differ.
     """
     if length != planned:
-        raise StaleError.sample(index, f"row {index}", (Difference("length", planned, length),))
+        raise StaleError.for_sample(index, f"row {index}", (Difference("length", planned, length),))
 
 
 @attrs.frozen(eq=False)

@@ -121,7 +121,7 @@ def probe_loaded(model: Any, *, native: str, named: str) -> ProbeResult:
             why_not = f"it raises {error_text(error)}"
     if why_not is not None:
         reason = f"the loaded model ({device_and_precision(model)}) was asked, and {why_not}"
-        raise ModelError.isolation(config.model_type, named, reason)
+        raise ModelError.for_leak(config.model_type, named, reason)
     return measured
 
 

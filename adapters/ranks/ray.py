@@ -99,7 +99,7 @@ class RayWorkers:
         try:
             ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR, **here)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise RunError.worker(0, "start", f"Ray cannot be reached: {error}") from None
+            raise RunError.for_worker(0, "start", f"Ray cannot be reached: {error}") from None
         actor: Any = ray.remote(_Actor).options(num_cpus=1, num_gpus=gpus_each)
         self._actors = [actor.remote() for _ in range(num_workers)]
         # All have to be started first, or some would wait in their group for the others.
@@ -155,7 +155,7 @@ class RayWorkers:
                     f"not done after {timeout_s:,.0f} s: the cluster may lack a free CPU, or GPU, for each of the "
                     f"{counted(self.num_workers, 'worker')}"
                 )
-                raise RunError.worker(calls.index(left[0]), method, reason)
+                raise RunError.for_worker(calls.index(left[0]), method, reason)
             failures = _find_failures(ready)
         if not failures:
             return ray.get(list(calls))  # type: ignore[no-any-return]  # has no types
@@ -167,7 +167,7 @@ class RayWorkers:
         cause = getattr(failure, "cause", None)
         if isinstance(cause, PackplanError):
             raise cause from None
-        raise RunError.worker(calls.index(call), method, _failure_reason(failure)) from None
+        raise RunError.for_worker(calls.index(call), method, _failure_reason(failure)) from None
 
 
 def _find_failures(calls: Sequence[Any]) -> dict[Any, RayError]:

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from packplan.adapters.ranks.heartbeat import BEAT, DIED, Heartbeat
-from packplan.core.config.faults import with_remedy
+from packplan.core.config.faults import explain_error
 from packplan.core.errors import ConfigError, Fault, PackplanError, RunError, counted
 from packplan.core.ports import Arrays, RankGroup, ReportProgress
 
@@ -243,7 +243,7 @@ def _await_readers(store: Store, key: str, world_size: int) -> None:
 
 def _error_text(error: BaseException) -> str:
     """Return this rank's error with its remedy, for the messages of other ranks."""
-    return with_remedy(error) if isinstance(error, PackplanError) else f"{type(error).__name__}: {error}"
+    return explain_error(error) if isinstance(error, PackplanError) else f"{type(error).__name__}: {error}"
 
 
 def _first_sentence(error: BaseException) -> str:
@@ -394,7 +394,7 @@ class RankWorkers:
         except PackplanError:
             raise
         except Exception as error:
-            raise RunError.worker(rank, method, f"{type(error).__name__}: {error}") from error
+            raise RunError.for_worker(rank, method, f"{type(error).__name__}: {error}") from error
         self._group.any(False)  # noqa: FBT003  # unlike `gather_arrays`, it notices at once that a rank is gone
         return list(self._group.gather_arrays(result))
 

@@ -78,7 +78,7 @@ class FileRecords:
             value = file[row]
         except (RecordError, OSError) as error:
             if file.changed:
-                raise StaleError.file(file.name, str(error)) from error
+                raise StaleError.for_file(file.name, str(error)) from error
             raise
         digest, known = digest_record(value), file.known_digest(row)
         if digest == known:
@@ -86,8 +86,8 @@ class FileRecords:
         if not known:
             return value, digest
         changed = Difference("content", known.hex()[:_SHOWN_DIGITS], digest.hex()[:_SHOWN_DIGITS])
-        stale = StaleError.sample(index, str(file.location(row)), (changed,), copy=file.copy)
-        raise StaleError.file(file.name, str(stale)) if file.changed else stale
+        stale = StaleError.for_sample(index, str(file.location(row)), (changed,), copy=file.copy)
+        raise StaleError.for_file(file.name, str(stale)) if file.changed else stale
 
     def add_digests(self, indices: range, digests: NDArray[np.uint8]) -> None:
         """

@@ -238,7 +238,7 @@ class SwiftEncoder:
         expected, encoded = from_row(planned, index), self.encode(index)
         found = attrs.evolve(self.measure_sample(index, encoded), cut=expected.cut)
         if differences := expected.differences(found):
-            raise StaleError.sample(index, str(self.records.location(index)), differences)
+            raise StaleError.for_sample(index, str(self.records.location(index)), differences)
         return encoded
 
     def decode_text(self, index: int) -> list[tuple[bool, str]]:

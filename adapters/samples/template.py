@@ -18,7 +18,7 @@ from packplan.adapters.families import default_types, may_probe_template, model_
 from packplan.adapters.model_folder import PROCESSING_FILES, config_architecture, config_content, damaged_json_reason
 from packplan.adapters.samples.video_reading import prepare_videos
 from packplan.adapters.versions import installed_version
-from packplan.core.config.identity import configured_inputs
+from packplan.core.config.identity import config_length_inputs
 from packplan.core.config.run import ModelConfig, RunConfig, TemplateConfig
 from packplan.core.errors import ConfigError, Fault
 from packplan.core.fingerprint import Fingerprint, Value
@@ -243,7 +243,7 @@ def length_inputs(config: RunConfig) -> Fingerprint:
     """Return all inputs that a run's lengths depend on, except the data."""
     model_type, template_type = swift_types(config.model, config.template)
     inputs: dict[str, Value] = {
-        **configured_inputs(config.template, config.custom, packing_length=config.packing_length),
+        **config_length_inputs(config.template, config.custom, packing_length=config.packing_length),
         "model.model_type": model_type,
         "template.template": template_type,
         **({} if config.command is None else config.command.length_inputs()),

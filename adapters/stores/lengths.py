@@ -180,7 +180,7 @@ class DiskLengthStore:
             self._media.forget_rows()
             return StoredRows(np.zeros((0, len(COLUMNS)), np.int32), np.zeros((0, len(MEDIA_COLUMNS)), np.int64))
         if differences := _origin(manifest).differences(key, num_records, data_digest):
-            raise StaleError.lengths(str(self.folder), differences)
+            raise StaleError.for_lengths(str(self.folder), differences)
         return self._read_rows(manifest)
 
     def stored(self) -> StoredRows:

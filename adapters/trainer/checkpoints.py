@@ -102,7 +102,7 @@ def find_checkpoint(
         found = _read_checkpoint(folder, state_class)
         reason = found if isinstance(found, str) else None
         if isinstance(found, Checkpoint) and differences and (others := differences(found.resume_state)):
-            stale = stale or StaleError.plan(str(folder), others)
+            stale = stale or StaleError.for_plan(str(folder), others)
             reason = f"of another run: {'; '.join(map(str, others[:_MOST_NAMED]))}"
         reason = reason or _find_damage(folder, group)
         if not group.any(reason is not None) and isinstance(found, Checkpoint):

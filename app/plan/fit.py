@@ -33,7 +33,7 @@ from packplan.core.forecast import (
     add_margin,
     bytes_text,
     candidate_packs,
-    find_longest,
+    longest_fit,
     parse_bytes,
 )
 from packplan.core.samples.tables import column
@@ -166,7 +166,7 @@ def forecast_memory(config: RunConfig, *, memory: int | None, ranks: int) -> Mem
             return full[tokens].total
 
         longest = (
-            None if memory is None else find_longest(full_pack_peak, start=length, limit=memory, most=tracer.max_tokens)
+            None if memory is None else longest_fit(full_pack_peak, start=length, limit=memory, most=tracer.max_tokens)
         )
         full_pack_peak(length)
     return MemoryFit(

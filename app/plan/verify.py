@@ -25,8 +25,8 @@ from packplan.app.planning.schedule import refuse_stream
 from packplan.app.planning.split import Split
 from packplan.app.planning.stored_lengths import refusals
 from packplan.app.wiring.commands import read_run_or_command
-from packplan.core.config.faults import with_remedy
-from packplan.core.epochs import EpochRecipe, EpochSamples
+from packplan.core.config.faults import explain_error
+from packplan.core.epochs import EpochRecipe, RecordLengths
 from packplan.core.errors import (
     CorruptArtefactError,
     Difference,
@@ -210,7 +210,7 @@ def _faults_of_plan(split: Split, lengths: StoredLengths, stored: StoredPlan | N
             yield from _faults_of_epochs(split, samples, stored)
 
 
-def _faults_of_epochs(split: Split, samples: EpochSamples, stored: StoredPlan) -> Iterator[Finding]:
+def _faults_of_epochs(split: Split, samples: RecordLengths, stored: StoredPlan) -> Iterator[Finding]:
     """Plan each epoch again, and yield those whose plan differs from the stored record."""
     planner = EpochPlanner(split.policy, split.recipe or EpochRecipe(), samples)
     where = str(split.stores.plans.folder)
@@ -231,7 +231,7 @@ def _image_faults(name: str, lengths: StoredLengths, source: LengthSource, *, de
         try:
             found = source.media_facts(index, decode=decode)
         except (RecordError, StaleError) as error:
-            yield Finding("images", f"sample {index}", with_remedy(error))
+            yield Finding("images", f"sample {index}", explain_error(error))
             continue
         if len(found) != len(measured.media):
             reason = f"measured with {counted(len(measured.media), 'image')}, now {len(found)}"
@@ -263,7 +263,7 @@ def _sample_faults(name: str, lengths: StoredLengths, source: LengthSource, coun
         try:
             differences = stored.differences(source.measure(index))
         except (RecordError, StaleError) as error:
-            yield Finding("samples", f"sample {index}", with_remedy(error))
+            yield Finding("samples", f"sample {index}", explain_error(error))
             continue
         if differences:
             changes = "; ".join(map(str, differences))

@@ -21,7 +21,7 @@ from packplan.app.planning.stored_lengths import stale_inputs
 from packplan.app.wiring.commands import command_ranks, read_run_or_command
 from packplan.app.wiring.policies import split_policy, trained_work
 from packplan.core.align import align_plan
-from packplan.core.config.faults import with_remedy
+from packplan.core.config.faults import explain_error
 from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecipe
 from packplan.core.errors import ConfigError, UserError, counted
@@ -127,7 +127,7 @@ def _alternatives(
             raw = plan_samples(name, policy, samples, recipe=recipe, quick_bound=True)
             refuse_dropped(raw, lengths, policy)
         except UserError as error:
-            yield from (Alternative(packing_length, ranks, problem=with_remedy(error)) for ranks in world_sizes)
+            yield from (Alternative(packing_length, ranks, problem=explain_error(error)) for ranks in world_sizes)
             continue
         summary = summarise(raw, lengths)
         for ranks in world_sizes:
@@ -136,7 +136,7 @@ def _alternatives(
                 schedule = split_schedule(config, "train", aligned, raw.packs.sums(works.flops))
                 over = summarise_schedule(raw, lengths, schedule, works=works)
             except UserError as error:
-                yield Alternative(packing_length, ranks, problem=with_remedy(error))
+                yield Alternative(packing_length, ranks, problem=explain_error(error))
             else:
                 yield Alternative(packing_length, ranks, summary, over)
 

@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.core.epochs import EpochPlan, EpochRecipe, EpochRecord, EpochSamples, plan_epoch, record_epoch
+from packplan.core.epochs import EpochPlan, EpochRecipe, EpochRecord, RecordLengths, plan_epoch, record_epoch
 from packplan.core.errors import DataSetError, MismatchError, counted, verb_for
 from packplan.core.plan import RawPlan, refuse_dropped
 from packplan.core.policy import PlanPolicy
@@ -40,7 +40,7 @@ def record_works(model: WorkModel, table: Table) -> SampleWorks:
     return SampleWorks.from_lengths(model, column(table, "length").astype(np.int64), **media)
 
 
-def samples_to_plan(policy: PlanPolicy, table: Table, files: Sequence[DataFile] = ()) -> EpochSamples:
+def samples_to_plan(policy: PlanPolicy, table: Table, files: Sequence[DataFile] = ()) -> RecordLengths:
     """
     Return measured records as the samples that plans pack; DataSetError if a sample has no token.
 
@@ -55,13 +55,13 @@ def samples_to_plan(policy: PlanPolicy, table: Table, files: Sequence[DataFile] 
         fact = f"{counted(empty.size, 'sample')} of {len(lengths):,} {verb_for(empty.size, 'has', 'have')} no token"
         message = f"{fact}, the first is sample {empty[0]:,}: remove such records"
         raise DataSetError(message)
-    return EpochSamples(lengths=lengths, sizes=tuple(size for _, size in records_by_source(files)), works=works)
+    return RecordLengths(lengths=lengths, sizes=tuple(size for _, size in records_by_source(files)), works=works)
 
 
 def plan_samples(
     name: str,
     policy: PlanPolicy,
-    samples: EpochSamples,
+    samples: RecordLengths,
     *,
     recipe: EpochRecipe | None = None,
     quick_bound: bool = False,
@@ -96,7 +96,7 @@ class EpochPlanner:
 
     policy: PlanPolicy
     recipe: EpochRecipe
-    samples: EpochSamples
+    samples: RecordLengths
 
     def plan(self, epoch: int) -> EpochPlan:
         """Return the plan of an epoch; ArgumentError if it drops too much, or no pack remains."""

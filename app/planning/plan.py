@@ -19,10 +19,10 @@ from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs, plan_sampl
 from packplan.app.planning.measure import measure
 from packplan.app.planning.split import Split
 from packplan.core.align import align_plan
-from packplan.core.epochs import EpochPlan, EpochRecipe, EpochRecord, EpochSamples, schedule_epochs, select_epoch
+from packplan.core.epochs import EpochPlan, EpochRecipe, EpochRecord, RecordLengths, epoch_selection, schedule_epochs
 from packplan.core.errors import ConfigError, MismatchError, counted
 from packplan.core.fingerprint import Fingerprint
-from packplan.core.mixes import measured_faults
+from packplan.core.mixes import faults_once_measured
 from packplan.core.plan import (
     no_samples_error,
     plan_from_arrays,
@@ -154,12 +154,12 @@ def _build_plan(split: Split, world_size: int, report: ReportProgress) -> dict[s
     return {"table": table, "key": inputs, **plan_to_arrays(raw)}
 
 
-def _require_drawable(recipe: EpochRecipe | None, policy: PlanPolicy, samples: EpochSamples) -> None:
+def _require_drawable(recipe: EpochRecipe | None, policy: PlanPolicy, samples: RecordLengths) -> None:
     """Refuse mixes that draw more samples than their sources have; ConfigError by key."""
     if recipe is None or recipe.mixes is None:
         return
     entries = len(recipe.mixes.entries)
-    if faults := tuple(measured_faults(recipe.mixes, samples.drawable_lengths(policy), samples.sizes, entries)):
+    if faults := tuple(faults_once_measured(recipe.mixes, samples.drawable_lengths(policy), samples.sizes, entries)):
         raise ConfigError("custom.fusion_config", faults)
 
 
@@ -211,7 +211,7 @@ def _count_epochs(
                 return known[epoch]
             if epoch:
                 return planner.record(planner.plan(epoch))
-            first = select_epoch(planner.recipe, planner.policy, planner.samples, 0)
+            first = epoch_selection(planner.recipe, planner.policy, planner.samples, 0)
             return planner.record(EpochPlan(0, first, split.raw))
 
         return schedule_epochs(schedule, record)

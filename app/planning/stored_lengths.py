@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from packplan.adapters.stores.lengths import DiskLengthStore
-from packplan.core.config.faults import with_remedy
-from packplan.core.config.identity import configured_inputs
+from packplan.core.config.faults import explain_error
+from packplan.core.config.identity import config_length_inputs
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ArgumentError, NotBuiltError, counted
 from packplan.core.fingerprint import Fingerprint
@@ -50,14 +50,14 @@ def refusals(
     try:
         refuse_longer(lengths, policy)
     except ArgumentError as error:
-        yield f"training refuses the data: {with_remedy(error)}"
+        yield f"training refuses the data: {explain_error(error)}"
     try:
         if plan is not None:
             refuse_dropped(plan, lengths, policy)
             if supervised is not None:
                 require_supervised(plan, supervised)
     except ArgumentError as error:
-        yield f"training refuses the plan: {with_remedy(error)}"
+        yield f"training refuses the plan: {explain_error(error)}"
 
 
 def stale_inputs(config: RunConfig, lengths: StoredLengths) -> Iterator[str]:
@@ -66,6 +66,6 @@ def stale_inputs(config: RunConfig, lengths: StoredLengths) -> Iterator[str]:
     or another model change.
     """
     inputs = lengths.origin.key.inputs
-    asked = configured_inputs(config.template, config.custom, packing_length=config.packing_length)
+    asked = config_length_inputs(config.template, config.custom, packing_length=config.packing_length)
     for difference in Fingerprint({key: inputs.get(key) for key in asked}).differences(Fingerprint(asked)):
         yield f"the stored lengths are of another configuration, and training refuses them: {difference}"

@@ -156,7 +156,7 @@ def forecast_time(
         batches=schedule.gradient_accumulation_steps, batch_size=schedule.batch_size,
     )  # fmt: skip
     return forecast_run(
-        time_packs(config, trainer, splits, group, chosen).timing(), trained, schedule, train.works,
+        time_packs(config, trainer, splits, group, chosen).fit_timing(), trained, schedule, train.works,
         evaluated=evaluated, every=_pause_intervals(config, schedule),
         evaluates_first=bool(config.training.trainer.get("eval_on_start")),
     )  # fmt: skip

@@ -103,7 +103,7 @@ def open_known_lengths(path: str | Path, source: LengthSource, *, key: str = "cu
     with _name_key_errors(key):
         measured = read_length_table_key(Path(path))
     if differences := measured.differences(source.fingerprint()):
-        raise attrs.evolve(StaleError.lengths(str(path), differences), kind="table_lengths")
+        raise attrs.evolve(StaleError.for_lengths(str(path), differences), kind="table_lengths")
 
     def read() -> KnownLengths:
         with _name_key_errors(key):

@@ -135,7 +135,7 @@ def _refuse_leak(config: RunConfig, attention: AttentionChoice) -> None:
     if attention.leak is not None:
         verdict = attention.verdict
         model_type = config_model_type(config.model) if verdict is None else verdict.model_type
-        raise ModelError.isolation(model_type, config.model.attn_impl, attention.leak)
+        raise ModelError.for_leak(model_type, config.model.attn_impl, attention.leak)
 
 
 def needs_verdict(config: RunConfig) -> bool:

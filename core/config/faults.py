@@ -250,22 +250,22 @@ def explain_unknown_key(name: str, level: str, known: Iterable[str], *, refused:
     'is no key of the top level: write training.learning_rate'
     """
     paths, level = list(known), re.sub(r"\[\d+\]", "[]", level)
-    if f"{_with_dot(level)}{name}" in paths:
+    if f"{_prefix_of(level)}{name}" in paths:
         section, _, last = name.rpartition(".")
-        return f"is written with a dot: write {last} in the section {_with_dot(level)}{section}"
+        return f"is written with a dot: write {last} in the section {_prefix_of(level)}{section}"
     elsewhere = [path for path in paths if _last_part(path) == name]
     if elsewhere:
-        return f"is no key of {level or 'the top level'}: write {_join_names(elsewhere)}"
+        return f"is no key of {level or 'the top level'}: write {_join_with_or(elsewhere)}"
     if reasons := [reason for path, reason in refused.items() if _last_part(path) == name]:
         return reasons[0]
     here = [path for path in (*paths, *refused) if path.rpartition(".")[0] == level]
     meant = similar_keys(name, map(_last_part, here))
-    if meant and f"{_with_dot(level)}{meant[0]}" in refused:
-        return f"is no known key; {meant[0]}, which it resembles, {refused[f'{_with_dot(level)}{meant[0]}']}"
+    if meant and f"{_prefix_of(level)}{meant[0]}" in refused:
+        return f"is no known key; {meant[0]}, which it resembles, {refused[f'{_prefix_of(level)}{meant[0]}']}"
     if not meant:
         names = similar_keys(name, map(_last_part, paths))
         meant = [path for close in names for path in paths if _last_part(path) == close]
-    return f"is no known key: {f'did you mean {_join_names(meant)}?' if meant else 'remove it'}"
+    return f"is no known key: {f'did you mean {_join_with_or(meant)}?' if meant else 'remove it'}"
 
 
 def similar_keys(name: str, known: Iterable[str]) -> list[str]:
@@ -282,7 +282,7 @@ def similar_keys(name: str, known: Iterable[str]) -> list[str]:
     return get_close_matches(words, sorted(alike), MAX_NAMED, cutoff=0.8)
 
 
-def _with_dot(level: str) -> str:
+def _prefix_of(level: str) -> str:
     return f"{level}." if level else ""
 
 
@@ -290,7 +290,7 @@ def _last_part(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _join_names(names: Sequence[str]) -> str:
+def _join_with_or(names: Sequence[str]) -> str:
     return " or ".join(names[:MAX_NAMED])
 
 
@@ -333,12 +333,12 @@ _REMEDIES: Mapping[str, str] = MappingProxyType(
 """Kind of an error -> remedy, with its `details` in braces."""
 
 
-def with_remedy(error: PackplanError) -> str:
+def explain_error(error: PackplanError) -> str:
     """
     Return the text of an error with its remedy, if it has one, in keys of a run's YAML.
 
     >>> from packplan.core.errors import ArgumentError
-    >>> with_remedy(ArgumentError("too_short", "3 packs cannot feed 4 ranks"))
+    >>> explain_error(ArgumentError("too_short", "3 packs cannot feed 4 ranks"))
     '3 packs cannot feed 4 ranks; set training.dataloader_drop_last: false'
     """
     fact, kind = str(error), error.kind

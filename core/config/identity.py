@@ -61,7 +61,7 @@ def stream_inputs(config: RunConfig) -> dict[str, Value]:
     }
 
 
-def configured_inputs(template: TemplateConfig, custom: CustomConfig, *, packing_length: int) -> dict[str, Value]:
+def config_length_inputs(template: TemplateConfig, custom: CustomConfig, *, packing_length: int) -> dict[str, Value]:
     """
     Return the inputs of lengths that a configuration alone decides, without the model: keys that
     declare `lengths`, by name.
@@ -201,7 +201,7 @@ def run_identity(config: RunConfig, *, files: Mapping[str, Any], model: Mapping[
         files: Key -> content of the file that it names.
         model: Size and digest of each file of the model, by name.
     """
-    samples = configured_inputs(config.template, config.custom, packing_length=config.packing_length)
+    samples = config_length_inputs(config.template, config.custom, packing_length=config.packing_length)
     fixed, told = {**samples, **model}, dict[str, str]()
     for key, value in shared_values(config, files).items():
         section, name = key.split(".")[:2]

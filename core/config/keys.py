@@ -19,7 +19,7 @@ Check = Callable[[Any], Iterator[str]]
 """Generator of everything wrong with a value, each as a text that follows the name of its key."""
 
 
-def _accept(_: object) -> Iterator[str]:
+def _accept_any(_: object) -> Iterator[str]:
     return iter(())
 
 
@@ -31,7 +31,7 @@ class Key:
     A key of a run that plans states `lengths`, `plan` or both, or `neither`.
     """
 
-    check: Check = _accept
+    check: Check = _accept_any
     """Check of a value that is not None; of a mapping, of each of its values."""
 
     lengths: Literal["value", "value if set", "otherwise"] | None = None
@@ -148,7 +148,7 @@ from_0_below_1 = must(lambda value: 0 <= value < 1, "from 0 to below 1")
 valid_seed = must(lambda value: 0 <= value < 2**32, "from 0 to 2**32 - 1")
 
 
-def valid_pattern(value: str) -> Iterator[str]:
+def pattern_faults(value: str) -> Iterator[str]:
     """Yield a fault if a text is no regular expression."""
     try:
         re.compile(value)

@@ -26,7 +26,7 @@ from packplan.core.config.keys import (
     key_metadata,
     must,
     one_of,
-    valid_pattern,
+    pattern_faults,
     valid_seed,
 )
 from packplan.core.equality import BACKENDS
@@ -369,7 +369,7 @@ class TrainingConfig:
     target_modules: tuple[str, ...] = key(("all-linear",), neither=TUNES)
     """Modules with adapters: names, `all-linear` or `all-embedding`."""
 
-    target_regex: str | None = key(None, neither=TUNES, check=valid_pattern)
+    target_regex: str | None = key(None, neither=TUNES, check=pattern_faults)
     """Pattern of names of modules with adapters, in place of `target_modules`."""
 
     target_parameters: tuple[str, ...] = key((), neither=TUNES)
@@ -412,7 +412,7 @@ class TrainingConfig:
     freeze_parameters: tuple[str, ...] = key((), neither=TUNES)
     """Prefixes of names of frozen weights, in full training."""
 
-    freeze_parameters_regex: str | None = key(None, neither=TUNES, check=valid_pattern)
+    freeze_parameters_regex: str | None = key(None, neither=TUNES, check=pattern_faults)
     """Pattern of names of frozen weights."""
 
     freeze_parameters_ratio: float = key(0.0, neither=TUNES, check=from_0_below_1)
@@ -421,7 +421,7 @@ class TrainingConfig:
     trainable_parameters: tuple[str, ...] = key((), neither=TUNES)
     """Prefixes of names of trained weights, whatever is frozen."""
 
-    trainable_parameters_regex: str | None = key(None, neither=TUNES, check=valid_pattern)
+    trainable_parameters_regex: str | None = key(None, neither=TUNES, check=pattern_faults)
     """Pattern of names of trained weights, whatever is frozen."""
 
     trainer: Mapping[str, Any] = attrs.field(factory=dict, converter=_read_only, metadata=key_metadata(neither=TRAINS))

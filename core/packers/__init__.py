@@ -18,7 +18,7 @@ import scipy
 from numpy.typing import NDArray
 
 from packplan.core.length_counts import LengthCounts
-from packplan.core.lengths import IntArray, Lengths, as_works, lengths_up_to, whole_number
+from packplan.core.lengths import IntArray, Lengths, as_lengths_up_to, as_whole_number, as_works
 from packplan.core.packers.bin_count import split_to_bin_count
 from packplan.core.packs import Packs
 
@@ -78,12 +78,12 @@ def load_function(name: str) -> Callable[..., Any]:
     return function
 
 
-def checked_seed(seed: int) -> int:
+def as_seed(seed: int) -> int:
     """Return *seed* if it is a whole number from 0 to 2**64 - 1; ValueError otherwise."""
-    return whole_number("seed", seed, least=0, most=2**64 - 1)
+    return as_whole_number("seed", seed, least=0, most=2**64 - 1)
 
 
-def works_for_algorithm(algorithm: str, works: Any, num: int) -> NDArray[np.float64] | None:
+def as_algorithm_works(algorithm: str, works: Any, num: int) -> NDArray[np.float64] | None:
     """
     Check the works that are given to an algorithm; return them as float64, or None for None.
 
@@ -140,13 +140,13 @@ def pack(
     >>> pack([60, 20, 50, 30, 40, 40], capacity=80).tolist()
     [[0, 1], [2, 3], [4, 5]]
     """
-    capacity = whole_number("capacity", capacity)
-    min_bin_count = whole_number("min_bin_count", min_bin_count)
-    bin_count_multiple = whole_number("bin_count_multiple", bin_count_multiple)
-    seed = checked_seed(seed)
+    capacity = as_whole_number("capacity", capacity)
+    min_bin_count = as_whole_number("min_bin_count", min_bin_count)
+    bin_count_multiple = as_whole_number("bin_count_multiple", bin_count_multiple)
+    seed = as_seed(seed)
     chosen = find_algorithm(algorithm)
-    array = lengths_up_to(lengths, capacity=capacity)
-    given = {"seed": seed, "works": works_for_algorithm(algorithm, works, array.size), "report": report}
+    array = as_lengths_up_to(lengths, capacity=capacity)
+    given = {"seed": seed, "works": as_algorithm_works(algorithm, works, array.size), "report": report}
     packs = Packs.from_lists([])
     if array.size:
         # No pack holds more than all tokens. Their sum fits 64 bits, which the capacity may not.

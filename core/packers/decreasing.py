@@ -81,7 +81,7 @@ class _BinRange:
     has_medium: bool = False
 
     def split(self, num: int, used: int, *, has_medium: bool) -> _BinRange:
-        """Split off the first *num* bins, with *used* more tokens in each."""
+        """Split off and return the first *num* bins, with *used* more tokens in each."""
         head = _BinRange(self.first, num, self.room - used, has_medium)
         self.first += num
         self.num -= num

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.length_counts import LengthCounts
-from packplan.core.lengths import IntArray, whole_number
-from packplan.core.packers import ALGORITHMS, load_function, pack, works_for_algorithm
+from packplan.core.lengths import IntArray, as_whole_number
+from packplan.core.packers import ALGORITHMS, as_algorithm_works, load_function, pack
 from packplan.core.packs import Packs
 
 REDRAW_VERSION = "1"
@@ -76,8 +76,8 @@ def redraw(
         ArgumentError: The number of works differs, or one is negative or not finite.
         ValueError: Works are given to an algorithm whose packs do not depend on them.
     """
-    epoch, num, chosen = whole_number("epoch", epoch, least=0), lengths.size, ALGORITHMS[algorithm]
-    weights = works_for_algorithm(algorithm, works, num)
+    epoch, num, chosen = as_whole_number("epoch", epoch, least=0), lengths.size, ALGORITHMS[algorithm]
+    weights = as_algorithm_works(algorithm, works, num)
     if not num:
         return Packs.from_lists([])
     keys = np.random.PCG64((seed, epoch)).random_raw(-(-num // 4)).view(np.uint16)[:num]
@@ -89,7 +89,7 @@ def redraw(
     if "works" in chosen.takes:
         weights = None if weights is None else weights[order]
         packs = load_function(algorithm)(shuffled, capacity=capacity, works=weights, report=report, keys=keys)
-        return _reorder_packs(packs.to_labels(num).astype(np.int32), order)
+        return _packs_from_labels(packs.to_labels(num).astype(np.int32), order)
     own: _Packing | None = None
     stage = "best_fit_decreasing" if algorithm == "certified" else algorithm
     fewest = -(-total // capacity)
@@ -107,11 +107,11 @@ def redraw(
             return _exchange_equals(own.labels(), lengths, order)
         loose = max(1, 2 * loose, loose * (found.num - own.num) * _PACKS_PER_EXTRA // own.num)
         loose = loose if 2 * loose < total else total
-    return _reorder_packs(np.repeat(found.labels(), np.diff(starts, append=num)), order)
+    return _packs_from_labels(np.repeat(found.labels(), np.diff(starts, append=num)), order)
 
 
 def _group_starts(shuffled: IntArray, ends: IntArray, *, capacity: int, loose: int) -> IntArray:
-    """Return each item's start in *shuffled*. Samples of the first *loose* tokens are loose."""
+    """Return each item's start in *shuffled*; samples within the first *loose* tokens are items."""
     group = (ends - 1) // capacity
     alone = (ends - shuffled) // capacity != group
     alone[: np.searchsorted(ends, loose, side="right")] = True
@@ -137,10 +137,10 @@ def _exchange_equals(labels: NDArray[np.int32], lengths: IntArray, order: IntArr
     """Return packs in which samples of equal length changed places by a shuffled *order*."""
     places = np.argsort(lengths, kind="stable")
     drawn = order[np.argsort(lengths[order], kind="stable")]
-    return _reorder_packs(labels[places], drawn)
+    return _packs_from_labels(labels[places], drawn)
 
 
-def _reorder_packs(labels: NDArray[np.int32], order: IntArray) -> Packs:
+def _packs_from_labels(labels: NDArray[np.int32], order: IntArray) -> Packs:
     """Return packs of samples; *labels* has the pack of each sample of *order*."""
     by_sample = np.empty_like(labels)
     by_sample[order] = labels

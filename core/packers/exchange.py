@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.lengths import IntArray
-from packplan.core.packs import count_up
+from packplan.core.packs import join_ranges
 
 _SAMPLE_ROUNDS = {True: 60, False: 6}
 """
@@ -123,7 +123,7 @@ class ExchangeSearch:
 
     def _exchange(self, *, level: bool, few: int) -> None:
         """Exchange single samples, then parts, until at most *few* packs must change."""
-        singles = _stable_order(self.tokens)
+        singles = _stable_argsort(self.tokens)
         idle = 0
         for _ in range(_SAMPLE_ROUNDS[level]):
             if idle == _IDLE_ROUNDS or not self._must_change(level=level).any():
@@ -151,7 +151,7 @@ class ExchangeSearch:
                 break
 
     def _excess(self, *, level: bool) -> int:
-        """Return the deviations from the mean work if *level*, else the tokens above capacity."""
+        """Return the sum of deviations from mean work if *level*, else of tokens over capacity."""
         excess = np.abs(self.sums - self._mean) if level else np.maximum(self.loads - self.capacity, 0)
         return int(excess.sum())
 
@@ -177,7 +177,7 @@ class ExchangeSearch:
         self._update_totals(parts, low, high)
         for moved, to in ((low, parts.packs[high]), (high, parts.packs[low])):
             sizes = (parts.stop - parts.first)[moved]
-            self.labels[order[count_up(sizes, starts=parts.first[moved])]] = np.repeat(to, sizes)
+            self.labels[order[join_ranges(sizes, starts=parts.first[moved])]] = np.repeat(to, sizes)
             touched[to] = True
         return True
 
@@ -238,7 +238,7 @@ class ExchangeSearch:
         """
         num = self.tokens.size
         shuffled = np.argsort(self._draw_keys(num), kind="stable")
-        order = shuffled[_stable_order(self.labels[shuffled])]
+        order = shuffled[_stable_argsort(self.labels[shuffled])]
         counts = np.bincount(self.labels, minlength=self.num)
         starts = np.cumsum(counts) - counts
         shape = self.num, _PARTS
@@ -252,7 +252,7 @@ class ExchangeSearch:
         packs = np.concatenate([self.labels[order], np.repeat(np.arange(self.num), _PARTS)])
         before = [np.concatenate([[0], np.cumsum(values[order])]) for values in (self.tokens, self.works)]
         tokens, works = (sums[stop] - sums[first] for sums in before)
-        by = _stable_order(tokens)
+        by = _stable_argsort(tokens)
         return order, _Parts(packs[by], tokens[by], works[by], first[by], stop[by])
 
     def _draw_keys(self, num: int) -> NDArray[np.uint16]:
@@ -260,7 +260,7 @@ class ExchangeSearch:
         return self._stream.random_raw(-(-num // 4)).view(np.uint16)[:num]
 
 
-def _stable_order(keys: IntArray) -> IntArray:
+def _stable_argsort(keys: IntArray) -> IntArray:
     """Return a stable argsort of numbers from 0; by radix if all are below 2**16."""
     small = keys.size and int(keys.max()) < 1 << 16
     return np.argsort(keys.astype(np.uint16) if small else keys, kind="stable")

@@ -86,14 +86,14 @@ def _pack_to_bound(tally: LengthCounts, *, capacity: int, report: Callable[[str]
     bound, best = certificate.bound, certificate.filling
     if best is None:
         return known, bound
-    searches = _dive(tally, capacity=capacity, patterns=certificate.patterns)
+    searches = _yield_fillings(tally, capacity=capacity, patterns=certificate.patterns)
     while num_packs(best) > bound and (found := next(searches, None)) is not None:
         best = min(best, found, key=num_packs)
         report(f"{counted(min(num_packs(best), known.num_bins), 'pack')}, the bound is {bound:,}: looking for fewer")
     return min(known, to_trace(best), key=lambda trace: trace.num_bins), bound
 
 
-def _dive(tally: LengthCounts, *, capacity: int, patterns: list[Pattern]) -> Iterator[Filling]:
+def _yield_fillings(tally: LengthCounts, *, capacity: int, patterns: list[Pattern]) -> Iterator[Filling]:
     """
     Yield packings, each with more bins fixed by the linear program.
 

@@ -64,7 +64,7 @@ class Effort:
 
     @contextmanager
     def lend(self, most: float) -> Iterator["Effort"]:
-        """Lend up to *most* steps to a part of a search; take unused steps back at its end."""
+        """Lend up to *most* steps to a `with` block; take its unused steps back at the end."""
         steps = int(min(most, self.left))
         self.spend(steps)
         own = Effort(steps)

@@ -11,7 +11,7 @@ import numpy as np
 from packplan.core.length_counts import LengthCounts
 from packplan.core.lengths import IntArray
 from packplan.core.patterns import Effort, Filling, Pattern, num_packs
-from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_SIZES, relax
+from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_SIZES, tighten_bound
 from packplan.core.patterns.search import find_filling, search_effort
 
 MAX_PARTS = 100
@@ -119,7 +119,7 @@ def certify(tally: LengthCounts, *, capacity: int, known: int, effort: Effort) -
     if num_packs(best) == bound:
         return Certificate(bound, best, [], "reached")
     enough = min(known, num_packs(best))
-    raised, patterns = relax(tally, capacity=capacity, filling=best, bound=bound, enough=enough, effort=effort)
+    raised, patterns = tighten_bound(tally, capacity=capacity, filling=best, bound=bound, enough=enough, effort=effort)
     kind: BoundKind = "reached" if raised == enough else "relaxation" if raised > bound else "quick"
     return Certificate(raised, best, patterns, kind)
 

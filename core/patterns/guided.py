@@ -108,7 +108,7 @@ class _BinFiller:
             num -= alike
 
     def _find_longest(self, most: int, pattern: Pattern) -> int | None:
-        """Return the index of the longest size up to *most* tokens beside those of *pattern*."""
+        """Return the index of the longest size up to *most* with a sample left out of *pattern*."""
         place = bisect_left(self.alive, bisect_left(self._negated, -most))
         while place < len(self.alive) and pattern.get(self.alive[place], 0) == self.left[self.alive[place]]:
             place += 1

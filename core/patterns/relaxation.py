@@ -39,7 +39,7 @@ _SMOOTHING = 0.8
 FloatArray = NDArray[np.float64]
 
 
-def relax(
+def tighten_bound(
     tally: LengthCounts, *, capacity: int, filling: Filling, bound: int, enough: int, effort: Effort
 ) -> tuple[int, list[Pattern]]:
     """

@@ -170,7 +170,7 @@ class _RoomyBins:
         elif key:
             self.nums[key] = num
             if room:
-                self._hold(key, room)
+                self._insert(key, room)
                 if waits:
                     heappush(self.waiting, (room, key))
             else:
@@ -179,7 +179,7 @@ class _RoomyBins:
     def fill_up(self, key: PatternKey, room: int, effort: Effort) -> None:
         """Exchange samples of the bins of a pattern for longer ones, as long as that helps."""
         num = self.nums.pop(key)
-        self._release(key, room)
+        self._remove(key, room)
         own = [*(index for index, _ in key), len(self._sizes) - 1]
         sizes, gained = np.array([self._sizes[index] for index in own]), self._tokens[:room]
         partners = sizes[:, None] + gained
@@ -199,7 +199,7 @@ class _RoomyBins:
                 self.nums[other] -= moved
                 if not self.nums[other]:
                     del self.nums[other]
-                    self._release(other, more)
+                    self._remove(other, more)
                 self.add_bins(self._replace_sample(key, short, long), moved, room - less - 1)
                 self.add_bins(self._replace_sample(other, long, short), moved, more + less + 1)
         finally:
@@ -216,14 +216,14 @@ class _RoomyBins:
         counts.pop(len(self._sizes) - 1, None)
         return pattern_key(counts)
 
-    def _hold(self, key: PatternKey, room: int) -> None:
-        """Add a pattern to the index of bins with room."""
+    def _insert(self, key: PatternKey, room: int) -> None:
+        """Add a pattern, of bins with *room* tokens left, to the index by samples that it holds."""
         for index, _ in key:
             insort(self._holders[index], (room, key))
             self._most[self._sizes[index]] = self._holders[index][-1][0]
 
-    def _release(self, key: PatternKey, room: int) -> None:
-        """Remove a pattern from the index of bins with room."""
+    def _remove(self, key: PatternKey, room: int) -> None:
+        """Remove a pattern, of bins with *room* tokens left, from that index."""
         for index, _ in key:
             holders = self._holders[index]
             del holders[bisect_left(holders, (room, key))]

@@ -50,12 +50,12 @@ of a list that are examined for such texts.
 
 def digest_record(record: object) -> bytes:
     """
-    Return the SHA-256 of a record's content.
+    Return the SHA-256 of a record's content, without null values and signatures of media URLs.
 
     >>> digest_record({"a": 1, "b": None}) == digest_record({"a": 1})
     True
     """
-    text = None if isinstance(record, dict) and _holds_long(record) else _encode(record)
+    text = None if isinstance(record, dict) and _holds_long_text(record) else _encode(record)
     if text is None or "null" in text or may_hold_signature(text) or _MAY_DIFFER.search(text):
         text = _encode(_canonical(record))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
@@ -69,7 +69,7 @@ def digest_unreadable(texts: Iterable[bytes]) -> bytes:
     return digest.digest()
 
 
-def inline_image(text: str) -> str | None:
+def image_base64(text: str) -> str | None:
     """Return the base64 text of an image, from a data URI or bare base64; None for other text."""
     if (prefix := _DATA_URI.match(text)) is not None:
         return text[prefix.end() :]
@@ -79,13 +79,13 @@ def inline_image(text: str) -> str | None:
     return text if len(text) - len(digits) <= 2 and not digits.encode().translate(None, _ALPHABET) else None
 
 
-def _holds_long(value: Any) -> bool:
+def _holds_long_text(value: Any) -> bool:
     """Return whether an object or the first entries of a list contain a long text."""
     for held in value.values() if isinstance(value, dict) else value[:_FIRST]:
         if isinstance(held, str):
             if len(held) > _LONG:
                 return True
-        elif isinstance(held, (dict, list)) and _holds_long(held):
+        elif isinstance(held, (dict, list)) and _holds_long_text(held):
             return True
     return False
 
@@ -125,7 +125,7 @@ def _canonical_media(value: Any) -> Any:
 
 def _canonical(value: Any) -> Any:
     if isinstance(value, str):
-        if (coded := inline_image(value)) is None:
+        if (coded := image_base64(value)) is None:
             return value
         # Only the head is decoded: four characters for three bytes.
         try:

@@ -15,7 +15,7 @@ import attrs
 from packplan.core.errors import counted
 from packplan.core.samples.media import IMAGE_KEYS, PART_KEYS, PATH_KEYS, VIDEO_KEYS, VIDEO_TAG, refuse_media_settings
 from packplan.core.samples.tools import CALL, RESPONSE, split_calls, split_parts, to_text_content
-from packplan.core.samples.values import fail, has, is_empty, parse_text
+from packplan.core.samples.values import fail, has, is_empty, parse_literal
 
 IMAGE_TAG = "<image>"
 
@@ -109,13 +109,13 @@ def to_shape(record: object, columns: Mapping[str, str] | None = None) -> Shaped
     if has(record, "messages"):
         return _from_messages(record)
     if has(record, "objects"):
-        return ShapedRecord(DENSE, {**record, "objects": parse_text(record["objects"], "'objects'")})
+        return ShapedRecord(DENSE, {**record, "objects": parse_literal(record["objects"], "'objects'")})
     if any(has(record, name) for name in RESPONSE_KEYS):
         return _from_columns(record)
-    return _refuse_shape(record)
+    return _refuse_unknown_shape(record)
 
 
-def _refuse_shape(record: Mapping[str, Any]) -> NoReturn:
+def _refuse_unknown_shape(record: Mapping[str, Any]) -> NoReturn:
     """Refuse a record of no known shape; the message names missing or unmapped keys."""
     empty = [*((name, "message") for name in MESSAGE_KEYS), ("objects", "object")]
     for known, held in (*empty, *((name, "text") for name in RESPONSE_KEYS)):
@@ -157,7 +157,7 @@ _KINDS = {int: "a number", float: "a number", bool: "true or false", dict: "an o
 
 def _from_messages(record: Mapping[str, Any]) -> ShapedRecord:
     """Convert a record that has messages into ms-swift's notation."""
-    messages = parse_text(record["messages"], "'messages'")
+    messages = parse_literal(record["messages"], "'messages'")
     if not isinstance(messages, list):
         fail(f"has 'messages' that are no list, but {_KINDS.get(type(messages), type(messages).__name__)}")
     if not messages:
@@ -170,7 +170,7 @@ def _from_messages(record: Mapping[str, Any]) -> ShapedRecord:
         converted = _normalise_messages(messages, media)
     else:
         shape = "conversations of user and assistant"
-        converted = [one for message in messages for one in _pair_messages(message)]
+        converted = [one for message in messages for one in _split_pair(message)]
     if not converted:
         fail("has no message but a system message that says nothing, so there is nothing to learn from it")
     _refuse_answer_first(converted)
@@ -230,11 +230,11 @@ def _flatten_content(message: dict[str, Any], media: Media) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    return {**message, "content": "".join(_part_text(part, media) for part in content)}
+    return {**message, "content": "".join(_flatten_part(part, media) for part in content)}
 
 
-def _part_text(part: object, media: Media) -> str:
-    """Return the text of one part of a message, or a tag if the part is an image or a video."""
+def _flatten_part(part: object, media: Media) -> str:
+    """Return a part's text, or the tag of an image or video, added to *media*; refuse bad parts."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(part, Mapping) or not isinstance(kind, str):
         fail("has a part of a message that is not an object with a type: write a text, or a list of such objects")
@@ -267,7 +267,7 @@ def _source_image(source: Mapping[str, Any]) -> str:
     return fail("has an image whose source is neither base64 nor a url")
 
 
-def _pair_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _split_pair(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a question and its answer from an object with both."""
     asking = {name for name, role in _ROLES.items() if role in {"user", "assistant"}}
     for role in ("user", "assistant"):
@@ -320,8 +320,8 @@ def _read_alpaca_query(record: Mapping[str, Any]) -> tuple[str, str]:
 
 def _find_key(record: Mapping[str, Any], names: Sequence[str]) -> str:
     """
-    Return the key of a question or an answer: the first of *names*, or the only one in the record.
-    Empty if there is none.
+    Return the key of a question or an answer: the first of *names*, or the only one in the record,
+    or an empty text. Refuse several keys without the first.
     """
     found = [name for name in names if has(record, name)]
     if len(found) > 1 and found[0] != names[0]:
@@ -335,7 +335,7 @@ def _find_key(record: Mapping[str, Any], names: Sequence[str]) -> str:
 
 def _history_messages(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the messages of a record's `history` of questions and answers."""
-    history = parse_text(record["history"], "'history'") if has(record, "history") else []
+    history = parse_literal(record["history"], "'history'") if has(record, "history") else []
     if not isinstance(history, list):
         fail("has a 'history' that is not a list of questions with their answers")
     for turn in history:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from packplan.core.samples.media import INLINE_IMAGE, shows_medium
-from packplan.core.samples.values import fail, is_empty, parse_text, require_encodable
+from packplan.core.samples.values import fail, is_empty, parse_literal, require_encodable
 
 CALL, RESPONSE = "tool_call", "tool"
 """Roles of a tool call and of its answer."""
@@ -35,16 +35,16 @@ def to_tools(value: object) -> list[dict[str, Any]]:
     """
     if is_empty(value):
         return []
-    listed = parse_text(value, "'tools'")
-    tools = [parse_text(tool, "a tool") for tool in (listed if isinstance(listed, (list, tuple)) else [listed])]
+    listed = parse_literal(value, "'tools'")
+    tools = [parse_literal(tool, "a tool") for tool in (listed if isinstance(listed, (list, tuple)) else [listed])]
     for tool in tools:
         described = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if not isinstance(described, Mapping) or not isinstance(_name_of(described), str):
+        if not isinstance(described, Mapping) or not isinstance(_tool_name(described), str):
             fail("has a tool that is not an object with a 'name', or with a 'function' that has one")
     return tools
 
 
-def _name_of(described: Mapping[str, Any]) -> object:
+def _tool_name(described: Mapping[str, Any]) -> object:
     return described.get("name_for_model") or described.get("name")
 
 
@@ -131,11 +131,14 @@ def split_parts(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             answers = next((at for at, part in enumerate(parts) if part.get("type") != _RESULT), len(parts))
             parts = [*_sort_answers(calls, parts[:answers], "tool_use_id"), *parts[answers:]]
         calls = [part for part in parts if part.get("type") == _CALL]
-        yield from _split_message(message, parts)
+        yield from _split_by_kind(message, parts)
 
 
-def _split_message(message: dict[str, Any], parts: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Yield one message for each run of parts of a message."""
+def _split_by_kind(message: dict[str, Any], parts: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """
+    Yield each tool call and each answer as a message of its own, and other parts in runs. A message
+    without calls and answers is yielded whole.
+    """
     if not any(part.get("type") in {_CALL, _RESULT} for part in parts):
         yield message
         return
@@ -164,27 +167,27 @@ def call_text(content: object) -> str:
     Raises:
         ValueError: The content is no call.
     """
-    call = parse_text(content, "a call of a tool")
+    call = parse_literal(content, "a call of a tool")
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
         fail('has a call of a tool without a \'name\': write {"name": …, "arguments": {…}}')
     arguments = next((call[name] for name in ("arguments", "parameters") if call.get(name) is not None), None)
     if arguments is None:
         fail(f"has a call of {call['name']!r} without 'arguments': write {{}} where there are none")
-    parse_text(arguments, f"the arguments of a call of {call['name']!r}")
-    return content if isinstance(content, str) else _as_text(content)
+    parse_literal(arguments, f"the arguments of a call of {call['name']!r}")
+    return content if isinstance(content, str) else _json_text(content)
 
 
 def response_text(content: object) -> str:
     """Return a tool's answer as text; ValueError if it is null, or holds an image in base64."""
     if content is None:
         fail("has a message of a tool without a 'content'")
-    text = content if isinstance(content, str) else _as_text(content)
+    text = content if isinstance(content, str) else _json_text(content)
     if text is not content and INLINE_IMAGE.search(text):
         fail("has an image in a tool's answer, where it would be text: write a part, {type: image, image: …}")
     return text
 
 
-def _as_text(value: object) -> str:
+def _json_text(value: object) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):

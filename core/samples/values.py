@@ -30,7 +30,7 @@ def has(record: Mapping[str, Any], name: str) -> bool:
     return not is_empty(record.get(name))
 
 
-def parse_text(value: Any, name: str) -> Any:
+def parse_literal(value: Any, name: str) -> Any:
     """
     Parse a text as JSON or a Python literal, and return any other value as is; UnusableRecordError,
     which names the key *name*, for any other text.

@@ -30,10 +30,10 @@ from numpy.typing import NDArray
 from packplan.core.align import AlignedPlan, aligned_positions, aligned_size, count_batches, require_a_batch
 from packplan.core.errors import Difference, counted
 from packplan.core.fingerprint import NO_IDENTITY, Fingerprint, RunIdentity
-from packplan.core.lengths import MOST_RANKS, IntArray, as_works, whole_number
-from packplan.core.packers import checked_seed
+from packplan.core.lengths import MOST_RANKS, IntArray, as_whole_number, as_works
+from packplan.core.packers import as_seed
 from packplan.core.shuffling import seeded_permutation
-from packplan.core.work.assignment import SyncPoint, assign_steps, to_units
+from packplan.core.work.assignment import SyncPoint, level_steps, to_units
 
 Works = NDArray[np.number]
 """Work of each pack of a raw plan, in any unit; shape (num_packs,)."""
@@ -105,8 +105,8 @@ class Step:
 
 def _checked_packs(num_packs: int | tuple[int, ...]) -> int | tuple[int, ...]:
     if isinstance(num_packs, tuple):
-        return tuple(whole_number("num_packs", num, least=0) for num in num_packs)
-    return whole_number("num_packs", num_packs, least=0)
+        return tuple(as_whole_number("num_packs", num, least=0) for num in num_packs)
+    return as_whole_number("num_packs", num_packs, least=0)
 
 
 @attrs.frozen
@@ -209,10 +209,10 @@ class EpochSchedule:
         )
 
     def __attrs_post_init__(self) -> None:
-        whole_number("world_size", self.world_size, most=MOST_RANKS)
+        as_whole_number("world_size", self.world_size, most=MOST_RANKS)
         for name, least in {"gradient_accumulation_steps": 1, "batch_size": 1, "max_steps": -1}.items():
-            whole_number(name, getattr(self, name), least=least)
-        checked_seed(self.seed)
+            as_whole_number(name, getattr(self, name), least=least)
+        as_seed(self.seed)
         if self.max_steps <= 0 and not (isinstance(self.num_train_epochs, Real) and 0 <= self.num_train_epochs < inf):
             message = f"the number of epochs is {self.num_train_epochs!r}, but has to be finite and at least 0"
             raise ValueError(message)
@@ -252,14 +252,14 @@ class EpochSchedule:
             epoch += 1
 
     def batches(self, epoch: int, *, rank: int) -> list[list[int]]:
-        """Return the remaining batches of *rank* in *epoch*, each a list of packs."""
+        """Return the remaining batches of *rank* in *epoch*, each a list of pack indices."""
         mine = self.order(epoch)[rank :: self.world_size].tolist()
         count = count_batches(len(mine), batch_size=self.batch_size, drop_last=self.dataloader_drop_last)
         return [mine[number * self.batch_size : (number + 1) * self.batch_size] for number in range(count)]
 
     def order(self, epoch: int) -> IntArray:
         """
-        Return the remaining packs of *epoch* in order, over all ranks; shape (num_consumed,).
+        Return the remaining pack indices of *epoch* in order, over all ranks; shape (num_left,).
 
         These are the packs of the whole epoch, unless the run was resumed in its middle.
         """
@@ -273,7 +273,7 @@ class EpochSchedule:
             return order
         units = to_units(self._epoch_works(epoch))[order]
         ranks = {"world_size": self.world_size, "accumulation": self.gradient_accumulation_steps}
-        order = order[assign_steps(units, sync_at=self.sync_at, **ranks)]
+        order = order[level_steps(units, sync_at=self.sync_at, **ranks)]
         order.flags.writeable = False
         self._assigned.clear()
         self._assigned[epoch] = order

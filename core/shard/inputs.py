@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.errors import ArgumentError, counted
-from packplan.core.lengths import IntArray, Lengths, as_lengths, as_works, round_up_lengths, squares, whole_number
+from packplan.core.lengths import IntArray, Lengths, as_lengths, as_whole_number, as_works, round_up_lengths, squares
 from packplan.core.work.model import WorkModel
 
 TOKEN_FIELDS = frozenset(
@@ -92,7 +92,7 @@ def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ArgumentError("batch", message)
 
 
-def padded_lengths(
+def lengths_and_padded(
     lengths: Lengths, multiple: int, capacity: int | None = None, when_long: WhenLong = "error"
 ) -> tuple[IntArray, IntArray]:
     """
@@ -146,7 +146,7 @@ def global_batches(num: int, batch_size: int) -> list[range]:
     """
     if not num:
         raise ArgumentError("batch", "the batch has no sequence, so there is nothing to cut")
-    size = whole_number("batch_size", batch_size)
+    size = as_whole_number("batch_size", batch_size)
     return [range(start, min(start + size, num)) for start in range(0, num, size)]
 
 

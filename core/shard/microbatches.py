@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from packplan.core.lengths import MOST_RANKS, IntArray, Lengths, whole_number
+from packplan.core.lengths import MOST_RANKS, IntArray, Lengths, as_whole_number
 from packplan.core.packers import pack, split_to_bin_count
 from packplan.core.packs import Packs
 from packplan.core.shard.assignment import (
@@ -24,7 +24,7 @@ from packplan.core.shard.inputs import (
     Work,
     fill_slots,
     global_batches,
-    padded_lengths,
+    lengths_and_padded,
     require_choice,
 )
 from packplan.core.shard.rounds import assign_rounds, spread_over_rounds
@@ -80,12 +80,12 @@ def shard_packed(
     >>> [batch.microbatches for worker in sharding for batch in worker]
     [[[1], [2]], [[0], [3]]]
     """
-    capacity = whole_number("max_tokens_per_microbatch", max_tokens_per_microbatch)
-    shards = whole_number("shards", shards, most=MOST_RANKS)
+    capacity = as_whole_number("max_tokens_per_microbatch", max_tokens_per_microbatch)
+    shards = as_whole_number("shards", shards, most=MOST_RANKS)
     require_choice("assignment", assignment, ("balanced", "round_robin"))
     require_choice("microbatch_order", microbatch_order, ("packer", "largest_first"))
     require_choice("sync_at", sync_at, get_args(SyncPoint))
-    array, padded = padded_lengths(lengths, sequence_length_pad_multiple, capacity, when_long)
+    array, padded = lengths_and_padded(lengths, sequence_length_pad_multiple, capacity, when_long)
     # A sequence over the budget counts as a full row, so that it is alone.
     costs_of = np.minimum(padded, capacity)
     works_of = SequenceWorks.from_arguments(work, array.size)
@@ -108,7 +108,7 @@ def shard_packed(
             labels, done = rotate_to_least_loaded(labels, works, done, rounds)
         largest_first = microbatch_order == "largest_first"
         loads = padded[items + batch.start] if largest_first else works if balance else None
-        labels = _sort_labels(labels, items, loads, rounds=rounds, by_round=loads is works)
+        labels = _renumber(labels, items, loads, rounds=rounds, by_round=loads is works)
         parts.append(CutBatch(items + batch.start, labels, rounds))
     return join_batches(
         "packed", array, padded, parts, shards=shards, capacity=capacity, multiple=int(sequence_length_pad_multiple),
@@ -116,7 +116,7 @@ def shard_packed(
     )  # fmt: skip
 
 
-def _sort_labels(labels: IntArray, items: IntArray, loads: IntArray | None, *, rounds: int, by_round: bool) -> IntArray:
+def _renumber(labels: IntArray, items: IntArray, loads: IntArray | None, *, rounds: int, by_round: bool) -> IntArray:
     """
     Renumber each worker's microbatches by descending *loads*, or by first sequence, rounds too if
     *by_round*; return the label of each slot.
@@ -224,9 +224,9 @@ def shard_dynamic(
     >>> [(batch.boundaries, batch.widths.tolist()) for worker in sharding for batch in worker]
     [([[0, 2], [2, 3], [3, 4]], [8, 28, 32]), ([[0, 2], [2, 3], [3, 4]], [8, 28, 32])]
     """
-    capacity = whole_number("max_tokens_per_microbatch", max_tokens_per_microbatch)
-    shards = whole_number("shards", shards, most=MOST_RANKS)
-    array, padded = padded_lengths(lengths, sequence_length_round, capacity, when_long)
+    capacity = as_whole_number("max_tokens_per_microbatch", max_tokens_per_microbatch)
+    shards = as_whole_number("shards", shards, most=MOST_RANKS)
+    array, padded = lengths_and_padded(lengths, sequence_length_round, capacity, when_long)
     works = SequenceWorks.from_arguments(work, array.size)
     parts = []
     for batch in global_batches(array.size, batch_size):

@@ -73,7 +73,7 @@ class _Pool:
         yield from (key for _, key in self._waiting)
 
     @property
-    def most_waiting(self) -> int:
+    def most_waiting_room(self) -> int:
         """Positions of the longest item that a waiting microbatch has room for."""
         return -self._waiting[0][0] if self._waiting else 0
 
@@ -127,20 +127,20 @@ class _RoundFiller:
         """Assign the next item; return its microbatch, or None if none has room."""
         # If no more items are left than empty microbatches, only these take them.
         must_open = len(self._sizes) - item <= self._num_empty
-        key = self._add(item, self._num if must_open else self._limit)
+        key = self._add_below(item, self._num if must_open else self._limit)
         if key is None:
             return None
         self._num_empty -= key < self._num
         return key % self._num
 
-    def _add(self, item: int, below: int) -> int | None:
+    def _add_below(self, item: int, below: int) -> int | None:
         """Assign an item to a microbatch with a key under *below*; return that key, or None."""
         size, step = self._sizes[item], self._steps[item]
         if step < self._most_step or size <= self._most_size:
             for level, pool in zip(self._levels, self._heavy, strict=True):
                 if (key := pool.add(size, step, min(level - step, below))) is not None:
                     return key
-            self._limit_heavy()
+            self._update_heavy_limits()
         if not self._is_light_open and len(self._light):
             if step > self._num * self._mean_of_light(item):
                 # The first item of a round sets its level. The next ones fill it up to this level.
@@ -159,11 +159,11 @@ class _RoundFiller:
                 return key
         return None
 
-    def _limit_heavy(self) -> None:
+    def _update_heavy_limits(self) -> None:
         """Update the work and size from which all heavy pools refuse an item."""
         levels = zip(self._levels, self._heavy, strict=True)
         self._most_step = max((level - pool.keys[0] for level, pool in levels if pool.keys), default=0)
-        self._most_size = max((pool.most_waiting for pool in self._heavy), default=0)
+        self._most_size = max((pool.most_waiting_room for pool in self._heavy), default=0)
 
     def _mean_of_light(self, item: int) -> float:
         """

@@ -64,7 +64,7 @@ def to_units(works: NDArray[Any]) -> IntArray:
     return units
 
 
-def assign_steps(works: IntArray, *, world_size: int, accumulation: int, sync_at: SyncPoint) -> IntArray:
+def level_steps(works: IntArray, *, world_size: int, accumulation: int, sync_at: SyncPoint) -> IntArray:
     """
     Return the positions of packs in an order that gives the ranks of each step equal work.
 
@@ -79,9 +79,9 @@ def assign_steps(works: IntArray, *, world_size: int, accumulation: int, sync_at
         sync_at: Point where ranks wait for each other.
 
     >>> works = np.array([8, 1, 7, 2, 6, 3, 5, 4])
-    >>> works[assign_steps(works, world_size=2, accumulation=4, sync_at="microbatch")].tolist()
+    >>> works[level_steps(works, world_size=2, accumulation=4, sync_at="microbatch")].tolist()
     [8, 7, 5, 6, 4, 3, 1, 2]
-    >>> order = assign_steps(works, world_size=2, accumulation=4, sync_at="step")
+    >>> order = level_steps(works, world_size=2, accumulation=4, sync_at="step")
     >>> works[order].reshape(4, 2).sum(axis=0).tolist()
     [18, 18]
     """

@@ -52,7 +52,7 @@ class ConfigKeys:
         self._read = set[str]()
 
     def find(self, *names: str) -> Any:
-        """Return the value of the first of *names* that exists, or None."""
+        """Return the first existing value of *names*, or None; all *names* then count as read."""
         self._read.update(names)
         return next((self._sizes[name] for name in names if name in self._sizes), None)
 

@@ -14,7 +14,7 @@ from packplan.core import errors
 from packplan.core.align import align_plan
 from packplan.core.batch import resolve_accumulation
 from packplan.core.config import faults
-from packplan.core.config.faults import with_remedy
+from packplan.core.config.faults import explain_error
 from packplan.core.errors import Difference, Fault, ModelError, PackplanError, RunError, StaleError
 from packplan.core.lengths import as_works
 from packplan.core.packers import pack
@@ -77,15 +77,15 @@ MADE = (
     raised(refuse_longer, [100, 5120, 7168], PlanPolicy(packing_length=4096, refuse_longer=True)),
     raised(require_supervised, build_raw_plan([8] * 400, packing_length=64), [0] * 400),
     raised(align_plan, build_raw_plan([8] * 3, packing_length=8), world_size=4, dataloader_drop_last=True),
-    ModelError.isolation("bloom", "auto", "gradients pass between samples of a row: 0.24 of a sample's own"),
-    StaleError.lengths(FOLDER, OTHER),
-    StaleError.plan("runs/first/checkpoint-40", PLANS),
-    StaleError.plan("runs/first/checkpoint-40", (Difference("order_version", 2, 3),)),
-    StaleError.sample(12, "data/train.jsonl, line 13", LENGTH),
-    StaleError.sample(12, "data/train.jsonl.gz, line 13", LENGTH, copy="runs/first/records/b5bb9d80"),
+    ModelError.for_leak("bloom", "auto", "gradients pass between samples of a row: 0.24 of a sample's own"),
+    StaleError.for_lengths(FOLDER, OTHER),
+    StaleError.for_plan("runs/first/checkpoint-40", PLANS),
+    StaleError.for_plan("runs/first/checkpoint-40", (Difference("order_version", 2, 3),)),
+    StaleError.for_sample(12, "data/train.jsonl, line 13", LENGTH),
+    StaleError.for_sample(12, "data/train.jsonl.gz, line 13", LENGTH, copy="runs/first/records/b5bb9d80"),
     errors.NotBuiltError(FOLDER, "holds no plan"),
     errors.OutputError("runs/first", "No space left on device"),
-    RunError.worker(2, "train", "its process ended"),
+    RunError.for_worker(2, "train", "its process ended"),
     raised(refuse_other_packs, [{PACK: 5}], [(4,)]),
     errors.CorruptArtefactError(f"{FOLDER}/lengths.bin", "its content does not match the manifest's digest"),
 )
@@ -138,7 +138,7 @@ each = pytest.mark.parametrize("error", MADE, ids=lambda error: f"{type(error)._
 @each
 def test_an_entry_shows_the_message_as_it_is(error):
     """So that a search for its words finds the page."""
-    assert f"```text\nerror: {with_remedy(error)}\n```\n" in entries()[type(error).__name__], error.kind
+    assert f"```text\nerror: {explain_error(error)}\n```\n" in entries()[type(error).__name__], error.kind
 
 
 @each

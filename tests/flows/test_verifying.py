@@ -71,7 +71,7 @@ def test_what_changed_since_is_found(built, source, changes, expected):
 def test_samples_and_images_that_changed_or_cannot_be_read_hide_no_other_fault(built):
     """With the own reason, where images are compared and where samples are encoded again."""
     source = ListSource(LENGTHS)
-    edited = StaleError.sample(3, "data, line 4", (Difference("content", "ad", "8b"),))
+    edited = StaleError.for_sample(3, "data, line 4", (Difference("content", "ad", "8b"),))
     source.errors = {2: source.error(2, "cannot be measured"), 3: edited}
     source.media_errors = {3: edited, 5: source.error(5, "the image is gone")}
     source.widths = {6: 99}

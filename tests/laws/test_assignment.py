@@ -7,7 +7,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.core.work.assignment import UNITS, assign_steps, to_units
+from packplan.core.work.assignment import UNITS, level_steps, to_units
 
 SYNC_POINTS = ["step", "microbatch"]
 
@@ -59,7 +59,7 @@ def bounds_of_steps(works: np.ndarray, world_size: int, accumulation: int, sync_
 def test_a_step_keeps_its_packs_and_never_takes_longer(drawn, sync_at):
     """Each pack once, in its own step; and the time of no step is below its bound."""
     works, world_size, accumulation = drawn
-    order = assign_steps(works, world_size=world_size, accumulation=accumulation, sync_at=sync_at)
+    order = level_steps(works, world_size=world_size, accumulation=accumulation, sync_at=sync_at)
     per_step = world_size * accumulation
     event(f"a shorter last step: {works.size % per_step > 0}")
 
@@ -83,7 +83,7 @@ def test_six_packs_are_assigned_about_as_well_as_can_be(sync_at, works, world_si
     options = {"world_size": world_size, "accumulation": accumulation, "sync_at": sync_at}
     best = min(busiest(array[list(order)], **options)[0] for order in permutations(range(6)))
 
-    (found,) = busiest(array[assign_steps(array, **options)], **options)
+    (found,) = busiest(array[level_steps(array, **options)], **options)
     (bound,) = bounds_of_steps(array, **options)
 
     event(f"the best: {found == best}")
@@ -97,7 +97,7 @@ def test_ranks_of_a_step_are_level(world_size, accumulation, most):
     """Above the bound, in the mean step: at most 0.15 % with 4 packs of a rank, 0.02 % with 8."""
     works = made_packs(world_size * accumulation * 40)
     options = {"world_size": world_size, "accumulation": accumulation, "sync_at": "step"}
-    order = assign_steps(works, **options)
+    order = level_steps(works, **options)
 
     bounds = np.array(bounds_of_steps(works, **options))
     above = busiest(works[order], **options) / bounds - 1
@@ -115,8 +115,8 @@ def test_another_unit_of_work_changes_nothing(drawn, sync_at, factor):
     small = works % 1000  # products of larger ones would be rounded
 
     assert to_units(small).tolist() == to_units(small * factor).tolist()
-    assert assign_steps(to_units(small), **options).tolist() == (
-        assign_steps(to_units(small.astype(np.float64) * factor), **options).tolist()
+    assert level_steps(to_units(small), **options).tolist() == (
+        level_steps(to_units(small.astype(np.float64) * factor), **options).tolist()
     )
 
 

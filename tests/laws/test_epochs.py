@@ -15,15 +15,15 @@ from packplan.core.checksum import plan_checksum
 from packplan.core.epochs import (
     MOST_EPOCHS,
     EpochRecipe,
-    EpochSamples,
+    RecordLengths,
+    epoch_selection,
     plan_epoch,
     plan_fingerprint,
     record_epoch,
     schedule_epochs,
-    select_epoch,
 )
 from packplan.core.errors import ArgumentError
-from packplan.core.mixes import Mix, Mixes, Source, measured_faults
+from packplan.core.mixes import Mix, Mixes, Source, faults_once_measured
 from packplan.core.plan import build_raw_plan
 from packplan.core.policy import PlanPolicy
 from tests.strategies import plain_schedule
@@ -32,7 +32,7 @@ PACKING_LENGTH = 50
 
 
 @st.composite
-def recipes(draw) -> tuple[EpochRecipe, PlanPolicy, EpochSamples]:
+def recipes(draw) -> tuple[EpochRecipe, PlanPolicy, RecordLengths]:
     """Recipes with a curriculum of up to three mixes, or with none; some records are no samples."""
     sizes = draw(st.lists(st.integers(4, 20), min_size=1, max_size=3))
     lengths = np.array(draw(st.lists(st.sampled_from([0, *range(5, 61)]), min_size=sum(sizes), max_size=sum(sizes))))
@@ -40,14 +40,14 @@ def recipes(draw) -> tuple[EpochRecipe, PlanPolicy, EpochSamples]:
         packing_length=PACKING_LENGTH, allow_single_long=draw(st.booleans()), min_fill_ratio="0.1",
         replanned=draw(st.booleans()),
     )  # fmt: skip
-    samples = EpochSamples(lengths=lengths, sizes=tuple(sizes))
+    samples = RecordLengths(lengths=lengths, sizes=tuple(sizes))
     fields = {"ratio": st.sampled_from(["1", "3", "0.5"]).map(Decimal), "replacement": st.booleans()}
     sources = st.tuples(*(st.builds(Source, jsonl=st.just(f"s{number}"), **fields) for number in range(len(sizes))))
     mix = st.builds(Mix, sources=sources, by=st.sampled_from(["samples", "tokens"]))
     mixes = draw(st.none() | st.lists(mix, min_size=1, max_size=3).map(tuple).map(Mixes))
     if mixes:
         lengths = samples.drawable_lengths(policy)
-        assume(not list(measured_faults(mixes, lengths, samples.sizes, len(mixes.entries))))
+        assume(not list(faults_once_measured(mixes, lengths, samples.sizes, len(mixes.entries))))
     assume(samples.drawable_lengths(policy).any())
     return EpochRecipe(mixes=mixes, seed=draw(st.integers(0, 3))), policy, samples
 
@@ -70,7 +70,7 @@ def test_plans_follow_from_the_recipe_and_the_epoch_alone(made, epochs):
         assert record_epoch(again, samples) == record_epoch(plans[epoch], samples)
     for epoch, planned in plans.items():
         plan = planned.raw
-        chosen = select_epoch(recipe, policy, samples, epoch)
+        chosen = epoch_selection(recipe, policy, samples, epoch)
         record = record_epoch(planned, samples)
         assert (chosen.size, samples.lengths[chosen].sum()) == (record.num_samples, record.num_tokens)
         drawn = (sum(record.source_samples), sum(record.source_tokens))
@@ -118,7 +118,7 @@ def test_all_steps_are_counted_before_the_first(made, epochs, max_steps, ranks, 
 
 def test_a_resume_beyond_fewer_epochs_knows_the_epoch_it_is_in():
     """Nothing is left where the run now ends before the checkpoint. Endless runs are refused."""
-    record = recorder(EpochRecipe(), PlanPolicy(packing_length=10), EpochSamples(lengths=np.array([6, 6, 6])))
+    record = recorder(EpochRecipe(), PlanPolicy(packing_length=10), RecordLengths(lengths=np.array([6, 6, 6])))
     schedule = plain_schedule(9, 1, num_train_epochs=3)
     whole, _ = schedule_epochs(schedule, record)
     fewer = attrs.evolve(schedule, num_train_epochs=1, start=whole.progress_at(4))
@@ -138,7 +138,7 @@ def test_epochs_that_cannot_be_trained_are_refused():
     with pytest.raises(ArgumentError) as caught:
         schedule_epochs(plain_schedule(9, 1, num_train_epochs=MOST_EPOCHS + 0.5), pytest.fail)
     assert "too_many_epochs" == caught.value.kind
-    record = recorder(EpochRecipe(), PlanPolicy(packing_length=10), EpochSamples(lengths=np.array([6, 6, 6])))
+    record = recorder(EpochRecipe(), PlanPolicy(packing_length=10), RecordLengths(lengths=np.array([6, 6, 6])))
     with pytest.raises(ArgumentError, match=r"^epoch 0: ") as caught:
         schedule_epochs(plain_schedule(9, 4, dataloader_drop_last=True), record)
     assert "too_short" == caught.value.kind
@@ -150,7 +150,7 @@ def test_works_are_those_of_the_samples_that_are_drawn():
     lengths = np.where(np.arange(40) % 3, 0, np.arange(1, 41))
     policy = PlanPolicy(packing_length=60, algorithm="balanced", min_fill_ratio="0")
 
-    plan = plan_epoch(EpochRecipe(), policy, EpochSamples(lengths=lengths, works=works), 0).raw
+    plan = plan_epoch(EpochRecipe(), policy, RecordLengths(lengths=lengths, works=works), 0).raw
 
     alone = build_raw_plan(lengths[::3], policy, works=works[::3])
     assert alone.with_indices(np.arange(0, 40, 3)).packs == plan.packs
@@ -161,7 +161,7 @@ def test_golden_epochs():
     sources = (Source(jsonl="b", ratio=Decimal("0.7")), Source(jsonl="a", ratio=Decimal("0.3"), replacement=True))
     mixes = Mixes((Mix(sources=sources, by="tokens"), Mix(sources=sources)))
     policy = PlanPolicy(packing_length=PACKING_LENGTH, replanned=True, seed=5)
-    samples = EpochSamples(lengths=np.arange(400) * 7 % 60 + 1, sizes=(150, 250))
+    samples = RecordLengths(lengths=np.arange(400) * 7 % 60 + 1, sizes=(150, 250))
 
     record = recorder(EpochRecipe(mixes=mixes, seed=3), policy, samples)
 

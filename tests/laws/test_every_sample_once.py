@@ -11,7 +11,7 @@ from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 import packplan as pp
-from packplan.core.epochs import plan_epoch, select_epoch
+from packplan.core.epochs import epoch_selection, plan_epoch
 from packplan.core.errors import ArgumentError
 from packplan.core.packers import ALGORITHMS, pack
 from packplan.core.packers.drawing import redraw
@@ -77,7 +77,7 @@ def epochs(draw) -> Built:
     """An epoch of a recipe, with mixes or without."""
     recipe, policy, samples = draw(recipes())
     epoch = draw(st.integers(0, 3))
-    chosen = select_epoch(recipe, policy, samples, epoch).tolist()
+    chosen = epoch_selection(recipe, policy, samples, epoch).tolist()
     return built(samples.lengths, plan_epoch(recipe, policy, samples, epoch).raw, chosen)
 
 

@@ -111,7 +111,7 @@ def test_pauses_follow_the_steps_of_their_interval_and_the_last(every, num_steps
     """The last step of a run has one, once; one at the start is one more."""
     times = [step for step in range(1, num_steps + 1) if every and (not step % every or step == num_steps)]
 
-    assert 2.0 * (len(times) + at_start) == Pause(2.0, every, at_start=at_start).total(num_steps)
+    assert 2.0 * (len(times) + at_start) == Pause(2.0, every, at_start=at_start).total_seconds(num_steps)
 
 
 @given(trainings(), step_times(), st.tuples(st.integers(0, 5), st.integers(0, 5)))
@@ -121,12 +121,12 @@ def test_a_run_takes_its_steps_and_pauses(training, time, every):
     flops = SampleWorks.from_lengths(MODEL, lengths)
     timing = Timing(time, 12, evaluation=0.5, checkpoint=7.0)
     trained = EpochStats.from_schedule(stats, schedule, 0)
-    forward = StepTerms.from_epoch(trained, flops, sync_at="step") if every[0] else None
+    forward = StepTerms.from_epoch(trained, flops, sync_at=schedule.sync_at) if every[0] else None
     found = forecast_run(timing, trained, schedule, flops, evaluated=forward, every=every)
     event(f"epochs: {schedule.num_epochs}")
 
     steps = [found.steps[step] if step < len(found.steps) else found.steps.mean() for step in range(found.total_steps)]
-    pauses = sum(pause.total(schedule.total_steps) for pause in (found.evaluation, found.checkpoint))
+    pauses = sum(pause.total_seconds(schedule.total_steps) for pause in (found.evaluation, found.checkpoint))
     assert found.seconds == pytest.approx(sum(steps) + pauses)
     assert 7.0 == found.checkpoint.seconds
     assert found.evaluation.seconds == pytest.approx(
@@ -139,9 +139,9 @@ def test_a_run_takes_its_steps_and_pauses(training, time, every):
 def test_exact_steps_leave_no_uncertainty_and_uneven_ones_do():
     """Its error is that of steps that were left out; an evaluation is a share of training."""
     time, terms = StepTime(1, 0, 2, 0, 0), [(1, number, 0, 0) for number in range(1, 25)]
-    exact = Calibration(tuple(steps_of(time, terms)), MeasuredStep(1, 50, 0, 0, 25), 3.0).timing()
-    uneven = Calibration(tuple(steps_of(time, terms, slowed=range(0, 24, 3)))).timing()
-    assert Calibration(tuple(steps_of(time, terms, slowed=(21, 22)))).timing().step_error > 0.3  # each is left out once
+    exact = Calibration(tuple(steps_of(time, terms)), MeasuredStep(1, 50, 0, 0, 25), 3.0).fit_timing()
+    uneven = Calibration(tuple(steps_of(time, terms, slowed=range(0, 24, 3)))).fit_timing()
+    assert Calibration(tuple(steps_of(time, terms, slowed=(21, 22)))).fit_timing().step_error > 0.3  # each left out
 
     assert (0, 0) == pytest.approx((exact.step_error, exact.uncertainty(2.0, [2.0] * 7)), abs=1e-6)
     assert (0.25, 3.0) == pytest.approx((exact.evaluation, exact.checkpoint))
@@ -149,11 +149,11 @@ def test_exact_steps_leave_no_uncertainty_and_uneven_ones_do():
     assert uneven.step_error > 0.5
     assert uneven.uncertainty(2.0, [2.1, 1.9] * 3) == pytest.approx(2 * 5**0.5 * 0.05)
     # A term that one step alone has is known where that step is not left out.
-    rare = Calibration(tuple(steps_of(StepTime(1, 0, 0, 0, 1), [(1, 1, 0, 0)] * 7 + [(1, 1, 0, 9)]))).timing()
+    rare = Calibration(tuple(steps_of(StepTime(1, 0, 0, 0, 1), [(1, 1, 0, 0)] * 7 + [(1, 1, 0, 9)]))).fit_timing()
     assert (1, 1) == pytest.approx((rare.step_time.vision, rare.step_time.step + rare.step_time.text))
     assert rare.step_error > 0.5
     # Nothing varies in one step, so an evaluation is no share of anything.
-    single = Calibration(tuple(steps_of(time, terms[:1])), MeasuredStep(1, 0, 0, 0, 25)).timing()
+    single = Calibration(tuple(steps_of(time, terms[:1])), MeasuredStep(1, 0, 0, 0, 25)).fit_timing()
     assert (3, 1 / 3) == pytest.approx((single.step_time.step, single.evaluation))
 
 

@@ -8,7 +8,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from packplan.core.checksum import plan_checksum
-from packplan.core.config.identity import configured_inputs
+from packplan.core.config.identity import config_length_inputs
 from packplan.core.config.run import CustomConfig, TemplateConfig
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.packs import Packs
@@ -71,7 +71,7 @@ def test_the_golden_plan():
 def test_the_limit_decides_lengths_only_where_the_template_cuts(strategy, one, other):
     """`raise` truncates nothing, so the limit is no input of lengths then."""
     template, custom = TemplateConfig(truncation_strategy=strategy, system="Look."), CustomConfig()
-    inputs = [configured_inputs(template, custom, packing_length=length) for length in (one, other)]
+    inputs = [config_length_inputs(template, custom, packing_length=length) for length in (one, other)]
     cuts = strategy in {"left", "right"}
 
     assert (inputs[0] == inputs[1]) == (one == other or not cuts)

@@ -13,7 +13,7 @@ import pytest
 from packplan.adapters.config.run import parse_config
 from packplan.app.wiring.policies import split_policy
 from packplan.core.config.faults import run_faults
-from packplan.core.config.identity import configured_inputs, plan_policy, stream_inputs
+from packplan.core.config.identity import config_length_inputs, plan_policy, stream_inputs
 from packplan.core.config.keys import key_facts, yield_keys
 from packplan.core.config.run import RunConfig
 from packplan.core.fingerprint import Fingerprint
@@ -30,7 +30,7 @@ def run(**sections: dict[str, object]) -> RunConfig:
 
 
 def length_inputs(config: RunConfig) -> dict[str, object]:
-    return configured_inputs(config.template, config.custom, packing_length=config.packing_length)
+    return config_length_inputs(config.template, config.custom, packing_length=config.packing_length)
 
 
 @pytest.mark.parametrize(

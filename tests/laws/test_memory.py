@@ -12,7 +12,7 @@ from packplan.core.forecast import (
     add_margin,
     bytes_text,
     candidate_packs,
-    find_longest,
+    longest_fit,
     parse_bytes,
 )
 
@@ -107,7 +107,7 @@ def test_the_length_that_is_found_fits_and_its_peak_is_its_own(shape, start, lim
         tried[tokens] = fixed + slope * tokens + jump * max(0, tokens - bend)
         return tried[tokens]
 
-    found = find_longest(peak_at, start=start, limit=limit, most=most)
+    found = longest_fit(peak_at, start=start, limit=limit, most=most)
 
     assert len(tried) <= 4
     if found.tokens:
@@ -122,7 +122,7 @@ def test_the_length_that_is_found_fits_and_its_peak_is_its_own(shape, start, lim
 def test_a_line_finds_the_longest_length_and_one_that_misleads_the_longest_tried():
     """Where memory is a line, 128 tokens more would not fit; no fourth length is traced."""
     for slope, times in ((1, 10), (70, 333), (500, 1000)):
-        line = find_longest(lambda tokens, of=slope: of * tokens, start=64, limit=int(70.4 * slope * times), most=10**6)
+        line = longest_fit(lambda tokens, of=slope: of * tokens, start=64, limit=int(70.4 * slope * times), most=10**6)
         assert 64 * (times - 2) <= line.tokens <= 64 * times
-    bent = find_longest(lambda tokens: tokens + 100 * max(0, tokens - 3000), start=1000, limit=11_000, most=131_072)
+    bent = longest_fit(lambda tokens: tokens + 100 * max(0, tokens - 3000), start=1000, limit=11_000, most=131_072)
     assert 2000 == bent.tokens == bent.peak

@@ -14,7 +14,7 @@ from packplan.core.packers import pack
 from packplan.core.patterns import Effort, SpentError, num_packs
 from packplan.core.patterns.certificate import certify, find_quick_bound
 from packplan.core.patterns.guided import _Program, fill_guided
-from packplan.core.patterns.relaxation import relax, solve_knapsack, solve_master
+from packplan.core.patterns.relaxation import solve_knapsack, solve_master, tighten_bound
 from packplan.core.patterns.search import _Search, find_filling, gather_room
 from packplan.core.plan import build_raw_plan
 from tests import references
@@ -87,7 +87,7 @@ def test_bounds_and_certified_packs_agree_with_exhaustive_search(case, efforts):
 
     assert fewest == len(pack(lengths, capacity=capacity, algorithm="certified"))
     for bound, enough in ((0, 1), (0, fewest), (0, 99), (fewest, 99)):
-        found, _ = relax(tally, capacity=capacity, filling=[], bound=bound, enough=enough, effort=Effort())
+        found, _ = tighten_bound(tally, capacity=capacity, filling=[], bound=bound, enough=enough, effort=Effort())
         assert bound <= found <= fewest
     whole = lower_bound(lengths, capacity=capacity)
     assert less.packs <= more.packs <= whole <= fewest

@@ -206,7 +206,7 @@ def test_a_resume_state_names_what_has_changed(inputs, now, keys, kind):
     differences = then.differences(attrs.evolve(then, **now))
 
     assert keys == [one.key for one in differences]
-    assert kind == StaleError.plan("checkpoint-1", differences).kind
+    assert kind == StaleError.for_plan("checkpoint-1", differences).kind
 
 
 GOLDEN_ORDERS = {

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
-from packplan.core.samples.identity import HEAD_BYTES, digest_record, digest_unreadable, inline_image
+from packplan.core.samples.identity import HEAD_BYTES, digest_record, digest_unreadable, image_base64
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 400
 
@@ -69,7 +69,7 @@ def test_an_image_in_a_record_is_known_by_size_and_head(size):
     assert digest_record({"bytes": PNG[:size]}) == digest_record({"bytes": coded}) == digest_record({"bytes": uri})
     assert digest_record({"bytes": PNG[:size]}) != digest_record({"bytes": PNG[: size - 1]})
     assert digest_record({"bytes": PNG[:size]}) != digest_record({"bytes": b"\x88" + PNG[1:size]})
-    assert coded == inline_image(coded) == inline_image(uri)
+    assert coded == image_base64(coded) == image_base64(uri)
 
 
 LOOKS_LIKE_ONE = "iVBORw0KGgo" + "A" * 81
@@ -78,9 +78,9 @@ LOOKS_LIKE_ONE = "iVBORw0KGgo" + "A" * 81
 @pytest.mark.parametrize("end", ["-", "ä", "\ud83d", "===", "=A", "\n"])
 def test_base64_is_whole_or_text(end):
     """Up to two fillers end it; nothing else does."""
-    assert inline_image(LOOKS_LIKE_ONE) == LOOKS_LIKE_ONE
-    assert inline_image(f"{LOOKS_LIKE_ONE}==") == f"{LOOKS_LIKE_ONE}=="
-    assert inline_image(LOOKS_LIKE_ONE + end) is None
+    assert image_base64(LOOKS_LIKE_ONE) == LOOKS_LIKE_ONE
+    assert image_base64(f"{LOOKS_LIKE_ONE}==") == f"{LOOKS_LIKE_ONE}=="
+    assert image_base64(LOOKS_LIKE_ONE + end) is None
     assert digest_record([LOOKS_LIKE_ONE + end]) != digest_record([f"{LOOKS_LIKE_ONE}{end}x"])
 
 

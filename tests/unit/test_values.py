@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from packplan.core import errors
-from packplan.core.config.faults import with_remedy
+from packplan.core.config.faults import explain_error
 from packplan.core.equality import AUTO, BACKENDS, VARLEN, PackingVerdict, ProbeResult, choose_attention, yield_trials
 from packplan.core.errors import Difference, ModelError, PackplanError, RunError, StaleError, counted, verb_for
 from packplan.core.plan import refuse_longer
@@ -24,11 +24,11 @@ def test_a_remedy_names_a_key_with_its_value():
     """Numbers of the error are in it; a text of several lines gets another one; some have none."""
     with pytest.raises(errors.ArgumentError) as raised:
         refuse_longer([9], PlanPolicy(packing_length=8, refuse_longer=True))
-    assert with_remedy(raised.value).endswith("; raise template.max_length to 9")
-    assert with_remedy(errors.StaleError.lengths("runs", (Difference("key", 1, 2),))).split("\n")[2].startswith("  use")
-    assert with_remedy(errors.ModelError.isolation("llama", "sdpa", "why")).endswith("; set model.attn_impl: auto")
-    assert with_remedy(errors.ModelError.isolation("llama", "auto", "why")).endswith("; set training.packing: false")
-    assert "1 finding" == with_remedy(errors.MismatchError("unsound", "1 finding"))
+    assert explain_error(raised.value).endswith("; raise template.max_length to 9")
+    assert explain_error(StaleError.for_lengths("runs", (Difference("key", 1, 2),))).split("\n")[2].startswith("  use")
+    assert explain_error(ModelError.for_leak("llama", "sdpa", "why")).endswith("; set model.attn_impl: auto")
+    assert explain_error(ModelError.for_leak("llama", "auto", "why")).endswith("; set training.packing: false")
+    assert "1 finding" == explain_error(errors.MismatchError("unsound", "1 finding"))
 
 
 PASSED = ProbeResult(0, 3e-7)
@@ -128,8 +128,8 @@ def test_what_is_measured_passes_if_it_is_apart_and_equal():
 
 def test_errors_name_what_failed():
     """A worker and its method, a copy that changed; what is no sentence of ours stays as it is."""
-    assert "worker 3 failed in step: it died" == str(RunError.worker(3, "step", "it died"))
-    said = str(StaleError.sample(2, "a.jsonl, line 3", (Difference("length", 3, 4),), copy="cache/a"))
+    assert "worker 3 failed in step: it died" == str(RunError.for_worker(3, "step", "it died"))
+    said = str(StaleError.for_sample(2, "a.jsonl, line 3", (Difference("length", 3, 4),), copy="cache/a"))
     assert said.endswith("length planned 3, fetched 4. Its copy was changed: delete cache/a, which is made again")
-    assert {"file": "a.jsonl"} == StaleError.file("a.jsonl", "it has 2 rows").details
+    assert {"file": "a.jsonl"} == StaleError.for_file("a.jsonl", "it has 2 rows").details
     assert "plain" == str(PackplanError("plain"))

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from packplan.adapters import files
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.core.errors import CorruptArtefactError, DataSetError, OutputError, RecordError, counted
-from packplan.core.samples.identity import DIGEST_BYTES, inline_image
+from packplan.core.samples.identity import DIGEST_BYTES, image_base64
 from packplan.core.samples.tables import RecordLocation
 
 log = logging.getLogger(__name__)
@@ -253,7 +253,7 @@ class RecordFile:
 def _text_size(value: Any) -> int:
     """Estimate the bytes of a value as JSON, images aside."""
     if isinstance(value, str):
-        return 0 if inline_image(value) is not None else len(value.encode("utf-8", "surrogatepass")) + 2
+        return 0 if image_base64(value) is not None else len(value.encode("utf-8", "surrogatepass")) + 2
     if isinstance(value, dict):
         return sum(len(key) + 4 + _text_size(held) for key, held in value.items())
     if isinstance(value, list):

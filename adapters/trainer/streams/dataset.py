@@ -161,7 +161,7 @@ class StreamDataset(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
         sample = encoded.pop(item.place, None) or self._encode(item)
         if sample["length"] != item.length:
             differences = (Difference("length", item.length, sample["length"]),)
-            raise StaleError.sample(item.place, self._location(item), differences)
+            raise StaleError.for_sample(item.place, self._location(item), differences)
         return sample
 
     def _location(self, item: StreamItem) -> str:
