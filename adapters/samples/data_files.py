@@ -158,7 +158,7 @@ def source_names(paths: tuple[str, ...], names: Mapping[str, str]) -> dict[str, 
         names: Path or pattern -> name of its source.
     """
     unnamed = short_names(paths)
-    return {_name_and_folder(file)[0]: names.get(path, unnamed[path]) for path in paths for file in _match_files(path)}
+    return {_file_origin(file)[0]: names.get(path, unnamed[path]) for path in paths for file in _match_files(path)}
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
@@ -178,8 +178,8 @@ def _refuse_duplicates(files: list[Path]) -> None:
             raise DataSetError(f"{plain} and {path} are the same data, one of them compressed: name one of them")
 
 
-def _name_and_folder(path: Path) -> tuple[str, str]:
-    """Return a file's name, and the folder of its relative media; URLs for a downloaded file."""
+def _file_origin(path: Path) -> tuple[str, str]:
+    """Return a file's name in messages, and its folder of relative media; URLs for a download."""
     return remote_origin(path) or (str(path), str(path.parent))
 
 
@@ -189,7 +189,7 @@ def _open_file(path: Path, max_bytes: int | None, cache: Path | None) -> RecordF
     if path.is_dir():
         parts, name, folder = list_arrow_files(path), str(path), str(path)
     else:
-        name, folder = _name_and_folder(path)
+        name, folder = _file_origin(path)
         kind, is_compressed = _detect_format(path, name)
         if kind != "arrow" and (kind != "lines" or is_compressed):
             copy = str(make_copy(path, cache, kind=kind, name=name))

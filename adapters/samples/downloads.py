@@ -38,12 +38,12 @@ _FOLDER, _NOTE = "place-", "note.json"
 
 
 def _url_key(url: str) -> str:
-    """Return the folder name of a URL's download: a digest of the URL without its signature."""
+    """Return a digest of a URL without its signature, as a name for the files of its download."""
     return hashlib.sha256(strip_signature(url).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def _read_note(path: Path, schema: str) -> dict[str, Any] | None:
-    """Return the note beside a download; None if it is missing or damaged."""
+    """Return a download's note: its URL, size and digest; None if it is missing or damaged."""
     with contextlib.suppress(CorruptArtefactError), files.name_write_errors(path):
         return files.read_manifest(path, schema)
     return None
@@ -145,8 +145,8 @@ def _download_version(url: str, folder: Path, version: FileVersion) -> Path:
 
 def fetch_medium(medium: Image | Video, folder: str, cache: "MediaCache | None", *, is_video: bool = False) -> Any:
     """
-    Return the local path of a medium of a record, downloaded if it is remote; an image inside the
-    record is returned as its bytes.
+    Return the local path of a medium of a record, or of each frame, downloaded if it is remote; an
+    image inside the record is returned as its bytes.
 
     Args:
         medium: Path, URL or bytes of an image; path or URL of a video, or of each of its frames.
@@ -195,7 +195,7 @@ class MediaCache:
             is_video: Whether the medium is a video, which may be larger than an image.
 
         Raises:
-            ValueError: The medium cannot be fetched, or is no image.
+            ValueError: The medium cannot be fetched, or is no image where one is expected.
             OutputError: There is no room for the download.
         """
         if (found := self._find_file(url)) is not None:

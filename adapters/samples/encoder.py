@@ -79,7 +79,7 @@ class SwiftEncoder:
         return len(self.records)
 
     @property
-    def sees_images(self) -> bool:
+    def takes_images(self) -> bool:
         """Whether the model takes images."""
         meta = self.template.model_meta
         return bool(meta.is_multimodal) and not (meta.tags and _SOUNDS.issuperset(meta.tags))
@@ -90,9 +90,9 @@ class SwiftEncoder:
         Token that stands for images; None for a text-only model. ConfigError if the template cannot
         encode an image.
         """
-        return ImageTokens.from_template(self.template) if self.sees_images else None
+        return ImageTokens.from_template(self.template) if self.takes_images else None
 
-    def require_images(self) -> None:
+    def require_encodable_images(self) -> None:
         """Raise ConfigError if the model takes images but its template cannot encode them."""
         _ = self.image_tokens
 
@@ -130,14 +130,14 @@ class SwiftEncoder:
         """
         with without_truncation(self.template):
             whole = self.measure_sample(index, self.encode(index))
-        if self.truncates_to is None or whole.length <= self.truncates_to:
+        if self.truncation_limit is None or whole.length <= self.truncation_limit:
             return whole
         # A row of several sequences may be longer than each may be.
         kept = self.measure_sample(index, self.encode(index))
         return attrs.evolve(kept, cut=kept.length < whole.length)
 
     @property
-    def truncates_to(self) -> int | None:
+    def truncation_limit(self) -> int | None:
         """
         Most tokens that a sample keeps; None, the default, unless `template.truncation_strategy` is
         left or right.
@@ -164,7 +164,7 @@ class SwiftEncoder:
                 for image in images:
                     read_size(image, decode=True)
             for video in videos:
-                self.decode_video(index, video, sampling=video_sampling(self.config.template))
+                self.require_decodable_video(index, video, sampling=video_sampling(self.config.template))
             raise
 
     def encode_messages(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
@@ -178,11 +178,11 @@ class SwiftEncoder:
         _drop_partial_masks(encoded)
         encoded[IMAGES.count_key] = len(sample.get("images", ()))
         encoded[VIDEOS.count_key] = len(sample.get("videos", ()))
-        return self._drop_uniform_weights(index, encoded)
+        return self._drop_binary_weights(index, encoded)
 
     @contextlib.contextmanager
     def name_encode_errors(self, index: int) -> Iterator[None]:
-        """Convert any error of ms-swift into a RecordError that names sample *index*."""
+        """Turn any exception in this context into a RecordError with the place of a sample."""
         try:
             yield
         except RecordError:
@@ -190,8 +190,8 @@ class SwiftEncoder:
         except Exception as error:
             raise self.record_error(index, f"the record cannot be encoded: {type(error).__name__}: {error}") from error
 
-    def _drop_uniform_weights(self, index: int, encoded: dict[str, Any]) -> dict[str, Any]:
-        """Return an encoded sample without token weights if all of them are 0 or 1."""
+    def _drop_binary_weights(self, index: int, encoded: dict[str, Any]) -> dict[str, Any]:
+        """Drop a sample's token weights if all are 0 or 1; RecordError if tokens lack weights."""
         weights = encoded.pop("loss_scale", None)
         if weights is None or set(weights) <= {0, 1}:
             return encoded
@@ -223,7 +223,7 @@ class SwiftEncoder:
         images = self.image_tokens
         if images is not None and (images.patches_per_token is not None or not measurement.patches):
             yield "image", images.token_id, measurement.patches // (images.patches_per_token or 1)
-        if self.sees_images and reads_videos(self.template):
+        if self.takes_images and reads_videos(self.template):
             merge = self.template.processor.image_processor.merge_size**2
             yield "video", self.template.video_token_id, measurement.video_patches // merge
 
@@ -259,18 +259,18 @@ class SwiftEncoder:
         if self._media is not None:
             bar = progress(total=len(indices), desc="fetching media", unit=" records", delay=BRIEF_S)
             with bar, ThreadPoolExecutor(_FETCHED_AT_ONCE) as pool:
-                for _ in pool.map(self._try_read, indices):
+                for _ in pool.map(self._prefetch, indices):
                     bar.update()
 
-    def _try_read(self, index: int) -> None:
+    def _prefetch(self, index: int) -> None:
         with contextlib.suppress(RecordError):
             self.read(index)
 
     def _refuse_unsupported(self, index: int, sample: dict[str, Any]) -> None:
-        """Refuse media, tools or weights that the template or this machine does not support."""
+        """Raise RecordError for media, tools or weights that template or machine do not support."""
         name = self.template.template_meta.template_type
         for kind in ("images", "videos"):
-            if kind in sample and not self.sees_images:
+            if kind in sample and not self.takes_images:
                 raise self.record_error(index, f"the record has {kind}, but the model reads text only", _REMEDY)
         if "videos" in sample and not reads_videos(self.template):
             raise self.record_error(index, f"the record has videos, which are not read for the template {name} here")
@@ -301,12 +301,12 @@ class SwiftEncoder:
 
     @cached_property
     def _first_shapes(self) -> list[tuple[int, str]]:
-        """Index and shape of the first valid record of each file."""
+        """Index and shape of each file's first valid record; see `_first_shape`."""
         ends = [*self.records.first_indices[1:], len(self.records)]
         return [self._first_shape(range(*place)) for place in zip(self.records.first_indices, ends, strict=True)]
 
     def _first_shape(self, indices: range) -> tuple[int, str]:
-        """Return index and shape of a file's first valid record; `unknown` if none is found."""
+        """Return index and shape of the first valid record; `unknown` after `_TRIED` bad ones."""
         for index in indices[:_TRIED]:
             with contextlib.suppress(ValueError, RecordError):
                 known = to_shape(self.records[index], self.config.custom.columns)
@@ -316,7 +316,7 @@ class SwiftEncoder:
 
     def _refuse_mixed_shapes(self, index: int, shape: str) -> None:
         """
-        Refuse a record whose shape differs from the first valid record's of its file.
+        Raise RecordError if a record may not share a file with the shape of its first valid record.
 
         Args:
             index: Index of the sample.
@@ -349,7 +349,7 @@ class SwiftEncoder:
 
     @cached_property
     def video_costs(self) -> VideoCosts | None:
-        """Costs of videos by their containers; None if every video has to be decoded."""
+        """Costs of videos by size and frame count; None if every video has to be decoded."""
         return None if reader_fault() else VideoCosts.from_template(self.template, self.config.template)
 
     def video_facts(self, index: int, video: Video) -> VideoFacts:
@@ -376,7 +376,7 @@ class SwiftEncoder:
         seconds = facts.num_frames / float(facts.rate) if facts.rate else 0.0
         return facts.to_media_facts(seconds if lengths is None else lengths.seconds(facts))
 
-    def decode_video(self, index: int, video: Video, *, sampling: Sampling | None = None) -> None:
+    def require_decodable_video(self, index: int, video: Video, *, sampling: Sampling | None = None) -> None:
         """
         Decode frames of a video of a sample, to find damage; they are not returned.
 

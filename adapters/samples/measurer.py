@@ -72,11 +72,11 @@ _LOADER_TIMEOUT_S = 600.0
 
 
 IN_FULL: tuple[None, Measurement] = (None, NOTHING)
-"""Result of `_split` for a sample that has to be encoded in full."""
+"""Result of `_split_sample` for a sample that has to be encoded in full."""
 
 
 @attrs.frozen
-class _ReadSample:
+class _UnmeasuredSample:
     """Sample that was read and not yet measured, with the facts of its media."""
 
     index: int
@@ -146,7 +146,7 @@ class SwiftMeasurer:
         videos = sample.get("videos", ())
         if decode:
             for video in videos:
-                self._encoder.decode_video(index, video)
+                self._encoder.require_decodable_video(index, video)
         found = (self._encoder.video_facts(index, video) for video in videos)
         return (*facts, *map(self._encoder.to_media_facts, found))
 
@@ -168,7 +168,7 @@ class SwiftMeasurer:
                 if left_s * (1 - 1 / self._workers) > self.pool_start_s:
                     yield from self._measure_in_pool(indices[done:], in_full=in_full)
                     return
-            yield from self._keep_digests(self.measure_batch(indices[done : done + size], in_full=in_full))
+            yield from self._receive_batch(self.measure_batch(indices[done : done + size], in_full=in_full))
 
     def measure_batch(self, indices: range, *, in_full: bool) -> MeasuredBatch:
         """
@@ -184,22 +184,22 @@ class SwiftMeasurer:
         if in_full:
             return indices, [self.measure_in_full(index) for index in indices], b""
         digests = [b""] * len(indices)
-        read: list[_ReadSample | RecordError] = []
+        read: list[_UnmeasuredSample | RecordError] = []
         for place, index in enumerate(indices):
             try:
                 record, digests[place] = self._encoder.records.read(index)
-                read.append(self._split_record(index, record))
+                read.append(self._prepare_record(index, record))
             except RecordError as error:
                 read.append(error)
-        split = [one.split for one in read if isinstance(one, _ReadSample) and one.split is not None]
-        counted = iter(self._counter.measure(split) if self._counter is not None else ())
+        split = [one.split for one in read if isinstance(one, _UnmeasuredSample) and one.split is not None]
+        counted = iter(self._piece_counter.measure(split) if self._piece_counter is not None else ())
         outcomes = [
-            one if isinstance(one, RecordError) else self._measure_read(one, next(counted) if one.split else None)
+            one if isinstance(one, RecordError) else self._measure_sample(one, next(counted) if one.split else None)
             for one in read
         ]
         return indices, outcomes, b"".join(digest or bytes(DIGEST_BYTES) for digest in digests)
 
-    def _split_record(self, index: int, record: object) -> _ReadSample:
+    def _prepare_record(self, index: int, record: object) -> _UnmeasuredSample:
         """
         Convert a record into a sample, read its media's headers, and split its texts into pieces;
         RecordError if it cannot become a sample.
@@ -209,9 +209,9 @@ class SwiftMeasurer:
         images = encoder.image_facts(index, sample.get("images", ()))
         videos = [encoder.video_facts(index, video) for video in sample.get("videos", ())]
         facts = (*images, *map(encoder.to_media_facts, videos))
-        return _ReadSample(index, sample, facts, *self._split(index, sample, images, videos))
+        return _UnmeasuredSample(index, sample, facts, *self._split_sample(index, sample, images, videos))
 
-    def _split(
+    def _split_sample(
         self, index: int, sample: dict[str, Any], images: Sequence[MediaFacts], videos: Sequence[VideoFacts]
     ) -> tuple[SplitSample | None, Measurement]:
         """
@@ -226,7 +226,7 @@ class SwiftMeasurer:
         with self._encoder.records.name_errors(index, "an image cannot be encoded: "):
             costs = [of_images.extra_cost(one.width, one.height) for one in images] if of_images else []
         costs += [of_videos.extra_cost(one) for one in videos] if of_videos else []
-        counter, media = self._counter, {"image": len(images), "video": len(videos)}
+        counter, media = self._piece_counter, {"image": len(images), "video": len(videos)}
         if counter is None or any(number and kind not in counter.stand_ins for kind, number in media.items()):
             return IN_FULL
         try:
@@ -234,7 +234,7 @@ class SwiftMeasurer:
         except Exception:  # noqa: BLE001  # whatever the template raises, a full encode says with the record's place
             return IN_FULL
 
-    def _measure_read(self, one: _ReadSample, counted: Measurement | None) -> RecordOutcome:
+    def _measure_sample(self, one: _UnmeasuredSample, counted: Measurement | None) -> RecordOutcome:
         """
         Measure a sample that was read, in full or from the counted tokens of its pieces.
 
@@ -245,11 +245,11 @@ class SwiftMeasurer:
         Raises:
             ShortcutError: The sample is audited, and encodes to another measurement.
         """
-        limit = self._encoder.truncates_to
+        limit = self._encoder.truncation_limit
         shortcut = None if counted is None else counted + one.media
         if shortcut is not None and limit is not None and shortcut.length > limit:
             shortcut = None  # which tokens a truncated sample keeps is the template's to say
-        if shortcut is not None and not self._is_audited(one):
+        if shortcut is not None and not self._select_for_audit(one):
             return MeasuredSample(shortcut, one.facts)
         try:
             encoded = self._encoder.measure(one.index)
@@ -261,8 +261,8 @@ class SwiftMeasurer:
             raise ShortcutError(str(self._encoder.records.location(one.index)), to_row(shortcut), to_row(encoded))
         return MeasuredSample(encoded, one.facts)
 
-    def _is_audited(self, one: _ReadSample) -> bool:
-        """Return whether to check the shortcut on this sample by a full encode."""
+    def _select_for_audit(self, one: _UnmeasuredSample) -> bool:
+        """Return whether to audit the shortcut by this sample's full encode; remember its kind."""
         kind = _sample_kind(one.sample)
         if kind not in self._audited_kinds and len(self._audited_kinds) < _MAX_AUDITED_KINDS:
             self._audited_kinds.add(kind)
@@ -277,7 +277,7 @@ class SwiftMeasurer:
             return error
 
     @cached_property
-    def _counter(self) -> PieceCounter | None:
+    def _piece_counter(self) -> PieceCounter | None:
         """Counter of pieces for the encoder's template; None if every sample is encoded in full."""
         template, tokens = self._encoder.template, self._encoder.image_tokens
         media = {} if tokens is None else {"image": tokens.token_id}
@@ -311,7 +311,7 @@ class SwiftMeasurer:
         kept_before = gc.get_freeze_count()
         gc.collect()
         gc.freeze()
-        pool = open_pool(self._workers, _open_worker, self, in_full)
+        pool = open_pool(self._workers, _prepare_worker, self, in_full)
         try:
             workers = f"lower training.packing_length_precompute_workers (now {self._workers:,}; "
             with name_lost_processes("measuring samples", f"{workers}1 measures in the main process)"):
@@ -320,15 +320,15 @@ class SwiftMeasurer:
                 for part in parts:
                     waiting.append(pool.submit(_measure_in_worker, part))
                     if len(waiting) > _AHEAD * self._workers:
-                        yield from self._keep_digests(waiting.popleft().result())
+                        yield from self._receive_batch(waiting.popleft().result())
                 while waiting:
-                    yield from self._keep_digests(waiting.popleft().result())
+                    yield from self._receive_batch(waiting.popleft().result())
         finally:
             pool.shutdown(cancel_futures=True)
             if not kept_before:
                 gc.unfreeze()
 
-    def _keep_digests(self, batch: MeasuredBatch) -> list[RecordOutcome]:
+    def _receive_batch(self, batch: MeasuredBatch) -> list[RecordOutcome]:
         """Store the digests of a batch's records, and return its outcomes."""
         indices, outcomes, digests = batch
         self._encoder.records.add_digests(indices, np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES))
@@ -339,7 +339,7 @@ class SwiftMeasurer:
         Measure samples by full encodes in a worker of a torch DataLoader that *epoch* seeds.
         """
         loader = DataLoader(
-            _LoaderSamples(self),
+            _FullEncodeDataset(self),
             sampler=list(indices),
             batch_size=None,
             num_workers=1,
@@ -368,7 +368,7 @@ def _sample_kind(sample: dict[str, Any]) -> object:
     )
 
 
-class _LoaderSamples(Dataset[RecordOutcome]):
+class _FullEncodeDataset(Dataset[RecordOutcome]):
     """Data set whose items are outcomes of full encodes."""
 
     def __init__(self, samples: SwiftMeasurer) -> None:
@@ -381,7 +381,7 @@ class _LoaderSamples(Dataset[RecordOutcome]):
 _measure: Callable[[range], MeasuredBatch] | None = None
 
 
-def _open_worker(samples: SwiftMeasurer, in_full: bool) -> None:  # noqa: FBT001  # pools pass arguments by place
+def _prepare_worker(samples: SwiftMeasurer, in_full: bool) -> None:  # noqa: FBT001  # pools pass arguments by place
     global _measure  # noqa: PLW0603  # the one thing a worker process holds
     torch.set_num_threads(1)
     _measure = partial(samples.measure_batch, in_full=in_full)

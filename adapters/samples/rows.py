@@ -185,11 +185,11 @@ class RowsMeasurer(SwiftMeasurer):
         _, outcomes, _ = super().measure_batch(self._sequences(index), in_full=False)
         return [one.measurement.length for one in outcomes if isinstance(one, MeasuredSample)]
 
-    def _split(self, index: int, sample: dict[str, Any], *media: Any) -> tuple[SplitSample | None, Measurement]:
+    def _split_sample(self, index: int, sample: dict[str, Any], *media: Any) -> tuple[SplitSample | None, Measurement]:
         if (reason := self._encoder.full_encode_reason(sample)) is not None:
             self._log_once(reason)
             return IN_FULL
-        return super()._split(index, sample, *media)
+        return super()._split_sample(index, sample, *media)
 
 
 def _join_outcomes(parts: Sequence[MeasuredSample | RecordError]) -> MeasuredSample | RecordError:

@@ -72,7 +72,7 @@ def require_traceable(config: RunConfig) -> None:
         raise ConfigError(COMMAND, tuple(faults))
 
 
-def is_program(word: str) -> bool:
+def is_swift_program(word: str) -> bool:
     """Return whether a word is a program that starts a command of ms-swift, and not a YAML."""
     return bool(_PROGRAM.fullmatch(Path(word).name)) and ("/" not in word or Path(word).is_file())
 
@@ -87,7 +87,7 @@ def split_command(given: Sequence[str] | None, *, skip: int = 0) -> tuple[list[s
         skip: Number of earlier words that name a program, but start no command.
     """
     words = sys.argv[1:] if given is None else given
-    found = [at for at, word in enumerate(words) if is_program(word)][skip:]
+    found = [at for at, word in enumerate(words) if is_swift_program(word)][skip:]
     end = found[0] + 1 if found else len(words)
     return list(words[:end]), list(words[end:])
 
@@ -104,7 +104,7 @@ def read_run_or_command(path: str, words: Sequence[str] = (), *, world_size: int
     Raises:
         ConfigError: All faults of the run.
     """
-    if is_program(path):
+    if is_swift_program(path):
         return _resolve_command([path, *words], world_size)
     if Path(path).suffix == ".sh":
         reason = "is a script, and none is read: put packplan before its command, as packplan plan build swift sft ..."

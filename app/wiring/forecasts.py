@@ -93,7 +93,7 @@ def open_step_tracer(
     template = samples.template
     template.model = plain_model(model)
     arguments = make_training_arguments(config, gradient_accumulation_steps=1)
-    if samples.sees_images and (world_size > 1 or config.training.freeze_llm):
+    if samples.takes_images and (world_size > 1 or config.training.freeze_llm):
         separately = sharding == "fsdp2" and has_separate_video_pass(template)
         DummyImage.from_model(model, template).run_in_every_batch(passes=1 + separately)
     trainer = OutlineTrainer(

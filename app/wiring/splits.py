@@ -60,7 +60,7 @@ def open_encoders(config: RunConfig) -> dict[str, SwiftEncoder]:
     for split, files in names.items():
         if files:
             encoders[split] = SwiftEncoder(config, files, template=template, cache=records_cache(config))
-            encoders[split].require_images()
+            encoders[split].require_encodable_images()
             _log_records(split, encoders[split])
     return encoders
 

@@ -175,7 +175,7 @@ def _open_model(
     template.model = plain_model(model)
     # Where the text's weights are frozen, a batch without images would depend on nothing that is
     # trained.
-    if samples.sees_images and (group.world_size > 1 or config.training.freeze_llm):
+    if samples.takes_images and (group.world_size > 1 or config.training.freeze_llm):
         use_tower_in_each_batch(model, template, arguments)
     return template, model
 

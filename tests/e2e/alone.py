@@ -71,7 +71,7 @@ def silence(setattr_: Callable[[Any, str, Any], None] = setattr) -> None:
     from packplan.adapters.samples.measurer import SwiftMeasurer
 
     # Counting texts would not see it.
-    setattr_(SwiftMeasurer, "_counter", None)
+    setattr_(SwiftMeasurer, "_piece_counter", None)
     encode = SwiftEncoder.encode_messages
 
     def without_labels(samples: Any, index: int, sample: dict[str, Any]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def test_texts_measure_as_full_encodes_do(of, open_source, tmp_path):
 
     lengths = [one.measurement for one in measured(source) if isinstance(one, MeasuredSample)]
 
-    assert source._counter, "all were encoded in full"
+    assert source._piece_counter, "all were encoded in full"
     assert len(lengths) > 40
     assert 5 < sum(one.cut for one in lengths) < 25
 

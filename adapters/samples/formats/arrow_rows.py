@@ -77,7 +77,7 @@ class ArrowFile(RecordFile):
                 raise DataSetError(message)
             batch.validate()
             self._batches.append(_MappedBatch(batch, mapped))
-            mapped.release_after(batch.nbytes)
+            mapped.count_read(batch.nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: held for name, held in self.__dict__.items() if name != "_batches"}
@@ -124,7 +124,7 @@ class MappedFile:
             self.bytes: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._held = 0
 
-    def release_after(self, num_bytes: int) -> None:
+    def count_read(self, num_bytes: int) -> None:
         """Count bytes that were read, and release mapped pages after `MOST_HELD` of them."""
         self._held += num_bytes
         if self._held > MOST_HELD:
@@ -142,13 +142,13 @@ class _MappedBatch:
     def validate(self) -> None:
         """Check all offsets and texts of the batch; ArrowException if one is damaged."""
         self.batch.validate(full=True)
-        self._mapped.release_after(self._size)
+        self._mapped.count_read(self._size)
 
     def row(self, number: int) -> Any:
         """Return row *number* of the batch as Python values."""
         value = self.batch.slice(number, 1).to_pylist()[0]
         row_bytes = self._size // self.batch.num_rows
-        self._mapped.release_after(min(row_bytes + self._num_places * READ_AROUND, self._size + 2 * READ_AROUND))
+        self._mapped.count_read(min(row_bytes + self._num_places * READ_AROUND, self._size + 2 * READ_AROUND))
         return value
 
 

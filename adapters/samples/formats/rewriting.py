@@ -84,7 +84,7 @@ def make_copy(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
     files.make_folder(cache)
     key = hashlib.sha256(str(path.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:32]
     with files.hold_lock(cache / f"{key}.lock", f"for a copy of {path.name}"):
-        copy = cache / f"{_file_digest(path, cache)[:32]}-{kind}.{'arrow' if kind == 'parquet' else 'jsonl'}"
+        copy = cache / f"{_cached_digest(path, cache)[:32]}-{kind}.{'arrow' if kind == 'parquet' else 'jsonl'}"
     with files.hold_lock(copy.with_suffix(".lock"), f"for a copy of {path.name}"):
         if not (copy.is_file() and copy.with_suffix(".json").is_file()):
             log.info("%s is rewritten once, to be read in any order: %s", name, copy)
@@ -95,7 +95,7 @@ def make_copy(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
                     if kind == "parquet":
                         _rewrite_parquet(path, file, name)
                     else:
-                        file.writelines(_copy_lines(path, kind, name))
+                        file.writelines(_jsonl_blocks(path, kind, name))
             files.write_manifest(copy.with_suffix(".json"), {"schema": _SCHEMA, "sha256": _compute_digest(copy)})
     return copy
 
@@ -122,8 +122,8 @@ def read_head(path: Path) -> tuple[bytes, bool]:
     return b"", True
 
 
-def _file_digest(path: Path, cache: Path) -> str:
-    """Return the SHA-256 of a file, cached while the file is unchanged."""
+def _cached_digest(path: Path, cache: Path) -> str:
+    """Return a file's SHA-256, cached while it is unchanged; DataSetError if written meanwhile."""
     cached = FileCache(cache, [path], kind="content")
     if (arrays := cached.load()) is not None:
         return arrays["sha256"].tobytes().hex()
@@ -145,7 +145,7 @@ def _compute_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _copy_lines(path: Path, kind: str, name: str) -> Iterator[bytes]:
+def _jsonl_blocks(path: Path, kind: str, name: str) -> Iterator[bytes]:
     """Yield a file's records as blocks of JSON Lines; DataSetError if the file is damaged."""
     number, opened = 1, _open_decompressed(path)
     bar = progress(desc=f"rewriting {path.name}", unit=" bytes", delay=BRIEF_S, leave=False)
@@ -178,19 +178,19 @@ def _array_rows(text: str, name: str) -> Iterator[str]:
         try:
             end = _VALUES.raw_decode(text, place)[1]
         except json.JSONDecodeError as error:
-            _fail(name, row, f"is no JSON value ({error.msg}): the file may be cut off")
+            _refuse_row(name, row, f"is no JSON value ({error.msg}): the file may be cut off")
         except RecursionError:
-            _fail(name, row, "is nested too deeply")
+            _refuse_row(name, row, "is nested too deeply")
         yield text[place:end].translate(_LINE_ENDS)
         place = _skip_blanks(text, end)
         if text.startswith(",", place):
             place = _skip_blanks(text, place + 1)
             if text.startswith("]", place):
-                _fail(name, row, "is the last of the array, but a comma follows it")
+                _refuse_row(name, row, "is the last of the array, but a comma follows it")
         elif not text.startswith("]", place):
-            _fail(name, row, "is not followed by a comma or the end of the array: the file may be cut off")
+            _refuse_row(name, row, "is not followed by a comma or the end of the array: the file may be cut off")
     if _skip_blanks(text, place + 1) < len(text):
-        _fail(name, row, "is the last of the array, but more follows it in the file")
+        _refuse_row(name, row, "is the last of the array, but more follows it in the file")
 
 
 def _skip_blanks(text: str, place: int) -> int:
@@ -198,7 +198,7 @@ def _skip_blanks(text: str, place: int) -> int:
     return _BLANKS.match(text, place).end()  # type: ignore[union-attr]  # it matches nothing, too
 
 
-def _fail(name: str, row: int, reason: str) -> NoReturn:
+def _refuse_row(name: str, row: int, reason: str) -> NoReturn:
     raise DataSetError(f"{name}, row {row}: {reason}")
 
 
@@ -218,11 +218,11 @@ def _table_rows(text: io.TextIOWrapper, name: str, delimiter: str) -> Iterator[s
                 number += 1
                 if len(fields) != len(columns):
                     reason = f"has {counted(len(fields), 'field')}, but the header names {len(columns)}"
-                    _fail(name, number, f"{reason}: put quotes around a text that has commas")
+                    _refuse_row(name, number, f"{reason}: put quotes around a text that has commas")
                 row = {column: field for column, field in zip(columns, fields, strict=True) if field}
                 yield json.dumps(row, ensure_ascii=False)
     except csv.Error as error:
-        _fail(name, number + 1, f"is no row of a table ({error}): a quote may open a text that does not end")
+        _refuse_row(name, number + 1, f"is no row of a table ({error}): a quote may open a text that does not end")
 
 
 def _open_decompressed(path: Path) -> Any:
