@@ -19,24 +19,24 @@ _SOUND = frozenset({"audio_tower", "talker", "token2wav"})
 
 
 @cache
-def _families() -> dict[str, Any]:
+def _read_families() -> dict[str, Any]:
     return dict(json.loads((Path(__file__).parent / "families.json").read_text(encoding="utf-8")))
 
 
 def default_types(architecture: str) -> tuple[str, str] | None:
     """Return ms-swift's default model type and template for an architecture, or None."""
-    found = _families()["swift"].get(architecture)
+    found = _read_families()["swift"].get(architecture)
     return None if found is None else (found[0], found[1])
 
 
 def model_embeds_images(template: str) -> bool:
     """Return whether the model has to embed images, because its ms-swift *template* cannot."""
-    return template in _families()["embeds"]
+    return template in _read_families()["embeds"]
 
 
 def may_probe_template(template: str) -> bool:
     """Return whether models of a template may be probed; false if `unshown` lists the template."""
-    return template not in _families()["unshown"]
+    return template not in _read_families()["unshown"]
 
 
 def trained_part(model: Any) -> Any:
@@ -59,5 +59,5 @@ def is_sound_weight(name: str) -> bool:
 
 
 def missing_keys(model_type: str) -> dict[str, Any]:
-    """Return the keys and values that the default configuration of *model_type* lacks."""
-    return dict(_families()["complete"].get(model_type, {}))
+    """Return keys and values to add to the default configuration of *model_type* for a model."""
+    return dict(_read_families()["complete"].get(model_type, {}))

@@ -62,7 +62,7 @@ def make_folder(folder: Path) -> None:
 
 @contextmanager
 def name_save_errors(folder: Path) -> Iterator[None]:
-    """Raise OutputError in place of a write error of torch, safetensors or tokenizers."""
+    """Turn write errors of torch, safetensors or tokenizers in this context into OutputErrors."""
     try:
         with name_write_errors(folder):
             yield
@@ -78,10 +78,10 @@ def name_save_errors(folder: Path) -> Iterator[None]:
 @contextmanager
 def name_load_errors(key: str, fact: str, remedy: str = "") -> Iterator[None]:
     """
-    Raise ConfigError in place of any error of a library that loads weights, states or settings.
+    Turn any exception in this context into a ConfigError, except our own and lack of memory.
 
     Args:
-        key: Configuration key that names the weights, states or settings.
+        key: Configuration key that names what a library loads here: weights, states, settings.
         fact: First part of the message; the library's reason follows.
         remedy: Advice after the reason.
     """

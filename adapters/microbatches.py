@@ -98,9 +98,9 @@ class BatchedData:
             raise ArgumentError("batch", message)
         message = "lengths of a batch are whole numbers of at least 1 token, one for each sequence"
         of_field = fields.get(input_lengths_key)
-        checked = _whole_numbers(of_field if lengths is None else lengths, 1, float("inf"), message)
+        checked = _to_int64(of_field if lengths is None else lengths, 1, float("inf"), message)
         if of_field is not None:
-            if lengths is not None and _whole_numbers(of_field, 1, float("inf"), message).tolist() != checked.tolist():
+            if lengths is not None and _to_int64(of_field, 1, float("inf"), message).tolist() != checked.tolist():
                 message = f"lengths differ from the field {input_lengths_key}: give one of them"
                 raise ArgumentError("batch", message)
             fields = {**fields, input_lengths_key: checked}
@@ -117,7 +117,7 @@ class BatchedData:
             MappingProxyType(dict(fields)),
             checked,
             _dims(fields, sequence_dims, input_key),
-            _check_pads(fields, pad_values or {}),
+            _check_pad_values(fields, pad_values or {}),
             input_key,
             None if of_field is None else input_lengths_key,
         )
@@ -177,7 +177,7 @@ class BatchedData:
         batch has no such sequence.
         """
         message = f"sequences of this batch are selected by whole numbers from 0 to {len(self) - 1:,}"
-        places = _whole_numbers(indices, 0, len(self), message)
+        places = _to_int64(indices, 0, len(self), message)
         listed = places.tolist()
         fields = {
             name: field[places.to(field.device)] if isinstance(field, Tensor) else [field[place] for place in listed]
@@ -438,12 +438,12 @@ def _pick(values: IntArray, mask: NDArray[np.bool_], like: Tensor) -> Tensor:
 
 
 def _dims(fields: Mapping[str, Field], declared: Mapping[str, int | None], input_key: str) -> Mapping[str, int | None]:
-    """Return the dimension of each tensor that runs along the sequence."""
+    """Return, for each tensor field, the dimension that runs along the sequence, or None."""
     shapes = {name: field.shape for name, field in fields.items() if isinstance(field, Tensor)}
     return MappingProxyType(sequence_dims(shapes, input_key=input_key, declared=declared))
 
 
-def _check_pads(fields: Mapping[str, Field], pad_values: Mapping[str, float]) -> Mapping[str, float]:
+def _check_pad_values(fields: Mapping[str, Field], pad_values: Mapping[str, float]) -> Mapping[str, float]:
     """Return *pad_values*; ArgumentError if a field is no tensor or cannot hold its value."""
     for name, value in pad_values.items():
         field = fields.get(name)
@@ -458,7 +458,7 @@ def _check_pads(fields: Mapping[str, Field], pad_values: Mapping[str, float]) ->
     return MappingProxyType(dict(pad_values))
 
 
-def _whole_numbers(values: Any, least: int, below: float, message: str) -> Tensor:
+def _to_int64(values: Any, least: int, below: float, message: str) -> Tensor:
     """
     Return numbers as int64, shape (num,); ArgumentError unless whole, >= *least* and < *below*.
     """

@@ -226,13 +226,13 @@ def require_whole_weights(model: ModelConfig) -> None:
     files = [path for path in (_first_file(folder, _WEIGHTS), _first_file(folder, _ADAPTERS)) if path is not None]
     for path in files:
         if path.suffix != ".json":
-            _require_whole(path)
+            _require_whole_file(path)
             continue
         named = _read_index(path)
         for name in sorted(set(named.values())):
             if not (folder / name).is_file():
                 raise _damage_error(folder / name, f"is missing, though {path.name} names it")
-            _require_whole(folder / name)
+            _require_whole_file(folder / name)
 
 
 def _damage_error(path: Path, fact: str, remedy: str = "copy or download it again") -> ConfigError:
@@ -280,7 +280,7 @@ def _read_header(path: Path) -> Mapping[str, Any]:
     return weights
 
 
-def _require_whole(path: Path) -> None:
+def _require_whole_file(path: Path) -> None:
     """Raise ConfigError if a weight file is truncated, a git-lfs pointer or no file of weights."""
     with path.open("rb") as file:
         start = file.read(8)
@@ -335,7 +335,7 @@ _DIGITS = 12
 def _weights_digest(path: Path) -> str:
     """
     Return a digest of a file of weights: of the header and some bytes of the weights if it is a
-    safetensors file, of the stored checksums if it is an archive of torch.
+    safetensors file, of the stored checksums if it is an archive of torch, else of nothing.
     """
     digest = hashlib.sha256()
     if path.suffix == ".safetensors":

@@ -63,8 +63,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def restore_state(model: torch.nn.Module) -> Iterator[None]:
-    """Restore a model's buffers, and the random state of Python, numpy and torch, at the end."""
+def hold_buffers_and_rng(model: torch.nn.Module) -> Iterator[None]:
+    """Restore a model's buffers, and the random state of Python, numpy and torch, on leaving."""
     drawn, drawn_by_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # that of others
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
@@ -134,9 +134,9 @@ def is_ruined(size: float, *, before: float) -> bool:
     return not size <= _MAX_GROWTH * max(before, _MIN_SIZE)
 
 
-def load_strictly(model: Any, checkpoint: str) -> bool:
+def load_by_model_class(model: Any, checkpoint: str) -> bool:
     """
-    Load the weights of a checkpoint through the model's own class; return whether this was done.
+    Load a checkpoint's weights by the model's own class; return whether this was done.
 
     Only the class knows legacy names of weights; other loaders skip such weights with a warning.
     PEFT models are left unchanged.

@@ -118,7 +118,7 @@ def open_pool(workers: int, prepare: Callable[..., None], *arguments: Any) -> Pr
     Return a pool of forked processes that end with this one.
 
     They share the memory of this process, such as libraries of half a gigabyte, and start at once.
-    Open the pool within `keep_ctrl_c`, and submit the first work there: it forks all processes.
+    Open the pool within `hold_ctrl_c`, and submit the first work there: it forks all processes.
 
     Args:
         workers: Number of processes.
@@ -171,7 +171,7 @@ def name_lost_processes(doing: str, keys: str) -> Iterator[None]:
 
 
 @contextmanager
-def keep_ctrl_c() -> Iterator[None]:
+def hold_ctrl_c() -> Iterator[None]:
     """
     Keep Ctrl-C from processes started in the block, and delay it in this process to its end.
 

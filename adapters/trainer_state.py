@@ -19,11 +19,11 @@ _DIGEST_KEY = "packplan_sha256"
 
 def add_digest_on_save(state: Any) -> None:
     """Have the `TrainerState` *state* add a digest to its file whenever it is saved."""
-    if getattr(type(state), "save_to_json", None) is not _save:
-        state.__class__ = type(f"Sealed{type(state).__name__}", (type(state),), {"save_to_json": _save})
+    if getattr(type(state), "save_to_json", None) is not _save_with_digest:
+        state.__class__ = type(f"Sealed{type(state).__name__}", (type(state),), {"save_to_json": _save_with_digest})
 
 
-def _save(state: Any, json_path: str) -> None:
+def _save_with_digest(state: Any, json_path: str) -> None:
     """Write a state as transformers does, with its digest."""
     values = json.loads(json.dumps(dataclasses.asdict(state)))
     values["stateful_callbacks"].pop(_DIGEST_KEY, None)  # that of the checkpoint which was resumed from
@@ -31,7 +31,7 @@ def _save(state: Any, json_path: str) -> None:
     Path(json_path).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def read_state(folder: Path) -> dict[str, Any]:
+def read_trainer_state(folder: Path) -> dict[str, Any]:
     """
     Return the trainer's state in a checkpoint, of Packplan or of another program.
 

@@ -85,7 +85,7 @@ def parse_config(
         passed = {key: value for key, value in training.items() if key not in _OWN_KEYS}
         own = {key: value for key, value in training.items() if key in _OWN_KEYS}
         document["training"] = own | {"trainer": _convert_settings("training", passed, trainer_keys, advise, found)}
-    return _build(document, RunConfig, source, advise, found)
+    return _build_config(document, RunConfig, source, advise, found)
 
 
 def load_rl_config(path: str | Path, grpo_keys: Mapping[str, TrainerKey], *, overrides: Sequence[str] = ()) -> RlConfig:
@@ -112,7 +112,7 @@ def load_rl_config(path: str | Path, grpo_keys: Mapping[str, TrainerKey], *, ove
             found.append(Fault("grpo.output_dir", "is not set: name a folder for checkpoints and the policy"))
         document["grpo"] = _convert_settings("grpo", grpo, grpo_keys, advise, found)
         document["training"] = {"output_dir": document["grpo"].get("output_dir", "unset")}
-    return _build(document, RlConfig, str(path), advise, found)
+    return _build_config(document, RlConfig, str(path), advise, found)
 
 
 def known_keys(kind: type) -> Iterator[str]:
@@ -122,7 +122,7 @@ def known_keys(kind: type) -> Iterator[str]:
     return iter(dict.fromkeys(parts))
 
 
-def _build(document: Mapping[str, Any], kind: type[T], source: str, advise: Advise, found: Sequence[Fault]) -> T:
+def _build_config(document: Mapping[str, Any], kind: type[T], source: str, advise: Advise, found: Sequence[Fault]) -> T:
     """
     Build the configuration of a document; ConfigError with its faults and those already *found*.
     """
@@ -132,13 +132,13 @@ def _build(document: Mapping[str, Any], kind: type[T], source: str, advise: Advi
         # A key with a fault has its default here, so that what contradicts it is no fault.
         replaced = [fault.path for fault in found]
         of_values = rl_faults(config) if isinstance(config, RlConfig) else run_faults(config)
-        found = (*found, *(one for one in of_values if not _names_any(one, replaced)))
+        found = (*found, *(one for one in of_values if not _mentions_any(one, replaced)))
     if config is None or found:
         raise ConfigError(source, found)
     return attrs.evolve(config, source=source)
 
 
-def _names_any(fault: Fault, paths: Sequence[str]) -> bool:
+def _mentions_any(fault: Fault, paths: Sequence[str]) -> bool:
     """Return whether a fault's text names one of the keys *paths*, or a key below one of them."""
     words = [f"{word.rstrip(',.:')}." for word in str(fault).split()]
     return any(word.startswith(f"{path}.") for word in words for path in paths)

@@ -162,7 +162,7 @@ class _BalanceState:
         multiple = self.length_multiple
         return shard_packed(lengths, algorithm=self.algorithm, sequence_length_pad_multiple=multiple, **common)
 
-    def cut_for_rank(self, lengths: Sequence[Sequence[int]], rank: int, limit: int | None = None) -> list[list[int]]:
+    def microbatches(self, lengths: Sequence[Sequence[int]], rank: int, limit: int | None = None) -> list[list[int]]:
         """
         Divide the rows of *rank* into microbatches of row indices, equally many on every rank.
 
@@ -232,7 +232,7 @@ class _BalancedTraining:
         return loss + step.loss
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Collect a batch, and return {}; after the step's last, train all but one microbatch."""
+        """Collect a batch; at the step's last, train all microbatches but one, and return that."""
         step = self._balance
         if step.weight is not None:
             return inputs
@@ -275,7 +275,7 @@ class _BalancedTraining:
         return (loss if step.weight else torch.nan_to_num(loss)) * step.weight
 
     def _collected_values(self) -> dict[str, list[float]]:
-        """Return the values that the trainer has collected since its last log entry, by name."""
+        """Return the lists of values by name, collected since the trainer's last log entry."""
         return cast(dict[str, list[float]], getattr(self, "_metrics", {}).get("train", {}))
 
     @property
@@ -300,7 +300,7 @@ class _BalancedTraining:
             cuts = [self._exchange_microbatches([own for (own,) in lengths], pools[0])]
         else:
             cuts = [
-                [[rows[index] for index in indices] for indices in step.cut_for_rank(own, rank)]
+                [[rows[index] for index in indices] for indices in step.microbatches(own, rank)]
                 for rows, own in zip(pools, zip(*lengths, strict=True), strict=True)
             ]
         found = []
@@ -387,7 +387,7 @@ class _BalancedTraining:
         }  # fmt: skip
         split = split_batch(batch)
         lengths = [own for (own,), _ in step.gather_lengths([split])]
-        cuts = step.cut_for_rank(lengths, self.args.process_index, step.logprob_max_tokens)
+        cuts = step.microbatches(lengths, self.args.process_index, step.logprob_max_tokens)
         parts = []
         for indices in cuts:
             rows = join_rows([split.rows[index] for index in indices or [0]], pad_token_id=step.pad_token_id)

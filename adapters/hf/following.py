@@ -263,7 +263,7 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
         self.follow(PackBatches(schedule, rank, schedule.world_size, plan=plan, data=data, identity=self._identity()))
 
     def _identity(self) -> RunIdentity:
-        """Return the model and settings that a resumed run has to share."""
+        """Return the settings and the model's files that a resumed run has to share."""
         settings = {name: getattr(self.args, name) for name in FIXED_ARGUMENTS if hasattr(self.args, name)}
         name = getattr(self.model.config, "name_or_path", "")
         model = (model_file_facts(Path(name)) or {"model.model": name}) if name else {}  # a folder, or a name of a hub
@@ -271,16 +271,16 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
 
     def get_train_dataloader(self, *_: Any, **__: Any) -> Any:
         """Return the loader of this rank's packs."""
-        return self._loader(self._train_packs, self.follower)
+        return self._make_loader(self._train_packs, self.follower)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return the loader of the evaluation packs; for other data, the trainer's own loader."""
         if self._eval_packs is None or (eval_dataset is not None and eval_dataset is not self.eval_dataset):
             return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]  # of the trainer's class
         ranks = {"rank": self.follower.rank, "world_size": self.schedule.world_size}
-        return self._loader(self._eval_packs, EvalBatches(len(self._eval_packs), 1, **ranks))
+        return self._make_loader(self._eval_packs, EvalBatches(len(self._eval_packs), 1, **ranks))
 
-    def _loader(self, packs: Any, batches: Any) -> RankLoader:
+    def _make_loader(self, packs: Any, batches: Any) -> RankLoader:
         return RankLoader(packs, self.args, batch_sampler=batches, collate_fn=self._collator)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:

@@ -109,14 +109,14 @@ class TextStack:
         return None if passes or self._hides_row_boundary(given, tokens) else tokens
 
     def _hides_row_boundary(self, given: dict[str, Any], tokens: RealTokens) -> bool:
-        """Return whether packed positions go up by 1 across the border of two batch rows."""
+        """Return whether a model that finds samples by positions would join two batch rows."""
         if not self.by_positions:
             return False
         text = self._packed_positions(given, tokens).reshape(-1, len(tokens.places))[0]
         return bool(((text.diff() == 1) & (tokens.row.sample_ids.diff() == 1)).any())
 
     def _positions_restart(self, positions: torch.Tensor | None, tokens: RealTokens) -> bool:
-        """Return whether positions go down within a batch row: it is packed already."""
+        """Return whether text positions go down within a batch row: it is packed already."""
         if positions is None or (positions.dim() == 3 and positions.shape[0] != 4):
             return False
         text = positions[0] if positions.dim() == 3 else positions

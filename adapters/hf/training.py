@@ -132,7 +132,7 @@ class _PlannedTraining(ServesPacks):
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
         """Return the loss of a batch, computed without a cache, which would mix its samples."""
-        if self._keeps_a_cache:
+        if self._has_use_cache:
             inputs = {**inputs, "use_cache": False}
         return super().compute_loss(model, inputs, *args, **options)
 
@@ -146,7 +146,7 @@ class _PlannedTraining(ServesPacks):
         return outputs if own is None else _flatten_rows(outputs, own.bool())
 
     @property
-    def _keeps_a_cache(self) -> bool:
+    def _has_use_cache(self) -> bool:
         return hasattr(self.model.config.get_text_config(), "use_cache")
 
 

@@ -34,7 +34,7 @@ from packplan.core.errors import ArgumentError, ModelError
 log = logging.getLogger(__name__)
 
 _LENGTHS = (17, 3)
-"""Real tokens of the first two rows of the probe; the third has `_max_length`."""
+"""Real tokens of the first two rows of the probe; the third has `_longest_row`."""
 
 _LONGEST = 29
 
@@ -70,7 +70,7 @@ def unpad(model: Any, *, logits: bool = True, group: ProcessGroup | None = None)
         set_attention(inner, attention)
     else:
         attention = set_isolating_attention(inner, named=NAME, group=group)
-    return _find_hooks(inner, native=attention.native, logits=logits)
+    return _hook_model(inner, native=attention.native, logits=logits)
 
 
 def separate_samples(
@@ -136,7 +136,7 @@ def is_bidirectional(config: Any) -> bool:
 
 
 def unwrap(model: Any) -> Any:
-    """Return the model inside DDP and PEFT wrappers; ModelError if it cannot be packed."""
+    """Return the model inside DDP and PEFT wrappers; ModelError if its kind cannot be packed."""
     while isinstance(model, DistributedDataParallel):
         model = model.module
     if type(model).__module__.startswith("deepspeed.") or any(hasattr(one, "ds_id") for one in model.parameters()):
@@ -153,7 +153,7 @@ def unwrap(model: Any) -> Any:
     return inner
 
 
-def _find_hooks(model: Any, *, native: str, logits: bool) -> Unpadding:
+def _hook_model(model: Any, *, native: str, logits: bool) -> Unpadding:
     """
     Hook a model at the first module, and way to count positions, that keep results of padded rows.
 
@@ -168,7 +168,7 @@ def _find_hooks(model: Any, *, native: str, logits: bool) -> Unpadding:
     tried: list[tuple[TextStack, dict[str, str]]] = []
     for stack in _candidate_stacks(model):
         hooks = Unpadding(model, stack, logits=logits)
-        reasons = {side: _difference(model, hooks, stack, mask, native=native) for side, mask in _padding_masks(model)}
+        reasons = {side: _hook_fault(model, hooks, stack, mask, native=native) for side, mask in _padding_masks(model)}
         hooks.remove()
         tried.append((stack, {side: reason for side, reason in reasons.items() if reason is not None}))
         if not tried[-1][1]:
@@ -194,19 +194,19 @@ def _candidate_stacks(model: Any) -> Iterator[TextStack]:
             yield TextStack(module, positions, padding, text_row, by_positions)
 
 
-def _difference(model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tensor, *, native: str) -> str | None:
-    """Return a text on how hooks change the results of padded rows; None if they do not."""
+def _hook_fault(model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tensor, *, native: str) -> str | None:
+    """Return a text on how hooks change results at *mask*, or which error they raise, or None."""
     ids, own = _draw_ids(model), mask.bool()
     batch = {"input_ids": ids, "attention_mask": mask}
     with evaluation_mode(model):
         try:
             calls = hooks.counts.calls
             with torch.no_grad():
-                found, limit, typical = _hidden_states(model, stack.module, batch)
+                found, limit, typical = _probe_states(model, stack.module, batch)
                 if hooks.counts.calls == calls:
                     return "it is given no mask of rows and positions"
                 with native_attention(model, native), hooks.paused():
-                    expected, *_ = _hidden_states(model, stack.module, batch)
+                    expected, *_ = _probe_states(model, stack.module, batch)
             is_sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
             isolation = 0.0 if is_sharded else _measure_isolation(stack.module, ids, mask)
         except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
@@ -216,7 +216,7 @@ def _difference(model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tens
     return ProbeResult(isolation, worst).reason_against_packing(limit=limit)
 
 
-def _hidden_states(model: Any, module: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, float, bool]:
+def _probe_states(model: Any, module: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, float, bool]:
     """
     Return the last hidden state of *module* for a batch, the allowed difference of two passes, and
     whether typical tokens are compared instead of the worst ones.
@@ -244,22 +244,22 @@ def _measure_isolation(module: Any, ids: torch.Tensor, mask: torch.Tensor) -> fl
 
 
 def _draw_ids(model: Any) -> torch.Tensor:
-    """Draw rows of random tokens for the probe; int64 of shape (rows, positions)."""
+    """Return the same random token ids at each call; int64 of shape (rows, positions)."""
     plain = torch.tensor(ordinary_ids(trained_config(model.config)))
     generator = torch.Generator().manual_seed(_SEED)
-    drawn = plain[torch.randint(len(plain), (len(_LENGTHS) + 1, _max_length(model.config) + 2), generator=generator)]
+    drawn = plain[torch.randint(len(plain), (len(_LENGTHS) + 1, _longest_row(model.config) + 2), generator=generator)]
     return drawn.to(next(model.parameters()).device)
 
 
-def _max_length(config: Any) -> int:
-    """Return the tokens of the probe's longest row: above the window of a bidirectional model."""
+def _longest_row(config: Any) -> int:
+    """Return the length of the probe's longest row: above the window of a bidirectional model."""
     window = getattr(config, "local_attention", 0) if is_bidirectional(config) else 0
     return max(_LONGEST, window + 3)
 
 
 def _padding_masks(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a mask padded right, left and between, with its side; int64 of (rows, positions)."""
-    longest = _max_length(model.config)
+    """Yield each side of padding with a mask padded there; int64 of shape (rows, positions)."""
+    longest = _longest_row(model.config)
     lengths = torch.tensor([*_LENGTHS, longest], device=next(model.parameters()).device)[:, None]
     columns = torch.arange(longest + 2, device=lengths.device)[None]
     right = (columns < lengths).long()

@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from packplan.adapters.trainer_state import read_state, require_step
+from packplan.adapters.trainer_state import read_trainer_state, require_step
 from packplan.core.errors import ArgumentError, CorruptArtefactError, StaleError, counted
 from packplan.core.fingerprint import NO_IDENTITY, RunIdentity, from_plain, seal, to_plain, unseal
 from packplan.core.schedule import DAMAGED_STATE_REMEDY, EpochSchedule, ResumeState
@@ -170,7 +170,7 @@ def read_saved_progress(folder: Path) -> Mapping[str, Any]:
         CorruptArtefactError: The trainer's state in it is damaged.
     """
     try:
-        state = read_state(folder)
+        state = read_trainer_state(folder)
         progress = find_progress(state) or {}
         step = progress["progress"]["step"]
     except (OSError, KeyError, TypeError) as error:

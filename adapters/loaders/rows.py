@@ -458,12 +458,12 @@ def _media_tensors(row: Row) -> dict[str, torch.Tensor]:
     return {
         name: torch.as_tensor(value)
         for name, value in row.items()
-        if name not in BY_TOKEN and value is not None and _is_tensor(value)
+        if name not in BY_TOKEN and value is not None and _is_tensor_like(value)
     }
 
 
-def _is_tensor(value: Any) -> bool:
-    """Return whether a value is a tensor, an array, or a list of lists."""
+def _is_tensor_like(value: Any) -> bool:
+    """Return whether a value is a list of lists, or an array or tensor of one axis or more."""
     depth = 0
     while isinstance(value, list | tuple) and value:
         value, depth = value[0], depth + 1

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from packplan.adapters.attention.shared_rows import compute_whole_rows
-from packplan.adapters.models import Gradients, replace_attributes, restore_state
+from packplan.adapters.models import Gradients, hold_buffers_and_rng, replace_attributes
 from packplan.adapters.proof.batches import Sample, next_tokens, without_labels
 from packplan.adapters.proof.checks import refuse_sharded_weights
 from packplan.adapters.proof.comparison import Outcome, compare, difference_limit, run_alone
@@ -248,7 +248,7 @@ def keep_training_state(model: torch.nn.Module) -> Iterator[None]:
             if isinstance(module, torch.nn.modules.dropout._DropoutNd):  # noqa: SLF001  # base of all of them
                 names.append("p")
             stack.enter_context(replace_attributes(module, training=module.training, **dict.fromkeys(names, 0.0)))
-        stack.enter_context(restore_state(model))
+        stack.enter_context(hold_buffers_and_rng(model))
         yield
 
 

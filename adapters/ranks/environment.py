@@ -57,7 +57,7 @@ def _parse_number(text: str) -> int | None:
 @contextmanager
 def name_rendezvous_errors(environment: Mapping[str, str] = os.environ) -> Iterator[None]:
     """
-    Raise RunError in place of torch's error if this rank cannot reach the store of the ranks.
+    Turn a RuntimeError in this context, in which a rank joins the others, into a RunError.
 
     Args:
         environment: Environment variables of this process, with the address of the store.

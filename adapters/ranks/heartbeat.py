@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from packplan.adapters.processes import keep_ctrl_c
+from packplan.adapters.processes import hold_ctrl_c
 
 BEAT_S = 1.0
 """Seconds between two beats."""
@@ -38,7 +38,7 @@ class Heartbeat:
         os.set_blocking(self._sender.fileno(), False)
         self._reported = 0.0
         self._process = context.Process(target=_run_heartbeat, args=(receiver, store, os.getpid()), daemon=True)
-        with keep_ctrl_c():
+        with hold_ctrl_c():
             self._process.start()
             receiver.close()
 
@@ -70,14 +70,14 @@ def _run_heartbeat(receiver: Connection, store: Store, parent: int) -> None:
         store.set_timeout(timedelta(seconds=10 * BEAT_S))
         own = store.clone()  # type: ignore[attr-defined]  # torch does not declare it
         for beat in itertools.count():
-            words = _next_task(receiver) if beat else ""
+            words = _receive_task(receiver) if beat else ""
             if words is None or os.getppid() != parent:
                 own.set(DIED, "rank 0 is gone: its process died: was it killed, or out of memory?")
                 return
             own.set(BEAT, json.dumps([beat, words]))
 
 
-def _next_task(receiver: Connection) -> str | None:
+def _receive_task(receiver: Connection) -> str | None:
     """Wait up to `BEAT_S`; return rank 0's new task, "" without news, None if rank 0 is gone."""
     try:
         return receiver.recv_bytes().decode(errors="replace") if receiver.poll(BEAT_S) else ""

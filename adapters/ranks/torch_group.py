@@ -254,7 +254,7 @@ def _first_sentence(error: BaseException) -> str:
 @contextmanager
 def name_lost_ranks(rank: int) -> Iterator[None]:
     """
-    Raise RunError in place of torch's error if a collective in this context fails.
+    Turn torch's errors of lost connections in this context into RunErrors; other errors pass.
 
     Args:
         rank: This rank, for the message.
@@ -417,13 +417,13 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def weight_digests(model: torch.nn.Module) -> dict[str, str]:
     """Return type, shape and digest of each weight of the state dict, as text, by `weight NAME`."""
     return {
-        f"weight {name}": f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)} {_digest(weight)}"
+        f"weight {name}": f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)} {_weight_digest(weight)}"
         for name, weight in model.state_dict().items()
         if isinstance(weight, torch.Tensor)
     }
 
 
-def _digest(weight: torch.Tensor) -> str:
+def _weight_digest(weight: torch.Tensor) -> str:
     flat = weight.detach().contiguous().view(-1)
     size = flat.element_size()
     if flat.storage_offset() * size % 8:  # a view whose offset is not aligned to wider words

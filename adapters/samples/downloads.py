@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from packplan.adapters import files
-from packplan.adapters.samples.media_files import read_size
+from packplan.adapters.samples.media_files import read_image_size
 from packplan.adapters.samples.remote_files import FetchError, FileVersion, Timeouts, fetch, list_urls, read_version
 from packplan.core.errors import CorruptArtefactError, DataSetError, counted
 from packplan.core.samples.media import Image, Video
@@ -248,7 +248,7 @@ class MediaCache:
 def _require_image(fetched: Path) -> None:
     """Raise FetchError if a download is no image, or its pixels cannot be read."""
     try:
-        read_size(held := fetched.read_bytes(), decode=True)
+        read_image_size(held := fetched.read_bytes(), decode=True)
     except ValueError as error:
         why = str(error).split(" in the record ", maxsplit=1)[-1]
         raise FetchError(f"what came, {counted(len(held), 'byte')}, {why}") from None

@@ -24,9 +24,9 @@ from packplan.adapters.samples.data_files import copy_faults, open_records, sour
 from packplan.adapters.samples.data_set import convert_record
 from packplan.adapters.samples.downloads import MediaCache, fetch_medium
 from packplan.adapters.samples.media import IMAGES, VIDEOS, ImageTokens, measure_encoded, without_truncation
-from packplan.adapters.samples.media_files import VideoFacts, image_facts, read_size, video_facts
+from packplan.adapters.samples.media_files import VideoFacts, image_facts, read_image_size, video_facts
 from packplan.adapters.samples.media_lengths import VideoCosts, shrink_size
-from packplan.adapters.samples.video_reading import Sampling, decode_fault, reader_fault, reads_videos, video_sampling
+from packplan.adapters.samples.video_reading import Sampling, decode_fault, decord_fault, reads_videos, video_sampling
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import RecordError, StaleError, counted
@@ -153,7 +153,7 @@ class SwiftEncoder:
         images, videos = sample.get("images", ()), sample.get("videos", ())
         with self.records.name_errors(index):
             for image in images:
-                shrink_size(*read_size(image), self.template.max_pixels)
+                shrink_size(*read_image_size(image), self.template.max_pixels)
         for video in videos:
             self.video_facts(index, video)
         try:
@@ -162,7 +162,7 @@ class SwiftEncoder:
             # A damaged image is the likelier reason, and a better one.
             with self.records.name_errors(index):
                 for image in images:
-                    read_size(image, decode=True)
+                    read_image_size(image, decode=True)
             for video in videos:
                 self.require_decodable_video(index, video, sampling=video_sampling(self.config.template))
             raise
@@ -274,7 +274,7 @@ class SwiftEncoder:
                 raise self.record_error(index, f"the record has {kind}, but the model reads text only", _REMEDY)
         if "videos" in sample and not reads_videos(self.template):
             raise self.record_error(index, f"the record has videos, which are not read for the template {name} here")
-        if "videos" in sample and (why_not := reader_fault()) is not None and "pip install" in why_not:
+        if "videos" in sample and (why_not := decord_fault()) is not None and "pip install" in why_not:
             raise self.record_error(index, f"the record has videos, but {why_not}")
         has_tools = "tools" in sample or any(message["role"] in {CALL, RESPONSE} for message in sample["messages"])
         if has_tools and self.template._agent_template is None:  # noqa: SLF001  # its property raises
@@ -350,7 +350,7 @@ class SwiftEncoder:
     @cached_property
     def video_costs(self) -> VideoCosts | None:
         """Costs of videos by size and frame count; None if every video has to be decoded."""
-        return None if reader_fault() else VideoCosts.from_template(self.template, self.config.template)
+        return None if decord_fault() else VideoCosts.from_template(self.template, self.config.template)
 
     def video_facts(self, index: int, video: Video) -> VideoFacts:
         """
@@ -391,7 +391,7 @@ class SwiftEncoder:
         if isinstance(video, tuple):
             with self.records.name_errors(index):
                 for frame in video:
-                    read_size(frame, decode=True)
+                    read_image_size(frame, decode=True)
         elif (reason := decode_fault(video, sampling)) is not None:
             raise self.record_error(index, reason)
 

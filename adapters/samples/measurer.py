@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from packplan.adapters.processes import end_with_parent, keep_ctrl_c, name_lost_processes, open_pool
+from packplan.adapters.processes import end_with_parent, hold_ctrl_c, name_lost_processes, open_pool
 from packplan.adapters.samples.data_set import absolute_folder
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.media_files import VideoFacts
-from packplan.adapters.samples.media_lengths import ImageCosts, prove_image_costs
-from packplan.adapters.samples.shortcut import PieceCounter, SplitSample, prove_pieces
+from packplan.adapters.samples.media_lengths import ImageCosts, find_image_costs
+from packplan.adapters.samples.shortcut import PieceCounter, SplitSample, find_piece_counter
 from packplan.adapters.samples.template import length_inputs
 from packplan.adapters.samples.video_reading import reads_videos
 from packplan.core.errors import RecordError
@@ -283,7 +283,7 @@ class SwiftMeasurer:
         media = {} if tokens is None else {"image": tokens.token_id}
         if tokens is not None and reads_videos(template):
             media["video"] = template.video_token_id
-        counter, reason = prove_pieces(template, tokens=media)
+        counter, reason = find_piece_counter(template, tokens=media)
         if counter is None:
             self._log_once(f"every sample is encoded by itself to be measured: {reason}")
         return counter
@@ -291,7 +291,7 @@ class SwiftMeasurer:
     @cached_property
     def image_costs(self) -> ImageCosts | None:
         """Costs of images by their sizes; None if samples with images are encoded in full."""
-        lengths = prove_image_costs(self._encoder.template)
+        lengths = find_image_costs(self._encoder.template)
         if lengths is None:
             self._log_once("no arithmetic gives the lengths of images, so samples with some are encoded in full")
         else:
@@ -315,7 +315,7 @@ class SwiftMeasurer:
         try:
             workers = f"lower training.packing_length_precompute_workers (now {self._workers:,}; "
             with name_lost_processes("measuring samples", f"{workers}1 measures in the main process)"):
-                with keep_ctrl_c():
+                with hold_ctrl_c():
                     waiting.append(pool.submit(_measure_in_worker, next(parts)))
                 for part in parts:
                     waiting.append(pool.submit(_measure_in_worker, part))
@@ -349,7 +349,7 @@ class SwiftMeasurer:
             worker_init_fn=lambda _: end_with_parent(),
         )
         with name_lost_processes("encoding samples again, in another process,", "end what else runs on it"):
-            with keep_ctrl_c():
+            with hold_ctrl_c():
                 outcomes = iter(loader)
             return list(outcomes)
 

@@ -48,7 +48,7 @@ _LOST_S = 0.5
 """Seconds that frames may end before the container's duration; more means a truncated file."""
 
 
-def read_size(image: ImageSource, *, decode: bool = False) -> tuple[int, int]:
+def read_image_size(image: ImageSource, *, decode: bool = False) -> tuple[int, int]:
     """
     Return an image's width and height in pixels, from its header.
 
@@ -95,7 +95,7 @@ def image_facts(image: ImageSource, *, decode: bool = False) -> MediaFacts:
     Raises:
         ValueError: The image cannot be used; the text is the reason.
     """
-    width, height = read_size(image, decode=decode)
+    width, height = read_image_size(image, decode=decode)
     if isinstance(image, bytes):
         head, size = image[:HEAD_BYTES], len(image)
     else:
@@ -150,8 +150,8 @@ def video_facts(video: Video, *, max_seconds: float) -> VideoFacts:
 def _read_frame_files(frames: Sequence[str]) -> VideoFacts:
     sizes, total, digest = set(), 0, hashlib.sha256()
     for frame in frames:
-        sizes.add(read_size(frame))
-        size, head = _read_ends(frame)
+        sizes.add(read_image_size(frame))
+        size, head = _read_size_and_ends(frame)
         if len(sizes) > 1:
             message = f"the frame {frame} is of another size than those before it: frames of a video have one size"
             raise ValueError(message)
@@ -164,7 +164,7 @@ def _read_frame_files(frames: Sequence[str]) -> VideoFacts:
     return VideoFacts(total, width, height, len(frames), Fraction(0), _short_digest(digest.digest()))
 
 
-def _read_ends(path: str) -> tuple[int, bytes]:
+def _read_size_and_ends(path: str) -> tuple[int, bytes]:
     """Return the size of a file in bytes, and its first and last 64 KiB."""
     with Path(path).open("rb") as file:
         size = file.seek(0, 2)
@@ -186,7 +186,7 @@ def _read_container(path: str, max_seconds: float) -> VideoFacts:
         if not stat.S_ISREG(Path(path).stat().st_mode):
             raise ValueError(f"the video {path} is a folder, a pipe or a device: name a video file, or list its frames")
         with open_video(path) as container:
-            size, ends = _read_ends(path)
+            size, ends = _read_size_and_ends(path)
             return _Container(path, container, size, max_seconds).read(_short_digest(hashlib.sha256(ends).digest()))
     except FileNotFoundError:
         message = f"the video {path} does not exist: relative paths start at the folder of the data file"
@@ -198,7 +198,7 @@ def _read_container(path: str, max_seconds: float) -> VideoFacts:
 
 @attrs.frozen
 class _Container:
-    """Open video file, from which `read` takes the facts."""
+    """Open video file; `read` returns its facts, or raises ValueError."""
 
     path: str
     opened: Any

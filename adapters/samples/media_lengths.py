@@ -84,7 +84,7 @@ class ImageCosts:
         return all(self.extra_cost(*size) == cost for size, cost in encoded.items())
 
 
-def prove_image_costs(template: Template) -> ImageCosts | None:
+def find_image_costs(template: Template) -> ImageCosts | None:
     """Return the first method that agrees with full encodes of images of `PROOF_SIZES`, or None."""
     try:
         stand_in, *costs = (
@@ -95,7 +95,7 @@ def prove_image_costs(template: Template) -> ImageCosts | None:
         log.info("images of some sizes cannot be encoded: %s: %s", type(error).__name__, error)
         return None
     encoded = {size: cost - stand_in for size, cost in zip(PROOF_SIZES, costs, strict=True)}
-    return next((way for way in _image_costs(template, stand_in) if way.agrees_with(encoded)), None)
+    return next((way for way in _image_cost_methods(template, stand_in) if way.agrees_with(encoded)), None)
 
 
 # Processes that measure are given these, so they are functions of the module.
@@ -117,8 +117,8 @@ def _processor_cost(processor: Any, unit: int, most: int | None, width: int, hei
     return Measurement(int(said.num_image_tokens[0]), 0, 0, int(said.num_image_patches[0]) * unit)
 
 
-def _image_costs(template: Template, stand_in: Measurement) -> Iterator[ImageCosts]:
-    """Yield the methods to try for a template; *stand_in* measures a sample with a stand-in."""
+def _image_cost_methods(template: Template, stand_in: Measurement) -> Iterator[ImageCosts]:
+    """Yield methods to try for a template; *stand_in* is measured on a sample of `DUMMY_SIZE`."""
     processor, most = template.processor, template.max_pixels
     images: Any = getattr(processor, "image_processor", None)
     patch: Any = getattr(images, "patch_size", None)
@@ -179,7 +179,7 @@ class VideoCosts:
         Return the bytes of a video's sampled frames before scaling; ValueError if the number or
         size of its frames is refused.
         """
-        frames, _ = self._sample_frames(facts)
+        frames, _ = self._sampled_indices(facts)
         self._scaled_size(facts, len(frames))
         return len(frames) * facts.width * facts.height * 3
 
@@ -189,7 +189,7 @@ class VideoCosts:
 
     def cost(self, facts: VideoFacts) -> Measurement:
         """Return the cost of a video; ValueError if the number or size of its frames is refused."""
-        frames, rate = self._sample_frames(facts)
+        frames, rate = self._sampled_indices(facts)
         rows, columns = self._scaled_size(facts, len(frames))
         layers = len(frames) // FRAMES_PER_LAYER
         patches = layers * (rows // self.patch_size) * (columns // self.patch_size)
@@ -204,8 +204,8 @@ class VideoCosts:
     def _sampling_rate(self) -> float:
         return float(self.sampling.get("fps", vision_process.FPS))
 
-    def _sample_frames(self, facts: VideoFacts) -> tuple[list[int], float]:
-        """Return the indices of the sampled frames, and their rate in frames a second."""
+    def _sampled_indices(self, facts: VideoFacts) -> tuple[list[int], float]:
+        """Return the indices of the sampled frames, and the video's rate; ValueError if too few."""
         if not facts.rate:
             return list(range(vision_process.ceil_by_factor(facts.num_frames, FRAMES_PER_LAYER))), self._sampling_rate()
         if facts.num_frames < FRAMES_PER_LAYER:
@@ -226,16 +226,16 @@ class VideoCosts:
             unit = factor * rules.SPATIAL_MERGE_SIZE
             least = given.get("min_pixels", rules.IMAGE_MIN_TOKEN_NUM * unit**2)
             most = given.get("max_pixels", rules.IMAGE_MAX_TOKEN_NUM * unit**2)
-            height, width = _resize_frame(height, width, unit, least, most)
+            height, width = _resized_frame_size(height, width, unit, least, most)
         least = given.get("min_pixels", rules.VIDEO_MIN_TOKEN_NUM * factor**2)
         total = given.get("total_pixels", rules.MODEL_SEQ_LEN * factor**2 * 0.9)
         frame = max(
             min(rules.VIDEO_MAX_TOKEN_NUM * factor**2, total / num_frames * rules.FRAME_FACTOR), int(least * 1.05)
         )
-        return _resize_frame(height, width, factor, least, min(given.get("max_pixels", frame), frame))
+        return _resized_frame_size(height, width, factor, least, min(given.get("max_pixels", frame), frame))
 
 
-def _resize_frame(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
+def _resized_frame_size(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
     """
     Return the height and width to which qwen_vl_utils resizes a frame; ValueError if it refuses.
     """
@@ -259,7 +259,7 @@ def _num_tokens(tokenizer: Any, text: str) -> int:
 
 
 def _black_video_facts(size: tuple[int, int], number: int) -> VideoFacts:
-    """Return the facts of a video of *number* black frames."""
+    """Return the facts of a video of *number* listed frames, of width and height *size*."""
     return VideoFacts(0, *size, number, Fraction(0), 0)
 
 

@@ -9,7 +9,7 @@ import PIL.Image
 
 from packplan.adapters.samples.data_set import FileRecords, convert_record
 from packplan.adapters.samples.downloads import MediaCache, fetch_medium
-from packplan.adapters.samples.media_files import read_size
+from packplan.adapters.samples.media_files import read_image_size
 from packplan.core.config.run import CustomConfig
 from packplan.core.samples.media import Image
 from packplan.core.samples.values import fail
@@ -61,7 +61,7 @@ class Prompts:
         return {**found, "images": images}
 
     def _split_answer(self, sample: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
-        """Return the messages of a sample without the last one, and the text of the last one."""
+        """Split a sample into prompt, system prompt included, and answer; ValueError if unfit."""
         *messages, last = sample["messages"]
         if {"videos", "tools"} & set(sample) or not {message["role"] for message in messages} <= _ROLES:
             fail("has videos or tools, which TRL's trainer does not take as data: leave it out")
@@ -76,7 +76,7 @@ class Prompts:
     def _load_image(self, index: int, image: Image) -> PIL.Image.Image:
         """Load an image from its bytes, or from its path relative to its record's folder."""
         path = fetch_medium(image, self._records.folder(index), self._media)
-        read_size(path)
+        read_image_size(path)
         return PIL.Image.open(io.BytesIO(path) if isinstance(path, bytes) else path).convert("RGB")
 
 

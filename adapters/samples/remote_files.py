@@ -72,7 +72,7 @@ class Timeouts:
 
 
 class FetchError(Exception):
-    """A file cannot be fetched, and retries would not help."""
+    """A remote file cannot be read: a retry would not help, or retries have failed too."""
 
 
 class FileVersion(NamedTuple):
@@ -95,7 +95,7 @@ def read_version(url: str, *, max_bytes: int, timeouts: Timeouts) -> FileVersion
         timeouts: Timeouts of http.
 
     Raises:
-        FetchError: There is no such file, or it is too large.
+        FetchError: There is no such file, it is too large, or its server does not answer.
     """
     info = _call_with_retries(url, timeouts, lambda system, path: system.info(path))
     if info.get("type") == "directory":

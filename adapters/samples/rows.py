@@ -113,7 +113,7 @@ class RowsEncoder(SwiftEncoder):
             if held is None:
                 raise self.record_error(index, "the row has no rejected answer")
             if held.images:
-                held.images = [_locate_image(image) for image in held.images]
+                held.images = [_path_or_bytes(image) for image in held.images]
             if held.is_multimodal:
                 self.template._add_default_tags(held)  # noqa: SLF001  # no public way
         return _to_sample_dict(held)
@@ -201,7 +201,7 @@ def _join_outcomes(parts: Sequence[MeasuredSample | RecordError]) -> MeasuredSam
     return MeasuredSample(sum((one.measurement for one in samples), NOTHING), facts)
 
 
-def _locate_image(image: Any) -> Any:
+def _path_or_bytes(image: Any) -> Any:
     """Return the path of a row's image, or its bytes if it is remote or inside the row."""
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path") or ""

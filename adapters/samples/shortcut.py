@@ -92,7 +92,7 @@ class PieceCounter:
 
     def __init__(self, template: Template, *, tokens: Mapping[str, int]) -> None:
         """
-        Prepare a template to split samples; `prove_pieces` finds its stand-ins.
+        Prepare a template to split samples; `find_piece_counter` finds its stand-ins.
 
         Args:
             template: Template in training mode.
@@ -102,10 +102,10 @@ class PieceCounter:
         self._template = copy.copy(template)
         self._template.max_length = None
         self._template._split_special_tokens = _split_special_tokens
-        self._template.replace_tag, self._replace_tag = self._cached_tag, template.replace_tag
+        self._template.replace_tag, self._replace_tag = self._cached_stand_in, template.replace_tag
         self._tags: dict[tuple[str, int], list[Any]] = {}
         self._tokenizer = template.tokenizer
-        self._counts_in_batches = _only_calls_library(template.tokenizer)
+        self._counts_in_batches = _is_plain_fast_tokenizer(template.tokenizer)
         self._suffix: list[int] = self._template._encode_context_list(self._template.template_meta.suffix)[0]
         self._media_tokens = {kind: self._tokenizer.convert_ids_to_tokens(token) for kind, token in tokens.items()}
         self.stand_ins: dict[str, StandIn] = {}
@@ -130,7 +130,7 @@ class PieceCounter:
         pieces = [Piece(one, weight > 0) for one, weight in zip(contexts, weights, strict=True)]
         return SplitSample(pieces, {kind: number for kind, number in media.items() if number})
 
-    def _cached_tag(self, media_type: str, index: int, inputs: StdTemplateInputs) -> list[Any]:
+    def _cached_stand_in(self, media_type: str, index: int, inputs: StdTemplateInputs) -> list[Any]:
         """Return the template's texts and tokens for a stand-in, cached by kind and index."""
         if (key := (media_type, index)) not in self._tags:
             self._tags[key] = list(self._replace_tag(media_type, index, inputs))
@@ -179,7 +179,7 @@ class PieceCounter:
         return found
 
 
-def _only_calls_library(tokenizer: Any) -> bool:
+def _is_plain_fast_tokenizer(tokenizer: Any) -> bool:
     """Return whether a tokenizer is transformers' fast one, without overrides of encoding."""
     kind = type(tokenizer)
     return (
@@ -203,7 +203,7 @@ def _split_special_tokens(contexts: list[Any], weights: list[float]) -> tuple[li
     return split, split_weights
 
 
-def prove_pieces(template: Template, *, tokens: Mapping[str, int]) -> tuple[PieceCounter | None, str]:
+def find_piece_counter(template: Template, *, tokens: Mapping[str, int]) -> tuple[PieceCounter | None, str]:
     """
     Return a counter that was checked by full encodes of a few samples, or None and the reason.
 
@@ -228,14 +228,14 @@ def prove_pieces(template: Template, *, tokens: Mapping[str, int]) -> tuple[Piec
         return None, f"a sample of its texts alone cannot be made ({type(error).__name__}: {error})"
     for medium in tokens:
         try:
-            _prove_stand_in(template, counter, medium)
+            _add_stand_in(template, counter, medium)
         except Exception as error:  # noqa: BLE001  # a full encode says with the record's place what else is wrong
             counter.stand_ins.pop(medium, None)
             log.debug("samples with a medium, %s, are encoded in full: %s: %s", medium, type(error).__name__, error)
     return counter, ""
 
 
-def _prove_stand_in(template: Template, counter: PieceCounter, medium: str) -> None:
+def _add_stand_in(template: Template, counter: PieceCounter, medium: str) -> None:
     """
     Add the stand-in of a kind of medium to *counter* if its cost is the same once, twice, and
     beside other kinds in a sample.

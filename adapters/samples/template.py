@@ -16,7 +16,7 @@ from swift.template import Template
 
 from packplan.adapters.families import default_types, may_probe_template, model_embeds_images
 from packplan.adapters.model_folder import PROCESSING_FILES, config_architecture, config_content, damaged_json_reason
-from packplan.adapters.samples.video_reading import prepare_videos
+from packplan.adapters.samples.video_reading import set_video_sampling
 from packplan.adapters.versions import installed_version
 from packplan.core.config.identity import config_length_inputs
 from packplan.core.config.run import ModelConfig, RunConfig, TemplateConfig
@@ -160,7 +160,7 @@ def _refuse_unproven_model(name: str) -> None:
         raise ConfigError.for_key("template.template", reason)
 
 
-def _refuse_packing(template: Template) -> None:
+def _refuse_unpackable(template: Template) -> None:
     """
     Refuse a template for which ms-swift cannot collate several samples into one row.
 
@@ -220,7 +220,7 @@ def open_template(
         raise ConfigError.for_key("model.model", reason) from error
     _refuse_media_template(opened)
     if packs:
-        _refuse_packing(opened)
+        _refuse_unpackable(opened)
     if not opened.tokenizer("a").input_ids:  # transformers makes one of no words where tokenizer.json is missing
         reason = f"{model.model} has a tokenizer that knows no words: copy the files of its tokenizer there"
         raise ConfigError.for_key("model.model", reason)
@@ -230,11 +230,11 @@ def open_template(
     opened.packing = opened.padding_free = packs
     # ms-swift would read `<img>path</img>` in a text as an image, or put an <image> in its place;
     # and looks for the end of each <img> through the rest of the line.
-    opened._replace_image_tags = _do_nothing  # noqa: SLF001  # no public way
+    opened._replace_image_tags = _return_inputs  # noqa: SLF001  # no public way
     if model_embeds_images(template_type):
-        opened._post_encode = _do_nothing  # noqa: SLF001  # no public way
+        opened._post_encode = _return_inputs  # noqa: SLF001  # no public way
     _set_token_ids(opened, processor)
-    prepare_videos(opened, template)
+    set_video_sampling(opened, template)
     opened._get_model = partial(_template_model, opened, model_type)  # noqa: SLF001  # no public way
     return opened
 
@@ -309,6 +309,6 @@ def _refuse_unknown_names(template: TemplateConfig) -> None:
         raise ConfigError.for_key("template.loss_scale", reason)
 
 
-def _do_nothing(_: Any, inputs: Any = None) -> Any:
-    """Return a batch, or leave a record's texts, as it is, in place of a template's method."""
+def _return_inputs(_: Any, inputs: Any = None) -> Any:
+    """Change nothing: return *inputs*, None without, in place of a method of a template."""
     return inputs

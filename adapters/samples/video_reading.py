@@ -39,7 +39,7 @@ _SAMPLING = {
 
 
 def reads_videos(template: Template) -> bool:
-    """Return whether a template can read videos, which has to be by qwen_vl_utils."""
+    """Return whether a template reads videos, by qwen_vl_utils; other ways are not supported."""
     return {"qwen_vl_utils", "fetch_video"} <= set(type(template).replace_tag.__code__.co_names)
 
 
@@ -50,7 +50,7 @@ def has_separate_video_pass(template: Template) -> bool:
     return reads_videos(template) and template.version == "v3"
 
 
-def reader_fault() -> str | None:
+def decord_fault() -> str | None:
     """Return the reason why decord, whose frame counts are known, is not used, or None."""
     found = vision_process.get_video_reader_backend()
     if found == READER:
@@ -66,8 +66,8 @@ def video_sampling(config: TemplateConfig) -> Sampling:
     return {argument: value for argument, value in named.items() if value is not None}
 
 
-def prepare_videos(template: Template, config: TemplateConfig) -> None:
-    """Have a template sample videos by the keys of *config*, if it reads videos."""
+def set_video_sampling(template: Template, config: TemplateConfig) -> None:
+    """Have a template that reads videos sample them by *config*; ConfigError if it cannot."""
     if not reads_videos(template):
         return
     if not hasattr(template.processor, "image_processor"):  # transformers takes the tokenizer alone for one

@@ -90,7 +90,7 @@ def read_length_table(path: Path) -> KnownLengths:
         numbers, facts = np.diff(media.offsets.to_numpy()), media.flatten()
         known = KnownLengths(
             read.column("sha256").to_numpy().astype("S64"),
-            np.stack([_whole_numbers(read.column(name)) for name in COLUMNS], axis=1),
+            np.stack([_to_int32(read.column(name)) for name in COLUMNS], axis=1),
             np.stack([facts.field(name).to_numpy() for name in MEDIA_COLUMNS], axis=1),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -103,7 +103,7 @@ def read_length_table(path: Path) -> KnownLengths:
     return known
 
 
-def _whole_numbers(values: pa.ChunkedArray) -> NDArray[np.int32]:
+def _to_int32(values: pa.ChunkedArray) -> NDArray[np.int32]:
     """Return a column as int32; ValueError for a null, a fraction or a number out of range."""
     if values.null_count:
         raise ValueError(f"it has {counted(values.null_count, 'null')} where numbers are")

@@ -53,8 +53,8 @@ class _RowFile:
 
     def resume(self, entry: Mapping[str, Any]) -> NDArray[Any]:
         """
-        Return the rows that a manifest's *entry* counts; CorruptArtefactError if their digest
-        differs.
+        Go on after the rows that a manifest's *entry* counts, and return them; CorruptArtefactError
+        if their digest differs.
         """
         self._num = entry["rows"]
         flat, self._hash = files.map_array(self.path, self.dtype, self._num * len(self.columns))
@@ -257,7 +257,7 @@ class DiskLengthStore:
             column.truncate()
 
     def digest(self) -> str:
-        """Return the SHA-256 hex digest of all stored measurements."""
+        """Return the SHA-256 hex digest of all rows read or appended, without media facts."""
         return str(self._samples.entry()["sha256"])
 
     def _read_rows(self, manifest: Mapping[str, Any]) -> StoredRows:

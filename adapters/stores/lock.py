@@ -28,7 +28,7 @@ class FolderLock:
         files.make_folder(self.folder)
         started = time.monotonic()
 
-        def name_holder() -> str:
+        def report_holder() -> str:
             holder = self._path.read_text(encoding="utf-8") or "another job"
             waited = time.monotonic() - started
             if timeout_s and waited > timeout_s:
@@ -39,7 +39,7 @@ class FolderLock:
             report(f"waiting for {holder}, which writes {self.folder}")
             return holder
 
-        with files.hold_lock(self._path, f"to write {self.folder}", wait=name_holder):
+        with files.hold_lock(self._path, f"to write {self.folder}", wait=report_holder):
             with files.name_write_errors(self.folder):
                 self._path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
                 files.remove_unpublished(self.folder)

@@ -41,7 +41,7 @@ VERDICT_SCHEMA = "packplan verdict 1"
 
 
 @contextmanager
-def _name_file_to_delete(path: Path) -> Iterator[None]:
+def _advise_to_delete(path: Path) -> Iterator[None]:
     """Add the advice to delete *path* to any CorruptArtefactError in this context."""
     try:
         yield
@@ -59,7 +59,7 @@ class DiskPlanStore:
 
     def load(self, key: Fingerprint) -> RawPlan | None:
         """Return the plan saved under *key*, or None; CorruptArtefactError if it is damaged."""
-        with _name_file_to_delete(self._manifest):
+        with _advise_to_delete(self._manifest):
             manifest = files.read_manifest(self._manifest, SCHEMA)
             if manifest is None:
                 return None
@@ -72,18 +72,18 @@ class DiskPlanStore:
         """
         Verify and return the stored plan under any key, without writing; None if there is none.
         """
-        with _name_file_to_delete(self._manifest):
+        with _advise_to_delete(self._manifest):
             manifest = files.read_manifest(self._manifest, SCHEMA)
             if manifest is None:
                 return None
             key = Fingerprint(manifest["fingerprint"])
             plan = self._read_plan(manifest)
-        aligned = [self._read_aligned(path) for path in self._aligned_manifests()]
+        aligned = [self._read_aligned_manifest(path) for path in self._aligned_manifests()]
         sizes = [one["world_size"] for one in aligned if one and one["plan_fingerprint_sha256"] == key.digest]
         return StoredPlan(key, plan, tuple(sorted(sizes)), self.load_epochs(key))
 
-    def _read_aligned(self, path: Path) -> dict[str, Any] | None:
-        with _name_file_to_delete(path):
+    def _read_aligned_manifest(self, path: Path) -> dict[str, Any] | None:
+        with _advise_to_delete(path):
             return files.read_manifest(path, ALIGNED_SCHEMA)
 
     def damage(self) -> list[CorruptArtefactError]:
@@ -100,7 +100,7 @@ class DiskPlanStore:
                 plan = self._read_plan(manifest)
         for path in self._aligned_manifests():
             with collect_damage(found):
-                aligned = self._read_aligned(path)
+                aligned = self._read_aligned_manifest(path)
                 # Those of an earlier plan are left, and never taken for this one's.
                 key = manifest and manifest["fingerprint_sha256"]
                 if plan and aligned and aligned["plan_fingerprint_sha256"] == key:
@@ -182,7 +182,7 @@ class DiskPlanStore:
 
 def _read_epochs(path: Path) -> tuple[str, tuple[EpochRecord, ...]]:
     """Read a manifest of epochs; return the digest of its fingerprint, and its records."""
-    with _name_file_to_delete(path):
+    with _advise_to_delete(path):
         manifest = files.read_manifest(path, EPOCHS_SCHEMA)
         if manifest is None:
             return "", ()
@@ -252,7 +252,7 @@ class DiskVerdictStore:
         """
         if not self._manifest.parent.is_dir():
             return None
-        with _name_file_to_delete(self._manifest):
+        with _advise_to_delete(self._manifest):
             manifest = files.read_manifest(self._manifest, VERDICT_SCHEMA)
         if manifest is None:
             return None

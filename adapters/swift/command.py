@@ -98,7 +98,7 @@ class SwiftCommand:
         Raises:
             ConfigError: ms-swift cannot load the processor or the template.
         """
-        with _raise_config_errors():
+        with _convert_errors():
             template = self.arguments.get_template(self.arguments.get_model_processor(load_model=False)[1])
             template.set_mode("train")  # halves of pairs are encoded one by one
             template.packing = template.padding_free = True
@@ -118,7 +118,7 @@ class SwiftCommand:
             ConfigError: ms-swift cannot load the data, or there is no row to train.
         """
         arguments, rows = self.arguments, {}
-        with _raise_config_errors():
+        with _convert_errors():
             seed_everything(arguments.seed)
             cached = get_cached_dataset(arguments)
             loaded = arguments.load_dataset() if arguments.dataset or arguments.val_dataset else (None, None)
@@ -151,7 +151,7 @@ def expand_config_file(arguments: Sequence[str]) -> list[str]:
     ms-swift reads the file, and sets the environment variables that it names.
     """
     given = list(arguments)
-    with _raise_config_errors():
+    with _convert_errors():
         parse_yaml_args(given)
     return given
 
@@ -172,7 +172,7 @@ def read_command(task: str, arguments: Sequence[str], *, num_processes: int) -> 
     unplanned = {name: lambda _: None for name in _SKIPPED_METHODS if hasattr(kind, name)}
     planned = type(kind.__name__, (kind,), {**unplanned, "_check_padding_free": prepare_arguments})
     with (
-        _raise_config_errors(),
+        _convert_errors(),
         replace_attributes(training.TrainerFactory, get_training_args=lambda _: SimpleNamespace()),
     ):
         try:
@@ -186,8 +186,8 @@ def read_command(task: str, arguments: Sequence[str], *, num_processes: int) -> 
 
 
 @contextmanager
-def _raise_config_errors() -> Iterator[None]:
-    """Raise a ConfigError in place of any error that ms-swift raises in this context."""
+def _convert_errors() -> Iterator[None]:
+    """Turn any exception in this context, as ms-swift's, into a ConfigError."""
     try:
         yield
     except ConfigError:
@@ -227,7 +227,7 @@ def prepare_arguments(arguments: Any) -> None:
         arguments.packplan_row_ranks, arguments.sequence_parallel_size = arguments.sequence_parallel_size, 1
 
 
-def unplanned_type(arguments: Any) -> str | None:
+def unplanned_rlhf(arguments: Any) -> str | None:
     """Return the `--rlhf_type` if its trainer makes its own batches; None if packs are planned."""
     kind = getattr(arguments, "rlhf_type", None)
     return None if kind == "dpo" else kind
@@ -240,7 +240,7 @@ def row_ranks(arguments: Any) -> int:
 
 def _plan_conflicts(arguments: Any) -> Iterator[Fault]:
     """Yield each argument that contradicts a plan."""
-    kind = unplanned_type(arguments)
+    kind = unplanned_rlhf(arguments)
     if kind and arguments.packing:
         yield Fault("--rlhf_type", f"is {kind}, but plans are made for dpo alone: leave out --packing, not the plugin")
     elif not kind and not arguments.packing:

@@ -21,10 +21,10 @@ ALGORITHMS = {"binpack": "constant_volume", "sequential": "concatenative"}
 Row = dict[str, Any]
 
 _DIGEST, _SUPERVISED = "packplan_digest", "packplan_learned"
-"""Columns that `AddRowFacts` adds: digest of an encoded row, number of its supervised tokens."""
+"""Columns of `RowFactsPreprocessor`: digest of an encoded row, number of its supervised tokens."""
 
 
-class AddRowFacts(AddLengthPreprocessor):  # type: ignore[misc]  # has no types
+class RowFactsPreprocessor(AddLengthPreprocessor):  # type: ignore[misc]  # has no types
     """Preprocessor of ms-swift that adds lengths to rows, plus digests and supervised tokens."""
 
     def preprocess(self, row: Row) -> Row:

@@ -11,8 +11,8 @@ from swift.pipelines.train import sft
 from swift.utils import is_master
 
 from packplan.adapters.loaders.rows import require_supervised_rows
-from packplan.adapters.swift.command import prepare_arguments, refuse_untested_version, row_ranks, unplanned_type
-from packplan.adapters.swift.packs import AddRowFacts, PlannedPacks
+from packplan.adapters.swift.command import prepare_arguments, refuse_untested_version, row_ranks, unplanned_rlhf
+from packplan.adapters.swift.packs import PlannedPacks, RowFactsPreprocessor
 from packplan.adapters.swift.training import follow_plan, unpad_models
 from packplan.core.checksum import plan_checksum
 from packplan.core.errors import DataSetError, PackplanError, counted
@@ -41,7 +41,7 @@ def install(*, checksum: str | None = None, any_version: bool = False) -> None:
         return
     pipeline: Any = sft.SwiftSft
     steps = _PlannedPipeline(checksum, pipeline.train, pipeline._encode_dataset, pipeline._post_process_datasets)  # noqa: SLF001  # no public names
-    sft.PackingDataset, sft.AddLengthPreprocessor = PlannedPacks, AddRowFacts
+    sft.PackingDataset, sft.AddLengthPreprocessor = PlannedPacks, RowFactsPreprocessor
     SftArguments._check_padding_free = _as_method(prepare_arguments)  # noqa: SLF001
     SftArguments._init_stream = _as_method(partial(_replace_padding_free, SftArguments._init_stream))  # noqa: SLF001
     pipeline._encode_dataset, pipeline._post_process_datasets = _as_method(steps.encode), _as_method(steps.pack)  # noqa: SLF001
@@ -72,7 +72,7 @@ def _replace_padding_free(resolve: Callable[[Any], None], arguments: Any) -> Non
 
     Types of `swift rlhf` without a plan keep their own batches.
     """
-    if arguments.padding_free and not arguments.packing and unplanned_type(arguments) is None:
+    if arguments.padding_free and not arguments.packing and unplanned_rlhf(arguments) is None:
         arguments.packing = True
         size = arguments.per_device_train_batch_size
         report(f"planned packs replace --padding_free: --per_device_train_batch_size {size} counts packs, not samples")
@@ -143,7 +143,7 @@ class _PlannedPipeline:
         counts = [hooks.counts for hooks in unpad_models(pipeline, trainer)]
         models = counted(len(counts), "model")
         report(
-            f"{unplanned_type(pipeline.args)} trains its own batches, without a plan; {models} will compute no padding"
+            f"{unplanned_rlhf(pipeline.args)} trains its own batches, without a plan; {models} will compute no padding"
         )
         result = self._train(pipeline, trainer)
         real, padded = sum(one.real for one in counts), sum(one.padded for one in counts)

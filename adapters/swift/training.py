@@ -12,7 +12,7 @@ from packplan.adapters.hf.following import ServesPacks, insert_base_class, requi
 from packplan.adapters.hf.packed_calls import Unpadding
 from packplan.adapters.hf.refusals import refuse_plan_conflicts
 from packplan.adapters.hf.unpad import separate_samples, unpad
-from packplan.adapters.models import load_strictly
+from packplan.adapters.models import load_by_model_class
 from packplan.adapters.swift.packs import PackCollator, PlannedPacks
 from packplan.core.align import align_plan
 from packplan.core.batch import count_row_groups
@@ -105,7 +105,7 @@ def make_schedule(plan: Plan, args: Any, *, world_size: int) -> EpochSchedule:
 
 
 def _eval_packs(trainer: Any) -> PlannedPacks | None:
-    """Return the evaluation packs; None without packs, or if the loss is not a mean over tokens."""
+    """Return the evaluation packs; None without them, or if the trainer is no Seq2SeqTrainer."""
     packs = trainer.eval_dataset
     return packs if isinstance(trainer, Seq2SeqTrainer) and isinstance(packs, PlannedPacks) else None
 
@@ -122,5 +122,5 @@ class _PlannedSwiftTraining(ServesPacks):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         plain = self.accelerator.unwrap_model(model or self.model)
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        if sharded or not load_strictly(plain, resume_from_checkpoint):
+        if sharded or not load_by_model_class(plain, resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]

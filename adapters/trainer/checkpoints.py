@@ -15,7 +15,7 @@ import attrs
 
 from packplan.adapters.loaders.batches import PROGRESS, find_progress
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.adapters.trainer_state import STATE, read_state, require_step
+from packplan.adapters.trainer_state import STATE, read_trainer_state, require_step
 from packplan.core.errors import ConfigError, CorruptArtefactError, Difference, StaleError, counted
 from packplan.core.fingerprint import from_plain, seal, to_plain, unseal
 from packplan.core.ports import RankGroup
@@ -198,7 +198,7 @@ def _read_checkpoint(folder: Path, state_class: type) -> Checkpoint[Any] | str:
         torn = f"but it has no {STATE}: it is no checkpoint, or was being written when the run ended"
         return torn if folder.exists() else "but there is no such folder: name a checkpoint's"
     try:
-        state = read_state(folder)
+        state = read_trainer_state(folder)
         progress, attention = find_progress(state), state["stateful_callbacks"].get(_ATTENTION)
         if progress is None or attention is None:
             return _FOREIGN

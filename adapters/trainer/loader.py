@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from packplan.adapters.hf.following import RankLoader
 from packplan.adapters.loaders.rows import PACK, PackOfRows
-from packplan.adapters.processes import end_with_parent, hide_handover_errors, ignore_foreign_sigterm, keep_ctrl_c
+from packplan.adapters.processes import end_with_parent, hide_handover_errors, hold_ctrl_c, ignore_foreign_sigterm
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.trainer.vision import add_model_inputs
 from packplan.core.batch import IGNORED_LABEL
@@ -225,7 +225,7 @@ class PackLoader(RankLoader):
 
     def _get_iterator(self) -> Any:
         """Start the worker processes; a Ctrl-C is held back until they have started."""
-        with keep_ctrl_c():
+        with hold_ctrl_c():
             return super()._get_iterator()
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # see above

@@ -55,7 +55,7 @@ from packplan.adapters.files import name_load_errors, name_save_errors
 from packplan.adapters.hf.following import EvaluatesPacks, FollowsSchedule
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches
 from packplan.adapters.loaders.rows import PACK
-from packplan.adapters.models import is_ruined, load_strictly, replace_attributes, root_mean_square
+from packplan.adapters.models import is_ruined, load_by_model_class, replace_attributes, root_mean_square
 from packplan.adapters.processes import name_lost_processes
 from packplan.adapters.trainer.checkpoints import CHECKPOINT_KEY, attention_entry, remove_digests, write_digests
 from packplan.adapters.trainer.loader import (
@@ -402,7 +402,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         Load a checkpoint's full weights by the model's own class, if it can; return whether it did.
         """
         plain = self.accelerator.unwrap_model(model)
-        return checkpoint is not None and not self.is_sharded and load_strictly(plain, checkpoint)
+        return checkpoint is not None and not self.is_sharded and load_by_model_class(plain, checkpoint)
 
 
 class PlanTrainer(FollowsSchedule, CheckedTrainer):

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 from swift.template import Template
 
-from packplan.adapters.samples.shortcut import PieceCounter, prove_pieces
+from packplan.adapters.samples.shortcut import PieceCounter, find_piece_counter
 from packplan.core.samples.tables import MeasuredSample, ShortcutError
 from tests.e2e.ready import measured
 from tests.records import asked, chat
@@ -99,5 +99,5 @@ def test_a_template_with_ways_of_its_own_encodes_each_sample(open_source):
 
     encoder.template.__class__ = Own
 
-    assert (None, "its template has a way of its own to tokenize") == prove_pieces(encoder.template, tokens={})
+    assert (None, "its template has a way of its own to tokenize") == find_piece_counter(encoder.template, tokens={})
     assert 3 == len(measured(source))

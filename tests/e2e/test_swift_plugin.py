@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 import packplan as pp
 from packplan.adapters.swift.command import refuse_untested_version
-from packplan.adapters.swift.packs import AddRowFacts, PlannedPacks
+from packplan.adapters.swift.packs import PlannedPacks, RowFactsPreprocessor
 from packplan.adapters.swift.training import unpad_models
 from packplan.app import plugin
 from packplan.core.align import align_plan
@@ -369,7 +369,7 @@ def test_rows_are_known_by_what_they_teach():
 
     def packs_of(encoded):
         template = SimpleNamespace(encode=lambda row, return_length: dict(encoded[row["number"]]), max_length=9)  # noqa: ARG005  # ms-swift's name
-        rows = [AddRowFacts(template).preprocess({"number": number}) for number in range(len(encoded))]
+        rows = [RowFactsPreprocessor(template).preprocess({"number": number}) for number in range(len(encoded))]
         return PlannedPacks(template, Dataset.from_list(rows))
 
     found = packs_of(ENCODED)

@@ -33,9 +33,9 @@ def pid_and_pause(seconds: float) -> int:
 
 def start_pool(folder: Path) -> None:
     """Start processes that measure: they are busy when the parent dies, and wait for work."""
-    from packplan.adapters.processes import keep_ctrl_c, open_pool
+    from packplan.adapters.processes import hold_ctrl_c, open_pool
 
-    with keep_ctrl_c():
+    with hold_ctrl_c():
         pool = open_pool(2, print, "ready")
         named = [pool.submit(pid_and_pause, 0.2) for _ in range(4)]
     pids = {future.result() for future in named}
