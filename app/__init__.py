@@ -11,7 +11,7 @@ from types import TracebackType
 import packplan.adapters  # prepares what transformers and swift import
 
 
-def answer_ctrl_c() -> None:
+def install_ctrl_c_hook() -> None:
     """Install an exception hook that prints a line for Ctrl-C instead of a traceback."""
     sys.excepthook = _print_interrupt
 
@@ -25,7 +25,7 @@ def _print_interrupt(kind: type[BaseException], error: BaseException, trace: Tra
 
 def main() -> int:
     """Run `packplan COMMAND ...`; return its exit status."""
-    answer_ctrl_c()
+    install_ctrl_c_hook()
     from packplan.app.__main__ import main as command
     from packplan.app.cli.command import run_program
 
@@ -35,7 +35,7 @@ def main() -> int:
 # What `python -m` calls itself until it has found the module; whoever imports this package keeps
 # their own answer.
 if sys.argv[:1] == ["-m"]:
-    answer_ctrl_c()
+    install_ctrl_c_hook()
 
 if __name__ == "app":  # imported by its own name, from a checkout
     from packplan.checkout import alias_installed_modules

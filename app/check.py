@@ -199,10 +199,10 @@ def main(arguments: list[str] | None = None) -> int:
         require_inputs(config, loads=True)
 
         with loading_libraries():
-            from packplan.app.wiring.trainers import without_progress
+            from packplan.app.wiring.trainers import hide_trainer_progress
 
         if options.quiet:
-            config = without_progress(config)
+            config = hide_trainer_progress(config)
         report = check(config, num_packs=options.packs)
         if options.json:
             print(as_json(report))

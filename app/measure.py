@@ -26,7 +26,7 @@ from packplan.app.planning.measure import measure
 from packplan.app.planning.plan import Ranks
 from packplan.app.planning.split import Split
 from packplan.app.wiring import length_tables
-from packplan.app.wiring.runs import raise_on_all_ranks, require_inputs
+from packplan.app.wiring.runs import raising_on_all_ranks, require_inputs
 from packplan.core.errors import ConfigError, counted
 from packplan.core.ports import Arrays, ReportProgress
 from packplan.core.samples.tables import column, sample_indices
@@ -68,9 +68,9 @@ def run(options: argparse.Namespace) -> None:
     if options.config is not None and (data or options.model):
         raise ConfigError.for_key("--config", "has a model and data: leave DATA and --model out, or give key=value")
     output: Path = options.output
-    with raise_on_all_ranks():
+    with raising_on_all_ranks():
         length_tables.refuse_other_output(output)
-        config = length_tables.run_to_measure(
+        config = length_tables.config_to_measure(
             data, output, model=options.model, path=options.config, overrides=overrides
         )
         require_inputs(config)

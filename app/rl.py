@@ -13,7 +13,7 @@ from packplan.app.cli.command import (
     parse_arguments,
     run_command,
 )
-from packplan.app.wiring.runs import raise_on_all_ranks, read_rl_config, require_inputs
+from packplan.app.wiring.runs import raising_on_all_ranks, read_rl_config, require_inputs
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -24,13 +24,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(parser, arguments)
 
     def command() -> None:
-        with raise_on_all_ranks():
+        with raising_on_all_ranks():
             config = read_rl_config(options.config, options.overrides)
             require_inputs(config, loads=True)
             with loading_libraries():
                 from packplan.app.wiring import grpo
-                from packplan.app.wiring.ranks import lock_output, open_rank_group
-        with open_rank_group(config.grpo) as group, lock_output(config, group, key="grpo.output_dir"):
+                from packplan.app.wiring.ranks import hold_output_lock, open_rank_group
+        with open_rank_group(config.grpo) as group, hold_output_lock(config, group, key="grpo.output_dir"):
             grpo.train(config, quiet=options.quiet)
 
     return run_command(command, verbose=options.verbose, quiet=options.quiet)

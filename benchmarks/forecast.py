@@ -203,7 +203,7 @@ def _rank(config: RunConfig, case: Case, rank: int, port: int, options: argparse
     import torch
 
     from packplan.app.sft.train import prepare
-    from packplan.app.wiring.forecasts import run_to_time, time_packs
+    from packplan.app.wiring.forecasts import config_to_time, time_packs
     from packplan.app.wiring.ranks import join_ranks
 
     if case.ranks > 1:
@@ -211,7 +211,7 @@ def _rank(config: RunConfig, case: Case, rank: int, port: int, options: argparse
         os.environ |= {name: str(value) for name, value in local.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // case.ranks))
-    config = run_to_time(config)
+    config = config_to_time(config)
     with join_ranks(config) as group:
         trainer, splits = prepare(config, group)
         batches = trainer.schedule.gradient_accumulation_steps

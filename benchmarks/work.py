@@ -353,11 +353,11 @@ def _show_families(options: argparse.Namespace) -> None:
 
 def _family(family: str) -> FamilyRow:
     """Build a family's small copy, and compare its work with torch's counter."""
-    from packplan.adapters.probe.small_model import SmallModels, hide_warnings
+    from packplan.adapters.probe.small_model import SmallModels, hiding_warnings
     from tools.families import default_config
 
     try:
-        with hide_warnings():
+        with hiding_warnings():
             model = SmallModels(default_config(family)).build(attention="eager")
         # The kernels that compute experts together are not counted.
         if hasattr(model, "set_experts_implementation"):

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import (
 
 from packplan.adapters.families import missing_keys
 from packplan.adapters.probe.probe import probe_config
-from packplan.adapters.probe.small_model import hide_warnings
+from packplan.adapters.probe.small_model import hiding_warnings
 from packplan.core.equality import AUTO, PackingVerdict
 
 
@@ -26,7 +26,7 @@ def family_names() -> list[str]:
 
 def default_config(family: str) -> Any:
     """Return transformers' default configuration of a model type, with missing keys filled in."""
-    with hide_warnings():
+    with hiding_warnings():
         return CONFIG_MAPPING[family](**missing_keys(family))
 
 

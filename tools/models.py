@@ -273,7 +273,7 @@ def with_unpadded(page: str, section: str) -> str:
 
 def probe_unpadded(names: Sequence[str]) -> dict[str, dict[str, str]]:
     """Return the padding that families that pack do not leave out -> the reason; see `unpad`."""
-    from packplan.adapters.probe.small_model import SmallModels, hide_warnings
+    from packplan.adapters.probe.small_model import SmallModels, hiding_warnings
     from packplan.hf import unpad
     from tools.families import default_config, family_names
 
@@ -281,7 +281,7 @@ def probe_unpadded(names: Sequence[str]) -> dict[str, dict[str, str]]:
     unpacked = json.loads(Path("adapters", "families.json").read_text(encoding="utf-8"))["unpacked"]
     chosen = names or [name for name in family_names() if name not in unpacked]
     for name in progress(chosen, desc="probing", unit=" families"):
-        with hide_warnings():
+        with hiding_warnings():
             model = SmallModels(default_config(name)).build(attention="eager")
             try:
                 found[name] = dict(unpad(model).unpacked_sides)

@@ -1,9 +1,9 @@
 """
 Attention over packed rows, in which samples attend to themselves alone.
 
-`set_varlen_attention` makes a model use the attention functions of this package. `native_attention`
-makes it use transformers' own inside a block, to compute references. `layout` finds the blocks of a
-row, and `varlen` attends within them. `project_patches` makes vision towers faster.
+`set_varlen_attention` makes a model use the attention functions of this package, and
+`using_native_attention` transformers' own inside a block, to compute references. `layout` finds the
+blocks of a row, and `varlen` attends within them. `project_patches` makes vision towers faster.
 """
 
 import inspect
@@ -89,7 +89,7 @@ def takes_packed_images(model: Any, part: str) -> bool:
 
 
 @contextmanager
-def native_attention(model: Any, native: str = NATIVE) -> Iterator[None]:
+def using_native_attention(model: Any, native: str = NATIVE) -> Iterator[None]:
     """
     Make a model use transformers' own attention inside the block.
 
@@ -135,11 +135,11 @@ def project_patches(model: torch.nn.Module) -> None:
     Sums are rounded in another order. Saved weights and their names stay the same.
     """
     for module in model.modules():
-        if type(module) is torch.nn.Conv3d and _is_product(module):
+        if type(module) is torch.nn.Conv3d and _is_patch_projection(module):
             module.__class__ = PatchProjection
 
 
-def _is_product(convolution: torch.nn.Conv3d) -> bool:
+def _is_patch_projection(convolution: torch.nn.Conv3d) -> bool:
     """Return whether each patch of the kernel's size gives one position, from all its values."""
     whole = convolution.stride == convolution.kernel_size and convolution.groups == 1
     return whole and set(convolution.dilation) == {1} and not any(convolution.padding)

@@ -115,7 +115,7 @@ def read_layout(mask_function: MaskFunction, *, length: int, window: int | None,
     layout = Layout.from_boundaries(cu_seqlens, is_causal=True)
     own = begins.cumsum(0) - 1
     reach = layout.longest if window is None else min(window, layout.longest)
-    if _is_causal_within(attends, first, cu_seqlens[1:].long() - 1, own, reach):
+    if _is_causal_window(attends, first, cu_seqlens[1:].long() - 1, own, reach):
         return attrs.evolve(layout, window=None if reach == layout.longest else reach)
     masks = tuple(
         sdpa_mask(1, n, n, start, start, mask_function, allow_is_causal_skip=False, device=device)
@@ -124,7 +124,7 @@ def read_layout(mask_function: MaskFunction, *, length: int, window: int | None,
     return attrs.evolve(layout, masks=masks)
 
 
-def _is_causal_within(
+def _is_causal_window(
     attends: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     first: torch.Tensor,
     last: torch.Tensor,

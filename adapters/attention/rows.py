@@ -156,7 +156,7 @@ class RealTokens:
         return values.new_zeros(rows * positions, *values.shape[1:]).index_copy(0, self.places, values)
 
     @property
-    def paddings(self) -> set[Padding]:
+    def padding_places(self) -> set[Padding]:
         """Places of the batch's padding: left of the first real tokens, or between real tokens."""
         columns = self.places % self.shape[1]
         starts = self.row.starts_by_token == torch.arange(len(self.places), device=self.places.device)
@@ -200,7 +200,7 @@ def read_row(position_ids: torch.Tensor | None, attention_mask: torch.Tensor | N
     return PackedRow(torch.cat([text.new_zeros(1), (text.diff() != 1).cumsum(0)]).long())
 
 
-def add_text_row(inputs: dict[str, Any]) -> dict[str, Any]:
+def prepend_text_positions(inputs: dict[str, Any]) -> dict[str, Any]:
     """
     Return the inputs of ms-swift's trainer with the positions of the text as their first row.
 
@@ -234,7 +234,7 @@ def require_row() -> PackedRow | None:
 
 
 @contextmanager
-def use_row(row: PackedRow | None) -> Iterator[None]:
+def using_row(row: PackedRow | None) -> Iterator[None]:
     """Make *row* the current row until the block ends."""
     token = _ROW.set(row)
     try:
@@ -253,7 +253,7 @@ def _checkpoint_with_row(
         return checkpoint(function, *arguments, **options)
 
     def compute_with_row(*inner: Any, **keywords: Any) -> Any:
-        with use_row(row):
+        with using_row(row):
             return function(*inner, **keywords)
 
     return checkpoint(compute_with_row, *arguments, **options)
@@ -276,7 +276,7 @@ def follow_rows(model: torch.nn.Module) -> None:
     def forward(*arguments: Any, **options: Any) -> Any:
         keep_rows_in_checkpoints(checkpointed)
         given = {**signature.bind_partial(*arguments).arguments, **options}
-        with use_row(read_row(given.get("position_ids"), given.get("attention_mask"))):
+        with using_row(read_row(given.get("position_ids"), given.get("attention_mask"))):
             return original(*arguments, **options)
 
     model.forward = forward
@@ -296,10 +296,10 @@ def run_by_sample(model: torch.nn.Module, classes: Collection[str]) -> None:
     """
     for module in model.modules():
         if type(module).__name__ in classes:
-            module.forward = _by_sample(module.forward)
+            module.forward = _forward_by_sample(module.forward)
 
 
-def _by_sample(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _forward_by_sample(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward pass that splits tensors of the row by sample, and joins the outputs."""
 
     @wraps(plain)
@@ -312,7 +312,7 @@ def _by_sample(plain: Callable[..., Any]) -> Callable[..., Any]:
             return plain(*arguments, **options)
         options = {name: value for name, value in options.items() if not name.startswith(_BOUNDARIES)}
         samples = zip(_split_by_sample(arguments, row), _split_by_sample(options, row), strict=True)
-        with use_row(None):  # each part is a row of one sample
+        with using_row(None):  # each part is a row of one sample
             return _join_outputs([plain(*part, **named) for part, named in samples], row)
 
     return forward

@@ -30,7 +30,7 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from packplan.adapters.attention import NAME, ROWS_NAME, attention_names
-from packplan.adapters.attention.rows import PackedRow, current_row, keep_rows_in_checkpoints, read_row, use_row
+from packplan.adapters.attention.rows import PackedRow, current_row, keep_rows_in_checkpoints, read_row, using_row
 from packplan.adapters.attention.shares import RowShare, gather_rows
 from packplan.adapters.families import trained_part
 from packplan.core.batch import IGNORED_LABEL
@@ -49,7 +49,7 @@ _KEEPS_PART: ContextVar[bool] = ContextVar("keeps_part", default=False)
 
 
 @contextmanager
-def _set_flag(flag: ContextVar[bool]) -> Iterator[None]:
+def _hold_flag(flag: ContextVar[bool]) -> Iterator[None]:
     token = flag.set(True)
     try:
         yield
@@ -57,9 +57,9 @@ def _set_flag(flag: ContextVar[bool]) -> Iterator[None]:
         flag.reset(token)
 
 
-def compute_whole_rows() -> AbstractContextManager[None]:
+def computing_whole_rows() -> AbstractContextManager[None]:
     """Let each rank compute whole rows inside the block, as the reference for shared rows."""
-    return _set_flag(_COMPUTES_WHOLE)
+    return _hold_flag(_COMPUTES_WHOLE)
 
 
 def share_rows(model: Any, group: dist.ProcessGroup) -> None:
@@ -95,11 +95,11 @@ def share_rows(model: Any, group: dist.ProcessGroup) -> None:
             return original(*arguments, **options)
         _require_same_rows(given, group)
         row = read_row(given.get("position_ids"), given.get("attention_mask"))
-        if row is None or not _has_usual_loss(part, given):
+        if row is None or not _asks_for_usual_loss(part, given):
             return original(*arguments, **options)
         _, share = divide_row(row, group)
         keep, targets = _select_targets(given, share)
-        with _set_flag(_KEEPS_PART):
+        with _hold_flag(_KEEPS_PART):
             output = original(**{**given, "labels": None} | ({} if keep is None else {"logits_to_keep": keep}))
         own = F.cross_entropy(output["logits"][0].float(), targets, ignore_index=IGNORED_LABEL, reduction="sum")
         num_items = given.get("num_items_in_batch")
@@ -141,7 +141,7 @@ def new_row_group(size: int, timeout: timedelta) -> dist.ProcessGroup:
     return group
 
 
-def _has_usual_loss(model: Any, given: dict[str, Any]) -> bool:
+def _asks_for_usual_loss(model: Any, given: dict[str, Any]) -> bool:
     """Return whether a call asks for the mean of its tokens' cross-entropies, and nothing else."""
     if given.get("labels") is None or given.get("shift_labels") is not None:
         return False
@@ -208,7 +208,7 @@ class SharedRows:
 
     @property
     def is_active(self) -> bool:
-        """Whether rows are shared: under varlen attention, outside of `compute_whole_rows`."""
+        """Whether rows are shared: under varlen attention, outside of `computing_whole_rows`."""
         named = self._decoder.config._attn_implementation  # noqa: SLF001  # has no public name
         return named in (NAME, ROWS_NAME) and not _COMPUTES_WHOLE.get()
 
@@ -229,7 +229,7 @@ class SharedRows:
             given["inputs_embeds"] = self._decoder.get_input_embeddings()(given.pop("input_ids"))
         options = _cut_arguments(given, row, share)
         keep_rows_in_checkpoints(self._decoder.modules())
-        inside.enter_context(use_row(row))
+        inside.enter_context(using_row(row))
         self._open[get_ident()].append((share, inside))
         return (), options
 

@@ -62,7 +62,7 @@ class RowShare:
         ends = [number * least + min(number, rest) for number in range(self.size + 1)]
         return [range(*span) for span in pairwise(ends)]
 
-    def keeps_head_groups(self, num_heads: int, num_keys: int) -> bool:
+    def has_whole_groups(self, num_heads: int, num_keys: int) -> bool:
         """Return whether the query heads of every key head are on one rank."""
         together = num_heads // num_keys
         return not any(own.start % together or own.stop % together for own in self.head_ranges(num_heads))

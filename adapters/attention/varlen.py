@@ -130,7 +130,7 @@ def attend(
     row = current_row()
     if row is None or (share := row.share) is None:
         return _attend_whole_row(module, (query, key, value), attention_mask, options), None
-    if own_attention(module, options) is not None and not share.keeps_head_groups(query.shape[1], key.shape[1]):
+    if own_code_attention(module, options) is not None and not share.has_whole_groups(query.shape[1], key.shape[1]):
         kind = type(module).__name__
         message = (
             f"{share.size} ranks do not divide the {key.shape[1]} key heads of {kind}, whose own code attends to whole "
@@ -149,10 +149,10 @@ def _attend_whole_row(
     options: dict[str, Any],
 ) -> torch.Tensor:
     """Attend with query, key and value of all tokens; see `attend`."""
-    own = own_attention(module, options)
+    own = own_code_attention(module, options)
     if isinstance(mask, Layout):
         if own is None:
-            return attend_within(*parts, mask, dropout=options["dropout"], scaling=options["scaling"])
+            return attend_within_blocks(*parts, mask, dropout=options["dropout"], scaling=options["scaling"])
         return _attend_by_own_code(own, parts, mask)
     if own is None:
         output: torch.Tensor = sdpa_attention_forward(module, *parts, mask, **options)[0]
@@ -200,7 +200,7 @@ OwnAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor 
 """Attention of a model's own code, for query, key, value, and a bool mask or none."""
 
 
-def own_attention(module: torch.nn.Module, options: Mapping[str, Any]) -> OwnAttention | None:
+def own_code_attention(module: torch.nn.Module, options: Mapping[str, Any]) -> OwnAttention | None:
     """
     Return the attention of the model's own code, if it is given options that torch's attention does
     not have, such as soft caps; else None.
@@ -212,11 +212,11 @@ def own_attention(module: torch.nn.Module, options: Mapping[str, Any]) -> OwnAtt
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
         return None
-    beyond = {"softcap", "s_aux"} | (_parameters(eager) - _PLAIN)
+    beyond = {"softcap", "s_aux"} | (_parameter_names(eager) - _PLAIN)
     if all(options.get(name) is None for name in beyond):
         return None
 
-    given = {name: part for name, part in options.items() if name != "is_causal" or name in _parameters(eager)}
+    given = {name: part for name, part in options.items() if name != "is_causal" or name in _parameter_names(eager)}
 
     def attend_by_eager(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -236,7 +236,7 @@ _PLAIN = {"module", "query", "key", "value", "attention_mask", "scaling", "dropo
 
 
 @cache
-def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+def _parameter_names(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
@@ -272,10 +272,10 @@ def attend_to_patches(
     See `attend`.
     """
     layout = Layout.from_boundaries(cu_seq_lens_q, is_causal=False, longest=max_length_q)
-    return attend_within(query, key, value, layout, dropout=dropout, scaling=scaling), None
+    return attend_within_blocks(query, key, value, layout, dropout=dropout, scaling=scaling), None
 
 
-def attend_within(
+def attend_within_blocks(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -295,14 +295,14 @@ def attend_within(
         dropout: Share of attention weights to drop.
         scaling: Factor of the products; None for the root of 1 / size.
     """
-    capability = _capability(query.device)
+    capability = _gpu_capability(query.device)
     why_not = why_not_fused(query, layout, dropout=dropout, capability=capability)
     if why_not is None:
         fused: torch.Tensor = varlen_attn(**fused_arguments(query, key, value, layout, scaling=scaling))  # type: ignore[assignment]  # no lse is asked for
         return fused[None]
     if capability is not None:
         _log_reason_once(why_not)
-    return _attend_by_blocks(query, key, value, layout, dropout=dropout, scaling=scaling)
+    return _attend_block_by_block(query, key, value, layout, dropout=dropout, scaling=scaling)
 
 
 def why_not_fused(
@@ -355,7 +355,7 @@ def fused_arguments(
 
 
 @contextmanager
-def trace_as_on_gpu() -> Iterator[None]:
+def tracing_as_on_gpu() -> Iterator[None]:
     """Inside the block, treat tensors off the GPU as on a GPU whose `varlen_attn` is supported."""
     token = _TRACED.set(_CAPABILITY)
     try:
@@ -368,7 +368,7 @@ _TRACED: ContextVar[tuple[int, int] | None] = ContextVar("traced", default=None)
 """Compute capability of the GPU in whose place another device traces."""
 
 
-def _capability(device: torch.device) -> tuple[int, int] | None:
+def _gpu_capability(device: torch.device) -> tuple[int, int] | None:
     """Return the compute capability of a CUDA GPU, or the traced one; None for other devices."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else _TRACED.get()
 
@@ -384,7 +384,7 @@ def _log_reason_once(why: str) -> None:
     log.info("attention of variable length runs block by block on this GPU, since %s", why)
 
 
-def _attend_by_blocks(
+def _attend_block_by_block(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

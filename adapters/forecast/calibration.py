@@ -33,11 +33,11 @@ class StepClock(TrainerCallback):  # type: ignore[misc]  # its library has no ty
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         """Start timing the epoch's first step."""
-        self._since, self._waited_s = self._now(), self._loader_wait_s()
+        self._since, self._waited_s = self._synced_now(), self._loader_wait_s()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Record the seconds of a step."""
-        now = self._now()
+        now = self._synced_now()
         # Processes that load data start with the epoch, and load ahead of later steps.
         starting = self._loader_wait_s() - self._waited_s if self._waited_s >= 0 else 0.0
         self.step_s.append(now - self._since - (starting if self.trainer.args.dataloader_num_workers else 0.0))
@@ -45,19 +45,19 @@ class StepClock(TrainerCallback):  # type: ignore[misc]  # its library has no ty
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         """Record the seconds of an evaluation, which follows the last step."""
-        now = self._now()
+        now = self._synced_now()
         self.evaluation_s, self._since = now - self._since, now
 
     def on_save(self, *_: Any, **__: Any) -> None:
         """Record the seconds of a checkpoint, which follows the last step and its evaluation."""
-        now = self._now()
+        now = self._synced_now()
         self.checkpoint_s, self._since = now - self._since, now
 
     def _loader_wait_s(self) -> float:
         waited: float = sum(loader.wait_seconds for loader in self.trainer._loaders)  # noqa: SLF001  # has no public name
         return waited
 
-    def _now(self) -> float:
+    def _synced_now(self) -> float:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return self.clock()
@@ -71,7 +71,7 @@ def measure_steps(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Calibration:
     """
-    Run the trainer, and return the seconds of its steps, evaluation and checkpoint, on every rank.
+    Run the trainer; return the seconds of its warm steps, evaluation and checkpoint on this rank.
 
     Args:
         trainer: Trainer of the same packs in each epoch, in one order. It may evaluate and save

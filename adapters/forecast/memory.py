@@ -19,7 +19,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Trainer
 
-from packplan.adapters.attention.varlen import trace_as_on_gpu
+from packplan.adapters.attention.varlen import tracing_as_on_gpu
 from packplan.adapters.forecast.tracing import MemoryTracer, replace_meta_weights
 from packplan.adapters.loaders.positions import MEDIA_TYPE_IDS
 from packplan.adapters.loaders.rows import PackOfRows
@@ -79,7 +79,7 @@ class StepTracer:
             trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model, device_placement=False)
             if self.sharding == "fsdp2":
                 shard_as_accelerate(trainer.model, self.world_size, mixed=trainer.accelerator.mixed_precision)
-            self._optimizer = self._open_optimizer()
+            self._optimizer = self._make_stepped_optimizer()
 
     def trace_step(self, samples: Sequence[dict[str, Any]]) -> StepTrace:
         """
@@ -103,14 +103,14 @@ class StepTracer:
                     one.grad = torch.empty_like(one)
             start = tracer.clock
             forward_end = self._run_passes(batch)
-            _update(self._optimizer, [one.grad for one in trained])
+            _step_optimizer(self._optimizer, [one.grad for one in trained])
             states = (one for state in self._optimizer.state.values() for one in state.values())
             held: dict[MemoryKind, Iterable[Any]] = {
                 "weights": (*weights, *trainer.model.buffers()),
                 "gradients": (one.grad for one in trained if one.grad is not None),
                 "optimizer": (one for one in states if isinstance(one, torch.Tensor)),
             }
-            kinds = {tracer.block_number(one): kind for kind, tensors in held.items() for one in tensors}
+            kinds = {tracer.record_block(one): kind for kind, tensors in held.items() for one in tensors}
             trace = tracer.step_trace(kinds, start=start, forward_end=forward_end)
             for one in trained:
                 one.grad = None
@@ -148,7 +148,7 @@ class StepTracer:
 
     def _collate(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the collator's batch of a pack, with pixels as tensors without content."""
-        wide = {key: one.shape[1] for sample in samples for key, one in sample.items() if _is_pixels(one)}
+        wide = {key: one.shape[1] for sample in samples for key, one in sample.items() if _looks_like_pixels(one)}
         # With one column of pixels, which saves memory.
         narrow = [{key: one[:, :1] if key in wide else one for key, one in sample.items()} for sample in samples]
         batch: dict[str, Any] = self.trainer.data_collator([PackOfRows(narrow, 0)])
@@ -159,8 +159,8 @@ class StepTracer:
     def _run_passes(self, batch: Mapping[str, Any]) -> int:
         """Run forward and backward pass on empty tensors; return the clock between them."""
         trainer, tracer = self.trainer, self._tracer
-        given = {key: tracer.drop_content(one) if isinstance(one, torch.Tensor) else one for key, one in batch.items()}
-        with trace_as_on_gpu() if self.on_gpu else nullcontext(), trainer.media_hook():
+        given = {key: tracer.record_empty(one) if isinstance(one, torch.Tensor) else one for key, one in batch.items()}
+        with tracing_as_on_gpu() if self.on_gpu else nullcontext(), trainer.media_hook():
             inputs = trainer._prepare_inputs(given)  # noqa: SLF001  # its own
             count = torch.tensor(batch["loss_normaliser"])
             loss = trainer.compute_loss(trainer.model_wrapped, inputs, num_items_in_batch=count)
@@ -168,7 +168,7 @@ class StepTracer:
             trainer.accelerator.backward(loss)
         return forward_end
 
-    def _open_optimizer(self) -> Any:
+    def _make_stepped_optimizer(self) -> Any:
         """Return the optimizer of this rank's weights, with the states that one step makes."""
         trainer = self.trainer
         weights = [one for one in trainer.model.parameters() if one.requires_grad]
@@ -177,7 +177,7 @@ class StepTracer:
             if self.on_gpu and kind.__module__.startswith("torch.optim") and not options.get("fused"):
                 options["foreach"] = True
             optimizer = kind([torch.nn.Parameter(local_part(one).detach()) for one in weights], **options)
-            _update(optimizer, [torch.empty_like(local_part(one)) for one in weights])
+            _step_optimizer(optimizer, [torch.empty_like(local_part(one)) for one in weights])
         except Exception as error:  # whatever kernels and packages an optimizer needs
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             name = trainer.args.optim
@@ -185,7 +185,7 @@ class StepTracer:
         return optimizer
 
 
-def _update(optimizer: Any, gradients: list[Any]) -> None:
+def _step_optimizer(optimizer: Any, gradients: list[Any]) -> None:
     """Run one step of an optimizer with *gradients*, one for each weight, then release them."""
     own = [one for group in optimizer.param_groups for one in group["params"]]
     for weight, gradient in zip(own, gradients, strict=True):
@@ -212,7 +212,7 @@ def _text_sample(sample: dict[str, Any], tokens: int, share: float) -> dict[str,
     return text
 
 
-def _is_pixels(value: Any) -> bool:
+def _looks_like_pixels(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 2
 
 
@@ -241,7 +241,7 @@ def shard_as_accelerate(model: Any, world_size: int, *, mixed: str) -> None:
 
 
 @contextmanager
-def fake_ranks(world_size: int) -> Iterator[None]:
+def using_fake_ranks(world_size: int) -> Iterator[None]:
     """Make this process rank 0 of a default group that exchanges nothing, inside the block."""
     if dist.is_initialized():
         raise ModelError("trace", "ranks are traced by a process that is none: start one without torchrun")

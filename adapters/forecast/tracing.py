@@ -83,14 +83,14 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
         finally:
             held.resize_ = resize  # type: ignore[method-assign]
 
-    def drop_content(self, tensor: torch.Tensor) -> torch.Tensor:
+    def record_empty(self, tensor: torch.Tensor) -> torch.Tensor:
         """Record a tensor and return it, without content if it is of floating point."""
         if tensor.is_floating_point() and not isinstance(tensor, FakeTensor):
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
-        self.block_number(tensor)
+        self.record_block(tensor)
         return tensor
 
-    def block_number(self, tensor: torch.Tensor) -> int:
+    def record_block(self, tensor: torch.Tensor) -> int:
         """Return the number of the memory block that holds a tensor, recorded now if it is new."""
         local = local_part(tensor)
         storage = local.untyped_storage()
@@ -144,7 +144,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
                     output = func(*args, **kwargs)
         for one in tree_iter(output):
             if isinstance(one, torch.Tensor) and not isinstance(one, DTensor):
-                self.block_number(one)
+                self.record_block(one)
         return output
 
     def _note_allocation(self, storage: torch.UntypedStorage, size: int, *, is_logits: bool = False) -> None:

@@ -25,7 +25,7 @@ import attrs
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from packplan.adapters.attention.rows import Padding, RealTokens, use_row
+from packplan.adapters.attention.rows import Padding, RealTokens, using_row
 from packplan.adapters.models import replace_attributes
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import PackplanError
@@ -105,7 +105,7 @@ class TextStack:
         tokens = RealTokens.from_mask(mask)
         if len(tokens.places) in (0, mask.numel()) or self._positions_restart(given.get("position_ids"), tokens):
             return None
-        passes = self.unpacked_sides and self.unpacked_sides & tokens.paddings
+        passes = self.unpacked_sides and self.unpacked_sides & tokens.padding_places
         return None if passes or self._hides_row_boundary(given, tokens) else tokens
 
     def _hides_row_boundary(self, given: dict[str, Any], tokens: RealTokens) -> bool:
@@ -267,7 +267,7 @@ class Unpadding:
         self._open[get_ident()].append((tokens, inside))
         if tokens is None:
             return None
-        inside.enter_context(use_row(tokens.row))
+        inside.enter_context(using_row(tokens.row))
         self.counts.calls += 1
         self.counts.real += len(tokens.places)
         self.counts.padded += tokens.shape[0] * tokens.shape[1]

@@ -18,16 +18,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
-from packplan.adapters.attention import NAME, native_attention, set_attention
+from packplan.adapters.attention import NAME, set_attention, using_native_attention
 from packplan.adapters.attention.rows import PADDINGS
 from packplan.adapters.attention.shared_rows import attention_for_shared_rows, share_rows
 from packplan.adapters.families import trained_config, trained_part
 from packplan.adapters.hf.packed_calls import HOOKED, POSITIONS, TextStack, Unpadding
 from packplan.adapters.models import evaluation_mode
 from packplan.adapters.probe.probe import probe_config
-from packplan.adapters.probe.rows import ordinary_ids, probe_loaded
+from packplan.adapters.probe.rows import ordinary_token_ids, probe_ready_model
 from packplan.adapters.proof.batches import PackedBatch
-from packplan.adapters.proof.comparison import compare_values, difference_limit, experts_may_differ, watch_pass
+from packplan.adapters.proof.comparison import compare_values, difference_limit, experts_may_differ, run_watched
 from packplan.core.equality import AUTO, VARLEN, AttentionChoice, ProbeResult, choose_attention
 from packplan.core.errors import ArgumentError, ModelError
 
@@ -96,7 +96,7 @@ def separate_samples(
     loaded = trained_config(model.config)._attn_implementation  # noqa: SLF001  # has no public name
     choice = set_isolating_attention(model, named=named or loaded, group=group)
     if whole:
-        probe_loaded(model, native=choice.native, named=named or loaded)
+        probe_ready_model(model, native=choice.native, named=named or loaded)
     return choice
 
 
@@ -205,7 +205,7 @@ def _hook_fault(model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tens
                 found, limit, typical = _probe_states(model, stack.module, batch)
                 if hooks.counts.calls == calls:
                     return "it is given no mask of rows and positions"
-                with native_attention(model, native), hooks.paused():
+                with using_native_attention(model, native), hooks.paused():
                     expected, *_ = _probe_states(model, stack.module, batch)
             is_sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
             isolation = 0.0 if is_sharded else _measure_isolation(stack.module, ids, mask)
@@ -239,13 +239,13 @@ def _measure_isolation(module: Any, ids: torch.Tensor, mask: torch.Tensor) -> fl
     places = tuple((row, slice(0, ids.shape[1])) for row in range(len(ids)))
     packed = PackedBatch(inputs, None, (ids.shape[0], ids.shape[1]), places)
     with torch.enable_grad():
-        watched, states = watch_pass(module, packed, call=lambda **all_: module(**all_)[0])
+        watched, states = run_watched(module, packed, call=lambda **all_: module(**all_)[0])
     return max(one.isolation for one in watched.logit_dependences(states))
 
 
 def _draw_ids(model: Any) -> torch.Tensor:
     """Return the same random token ids at each call; int64 of shape (rows, positions)."""
-    plain = torch.tensor(ordinary_ids(trained_config(model.config)))
+    plain = torch.tensor(ordinary_token_ids(trained_config(model.config)))
     generator = torch.Generator().manual_seed(_SEED)
     drawn = plain[torch.randint(len(plain), (len(_LENGTHS) + 1, _longest_row(model.config) + 2), generator=generator)]
     return drawn.to(next(model.parameters()).device)

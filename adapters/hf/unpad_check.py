@@ -10,7 +10,7 @@ from packplan.adapters.hf.packed_calls import HOOKED
 from packplan.adapters.hf.unpad import unpad
 from packplan.adapters.models import Gradients, add_gradients, weight_gradients
 from packplan.adapters.proof.comparison import Outcome, compare, difference_limit
-from packplan.adapters.proof.steps import keep_training_state, restore_attributes
+from packplan.adapters.proof.steps import restoring_attributes, restoring_training_state
 from packplan.core.errors import ArgumentError, MismatchError
 
 
@@ -58,8 +58,8 @@ def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> Unpadd
         for one in models if not hooks else ():
             hooks.append(unpad(one))
             stack.callback(hooks[-1].remove)
-        stack.enter_context(keep_training_state(model))
-        stack.enter_context(restore_attributes(trainer))
+        stack.enter_context(restoring_training_state(model))
+        stack.enter_context(restoring_attributes(trainer))
         vars(trainer).update(_metrics=copy.deepcopy(getattr(trainer, "_metrics", None)))  # TRL's, which grow in place
         vars(trainer).setdefault("current_gradient_accumulation_steps", trainer.args.gradient_accumulation_steps)
         model.train()

@@ -118,7 +118,7 @@ def _require_separable(_: Any, __: Any, loss: Any) -> None:
 
 
 @attrs.frozen(kw_only=True)
-class _Fields:
+class _SequenceFields:
     """Names of the data's fields, and the dimension of each that runs along the sequence."""
 
     input_key: str = "input_ids"
@@ -148,7 +148,7 @@ class _Fields:
 
 
 @attrs.frozen
-class PackedLoss(_Fields):
+class PackedLoss(_SequenceFields):
     """Runs an ordinary loss on packed logits, unchanged, one sequence at a time."""
 
     loss: SequenceLoss = attrs.field(validator=_require_separable)
@@ -193,7 +193,7 @@ class PackedLoss(_Fields):
 
 
 @attrs.frozen
-class FusedLoss(_Fields):
+class FusedLoss(_SequenceFields):
     """
     Runs a loss by token in one pass over a packed row or a padded batch.
 
@@ -271,12 +271,12 @@ class FusedLoss(_Fields):
 
 def normalisers(token_mask: torch.Tensor) -> tuple[int, float]:
     """
-    Return the number of sequences with a token that counts, and the total weight of all tokens.
+    Return the number of sequences with a token that counts, and the total weight of tokens.
 
     Their sums over the global batch are `num_sequences` and `num_tokens` of a loss.
 
     Args:
-        token_mask: Weights of tokens, shape (num_sequences, width); 0 at padding.
+        token_mask: Weights, shape (num_sequences, width), 0 at padding; column 0 does not count.
     """
     weights = token_mask[:, 1:].double().sum(1)
     return int((weights > 0).sum()), float(weights.sum())

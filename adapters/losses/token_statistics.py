@@ -56,7 +56,7 @@ class _TokenStatistics(torch.autograd.Function):
         picked = targets.clamp(min=0)[:, None]
         found = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
         entropy = torch.empty(len(targets) if with_entropy else 0, dtype=torch.float32, device=logits.device)
-        for block in _blocks(logits):
+        for block in _position_blocks(logits):
             every = torch.log_softmax(logits[block], -1, dtype=torch.float32)
             found[block] = every.gather(1, picked[block])[:, 0]
             if with_entropy:
@@ -72,7 +72,7 @@ class _TokenStatistics(torch.autograd.Function):
         scale = (torch.zeros_like(entropy) if gradient is None else gradient * has_target)[:, None]
         bonus = None if entropy_grad is None else (entropy_grad * has_target)[:, None]
         found = torch.empty_like(logits)
-        for block in _blocks(logits):
+        for block in _position_blocks(logits):
             if bonus is None:
                 shares, factors = torch.softmax(logits[block], -1, dtype=torch.float32), -scale[block]
             else:
@@ -84,6 +84,6 @@ class _TokenStatistics(torch.autograd.Function):
         return found, None, None
 
 
-def _blocks(logits: torch.Tensor) -> list[slice]:
+def _position_blocks(logits: torch.Tensor) -> list[slice]:
     size = max(1, (_CPU_BLOCK if logits.device.type == "cpu" else _DEVICE_BLOCK) // logits.shape[1])
     return [slice(start, start + size) for start in range(0, logits.shape[0], size)]

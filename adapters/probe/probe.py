@@ -15,7 +15,7 @@ import torch
 from packplan.adapters.attention import NAME, ROWS_NAME, project_patches, set_attention, takes_packed_images
 from packplan.adapters.attention.rows import run_by_sample
 from packplan.adapters.families import trained_config
-from packplan.adapters.probe.rows import ProbeRow, compare_row, measure_images
+from packplan.adapters.probe.rows import ProbeRow, compare_row, probe_images
 from packplan.adapters.probe.shrink import (
     FIRST_ID,
     LONGEST,
@@ -26,7 +26,7 @@ from packplan.adapters.probe.shrink import (
     shrink,
     shrink_by_trial,
 )
-from packplan.adapters.probe.small_model import SmallModels, error_text, hide_warnings
+from packplan.adapters.probe.small_model import SmallModels, error_text, hiding_warnings
 from packplan.adapters.proof.comparison import Outcome, compare_values, run_alone
 from packplan.adapters.proof.modules import NamedModule, first_different_module, first_leak
 from packplan.core.equality import (
@@ -68,7 +68,7 @@ def probe_config(
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def _using_one_thread() -> Iterator[None]:
     """
     Compute on one thread inside the block: copies are small, and results do not depend on the
     number of cores.
@@ -178,7 +178,7 @@ class SmallProbe:
 
     def verdict(self, attn_impl: str) -> PackingVerdict:
         """Return the verdict on a model under a value of `model.attn_impl`."""
-        with hide_warnings(), _one_thread():
+        with hiding_warnings(), _using_one_thread():
             try:
                 return self._find_verdict(attn_impl)
             except ModelError as error:
@@ -190,7 +190,7 @@ class SmallProbe:
         Name and class of the first module of the unchanged model that mixes samples, or differs
         from its result for a sample alone; None if none is found.
         """
-        with hide_warnings(), _one_thread():
+        with hiding_warnings(), _using_one_thread():
             try:
                 copies = self._copies_for()
                 where = _find_mixing_module(copies.build(copies.native), copies)
@@ -340,7 +340,7 @@ def _try_strategy(copies: _SmallCopies, trial: StrategyTrial, refused: PackingVe
     if why_not is None and getattr(model.config, "vision_config", None) is not None:
         project_patches(model)  # as in the model that trains
         try:
-            images = measure_images(model, native=copies.native)
+            images = probe_images(model, native=copies.native)
             why_not = images.reason_against_packing(limit=copies.limit)
             measured = images if why_not else measured
         except Exception as error:  # noqa: BLE001  # whatever the code of a family raises

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import torch
 
-from packplan.adapters.attention import native_attention
+from packplan.adapters.attention import using_native_attention
 from packplan.adapters.families import trained_config
 from packplan.adapters.models import evaluation_mode
 from packplan.adapters.probe.small_model import error_text
@@ -28,7 +28,7 @@ from packplan.adapters.proof.comparison import (
     experts_may_differ,
     read_outcome,
     run_alone,
-    watch_pass,
+    run_watched,
 )
 from packplan.core.equality import ProbeResult
 from packplan.core.errors import ModelError, PackplanError
@@ -87,7 +87,7 @@ def compare_row(model: Any, row: ProbeRow, alone: Outcome, *, typical: bool = Fa
         typical: Compare each sample's typical token, not the worst, and no losses.
     """
     packed = row.packed
-    watched, logits = watch_pass(model, packed)
+    watched, logits = run_watched(model, packed)
     isolation = max(one.isolation for one in watched.logit_dependences(logits))
     own = [logits[place] for place in packed.places]
     found = read_outcome(model, own, row.samples, with_gradients=bool(alone.gradients))
@@ -95,7 +95,7 @@ def compare_row(model: Any, row: ProbeRow, alone: Outcome, *, typical: bool = Fa
     return ProbeResult(isolation, max(apart.logits), max(apart.losses, default=0.0), apart.gradients)
 
 
-def probe_loaded(model: Any, *, native: str, named: str) -> ProbeResult:
+def probe_ready_model(model: Any, *, native: str, named: str) -> ProbeResult:
     """
     Compare a packed row of short samples with the samples alone, on a model that is ready to train.
 
@@ -108,9 +108,9 @@ def probe_loaded(model: Any, *, native: str, named: str) -> ProbeResult:
         ModelError: Samples are not apart, or not equal to themselves alone.
     """
     config = trained_config(model.config)
-    row = ProbeRow.draw(model, LOADED_LENGTHS, ids=ordinary_ids(config))
+    row = ProbeRow.draw(model, LOADED_LENGTHS, ids=ordinary_token_ids(config))
     with evaluation_mode(model):  # dropout is no difference
-        with native_attention(model, native):
+        with using_native_attention(model, native):
             alone = run_alone(model, row.samples, with_gradients=False)
         try:
             measured = compare_row(model, row, alone, typical=experts_may_differ(model))
@@ -132,7 +132,7 @@ def device_and_precision(model: torch.nn.Module) -> str:
     return f"{device}, {compute_precision(model)}"
 
 
-def ordinary_ids(config: Any) -> list[int]:
+def ordinary_token_ids(config: Any) -> list[int]:
     """Return token ids to draw from, without the special tokens that a configuration names."""
     parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
     special = {
@@ -149,7 +149,7 @@ _GRIDS = ((1, 12, 20), (1, 4, 4), (1, 16, 12))
 """Frames, rows and columns of patches: larger and smaller than a tower's windows."""
 
 
-def measure_images(model: Any, *, native: str) -> ProbeResult:
+def probe_images(model: Any, *, native: str) -> ProbeResult:
     """
     Compare the features of images in one pass with those of each image alone.
 
@@ -166,7 +166,7 @@ def measure_images(model: Any, *, native: str) -> ProbeResult:
 
 def _compare_images(model: Any, images: list[dict[str, torch.Tensor]], native: str) -> ProbeResult:
     together = _image_features(model, images)
-    with native_attention(model, native), torch.no_grad():
+    with using_native_attention(model, native), torch.no_grad():
         alone = [_image_features(model, [image])[0] for image in images]
     pixels, isolation = [image["pixel_values"] for image in images], 0.0
     for number, feature in enumerate(together):

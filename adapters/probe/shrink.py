@@ -43,7 +43,7 @@ _FIRST_LAYER_KEYS = re.compile(r"^(first_k_dense_replace|num_dense_layers|moe_la
 
 
 @attrs.frozen
-class _Context:
+class _ConfigFacts:
     """Facts about the configuration that the rules need."""
 
     config: Mapping[str, Any]
@@ -59,7 +59,7 @@ class _Context:
     head: int
 
     @property
-    def carries_state(self) -> bool:
+    def has_state_keys(self) -> bool:
         return "state_size" in self.config or "expand" in self.config
 
     @property
@@ -69,7 +69,7 @@ class _Context:
         return "dynamic" in (rope.get("rope_type"), rope.get("type"))
 
 
-_Rule = Callable[[Any, _Context], Any]
+_Rule = Callable[[Any, _ConfigFacts], Any]
 
 
 def _at_most(most: int) -> _Rule:
@@ -81,14 +81,14 @@ def _exactly(size: float) -> _Rule:
     return lambda value, _: size if value else value
 
 
-def _shrink_key_heads(value: int, context: _Context) -> int:
+def _shrink_key_heads(value: int, context: _ConfigFacts) -> int:
     """Return the copy's number of key heads: still one, fewer than query heads, or as many."""
     heads = next((context.config[name] for name in _HEAD_KEYS if context.config.get(name)), value)
     return 1 if value == 1 else HEADS if value >= heads else HEADS // 2
 
 
-def _shrink_heads(_: int, context: _Context) -> int:
-    return _INNER // HEAD if context.carries_state and "head_dim" in context.config else HEADS
+def _shrink_heads(_: int, context: _ConfigFacts) -> int:
+    return _INNER // HEAD if context.has_state_keys and "head_dim" in context.config else HEADS
 
 
 _RULES: tuple[tuple[str, _Rule], ...] = (
@@ -161,7 +161,7 @@ def shrink(config: Mapping[str, Any], *, times: int = 1) -> dict[str, Any]:
     layers, after = _count_layers(config, times)
     parts = [one for key, one in config.items() if key.endswith("_config") and isinstance(one, Mapping)]
     fewest = after or min(filter(None, (_count_layers(one, times)[1] for one in parts)), default=0)
-    context = _Context(config, layers, after, fewest, _head_size(config))
+    context = _ConfigFacts(config, layers, after, fewest, _small_head_size(config))
     small: dict[str, Any] = {}
     special = itertools.count()
     for key, value in config.items():
@@ -188,7 +188,7 @@ def _count_layers(config: Mapping[str, Any], times: int) -> tuple[int, int]:
     return layers, min(layers, _count_kept_layers(config, layers, times))
 
 
-def _shrink_value(key: str, value: Any, context: _Context) -> Any:
+def _shrink_value(key: str, value: Any, context: _ConfigFacts) -> Any:
     if isinstance(value, (list, tuple)):
         return _shrink_list(key, value, context)
     if value is None or isinstance(value, (bool, str)):
@@ -199,7 +199,7 @@ def _shrink_value(key: str, value: Any, context: _Context) -> Any:
     return value
 
 
-def _shrink_list(key: str, value: Sequence[Any], context: _Context) -> list[Any]:
+def _shrink_list(key: str, value: Sequence[Any], context: _ConfigFacts) -> list[Any]:
     """Keep entries of the kept layers, in a list with one entry a layer or of layer indices."""
     items = list(value)
     if len(items) == context.layers and context.layers:
@@ -233,7 +233,7 @@ def _count_kept_layers(config: Mapping[str, Any], layers: int, times: int) -> in
     return min(kept + shared, _MAX_LAYERS)
 
 
-def _head_size(config: Mapping[str, Any]) -> int:
+def _small_head_size(config: Mapping[str, Any]) -> int:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     is_split = "mrope_section" in rope and _rotary_share(config, rope) < 1 and config.get("head_dim")
     return 2 * HEAD if is_split else HEAD
@@ -243,7 +243,7 @@ def _rotary_share(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
     return float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
 
 
-def _shrink_rope(rope: Any, context: _Context) -> Any:
+def _shrink_rope(rope: Any, context: _ConfigFacts) -> Any:
     """Shrink rotary parameters, given once or for each kind of layer."""
     if not isinstance(rope, Mapping):
         return rope
@@ -310,19 +310,19 @@ def possible_lengths(small: Mapping[str, Any], *, text: str | None) -> dict[KeyP
         text: Key of the text model's part; None if there are no parts.
     """
     part = small if text is None else small[text]
-    return dict(_find_numbers(part, () if text is None else (text,)))
+    return dict(_walk_possible_lengths(part, () if text is None else (text,)))
 
 
-def _find_numbers(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, int]]:
+def _walk_possible_lengths(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, int]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             is_part = isinstance(item, Mapping) and "model_type" in item
             is_known = any(pattern.fullmatch(str(key)) for pattern, _ in _COMPILED)
             if not is_part and not is_known and not any(word in str(key) for word in _NO_SIZES):
-                yield from _find_numbers(item, (*path, key))
+                yield from _walk_possible_lengths(item, (*path, key))
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
-            yield from _find_numbers(item, (*path, number))
+            yield from _walk_possible_lengths(item, (*path, number))
     elif isinstance(value, int) and not isinstance(value, bool) and value > _REACHED:
         yield path, value
 

@@ -30,7 +30,7 @@ _PLAIN_STD = 0.05
 
 
 @contextlib.contextmanager
-def hide_warnings() -> Iterator[None]:
+def hiding_warnings() -> Iterator[None]:
     """Hide warnings of libraries about missing kernels and unusual sizes inside the block."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)

@@ -17,7 +17,7 @@ from packplan.adapters.proof.comparison import (
     experts_may_differ,
     read_outcome,
     run_alone,
-    watch_pass,
+    run_watched,
 )
 from packplan.adapters.proof.modules import NamedModule, first_different_module, first_leak
 from packplan.core.batch import IGNORED_LABEL
@@ -99,7 +99,7 @@ def assert_equal_to_alone(
     if not any(one.requires_grad for one in model.parameters()):
         raise ModelError("probe", "none of its weights trains (requires_grad), so it has no gradients to compare")
     with evaluation_mode(model), torch.enable_grad():
-        _, logits = watch_pass(model, row)
+        _, logits = run_watched(model, row)
         packed = read_outcome(model, [logits[place] for place in row.places], samples)
         apart = compare(packed, run_alone(model, samples), typical=experts_may_differ(model))
         for number, different in enumerate(apart.logits):
@@ -137,8 +137,8 @@ def _location_text(where: NamedModule | None) -> str:
 
 def _refuse_crossing_labels(row: PackedBatch) -> None:
     """
-    Refuse labels by which the last token of a sample would learn the first one of the next;
-    MismatchError.
+    Raise MismatchError if the last token of a sample would learn the first one of the next, and
+    ArgumentError if labels have another shape than the rows.
     """
     if row.labels is None:
         return

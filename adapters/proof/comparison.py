@@ -1,7 +1,7 @@
 """
 Comparison of a model's results for packed samples with those for the same samples alone.
 
-`watch_pass` computes packed rows, and `read_outcome` reads logits, losses and gradients of each
+`run_watched` computes packed rows, and `read_outcome` reads logits, losses and gradients of each
 sample off the result. `run_alone` computes each sample by itself, and `compare` returns the
 differences. A caller gives the model, its samples, and how its host calls the model.
 `difference_limit` returns the largest difference that is allowed, for a model of any size.
@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 from packplan.adapters.attention.varlen import compute_dtype
 from packplan.adapters.models import Gradients, add_gradients, difference_norms, weight_gradients
 from packplan.adapters.proof.batches import PackedBatch, Sample, Shape, shape_text
-from packplan.adapters.proof.gradients import WatchedPass, watch_embeddings
+from packplan.adapters.proof.gradients import WatchedPass, watching_embeddings
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.equality import EQUALITY_LIMITS, Precision, loss_difference, rounding_limit
 from packplan.core.errors import ModelError
@@ -83,7 +83,7 @@ class Comparison:
     """Name of the weight whose gradient differs most."""
 
 
-def watch_pass(
+def run_watched(
     model: torch.nn.Module, packed: PackedBatch, *, call: Call | None = None
 ) -> tuple[WatchedPass, torch.Tensor]:
     """
@@ -97,7 +97,7 @@ def watch_pass(
     Raises:
         ModelError: There are no logits for each token.
     """
-    with watch_embeddings(model, packed) as watched:
+    with watching_embeddings(model, packed) as watched:
         return watched, read_logits((call or model)(**watched.inputs), packed.shape)
 
 
@@ -209,16 +209,16 @@ def compare_values(
     """
     scale = max((float(own.abs().max()) for own in expected), default=0.0) or 1.0
     pairs = zip(found, expected, strict=True)
-    return [token_difference((_widen(mine) - own).abs().amax(-1) / scale, typical=typical) for mine, own in pairs]
+    return [reduce_differences((_widen(mine) - own).abs().amax(-1) / scale, typical=typical) for mine, own in pairs]
 
 
-def token_difference(tokens: torch.Tensor, *, typical: bool) -> float:
+def reduce_differences(tokens: torch.Tensor, *, typical: bool) -> float:
     """
-    Return the largest difference of a sample's tokens, or the median, which is 0 for few tokens.
+    Return the largest difference of a sample's tokens, or the median; inf if any is not finite.
 
     Args:
         tokens: Difference of each token; shape (tokens,).
-        typical: Take the median, as rounding may choose other experts for single tokens.
+        typical: Take the median, 0 for few tokens: rounding may choose other experts for some.
     """
     if not bool(tokens.isfinite().all()):
         return math.inf

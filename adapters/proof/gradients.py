@@ -141,7 +141,7 @@ class WatchedPass:
             weights: Weight of each number of the result in the sum whose gradient is taken.
         """
         own, places = torch.zeros_like(weights), self.packed.places
-        self._by_token(own)[places[reader]] = self._by_token(weights)[places[reader]]
+        self._view_by_token(own)[places[reader]] = self._view_by_token(weights)[places[reader]]
         edges = [edge for edge, _ in self.sources]
         found = torch.autograd.grad([result.edge], edges, [own], retain_graph=True, allow_unused=True)
         sizes = torch.zeros(len(places), device=weights.device)
@@ -150,21 +150,21 @@ class WatchedPass:
                 continue
             size = gradient.detach().abs().float()
             if sample is None:
-                by_token = self._by_token(size).flatten(2).amax(2).to(sizes)
+                by_token = self._view_by_token(size).flatten(2).amax(2).to(sizes)
                 sizes = torch.maximum(sizes, torch.stack([by_token[place].max() for place in places]))
             else:
                 sizes[sample] = torch.maximum(sizes[sample], size.max().to(sizes))
         largest: list[float] = sizes.tolist()
         return largest
 
-    def _by_token(self, value: torch.Tensor) -> torch.Tensor:
+    def _view_by_token(self, value: torch.Tensor) -> torch.Tensor:
         view = view_by_token(value, self.packed.shape)
         assert view is not None  # noqa: S101  # a `TensorNode` and its gradient have the tokens
         return view
 
 
 @contextmanager
-def watch_embeddings(model: torch.nn.Module, packed: PackedBatch) -> Iterator[WatchedPass]:
+def watching_embeddings(model: torch.nn.Module, packed: PackedBatch) -> Iterator[WatchedPass]:
     """Watch the embeddings of a model's next forward pass, of packed rows."""
     watched = WatchedPass(packed, dict(packed.inputs))
 

@@ -17,8 +17,8 @@ import attrs
 import torch
 
 from packplan.adapters.proof.batches import PackedBatch, Place, Shape
-from packplan.adapters.proof.comparison import watch_pass
-from packplan.adapters.proof.gradients import Dependence, TensorNode, view_by_token, watch_embeddings
+from packplan.adapters.proof.comparison import run_watched
+from packplan.adapters.proof.gradients import Dependence, TensorNode, view_by_token, watching_embeddings
 
 C = TypeVar("C")
 
@@ -60,7 +60,7 @@ def first_leak(model: torch.nn.Module, packed: PackedBatch) -> tuple[Dependence,
         model: Model in evaluation mode.
         packed: Packed rows.
     """
-    watched, logits = watch_pass(model, packed)
+    watched, logits = run_watched(model, packed)
     leak = next((one for one in watched.logit_dependences(logits) if one.isolation != 0), None)
     return None if leak is None else (leak, first_mixing_module(model, packed, leak.reader))
 
@@ -118,7 +118,7 @@ def first_mixing_module(model: torch.nn.Module, packed: PackedBatch, reader: int
     """
     with (
         torch.enable_grad(),
-        watch_embeddings(model, packed) as watched,
+        watching_embeddings(model, packed) as watched,
         _record_calls(model, lambda value: TensorNode.from_value(value, packed.shape)) as calls,
     ):
         model(**watched.inputs)
@@ -153,9 +153,9 @@ def first_different_module(
     """
     tokens = place[1].stop - place[1].start
     with torch.no_grad():
-        with _record_calls(model, partial(_sample_part, shape=(1, tokens), place=(0, slice(tokens)))) as expected:
+        with _record_calls(model, partial(_copy_sample_part, shape=(1, tokens), place=(0, slice(tokens)))) as expected:
             model(**alone)
-        with _record_calls(model, partial(_sample_part, shape=packed.shape, place=place)) as found:
+        with _record_calls(model, partial(_copy_sample_part, shape=packed.shape, place=place)) as found:
             model(**packed.inputs)
 
     def shows(pair: tuple[_ModuleCall, _ModuleCall]) -> bool:
@@ -170,7 +170,7 @@ def first_different_module(
     return None if pair is None else pair[0].module
 
 
-def _sample_part(value: Any, *, shape: Shape, place: Place) -> torch.Tensor | None:
+def _copy_sample_part(value: Any, *, shape: Shape, place: Place) -> torch.Tensor | None:
     """Return a copy of a tensor's part of one sample, with the tokens first."""
     view = view_by_token(value, shape)
     if view is None or not view.is_floating_point():

@@ -20,7 +20,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from packplan.adapters.attention.shared_rows import compute_whole_rows
+from packplan.adapters.attention.shared_rows import computing_whole_rows
 from packplan.adapters.models import Gradients, hold_buffers_and_rng, replace_attributes
 from packplan.adapters.proof.batches import Sample, next_tokens, without_labels
 from packplan.adapters.proof.checks import refuse_sharded_weights
@@ -88,17 +88,17 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
     if not any(one.requires_grad for one in model.parameters()):
         raise ModelError("probe", "none of its weights trains (requires_grad), so a step has no gradients")
     if is_trainer:
-        _refuse_engines(trainer)
+        _refuse_shared_or_scaled(trainer)
     autocast = trainer.accelerator.autocast if is_trainer else nullcontext
-    with keep_training_state(model), torch.enable_grad():
+    with restoring_training_state(model), torch.enable_grad():
         loss, gradients, batches = (_run_trainer if is_trainer else _run_function)(trainer, model)
         samples = [_read_sample(batch) for rank in _gather_from_ranks([*map(_move_to_cpu, batches)]) for batch in rank]
         tokens = sum(int((one.targets != IGNORED_LABEL).sum()) for one in samples)
         if not tokens:
             raise ArgumentError("packed_batch", "the step learns no token, so it has no loss to compare")
         model.eval()
-        with compute_whole_rows():  # a rank that shares rows has a part of their gradients
-            expected = _compute_mean(model, samples, tokens, autocast)
+        with computing_whole_rows():  # a rank that shares rows has a part of their gradients
+            expected = _run_for_mean(model, samples, tokens, autocast)
     if not gradients:
         raise ArgumentError("host", "the step left no gradients: the function has to leave them in the weights")
     if limit is None:
@@ -122,8 +122,8 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
     return found
 
 
-def _refuse_engines(trainer: Any) -> None:
-    """Refuse a trainer whose ranks share the model or rows, or whose gradients are scaled."""
+def _refuse_shared_or_scaled(trainer: Any) -> None:
+    """Raise ArgumentError if ranks share the model or rows, or the loss is scaled for float16."""
     accelerator = trainer.accelerator
     parallel = getattr(accelerator, "parallelism_config", None)
     shares = str(getattr(accelerator, "distributed_type", "")).endswith(_ENGINES)
@@ -134,7 +134,7 @@ def _refuse_engines(trainer: Any) -> None:
 
 
 def _run_function(function: Callable[[], Any], model: torch.nn.Module) -> tuple[Any, Gradients, list[Any]]:
-    """Return the loss, the gradients and the batches of a function's step."""
+    """Run a function's step; return its loss, gradients and batches."""
     batches: list[Mapping[str, Any]] = []
 
     def note(_: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -149,15 +149,15 @@ def _run_function(function: Callable[[], Any], model: torch.nn.Module) -> tuple[
 
 
 def _run_trainer(trainer: Any, model: torch.nn.Module) -> tuple[Any, Gradients, list[Any]]:
-    """Return the loss, the gradients and the batches of a trainer's step."""
+    """Run a trainer's first step without its update; return its loss, gradients and batches."""
     from transformers import TrainerCallback
 
     found: dict[str, Any] = {"loss": None, "gradients": {}}
     batches: list[Mapping[str, Any]] = []
     patches = ExitStack()
 
-    class OneStep(TrainerCallback):
-        """Callback that leaves the update out, and ends the training after the first step."""
+    class RecordWithoutUpdate(TrainerCallback):
+        """Callback that keeps the gradients, skips the update, and ends training after one step."""
 
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
             found["gradients"] = _copy_gradients(model)
@@ -179,13 +179,13 @@ def _run_trainer(trainer: Any, model: torch.nn.Module) -> tuple[Any, Gradients, 
         return served
 
     handler = copy.copy(trainer.callback_handler)
-    handler.callbacks = [OneStep()]
+    handler.callbacks = [RecordWithoutUpdate()]
     quiet = {"max_grad_norm": 0.0, "eval_on_start": False, "load_best_model_at_end": False, "report_to": []}
     with (
         patches,
         replace_attributes(trainer.args, **quiet),
-        restore_attributes(trainer),
-        restore_attributes(model),
+        restoring_attributes(trainer),
+        restoring_attributes(model),
     ):  # accelerate wraps its forward
         vars(trainer).update(get_batch_samples=note, callback_handler=handler, neftune_noise_alpha=None)
         trainer.control = type(trainer.control)()
@@ -204,14 +204,14 @@ def _move_to_cpu(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_sample(batch: Mapping[str, Any]) -> Sample:
-    """Return a batch as one sample."""
+    """Return a batch as one sample; ArgumentError if it has no labels."""
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor):
         raise ArgumentError("packed_batch", "the model is given no labels, so nothing says what the step learns")
     return Sample(without_labels(batch), next_tokens(labels).flatten())
 
 
-def _compute_mean(model: torch.nn.Module, samples: list[Sample], tokens: int, autocast: Callable[[], Any]) -> Outcome:
+def _run_for_mean(model: torch.nn.Module, samples: list[Sample], tokens: int, autocast: Callable[[], Any]) -> Outcome:
     """Return loss and gradients of the mean over the supervised tokens of some batches."""
     device = next(model.parameters()).device
 
@@ -234,7 +234,7 @@ def _gather_from_ranks(value: Any) -> list[Any]:
 
 
 @contextmanager
-def keep_training_state(model: torch.nn.Module) -> Iterator[None]:
+def restoring_training_state(model: torch.nn.Module) -> Iterator[None]:
     """
     Inside the block, turn dropout off in training too, and start without gradients; at its end,
     restore gradients, buffers, modes and random state.
@@ -253,8 +253,8 @@ def keep_training_state(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def restore_attributes(owner: Any) -> Iterator[None]:
-    """Restore all attributes of an object at the end."""
+def restoring_attributes(owner: Any) -> Iterator[None]:
+    """Restore all attributes of an object when the block ends."""
     before = dict(vars(owner))
     try:
         yield

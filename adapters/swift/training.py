@@ -6,7 +6,7 @@ from swift.trainers import Seq2SeqTrainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from packplan.adapters.attention import NAME
-from packplan.adapters.attention.rows import add_text_row
+from packplan.adapters.attention.rows import prepend_text_positions
 from packplan.adapters.attention.shared_rows import new_row_group
 from packplan.adapters.hf.following import ServesPacks, insert_base_class, require_same_rows
 from packplan.adapters.hf.packed_calls import Unpadding
@@ -117,7 +117,7 @@ class _PlannedSwiftTraining(ServesPacks):
     is_deepspeed_enabled: bool
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        return add_text_row(super()._prepare_inputs(inputs))  # type: ignore[misc]  # of the trainer's class
+        return prepend_text_positions(super()._prepare_inputs(inputs))  # type: ignore[misc]  # of the trainer's class
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         plain = self.accelerator.unwrap_model(model or self.model)

@@ -93,7 +93,7 @@ def make_training_arguments(config: RunConfig, *, gradient_accumulation_steps: i
     return arguments
 
 
-def setting_faults(arguments: Any) -> Iterator[Fault]:
+def yield_setting_faults(arguments: Any) -> Iterator[Fault]:
     """Use training arguments that would otherwise fail late; yield a fault for each that fails."""
     for (key, *others), use in _TRIALS.items():
         try:

@@ -15,17 +15,17 @@ import attrs
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from packplan.adapters.attention import native_attention
+from packplan.adapters.attention import using_native_attention
 from packplan.adapters.families import trained_config
 from packplan.adapters.loaders.positions import find_rope_index, parameter_names
 from packplan.adapters.models import evaluation_mode, replace_attributes, weight_gradients
 from packplan.adapters.proof.batches import PackedBatch, Place, Sample, next_tokens, places_by_lengths
-from packplan.adapters.proof.comparison import Outcome, compare, difference_limit, read_outcome, run_alone, watch_pass
+from packplan.adapters.proof.comparison import Outcome, compare, difference_limit, read_outcome, run_alone, run_watched
 from packplan.adapters.proof.gradients import WatchedPass
 from packplan.adapters.samples.media import IMAGES, VIDEOS
 from packplan.adapters.trainer.loader import NORMALISER
-from packplan.adapters.trainer.trainer import PLAIN_LOSS, PlanTrainer, model_inputs
-from packplan.adapters.trainer.vision import model_media
+from packplan.adapters.trainer.trainer import PLAIN_LOSS, PlanTrainer, logit_inputs
+from packplan.adapters.trainer.vision import media_inputs
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.equality import Deviation, reason_against_backend
 from packplan.core.errors import PackplanError
@@ -81,7 +81,7 @@ class PackComparison:
         collated = _to_device(trainer.accelerator.device, trainer.data_collator([served]))
         samples = self._model_samples(encoded)
         gradients = self.no_gradients_reason is None
-        with native_attention(trainer.model, trainer.attention.native):
+        with using_native_attention(trainer.model, trainer.attention.native):
             alone = run_alone(trainer.model, samples, call=self._call_model, with_gradients=gradients)
         media = _split_pixels(encoded, collated) if gradients else []
         prepared, watched, logits = self._run_packed(collated, places, with_gradients=gradients)
@@ -113,7 +113,7 @@ class PackComparison:
             return self.trainer.model(**inputs)
 
     @contextlib.contextmanager
-    def _prepare_pack(self, collated: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _prepared_pack(self, collated: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the inputs that the trainer prepares from a pack, with its hooks active."""
         trainer = self.trainer
         with trainer.media_hook(), trainer.template.forward_context(trainer.model, dict(collated)):
@@ -123,16 +123,16 @@ class PackComparison:
         self, collated: dict[str, Any], places: tuple[Place, ...], *, with_gradients: bool
     ) -> tuple[dict[str, Any], WatchedPass, torch.Tensor]:
         """Run the model on a pack; return its inputs, its watched embeddings, and its logits."""
-        with torch.set_grad_enabled(with_gradients), self._prepare_pack(collated) as prepared:
-            inputs = model_inputs(prepared)
+        with torch.set_grad_enabled(with_gradients), self._prepared_pack(collated) as prepared:
+            inputs = logit_inputs(prepared)
             inputs.pop("logits_to_keep", None)
             row = PackedBatch(inputs, None, (1, collated["labels"].shape[1]), places)
-            return prepared, *watch_pass(self.trainer.model, row, call=self._call_model)
+            return prepared, *run_watched(self.trainer.model, row, call=self._call_model)
 
     def _run_step(self, collated: dict[str, Any], found: Outcome) -> Outcome:
         """Run the trainer's own step on a pack; return *found* with its loss and gradients."""
         trainer = self.trainer
-        with replace_attributes(trainer.args, **PLAIN_LOSS), self._prepare_pack(collated) as inputs:
+        with replace_attributes(trainer.args, **PLAIN_LOSS), self._prepared_pack(collated) as inputs:
             items = torch.tensor(collated[NORMALISER] or 1.0, device=trainer.accelerator.device)
             with trainer.accelerator.autocast():
                 loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=items)
@@ -152,7 +152,7 @@ class PackComparison:
             if "loss_scale" in one:
                 counted[:-1] *= torch.tensor(one["loss_scale"], dtype=torch.float64)[1:]
             ids = torch.tensor(one["input_ids"])[None]
-            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **model_media(self.trainer.model, one)}
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **media_inputs(self.trainer.model, one)}
             weights = counted * (float(counted.sum()) or 1.0) ** power
             samples.append(Sample(_to_device(self.trainer.accelerator.device, inputs), targets, weights))
         total = sum(float(one.weights.sum()) for one in samples if one.weights is not None) or 1.0

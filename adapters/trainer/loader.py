@@ -119,7 +119,7 @@ class Collator:
     def _collate(self, rows: list[Any]) -> Batch:
         # The collator removes the keys that it joins from samples.
         samples = [dict(sample) for row in rows for sample in (row if self.packed else [row])]
-        with switch_packing(self.template, packed=self.packed):
+        with hold_packing(self.template, packed=self.packed):
             batch = self.collate(rows)
         if self.template.model_meta.is_multimodal:
             add_model_inputs(batch, self.template, samples, packed=self.packed)
@@ -135,7 +135,7 @@ class Collator:
 
 
 @contextmanager
-def switch_packing(template: Template, *, packed: bool) -> Iterator[None]:
+def hold_packing(template: Template, *, packed: bool) -> Iterator[None]:
     """Make a template's collator pack samples into one row, or pad them, inside this context."""
     before = template.packing, template.padding_free
     template.packing = template.padding_free = packed
@@ -185,7 +185,7 @@ def loss_weights(
     return each[sample].view_as(labels) * counted
 
 
-def zero_weights(batch: Batch) -> Batch:
+def with_zero_weights(batch: Batch) -> Batch:
     """Return a copy of a batch in which every token weighs 0 in losses and metrics."""
     labels = torch.full_like(batch["labels"], IGNORED_LABEL)
     weights = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)

@@ -50,7 +50,7 @@ def open_model(
     with (
         torch.device("meta") if outline else contextlib.nullcontext(),
         name_load_errors("model.model", f"{model.model} cannot be loaded by ms-swift"),
-        _refuse_missing_weights(model.model),
+        _refusing_missing_weights(model.model),
     ):
         try:
             opened, _ = get_model_processor(
@@ -83,7 +83,7 @@ def open_model(
 
 
 @contextlib.contextmanager
-def _refuse_missing_weights(folder: str) -> Iterator[None]:
+def _refusing_missing_weights(folder: str) -> Iterator[None]:
     """
     Refuse a model loaded in this context if its files lack some of its weights.
 

@@ -50,7 +50,7 @@ from swift.trainers.patcher import PrinterCallbackNew, ProgressCallbackNew
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from packplan.adapters.attention.rows import add_text_row
+from packplan.adapters.attention.rows import prepend_text_positions
 from packplan.adapters.files import name_load_errors, name_save_errors
 from packplan.adapters.hf.following import EvaluatesPacks, FollowsSchedule
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches
@@ -66,7 +66,7 @@ from packplan.adapters.trainer.loader import (
     Reduction,
     drop_pack_rates,
     prepare_worker,
-    zero_weights,
+    with_zero_weights,
 )
 from packplan.core.equality import AttentionChoice, Precision
 from packplan.core.errors import ConfigError, RunError
@@ -343,7 +343,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         rest = {key: value for key, value in inputs.items() if key not in (PACK, NORMALISER)}  # no model takes these
-        return add_text_row(super()._prepare_inputs(rest))
+        return prepend_text_positions(super()._prepare_inputs(rest))
 
     def _batch_weight(self, inputs: dict[str, Any]) -> float:
         return float(inputs[NORMALISER])
@@ -368,7 +368,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
     def prediction_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> Any:
         """Return the loss of a batch; a batch that repeats packs counts in no metric."""
         if self._evaluated is not None and self._evaluated.next_is_repeated:
-            inputs = zero_weights(inputs)
+            inputs = with_zero_weights(inputs)
         return super().prediction_step(model, inputs, *arguments, **options)
 
     @contextlib.contextmanager
@@ -456,7 +456,7 @@ class PlanTrainer(FollowsSchedule, CheckedTrainer):
         super().log(drop_pack_rates(logs), *arguments, **options)
 
 
-def model_inputs(prepared: dict[str, Any]) -> dict[str, Any]:
+def logit_inputs(prepared: dict[str, Any]) -> dict[str, Any]:
     """Return those prepared inputs with which a forward pass returns logits and no loss."""
     others = ("labels", "compute_loss_func", "loss_scale", "text_position_ids", "channel")
     return {key: value for key, value in prepared.items() if key not in others}

@@ -134,7 +134,7 @@ def _tuner_arguments(model: Any, training: TrainingConfig) -> Any:
     return arguments
 
 
-def _names_module(module: str, name: str) -> bool:
+def _ends_with_module(module: str, name: str) -> bool:
     return f".{name}".endswith(f".{module}")
 
 
@@ -143,8 +143,8 @@ _MATCHES: Mapping[str, Callable[[str, str], Any]] = {
     "freeze_parameters_regex": re.search,
     "trainable_parameters": lambda beginning, name: name.startswith(beginning),
     "trainable_parameters_regex": re.search,
-    "modules_to_save": _names_module,
-    "target_modules": _names_module,
+    "modules_to_save": _ends_with_module,
+    "target_modules": _ends_with_module,
     "target_regex": re.search,
 }
 """Key -> function of its value and the name of a weight or module: whether they match."""
@@ -159,7 +159,7 @@ def _refuse_unmatched(model: Any, training: TrainingConfig) -> None:
     for key, matches in _MATCHES.items():
         values = getattr(training, key) or ()
         for value in {values} if isinstance(values, str) else {*values} - {"all-embedding", "all-linear", "all-norm"}:
-            found = [name for name in (modules if matches is _names_module else weights) if matches(value, name)]
+            found = [name for name in (modules if matches is _ends_with_module else weights) if matches(value, name)]
             if not found and not key.startswith("target"):  # peft refuses those
                 raise ConfigError.for_key(f"training.{key}", f"has {value}, which names no part of the model")
             if found and not key.startswith("freeze") and all(map(is_sound_weight, found)):

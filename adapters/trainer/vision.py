@@ -38,7 +38,7 @@ def plain_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def model_media(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def media_inputs(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """
     Return the media of a sample or batch as inputs of the model, such as pixels and token types.
 
@@ -91,7 +91,7 @@ def add_model_inputs(batch: dict[str, Any], template: Template, samples: list[di
         batch[_POSITIONS] = template._pad_3d_position_ids(parts)  # noqa: SLF001  # pads on its own side
 
 
-def _language_model_name(part: Any) -> str | None:
+def _language_model_attribute(part: Any) -> str | None:
     """
     Return the attribute of *part* that holds its language model; None if *part* does not compute
     image features.
@@ -128,7 +128,7 @@ class DummyImage:
         Raises:
             ConfigError: The model has no function for image features.
         """
-        found = [(part, name) for part in model.modules() if (name := _language_model_name(part)) is not None]
+        found = [(part, name) for part in model.modules() if (name := _language_model_attribute(part)) is not None]
         if not found:
             reason = (
                 f"is a {type(plain_model(model)).__name__}, which has no function for image features: a rank "
@@ -167,7 +167,7 @@ class DummyImage:
         reached = torch.autograd.grad(zero, list(vision.values()), allow_unused=True)
         return [name for name, gradient in zip(vision, reached, strict=True) if gradient is None]
 
-    def run_in_every_batch(self, *, passes: int = 1) -> None:
+    def hook_every_batch(self, *, passes: int = 1) -> None:
         """
         Hook the model so that the tower runs at least *passes* times on every batch, with the dummy
         image if needed. Results do not change.

@@ -14,7 +14,7 @@ from packplan.app.planning.plan import Ranks, measure_and_plan, plan_epochs
 from packplan.app.planning.schedule import accumulation_of, refuse_stream, split_schedule
 from packplan.app.planning.split import Split
 from packplan.app.wiring.commands import command_ranks, read_run_or_command
-from packplan.app.wiring.runs import raise_on_all_ranks, require_inputs
+from packplan.app.wiring.runs import raising_on_all_ranks, require_inputs
 from packplan.app.wiring.stores import artefacts_folder
 from packplan.core.config.run import RunConfig
 from packplan.core.ports import RankGroup
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure and plan the run, and log the next commands."""
-    with raise_on_all_ranks():
+    with raising_on_all_ranks():
         config = read_run_or_command(options.config, options.overrides, world_size=options.world_size)
         require_inputs(config)
 

@@ -140,12 +140,12 @@ def forecast_memory(config: RunConfig, *, memory: int | None, ranks: int) -> Mem
     """
     sharding: ModelSharding = "ddp" if ranks == 1 else _sharding_of(config)
     with loading_libraries():
-        from packplan.app.wiring.forecasts import open_step_tracer, run_to_trace
+        from packplan.app.wiring.forecasts import config_to_trace, open_step_tracer
         from packplan.app.wiring.ranks import join_ranks
         from packplan.app.wiring.splits import open_splits
         from packplan.app.wiring.verdicts import decide_attention
 
-    attention = decide_attention(run_to_trace(config), isolated=True)
+    attention = decide_attention(config_to_trace(config), isolated=True)
     train, length = open_splits(config)["train"], config.packing_length
     with join_ranks(config) as group:
         measure_and_plan(train, Ranks(group, timeout_s=config.training.packing_wait_timeout_s), world_size=ranks)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import attrs
 
-from packplan.app.planning.epochs import EpochPlanner, plan_samples, samples_to_plan
+from packplan.app.planning.epochs import EpochPlanner, plan_first_epoch, samples_to_plan
 from packplan.app.planning.log_lines import describe
 from packplan.app.planning.measure import bad_records_line
 from packplan.app.planning.schedule import partial_window_warning, refuse_stream, split_schedule
@@ -107,7 +107,7 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
     if plan is None or plan.key.inputs["lengths"] != lengths.digest:
         # Where the lengths give no plan, building raises this too, and would not help.
         refuse_longer(lengths.tokens, policy)
-        plan_samples(name, policy, samples, recipe=recipe, quick_bound=True)
+        plan_first_epoch(name, policy, samples, recipe=recipe, quick_bound=True)
         reason = "holds lengths, but no plan" if plan is None else "holds a plan of other lengths than it holds"
         raise NotBuiltError(where, reason)
     if recipe is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, duration, plain_console
-from packplan.app.wiring.runs import raise_on_all_ranks, read_config, require_inputs
+from packplan.app.wiring.runs import raising_on_all_ranks, read_config, require_inputs
 from packplan.core.errors import counted
 from packplan.core.forecast import RunForecast
 
@@ -25,16 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Train and time some steps, and print the forecast on rank 0."""
-    with raise_on_all_ranks():
+    with raising_on_all_ranks():
         config = read_config(options.config, options.overrides)
         require_inputs(config, loads=True)
         with loading_libraries():
             from packplan.app.sft.train import prepare
-            from packplan.app.wiring.forecasts import forecast_time, run_to_time
-            from packplan.app.wiring.ranks import join_ranks, lock_output
-            from packplan.app.wiring.trainers import without_progress
-    timed = without_progress(run_to_time(config))
-    with join_ranks(timed) as group, lock_output(timed, group):
+            from packplan.app.wiring.forecasts import config_to_time, forecast_time
+            from packplan.app.wiring.ranks import hold_output_lock, join_ranks
+            from packplan.app.wiring.trainers import hide_trainer_progress
+    timed = hide_trainer_progress(config_to_time(config))
+    with join_ranks(timed) as group, hold_output_lock(timed, group):
         forecast = forecast_time(config, *prepare(timed, group), group)
     if group.rank:
         return

@@ -20,7 +20,7 @@ import numpy as np
 
 from packplan.adapters.progress import loading_libraries, progress
 from packplan.app.cli.command import add_config_arguments, parse_number
-from packplan.app.planning.epochs import EpochPlanner, plan_samples, samples_to_plan
+from packplan.app.planning.epochs import EpochPlanner, plan_first_epoch, samples_to_plan
 from packplan.app.planning.schedule import refuse_stream
 from packplan.app.planning.split import Split
 from packplan.app.planning.stored_lengths import refusals
@@ -144,7 +144,7 @@ def verify(split: Split, *, num_samples: int = 0, decode: bool = False) -> Itera
         log.info("%s: checking the plan, and planning again", name)
         yield from _faults_of_plan(split, lengths, plan)
     # Where records came or went before others, these are other samples now.
-    if len(source) != len(lengths.rows.table) and _is_other_data(differences):
+    if len(source) != len(lengths.rows.table) and _data_differ(differences):
         log.warning("%s: images and samples are not compared, since the data have other records", name)
         return
     yield from _image_faults(name, lengths, source, decode=decode)
@@ -172,7 +172,7 @@ def _input_faults(
     for difference in differences:
         yield Finding("inputs", difference.key, f"measured with {difference.stored!r}, now {difference.current!r}")
     total = len(source)
-    if origin.num_measured < total and not _is_other_data(differences):
+    if origin.num_measured < total and not _data_differ(differences):
         reason = f"{origin.num_measured:,} of {counted(total, 'record')} are measured: build goes on"
         yield Finding("inputs", where, reason)
     for one in origin.bad:
@@ -180,7 +180,7 @@ def _input_faults(
             yield Finding("inputs", one.where, "changed, and was bad: build measures it again")
 
 
-def _is_other_data(differences: tuple[Difference, ...]) -> bool:
+def _data_differ(differences: tuple[Difference, ...]) -> bool:
     return any(difference.key.startswith("data.") for difference in differences)
 
 
@@ -202,7 +202,7 @@ def _faults_of_plan(split: Split, lengths: StoredLengths, stored: StoredPlan | N
         yield Finding("plan", where, reason)
     if not differences:
         samples = samples_to_plan(policy, lengths.rows.table, lengths.origin.files)
-        again = plan_samples(f"{split.name} again", policy, samples, recipe=split.recipe, quick_bound=True)
+        again = plan_first_epoch(f"{split.name} again", policy, samples, recipe=split.recipe, quick_bound=True)
         bound = {name: getattr(stored.plan, name) for name in ("lower_bound", "bound_kind")}
         if attrs.evolve(again, **bound) != stored.plan:
             yield Finding("plan", where, "planned again from the stored lengths, it is another one")

@@ -14,7 +14,7 @@ from rich.table import Table
 from packplan.adapters.progress import progress
 from packplan.app.cli.command import add_config_arguments, parse_positives, parse_rank_counts, plain_console
 from packplan.app.plan.stored import open_stored_lengths
-from packplan.app.planning.epochs import plan_samples, record_works, samples_to_plan
+from packplan.app.planning.epochs import plan_first_epoch, samples_to_plan, works_of_records
 from packplan.app.planning.schedule import refuse_stream, split_schedule
 from packplan.app.planning.split import align_options
 from packplan.app.planning.stored_lengths import stale_inputs
@@ -117,14 +117,14 @@ def _alternatives(
 ) -> Iterator[Alternative]:
     """Plan every combination, and yield each with its figures or the reason why it has none."""
     lengths, table = stored.tokens, stored.rows.table
-    works, options = record_works(trained_work(config)[0], table), align_options(config, "train")
+    works, options = works_of_records(trained_work(config)[0], table), align_options(config, "train")
     for packing_length in packing_lengths:
         other = attrs.evolve(config, template=attrs.evolve(config.template, max_length=packing_length))
         policy, name = split_policy(other, "train"), f"packs of {packing_length:,}"
         try:
             refuse_longer(lengths, policy)
             samples = samples_to_plan(policy, table, stored.origin.files)
-            raw = plan_samples(name, policy, samples, recipe=recipe, quick_bound=True)
+            raw = plan_first_epoch(name, policy, samples, recipe=recipe, quick_bound=True)
             refuse_dropped(raw, lengths, policy)
         except UserError as error:
             yield from (Alternative(packing_length, ranks, problem=explain_error(error)) for ranks in world_sizes)

@@ -4,7 +4,7 @@ Audits of measurements: some samples are encoded again before a plan is made of 
 | when | function | samples | why |
 |---|---|---|---|
 | some are stored | `check_images` | 8, not encoded | images are replaced in place |
-| all are stored | `compare_stored` | up to 8, here | libraries change unseen |
+| all are stored | `recheck_stored` | up to 8, here | libraries change unseen |
 | many are missing | `check_repeatability_first` | 8, here and elsewhere | measuring takes hours |
 | all are measured | `check_repeatability` | the same, and media's shapes | later runs trust them |
 
@@ -57,7 +57,7 @@ def check_images(source: LengthSource, stored: StoredRows) -> None:
     """
     Compare the stored images of some samples with their files; StaleError if one was replaced.
     """
-    indices = _spread(np.flatnonzero(num_media(stored.table)))
+    indices = _spread_indices(np.flatnonzero(num_media(stored.table)))
     for index, measured in zip(indices, from_tables(stored.table, stored.media, indices), strict=True):
         for number, (then, now) in enumerate(zip(measured.media, source.media_facts(index), strict=True)):
             if differences := then.differences(now):
@@ -66,7 +66,7 @@ def check_images(source: LengthSource, stored: StoredRows) -> None:
                 raise StaleError("changed_image", fact, {"index": index, "image": number})
 
 
-def compare_stored(source: LengthSource, stored: StoredRows) -> int:
+def recheck_stored(source: LengthSource, stored: StoredRows) -> int:
     """
     Encode a few stored samples again, the shortest of some, and return their number.
 
@@ -74,7 +74,7 @@ def compare_stored(source: LengthSource, stored: StoredRows) -> int:
         DataSetError: One encodes to another measurement than is stored.
     """
     lengths = column(stored.table, "length")
-    few = sorted(_spread(sample_indices(stored.table)), key=lengths.__getitem__)
+    few = sorted(_spread_indices(sample_indices(stored.table)), key=lengths.__getitem__)
     few = few[: max(int((np.cumsum(lengths[few]) <= COMPARED_TOKENS).sum()), 1)]
     for index in sorted(few, reverse=True):
         measured = from_row(stored.table, index)
@@ -107,7 +107,7 @@ def check_repeatability_first(source: LengthSource, known: int, *, report: Repor
         return
     report("a few samples are encoded more than once, before all are measured")
     first: dict[int, Measurement] = {}
-    for index in _spread(missing):
+    for index in _spread_indices(missing):
         try:
             first[index] = source.measure(index)
         except RecordError:
@@ -115,7 +115,7 @@ def check_repeatability_first(source: LengthSource, known: int, *, report: Repor
                 raise
     for index in reversed(first):
         _require_same(index, first[index], source.measure(index), "later")
-    _compare_in_another_process(source, first)
+    _require_same_elsewhere(source, first)
 
 
 def check_repeatability(source: LengthSource, stored: StoredRows) -> dict[str, Any]:
@@ -127,20 +127,20 @@ def check_repeatability(source: LengthSource, stored: StoredRows) -> dict[str, A
         DataSetError: A sample encodes differently each time.
         ShortcutError: A sample encodes the same each time, but the shortcut measured it otherwise.
     """
-    indices = sorted({*_spread(sample_indices(stored.table)), *_first_by_shape(stored)}, reverse=True)
+    indices = sorted({*_spread_indices(sample_indices(stored.table)), *_first_of_each_shape(stored)}, reverse=True)
     measured = {index: from_row(stored.table, index) for index in indices}
     for index, before in measured.items():
         if (encoded := source.measure(index)) != before and not stored.in_full:
             _require_same(index, encoded, source.measure(index), "later")
             raise ShortcutError(f"sample {index}", to_row(before), to_row(encoded))
         _require_same(index, before, encoded, "later")
-    _compare_in_another_process(source, measured)
+    _require_same_elsewhere(source, measured)
     return {"samples": indices, "orders": 3, "processes": 2, "epochs": [0, REPEATED_EPOCH]}
 
 
-def _compare_in_another_process(source: LengthSource, measured: Mapping[int, Measurement]) -> None:
+def _require_same_elsewhere(source: LengthSource, measured: Mapping[int, Measurement]) -> None:
     """
-    Encode samples in another process and epoch, in another order; DataSetError if one differs.
+    Encode samples in another process, epoch and order; DataSetError if a measurement differs.
     """
     indices = [*measured]
     elsewhere = indices[::2] + indices[1::2]
@@ -161,16 +161,16 @@ def _require_same(index: int, first: Measurement, encoded: Measurement, when: st
         raise DataSetError(message)
 
 
-def _spread(indices: IntArray | range) -> list[int]:
+def _spread_indices(indices: IntArray | range) -> list[int]:
     """Return up to `REPEATED_SAMPLES` of ascending indices, the first and the last included."""
     count = min(len(indices), REPEATED_SAMPLES)
     return [int(indices[place * (len(indices) - 1) // max(count - 1, 1)]) for place in range(count)]
 
 
-def _first_by_shape(stored: StoredRows) -> list[int]:
+def _first_of_each_shape(stored: StoredRows) -> list[int]:
     """
-    Return the first sample of each number of images and of videos, and of each width and height of
-    media, rounded to powers of two.
+    Return the first sample with each number of media, with each number of videos, and with each
+    (width, height) of media; sizes between the same powers of two count as one.
     """
     per_sample, samples = num_media(stored.table), sample_indices(stored.table)
     _, by_number = np.unique(per_sample[samples], return_index=True)

@@ -28,7 +28,7 @@ SLOW_ALGORITHMS = {"certified", "balanced"}
 _BAR = "{desc}{postfix} [{elapsed}]"
 
 
-def record_works(model: WorkModel, table: Table) -> SampleWorks:
+def works_of_records(model: WorkModel, table: Table) -> SampleWorks:
     """
     Return the work of measured records.
 
@@ -49,7 +49,7 @@ def samples_to_plan(policy: PlanPolicy, table: Table, files: Sequence[DataFile] 
         table: Measurements of the records; shape (num_records, num_columns).
         files: Files of the data, for mixes of them.
     """
-    works = record_works(policy.work, table).flops if policy.uses_works and policy.work is not None else None
+    works = works_of_records(policy.work, table).flops if policy.uses_works and policy.work is not None else None
     lengths = column(table, "length").astype(np.int64)
     if (empty := np.flatnonzero((lengths == 0) & (column(table, "bad") == 0))).size:
         fact = f"{counted(empty.size, 'sample')} of {len(lengths):,} {verb_for(empty.size, 'has', 'have')} no token"
@@ -58,7 +58,7 @@ def samples_to_plan(policy: PlanPolicy, table: Table, files: Sequence[DataFile] 
     return RecordLengths(lengths=lengths, sizes=tuple(size for _, size in records_by_source(files)), works=works)
 
 
-def plan_samples(
+def plan_first_epoch(
     name: str,
     policy: PlanPolicy,
     samples: RecordLengths,
@@ -68,7 +68,7 @@ def plan_samples(
     report: ReportProgress = lambda _: None,
 ) -> RawPlan:
     """
-    Build the raw plan of all epochs, or of the first, with a progress line.
+    Build the raw plan of epoch 0, which counts for all epochs unless each has its own plan.
 
     Args:
         name: Name of the split, for messages.
@@ -151,11 +151,11 @@ class PlannedEpochs:
 
     def _plan(self, epoch: int, future: Future[PackStats]) -> None:
         try:
-            future.set_result(self._plan_again(epoch))
+            future.set_result(self._plan_and_verify(epoch))
         except Exception as error:  # noqa: BLE001  # raised where the plan is asked for
             future.set_exception(error)
 
-    def _plan_again(self, epoch: int) -> PackStats:
+    def _plan_and_verify(self, epoch: int) -> PackStats:
         planner, counted_before = self.planner, self.records[epoch]
         plan = planner.plan(epoch)
         if (found := planner.record(plan)) != counted_before:

@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.app.planning.audit import check_images, check_repeatability, check_repeatability_first, compare_stored
+from packplan.app.planning.audit import check_images, check_repeatability, check_repeatability_first, recheck_stored
 from packplan.app.planning.split import KnownTable, Split
 from packplan.core.errors import DataSetError, RecordError, counted, verb_for
 from packplan.core.lengths import IntArray
@@ -77,7 +77,7 @@ def measure(split: Split, report: ReportProgress) -> Table:
     num_samples = len(stored.table) - len(bad.records)
     check_images(source, stored)
     if not missing and stored.repeatability is not None:
-        num = compare_stored(source, stored)
+        num = recheck_stored(source, stored)
         again = f"{counted(num, 'sample')} encoded again {verb_for(num, 'has', 'have')} the same"
         log.info("%s: the lengths of all %s are stored; %s", name, counted(num_samples, "sample"), again)
         bad.warn(name)

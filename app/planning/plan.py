@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs, plan_samples, samples_to_plan
+from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs, plan_first_epoch, samples_to_plan
 from packplan.app.planning.measure import measure
 from packplan.app.planning.split import Split
 from packplan.core.align import align_plan
@@ -144,7 +144,7 @@ def _build_plan(split: Split, world_size: int, report: ReportProgress) -> dict[s
         samples = samples_to_plan(policy, table, files)
         _require_drawable(split.recipe, policy, samples)
         log.info("%s: planning %s", name, counted(int(np.count_nonzero(samples.lengths)), "sample"))
-        raw = plan_samples(name, policy, samples, recipe=split.recipe, report=report)
+        raw = plan_first_epoch(name, policy, samples, recipe=split.recipe, report=report)
         stores.plans.save(key, raw)
     refuse_dropped(raw, lengths, policy)
     if name == "train":

@@ -14,7 +14,7 @@ import numpy as np
 
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
-from packplan.app.planning.epochs import PlannedEpochs, record_works
+from packplan.app.planning.epochs import PlannedEpochs, works_of_records
 from packplan.core.align import AlignedPlan, align_plan
 from packplan.core.checksum import plan_checksum
 from packplan.core.config.run import RunConfig
@@ -119,7 +119,7 @@ class Split:
     @cached_property
     def works(self) -> SampleWorks:
         """Work of each record of a measured split, which balances ranks."""
-        return record_works(self.work_model, self.table)
+        return works_of_records(self.work_model, self.table)
 
     def packs_of(self, epoch: int) -> Packs:
         """Return the packs of an epoch."""

@@ -12,7 +12,7 @@ from packplan.app.cli.command import (
     parse_arguments,
     run_command,
 )
-from packplan.app.wiring.runs import raise_on_all_ranks, read_config, require_inputs
+from packplan.app.wiring.runs import raising_on_all_ranks, read_config, require_inputs
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(parser, arguments)
 
     def command() -> None:
-        with raise_on_all_ranks():
+        with raising_on_all_ranks():
             config = read_config(options.config, options.overrides)
             require_inputs(config, loads=True)
 
@@ -31,10 +31,10 @@ def main(arguments: list[str] | None = None) -> int:
                 from packplan.app.sft.stream import prepare_stream, train_stream
                 from packplan.app.sft.train import train
                 from packplan.app.wiring.ranks import join_ranks
-                from packplan.app.wiring.trainers import without_progress
+                from packplan.app.wiring.trainers import hide_trainer_progress
 
             if options.quiet:
-                config = without_progress(config)
+                config = hide_trainer_progress(config)
         with join_ranks(config) as group:
             if config.custom.trainer_variant == "rollout":
                 train_stream(config, prepare_stream(config, group))

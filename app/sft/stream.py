@@ -14,9 +14,9 @@ import numpy as np
 from packplan.app.planning.log_lines import log_plan
 from packplan.app.planning.plan import Ranks, measure_and_plan
 from packplan.app.planning.schedule import accumulation_of, forced_batch_lines
-from packplan.app.sft.train import log_interruption, log_nothing_left, log_outcome, log_termination
+from packplan.app.sft.train import log_nothing_left, log_outcome, log_termination, logging_interruption
 from packplan.app.wiring.policies import require_mixes
-from packplan.app.wiring.ranks import lock_output
+from packplan.app.wiring.ranks import hold_output_lock
 from packplan.app.wiring.splits import open_splits
 from packplan.app.wiring.trainers import (
     build_stream_trainer,
@@ -50,7 +50,7 @@ def train_stream(config: RunConfig, trainer: StreamTrainer) -> None:
     Raises:
         PackplanError: Something the user can fix.
     """
-    with lock_output(config, trainer.group), log_interruption(trainer):
+    with hold_output_lock(config, trainer.group), logging_interruption(trainer):
         trainer.train()
     _log_end(config, trainer.group, trainer)
     if not trainer.was_terminated:

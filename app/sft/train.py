@@ -24,7 +24,7 @@ from packplan.app.planning.plan import Ranks, measure_and_plan, plan_epochs
 from packplan.app.planning.schedule import refuse_stream, split_schedule
 from packplan.app.planning.split import Split
 from packplan.app.wiring.policies import trained_work
-from packplan.app.wiring.ranks import lock_output
+from packplan.app.wiring.ranks import hold_output_lock
 from packplan.app.wiring.splits import open_splits
 from packplan.app.wiring.trainers import build_trainer, open_arguments, open_checkpoint, resume_facts
 from packplan.app.wiring.verdicts import decide_attention
@@ -51,7 +51,7 @@ def train(config: RunConfig, group: RankGroup) -> tuple[PlanTrainer, dict[str, S
     if splits["train"].epochs is not None:
         # While an epoch is trained, its plan and the next one are held, and no other.
         del splits["train"].raw, splits["train"].aligned
-    with lock_output(config, group), log_interruption(trainer):
+    with hold_output_lock(config, group), logging_interruption(trainer):
         trainer.train()
     _log_end(config, trainer)
     return trainer, splits
@@ -184,7 +184,7 @@ def _log_end(config: RunConfig, trainer: PlanTrainer) -> None:
 
 
 @contextmanager
-def log_interruption(trainer: CheckedTrainer) -> Iterator[None]:
+def logging_interruption(trainer: CheckedTrainer) -> Iterator[None]:
     """
     Log on rank 0 how many steps training did, and its last checkpoint, when Ctrl-C ends it.
     """

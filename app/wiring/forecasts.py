@@ -16,7 +16,7 @@ import torch
 
 from packplan.adapters.files import make_folder
 from packplan.adapters.forecast.calibration import measure_steps
-from packplan.adapters.forecast.memory import OutlineTrainer, StepTracer, fake_ranks
+from packplan.adapters.forecast.memory import OutlineTrainer, StepTracer, using_fake_ranks
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.video_reading import has_separate_video_pass
@@ -49,7 +49,7 @@ _NOT_TRACED = (
 """Settings that need a GPU, that the tracer accounts for by itself, or that no step uses."""
 
 
-def run_to_trace(config: RunConfig) -> RunConfig:
+def config_to_trace(config: RunConfig) -> RunConfig:
     """Return a run with settings that let its step be traced on this machine's CPU."""
     settings: Mapping[str, Any] = config.training.trainer
     kept = {name: value for name, value in settings.items() if name not in _NOT_TRACED}
@@ -79,7 +79,7 @@ def open_step_tracer(
     Args:
         config: The run.
         samples: Samples of `train`.
-        attention: Attention that was decided for `run_to_trace(config)`.
+        attention: Attention that was decided for `config_to_trace(config)`.
         sharding: Sharding of the model over the ranks.
         world_size: Number of ranks.
         accumulates: Whether a step has several microbatches.
@@ -87,7 +87,7 @@ def open_step_tracer(
     Raises:
         ModelError: The model cannot be traced.
     """
-    on_gpu, config = not config.training.trainer.get("use_cpu"), run_to_trace(config)
+    on_gpu, config = not config.training.trainer.get("use_cpu"), config_to_trace(config)
     cpu = torch.device("cpu")
     model = open_model(config.model, config.training, attention=attention, device=cpu, outline=True)
     template = samples.template
@@ -95,12 +95,12 @@ def open_step_tracer(
     arguments = make_training_arguments(config, gradient_accumulation_steps=1)
     if samples.takes_images and (world_size > 1 or config.training.freeze_llm):
         separately = sharding == "fsdp2" and has_separate_video_pass(template)
-        DummyImage.from_model(model, template).run_in_every_batch(passes=1 + separately)
+        DummyImage.from_model(model, template).hook_every_batch(passes=1 + separately)
     trainer = OutlineTrainer(
         group=OneRank(), attention=attention, eval_dataset=None, reduction=config.training.loss_reduction, model=model,
         args=arguments, template=template, train_dataset=None,
     )  # fmt: skip
-    with fake_ranks(world_size) if sharding == "fsdp2" else nullcontext():
+    with using_fake_ranks(world_size) if sharding == "fsdp2" else nullcontext():
         yield StepTracer(trainer, sharding, world_size, accumulates, on_gpu)
 
 
@@ -108,7 +108,7 @@ _MAX_EVAL_PACKS = 8
 """Most packs of each rank that are evaluated."""
 
 
-def run_to_time(config: RunConfig) -> RunConfig:
+def config_to_time(config: RunConfig) -> RunConfig:
     """
     Return a run that starts from the beginning, evaluates and saves at its last step alone, and
     logs each step or none: a logged step takes longer, as it computes the accuracy of tokens.
@@ -142,7 +142,7 @@ def forecast_time(
 
     Args:
         config: The run.
-        trainer: Trainer of `run_to_time(config)`, ready to train.
+        trainer: Trainer of `config_to_time(config)`, ready to train.
         splits: The planned splits.
         group: All ranks.
     """
@@ -203,14 +203,14 @@ def time_packs(
         gradient_accumulation_steps=before.gradient_accumulation_steps, num_train_epochs=REPEATS,
         batch_size=before.batch_size, shuffle=False, sync_at=sync_point_of(config),
     )  # fmt: skip
-    evaluated = _first_packs(splits["eval"], before.world_size) if trainer.eval_dataset is not None else None
+    evaluated = _with_first_packs(splits["eval"], before.world_size) if trainer.eval_dataset is not None else None
     _replace_packs(trainer, stats, schedule, evaluated)
     terms = StepTerms.from_epoch(
         EpochStats.from_schedule(stats, schedule, 0), splits["train"].works,
         sync_at=schedule.sync_at,
     )  # fmt: skip
     forward = None if evaluated is None else evaluation_terms(config, evaluated)
-    with _temporary_output(trainer, group):
+    with _using_temporary_output(trainer, group):
         return measure_steps(trainer, terms, evaluation_terms=forward, clock=clock)
 
 
@@ -234,7 +234,7 @@ def _replace_packs(trainer: PlanTrainer, stats: PackStats, schedule: EpochSchedu
         trainer.eval_dataset.packs = evaluated.raw.packs
 
 
-def _first_packs(planned: Split, world_size: int) -> Split:
+def _with_first_packs(planned: Split, world_size: int) -> Split:
     """Return a split with only the first packs of its evaluation plan."""
     count = min(len(planned.raw.packs), _MAX_EVAL_PACKS * world_size * planned.aligned.batch_size)
     raw = attrs.evolve(planned.raw, packs=planned.raw.packs[:count])
@@ -257,7 +257,7 @@ def _pause_intervals(config: RunConfig, schedule: EpochSchedule) -> tuple[int, i
 
 
 @contextmanager
-def _temporary_output(trainer: PlanTrainer, group: RankGroup) -> Iterator[None]:
+def _using_temporary_output(trainer: PlanTrainer, group: RankGroup) -> Iterator[None]:
     """Let all ranks write into one folder beside the trainer's own, which is removed at the end."""
     folder = Path(trainer.args.output_dir) / "calibrating"
     make_folder(folder)

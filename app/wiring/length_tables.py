@@ -26,11 +26,11 @@ NO_LIMIT = 2**31 - 1
 """Packing length for measuring without a run, so large that no sample is truncated to it."""
 
 
-def run_to_measure(
+def config_to_measure(
     data: Sequence[str], output: Path, *, model: str | None, path: str | None, overrides: Sequence[str]
 ) -> RunConfig:
     """
-    Return a run for measuring data without training; its artefacts are in `store_folder`.
+    Return a run for measuring data without training; its artefacts are in `interim_folder`.
 
     Args:
         data: Data files; empty where a YAML names them.
@@ -46,7 +46,7 @@ def run_to_measure(
         "model": {"model": model},
         "custom": {"train_jsonl": list(data)},
         "template": {"max_length": NO_LIMIT},
-        "training": {"output_dir": str(store_folder(output)), "packing": False},
+        "training": {"output_dir": str(interim_folder(output)), "packing": False},
     }
     if path is None:
         config = resolve_inputs(parse_config(own, "packplan measure", trainer_keys(), overrides=overrides))
@@ -56,12 +56,12 @@ def run_to_measure(
     custom = attrs.evolve(
         custom, train_jsonl=tuple(dict.fromkeys([*custom.train_jsonl, *custom.val_jsonl])), val_jsonl=(),
         fusion_config=None, fusion_schedule=None, records_cache=str(records_cache(config)),
-        media_cache=custom.media_cache or str(store_folder(output) / "media"),
+        media_cache=custom.media_cache or str(interim_folder(output) / "media"),
     )  # fmt: skip
-    return attrs.evolve(config, custom=custom, training=attrs.evolve(training, output_dir=str(store_folder(output))))
+    return attrs.evolve(config, custom=custom, training=attrs.evolve(training, output_dir=str(interim_folder(output))))
 
 
-def store_folder(output: Path) -> Path:
+def interim_folder(output: Path) -> Path:
     """Return the folder that keeps measurements until the table *output* is written."""
     return output.with_name(f"{output.name}.measuring")
 
@@ -77,13 +77,13 @@ def refuse_other_output(output: Path) -> None:
 
 @contextlib.contextmanager
 def name_output_errors(output: Path) -> Iterator[None]:
-    """Turn StaleError of the table, or of measurements kept for it, to ConfigError by --output."""
+    """In the block, turn StaleError of the table or its measurements to ConfigError by --output."""
     try:
         yield
     except StaleError as error:
         if error.kind not in {"stale_lengths", "table_lengths"}:
             raise
-        reason = f"{error}; name another file, or remove it and {store_folder(output)}"
+        reason = f"{error}; name another file, or remove it and {interim_folder(output)}"
         raise ConfigError.for_key("--output", reason) from None
 
 
@@ -114,7 +114,7 @@ def open_known_lengths(path: str | Path, source: LengthSource, *, key: str = "cu
 
 @contextlib.contextmanager
 def _name_key_errors(key: str, remedy: str = "") -> Iterator[None]:
-    """Turn ArgumentError to ConfigError by *key*, which names a table."""
+    """Turn ArgumentError in the block to ConfigError by *key*, which names a table."""
     try:
         yield
     except ArgumentError as error:
@@ -137,6 +137,6 @@ def publish_table(split: Split, stored: StoredRows, output: Path) -> None:
         for index, has_media in enumerate(num_media(stored.table).astype(bool).tolist())
     )
     write_length_table(stored, identities, output, key=source.fingerprint(), files=split.encoder.data_files())
-    folder = store_folder(output)
+    folder = interim_folder(output)
     with files.name_write_errors(folder):
         shutil.rmtree(folder)

@@ -20,7 +20,7 @@ from packplan.adapters.config.trainer_keys import SETTINGS_FILES, read_settings
 from packplan.adapters.ranks.environment import name_rendezvous_errors, read_world_size
 from packplan.adapters.ranks.torch_group import OneRank, TorchGroup, name_lost_ranks, weight_digests
 from packplan.adapters.versions import installed_version
-from packplan.app.wiring.runs import raise_on_all_ranks
+from packplan.app.wiring.runs import raising_on_all_ranks
 from packplan.core.config.identity import flat_values, rank_differences, shared_values
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, OutputError, RunError, UserError, counted, format_lines
@@ -52,7 +52,7 @@ def join_ranks(
     """
     given = {}
     if read_world_size() > 1:
-        with raise_on_all_ranks():
+        with raising_on_all_ranks():
             given = _rank_values(config, options)
     settings = config.training.trainer
     with open_rank_group(settings, use_cpu=use_cpu) as group:
@@ -161,7 +161,7 @@ def require_same_weights(group: RankGroup, model: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def lock_output(config: RunConfig, group: RankGroup, *, key: str = "training.output_dir") -> Iterator[None]:
+def hold_output_lock(config: RunConfig, group: RankGroup, *, key: str = "training.output_dir") -> Iterator[None]:
     """
     Make the folder that a run trains into, and keep other runs from training into it until the
     block ends; every rank calls this.

@@ -68,7 +68,7 @@ def resolve_inputs(config: Run) -> Run:
     Raises:
         ConfigError: A mix cannot be read or lacks a named file, or data cannot be copied.
     """
-    model = _find_model(config.model)
+    model = _resolve_model(config.model)
     custom = config.custom
     if custom.fusion_config is not None:
         custom = attrs.evolve(custom, train_jsonl=load_mixes(custom.fusion_config).files)
@@ -102,7 +102,7 @@ def _copy_remote_data(custom: CustomConfig, cache: Path, run: str) -> CustomConf
     return attrs.evolve(custom, train_jsonl=train, val_jsonl=val, source_names=custom.source_names | sources)
 
 
-def _find_model(model: ModelConfig) -> ModelConfig:
+def _resolve_model(model: ModelConfig) -> ModelConfig:
     if not is_hub_id(model.model):
         return model
     folder = find_cached_model(model.model) or (download_model(model.model) if model.download else None)
@@ -111,7 +111,7 @@ def _find_model(model: ModelConfig) -> ModelConfig:
 
 
 @contextlib.contextmanager
-def raise_on_all_ranks() -> Iterator[None]:
+def raising_on_all_ranks() -> Iterator[None]:
     """
     Check torchrun's environment, and raise an error of the block on all ranks: the others get it
     when they meet, instead of waiting for this one.

@@ -17,8 +17,8 @@ from packplan.adapters.samples.video_reading import has_separate_video_pass
 from packplan.adapters.trainer.arguments import (
     TrainingArguments,
     make_training_arguments,
-    setting_faults,
     shards_weights,
+    yield_setting_faults,
 )
 from packplan.adapters.trainer.checkpoints import (
     Checkpoint,
@@ -55,7 +55,7 @@ from packplan.core.stream import (
 log = logging.getLogger(__name__)
 
 
-def without_progress(config: RunConfig) -> RunConfig:
+def hide_trainer_progress(config: RunConfig) -> RunConfig:
     """Return a run whose trainer shows no progress, and hide transformers' own in this process."""
     disable_progress_bar()
     trainer = {"disable_tqdm": True, **config.training.trainer}
@@ -146,7 +146,7 @@ def open_arguments(config: RunConfig, *, world_size: int) -> TrainingArguments:
     """
     accumulation = accumulation_of(config, world_size=world_size)
     arguments = make_training_arguments(config, gradient_accumulation_steps=accumulation.gradient_accumulation_steps)
-    if found := tuple(setting_faults(arguments)):
+    if found := tuple(yield_setting_faults(arguments)):
         raise ConfigError("the section training", found)
     return arguments
 
@@ -201,7 +201,7 @@ def use_tower_in_each_batch(model: Any, template: Any, arguments: TrainingArgume
         )
         raise ConfigError.for_key("training.ddp_find_unused_parameters", reason)
     # Where ranks meet in each of its passes, one for images and one for videos, all take both.
-    dummy.run_in_every_batch(passes=1 + (shards_weights(arguments) and has_separate_video_pass(template)))
+    dummy.hook_every_batch(passes=1 + (shards_weights(arguments) and has_separate_video_pass(template)))
 
 
 def build_trainer(

@@ -16,7 +16,7 @@ import attrs
 from packplan.adapters.attention.shared_rows import attention_for_shared_rows
 from packplan.adapters.model_folder import config_digest, config_model_type, refuse_missing_layers
 from packplan.adapters.probe.probe import probe_config
-from packplan.adapters.probe.rows import device_and_precision, probe_loaded
+from packplan.adapters.probe.rows import device_and_precision, probe_ready_model
 from packplan.adapters.probe.small_model import open_model_config
 from packplan.adapters.stores.plans import DiskVerdictStore
 from packplan.adapters.trainer.arguments import runs_on_cpu
@@ -46,9 +46,9 @@ def decide_attention(config: RunConfig, *, isolated: bool) -> AttentionChoice:
     """
     on_cpu = runs_on_cpu(config.training.trainer)
     if isolated:  # a backend that does not run here is refused before the model is probed
-        _refuse_leak(config, _attention(config, None, on_cpu=on_cpu))
+        _refuse_leak(config, _choose_attention(config, None, on_cpu=on_cpu))
     verdict = probe_unless_stored(config) if needs_verdict(config) else None
-    attention = _attention(config, verdict, on_cpu=on_cpu)
+    attention = _choose_attention(config, verdict, on_cpu=on_cpu)
     if isolated:
         _refuse_leak(config, attention)
     return attention_for_shared_rows(attention) if config.training.sequence_parallel_size > 1 else attention
@@ -64,8 +64,8 @@ def require_packing_model(config: RunConfig) -> PackingVerdict | None:
     """
     if config.command is not None or not config.training.packing:
         return None
-    _refuse_leak(config, _attention(config, None, on_cpu=False))
-    if _attention(config, None, on_cpu=runs_on_cpu(config.training.trainer)).leak is not None:
+    _refuse_leak(config, _choose_attention(config, None, on_cpu=False))
+    if _choose_attention(config, None, on_cpu=runs_on_cpu(config.training.trainer)).leak is not None:
         return None
     return decide_attention(config, isolated=True).verdict
 
@@ -117,14 +117,14 @@ def probe_loaded_model(config: RunConfig, model: Any, verdict: PackingVerdict, *
             )
     # `packplan check` looks at models that do not pass, too. Ranks of a row are asked together.
     elif verdict.passes and (size > 1 or place not in verdict.loaded_on):
-        measured = probe_loaded(model, native=verdict.native, named=config.model.attn_impl)
+        measured = probe_ready_model(model, native=verdict.native, named=config.model.attn_impl)
         log.info("the loaded model (%s) was asked too: %s", place, measured)
         verdict = attrs.evolve(verdict, loaded_on=(*verdict.loaded_on, place))
     if keep:
         store_verdict(config, verdict)
 
 
-def _attention(config: RunConfig, verdict: PackingVerdict | None, *, on_cpu: bool) -> AttentionChoice:
+def _choose_attention(config: RunConfig, verdict: PackingVerdict | None, *, on_cpu: bool) -> AttentionChoice:
     """Return the attention of a run here; ModelError if `model.attn_impl` cannot be taken."""
     flash_installed = find_spec("flash_attn") is not None
     return choose_attention(config.model.attn_impl, verdict, flash_installed=flash_installed, on_cpu=on_cpu)

@@ -7,7 +7,7 @@ import attrs
 import torch
 from transformers import TrainerCallback
 
-from packplan.adapters.attention import native_attention
+from packplan.adapters.attention import using_native_attention
 from tests.nearness import norm
 
 POWERS = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}
@@ -29,7 +29,7 @@ def token_losses(model: Any, encoded: dict[str, Any]) -> torch.Tensor:
     if encoded.get("mm_token_type_ids") is not None:
         inputs["mm_token_type_ids"] = torch.as_tensor(encoded["mm_token_type_ids"]).clone().view(1, -1)
     labels = torch.tensor(encoded["labels"])[1:]
-    with native_attention(model):
+    with using_native_attention(model):
         rows = torch.log_softmax(model(**inputs).logits[0, :-1].double(), -1)[labels != -100]
     return -rows.gather(-1, labels[labels != -100][:, None])[:, 0]
 

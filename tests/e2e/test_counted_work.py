@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from benchmarks.work import image_flops, position_flops
-from packplan.adapters.probe.small_model import SmallModels, hide_warnings
+from packplan.adapters.probe.small_model import SmallModels, hiding_warnings
 from packplan.core.work.model import WorkModel
 from tests.made.vision_models import VISION_FAMILIES
 from tools.families import default_config
@@ -124,7 +124,7 @@ TEXTS = (
 @pytest.mark.parametrize("family", [*TEXTS, "qwen2_vl", "qwen3_vl_moe", "qwen3_5"])
 def test_torch_counts_about_the_same_in_families_that_keys_describe(family):
     """Within 2 % in a small copy, by its configuration alone, of a sample or a longer row."""
-    with hide_warnings():
+    with hiding_warnings():
         model = SmallModels(default_config(family)).build(attention="eager")
     # The kernels that compute experts together are not counted.
     model.set_experts_implementation("eager")

@@ -8,9 +8,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from packplan.adapters.attention import set_attention
-from packplan.adapters.probe.rows import probe_loaded
+from packplan.adapters.probe.rows import probe_ready_model
 from packplan.adapters.probe.shrink import shrink
-from packplan.adapters.probe.small_model import SmallModels, diversify_weights, hide_warnings
+from packplan.adapters.probe.small_model import SmallModels, diversify_weights, hiding_warnings
 from packplan.adapters.proof.comparison import difference_limit
 from packplan.app import check
 from packplan.app.wiring.runs import read_config
@@ -47,7 +47,7 @@ def sections(demo, text_jsonl, tmp_path):
         own = {key: sizes[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
         plain = default_config(family)
         config = type(plain)(**{**shrink(plain.to_dict()), **own})
-        with hide_warnings(), torch.random.fork_rng(devices=[]):
+        with hiding_warnings(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         diversify_weights(model)
@@ -81,10 +81,10 @@ def test_a_family_packs_the_whole_way_of_training(write_run, sections, tmp_path,
     assert ["cpu, float32"] == verdict["loaded_on"]
     # In 16 bits, rounding stays within the limit of the type and of the depth.
     verdict = PackingVerdict.from_dict({**verdict, "measured": None})
-    with hide_warnings():
+    with hiding_warnings():
         model = SmallModels(default_config(family)).build(attention=verdict.native).bfloat16()
     set_attention(model, choose_attention("auto", verdict))
-    probe_loaded(model, native=verdict.native, named="auto")
+    probe_ready_model(model, native=verdict.native, named="auto")
     assert difference_limit(model) < 0.16
 
 

@@ -9,7 +9,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from benchmarks.memory import allocator_peak
 from packplan.app.plan.__main__ import main
 from packplan.app.plan.fit import forecast_memory
-from packplan.app.wiring.forecasts import open_step_tracer, run_to_trace
+from packplan.app.wiring.forecasts import config_to_trace, open_step_tracer
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.splits import open_splits
 from packplan.app.wiring.verdicts import decide_attention
@@ -80,7 +80,7 @@ def test_each_rank_of_fsdp_holds_its_part(write_small):
 def test_ranks_of_fsdp_run_the_tower_for_videos_too(write_small, sharding, num_passes):
     """As in training, where ranks that gather the tower's weights wait for each of its passes."""
     config = read_config(asked(write_small("qwen3_vl")))
-    attention, samples = decide_attention(run_to_trace(config), isolated=True), open_splits(config)["train"].encoder
+    attention, samples = decide_attention(config_to_trace(config), isolated=True), open_splits(config)["train"].encoder
     passes, options = [], {"sharding": sharding, "world_size": 2, "accumulates": False}
 
     with open_step_tracer(config, samples, attention=attention, **options) as tracer:
@@ -95,7 +95,7 @@ def test_attention_of_a_gpu_is_one_kernel_for_all_samples(on_gpu, write_run):
     """On a GPU many samples take the tensors and the memory of few; on a CPU, more tensors."""
     path = asked(write_run("qwen2", training={"bf16": True, "use_cpu": not on_gpu}))
     config = read_config(path)
-    attention, samples = decide_attention(run_to_trace(config), isolated=True), open_splits(config)["train"].encoder
+    attention, samples = decide_attention(config_to_trace(config), isolated=True), open_splits(config)["train"].encoder
     sample, options = samples.encode(0), {"sharding": "ddp", "world_size": 1, "accumulates": False}
 
     def blocks(*lengths):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from packplan.adapters.trainer.trainer import model_inputs
+from packplan.adapters.trainer.trainer import logit_inputs
 from packplan.app import check
 from packplan.app.wiring.runs import read_config
 
@@ -64,7 +64,7 @@ def test_dft_weighs_each_token_by_its_probability(write_run, ready):
     with torch.no_grad():
         batch = next(iter(trainer.get_train_dataloader()))
         inputs = trainer._prepare_inputs(dict(batch))
-        logits, labels = trainer.model.eval()(**model_inputs(inputs)).logits, inputs["labels"]
+        logits, labels = trainer.model.eval()(**logit_inputs(inputs)).logits, inputs["labels"]
         kept = labels[0, 1:] != -100
         chosen = torch.log_softmax(logits[0, :-1].float(), -1)[kept].gather(1, labels[0, 1:][kept, None])
         expected = float((-chosen * chosen.exp()).mean())

@@ -20,7 +20,7 @@ from packplan.adapters.attention import NAME, set_attention
 from packplan.adapters.attention.rows import read_row, run_by_sample
 from packplan.adapters.probe import rows
 from packplan.adapters.probe.probe import probe_config
-from packplan.adapters.probe.rows import measure_images, probe_loaded
+from packplan.adapters.probe.rows import probe_images, probe_ready_model
 from packplan.adapters.probe.shrink import shrink
 from packplan.adapters.probe.small_model import SmallModels, open_model_config
 from packplan.adapters.proof.comparison import compare, difference_limit, experts_may_differ, run_alone
@@ -274,10 +274,10 @@ def test_models_that_leak_are_refused_with_the_numbers(config, shows, reason):
 def test_images_that_see_each_other_are_found(family):
     """In each form in which towers take images; rows of text would not show it."""
     model = SmallModels(default_config(family)).build(attention="sdpa")
-    assert 0 == measure_images(model, native="sdpa").isolation
+    assert 0 == probe_images(model, native="sdpa").isolation
     blur(model)
 
-    assert measure_images(model, native="sdpa").isolation > 0
+    assert probe_images(model, native="sdpa").isolation > 0
 
 
 CODE = """
@@ -437,7 +437,7 @@ def test_the_loaded_model_is_asked_and_left_as_it_was(precision):
     model.model.norm = torch.nn.Sequential(model.model.norm, torch.nn.Dropout(0.5))
     name = model.config._attn_implementation
 
-    measured = probe_loaded(model, native="sdpa", named="auto")
+    measured = probe_ready_model(model, native="sdpa", named="auto")
 
     assert 0 == measured.isolation
     assert measured.equality < difference_limit(model)
@@ -470,7 +470,7 @@ def test_two_right_ways_to_compute_a_model_are_within_the_limit(family, precisio
 def test_a_loaded_model_is_refused_with_the_numbers(fault, says):
     """By a gradient that rounding hides in logits; by samples under transformers' attention."""
     with pytest.raises(ModelError, match=says):
-        probe_loaded(loaded(faulty(fault)), native="sdpa", named="auto")
+        probe_ready_model(loaded(faulty(fault)), native="sdpa", named="auto")
 
 
 @pytest.fixture

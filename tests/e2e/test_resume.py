@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from packplan.adapters.hf.following import ServesPacks
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app import sft
-from packplan.app.wiring.ranks import lock_output
+from packplan.app.wiring.ranks import hold_output_lock
 from packplan.app.wiring.runs import read_config
 from packplan.core.errors import ConfigError, OutputError, StaleError
 from tests.e2e import rank_main
@@ -222,7 +222,7 @@ def test_ranks_meet_where_rank_zero_cannot_write(write_run):
     config = read_config(write_run("qwen2", training={"output_dir": "/dev/null/run"}))
     for rank, error, says in ((0, OutputError, "/dev/null/run cannot be written"), (1, ConfigError, "rank 0 cannot")):
         group = Mock(rank=rank, **{"any.return_value": True})
-        with pytest.raises(error, match=says), lock_output(config, group):
+        with pytest.raises(error, match=says), hold_output_lock(config, group):
             raise AssertionError
         group.any.assert_called_once_with(rank == 0)
 
@@ -230,6 +230,6 @@ def test_ranks_meet_where_rank_zero_cannot_write(write_run):
 def test_two_runs_do_not_train_into_one_folder(write_run, tmp_path, capsys):
     """The second is refused by key, as long as the first trains."""
     path = write_run("qwen2", training=KEYS)
-    with lock_output(read_config(path), OneRank()):
+    with hold_output_lock(read_config(path), OneRank()):
         assert 2 == sft.main([str(path)])
     assert re.search(r"training\.output_dir: is .*which another run trains into", capsys.readouterr().err)

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from packplan.adapters.attention import set_attention
 from packplan.adapters.attention.shared_rows import (
     attention_for_shared_rows,
-    compute_whole_rows,
+    computing_whole_rows,
     context_parallel,
     share_rows,
 )
-from packplan.adapters.probe.rows import probe_loaded
+from packplan.adapters.probe.rows import probe_ready_model
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.equality import VARLEN, AttentionChoice
 from packplan.core.errors import MismatchError, ModelError
@@ -112,7 +112,7 @@ def in_model(*, family, checkpointing=False, **sizes):
     def logits():
         return [{"": model(**given).logits.detach()} for given in ({"input_ids": ids.view(2, -1)}, batch)]
 
-    with compute_whole_rows():
+    with computing_whole_rows():
         expected, gradients = taken(labels=labels)
         due = logits()
     found = [apart(*pair) for pair in zip(logits(), due, strict=True)]
@@ -122,7 +122,7 @@ def in_model(*, family, checkpointing=False, **sizes):
         for gradient in own.values():
             dist.all_reduce(gradient.div_(dist.get_world_size()))
         found += [apart(loss, expected), apart(own, gradients)]
-    isolation = probe_loaded(model, native="eager", named=VARLEN).isolation
+    isolation = probe_ready_model(model, native="eager", named=VARLEN).isolation
     with pytest.raises(MismatchError, match="were given different ones"):
         model(**{**batch, "input_ids": ids + dist.get_rank()})
     return [math.inf if isolation else 0.0, *(distance / FLOAT32 for distance in found)]

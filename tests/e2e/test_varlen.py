@@ -88,7 +88,7 @@ def drawn(model, lengths):
 def difference(model, lengths):
     """Return the largest difference of a row from its samples alone under transformers' sdpa."""
     row = drawn(model, lengths)
-    with attention.native_attention(model):
+    with attention.using_native_attention(model):
         alone = run_alone(model, row.samples)
     found = compare_row(model, row, alone)
     assert 0 == found.isolation
@@ -206,7 +206,7 @@ def test_a_layout_is_what_the_models_mask_means(lengths, window, overlay, share_
         assert found.masks is None
         assert sum(found.lengths) == total
     query, key, value = tensors(total, key_heads=2 if share_heads else 4)
-    ours = varlen.attend_within(query, key, value, found, dropout=0.0, scaling=0.3)
+    ours = varlen.attend_within_blocks(query, key, value, found, dropout=0.0, scaling=0.3)
     torch.testing.assert_close(ours, reference(query, key, value, expected, 0.3))
 
 
@@ -289,9 +289,9 @@ def test_a_gpu_takes_the_fused_kernel_or_says_once_why_not(caplog, kind, key_hea
     def found(dtype, *, autocast=False):
         parts = [part.bfloat16().to(dtype) for part in tensors(37, key_heads=key_heads)]
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return varlen.attend_within(*parts, layout, dropout=0.0, scaling=0.3)
+            return varlen.attend_within_blocks(*parts, layout, dropout=0.0, scaling=0.3)
 
-    with caplog.at_level("INFO"), varlen.trace_as_on_gpu(), AsOnGpu() as gpu:
+    with caplog.at_level("INFO"), varlen.tracing_as_on_gpu(), AsOnGpu() as gpu:
         blocks = [found(torch.float32) for _ in range(2)][-1]
         assert (0, 1) == (len(gpu.asked), caplog.text.count("it computes in float32"))
         fused = [found(torch.bfloat16), found(torch.float32, autocast=True)]
@@ -314,7 +314,7 @@ def test_the_fused_kernel_gives_what_the_definition_gives(kind, key_heads, size,
     mask = (dense(layout) if layout.is_causal else blocks).cuda()
     results = []
     for inputs, output in (
-        (parts, varlen.attend_within(*parts, layout, dropout=0.0, scaling=0.1)),
+        (parts, varlen.attend_within_blocks(*parts, layout, dropout=0.0, scaling=0.1)),
         (exact, reference(*exact, mask, 0.1)),
     ):
         results.append((output, *torch.autograd.grad(output.double().square().sum(), inputs, retain_graph=True)))
@@ -365,7 +365,7 @@ def test_a_vision_tower_attends_once_a_layer(opened, name):
 
     ours = look()
     assert len(tower.blocks) == len(calls)
-    with attention.native_attention(model):
+    with attention.using_native_attention(model):
         expected = look()
     project_patches(tower)
     projected = look()
@@ -393,7 +393,7 @@ def test_what_is_no_packed_row_is_left_to_transformers(opened, name):
             return generated, *padded, model(input_ids=ids[1:2], attention_mask=left[1:2]).logits
 
     ours = run()
-    with attention.native_attention(model):
+    with attention.using_native_attention(model):
         expected = run()
 
     assert all(torch.equal(*pair) for pair in zip(expected, ours, strict=True))

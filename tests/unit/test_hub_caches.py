@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from packplan.adapters.model_folder import config_model_type, download_command, find_cached_model, is_hub_id
-from packplan.app.wiring.runs import _find_model
+from packplan.app.wiring.runs import _resolve_model
 from packplan.core.config.run import ModelConfig
 from packplan.core.errors import ConfigError
 
@@ -62,6 +62,6 @@ def test_what_is_missing_comes_with_the_command_that_downloads_it(tmp_path, monk
     hold(tmp_path / "org" / "name")
     assert not is_hub_id("org/name")
     with pytest.raises(ConfigError, match=r"`modelscope download --model org/other`, or set model.download: true"):
-        config_model_type(_find_model(ModelConfig(model="org/other")))
+        config_model_type(_resolve_model(ModelConfig(model="org/other")))
     monkeypatch.setenv("USE_HF", "true")
     assert "hf download org/name" == download_command("org/name")

@@ -6,7 +6,7 @@ import attrs
 import numpy as np
 import pytest
 
-from packplan.app.planning.epochs import record_works
+from packplan.app.planning.epochs import works_of_records
 from packplan.app.planning.schedule import balanced_sync_point
 from packplan.app.wiring.policies import split_policy, trained_work
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
@@ -72,7 +72,7 @@ def test_work_is_that_of_the_models_sizes(tmp_path, training, passes):
     work, estimated = trained_work(run(str(tmp_path), **training))
 
     assert (model, None) == (work, estimated)
-    assert model.sample_flops([8]).tolist() == record_works(work, TABLE[:1]).flops.tolist()
+    assert model.sample_flops([8]).tolist() == works_of_records(work, TABLE[:1]).flops.tolist()
 
 
 def test_a_model_that_is_not_known_counts_tokens_and_squares(tmp_path):

@@ -24,7 +24,7 @@ import torch
 from transformers import Trainer
 
 from packplan.adapters.trainer.checkpoints import progress_entry
-from packplan.adapters.trainer.loader import Batch, PackLoader, drop_pack_rates, zero_weights
+from packplan.adapters.trainer.loader import Batch, PackLoader, drop_pack_rates, with_zero_weights
 from packplan.adapters.trainer.streams.dataset import LENGTHS, PROGRESS, ShardEnd, ShardProgress, StreamCollator
 from packplan.adapters.trainer.trainer import CheckedTrainer
 from packplan.adapters.trainer_state import add_digest_on_save
@@ -119,7 +119,7 @@ class StreamTrainer(CheckedTrainer):
         self, epoch_iterator: Iterator[Batch | ShardEnd], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], Any]:
         """
-        Return the packs of a rank's next step; end the epoch and return none if there is no step.
+        Return the packs of the next step; none ends the epoch; DataSetError if it had no step.
         """
         del num_batches  # a guess of the trainer
         size, batches = self.args.gradient_accumulation_steps, self._note_progress(epoch_iterator)
@@ -154,7 +154,7 @@ class StreamTrainer(CheckedTrainer):
         """Return a pack whose tokens weigh 0, for a rank that has no packs left."""
         # It follows from the window and the data, so that a resumed run draws the same dropout.
         batch = window[-1] if window else self.data_collator.collate([self.train_dataset.filler_pack()])
-        return {**zero_weights(batch), LENGTHS: ()}
+        return {**with_zero_weights(batch), LENGTHS: ()}
 
     def _no_step_reason(self) -> str:
         packs = counted(self.args.gradient_accumulation_steps, "pack")
