@@ -27,7 +27,7 @@ from packplan.adapters.samples.measurer import AT_ONCE, SwiftMeasurer
 from packplan.app.wiring.splits import open_encoders
 from packplan.core.config.run import RunConfig, TemplateConfig
 from tools.demo.tiny_models import write_model
-from tools.demo.videos import made_videos
+from tools.demo.videos import video_specs
 
 SAMPLES = {
     "chat": (4096, 1024),
@@ -107,7 +107,7 @@ def _write(folder: Path, kind: str, total: int) -> RunConfig:
         return config_of(folder, folder / "text", data, TemplateConfig(max_length=8192))
     write_model(folder / "model", MODEL_TYPE, TEXT, seed=0)
     if kind == "video":
-        videos = write_videos(folder, made_videos(min(total, NUM_VIDEOS)))
+        videos = write_videos(folder, video_specs(min(total, NUM_VIDEOS)))
         records = [record("What?", "A bar.", videos=[str(videos[place % len(videos)])]) for place in range(total)]
         data = write_records(folder / "v.jsonl", records)
         return config_of(folder, folder / "model", data, VIDEOS)

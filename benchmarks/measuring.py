@@ -22,7 +22,7 @@ from packplan.app.wiring.splits import open_splits
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.samples.tables import MeasuredSample, RecordOutcome
 from tools.demo.tiny_models import write_model
-from tools.demo.videos import MadeVideo, made_videos
+from tools.demo.videos import VideoSpec, video_specs
 
 KINDS: dict[str, tuple[int, tuple[int, int] | None]] = {
     "text": (1600, None),
@@ -35,7 +35,7 @@ WAYS = ("headers", "full encode")
 
 VIDEO_MODELS = ("qwen2_5_vl", "qwen3_vl")
 
-CLIP, CLIP_FRAMES = MadeVideo(rate=Fraction(30), num_frames=900, size=(1280, 720)), 60
+CLIP, CLIP_FRAMES = VideoSpec(rate=Fraction(30), num_frames=900, size=(1280, 720)), 60
 """30 s at 720p, and the number of its frames that are sampled."""
 
 LIMIT_S = 3600.0
@@ -117,7 +117,7 @@ def measure_videos(number: int) -> tuple[list[LengthsRow], int, list[str]]:
     decoded = 0
     with TemporaryDirectory() as name:
         folder = Path(name)
-        videos = write_videos(folder, made_videos(number))
+        videos = write_videos(folder, video_specs(number))
         for model in VIDEO_MODELS:
             write_model(folder / model, model, TEXT, seed=0)
             quick, full = (video_lengths(folder / model, videos, in_full=in_full) for in_full in (False, True))
@@ -128,7 +128,7 @@ def measure_videos(number: int) -> tuple[list[LengthsRow], int, list[str]]:
     return [LengthsRow(clip, way, 1, 1 / cpu_s, 1000 * cpu_s) for way, cpu_s in spent.items()], decoded, differences
 
 
-def write_videos(folder: Path, videos: Sequence[MadeVideo]) -> list[Path]:
+def write_videos(folder: Path, videos: Sequence[VideoSpec]) -> list[Path]:
     """Encode videos into a folder; return their paths."""
     numbered = progress(enumerate(videos), desc="encoding", total=len(videos), leave=False)
     return [video.write(folder / f"{number:03d}_{video.codec}.{video.container}") for number, video in numbered]

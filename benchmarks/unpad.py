@@ -223,10 +223,10 @@ def _trainer(host: str, folder: str, options: argparse.Namespace) -> Any:  # noq
         TrainingArguments,
     )
 
-    from tools.demo.tiny_models import learned_tokenizer
+    from tools.demo.tiny_models import learn_tokenizer
 
     # ms-swift reads it from the folder, as that of its family.
-    tokenizer = learned_tokenizer([f"{' '.join(_WORDS)} " * 9]) if host in SWIFT else _tokenizer()
+    tokenizer = learn_tokenizer([f"{' '.join(_WORDS)} " * 9]) if host in SWIFT else _tokenizer()
     draw = random.Random(3)  # noqa: S311  # no secret
     lengths = _lengths(draw, options.longest)
 

@@ -78,9 +78,9 @@ MORE = {
 """Key -> page with more about it, relative to the written page."""
 
 
-def rewritten(page: str) -> str:
+def rewrite_lists(page: str) -> str:
     """Return a page with the current lists in its marked places."""
-    return _MARKED.sub(lambda found: "\n".join([found[1], *_part(found[2]), found[3]]), page)
+    return _MARKED.sub(lambda found: "\n".join([found[1], *_part_lines(found[2]), found[3]]), page)
 
 
 def key_table_text(keys: Mapping[str, TrainerKey], path: Path) -> str:
@@ -111,26 +111,26 @@ def grpo_table() -> str:
     return key_table_text(installed_keys(), GRPO_KEYS_FILE)
 
 
-def _part(name: str) -> Iterator[str]:
-    described = _named(name)
+def _part_lines(name: str) -> Iterator[str]:
+    described = _import_name(name)
     if isinstance(described, tuple):
         same: dict[tuple[str, str], list[str]] = {}
         for one in described:
             hosts = ", ".join(HOSTS[host] for host in one.hosts)
             same.setdefault((hosts, str(one).removesuffix(": remove it")), []).append(f"`{one.setting}`")
-        yield from _items([(", ".join(names), hosts, why) for (hosts, why), names in same.items()])
+        yield from _list_lines([(", ".join(names), hosts, why) for (hosts, why), names in same.items()])
     else:
-        yield from _sections(described, "")
+        yield from _section_lines(described, "")
 
 
-def _named(name: str) -> Any:
+def _import_name(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
     return getattr(import_module(module), attribute)
 
 
-def _sections(kind: type, path: str) -> Iterator[str]:
+def _section_lines(kind: type, path: str) -> Iterator[str]:
     """Yield the lists of a class: its own keys first, then those of each section below it."""
-    docstrings = _docstrings(kind)
+    docstrings = _field_docstrings(kind)
     rows, below = [], []
     for field in attrs.fields(attrs.resolve_types(kind)):
         plain = _without_none(field.type)
@@ -144,22 +144,22 @@ def _sections(kind: type, path: str) -> Iterator[str]:
             rows.append(
                 (
                     f"`{field.name}`",
-                    "; ".join(filter(None, (_type(plain), _default(field)))),
-                    _meaning(f"{path}{field.name}", docstrings[field.name]),
+                    "; ".join(filter(None, (_type_text(plain), _default_text(field)))),
+                    _linked_meaning(f"{path}{field.name}", docstrings[field.name]),
                 )
             )
-            if item := _item(plain):
+            if item := _item_class(plain):
                 below.append((item, f"{path}{field.name}[]."))
     if path:
         about = re.sub(r"^`[\w.]+`: ", "", inspect.getdoc(kind) or "")
         yield from (f"## `{path}`", "", about[:1].upper() + about[1:])
     if rows:
-        yield from _items(rows)
+        yield from _list_lines(rows)
     for section, section_path in below:
-        yield from _sections(section, section_path)
+        yield from _section_lines(section, section_path)
 
 
-def _docstrings(kind: type) -> dict[str, str]:
+def _field_docstrings(kind: type) -> dict[str, str]:
     """Return the docstring below each field of a class, on one line."""
     (tree,) = ast.parse(inspect.getsource(kind)).body
     assert isinstance(tree, ast.ClassDef)  # noqa: S101  # it is the source of a class
@@ -177,13 +177,13 @@ def _without_none(kind: Any) -> Any:
     return inner
 
 
-def _item(kind: Any) -> Any:
+def _item_class(kind: Any) -> Any:
     """Return the class of a list's items, or None if they have no keys of their own."""
     item: Any = next(iter(typing.get_args(kind)), None)
     return item if attrs.has(item) else None
 
 
-def _type(kind: Any) -> str:
+def _type_text(kind: Any) -> str:
     if typing.get_origin(kind) is typing.Literal:
         return ", ".join(f"`{choice}`" for choice in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
@@ -192,7 +192,7 @@ def _type(kind: Any) -> str:
     return "mapping" if typing.get_origin(kind) is dict else _TYPES[kind]
 
 
-def _default(field: Any) -> str:
+def _default_text(field: Any) -> str:
     if field.default is attrs.NOTHING:
         return "needed"
     if field.default in {None, ()} or isinstance(field.default, attrs.Factory):  # type: ignore[arg-type]
@@ -202,12 +202,12 @@ def _default(field: Any) -> str:
     return f"`{', '.join(field.default) if isinstance(field.default, tuple) else field.default}`"
 
 
-def _meaning(path: str, docstring: str) -> str:
-    meaning = _NAMES.sub(lambda found: ", ".join(f"`{name}`" for name in _named(found[1])), docstring)
+def _linked_meaning(path: str, docstring: str) -> str:
+    meaning = _NAMES.sub(lambda found: ", ".join(f"`{name}`" for name in _import_name(found[1])), docstring)
     return f"{meaning} [More]({MORE[path]})" if path in MORE else meaning
 
 
-def _items(rows: Sequence[tuple[str, str, str]]) -> Iterator[str]:
+def _list_lines(rows: Sequence[tuple[str, str, str]]) -> Iterator[str]:
     """Yield a list of names, each with its kind and its meaning."""
     yield ""
     for name, kind, meaning in rows:
@@ -224,7 +224,7 @@ def main(arguments: list[str] | None = None) -> None:
     for page in parser.parse_args(arguments).pages:
         tables = {"trainer_keys.json": trainer_table, "grpo_keys.json": grpo_table}
         write = tables.get(page.name)
-        text = rewritten(page.read_text(encoding="utf-8")) if write is None else write()
+        text = rewrite_lists(page.read_text(encoding="utf-8")) if write is None else write()
         page.write_text(text, encoding="utf-8")
 
 

@@ -129,7 +129,7 @@ NOT_BUILT = {
 
 @attrs.frozen
 class VisionRow:
-    """Result of one family that sees."""
+    """Probed row of one family of vision models."""
 
     family: str
     template: str
@@ -147,14 +147,14 @@ def versions(*packages: str) -> str:
 
 
 def templates_that_pack() -> list[str]:
-    """Return the templates of models that see, of which ms-swift says that they pack."""
+    """Return the templates of vision models of which ms-swift says that they pack."""
     from swift.template import TEMPLATE_MAPPING
 
     return [name for name, meta in TEMPLATE_MAPPING.items() if meta.template_cls.support_padding_free]
 
 
 def families_page(verdicts: Sequence[PackingVerdict], *, date: str) -> str:
-    """Return the page of verdicts, without the section of models that see."""
+    """Return the page of verdicts, without the section of vision models."""
     passing = sum(one.passes for one in verdicts)
     measured = MEASURED.format(date=date, versions=versions(), passing=passing, all=len(verdicts))
     found = {one.strategy for one in verdicts}
@@ -173,31 +173,31 @@ def families_page(verdicts: Sequence[PackingVerdict], *, date: str) -> str:
     }
     parts = [
         "# Which models pack",
-        _wrapped(ABOUT),
-        _wrapped(measured),
-        "\n".join(map(_wrapped, TERMS)),
+        _wrap(ABOUT),
+        _wrap(measured),
+        "\n".join(map(_wrap, TERMS)),
         "## Families that pack",
         strategies,
         STARS,
-        joined_table(("strategy", "families"), packing),
+        grouped_table(("strategy", "families"), packing),
         "## Families that do not",
         DIFFERENT,
         table(("family", "isolation", "equality"), different),
-        _wrapped(UNPROVEN),
-        joined_table(("reason", "families"), by_value(unproven)),
+        _wrap(UNPROVEN),
+        grouped_table(("reason", "families"), names_by_value(unproven)),
     ]
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
 def vision_section(rows: Sequence[VisionRow], *, date: str) -> str:
-    """Return the section of models that see."""
+    """Return the section of vision models."""
     others = set(templates_that_pack()) - {row.template for row in rows}
     reasons = {name: NOT_BUILT.get(name, "not probed, or a package that it needs is missing") for name in others}
     about = ABOUT_VISION.format(date=date, versions=versions("ms-swift"))
     about_others = ABOUT_OTHERS.format(declared=len(others | {row.template for row in rows}), number=len(others))
     models = table(VISION_HEAD, map(vision_cells, rows))
-    templates = joined_table(("reason", "templates"), by_value(dict(sorted(reasons.items()))))
-    return f"{HEADING}\n\n{_wrapped(about)}\n\n{models}\n{_wrapped(about_others)}\n\n{templates}"
+    templates = grouped_table(("reason", "templates"), names_by_value(dict(sorted(reasons.items()))))
+    return f"{HEADING}\n\n{_wrap(about)}\n\n{models}\n{_wrap(about_others)}\n\n{templates}"
 
 
 def unproven_reason(reason: str) -> str:
@@ -206,20 +206,20 @@ def unproven_reason(reason: str) -> str:
 
 
 def vision_cells(row: VisionRow) -> tuple[str, ...]:
-    """Return the cells of a row of a family that sees."""
+    """Return the table cells of a row."""
     equality = f"differs: {', '.join(row.failed)}" if row.failed else f"{row.equality:.1e}"
     return (row.family, row.template, "headers" if row.headers else "full", equality)
 
 
-def by_value(values: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the names of each value, in order."""
+def names_by_value(values: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return value -> its names, in the order of first use."""
     names: dict[str, list[str]] = {}
     for name, value in values.items():
         names.setdefault(value, []).append(name)
     return names
 
 
-def joined_table(head: Sequence[str], names: Mapping[str, Sequence[str]]) -> str:
+def grouped_table(head: Sequence[str], names: Mapping[str, Sequence[str]]) -> str:
     """Return a Markdown table with a row for each key that has names."""
     return table(head, [(key, ", ".join(group)) for key, group in names.items() if group])
 
@@ -231,14 +231,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def with_families(page: str, text: str) -> str:
-    """Return a page with other families; its section of models that see stays."""
+def replace_families(page: str, text: str) -> str:
+    """Return a page whose families are replaced by *text*; its later sections stay."""
     rest = page[min((page.find(one) for one in (UNPADDED_HEADING, HEADING) if one in page), default=len(page)) :]
     return f"{text}\n{rest}" if rest else text
 
 
-def with_section(page: str, section: str) -> str:
-    """Return a page with another section of models that see."""
+def replace_vision(page: str, section: str) -> str:
+    """Return a page whose section of vision models is replaced."""
     return f"{page.partition(HEADING)[0].rstrip()}\n\n{section}".lstrip()
 
 
@@ -246,15 +246,15 @@ def probe_families(names: Sequence[str]) -> list[PackingVerdict]:
     """Return the verdicts on families, on all if none is named."""
     from tools.families import family_names, probe_family
 
-    return [probe_family(name) for name in progress(_chosen(names, family_names()), desc="probing", unit=" families")]
+    return [probe_family(name) for name in progress(_choose(names, family_names()), desc="probing", unit=" families")]
 
 
 def unpadded_section(reasons: Mapping[str, Mapping[str, str]], *, date: str) -> str:
     """Return the section of models that compute no padding; see `probe_unpadded`."""
-    about = _wrapped(ABOUT_UNPADDED.format(date=date, versions=versions()))
-    groups = by_value({name: _padding_in_words(one) for name, one in reasons.items()})
+    about = _wrap(ABOUT_UNPADDED.format(date=date, versions=versions()))
+    groups = names_by_value({name: _padding_in_words(one) for name, one in reasons.items()})
     groups = {words: ["all other families that pack"] if words == "every" else names for words, names in groups.items()}
-    return f"{UNPADDED_HEADING}\n\n{about}\n\n{joined_table(('padding that is left out', 'families'), groups)}"
+    return f"{UNPADDED_HEADING}\n\n{about}\n\n{grouped_table(('padding that is left out', 'families'), groups)}"
 
 
 def _padding_in_words(reasons: Mapping[str, str]) -> str:
@@ -263,8 +263,8 @@ def _padding_in_words(reasons: Mapping[str, str]) -> str:
     return "every" if not reasons else f"every but {' and '.join(f'{side} tokens' for side in reasons)}"
 
 
-def with_unpadded(page: str, section: str) -> str:
-    """Return a page with another section of models that compute no padding."""
+def replace_unpadded(page: str, section: str) -> str:
+    """Return a page whose section of models that compute no padding is replaced."""
     families, _, rest = page.partition(UNPADDED_HEADING)
     _, heading, vision = (rest or families).partition(HEADING)
     families = families.partition(HEADING)[0]
@@ -272,7 +272,7 @@ def with_unpadded(page: str, section: str) -> str:
 
 
 def probe_unpadded(names: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Return the padding that families that pack do not leave out -> the reason; see `unpad`."""
+    """Return family -> padding that `unpad` does not leave out there -> reason."""
     from packplan.adapters.probe.small_model import SmallModels, hiding_warnings
     from packplan.hf import unpad
     from tools.families import default_config, family_names
@@ -291,7 +291,7 @@ def probe_unpadded(names: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def probe_vision(names: Sequence[str]) -> list[VisionRow]:
-    """Return the results of families that see, of all if none is named."""
+    """Return the rows of vision families, of all if none is named."""
     from tests.made.pictures import write_scenes, write_sizes
     from tests.made.vision_models import VISION_FAMILIES
 
@@ -299,17 +299,17 @@ def probe_vision(names: Sequence[str]) -> list[VisionRow]:
         folder = Path(name)
         scenes, sizes = write_scenes(folder / "scenes", count=16), write_sizes(folder / "sizes")
         chosen = [
-            name for name in _chosen(names, list(VISION_FAMILIES)) if not _lacks(name, VISION_FAMILIES[name].needs)
+            name for name in _choose(names, list(VISION_FAMILIES)) if not _lacks(name, VISION_FAMILIES[name].needs)
         ]
-        return [_vision_row(folder, name, scenes, sizes) for name in progress(chosen, desc="probing", unit=" families")]
+        return [_probe_row(folder, name, scenes, sizes) for name in progress(chosen, desc="probing", unit=" families")]
 
 
-def _wrapped(text: str) -> str:
+def _wrap(text: str) -> str:
     indent = "  " if text.startswith("- ") else ""
     return textwrap.fill(" ".join(text.split()), 100, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def _chosen(names: Sequence[str], known: Sequence[str]) -> Sequence[str]:
+def _choose(names: Sequence[str], known: Sequence[str]) -> Sequence[str]:
     if unknown := sorted(set(names) - set(known)):
         message = f"{', '.join(unknown)}: no such family; there are {', '.join(known)}"
         raise PackplanError(message)
@@ -323,7 +323,7 @@ def _lacks(name: str, needs: tuple[str, str] | None) -> bool:
     return True
 
 
-def _vision_row(folder: Path, name: str, scenes: Path, sizes: Path) -> VisionRow:
+def _probe_row(folder: Path, name: str, scenes: Path, sizes: Path) -> VisionRow:
     from packplan.app.check import check
     from packplan.app.wiring.runs import read_config
     from packplan.app.wiring.splits import open_splits
@@ -382,15 +382,15 @@ def main(arguments: list[str] | None = None) -> int:
             results = (
                 "\n".join(f"{one.model_type}: {one.strategy or 'does not pack'}: {one}" for one in verdicts) + "\n"
             )
-            page = with_families(before, families_page(verdicts, date=date))
+            page = replace_families(before, families_page(verdicts, date=date))
         elif options.part == "unpadded":
             reasons = probe_unpadded(options.names)
             results = "".join(f"{name}: {one or 'every padding is left out'}\n" for name, one in reasons.items())
-            page = with_unpadded(before, unpadded_section(reasons, date=date))
+            page = replace_unpadded(before, unpadded_section(reasons, date=date))
         else:
             rows = probe_vision(options.names)
             results = table(VISION_HEAD, map(vision_cells, rows))
-            page = with_section(before, vision_section(rows, date=date))
+            page = replace_vision(before, vision_section(rows, date=date))
         if options.page:
             options.page.write_text(page, encoding="utf-8")
         else:

@@ -46,7 +46,7 @@ def _bar(x: float, y: float, width: float, colour: str = "") -> str:
     return f'<rect {kind} x="{x:.1f}" y="{y:.1f}" width="{width - 1:.1f}" height="{BAR - 1}"/>'
 
 
-def picture(packs: Sequence[Sequence[int]], *, packing_length: int) -> str:
+def draw_packs(packs: Sequence[Sequence[int]], *, packing_length: int) -> str:
     """Return a drawing of the samples in shuffled, padded batches, and in *packs*."""
     scale = (WIDTH - (PACKS_A_LINE - 1) * GAP) / PACKS_A_LINE / packing_length
     samples = [(pack, place) for pack, lengths in enumerate(packs) for place in range(len(lengths))]
@@ -84,7 +84,7 @@ def main() -> None:
     table = np.fromfile(STORED / "lengths.bin", dtype="<i4").reshape(-1, len(columns))
     packing_length = json.loads((STORED / "raw_plan.json").read_text())["packing_length"]
     packs = spread_packs(table[:, columns.index("length")].tolist(), packing_length=packing_length)
-    Path("docs/plan.svg").write_text(picture(packs, packing_length=packing_length), encoding="utf-8")
+    Path("docs/plan.svg").write_text(draw_packs(packs, packing_length=packing_length), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -62,8 +62,8 @@ def imported_file(module: str, name: str) -> Path | None:
     return None
 
 
-def arrows() -> dict[str, set[str]]:
-    """Return each room, and those of its own layer that it imports; rooms of a layer are sorted."""
+def imports_by_room() -> dict[str, set[str]]:
+    """Return room -> rooms of its own layer that it imports; rooms of a layer are sorted."""
     found: dict[str, set[str]] = {}
     for path in sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py")):
         if "/" not in (room := room_of(path)):
@@ -80,8 +80,8 @@ def arrows() -> dict[str, set[str]]:
     return {room: {one for one in below if one in found} for room, below in found.items()}
 
 
-def all_below(room: str, below: dict[str, set[str]]) -> set[str]:
-    """Return every room that can be reached from one by arrows."""
+def rooms_below(room: str, below: dict[str, set[str]]) -> set[str]:
+    """Return every room that *room* imports, directly or through others."""
     reached, ahead = set(), list(below[room])
     while ahead:
         if (one := ahead.pop()) not in reached:
@@ -90,9 +90,9 @@ def all_below(room: str, below: dict[str, set[str]]) -> set[str]:
     return reached
 
 
-def without_implied(below: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Return the arrows that no longer way stands for."""
-    reached = {room: all_below(room, below) for room in below}
+def drop_implied(below: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Return the imports without those that a longer path of imports implies."""
+    reached = {room: rooms_below(room, below) for room in below}
     return {
         room: {
             one
@@ -103,7 +103,7 @@ def without_implied(below: dict[str, set[str]]) -> dict[str, set[str]]:
     }
 
 
-def rows_of(rooms: Iterable[str], below: dict[str, set[str]]) -> list[list[str]]:
+def arrange_in_rows(rooms: Iterable[str], below: dict[str, set[str]]) -> list[list[str]]:
     """Return rooms in rows, each below those that import it, near them."""
     level = dict.fromkeys(rooms, 0)
     for _ in level:  # no way is longer; in a circle, this ends too
@@ -117,9 +117,9 @@ def rows_of(rooms: Iterable[str], below: dict[str, set[str]]) -> list[list[str]]
     return rows
 
 
-def picture() -> str:
-    """Return the drawing of the source as it is."""
-    below = without_implied(arrows())
+def draw_rooms() -> str:
+    """Return an SVG drawing of the rooms, their imports and the way of a sample."""
+    below = drop_implied(imports_by_room())
     step = (WIDTH - 20) / len(WAY)
     shapes, boxes = ['<text x="10" y="22">The way of a sample, and the rooms that it passes</text>'], []
     for number, (name, file) in enumerate(WAY.items()):
@@ -128,7 +128,7 @@ def picture() -> str:
         shapes.append(f'<text class="small" x="{min(x, WIDTH - 140):.0f}" y="{68 + 14 * (number % 3)}">{file}</text>')
     top = 112
     for layer, does in LAYERS.items():
-        rows = rows_of([room for room in below if room.startswith(f"{layer}/")], below)
+        rows = arrange_in_rows([room for room in below if room.startswith(f"{layer}/")], below)
         at = {
             room: (WIDTH * (place + 1) / (len(row) + 1), top + 34 + number * ROW)
             for number, row in enumerate(rows) for place, room in enumerate(row)
@@ -171,7 +171,7 @@ def main() -> None:
     if lost := [file for file in WAY.values() if not (ROOT / file).exists()]:
         message = f"WAY of tools/rooms.py names {', '.join(lost)}, which is gone: name the file that took its place"
         raise SystemExit(message)
-    DRAWING.write_text(picture(), encoding="utf-8")
+    DRAWING.write_text(draw_rooms(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def room_size(name: str, places: list[str]) -> int:
     return sum(len(text.splitlines()) if name == "tests" else code_lines(text) for text in texts)
 
 
-def lower(path: Path = CEILINGS) -> None:
+def lower_ceilings(path: Path = CEILINGS) -> None:
     """Write today's size of each room where it is below its ceiling. No ceiling is raised."""
     told = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
     rows = [(name, min(ceiling, room_size(name, held)), *held) for name, (ceiling, held) in ceilings(path).items()]
@@ -86,22 +86,22 @@ def lower(path: Path = CEILINGS) -> None:
 def main() -> None:
     """Print one line for each part, or each room."""
     if sys.argv[1:] == ["lower"]:
-        lower()
+        lower_ceilings()
     if sys.argv[1:]:
         for name, (ceiling, places) in ceilings().items():
             print(f"{name:<28} {room_size(name, places):>7,} of {ceiling:>7,}")
         return
-    sizes = {part: sum(map(code_lines, sources(part))) for part in (*PRODUCT, *BESIDE)}
+    sizes = {part: sum(map(code_lines, read_sources(part))) for part in (*PRODUCT, *BESIDE)}
     rows = [(part, sizes[part]) for part in PRODUCT]
     rows.append((" + ".join(PRODUCT), sum(sizes[part] for part in PRODUCT)))
     rows += [(part, sizes[part]) for part in BESIDE]
-    rows.append(("tests, all lines", sum(len(source.splitlines()) for source in sources("tests"))))
+    rows.append(("tests, all lines", sum(len(source.splitlines()) for source in read_sources("tests"))))
     print("Python lines of code, without docstrings, comments and blank lines:")
     for name, number in rows:
         print(f"{name:<22} {number:>7,}")
 
 
-def sources(part: str) -> list[str]:
+def read_sources(part: str) -> list[str]:
     """Return the text of every Python file below a folder of the project."""
     return [path.read_text(encoding="utf-8") for path in sorted((ROOT / part).rglob("*.py"))]
 

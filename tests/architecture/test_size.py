@@ -53,6 +53,6 @@ def test_lower_never_raises(tmp_path):
     path, align = tmp_path / "ceilings.txt", size.room_size("core/align", ["core/align.py"])
     path.write_text("# a comment\ncore/plan 1 core/plan.py\ncore/align 99999 core/align.py\n")
 
-    size.lower(path)
+    size.lower_ceilings(path)
 
     assert path.read_text() == f"# a comment\ncore/plan 1 core/plan.py\ncore/align {align} core/align.py\n"

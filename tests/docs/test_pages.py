@@ -34,7 +34,7 @@ from packplan.core.samples.urls import PACKAGES
 from packplan.core.schedule import EpochStats, PackStats
 from packplan.core.surface import plan as plan_of
 from tests.fakes import FreeLock, ListSource, ScriptedGroup
-from tools.configuration import HOSTS, rewritten
+from tools.configuration import HOSTS, rewrite_lists
 
 ROOT = Path(__file__).parents[2]
 
@@ -182,7 +182,7 @@ def test_lists_are_whole():
     assert [] == [room.name for room in rooms if f"`{room.relative_to(ROOT)}/`" not in rooms_page]
     assert [] == [page for page in PAGES if f"({page.relative_to(ROOT)})" not in index and "docs" in page.parts]
     assert {*get_args(Host)} == {*HOSTS}, "name the host in HOSTS of tools/configuration.py"
-    assert [] == [page for page in PAGES if text_of(page) != rewritten(text_of(page))], "run make reference"
+    assert [] == [page for page in PAGES if text_of(page) != rewrite_lists(text_of(page))], "run make reference"
     assert named
     assert [] == [name for name in named if not (ROOT / name).exists()]
     unnamed = [one for one in declared if shown.isdisjoint(re.findall(r"[\w-]+", one))]

@@ -5,7 +5,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from tools import rooms
-from tools.picture import GAP, PACKS_A_LINE, WIDTH, picture
+from tools.picture import GAP, PACKS_A_LINE, WIDTH, draw_packs
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,11 +39,11 @@ def test_the_drawing_is_that_of_the_tool():
     samples, share = re.search(r"Padded: (\d+) samples .*?(\d+)% padding", DRAWING).groups()
 
     assert 12 == len(packs)
-    assert picture(packs, packing_length=PACKING_LENGTH) == DRAWING
+    assert draw_packs(packs, packing_length=PACKING_LENGTH) == DRAWING
     assert f"![{samples} samples of the demo: padded, {share} %" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_drawing_of_the_rooms_is_that_of_the_imports():
     """Each file of a sample's way is one."""
     assert [] == [file for file in rooms.WAY.values() if not (ROOT / file).exists()], "name its place in tools/rooms.py"
-    assert rooms.picture() == rooms.DRAWING.read_text(encoding="utf-8"), "run python -m tools.rooms"
+    assert rooms.draw_rooms() == rooms.DRAWING.read_text(encoding="utf-8"), "run python -m tools.rooms"

@@ -16,7 +16,7 @@ from packplan.core.errors import RecordError
 from tests.e2e.ready import assert_refused, measured
 from tests.e2e.test_videos import SAMPLING
 from tests.made.pictures import showing
-from tools.demo.videos import MadeVideo
+from tools.demo.videos import VideoSpec
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +55,7 @@ def bad_videos(folder: Path) -> dict[str | tuple[str, str], str]:
     """Write videos that cannot be trained; return their names -> what is said of them."""
     import av
 
-    whole = MadeVideo(num_frames=80, size=(96, 54)).write(folder / "whole.mp4").read_bytes()
+    whole = VideoSpec(num_frames=80, size=(96, 54)).write(folder / "whole.mp4").read_bytes()
     with (
         av.open(folder / "whole.mp4") as source,
         av.open(folder / "cut.mp4", "w", options={"movflags": "faststart"}) as target,
@@ -66,19 +66,19 @@ def bad_videos(folder: Path) -> dict[str | tuple[str, str], str]:
                 packet.stream = stream
                 target.mux(packet)
     os.truncate(folder / "cut.mp4", (folder / "cut.mp4").stat().st_size * 2 // 3)
-    mkv = MadeVideo("mkv", num_frames=80).write(folder / "whole.mkv").read_bytes()
+    mkv = VideoSpec("mkv", num_frames=80).write(folder / "whole.mkv").read_bytes()
     (folder / "codec.mp4").write_bytes(whole.replace(b"avc1", b"zzz1"))
-    MadeVideo(num_frames=10, rate=Fraction(1, 4000)).write(folder / "hours.mp4")
-    MadeVideo("mkv", num_frames=10, rate=Fraction(1, 4000)).write(folder / "hours.mkv")
+    VideoSpec(num_frames=10, rate=Fraction(1, 4000)).write(folder / "hours.mp4")
+    VideoSpec("mkv", num_frames=10, rate=Fraction(1, 4000)).write(folder / "hours.mkv")
     (folder / "cut.mkv").write_bytes(mkv[: len(mkv) * 2 // 3])
     (folder / "empty.mp4").write_bytes(b"")
     still = Image.new("RGB", (64, 48))
     still.save(folder / "still.mp4", "png")
     still.save(folder / "moving.gif", save_all=True, append_images=[Image.new("RGB", (64, 48), 9)])
     (folder / "playlist.mp4").write_text("#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nhttp://127.0.0.1:9/a.ts\n")
-    MadeVideo(num_frames=1).write(folder / "one.mp4")
-    MadeVideo(num_frames=2, size=(1616, 8)).write(folder / "flat.mp4")
-    MadeVideo(num_frames=30, size=(640, 480)).write(folder / "large.mp4")
+    VideoSpec(num_frames=1).write(folder / "one.mp4")
+    VideoSpec(num_frames=2, size=(1616, 8)).write(folder / "flat.mp4")
+    VideoSpec(num_frames=30, size=(640, 480)).write(folder / "large.mp4")
     with av.open(folder / "sound.mp4", "w") as sound:
         stream = sound.add_stream("aac", rate=16000)
         frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
@@ -132,7 +132,7 @@ def test_a_bad_video_is_named_by_its_record_and_nothing_takes_its_place(open_sou
 @pytest.mark.parametrize(("container", "spare"), [("mp4", 0), ("mp4", -1), ("mkv", 0), ("mkv", -1)])
 def test_frames_beyond_the_bound_are_refused_by_their_size(monkeypatch, tmp_path, container, spare):
     """A frame of the bound itself is read."""
-    video = str(MadeVideo(container).write(tmp_path / f"a.{container}"))
+    video = str(VideoSpec(container).write(tmp_path / f"a.{container}"))
     monkeypatch.setattr(media_files, "MAX_PIXELS", 64 * 48 + spare)
     refused = pytest.raises(ValueError, match="has frames of 64 x 48, but may have 3,071 pixels: shrink it")
     with refused if spare else contextlib.nullcontext():
@@ -155,8 +155,8 @@ def test_8k_and_10_hours_take_little_time(tmp_path, kinds, size, number, rate):
 
 def test_a_container_that_lies_gives_the_length_that_training_has(open_source, tmp_path):
     """Of its size, duration, rate or number of frames; odd sides and transparency too."""
-    whole = {kind: MadeVideo(kind, num_frames=30).write(tmp_path / f"w.{kind}").read_bytes() for kind in ("mp4", "mkv")}
-    avi = MadeVideo("avi", "mpeg4", num_frames=30).write(tmp_path / "w.avi").read_bytes()
+    whole = {kind: VideoSpec(kind, num_frames=30).write(tmp_path / f"w.{kind}").read_bytes() for kind in ("mp4", "mkv")}
+    avi = VideoSpec("avi", "mpeg4", num_frames=30).write(tmp_path / "w.avi").read_bytes()
     lies = {
         "size.mp4": patched(whole["mp4"], b"avc1", 24, ">HH", 8000, 8000),
         "duration.mp4": patched(whole["mp4"], b"mvhd", 16, ">I", 36_000_000),
@@ -170,8 +170,8 @@ def test_a_container_that_lies_gives_the_length_that_training_has(open_source, t
     }
     for name, data in lies.items():
         (tmp_path / name).write_bytes(data)
-    MadeVideo("webm", "libvpx-vp9", size=(97, 53)).write(tmp_path / "odd.webm")
-    MadeVideo("webm", "libvpx-vp9", pixels="yuva420p").write(tmp_path / "clear.webm")
+    VideoSpec("webm", "libvpx-vp9", size=(97, 53)).write(tmp_path / "odd.webm")
+    VideoSpec("webm", "libvpx-vp9", pixels="yuva420p").write(tmp_path / "clear.webm")
     source, _ = open_source([showing(name) for name in [*lies, "odd.webm", "clear.webm"]], **SAMPLING)
 
     assert all(one.measurement.videos == 1 for one in measured(source))
@@ -180,7 +180,7 @@ def test_a_container_that_lies_gives_the_length_that_training_has(open_source, t
 def test_damage_between_two_frames_is_found_by_decoding_all(open_source, tmp_path):
     """By `verify --decode`, else by training, with its record. Its container is sound."""
     for name, bad, turned in (("a.mp4", "bad.mp4", 0), ("b.mp4", "turned.mp4", 90)):
-        whole = MadeVideo(num_frames=60, size=(160, 120), turned=turned).write(tmp_path / name).read_bytes()
+        whole = VideoSpec(num_frames=60, size=(160, 120), turned=turned).write(tmp_path / name).read_bytes()
         middle = len(whole) // 2
         (tmp_path / bad).write_bytes(whole[:middle] + bytes(800) + whole[middle + 800 :])
     records = map(showing, ("a.mp4", "b.mp4", "bad.mp4", "turned.mp4"))

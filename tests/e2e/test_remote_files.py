@@ -24,7 +24,7 @@ from packplan.core.errors import DataSetError, OutputError
 from tests.e2e.ready import artefacts_of
 from tests.object_server import KEY, Reply, serving
 from tests.records import asked, write_lines
-from tools.demo.videos import MadeVideo
+from tools.demo.videos import VideoSpec
 
 pytestmark = pytest.mark.slow
 
@@ -71,9 +71,9 @@ def data(tmp_path_factory) -> Path:
     (folder / "images").mkdir()
     for number in range(NUM):
         (folder / "images" / f"{number}.jpg").write_bytes(picture("red", "jpeg") + bytes(number))
-    MadeVideo(num_frames=50).write(folder / "clip.mp4")
-    MadeVideo("webm", "libvpx-vp9", seed=1).write(folder / "small.webm")
-    MadeVideo(rate=None, seed=3).write(folder / "vary.mp4")
+    VideoSpec(num_frames=50).write(folder / "clip.mp4")
+    VideoSpec("webm", "libvpx-vp9", seed=1).write(folder / "small.webm")
+    VideoSpec(rate=None, seed=3).write(folder / "vary.mp4")
     records = [asked(f"say {n}", images=[f"images/{n}.jpg"]) for n in range(NUM)]
     frames = [f"images/{n}.jpg" for n in range(3)]
     records += [asked("what moves?", videos=[one]) for one in ("clip.mp4", "small.webm", "vary.mp4", frames)]
@@ -256,7 +256,7 @@ def test_what_could_name_files_of_this_machine_is_refused(objects, run, tmp_path
     for place in (f"file://{tmp_path}/mine.jsonl", f"{objects.url}/a::file://{tmp_path}/mine.jsonl"):
         assert "which is not read: name a file, or a URL" in run(place, status=2, model="qwen2")
     assert "gs:// is read by another package: pip install gcsfs" in run("gs://a/b.jsonl", status=2, model="qwen2")
-    MadeVideo(num_frames=5).write(tmp_path / "mine.ts.mp4")
+    VideoSpec(num_frames=5).write(tmp_path / "mine.ts.mp4")
     playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\nfile://{tmp_path}/mine.ts.mp4\n#EXT-X-ENDLIST\n"
     objects.held["/bucket/list.m3u8"] = playlist.encode()
     objects.held["/bucket/a.jsonl"] = json.dumps(asked("mine", videos=[f"{objects.url}/bucket/list.m3u8"])).encode()

@@ -26,7 +26,7 @@ from tests.e2e.test_videos import SAMPLING
 from tests.made.pictures import showing
 from tests.processes import finished
 from tests.records import write_lines
-from tools.demo.videos import MadeVideo
+from tools.demo.videos import VideoSpec
 
 pytestmark = pytest.mark.slow
 
@@ -127,7 +127,7 @@ def on_rank(config, out):
 
 def test_sharded_ranks_with_and_without_media_stay_in_step(server, write_run, tmp_path):
     """Real FSDP over gloo: whether a rank's pack has images, videos, both or none."""
-    MadeVideo().write(tmp_path / "a.mp4")
+    VideoSpec().write(tmp_path / "a.mp4")
     Image.new("RGB", (90, 60), (40, 10, 200)).save(tmp_path / "a.png")
     media = ([], []), ([], ["a.png"]), (["a.mp4"], []), (["a.mp4"], ["a.png"])
     data = write_lines(tmp_path / "media.jsonl", [showing(*videos, images=images) for videos, images in media])

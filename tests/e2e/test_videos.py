@@ -18,7 +18,7 @@ from packplan.app.wiring.runs import read_config
 from tests.e2e.ready import measured
 from tests.made.pictures import showing
 from tests.records import write_lines
-from tools.demo.videos import MadeVideo, made_videos
+from tools.demo.videos import VideoSpec, video_specs
 
 pytestmark = pytest.mark.slow
 
@@ -29,9 +29,9 @@ SAMPLING = {"video_min_pixels": 3200, "max_length": 256}
 def mixed(tmp_path_factory) -> Path:
     """Records of text, images, and videos as files and lists of frames."""
     folder = tmp_path_factory.mktemp("clips")
-    MadeVideo(num_frames=50).write(folder / "a.mp4")
-    MadeVideo("webm", "libvpx-vp9", rate=Fraction(30000, 1001), size=(96, 54), seed=1).write(folder / "b.webm")
-    MadeVideo(turned=90, seed=2).write(folder / "turned.mp4")
+    VideoSpec(num_frames=50).write(folder / "a.mp4")
+    VideoSpec("webm", "libvpx-vp9", rate=Fraction(30000, 1001), size=(96, 54), seed=1).write(folder / "b.webm")
+    VideoSpec(turned=90, seed=2).write(folder / "turned.mp4")
     for number in range(5):
         Image.new("RGB", (90, 60), (40 * number, 10, 200)).save(folder / f"{number}.png")
     first, frames = ["0.png", "1.png", "2.png"], [f"{number}.png" for number in range(5)]
@@ -47,7 +47,7 @@ def mixed(tmp_path_factory) -> Path:
 
 def test_containers_give_the_lengths_of_full_encodes(demo, tmp_path):
     """Over containers, codecs, rates, sizes and turns: exactly, most without decoding."""
-    videos = [attrs.evolve(video, num_frames=min(video.num_frames, 420)) for video in made_videos(20)]
+    videos = [attrs.evolve(video, num_frames=min(video.num_frames, 420)) for video in video_specs(20)]
     paths = write_videos(tmp_path, videos)
     for model in VIDEO_MODELS:
         (tmp_path / model).symlink_to(demo / "models" / model)
@@ -82,11 +82,11 @@ def test_a_turned_video_has_the_frames_that_it_shows(tmp_path):
     """Read by PyAV where decord fails; an upright one is decord's, and its frames are the same."""
     from qwen_vl_utils import vision_process
 
-    upright = {"video": str(MadeVideo(seed=7).write(tmp_path / "upright.mp4"))}
+    upright = {"video": str(VideoSpec(seed=7).write(tmp_path / "upright.mp4"))}
     plain, _, rate = vision_process._read_video_decord(upright)
     assert torch.equal(plain, _read_video(upright)[0])
     for turned in (90, 180, 270):
-        video = MadeVideo(seed=7, turned=turned).write(tmp_path / f"{turned}.mp4")
+        video = VideoSpec(seed=7, turned=turned).write(tmp_path / f"{turned}.mp4")
         frames, _, its_rate = _read_video({"video": str(video)})
         expected = np.rot90(plain.permute(0, 2, 3, 1).numpy(), turned // 90, axes=(1, 2))
         assert np.array_equal(expected, frames.permute(0, 2, 3, 1).numpy())

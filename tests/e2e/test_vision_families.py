@@ -303,7 +303,7 @@ def test_all_templates_that_declare_packing_are_on_the_page():
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     assert [] == [
         reason
-        for reason, names in models.by_value(dict(sorted(NOT_BUILT.items()))).items()
+        for reason, names in models.names_by_value(dict(sorted(NOT_BUILT.items()))).items()
         if f"\n| {reason} | {', '.join(names)} |" not in page
     ]
     assert [] == [

@@ -256,11 +256,11 @@ def make(folder: str) -> None:
     from datasets import Dataset
     from transformers import AutoTokenizer
 
-    from tools.demo.tiny_models import learned_tokenizer
+    from tools.demo.tiny_models import learn_tokenizer
 
     model, text = Path(folder) / "model", "red blue a circle"
     model_of("qwen2").save_pretrained(model)
-    words = learned_tokenizer([text], vocabulary=270)
+    words = learn_tokenizer([text], vocabulary=270)
     words.save_pretrained(model)
     # A tokenizer of another kind would be read as Qwen's, and its words as nothing.
     assert words(text)["input_ids"] == AutoTokenizer.from_pretrained(model)(text)["input_ids"]

@@ -16,7 +16,7 @@ from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import MiniCPM
 from transformers.models.paddleocr_vl.image_processing_paddleocr_vl import PaddleOCRVLImageProcessor
 
 from packplan.adapters.probe.shrink import shrink
-from tools.demo.tiny_models import SPECIAL_TOKENS, learned_tokenizer
+from tools.demo.tiny_models import SPECIAL_TOKENS, learn_tokenizer
 from tools.families import default_config
 
 Sizes = dict[str, Any]
@@ -76,7 +76,7 @@ def write_vision_model(folder: Path, name: str, text: Iterable[str], *, seed: in
     folder.mkdir(parents=True, exist_ok=True)
     family = VISION_FAMILIES[name]
     ends, pads = family.ends
-    tokenizer = learned_tokenizer(
+    tokenizer = learn_tokenizer(
         text,
         tokens=[*dict.fromkeys([*family.tokens, *family.media])],
         eos_token=ends,

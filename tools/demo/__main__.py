@@ -38,14 +38,14 @@ def make(folder: Path, *, seed: int, num_train: int, num_val: int) -> None:
         num_val: Records of the evaluation data.
     """
     with loading_libraries():
-        from tools.demo.scenes import corpus, write_data
+        from tools.demo.scenes import read_corpus, write_data
         from tools.demo.tiny_models import MODEL_TYPES, write_model
 
     with name_write_errors(folder / "data"):
         write_data(folder / "data", seed=seed, num_train=num_train, num_val=num_val)
     for model_type in MODEL_TYPES:
         with name_save_errors(folder / "models" / model_type):
-            write_model(folder / "models" / model_type, model_type, corpus(folder / "data"), seed=seed)
+            write_model(folder / "models" / model_type, model_type, read_corpus(folder / "data"), seed=seed)
 
 
 def make_videos(folder: Path) -> None:
@@ -58,7 +58,7 @@ def make_videos(folder: Path) -> None:
         write_records(folder / "videos")
 
 
-def summary(folder: Path) -> str:
+def describe_folder(folder: Path) -> str:
     """Return a line for each kind of file in *folder*, and the command that trains on it."""
     from tools.demo.tiny_models import MODEL_TYPES
 
@@ -68,13 +68,13 @@ def summary(folder: Path) -> str:
         held = [f"{file.name} ({counted(len(file.read_bytes().splitlines()), 'record')})" for file in files]
         if held:
             lines.append(f"{folder / name}: {', '.join(held)}, and their media")
-    lines.append(f"train on them: {_training(folder, CONFIG)}")
+    lines.append(f"train on them: {_training_command(folder, CONFIG)}")
     if (folder / "videos").is_dir():
-        lines.append(f"with videos: {_training(folder, CONFIG.with_name('demo_videos.yaml'))}")
+        lines.append(f"with videos: {_training_command(folder, CONFIG.with_name('demo_videos.yaml'))}")
     return "\n".join(lines)
 
 
-def _training(folder: Path, config: Path) -> str:
+def _training_command(folder: Path, config: Path) -> str:
     """Return the command that trains a YAML of the demo on what is in *folder*."""
     shown = os.path.relpath(config) if config.is_relative_to(Path.cwd()) else str(config)
     own = Path(sys.executable).with_name("packplan")
@@ -85,11 +85,11 @@ def _training(folder: Path, config: Path) -> str:
         for key in ("model.model", "custom.train_jsonl", "custom.val_jsonl", "training.output_dir"):
             section, _, name = key.partition(".")
             if (value := document[section].get(name)) is not None:
-                words.append(f"{key}={_moved(value, folder)}")
+                words.append(f"{key}={_yaml_in_folder(value, folder)}")
     return shlex.join(words)
 
 
-def _moved(value: str | list[str], folder: Path) -> str:
+def _yaml_in_folder(value: str | list[str], folder: Path) -> str:
     """
     Return a path, or paths, of the demo's YAML as they are in *folder*, as YAML; quoted only where
     a name needs it.
@@ -143,7 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.videos:
             make_videos(options.folder)
         if options.what == "make":
-            print(summary(options.folder))
+            print(describe_folder(options.folder))
         else:
             train()
 

@@ -32,7 +32,7 @@ _BACKGROUNDS = ((250, 250, 250), (24, 24, 32), (225, 235, 225))
 
 @attrs.frozen
 class Shape:
-    """One thing in a scene."""
+    """One coloured shape in a scene."""
 
     size: str
     colour: str
@@ -59,17 +59,17 @@ def write_data(folder: Path, *, seed: int, num_train: int, num_val: int) -> None
     """
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for split, count in (("train", num_train), ("val", num_val)):
-        records = list(_records(folder, split, random.Random(f"{seed} {split}"), count))  # noqa: S311  # no secret
+        records = list(_draw_records(folder, split, random.Random(f"{seed} {split}"), count))  # noqa: S311  # no secret
         _write_lines(folder / f"{split}.jsonl", [dense for dense, _ in records])
         if split == "train":
             _write_lines(folder / "messages.jsonl", [messages for _, messages in records])
-    repeated = [_to_repeat(random.Random(f"{seed} repeat {n}")) for n in range(num_train)]  # noqa: S311  # no secret
+    repeated = [_draw_repeat_task(random.Random(f"{seed} repeat {n}")) for n in range(num_train)]  # noqa: S311  # no secret
     _write_lines(folder / "repeat.jsonl", repeated)
     drawn = (random.Random(f"{seed} colour {n}") for n in range(num_train))  # noqa: S311  # no secret
-    _write_lines(folder / "colours.jsonl", [_to_name(folder, rng, number) for number, rng in enumerate(drawn)])
+    _write_lines(folder / "colours.jsonl", [_draw_colour_task(folder, rng, number) for number, rng in enumerate(drawn)])
 
 
-def _to_name(folder: Path, rng: random.Random, number: int) -> dict[str, Any]:
+def _draw_colour_task(folder: Path, rng: random.Random, number: int) -> dict[str, Any]:
     """
     Draw a task whose answer can be verified by looking alone: to name the colour of a picture.
 
@@ -85,14 +85,14 @@ def _to_name(folder: Path, rng: random.Random, number: int) -> dict[str, Any]:
     }
 
 
-def _to_repeat(rng: random.Random) -> dict[str, Any]:
+def _draw_repeat_task(rng: random.Random) -> dict[str, Any]:
     """Return a task of text whose answer can be verified: to repeat some words."""
     words = " ".join(rng.choice([*COLOURS, *SHAPES]) for _ in range(1 + min(int(rng.expovariate(0.25)), 15)))
     turns = (("user", f"Repeat: {words}"), ("assistant", words))
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
-def corpus(folder: Path) -> Iterator[str]:
+def read_corpus(folder: Path) -> Iterator[str]:
     """Yield the text of all records, for a tokenizer to learn from."""
     for name in ("train.jsonl", "messages.jsonl"):
         yield from (folder / name).read_text(encoding="utf-8").splitlines()
@@ -102,7 +102,7 @@ def _write_lines(path: Path, records: list[dict[str, Any]]) -> None:
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
 
 
-def _records(
+def _draw_records(
     folder: Path, split: str, rng: random.Random, count: int
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     for number in range(count):
@@ -111,43 +111,43 @@ def _records(
         num_images = 0 if kind in {5, 18, 31} else {9: 2, 16: 3, 23: 2, 36: 2}.get(kind, 1)
         width, height = rng.choice(range(56, 281, 14)), rng.choice(range(56, 281, 14))
         num_shapes = 60 if kind == 27 else 1 + min(int(rng.expovariate(0.35)), 11)
-        shapes = [_shape(rng, width, height) for _ in range(num_shapes)]
+        shapes = [_draw_shape(rng, width, height) for _ in range(num_shapes)]
         images = []
         for part in range(num_images):
             suffix = "jpg" if number % 3 == 0 else "png"
             images.append(f"images/{split}_{number:05d}_{part}.{suffix}")
-            shown = shapes if part == 0 else [_shape(rng, width, height) for _ in range(2)]
-            _draw(folder / images[-1], rng, width, height, shown)
+            shown = shapes if part == 0 else [_draw_shape(rng, width, height) for _ in range(2)]
+            _write_image(folder / images[-1], rng, width, height, shown)
         yield (
             {
                 **({"images": images} if images else {}),
                 "objects": [{"desc": shape.desc, "bbox_2d": list(shape.box)} for shape in shapes],
                 "width": width,
                 "height": height,
-                "summary": _summary(shapes),
+                "summary": _summary_text(shapes),
             },
             {
                 "messages": [
                     {"role": "user", "content": "<image>" * num_images + f"What are the {len(shapes)} shapes?"},
-                    {"role": "assistant", "content": _summary(shapes)},
+                    {"role": "assistant", "content": _summary_text(shapes)},
                 ],
                 **({"images": images} if images else {}),
             },
         )
 
 
-def _summary(shapes: list[Shape]) -> str:
+def _summary_text(shapes: list[Shape]) -> str:
     return f"A scene with {', '.join(f'a {shape.desc}' for shape in shapes)}."
 
 
-def _shape(rng: random.Random, width: int, height: int) -> Shape:
+def _draw_shape(rng: random.Random, width: int, height: int) -> Shape:
     size = rng.choice(list(SIZES))
     side = max(8, round(min(width, height) * SIZES[size]))
     left, top = rng.randrange(0, width - side), rng.randrange(0, height - side)
     return Shape(size, rng.choice(list(COLOURS)), rng.choice(SHAPES), (left, top, left + side, top + side))
 
 
-def _draw(path: Path, rng: random.Random, width: int, height: int, shapes: list[Shape]) -> None:
+def _write_image(path: Path, rng: random.Random, width: int, height: int, shapes: list[Shape]) -> None:
     image = Image.new("RGB", (width, height), rng.choice(_BACKGROUNDS))
     pen = ImageDraw.Draw(image)
     for shape in shapes:

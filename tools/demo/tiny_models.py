@@ -58,18 +58,18 @@ def write_model(
         vocabulary: Tokens of the tokenizer, at most, the special ones aside.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = learned_tokenizer(text, vocabulary=vocabulary)
+    tokenizer = learn_tokenizer(text, vocabulary=vocabulary)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
     # The weights come from one generator, which is put back afterwards: a caller's draws do not
     # change.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _model(model_type, len(tokenizer), ids)
+        model = _build_model(model_type, len(tokenizer), ids)
     model.save_pretrained(folder)
-    _processor(model_type, tokenizer).save_pretrained(folder)
+    _build_processor(model_type, tokenizer).save_pretrained(folder)
 
 
-def learned_tokenizer(
+def learn_tokenizer(
     text: Iterable[str],
     *,
     tokens: Sequence[str] = SPECIAL_TOKENS,
@@ -105,7 +105,7 @@ def learned_tokenizer(
     return tokenizer
 
 
-def _processor(model_type: str, tokenizer: Any) -> Any:
+def _build_processor(model_type: str, tokenizer: Any) -> Any:
     if model_type == "qwen2_5_vl":
         kind, video_kind, patch_size = transformers.Qwen2_5_VLProcessor, transformers.Qwen2VLVideoProcessor, 14
     elif model_type == "qwen3_vl":
@@ -117,7 +117,7 @@ def _processor(model_type: str, tokenizer: Any) -> Any:
     return kind(images, tokenizer, videos, chat_template=_CHAT_TEMPLATE)
 
 
-def _model(model_type: str, size: int, ids: dict[str, int]) -> Any:
+def _build_model(model_type: str, size: int, ids: dict[str, int]) -> Any:
     """Return a model with random weights, whose vocabulary has *size* tokens."""
     text: dict[str, Any] = {
         "vocab_size": size,

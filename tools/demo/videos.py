@@ -52,8 +52,8 @@ _THOUSANDTH = Fraction(1, 1000)
 
 
 @attrs.frozen
-class MadeVideo:
-    """A video that is to be encoded."""
+class VideoSpec:
+    """Settings of a video that is to be encoded."""
 
     container: str = "mp4"
     codec: str = "libx264"
@@ -73,7 +73,7 @@ class MadeVideo:
     """Decides what it shows."""
 
     def write(self, path: Path) -> Path:
-        """Encode it to a file."""
+        """Encode the video to *path*, and return the path."""
         import av
 
         # Else matroska draws numbers, and no two files are the same.
@@ -125,18 +125,18 @@ def write_records(folder: Path) -> Path:
     from PIL import Image
 
     folder.mkdir(parents=True, exist_ok=True)
-    clips = [_made(place) for place in range(NUM_CLIPS)]
+    clips = [_spec_at(place) for place in range(NUM_CLIPS)]
     names = [clip.write(folder / f"clip{clip.seed}.{clip.container}").name for clip in clips]
     for number in range(NUM_CLIPS):
         Image.new("RGB", (56 + 14 * number, 70), (30 * number, 90, 200 - 20 * number)).save(
             folder / f"still{number}.png"
         )
     path = folder / "videos.jsonl"
-    path.write_text("".join(f"{json.dumps(_record(number, names))}\n" for number in range(NUM_RECORDS)))
+    path.write_text("".join(f"{json.dumps(_media_record(number, names))}\n" for number in range(NUM_RECORDS)))
     return path
 
 
-def _record(number: int, names: list[str]) -> dict[str, Any]:
+def _media_record(number: int, names: list[str]) -> dict[str, Any]:
     """Return a record: text alone, or with a still, a clip, a clip and a still, or two clips."""
     first, second = (names[(number + step) % len(names)] for step in (0, 3))
     still = f"still{number % NUM_CLIPS}.png"
@@ -155,15 +155,15 @@ def _record(number: int, names: list[str]) -> dict[str, Any]:
     }
 
 
-def made_videos(number: int) -> list[MadeVideo]:
+def video_specs(number: int) -> list[VideoSpec]:
     """
-    Return videos of every container, rate, duration, size and turn; one in 40 is a minute or ten
-    long.
+    Return settings for videos of every container, rate, duration, size and turn; one in 40 is a
+    minute or ten long.
     """
-    return [_made(place) for place in range(number)]
+    return [_spec_at(place) for place in range(number)]
 
 
-def _made(place: int) -> MadeVideo:
+def _spec_at(place: int) -> VideoSpec:
     container, codec, pixels = KINDS[place % len(KINDS)]
     rate = RATES[(place + place // len(KINDS)) % len(RATES)]
     if rate is None and container == "avi":  # which has no times of frames
@@ -173,7 +173,7 @@ def _made(place: int) -> MadeVideo:
         seconds, size = (600.0 if place % 80 == 56 else 60.0), SIZES[0]
     if codec == "libx265":  # its encoder takes no smaller blocks
         size = SIZES[3]
-    return MadeVideo(
+    return VideoSpec(
         container=container,
         codec=codec,
         pixels=pixels,
