@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from packplan.adapters.files import name_write_errors, publish_file, sync_folder, write_bytes
+from packplan.adapters.files import publish_file, sync_folder, wrap_write_errors, write_bytes
 from packplan.adapters.loaders.rows import RowsOfPacks, flatten, require_supervised_rows
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.core.batch import IGNORED_LABEL
@@ -228,7 +228,7 @@ def _arrow_tables(packs: Iterable[Row], schema: Any) -> Iterator[Any]:
 
 
 def _write_parquet(packs: Iterable[Row], schema: Any, target: Path) -> None:
-    with name_write_errors(target), publish_file(target) as file, pq.ParquetWriter(file, schema) as writer:
+    with wrap_write_errors(target), publish_file(target) as file, pq.ParquetWriter(file, schema) as writer:
         for table in _arrow_tables(packs, schema):
             writer.write_table(table, row_group_size=len(table))
 
@@ -258,7 +258,7 @@ def _refuse_media(whose: str, columns: Any) -> None:
 @contextmanager
 def publish_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to *folder* at the end, or removed on an error."""
-    with name_write_errors(folder):
+    with wrap_write_errors(folder):
         unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
         try:
             yield unfinished

@@ -41,7 +41,7 @@ POLL_S = 0.5
 
 
 @contextmanager
-def name_write_errors(path: Path) -> Iterator[None]:
+def wrap_write_errors(path: Path) -> Iterator[None]:
     """
     Raise OutputError in place of an OSError in this context, as on a full disk; its message names
     *path*. Out-of-memory errors pass unchanged.
@@ -56,15 +56,15 @@ def name_write_errors(path: Path) -> Iterator[None]:
 
 def make_folder(folder: Path) -> None:
     """Make a folder and those above it, unless it exists; OutputError if it cannot be made."""
-    with name_write_errors(folder):
+    with wrap_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager
-def name_save_errors(folder: Path) -> Iterator[None]:
+def wrap_save_errors(folder: Path) -> Iterator[None]:
     """Turn write errors of torch, safetensors or tokenizers in this context into OutputErrors."""
     try:
-        with name_write_errors(folder):
+        with wrap_write_errors(folder):
             yield
     except OutputError:
         raise
@@ -76,7 +76,7 @@ def name_save_errors(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def name_load_errors(key: str, fact: str, remedy: str = "") -> Iterator[None]:
+def wrap_load_errors(key: str, fact: str, remedy: str = "") -> Iterator[None]:
     """
     Turn any exception in this context into a ConfigError, except our own and lack of memory.
 
@@ -118,7 +118,7 @@ def hold_lock(path: Path, purpose: str, *, wait: Callable[[], str] = str) -> Ite
     lock = FileLock(path)
     with progress(desc=f"waiting {purpose}", bar_format="{desc} [{elapsed}]", delay=BRIEF_S, leave=False) as bar:
         while True:
-            with name_write_errors(path.parent), suppress(Timeout):
+            with wrap_write_errors(path.parent), suppress(Timeout):
                 lock.acquire(timeout=POLL_S)
                 break
             bar.set_postfix_str(wait(), refresh=False)
@@ -131,7 +131,7 @@ def hold_lock(path: Path, purpose: str, *, wait: Callable[[], str] = str) -> Ite
 
 def write_bytes(path: Path, data: bytes | memoryview) -> None:
     """Write *data* to *path* atomically; OutputError if it cannot be written."""
-    with name_write_errors(path), publish_file(path) as file:
+    with wrap_write_errors(path), publish_file(path) as file:
         file.write(data)
 
 
@@ -162,7 +162,7 @@ def publish_file(path: Path) -> Iterator[BinaryIO]:
 
 def append_bytes(path: Path, data: bytes | memoryview) -> None:
     """Append *data* to a file and flush it; readers use it once a manifest counts it."""
-    with name_write_errors(path), path.open("ab") as file:
+    with wrap_write_errors(path), path.open("ab") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from packplan.adapters.files import name_load_errors
+from packplan.adapters.files import wrap_load_errors
 from packplan.core.config.run import ModelConfig
 from packplan.core.errors import ConfigError, Fault, counted
 
@@ -66,7 +66,7 @@ def download_model(name: str) -> Path:
     """Have ms-swift download a model by its hub id; return its folder, ConfigError on failure."""
     from swift.utils import safe_snapshot_download  # takes seconds to import
 
-    with name_load_errors("model.model", f"{name} cannot be downloaded"):
+    with wrap_load_errors("model.model", f"{name} cannot be downloaded"):
         return Path(safe_snapshot_download(name))
 
 

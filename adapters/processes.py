@@ -150,7 +150,7 @@ def hide_handover_errors() -> None:
 
 
 @contextmanager
-def name_lost_processes(doing: str, keys: str) -> Iterator[None]:
+def wrap_process_errors(doing: str, keys: str) -> Iterator[None]:
     """
     Raise RunError in place of the error of a pool or of torch that lost one of its processes. torch
     may raise at any line of the context.

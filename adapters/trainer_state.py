@@ -53,7 +53,7 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def require_step(folder: Path, state: Mapping[str, Any], step: int) -> None:
+def require_same_step(folder: Path, state: Mapping[str, Any], step: int) -> None:
     """
     Refuse a trainer's state of another optimizer step than Packplan's state in the checkpoint.
 

@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
             from packplan.app.wiring.ranks import join_ranks
             from packplan.app.wiring.splits import open_splits
 
-    with length_tables.name_output_errors(output), join_ranks(config, use_cpu=True) as group:
+    with length_tables.wrap_output_errors(output), join_ranks(config, use_cpu=True) as group:
         split = open_splits(config)["train"]
         split.name = "data"
         if output.exists():

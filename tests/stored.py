@@ -58,7 +58,7 @@ def store_run(
     if files:
         stores = open_stores(config, "train")
         with stores.lock.hold(timeout_s=1, report=lambda _: None):
-            stores.lengths.save_files(files)
+            stores.lengths.save_file_descriptions(files)
     return path
 
 

@@ -133,7 +133,7 @@ def _section_lines(kind: type, path: str) -> Iterator[str]:
     docstrings = _field_docstrings(kind)
     rows, below = [], []
     for field in attrs.fields(attrs.resolve_types(kind)):
-        plain = _without_none(field.type)
+        plain = _type_without_none(field.type)
         if key_facts(field).set_by_command:
             continue
         if attrs.has(plain):
@@ -170,7 +170,7 @@ def _field_docstrings(kind: type) -> dict[str, str]:
     return found
 
 
-def _without_none(kind: Any) -> Any:
+def _type_without_none(kind: Any) -> Any:
     if typing.get_origin(kind) not in {types.UnionType, typing.Union}:
         return kind
     (inner,) = (part for part in typing.get_args(kind) if part is not type(None))

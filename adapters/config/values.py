@@ -150,7 +150,7 @@ def _converter() -> cattrs.Converter:
     converter.register_structure_hook_func(lambda kind: kind in (tuple[str, ...], tuple[PathText, ...]), _to_strings)
     converter.register_structure_hook_func(
         lambda kind: _origin(kind) in _UNIONS,
-        lambda value, kind: None if value is None else converter.structure(value, _without_none(kind)),
+        lambda value, kind: None if value is None else converter.structure(value, _type_without_none(kind)),
     )
     converter.register_structure_hook_func(lambda kind: _origin(kind) is Mapping, lambda value, _: value)
     converter.register_structure_hook_factory(
@@ -182,7 +182,7 @@ def _mapping_hook(plain: Any, wanted: str) -> Any:
     return structure
 
 
-def _without_none(kind: Any) -> Any:
+def _type_without_none(kind: Any) -> Any:
     return next(argument for argument in typing.get_args(kind) if argument is not type(None))
 
 

@@ -100,7 +100,7 @@ class TextStack:
         values = given.get("inputs_embeds") if values is None else values
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or values is None or values.shape[:2] != mask.shape:
             return None
-        if any(name.startswith(_BOUNDARIES) for name in given) or _generates(given) or _has_sample_numbers(mask):
+        if any(name.startswith(_BOUNDARIES) for name in given) or _is_generation(given) or _has_sample_numbers(mask):
             return None
         tokens = RealTokens.from_mask(mask)
         if len(tokens.places) in (0, mask.numel()) or self._positions_restart(given.get("position_ids"), tokens):
@@ -178,7 +178,7 @@ class TextStack:
         return output
 
 
-def _generates(given: dict[str, Any]) -> bool:
+def _is_generation(given: dict[str, Any]) -> bool:
     """Return whether a call generates: it has a cache, or asks for one without gradients."""
     return given.get("past_key_values") is not None or bool(given.get("use_cache") and not torch.is_grad_enabled())
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from packplan.adapters.trainer_state import read_trainer_state, require_step
+from packplan.adapters.trainer_state import read_trainer_state, require_same_step
 from packplan.core.errors import ArgumentError, CorruptArtefactError, StaleError, counted
 from packplan.core.fingerprint import NO_IDENTITY, RunIdentity, from_plain, seal, to_plain, unseal
 from packplan.core.schedule import DAMAGED_STATE_REMEDY, EpochSchedule, ResumeState
@@ -176,5 +176,5 @@ def read_saved_progress(folder: Path) -> Mapping[str, Any]:
     except (OSError, KeyError, TypeError) as error:
         message = f"{folder} has no progress of a plan ({error!r}): it was trained without one"
         raise ArgumentError("host", message, {"folder": str(folder)}) from error
-    require_step(folder, state, step)
+    require_same_step(folder, state, step)
     return progress

@@ -55,7 +55,7 @@ def _parse_number(text: str) -> int | None:
 
 
 @contextmanager
-def name_rendezvous_errors(environment: Mapping[str, str] = os.environ) -> Iterator[None]:
+def wrap_rendezvous_errors(environment: Mapping[str, str] = os.environ) -> Iterator[None]:
     """
     Turn a RuntimeError in this context, in which a rank joins the others, into a RunError.
 

@@ -104,7 +104,7 @@ class TorchGroup:
         # Connected while all ranks are there, which none leaves before they have joined: later, a
         # store that is gone would be looked for instead of missed.
         self._wait_store = self._store.clone()  # type: ignore[attr-defined]  # torch does not declare it
-        with name_lost_ranks(rank):
+        with wrap_rank_errors(rank):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda else "gloo",
                 store=PrefixStore("group", self._store),
@@ -129,14 +129,14 @@ class TorchGroup:
         """Return the value of every rank, by rank; see `core.ports.RankGroup`."""
         self._calls += 1
         keys = [f"gathered/{self._calls}/{rank}" for rank in range(self.world_size)]
-        with name_lost_ranks(self.rank):
+        with wrap_rank_errors(self.rank):
             self._store.set(keys[self.rank], value)
         return tuple(self._await_keys(keys, self._timeout_s, "rank_gone", awaited="for the other ranks"))
 
     def any(self, flag: bool) -> bool:  # noqa: FBT001  # see the port
         """Return whether any rank's flag is set; see `core.ports.RankGroup`."""
         flags = torch.tensor([int(flag)])
-        with name_lost_ranks(self.rank):
+        with wrap_rank_errors(self.rank):
             dist.all_reduce(flags, dist.ReduceOp.MAX)
         return bool(flags.item())
 
@@ -172,7 +172,7 @@ class TorchGroup:
     def _broadcast(self, array: NDArray[Any], *, src: int) -> None:
         if not array.size:
             return
-        with name_lost_ranks(self.rank):
+        with wrap_rank_errors(self.rank):
             for chunk in torch.split(torch.from_numpy(array).view(-1), CHUNK_BYTES // array.itemsize):
                 dist.broadcast(chunk, src=src)
 
@@ -252,7 +252,7 @@ def _first_sentence(error: BaseException) -> str:
 
 
 @contextmanager
-def name_lost_ranks(rank: int) -> Iterator[None]:
+def wrap_rank_errors(rank: int) -> Iterator[None]:
     """
     Turn torch's errors of lost connections in this context into RunErrors; other errors pass.
 
@@ -389,7 +389,7 @@ class RankWorkers:
         """Call *method* with this rank's shard, and return all ranks' results, by rank."""
         rank = self._group.rank
         try:
-            with name_lost_ranks(rank):
+            with wrap_rank_errors(rank):
                 result: Arrays = getattr(self._worker, method)(shards[rank], **options)
         except PackplanError:
             raise

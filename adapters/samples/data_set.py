@@ -117,7 +117,7 @@ class FileRecords:
         return file.location(row)
 
     @contextmanager
-    def name_errors(self, index: int, before: str = "") -> Iterator[None]:
+    def wrap_errors(self, index: int, before: str = "") -> Iterator[None]:
         """
         Turn a ValueError raised in this context into a RecordError with a record's file and line.
 
@@ -132,7 +132,7 @@ class FileRecords:
             key = f" (custom.{error.argument})" if isinstance(error, UnusableRecordError) and error.argument else ""
             raise RecordError(str(self.location(index)), f"{before}{error}{key}") from None
 
-    def folder(self, index: int) -> str:
+    def media_folder(self, index: int) -> str:
         """Return the folder that relative media paths of record *index* start from."""
         return self._locate(index)[0].folder
 

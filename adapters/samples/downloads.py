@@ -44,7 +44,7 @@ def _url_key(url: str) -> str:
 
 def _read_note(path: Path, schema: str) -> dict[str, Any] | None:
     """Return a download's note: its URL, size and digest; None if it is missing or damaged."""
-    with contextlib.suppress(CorruptArtefactError), files.name_write_errors(path):
+    with contextlib.suppress(CorruptArtefactError), files.wrap_write_errors(path):
         return files.read_manifest(path, schema)
     return None
 
@@ -52,7 +52,7 @@ def _read_note(path: Path, schema: str) -> dict[str, Any] | None:
 def _move_download(fetched: Path, target: Path) -> None:
     """Move a complete download to *target*, and flush the folder so that it survives a crash."""
     files.make_folder(target.parent)
-    with files.name_write_errors(target):
+    with files.wrap_write_errors(target):
         fetched.replace(target)
         files.sync_folder(target.parent)
 

@@ -108,12 +108,12 @@ class SwiftEncoder:
 
     def to_sample(self, index: int, record: object) -> dict[str, Any]:
         """Convert *record*, the JSON value of record *index*, into the result of `read`."""
-        with self.records.name_errors(index, "the record "):
+        with self.records.wrap_errors(index, "the record "):
             known = to_shape(record, self.config.custom.columns)
             self._refuse_mixed_shapes(index, known.shape)
             sample = convert_record(known, self.config.custom)
-        folder = self.records.folder(index)
-        with self.records.name_errors(index):
+        folder = self.records.media_folder(index)
+        with self.records.wrap_errors(index):
             for kind in ("images", "videos"):
                 if kind in sample:
                     held = sample[kind]
@@ -151,7 +151,7 @@ class SwiftEncoder:
         """
         sample = self.read(index)
         images, videos = sample.get("images", ()), sample.get("videos", ())
-        with self.records.name_errors(index):
+        with self.records.wrap_errors(index):
             for image in images:
                 shrink_size(*read_image_size(image), self.template.max_pixels)
         for video in videos:
@@ -160,7 +160,7 @@ class SwiftEncoder:
             return self.encode_messages(index, sample)
         except RecordError:
             # A damaged image is the likelier reason, and a better one.
-            with self.records.name_errors(index):
+            with self.records.wrap_errors(index):
                 for image in images:
                     read_image_size(image, decode=True)
             for video in videos:
@@ -173,7 +173,7 @@ class SwiftEncoder:
             sample = {**sample, "videos": [list(video) if isinstance(video, tuple) else video for video in videos]}
         if images := sample.get("images"):
             sample = {**sample, "images": to_swift_images(images)}
-        with self.name_encode_errors(index):
+        with self.wrap_encode_errors(index):
             encoded = dict(self.template.encode(sample, return_length=True))
         _drop_partial_masks(encoded)
         encoded[IMAGES.count_key] = len(sample.get("images", ()))
@@ -181,7 +181,7 @@ class SwiftEncoder:
         return self._drop_binary_weights(index, encoded)
 
     @contextlib.contextmanager
-    def name_encode_errors(self, index: int) -> Iterator[None]:
+    def wrap_encode_errors(self, index: int) -> Iterator[None]:
         """Turn any exception in this context into a RecordError with the place of a sample."""
         try:
             yield
@@ -344,7 +344,7 @@ class SwiftEncoder:
         Raises:
             RecordError: An image cannot be read.
         """
-        with self.records.name_errors(index):
+        with self.records.wrap_errors(index):
             return tuple(image_facts(image, decode=decode) for image in images)
 
     @cached_property
@@ -357,9 +357,9 @@ class SwiftEncoder:
         Return the facts of a video of sample *index*; RecordError if damaged, too long or too big.
         """
         custom = self.config.custom
-        with self.records.name_errors(index):
+        with self.records.wrap_errors(index):
             facts = video_facts(video, max_seconds=custom.max_video_s)
-        with self.records.name_errors(index, f"the video {_video_name(video)} cannot be sampled: "):
+        with self.records.wrap_errors(index, f"the video {_video_name(video)} cannot be sampled: "):
             size = self.video_costs.num_bytes(facts) if self.video_costs is not None else 0
         if size > custom.max_video_bytes:
             reason = (
@@ -389,7 +389,7 @@ class SwiftEncoder:
             RecordError: A frame cannot be decoded.
         """
         if isinstance(video, tuple):
-            with self.records.name_errors(index):
+            with self.records.wrap_errors(index):
                 for frame in video:
                     read_image_size(frame, decode=True)
         elif (reason := decode_fault(video, sampling)) is not None:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from packplan.adapters.processes import end_with_parent, hold_ctrl_c, name_lost_processes, open_pool
+from packplan.adapters.processes import end_with_parent, hold_ctrl_c, open_pool, wrap_process_errors
 from packplan.adapters.samples.data_set import absolute_folder
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.media_files import VideoFacts
@@ -133,7 +133,7 @@ class SwiftMeasurer:
 
     def identity(self, index: int) -> tuple[str, str]:
         """Return the digest of sample *index*, and the absolute folder of its relative media."""
-        return self._encoder.records.record_digest(index), absolute_folder(self._encoder.records.folder(index))
+        return self._encoder.records.record_digest(index), absolute_folder(self._encoder.records.media_folder(index))
 
     def measure(self, index: int) -> Measurement:
         """Encode sample *index* in full and measure it."""
@@ -223,7 +223,7 @@ class SwiftMeasurer:
         is_doubtful = any(one.doubt for one in videos)
         if is_doubtful or (images and of_images is None) or (videos and of_videos is None):
             return IN_FULL
-        with self._encoder.records.name_errors(index, "an image cannot be encoded: "):
+        with self._encoder.records.wrap_errors(index, "an image cannot be encoded: "):
             costs = [of_images.extra_cost(one.width, one.height) for one in images] if of_images else []
         costs += [of_videos.extra_cost(one) for one in videos] if of_videos else []
         counter, media = self._piece_counter, {"image": len(images), "video": len(videos)}
@@ -314,7 +314,7 @@ class SwiftMeasurer:
         pool = open_pool(self._workers, _prepare_worker, self, in_full)
         try:
             workers = f"lower training.packing_length_precompute_workers (now {self._workers:,}; "
-            with name_lost_processes("measuring samples", f"{workers}1 measures in the main process)"):
+            with wrap_process_errors("measuring samples", f"{workers}1 measures in the main process)"):
                 with hold_ctrl_c():
                     waiting.append(pool.submit(_measure_in_worker, next(parts)))
                 for part in parts:
@@ -348,7 +348,7 @@ class SwiftMeasurer:
             multiprocessing_context="fork",
             worker_init_fn=lambda _: end_with_parent(),
         )
-        with name_lost_processes("encoding samples again, in another process,", "end what else runs on it"):
+        with wrap_process_errors("encoding samples again, in another process,", "end what else runs on it"):
             with hold_ctrl_c():
                 outcomes = iter(loader)
             return list(outcomes)

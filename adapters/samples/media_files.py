@@ -101,7 +101,7 @@ def image_facts(image: ImageSource, *, decode: bool = False) -> MediaFacts:
     else:
         with Path(image).open("rb") as file:
             head, size = file.read(HEAD_BYTES), Path(image).stat().st_size
-    return MediaFacts(size, width, height, _short_digest(hashlib.sha256(head).digest()))
+    return MediaFacts(size, width, height, _digest_to_int(hashlib.sha256(head).digest()))
 
 
 @attrs.frozen
@@ -161,7 +161,7 @@ def _read_frame_files(frames: Sequence[str]) -> VideoFacts:
     if width * height > MAX_PIXELS:
         message = f"the frame {frames[0]} has {width:,} x {height:,}, but may have {MAX_PIXELS:,} pixels: shrink it"
         raise ValueError(message)
-    return VideoFacts(total, width, height, len(frames), Fraction(0), _short_digest(digest.digest()))
+    return VideoFacts(total, width, height, len(frames), Fraction(0), _digest_to_int(digest.digest()))
 
 
 def _read_size_and_ends(path: str) -> tuple[int, bytes]:
@@ -174,7 +174,7 @@ def _read_size_and_ends(path: str) -> tuple[int, bytes]:
         return size, head + file.read(HEAD_BYTES)
 
 
-def _short_digest(digest: bytes) -> int:
+def _digest_to_int(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
@@ -187,7 +187,7 @@ def _read_container(path: str, max_seconds: float) -> VideoFacts:
             raise ValueError(f"the video {path} is a folder, a pipe or a device: name a video file, or list its frames")
         with open_video(path) as container:
             size, ends = _read_size_and_ends(path)
-            return _Container(path, container, size, max_seconds).read(_short_digest(hashlib.sha256(ends).digest()))
+            return _Container(path, container, size, max_seconds).read(_digest_to_int(hashlib.sha256(ends).digest()))
     except FileNotFoundError:
         message = f"the video {path} does not exist: relative paths start at the folder of the data file"
         raise ValueError(message) from None

@@ -48,13 +48,13 @@ class Prompts:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return the prompt of record *index*; RecordError if the record has none."""
         record = self._records[index]
-        with self._records.name_errors(index, "the record "):
+        with self._records.wrap_errors(index, "the record "):
             sample = convert_record(record, self._custom)
             messages, answer = self._split_answer(sample)
         found = {"prompt": messages, "answer": answer, "record": record}
         if not self._sees:
             return found
-        with self._records.name_errors(index):
+        with self._records.wrap_errors(index):
             images = [self._load_image(index, image) for image in sample.get("images", ())]
         for message in messages:
             message["content"] = _split_text(message["content"], tagged=bool(images))
@@ -75,7 +75,7 @@ class Prompts:
 
     def _load_image(self, index: int, image: Image) -> PIL.Image.Image:
         """Load an image from its bytes, or from its path relative to its record's folder."""
-        path = fetch_medium(image, self._records.folder(index), self._media)
+        path = fetch_medium(image, self._records.media_folder(index), self._media)
         read_image_size(path)
         return PIL.Image.open(io.BytesIO(path) if isinstance(path, bytes) else path).convert("RGB")
 

@@ -121,7 +121,7 @@ def fetch(url: str, target: Path, *, max_bytes: int, timeouts: Timeouts) -> str:
     """
     bar = progress(desc=f"fetching {mask_credentials(url)}", unit=" bytes", delay=BRIEF_S, leave=False)
     limit = _SizeLimit(max_bytes, bar)
-    with files.name_write_errors(target), bar:
+    with files.wrap_write_errors(target), bar:
         target.touch()
         _call_with_retries(url, timeouts, lambda system, path: system.get_file(path, str(target), callback=limit))
         with target.open("rb") as file:

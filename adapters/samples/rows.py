@@ -107,7 +107,7 @@ class RowsEncoder(SwiftEncoder):
         """Convert row *record* to its sequence *index*; RecordError if ms-swift refuses the row."""
         if self._kind != "causal_lm":
             return {"messages": [], _OTHERS: record}
-        with self.name_encode_errors(index):
+        with self.wrap_encode_errors(index):
             pair = TemplateInputs.from_dict(record)
             held = pair.rejected if index % self.records_per_sample else pair.chosen
             if held is None:
@@ -122,7 +122,7 @@ class RowsEncoder(SwiftEncoder):
         """Encode a sequence that `read` returned; RecordError if the template cannot encode it."""
         images = sample.get("images", ())
         row = {key: value for key, value in sample.items() if key != _OTHERS}
-        with self.name_encode_errors(index):
+        with self.wrap_encode_errors(index):
             if self._kind == "split texts":
                 encoded = {**sample[_OTHERS], "length": len(sample[_OTHERS]["input_ids"])}
             elif self._kind != "causal_lm":
@@ -147,7 +147,7 @@ class RowsMeasurer(SwiftMeasurer):
 
     _encoder: RowsEncoder
 
-    def _sequences(self, row: int, number: int = 1) -> range:
+    def _sequence_indices(self, row: int, number: int = 1) -> range:
         """Return the indices of the sequences of *number* rows from *row* on."""
         size = self._encoder.records_per_sample
         return range(row * size, (row + number) * size)
@@ -157,32 +157,32 @@ class RowsMeasurer(SwiftMeasurer):
 
     def data_digest(self, count: int, *, without: Sequence[int] = ()) -> str:
         """Return the digest of the first *count* rows except those at the indices *without*."""
-        left = [sequence for row in without for sequence in self._sequences(row)]
-        return super().data_digest(len(self._sequences(0, count)), without=left)
+        left = [sequence for row in without for sequence in self._sequence_indices(row)]
+        return super().data_digest(len(self._sequence_indices(0, count)), without=left)
 
     def identity(self, index: int) -> tuple[str, str]:
         """Return the digest of row *index*, and the absolute folder of its relative media."""
-        return super().identity(self._sequences(index).start)
+        return super().identity(self._sequence_indices(index).start)
 
     def measure(self, index: int) -> Measurement:
         """Encode the sequences of row *index* in full, and sum their measurements."""
-        return sum(map(super().measure, self._sequences(index)), NOTHING)
+        return sum(map(super().measure, self._sequence_indices(index)), NOTHING)
 
     def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         """Return the size and digest of each media file of row *index*; see `LengthSource`."""
         facts = partial(super().media_facts, decode=decode)
-        return tuple(chain.from_iterable(map(facts, self._sequences(index))))
+        return tuple(chain.from_iterable(map(facts, self._sequence_indices(index))))
 
     def measure_batch(self, indices: range, *, in_full: bool) -> MeasuredBatch:
         """Measure consecutive rows in this process; see `SwiftMeasurer`."""
-        sequences = indices if in_full else self._sequences(indices.start, len(indices))
+        sequences = indices if in_full else self._sequence_indices(indices.start, len(indices))
         done, outcomes, digests = super().measure_batch(sequences, in_full=in_full)
         by_row = zip(*[iter(outcomes)] * (len(done) // len(indices)), strict=True)
         return done, [*map(_join_outcomes, by_row)], digests
 
     def sequence_lengths(self, index: int) -> list[int]:
         """Return the tokens of each sequence of row *index*, none of which may be bad."""
-        _, outcomes, _ = super().measure_batch(self._sequences(index), in_full=False)
+        _, outcomes, _ = super().measure_batch(self._sequence_indices(index), in_full=False)
         return [one.measurement.length for one in outcomes if isinstance(one, MeasuredSample)]
 
     def _split_sample(self, index: int, sample: dict[str, Any], *media: Any) -> tuple[SplitSample | None, Measurement]:

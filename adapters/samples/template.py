@@ -92,7 +92,7 @@ def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | Non
     Raises:
         ConfigError: The registry has no entry, or several to choose from.
     """
-    types, templates = _candidates(model)
+    types, templates = _candidate_types(model)
     if template.template:
         templates = [template.template]
     choices = (("model.model_type", "model types", types), ("template.template", "templates", templates))
@@ -104,13 +104,13 @@ def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | Non
 
 def swift_model_type(model: ModelConfig) -> str | None:
     """Return ms-swift's model type of a model, or None, as `swift_types` does."""
-    types, _ = _candidates(model)
+    types, _ = _candidate_types(model)
     if len(types) != 1:
         raise ConfigError("the model's kind", (_choice_fault(model, "model.model_type", "model types", types),))
     return types[0]
 
 
-def _candidates(model: ModelConfig) -> tuple[Sequence[str | None], Sequence[str]]:
+def _candidate_types(model: ModelConfig) -> tuple[Sequence[str | None], Sequence[str]]:
     """Return the model types and the template types that fit a model."""
     named = get_matched_model_meta(str(Path(model.model).resolve()))
     if named is not None and model.model_type in (None, named.model_type):
@@ -233,7 +233,7 @@ def open_template(
     opened._replace_image_tags = _return_inputs  # noqa: SLF001  # no public way
     if model_embeds_images(template_type):
         opened._post_encode = _return_inputs  # noqa: SLF001  # no public way
-    _set_token_ids(opened, processor)
+    _set_media_token_ids(opened, processor)
     set_video_sampling(opened, template)
     opened._get_model = partial(_template_model, opened, model_type)  # noqa: SLF001  # no public way
     return opened
@@ -280,7 +280,7 @@ def _template_model(template: Template, model_type: str | None) -> Any:
     return template.dummy_model if template.model is None else template.model
 
 
-def _set_token_ids(template: Template, processor: Any) -> None:
+def _set_media_token_ids(template: Template, processor: Any) -> None:
     """
     Set a template's media token ids from its processor and vocabulary; with the ids that ms-swift
     has built in, an image might stay a single token.

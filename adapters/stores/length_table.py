@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from packplan.adapters.files import name_write_errors, publish_file
+from packplan.adapters.files import publish_file, wrap_write_errors
 from packplan.core.errors import ArgumentError, counted
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.ports import StoredRows
@@ -65,7 +65,7 @@ def write_length_table(
         "files": [attrs.asdict(one) for one in files],
     }
     written = pa.table(columns).replace_schema_metadata({_ABOUT: json.dumps(about)})
-    with name_write_errors(path), publish_file(path) as file:
+    with wrap_write_errors(path), publish_file(path) as file:
         pq.write_table(written, file, write_page_checksum=True)
 
 

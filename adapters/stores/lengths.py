@@ -64,7 +64,7 @@ class _RowFile:
 
     def truncate(self) -> None:
         """Remove bytes after the rows that the manifest counts."""
-        with files.name_write_errors(self.path):
+        with files.wrap_write_errors(self.path):
             if not self._num:
                 # A new file, since a run that maps the old one would die of its end moving.
                 self.path.unlink(missing_ok=True)
@@ -77,7 +77,7 @@ class _RowFile:
         self._hash.update(data)
         self._num += len(rows)
 
-    def entry(self) -> dict[str, Any]:
+    def manifest_entry(self) -> dict[str, Any]:
         """Return the manifest's entry of these rows."""
         return {
             "file": self.path.name,
@@ -232,15 +232,15 @@ class DiskLengthStore:
                 "fingerprint_sha256": self._key.digest,
                 "num_records": self._num_records,
                 "data_sha256": data_digest,
-                "samples": self._samples.entry(),
-                "images": self._media.entry(),
+                "samples": self._samples.manifest_entry(),
+                "images": self._media.manifest_entry(),
                 "measured_in_full": rows.in_full,
                 "probe": rows.repeatability,
                 **({"bad_records": [attrs.asdict(one) for one in bad]} if bad else {}),
             },
         )
 
-    def save_files(self, kept: Sequence[DataFile]) -> None:
+    def save_file_descriptions(self, kept: Sequence[DataFile]) -> None:
         """Save the description of the data files that the rows come from, if it has changed."""
         manifest = files.read_manifest(self._manifest, SCHEMA)
         assert manifest is not None  # noqa: S101  # `append` comes first
@@ -249,7 +249,7 @@ class DiskLengthStore:
 
     def discard(self) -> None:
         """Discard all rows, the manifest first, so that no reader trusts them meanwhile."""
-        with files.name_write_errors(self.folder):
+        with files.wrap_write_errors(self.folder):
             self._manifest.unlink(missing_ok=True)
             files.sync_folder(self.folder)
         for column in (self._samples, self._media):
@@ -258,7 +258,7 @@ class DiskLengthStore:
 
     def digest(self) -> str:
         """Return the SHA-256 hex digest of all rows read or appended, without media facts."""
-        return str(self._samples.entry()["sha256"])
+        return str(self._samples.manifest_entry()["sha256"])
 
     def _read_rows(self, manifest: Mapping[str, Any]) -> StoredRows:
         """Read the rows that a manifest counts; CorruptArtefactError if their digest differs."""

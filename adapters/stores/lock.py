@@ -40,7 +40,7 @@ class FolderLock:
             return holder
 
         with files.hold_lock(self._path, f"to write {self.folder}", wait=report_holder):
-            with files.name_write_errors(self.folder):
+            with files.wrap_write_errors(self.folder):
                 self._path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
                 files.remove_unpublished(self.folder)
             yield

@@ -15,7 +15,7 @@ import attrs
 
 from packplan.adapters.loaders.batches import PROGRESS, find_progress
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.adapters.trainer_state import STATE, read_trainer_state, require_step
+from packplan.adapters.trainer_state import STATE, read_trainer_state, require_same_step
 from packplan.core.errors import ConfigError, CorruptArtefactError, Difference, StaleError, counted
 from packplan.core.fingerprint import from_plain, seal, to_plain, unseal
 from packplan.core.ports import RankGroup
@@ -205,7 +205,7 @@ def _read_checkpoint(folder: Path, state_class: type) -> Checkpoint[Any] | str:
         if ("plan" in progress) != (state_class is ResumeState):
             return _OTHER_VARIANT
         resume_state: Any = from_plain(state_class, unseal(progress))
-        require_step(folder, state, resume_state.progress.step)
+        require_same_step(folder, state, resume_state.progress.step)
     except (CorruptArtefactError, ValueError) as error:
         return f"but its {STATE} is damaged: {getattr(error, 'reason', error)}"
     if not any(folder.glob(_DIGESTS)):

@@ -13,7 +13,7 @@ from transformers import modeling_utils, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from packplan.adapters.attention import project_patches, set_attention
-from packplan.adapters.files import name_load_errors
+from packplan.adapters.files import wrap_load_errors
 from packplan.adapters.model_folder import require_whole_weights
 from packplan.adapters.samples.template import swift_model_type
 from packplan.adapters.trainer.tuners import make_quantisation, prepare_tuner
@@ -49,7 +49,7 @@ def open_model(
         require_whole_weights(model)
     with (
         torch.device("meta") if outline else contextlib.nullcontext(),
-        name_load_errors("model.model", f"{model.model} cannot be loaded by ms-swift"),
+        wrap_load_errors("model.model", f"{model.model} cannot be loaded by ms-swift"),
         _refusing_missing_weights(model.model),
     ):
         try:

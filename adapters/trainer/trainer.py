@@ -51,12 +51,12 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from packplan.adapters.attention.rows import prepend_text_positions
-from packplan.adapters.files import name_load_errors, name_save_errors
+from packplan.adapters.files import wrap_load_errors, wrap_save_errors
 from packplan.adapters.hf.following import EvaluatesPacks, FollowsSchedule
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches
 from packplan.adapters.loaders.rows import PACK
 from packplan.adapters.models import is_ruined, load_by_model_class, replace_attributes, root_mean_square
-from packplan.adapters.processes import name_lost_processes
+from packplan.adapters.processes import wrap_process_errors
 from packplan.adapters.trainer.checkpoints import CHECKPOINT_KEY, attention_entry, remove_digests, write_digests
 from packplan.adapters.trainer.loader import (
     NORMALISER,
@@ -241,7 +241,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
             "process) or training.dataloader_prefetch_factor"
         )
         try:
-            with name_lost_processes("loading data", advice):
+            with wrap_process_errors("loading data", advice):
                 return super().train(resume_from_checkpoint=self.args.resume_from_checkpoint)
         finally:
             for loader in self._loaders:
@@ -285,7 +285,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
             what = f"the root mean square of the trained weights after optimizer step {self.state.global_step:,}"
             raise _not_finite_error(f"{what} ({before:.3g} before the first)", size)
         self.state.stateful_callbacks |= attention_entry(self.attention.name)
-        with name_save_errors(Path(self.args.output_dir)):
+        with wrap_save_errors(Path(self.args.output_dir)):
             super()._save_checkpoint(*arguments, **options)
         self.last_save = str(Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
 
@@ -313,7 +313,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
     def _load_optimizer_and_scheduler(self, *arguments: Any, **options: Any) -> None:
         needed = {*chain(*self.optimizer.param_groups)}
         fact = f"is {self.last_save}, whose optimizer this run cannot take"
-        with name_load_errors(CHECKPOINT_KEY, fact, _RESTORE):
+        with wrap_load_errors(CHECKPOINT_KEY, fact, _RESTORE):
             super()._load_optimizer_and_scheduler(*arguments, **options)
             # The first step would fail on missing settings.
             if lacking := sorted(needed.difference(*self.optimizer.param_groups)):
@@ -389,7 +389,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         fact = f"is {resume_from_checkpoint}, whose weights this run cannot take"
-        with name_load_errors(CHECKPOINT_KEY, fact, _RESTORE):
+        with wrap_load_errors(CHECKPOINT_KEY, fact, _RESTORE):
             if not self._load_strictly(resume_from_checkpoint, model or self.model):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 

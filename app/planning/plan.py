@@ -131,7 +131,7 @@ def _build_plan(split: Split, world_size: int, report: ReportProgress) -> dict[s
     name, policy, stores = split.name, split.policy, split.stores
     files = split.encoder.data_files()
     table = measure(split, report)
-    stores.lengths.save_files(files)
+    stores.lengths.save_file_descriptions(files)
     lengths = column(table, "length").astype(np.int64)
     refuse_longer(lengths, policy)
 

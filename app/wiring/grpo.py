@@ -16,7 +16,7 @@ from trl import GRPOConfig, GRPOTrainer, ModelConfig, get_peft_config
 
 from packplan.adapters.config.trainer_keys import TrainerKey, argument_keys
 from packplan.adapters.families import trained_config
-from packplan.adapters.files import name_save_errors
+from packplan.adapters.files import wrap_save_errors
 from packplan.adapters.samples.data_files import open_records
 from packplan.adapters.samples.prompts import Prompts
 from packplan.app.wiring.stores import records_cache
@@ -58,7 +58,7 @@ def train(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
     if quiet or not sys.stderr.isatty():
         disable_progress_bar()
     trainer = open_trainer(config, quiet=quiet)
-    with name_save_errors(Path(folder)):
+    with wrap_save_errors(Path(folder)):
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model()
         trainer.save_state()

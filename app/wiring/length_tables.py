@@ -76,7 +76,7 @@ def refuse_other_output(output: Path) -> None:
 
 
 @contextlib.contextmanager
-def name_output_errors(output: Path) -> Iterator[None]:
+def wrap_output_errors(output: Path) -> Iterator[None]:
     """In the block, turn StaleError of the table or its measurements to ConfigError by --output."""
     try:
         yield
@@ -138,5 +138,5 @@ def publish_table(split: Split, stored: StoredRows, output: Path) -> None:
     )
     write_length_table(stored, identities, output, key=source.fingerprint(), files=split.encoder.data_files())
     folder = interim_folder(output)
-    with files.name_write_errors(folder):
+    with files.wrap_write_errors(folder):
         shutil.rmtree(folder)

@@ -17,8 +17,8 @@ import torch
 from packplan.adapters import files
 from packplan.adapters.config.run import load_mixes
 from packplan.adapters.config.trainer_keys import SETTINGS_FILES, read_settings
-from packplan.adapters.ranks.environment import name_rendezvous_errors, read_world_size
-from packplan.adapters.ranks.torch_group import OneRank, TorchGroup, name_lost_ranks, weight_digests
+from packplan.adapters.ranks.environment import read_world_size, wrap_rendezvous_errors
+from packplan.adapters.ranks.torch_group import OneRank, TorchGroup, weight_digests, wrap_rank_errors
 from packplan.adapters.versions import installed_version
 from packplan.app.wiring.runs import raising_on_all_ranks
 from packplan.core.config.identity import flat_values, rank_differences, shared_values
@@ -74,11 +74,11 @@ def open_rank_group(settings: Mapping[str, Any], *, use_cpu: bool = False) -> It
     """
     group: RankGroup = OneRank()
     if read_world_size() > 1:
-        with name_rendezvous_errors():
+        with wrap_rendezvous_errors():
             timeout_s = float(settings.get("ddp_timeout", 1800))
             group = TorchGroup(use_cpu=use_cpu or bool(settings.get("use_cpu")), timeout_s=timeout_s)
     try:
-        with name_lost_ranks(group.rank):
+        with wrap_rank_errors(group.rank):
             yield group
             # Not after an error: the other ranks may wait for this one in a collective, and leaving
             # would wait for them.

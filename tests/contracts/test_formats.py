@@ -130,7 +130,7 @@ def test_equal_records_are_one_data_set_in_every_format(tmp_path, name):
     assert [*map(plain, RECORDS)] == [*map(plain, records)]
     assert plain(RECORDS[5]) == plain(records[5])
     assert (f"{path}, {'line' if 'jsonl' in name else 'row'} 6", str(tmp_path)) == (
-        str(records.location(5)), records.folder(5)
+        str(records.location(5)), records.media_folder(5)
     )  # fmt: skip
     with pytest.raises(IndexError):
         records[len(records)]
@@ -265,7 +265,7 @@ def test_a_folder_is_a_data_set(tmp_path):
         records = opened(folder)
         assert [*map(plain, RECORDS)] == list(records)
         if folder.name != "hub":
-            assert (str(folder), f"{folder}, row 7") == (records.folder(0), str(records.location(6)))
+            assert (str(folder), f"{folder}, row 7") == (records.media_folder(0), str(records.location(6)))
     (reason,) = file_faults([str(tmp_path / "both")])
     assert "both holds several splits: name one of its folders, test, train" in reason
     (shards / "test-00000-of-00001.parquet").write_bytes(parquet(RECORDS))

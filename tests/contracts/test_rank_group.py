@@ -101,7 +101,7 @@ def lose_in_worker(group) -> None:
 
 
 def lose_in_backward(group) -> None:
-    with torch_group.name_lost_ranks(group.rank):
+    with torch_group.wrap_rank_errors(group.rank):
         loss = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))(torch.ones(2, 4)).sum()
         lose(1, group)
         loss.backward()

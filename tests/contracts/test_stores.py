@@ -99,7 +99,7 @@ def test_a_probe_and_files_are_kept_until_rows_follow_them(tmp_path):
     store = filled(DiskLengthStore(tmp_path), 4, repeatability={"samples": [3, 0]})
     files = (DataFile("a.jsonl", "a", "text", 3), DataFile("b.jsonl", "b", "text", 1))
     before = kept()
-    store.save_files(files)
+    store.save_file_descriptions(files)
     assert ({"samples": [3, 0]}, files, *before[2:]) == kept()
 
     store = DiskLengthStore(tmp_path)

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from packplan.adapters.files import name_load_errors, name_save_errors, name_write_errors
+from packplan.adapters.files import wrap_load_errors, wrap_save_errors, wrap_write_errors
 from packplan.app import sft
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ FORK = Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory"))
 def test_memory_that_runs_out_is_no_fault_of_a_file(use, kind):
     """The error stays as it was raised, so that no message names a folder or a key."""
     for guard in (
-        name_write_errors(Path("run")), name_save_errors(Path("run")), name_load_errors("model.model", "is damaged")
+        wrap_write_errors(Path("run")), wrap_save_errors(Path("run")), wrap_load_errors("model.model", "is damaged")
     ):  # fmt: skip
         with pytest.raises(kind), guard:
             use()

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from packplan.adapters.processes import name_lost_processes
+from packplan.adapters.processes import wrap_process_errors
 from packplan.adapters.ranks.heartbeat import Heartbeat
 from packplan.adapters.trainer.loader import PackedDataset, PackLoader
 from packplan.adapters.trainer.trainer import PlanTrainer
@@ -76,7 +76,7 @@ def test_processes_measure_as_one_does_and_one_that_is_killed_is_named_with_its_
 )
 def test_what_torch_says_of_lost_workers_is_named(said, error, advice):
     """With what to do about it; memory of a GPU is not that of a process that loads."""
-    with pytest.raises(error) as raised, name_lost_processes("loading data", "lower it"):
+    with pytest.raises(error) as raised, wrap_process_errors("loading data", "lower it"):
         raise RuntimeError(said)
 
     assert error is raised.type

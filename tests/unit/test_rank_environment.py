@@ -6,7 +6,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.adapters.ranks.environment import name_rendezvous_errors, read_world_size
+from packplan.adapters.ranks.environment import read_world_size, wrap_rendezvous_errors
 from packplan.core.errors import ConfigError, RunError
 
 RANKS = {
@@ -77,7 +77,7 @@ def test_variables_of_other_programs_are_left_alone():
 
 def test_ranks_that_cannot_meet_say_where():
     """With torch's reason, in one line."""
-    with pytest.raises(RunError) as raised, name_rendezvous_errors(RANKS):
+    with pytest.raises(RunError) as raised, wrap_rendezvous_errors(RANKS):
         raise RuntimeError("the address\nis in use")
 
     assert "rank 3 cannot meet the 4 ranks at node0:29500 (MASTER_ADDR, MASTER_PORT): the address is in use; start" in (

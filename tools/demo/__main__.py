@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from packplan.adapters.files import name_save_errors, name_write_errors
+from packplan.adapters.files import wrap_save_errors, wrap_write_errors
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import run_command, run_program
 from packplan.app.wiring.runs import read_config
@@ -41,10 +41,10 @@ def make(folder: Path, *, seed: int, num_train: int, num_val: int) -> None:
         from tools.demo.scenes import read_corpus, write_data
         from tools.demo.tiny_models import MODEL_TYPES, write_model
 
-    with name_write_errors(folder / "data"):
+    with wrap_write_errors(folder / "data"):
         write_data(folder / "data", seed=seed, num_train=num_train, num_val=num_val)
     for model_type in MODEL_TYPES:
-        with name_save_errors(folder / "models" / model_type):
+        with wrap_save_errors(folder / "models" / model_type):
             write_model(folder / "models" / model_type, model_type, read_corpus(folder / "data"), seed=seed)
 
 
@@ -54,7 +54,7 @@ def make_videos(folder: Path) -> None:
     """
     from tools.demo.videos import write_records
 
-    with name_write_errors(folder / "videos"):
+    with wrap_write_errors(folder / "videos"):
         write_records(folder / "videos")
 
 

@@ -129,7 +129,7 @@ def parse_record(text: bytes, where: str) -> Any:
             text.decode("utf-8-sig"),
             parse_constant=_refuse_constant,
             parse_float=_parse_float,
-            object_pairs_hook=_to_object,
+            object_pairs_hook=_to_unique_object,
         )
         # One byte is found much sooner than three are, in images of a megabyte.
         if b"\\" in text and (b"\\ud" in text or b"\\uD" in text):
@@ -158,7 +158,7 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _to_unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """
     Build an object from keys and values; ValueError for a key that occurs twice, since JSON would
     keep only the last.

@@ -88,7 +88,7 @@ def make_copy(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
     with files.hold_lock(copy.with_suffix(".lock"), f"for a copy of {path.name}"):
         if not (copy.is_file() and copy.with_suffix(".json").is_file()):
             log.info("%s is rewritten once, to be read in any order: %s", name, copy)
-            with files.name_write_errors(copy):
+            with files.wrap_write_errors(copy):
                 for left in cache.glob(f".{copy.name}.*"):  # of a writer that was killed
                     left.unlink()
                 with files.publish_file(copy) as file:
