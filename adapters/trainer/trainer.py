@@ -209,6 +209,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         return next((name for name in coarser if name in used), "float32")
 
     def _get_data_collator(self, args: Any, template: Template) -> Collator:
+        # `open_template` lets a template pack where `training.packing` is true.
         return Collator(template, super()._get_data_collator(args, template), template.packing, self.reduction)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> PackLoader:
@@ -333,7 +334,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
                 raise _not_finite_error(what, number)
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
-        if self._evaluated is not None:
+        if self._evaluated is not None:  # inside of `EvaluatesPacks.evaluation_loop`
             return torch.tensor(self._evaluated.weight or 1.0, device=device)
         weights = sum(batch[NORMALISER] for batch in batch_samples)
         total = self.sum_over_ranks(torch.tensor(weights, dtype=torch.float64))
