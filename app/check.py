@@ -94,10 +94,10 @@ def check(config: RunConfig, *, num_packs: int) -> Report:
         # One rank compares whole rows: how ranks share them is asked before their first step.
         training = attrs.evolve(config.training, resume_from_checkpoint=None, sequence_parallel_size=1)
         trainer, splits = prepare(attrs.evolve(config, training=training), group, may_leak=True)
-        return compare(config, trainer, splits["train"], num_packs=num_packs)
+        return compare_packs(config, trainer, splits["train"], num_packs=num_packs)
 
 
-def compare(config: RunConfig, trainer: PlanTrainer, train: Split, *, num_packs: int) -> Report:
+def compare_packs(config: RunConfig, trainer: PlanTrainer, train: Split, *, num_packs: int) -> Report:
     """
     Compare packs of a run that is ready to train; see `check`.
 
@@ -134,7 +134,7 @@ def compare(config: RunConfig, trainer: PlanTrainer, train: Split, *, num_packs:
     )
 
 
-def show(report: Report) -> None:
+def print_report(report: Report) -> None:
     """Print a report as text for people."""
     kinds = Counter(kind for _, kind, _ in report.packs)
     console = plain_console(140)
@@ -207,7 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.json:
             print(as_json(report))
         else:
-            show(report)
+            print_report(report)
         if checks := tuple(verdict.check for verdict in report.failed):
             fact = f"packed training is not the same training: {', '.join(checks)} differ"
             raise MismatchError("unequal", fact, {"checks": checks})

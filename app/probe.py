@@ -28,7 +28,7 @@ _HEAD = ("backend", "packs", "isolation", "equality", "seconds", "how")
 
 def as_table(found: Sequence[BackendProbe]) -> str:
     """Return the results of a probe as a table in plain text."""
-    rows = [_HEAD, *(_cells(one) for one in found if one.verdict is not None)]
+    rows = [_HEAD, *(_table_cells(one) for one in found if one.verdict is not None)]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += [f"{one.backend}: not run, since {one.reason}" for one in found if one.verdict is None]
@@ -37,18 +37,18 @@ def as_table(found: Sequence[BackendProbe]) -> str:
     return "\n".join(lines)
 
 
-def _cells(found: BackendProbe) -> tuple[str, ...]:
+def _table_cells(found: BackendProbe) -> tuple[str, ...]:
     verdict = found.verdict
     how = found.reason if len(found.reason) <= 100 else f"{found.reason[:99]}…"
-    if found.packs and verdict is not None:
-        how = "by itself" if found.by_itself else "is told its rows"
+    if found.may_pack and verdict is not None:
+        how = "by itself" if found.packs_by_itself else "is told its rows"
         if verdict.split:
             how = f"{' and '.join(verdict.split)} run sample by sample"
         if verdict.attention != found.backend:
             how = f"{verdict.attention}, {how}"
     measured = None if verdict is None else verdict.measured
     numbers = ["", ""] if measured is None else [f"{measured.isolation:.2g}", f"{measured.equality:.2g}"]
-    return (found.backend, "yes" if found.packs else "no", *numbers, f"{found.seconds:.1f}", how)
+    return (found.backend, "yes" if found.may_pack else "no", *numbers, f"{found.seconds:.1f}", how)
 
 
 def as_json(model: str, found: Sequence[BackendProbe]) -> str:
@@ -56,9 +56,9 @@ def as_json(model: str, found: Sequence[BackendProbe]) -> str:
     backends = []
     for one in found:
         verdict = None if one.verdict is None else one.verdict.to_dict()
-        told = {"packs": one.packs, "by_itself": one.by_itself, "verdict": verdict}
+        told = {"packs": one.may_pack, "by_itself": one.packs_by_itself, "verdict": verdict}
         backends.append({**attrs.asdict(one, recurse=False), **told})
-    return json.dumps({"model": model, "passed": found[0].packs, "backends": backends}, indent=2)
+    return json.dumps({"model": model, "passed": found[0].may_pack, "backends": backends}, indent=2)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
         )  # fmt: skip
         print(as_json(options.model, found) if options.json else as_table(found))
         run = found[0]
-        if not run.packs:
+        if not run.may_pack:
             where = next((f"; first in {one.mixes_in}" for one in found if one.mixes_in is not None), "")
             fact = f"samples may not share packs of {options.model}: {run.reason}{where}"
             raise MismatchError("leak", fact, {"module": run.mixes_in})

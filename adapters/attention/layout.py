@@ -77,7 +77,7 @@ class Layout:
         return max(self.lengths) if self._longest is None else self._longest
 
     @cached_property
-    def batches(self) -> tuple[tuple[int, ...], ...]:
+    def block_batches(self) -> tuple[tuple[int, ...], ...]:
         """Block indices, grouped by length if blocks have no masks; a group is one batch."""
         groups: dict[int, list[int]] = {}
         for position, length in enumerate(self.lengths):

@@ -81,11 +81,11 @@ def share_rows(model: Any, group: dist.ProcessGroup) -> None:
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     part = trained_part(model)
 
-    def divide() -> tuple[PackedRow, RowShare] | None:
+    def divide_current_row() -> tuple[PackedRow, RowShare] | None:
         row = current_row()
         return None if row is None else divide_row(row, group)
 
-    shared = SharedRows(part.get_decoder(), divide, joins=True)
+    shared = SharedRows(part.get_decoder(), divide_current_row, joins=True)
     original, parameters = model.forward, signature(model.forward)
 
     @wraps(original)

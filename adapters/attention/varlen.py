@@ -398,7 +398,7 @@ def _attend_block_by_block(
     # Split and joined once: the backward pass of each slice would fill a whole row with zeros.
     split = [torch.split(part, list(layout.lengths), 2) for part in (query, key, value)]
     outputs: list[torch.Tensor] = [query] * len(layout.lengths)
-    for batch in layout.batches:
+    for batch in layout.block_batches:
         q, k, v = (torch.cat([blocks[i] for i in batch]) if len(batch) > 1 else blocks[batch[0]] for blocks in split)
         if layout.masks is not None:
             attended = _attend_masked(sdpa, q, k, v, layout.masks[batch[0]])

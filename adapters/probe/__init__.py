@@ -1,7 +1,7 @@
 """
 Probe: test on a small copy of a model whether it keeps the samples of a pack apart.
 
-`shrink` shrinks the configuration, by rules and by trial. `small_model` builds the copy. `rows`
+`shrink` makes the configuration small, by rules and by trial. `small_model` builds the copy. `rows`
 compares a packed row with its samples alone, on the copy or on the model that is about to train,
 and images of a row with each image alone. `probe` tries one strategy after the other, and finds
 layers that carry a state along the row.

@@ -23,8 +23,8 @@ from packplan.adapters.probe.shrink import (
     Trials,
     key_path_text,
     possible_lengths,
-    shrink,
     shrink_by_trial,
+    shrink_config,
 )
 from packplan.adapters.probe.small_model import SmallModels, error_text, hiding_warnings
 from packplan.adapters.proof.comparison import Outcome, compare_values, run_alone
@@ -146,7 +146,7 @@ class _SmallCopies:
             raise ModelError("probe", f"its code takes no attention but its own, not {trial.attention}")
         return model
 
-    def measure(self, trial: StrategyTrial, split: tuple[str, ...] = ()) -> tuple[Any, ProbeResult, str | None]:
+    def measure_copy(self, trial: StrategyTrial, split: tuple[str, ...] = ()) -> tuple[Any, ProbeResult, str | None]:
         """Return a copy that packs, its probe result, and the reason against packing, if any."""
         model = self.build_packing_copy(trial, split)
         measured = compare_row(model, self.row, self.alone)
@@ -295,9 +295,9 @@ def _find_short_lengths(config: Any, build: Callable[..., Any]) -> Trials:
     """
     text = config.get_text_config()
     part = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
-    found = possible_lengths(shrink(config.to_dict()), text=part)
+    found = possible_lengths(shrink_config(config.to_dict()), text=part)
 
-    def runs(tried: Trials) -> bool:
+    def runs_with(tried: Trials) -> bool:
         try:
             model = build(attention="eager", trials=tried)
             run_alone(model, _draw_row(model).samples, with_gradients=False)
@@ -305,7 +305,7 @@ def _find_short_lengths(config: Any, build: Callable[..., Any]) -> Trials:
             return False
         return True
 
-    shorter, left = shrink_by_trial(tuple(found), runs)
+    shorter, left = shrink_by_trial(tuple(found), runs_with)
     if left:
         model = build(attention="eager", trials=shorter)
         axes = {size for one in (*model.parameters(), *model.buffers()) for size in one.shape}
@@ -327,7 +327,7 @@ def _try_strategy(copies: _SmallCopies, trial: StrategyTrial, refused: PackingVe
     split: tuple[str, ...] = ()
     not_exercised: tuple[str, ...] = ()
     try:
-        model, measured, why_not = copies.measure(trial)
+        model, measured, why_not = copies.measure_copy(trial)
     except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
         return attrs.evolve(refused, reason=error_text(error))
     if why_not and trial.follows_rows:
@@ -335,7 +335,7 @@ def _try_strategy(copies: _SmallCopies, trial: StrategyTrial, refused: PackingVe
         with contextlib.suppress(Exception):
             carriers = split_state_layers(model, copies.row)
             if carriers:
-                model, measured, why_not = copies.measure(trial, carriers)
+                model, measured, why_not = copies.measure_copy(trial, carriers)
                 carriers, split = (), carriers
     if why_not is None and getattr(model.config, "vision_config", None) is not None:
         project_patches(model)  # as in the model that trains

@@ -150,7 +150,7 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
 _COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _RULES)
 
 
-def shrink(config: Mapping[str, Any], *, times: int = 1) -> dict[str, Any]:
+def shrink_config(config: Mapping[str, Any], *, times: int = 1) -> dict[str, Any]:
     """
     Return a small copy of a configuration as `to_dict` gives it, with its parts (text, vision).
 
@@ -158,9 +158,9 @@ def shrink(config: Mapping[str, Any], *, times: int = 1) -> dict[str, Any]:
         config: Configuration to shrink.
         times: Number of layers of each kind to keep, if there are as many.
     """
-    layers, after = _count_layers(config, times)
+    layers, after = _count_all_and_kept(config, times)
     parts = [one for key, one in config.items() if key.endswith("_config") and isinstance(one, Mapping)]
-    fewest = after or min(filter(None, (_count_layers(one, times)[1] for one in parts)), default=0)
+    fewest = after or min(filter(None, (_count_all_and_kept(one, times)[1] for one in parts)), default=0)
     context = _ConfigFacts(config, layers, after, fewest, _small_head_size(config))
     small: dict[str, Any] = {}
     special = itertools.count()
@@ -176,13 +176,13 @@ def shrink(config: Mapping[str, Any], *, times: int = 1) -> dict[str, Any]:
                 for place, part in kept.items()
             }
         elif isinstance(value, Mapping) and key.endswith("config") and not key.startswith("quantization"):
-            small[key] = shrink(value, times=times)
+            small[key] = shrink_config(value, times=times)
         else:
             small[key] = _shrink_value(key, value, context)
     return small
 
 
-def _count_layers(config: Mapping[str, Any], times: int) -> tuple[int, int]:
+def _count_all_and_kept(config: Mapping[str, Any], times: int) -> tuple[int, int]:
     """Return the number of layers of a part, and the number to keep; 0 if it has only sub-parts."""
     layers = next((config[name] for name in _LAYER_KEYS if isinstance(config.get(name), int)), 0)
     return layers, min(layers, _count_kept_layers(config, layers, times))
@@ -298,7 +298,7 @@ _NO_SIZES = (
     "dtype",
     "version",
 )
-"""Parts of keys whose numbers are no sizes, or that `shrink` handles."""
+"""Parts of keys whose numbers are no sizes, or that `shrink_config` handles."""
 
 
 def possible_lengths(small: Mapping[str, Any], *, text: str | None) -> dict[KeyPath, int]:
@@ -306,7 +306,7 @@ def possible_lengths(small: Mapping[str, Any], *, text: str | None) -> dict[KeyP
     Return the numbers of a small copy's configuration that may be lengths and that no rule knows.
 
     Args:
-        small: Result of `shrink`.
+        small: Result of `shrink_config`.
         text: Key of the text model's part; None if there are no parts.
     """
     part = small if text is None else small[text]

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from packplan.adapters.probe.shrink import Trials, apply_trials, shrink
+from packplan.adapters.probe.shrink import Trials, apply_trials, shrink_config
 from packplan.core.config.run import ModelConfig
 from packplan.core.errors import ConfigError, ModelError
 
@@ -77,7 +77,7 @@ class SmallModels:
 
         Args:
             attention: Name of transformers' attention that it is built with.
-            trials: Numbers to put in place of those that `shrink` left.
+            trials: Numbers to put in place of those that `shrink_config` left.
 
         Raises:
             ModelError: No copy can be built, or it has too many weights.
@@ -100,7 +100,7 @@ class SmallModels:
         )
         if key not in self._outlines:
             # transformers' from_dict would also write the configuration out, for a line of its log.
-            small = type(self.config)(**apply_trials(shrink(self.config.to_dict(), times=times), trials))
+            small = type(self.config)(**apply_trials(shrink_config(self.config.to_dict(), times=times), trials))
             with torch.device("meta"):
                 outline = build_one(small)
             self._outlines[key] = small, sum(one.numel() for one in outline.parameters())

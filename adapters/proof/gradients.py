@@ -168,7 +168,7 @@ def watching_embeddings(model: torch.nn.Module, packed: PackedBatch) -> Iterator
     """Watch the embeddings of a model's next forward pass, of packed rows."""
     watched = WatchedPass(packed, dict(packed.inputs))
 
-    def collect(_: Any, __: Any, output: Any) -> Any:
+    def collect_source(_: Any, __: Any, output: Any) -> Any:
         """Note the output of an embedding layer, made to require a gradient, as a source."""
         if view_by_token(output, packed.shape) is None or not torch.is_grad_enabled():
             return output
@@ -178,10 +178,10 @@ def watching_embeddings(model: torch.nn.Module, packed: PackedBatch) -> Iterator
 
     given = packed.inputs.get("inputs_embeds")
     if isinstance(given, torch.Tensor):
-        watched.inputs["inputs_embeds"] = collect(None, None, given.detach())
+        watched.inputs["inputs_embeds"] = collect_source(None, None, given.detach())
     with ExitStack() as hooks:
         for module in _embedding_modules(model):
-            hooks.enter_context(module.register_forward_hook(collect))
+            hooks.enter_context(module.register_forward_hook(collect_source))
         yield watched
 
 

@@ -79,11 +79,11 @@ def _record_calls(model: torch.nn.Module, keep: Callable[[Any], Any | None]) -> 
     calls: list[_ModuleCall] = []
     running = [calls]
 
-    def begin(module: NamedModule, _: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def begin_call(module: NamedModule, _: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         running[-1].append(call := _ModuleCall(module, _kept_parts((arguments, options), keep)))
         running.append(call.children)
 
-    def end(_: Any, __: Any, ___: Any, output: Any) -> None:
+    def end_call(_: Any, __: Any, ___: Any, output: Any) -> None:
         inside = running.pop()
         running[-1][-1].outputs.extend(_kept_parts(output, keep))
         if not running[-1][-1].outputs:
@@ -92,8 +92,8 @@ def _record_calls(model: torch.nn.Module, keep: Callable[[Any], Any | None]) -> 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             named = NamedModule(name, type(module).__name__)
-            hooks.enter_context(module.register_forward_pre_hook(partial(begin, named), with_kwargs=True))
-            hooks.enter_context(module.register_forward_hook(end, with_kwargs=True))
+            hooks.enter_context(module.register_forward_pre_hook(partial(begin_call, named), with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(end_call, with_kwargs=True))
         yield calls
 
 
@@ -123,10 +123,10 @@ def first_mixing_module(model: torch.nn.Module, packed: PackedBatch, reader: int
     ):
         model(**watched.inputs)
 
-    def mixed(results: Sequence[TensorNode]) -> bool:
+    def mixes(results: Sequence[TensorNode]) -> bool:
         return any(one.size != 0 for result in results for one in watched.dependences(result, [reader]))
 
-    found = _innermost(calls, lambda call: mixed(call.outputs) and not mixed(call.inputs), lambda call: call.children)
+    found = _innermost(calls, lambda call: mixes(call.outputs) and not mixes(call.inputs), lambda call: call.children)
     return None if found is None else found.module
 
 
@@ -158,14 +158,14 @@ def first_different_module(
         with _record_calls(model, partial(_copy_sample_part, shape=packed.shape, place=place)) as found:
             model(**packed.inputs)
 
-    def shows(pair: tuple[_ModuleCall, _ModuleCall]) -> bool:
+    def differs(pair: tuple[_ModuleCall, _ModuleCall]) -> bool:
         mine, own = pair
         if mine.module != own.module:  # the row takes another way than the sample
             return False
         return _differs(mine.outputs, own.outputs, limit) and not _differs(mine.inputs, own.inputs, limit)
 
     pair = _innermost(
-        zip(found, expected, strict=False), shows, lambda one: zip(*(call.children for call in one), strict=False)
+        zip(found, expected, strict=False), differs, lambda one: zip(*(call.children for call in one), strict=False)
     )
     return None if pair is None else pair[0].module
 

@@ -137,11 +137,11 @@ def _run_function(function: Callable[[], Any], model: torch.nn.Module) -> tuple[
     """Run a function's step; return its loss, gradients and batches."""
     batches: list[Mapping[str, Any]] = []
 
-    def note(_: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def note_batch(_: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
         batches.append({**({"input_ids": positional[0]} if positional else {}), **named})
 
     versions = [one._version for one in model.parameters()]  # noqa: SLF001  # has no public name
-    with model.register_forward_pre_hook(note, with_kwargs=True):
+    with model.register_forward_pre_hook(note_batch, with_kwargs=True):
         loss = function()
     if versions != [one._version for one in model.parameters()]:  # noqa: SLF001  # see above
         raise ArgumentError("host", "the step changed weights: leave the optimizer's update out of the function")
@@ -173,7 +173,7 @@ def _run_trainer(trainer: Any, model: torch.nn.Module) -> tuple[Any, Gradients, 
 
     serve = trainer.get_batch_samples
 
-    def note(*arguments: Any, **options: Any) -> Any:
+    def serve_and_note(*arguments: Any, **options: Any) -> Any:
         served = serve(*arguments, **options)
         batches.extend(dict(batch) for batch in served[0])
         return served
@@ -187,7 +187,7 @@ def _run_trainer(trainer: Any, model: torch.nn.Module) -> tuple[Any, Gradients, 
         restoring_attributes(trainer),
         restoring_attributes(model),
     ):  # accelerate wraps its forward
-        vars(trainer).update(get_batch_samples=note, callback_handler=handler, neftune_noise_alpha=None)
+        vars(trainer).update(get_batch_samples=serve_and_note, callback_handler=handler, neftune_noise_alpha=None)
         trainer.control = type(trainer.control)()
         trainer.train()
         trainer.accelerator.free_memory()
@@ -215,13 +215,13 @@ def _run_for_mean(model: torch.nn.Module, samples: list[Sample], tokens: int, au
     """Return loss and gradients of the mean over the supervised tokens of some batches."""
     device = next(model.parameters()).device
 
-    def call(**inputs: Any) -> Any:
+    def call_model(**inputs: Any) -> Any:
         given = {key: one.to(device) if torch.is_tensor(one) else one for key, one in inputs.items()}
         with autocast():
             return model(**given)
 
     weighted = [attrs.evolve(one, weights=torch.full(one.targets.shape, 1 / tokens)) for one in samples]
-    return run_alone(model, weighted, call=call, keep=False)
+    return run_alone(model, weighted, call=call_model, keep=False)
 
 
 def _gather_from_ranks(value: Any) -> list[Any]:

@@ -92,11 +92,11 @@ def _refusing_missing_weights(folder: str) -> Iterator[None]:
     """
     report, missing = modeling_utils.log_state_dict_report, set[str]()
 
-    def note(*, loading_info: Any, **others: Any) -> None:
+    def note_missing(*, loading_info: Any, **others: Any) -> None:
         missing.update(loading_info.missing_keys)
         report(loading_info=loading_info, **others)
 
-    modeling_utils.log_state_dict_report = note
+    modeling_utils.log_state_dict_report = note_missing
     try:
         yield
     finally:

@@ -119,7 +119,7 @@ class SaveOnSigterm(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Install the signal handler."""
         with contextlib.suppress(ValueError):  # only the main thread may handle signals
-            self._before = signal.signal(signal.SIGTERM, self._note)
+            self._before = signal.signal(signal.SIGTERM, self._note_signal)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Restore the previous signal handler."""
@@ -131,7 +131,7 @@ class SaveOnSigterm(TrainerCallback):
         if self.group.any(self.received):
             self.received = control.should_save = control.should_training_stop = True
 
-    def _note(self, _: int, __: FrameType | None) -> None:
+    def _note_signal(self, _: int, __: FrameType | None) -> None:
         self.received = True
 
 

@@ -211,11 +211,11 @@ def plain_console(width: int | None = None) -> "Console":
     return Console(width=None if Console().is_terminal else width, highlight=False, markup=False, soft_wrap=True)
 
 
-def duration(seconds: float) -> str:
+def time_text(seconds: float) -> str:
     """
     Return seconds as text in hours, minutes, seconds or milliseconds.
 
-    >>> [duration(one) for one in (0.25, 9, 100, 7200)]
+    >>> [time_text(one) for one in (0.25, 9, 100, 7200)]
     ['250 ms', '9.0 s', '1.7 min', '2.00 h']
     """
     if seconds < 1:

@@ -171,11 +171,11 @@ def forecast_memory(config: RunConfig, *, memory: int | None, ranks: int) -> Mem
         full_pack_peak(length)
     return MemoryFit(
         ranks, sharding, memory, (heaviest, PackMemory("full pack", length, full[length])),
-        longest, tuple(_notes(config)),
+        longest, tuple(_assumptions(config)),
     )  # fmt: skip
 
 
-def _notes(config: RunConfig) -> list[str]:
+def _assumptions(config: RunConfig) -> list[str]:
     """Return the assumptions behind the figures, a sentence each."""
     on_gpu = not config.training.trainer.get("use_cpu")
     others = ", and for CUDA and NCCL: an assumption, not measured on a GPU" if on_gpu else ": an assumption"

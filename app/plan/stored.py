@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import attrs
 
 from packplan.app.planning.epochs import EpochPlanner, plan_first_epoch, samples_to_plan
-from packplan.app.planning.log_lines import describe
+from packplan.app.planning.log_lines import split_lines
 from packplan.app.planning.measure import bad_records_line
 from packplan.app.planning.schedule import partial_window_warning, refuse_stream, split_schedule
 from packplan.app.planning.split import Split, Stores, align_options
@@ -180,7 +180,7 @@ def _warnings(config: RunConfig, opened: StoredSplit) -> Iterator[str]:
         yield "repeatability is not yet checked: no sample was encoded twice; build does it"
     ratio = str(plan.key.inputs.get("min_fill_ratio") or split.policy.min_fill_ratio)
     as_stored = attrs.evolve(split, policy=attrs.evolve(split.policy, packing=opened.packed, min_fill_ratio=ratio))
-    yield from (line for level, line in describe(as_stored) if level >= logging.WARNING)
+    yield from (line for level, line in split_lines(as_stored) if level >= logging.WARNING)
     if split.name == "train" and (window := partial_window_warning(opened.epochs or opened.schedule)):
         yield window
     if opened.estimated:

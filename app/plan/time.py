@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from packplan.adapters.progress import loading_libraries
-from packplan.app.cli.command import add_config_arguments, duration, plain_console
+from packplan.app.cli.command import add_config_arguments, plain_console, time_text
 from packplan.app.wiring.runs import raising_on_all_ranks, read_config, require_inputs
 from packplan.core.errors import counted
 from packplan.core.forecast import RunForecast
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps(as_document(forecast, world_size=ranks), indent=2))
         return
     console = plain_console(100)
-    for name, value, remark in _rows(forecast, world_size=ranks):
+    for name, value, remark in _forecast_rows(forecast, world_size=ranks):
         console.print(f"{name:<22}{value:>12}  {remark}", soft_wrap=True, highlight=False)
 
 
@@ -66,19 +66,19 @@ def as_document(forecast: RunForecast, *, world_size: int) -> dict[str, Any]:
     }
 
 
-def _rows(forecast: RunForecast, *, world_size: int) -> Iterator[tuple[str, str, str]]:
+def _forecast_rows(forecast: RunForecast, *, world_size: int) -> Iterator[tuple[str, str, str]]:
     """Yield the printed rows of a forecast: name, value and remark."""
     sure = "" if forecast.uncertainty is None else f"+- {forecast.uncertainty:.1%} "
     basis = counted(forecast.timing.num_measured, "step")
     remark = f"{sure}on {counted(world_size, 'rank')}, from {basis} measured here"
-    yield "predicted time", duration(forecast.seconds), remark
+    yield "predicted time", time_text(forecast.seconds), remark
     yield "  tokens a second", f"{forecast.tokens_per_second:,.0f}", "without evaluations and checkpoints"
     steps = forecast.steps
-    slowest = f"the fastest of an epoch {duration(float(steps.min()))}, the slowest {duration(float(steps.max()))}"
+    slowest = f"the fastest of an epoch {time_text(float(steps.min()))}, the slowest {time_text(float(steps.max()))}"
     error = forecast.timing.step_error
     remark = "in the mean" if error is None else f"{slowest}; 95 % of left-out steps were within {error:.1%}"
-    yield "  an optimizer step", duration(forecast.mean_step), remark
-    yield "  an epoch", duration(forecast.epoch_seconds), f"{counted(len(steps), 'step')}"
+    yield "  an optimizer step", time_text(forecast.mean_step), remark
+    yield "  an epoch", time_text(forecast.epoch_seconds), f"{counted(len(steps), 'step')}"
     for name, pause in (("an evaluation", forecast.evaluation), ("a checkpoint", forecast.checkpoint)):
         if pause.every and pause.seconds:
-            yield f"  {name}", duration(pause.seconds), f"after each {counted(pause.every, 'step')}, and the last"
+            yield f"  {name}", time_text(pause.seconds), f"after each {counted(pause.every, 'step')}, and the last"

@@ -82,12 +82,12 @@ def plan_first_epoch(
     wait = 0 if policy.algorithm in SLOW_ALGORITHMS else BRIEF_S
     with progress(desc=f"planning {name}", bar_format=_BAR, miniters=1, delay=wait, leave=not wait) as bar:
 
-        def show(words: str) -> None:
+        def show_progress(words: str) -> None:
             report(f"planning {name}: {words}")
             bar.set_postfix_str(words, refresh=False)
             bar.update()
 
-        return plan_epoch(recipe, policy, samples, 0, quick_bound=quick_bound, report=show).raw
+        return plan_epoch(recipe, policy, samples, 0, quick_bound=quick_bound, report=show_progress).raw
 
 
 @attrs.frozen(eq=False)
@@ -146,10 +146,10 @@ class PlannedEpochs:
         if epoch not in self._held:
             self._held[epoch] = future = Future[PackStats]()
             # A run that ends does not wait for a plan that it will not train.
-            Thread(target=self._plan, args=(epoch, future), name=f"plan-epoch-{epoch}", daemon=True).start()
+            Thread(target=self._plan_into, args=(epoch, future), name=f"plan-epoch-{epoch}", daemon=True).start()
         return self._held[epoch]
 
-    def _plan(self, epoch: int, future: Future[PackStats]) -> None:
+    def _plan_into(self, epoch: int, future: Future[PackStats]) -> None:
         try:
             future.set_result(self._plan_and_verify(epoch))
         except Exception as error:  # noqa: BLE001  # raised where the plan is asked for

@@ -37,9 +37,9 @@ Line = tuple[int, str]
 
 
 def log_plan(planned: Split) -> None:
-    """Log the lines of `describe`, each after the name of its split."""
+    """Log the lines of `split_lines`, each after the name of its split."""
     of = f"{planned.name}, its first epoch" if planned.recipe else planned.name
-    for level, line in describe(planned):
+    for level, line in split_lines(planned):
         log.log(level, "%s: %s", of, line)
 
 
@@ -124,17 +124,17 @@ def source_draws_text(record: EpochRecord, files: Sequence[DataFile]) -> str:
     )
 
 
-def describe(planned: Split) -> Iterator[Line]:
+def split_lines(planned: Split) -> Iterator[Line]:
     """Yield the log lines that describe a planned split, each with its log level."""
     for parts in (_describe_plan, _describe_packs, _describe_exceptions):
         yield from parts(planned)
 
 
-def _note(text: str) -> Line:
+def _info_line(text: str) -> Line:
     return logging.INFO, text
 
 
-def _warning(text: str) -> Line:
+def _warning_line(text: str) -> Line:
     return logging.WARNING, text
 
 
@@ -149,13 +149,13 @@ def _describe_plan(planned: Split) -> Iterator[Line]:
             f"{counted(raw.lower_bound, 'pack')}{of_all} ({BOUNDS[raw.bound_kind]})"
         )
     supervised = int(column(planned.table, "supervised")[raw.packs.indices].sum(dtype=np.int64))
-    yield _note(
+    yield _info_line(
         f"{counted(raw.num_samples, 'sample')}, {counted(raw.num_tokens, 'token')}; "
         f"packing_length {raw.packing_length:,}; {counted(raw.planned_samples, 'sample')} in {held}; "
         f"{counted(supervised, 'token')} ({supervised / raw.planned_tokens:.1%}) {verb_for(supervised)} supervised"
     )
     repeated = f" (repeated packs of the raw plan [{format_ranges(aligned.repeated)}])" if aligned.pad_needed else ""
-    yield _note(
+    yield _info_line(
         f"N_raw_packs {len(raw.packs):,}, N_aligned_packs {len(aligned.packs):,}, world_size {aligned.world_size}, "
         f"dataloader_drop_last {str(aligned.dataloader_drop_last).lower()}, pad_needed {aligned.pad_needed:,}"
         f"{repeated}; raw_plan checksum {planned.raw_checksum[:12]}, aligned_plan checksum {planned.checksum[:12]}"
@@ -165,13 +165,13 @@ def _describe_plan(planned: Split) -> Iterator[Line]:
         which = f": {format_ranges(planned.unsupervised.tolist(), most=SHOWN)}"
         if not planned.is_supervised:
             which = ", so training " + ("refuses the plan" if planned.name == "train" else "leaves the evaluation out")
-        yield _warning(
+        yield _warning_line(
             f"{counted(nothing, 'planned sample')} {verb_for(nothing, 'has', 'have')} no supervised token"
             f"{f', {cut:,} of which {verb_for(cut)} truncated (template.max_length)' if cut else ''}{which}"
         )
     if aligned.num_dropped:
         first = len(raw.packs) - aligned.num_dropped
-        yield _warning(
+        yield _warning_line(
             f"the last {counted(aligned.num_dropped, 'pack')} (from {first:,}) "
             f"{verb_for(aligned.num_dropped)} not trained{'' if planned.recipe else ', in no epoch'}; "
             f"training.dataloader_drop_last: false trains {verb_for(aligned.num_dropped, 'it', 'them')}"
@@ -185,7 +185,7 @@ def _describe_packs(planned: Split) -> Iterator[Line]:
     raw, lengths = planned.raw, column(planned.table, "length")
     if raw.auto_packs:
         instead = f"{counted(raw.auto_packs, 'pack')} instead of {len(raw.packs) + len(raw.dropped_packs):,}"
-        yield _note(f"training.packing_algorithm: auto needs at most {instead}")
+        yield _info_line(f"training.packing_algorithm: auto needs at most {instead}")
     if number := len(raw.single_long):
         long = lengths[list(raw.single_long)].astype(np.int64)
         over = int((long * 10 > raw.packing_length * 11).sum())
@@ -197,12 +197,12 @@ def _describe_packs(planned: Split) -> Iterator[Line]:
             f"{int(long.max()):,}{not_cut}: {format_ranges(raw.single_long, most=SHOWN)}"
         )
         if over:
-            yield _warning(
+            yield _warning_line(
                 f"{line}; {counted(over, 'pack')} {verb_for(over, 'exceeds', 'exceed')} the packing length by more "
                 "than 10 %; training.packing_allow_single_long: false skips long samples"
             )
         else:
-            yield _note(line)
+            yield _info_line(line)
 
 
 def _describe_exceptions(planned: Split) -> Iterator[Line]:
@@ -212,13 +212,13 @@ def _describe_exceptions(planned: Split) -> Iterator[Line]:
     if num_cut := int(cut.sum()):
         longest = int(lengths[cut].max())
         long = "; truncated samples are long samples" if longest >= raw.packing_length else ""
-        yield _warning(
+        yield _warning_line(
             f"{counted(num_cut, 'sample')} {verb_for(num_cut)} truncated to {counted(longest, 'token')} "
             f"(template.truncation_strategy){long}"
         )
     if raw.skipped_long:
         number = len(raw.skipped_long)
-        yield _warning(
+        yield _warning_line(
             f"{counted(number, 'sample')} ({counted(raw.skipped_tokens, 'token')}) {verb_for(number, 'has', 'have')} "
             f"{raw.packing_length:,} tokens or more and {verb_for(number)} skipped: "
             f"{format_ranges(raw.skipped_long, most=SHOWN)}; raise template.max_length, lower "
@@ -233,4 +233,4 @@ def _describe_exceptions(planned: Split) -> Iterator[Line]:
             "training.packing_min_fill_ratio keeps more"
         )
         many = raw.dropped_share > Fraction(planned.policy.max_dropped_share)
-        yield _warning(line) if many else _note(line)
+        yield _warning_line(line) if many else _info_line(line)

@@ -76,11 +76,11 @@ class Ranks:
             PackplanError: Any error of rank 0, on every rank.
         """
 
-        def locked(report: ReportProgress) -> Arrays:
+        def make_locked(report: ReportProgress) -> Arrays:
             with lock.hold(timeout_s=self.seconds_left(), report=report):
                 return make(report)
 
-        return self.group.build_on_rank_zero(locked, timeout_s=self.seconds_left())
+        return self.group.build_on_rank_zero(make_locked, timeout_s=self.seconds_left())
 
     def require_same(self, what: str, value: str) -> None:
         """
@@ -179,7 +179,7 @@ def plan_epochs(split: Split, recipe: EpochRecipe, schedule: EpochSchedule, rank
     samples = samples_to_plan(split.policy, split.table, split.encoder.data_files())
     planner = EpochPlanner(split.policy, recipe, samples)
 
-    def build(report: ReportProgress) -> Arrays:
+    def plan_and_count(report: ReportProgress) -> Arrays:
         key, plans = split.plan_key(split.stores.lengths.digest()), split.stores.plans
         known = {one.epoch: one for one in plans.load_epochs(key)}
         whole, records = _count_epochs(planner, split, schedule, known, report)
@@ -187,7 +187,7 @@ def plan_epochs(split: Split, recipe: EpochRecipe, schedule: EpochSchedule, rank
         told = json.dumps([attrs.asdict(one) for one in records])
         return {"records": np.frombuffer(told.encode(), dtype=np.uint8)}
 
-    rows = json.loads(ranks.build_on_rank_zero(split.stores.lock, build)["records"].tobytes())
+    rows = json.loads(ranks.build_on_rank_zero(split.stores.lock, plan_and_count)["records"].tobytes())
     split.epochs = epochs = PlannedEpochs(planner, tuple(EpochRecord(**row) for row in rows), split.works)
     by_work = None if schedule.works is None else lambda epoch: epochs.stats(epoch).work
     return attrs.evolve(schedule, num_packs=tuple(one.num_packs for one in epochs.records), works=by_work)
@@ -204,7 +204,7 @@ def _count_epochs(
     ends = None if schedule.max_steps > 0 else math.ceil(schedule.num_train_epochs)
     with progress(total=ends, desc=f"planning {split.name}", unit=" epochs", delay=BRIEF_S) as bar:
 
-        def record(epoch: int) -> EpochRecord:
+        def record_of(epoch: int) -> EpochRecord:
             report(f"planning epoch {epoch} of {split.name}")
             bar.update()
             if epoch in known:
@@ -214,4 +214,4 @@ def _count_epochs(
             first = epoch_selection(planner.recipe, planner.policy, planner.samples, 0)
             return planner.record(EpochPlan(0, first, split.raw))
 
-        return schedule_epochs(schedule, record)
+        return schedule_epochs(schedule, record_of)

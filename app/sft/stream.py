@@ -63,7 +63,7 @@ def prepare_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
     checkpoint = open_checkpoint(config, group, StreamState)
     attention = decide_attention(config, isolated=training.packing)
     splits = open_splits(config)
-    order = _order(config, splits["train"].encoder.data_files())
+    order = _make_order(config, splits["train"].encoder.data_files())
     ranks = Ranks(group, timeout_s=training.packing_wait_timeout_s)
     train = splits["train"].source
     inputs, data = train.fingerprint(), train.data_digest(len(train))
@@ -153,7 +153,7 @@ def _log_end(config: RunConfig, group: RankGroup, trainer: StreamTrainer) -> Non
         log_termination(trainer, f"a run of {_length_text(config)}")
 
 
-def _order(config: RunConfig, files: Sequence[DataFile]) -> Order:
+def _make_order(config: RunConfig, files: Sequence[DataFile]) -> Order:
     """Return the order of the samples of an epoch, whose indices count through these files."""
     trainer = config.training.trainer
     seed, sizes = trainer.get("data_seed", config.training.seed), [size for _, size in records_by_source(files)]

@@ -246,14 +246,14 @@ def _pause_intervals(config: RunConfig, schedule: EpochSchedule) -> tuple[int, i
     """Return the steps between two evaluations, and between two checkpoints; 0 for none."""
     settings = make_training_arguments(config, gradient_accumulation_steps=schedule.gradient_accumulation_steps)
 
-    def interval(strategy: str, steps: float) -> int:
+    def steps_between(strategy: str, steps: float) -> int:
         if strategy == "epoch":
             return schedule.steps_per_epoch
         return 0 if strategy == "no" else int(steps) if steps >= 1 else math.ceil(steps * schedule.total_steps)
 
-    evaluation = interval(settings.eval_strategy, settings.eval_steps or 0)
+    evaluation = steps_between(settings.eval_strategy, settings.eval_steps or 0)
     saves = settings.save_strategy
-    return evaluation, evaluation if saves == "best" else interval(saves, settings.save_steps)
+    return evaluation, evaluation if saves == "best" else steps_between(saves, settings.save_steps)
 
 
 @contextmanager

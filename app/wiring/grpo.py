@@ -90,7 +90,7 @@ def open_trainer(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
         trainer = GRPOTrainer(
             model.model,
             rewards,
-            args=GRPOConfig(**_arguments(config, quiet=quiet)),
+            args=GRPOConfig(**_grpo_arguments(config, quiet=quiet)),
             train_dataset=_open_prompts(config, config.custom.train_jsonl, processor),
             eval_dataset=_open_prompts(config, config.custom.val_jsonl, processor),
             processing_class=processor,
@@ -116,7 +116,7 @@ def open_trainer(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
     return trainer
 
 
-def _arguments(config: RlConfig, *, quiet: bool) -> dict[str, Any]:
+def _grpo_arguments(config: RlConfig, *, quiet: bool) -> dict[str, Any]:
     """Return the arguments of `GRPOConfig`: the keys of `grpo.`, and defaults from the run."""
     others = (*_ADAPTER_PREFIXES, "reward_funcs")
     given = {name: value for name, value in config.grpo.items() if not name.startswith(others)}
@@ -165,10 +165,10 @@ def _load_reward(name: str) -> Callable[..., Any]:
         raise ConfigError.for_key(key, f"has {name}, which is no function")
 
     @functools.wraps(found)
-    def score(**columns: Any) -> Any:
+    def score_or_refuse(**columns: Any) -> Any:
         try:
             return found(**columns)
         except Exception as error:
             raise ConfigError.for_key(key, f"has {name}, which failed: {type(error).__name__}: {error}") from error
 
-    return score
+    return score_or_refuse

@@ -105,11 +105,11 @@ def open_known_lengths(path: str | Path, source: LengthSource, *, key: str = "cu
     if differences := measured.differences(source.fingerprint()):
         raise attrs.evolve(StaleError.for_lengths(str(path), differences), kind="table_lengths")
 
-    def read() -> KnownLengths:
+    def read_table() -> KnownLengths:
         with _name_key_errors(key):
             return read_length_table(Path(path))
 
-    return KnownTable(str(path), read)
+    return KnownTable(str(path), read_table)
 
 
 @contextlib.contextmanager

@@ -34,14 +34,14 @@ class BackendProbe:
     seconds: float = 0.0
 
     @property
-    def packs(self) -> bool:
+    def may_pack(self) -> bool:
         """Whether samples may share packs in training by Packplan."""
         return self.verdict is not None and self.verdict.passes
 
     @property
-    def by_itself(self) -> bool:
+    def packs_by_itself(self) -> bool:
         """Whether samples may share packs under the model's own code, without Packplan."""
-        return self.packs and not (self.verdict.follows_rows or self.verdict.split)  # type: ignore[union-attr]  # it passes
+        return self.may_pack and not (self.verdict.follows_rows or self.verdict.split)  # type: ignore[union-attr]  # it passes
 
 
 def probe_backends(
@@ -76,4 +76,4 @@ def probe_backends(
             continue
         verdict = probe.verdict(backend)
         found = BackendProbe(backend, verdict, verdict.reason, seconds=time.monotonic() - start)
-        yield found if found.by_itself else attrs.evolve(found, mixes_in=probe.mixing_module)
+        yield found if found.packs_by_itself else attrs.evolve(found, mixes_in=probe.mixing_module)

@@ -14,7 +14,7 @@ from packplan.adapters.attention import NAME, varlen
 from packplan.adapters.attention import layout as varlen_layout
 from packplan.adapters.attention.layout import Layout
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.app.check import compare, main
+from packplan.app.check import compare_packs, main
 from packplan.app.wiring.runs import read_config
 from tests.e2e.ready import prepare
 from tests.made.pictures import write_scenes
@@ -57,7 +57,7 @@ def compared(write_run, scenes, runs, monkeypatch):
         config, prepared = runs[key]
         for attribute in plant(prepared.trainer):
             monkeypatch.setattr(*attribute)
-        report = compare(config, prepared.trainer, prepared.planned["train"], num_packs=num_packs)
+        report = compare_packs(config, prepared.trainer, prepared.planned["train"], num_packs=num_packs)
         return report, {verdict.check for verdict in report.verdicts if not verdict.passed}
 
     return run

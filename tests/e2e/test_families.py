@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from packplan.adapters.attention import set_attention
 from packplan.adapters.probe.rows import probe_ready_model
-from packplan.adapters.probe.shrink import shrink
+from packplan.adapters.probe.shrink import shrink_config
 from packplan.adapters.probe.small_model import SmallModels, diversify_weights, hiding_warnings
 from packplan.adapters.proof.comparison import difference_limit
 from packplan.app import check
@@ -46,7 +46,7 @@ def sections(demo, text_jsonl, tmp_path):
         sizes = AutoConfig.from_pretrained(like).to_dict()
         own = {key: sizes[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
         plain = default_config(family)
-        config = type(plain)(**{**shrink(plain.to_dict()), **own})
+        config = type(plain)(**{**shrink_config(plain.to_dict()), **own})
         with hiding_warnings(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")

@@ -21,7 +21,7 @@ from packplan.adapters.attention.rows import read_row, run_by_sample
 from packplan.adapters.probe import rows
 from packplan.adapters.probe.probe import probe_config
 from packplan.adapters.probe.rows import probe_images, probe_ready_model
-from packplan.adapters.probe.shrink import shrink
+from packplan.adapters.probe.shrink import shrink_config
 from packplan.adapters.probe.small_model import SmallModels, open_model_config
 from packplan.adapters.proof.comparison import compare, difference_limit, experts_may_differ, run_alone
 from packplan.adapters.ranks.torch_group import OneRank
@@ -356,12 +356,12 @@ SHRUNK = [
 @pytest.mark.parametrize(("config", "small"), SHRUNK)
 def test_each_key_shrinks_by_its_rule(config, small):
     """Layers named by index stay ones that exist; lists keep entries of the kept layers."""
-    assert small == shrink(config)
+    assert small == shrink_config(config)
 
 
 @given(st.lists(st.sampled_from(["full_attention", "sliding_attention", "linear_attention"]), min_size=3, max_size=14))
 def test_a_small_copy_keeps_each_kind_of_layer_and_their_order(layers):
-    small = shrink({"num_hidden_layers": len(layers), "layer_types": layers})
+    small = shrink_config({"num_hidden_layers": len(layers), "layer_types": layers})
 
     kept = small["layer_types"]
     assert layers[: len(kept)] == kept

@@ -13,7 +13,7 @@ from PIL import Image
 from benchmarks.measuring import VIDEO_MODELS, differing, video_lengths, write_videos
 from packplan.adapters.samples.media_files import video_facts
 from packplan.adapters.samples.video_reading import _read_video
-from packplan.app.check import compare
+from packplan.app.check import compare_packs
 from packplan.app.wiring.runs import read_config
 from tests.e2e.ready import measured
 from tests.made.pictures import showing
@@ -101,7 +101,7 @@ def test_a_pack_with_videos_is_its_samples_alone(model, mixed, write_run, ready)
     template = {**SAMPLING, "max_length": 512}
     run = write_run(model, custom={"train_jsonl": str(mixed)}, template=template, training={"packing_drop_last": False})
     its = ready(run)
-    report = compare(read_config(run), its.trainer, its.planned["train"], num_packs=1)
+    report = compare_packs(read_config(run), its.trainer, its.planned["train"], num_packs=1)
 
     assert ((0, "mixed", 5),) == report.packs
     assert [] == [verdict.check for verdict in report.verdicts if not verdict.passed]

@@ -24,7 +24,7 @@ from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.trainer import vision
 from packplan.adapters.trainer.tuners import _refuse_unmatched
 from packplan.adapters.trainer.vision import DummyImage
-from packplan.app.check import compare
+from packplan.app.check import compare_packs
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.splits import open_encoders, open_splits
 from packplan.app.wiring.trainers import use_tower_in_each_batch
@@ -176,7 +176,7 @@ def test_a_family_is_shown_to_pack(vision_run, ready, folder, family):
     trainer = prepared.trainer
 
     def failed() -> set[str]:
-        report = compare(read_config(path), trainer, prepared.planned["train"], num_packs=1)
+        report = compare_packs(read_config(path), trainer, prepared.planned["train"], num_packs=1)
         assert ((0, "mixed", 4),) == report.packs
         return {verdict.check for verdict in report.verdicts if not verdict.passed}
 

@@ -15,7 +15,7 @@ from transformers.models.minicpmv4_6.image_processing_minicpmv4_6 import MiniCPM
 from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import MiniCPMV4_6VideoProcessor
 from transformers.models.paddleocr_vl.image_processing_paddleocr_vl import PaddleOCRVLImageProcessor
 
-from packplan.adapters.probe.shrink import shrink
+from packplan.adapters.probe.shrink import shrink_config
 from tools.demo.tiny_models import SPECIAL_TOKENS, learn_tokenizer
 from tools.families import default_config
 
@@ -60,7 +60,7 @@ class VisionFamily:
     def config(self) -> Any:
         """Return the configuration of a tiny model, without its own ids of tokens."""
         default = default_config(self.model_type)
-        config = type(default)(**_merge(shrink(default.to_dict()), self.sizes))
+        config = type(default)(**_merge(shrink_config(default.to_dict()), self.sizes))
         text, config.tie_word_embeddings = config.get_text_config(), False
         text.max_position_embeddings, text.tie_word_embeddings = 32768, False
         return config

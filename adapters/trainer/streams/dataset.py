@@ -119,7 +119,7 @@ class StreamDataset(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
         shard = (self.start.next_shard + number) % workers
         state = self.start.shards[shard] if self.start.shards else ShardState()
         try:
-            yield from self._packs(shard, state, self._places(shard, workers)[state.read :])
+            yield from self._yield_packs(shard, state, self._places(shard, workers)[state.read :])
         except PackplanError as error:
             yield error
 
@@ -128,14 +128,14 @@ class StreamDataset(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
         places = unread_places(len(self.indices), self.segments)
         return places[self.rank * shards_per_rank + shard :: self.world_size * shards_per_rank]
 
-    def _packs(self, shard: int, state: ShardState, places: IntArray) -> Iterator[StreamedPack | ShardEnd]:
+    def _yield_packs(self, shard: int, state: ShardState, places: IntArray) -> Iterator[StreamedPack | ShardEnd]:
         unread = iter(places.tolist())
         encoded: dict[int, Sample] = {}
         position = 0
         while True:
             while state.packs:
                 pack, state = take_pack(state, options=self.options)
-                samples = [self._sample(item, encoded) for item in pack]
+                samples = [self._take_sample(item, encoded) for item in pack]
                 yield StreamedPack(samples, position, ShardProgress(shard, state))
                 position += 1
             if state.ahead:
@@ -154,17 +154,17 @@ class StreamDataset(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
                 break
         yield ShardEnd(ShardProgress(shard, state))
 
-    def _sample(self, item: StreamItem, encoded: dict[int, Sample]) -> Sample:
+    def _take_sample(self, item: StreamItem, encoded: dict[int, Sample]) -> Sample:
         """
         Return an item's sample, from *encoded* or encoded again; StaleError for another length.
         """
         sample = encoded.pop(item.place, None) or self._encode(item)
         if sample["length"] != item.length:
             differences = (Difference("length", item.length, sample["length"]),)
-            raise StaleError.for_sample(item.place, self._location(item), differences)
+            raise StaleError.for_sample(item.place, self._record_location(item), differences)
         return sample
 
-    def _location(self, item: StreamItem) -> str:
+    def _record_location(self, item: StreamItem) -> str:
         return str(self.encoder.records.location(int(self.indices[item.place])))
 
     def _encode(self, item: StreamItem) -> Sample:
@@ -177,7 +177,7 @@ class StreamDataset(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
         if self.options.allow_single_long:
             level, outcome = logging.INFO, "a pack of its own"
         holds = f"{length:,} tokens, where a pack holds {self.options.packing_length:,}"
-        log.log(level, "%s: %s: %s", self._location(item), holds, outcome)
+        log.log(level, "%s: %s: %s", self._record_location(item), holds, outcome)
 
 
 @attrs.frozen
