@@ -1,5 +1,5 @@
 """
-Decisions about packs: pure functions and frozen values, free of disk, clock, chance, log and torch.
+Decisions about packs: pure functions and frozen values, without I/O, clock, randomness or torch.
 """
 
 if __name__ == "core":  # imported by its own name, from a checkout

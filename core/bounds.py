@@ -16,7 +16,7 @@ sample, about its planning time.
 """
 
 
-def bound_effort(num_samples: int) -> float:
+def effort_for_bound(num_samples: int) -> float:
     """Return the steps of a search for a lower bound that takes about as long as planning."""
     return _FIXED_EFFORT + _EFFORT_OF_A_SAMPLE * num_samples
 

@@ -104,7 +104,7 @@ def forecast_run(
     schedule: EpochSchedule,
     flops: SampleWorks,
     *,
-    evaluated: StepTerms | None = None,
+    evaluated: StepFlops | None = None,
     every: Sequence[int] = (0, 0),
     evaluates_first: bool = False,
 ) -> RunForecast:
@@ -120,7 +120,7 @@ def forecast_run(
         every: Optimizer steps between two evaluations, and between two checkpoints; 0 for none.
         evaluates_first: Whether an evaluation comes before the first step.
     """
-    terms = StepTerms.from_epoch(trained, flops, sync_at=schedule.sync_at)
+    terms = StepFlops.from_epoch(trained, flops, sync_at=schedule.sync_at)
     evaluation = 0.0
     if evaluated is not None:
         forward = evaluated.seconds(attrs.evolve(timing.step_time, step=0.0))
@@ -152,7 +152,7 @@ _VARIES = 1e-6
 
 
 @attrs.frozen
-class StepTime:
+class TimeModel:
     """Coefficients of the seconds of an optimizer step."""
 
     step: float
@@ -190,7 +190,7 @@ class MeasuredStep:
     seconds: float
     """Seconds from the end of the step before, without logs, evaluations and checkpoints."""
 
-    def predict_seconds(self, time: StepTime) -> float:
+    def predict_seconds(self, time: TimeModel) -> float:
         """Return the seconds that the coefficients *time* predict for this step."""
         flops = time.text * self.text + time.attention * self.attention + time.vision * self.vision
         return time.step + time.microbatch * self.microbatches + flops
@@ -200,7 +200,7 @@ class MeasuredStep:
 class Timing:
     """Seconds of the parts of a run, fitted to measured steps."""
 
-    step_time: StepTime
+    step_time: TimeModel
 
     num_measured: int
     """Measured steps from which the coefficients follow."""
@@ -211,7 +211,7 @@ class Timing:
     checkpoint: float = 0.0
     """Seconds of saving a checkpoint."""
 
-    refits: tuple[StepTime, ...] = ()
+    refits: tuple[TimeModel, ...] = ()
     """Coefficients of further fits, each without one part of the measured steps."""
 
     step_error: float | None = None
@@ -266,7 +266,7 @@ class Calibration:
         )
 
 
-def fit_steps(steps: Sequence[MeasuredStep]) -> StepTime:
+def fit_steps(steps: Sequence[MeasuredStep]) -> TimeModel:
     """
     Return the coefficients of least absolute relative error; 0 for terms that do not vary.
 
@@ -292,11 +292,11 @@ def fit_steps(steps: Sequence[MeasuredStep]) -> StepTime:
     )
     found = np.zeros(terms.shape[1])
     found[kept] = solved.x[:width] / largest[kept]
-    return StepTime(*found.tolist())
+    return TimeModel(*found.tolist())
 
 
 @attrs.frozen(eq=False)
-class StepTerms:
+class StepFlops:
     """FLOPs of an epoch's microbatches, from which the seconds of its steps are predicted."""
 
     counts: IntArray
@@ -309,7 +309,7 @@ class StepTerms:
     """Point where the ranks wait for each other."""
 
     @classmethod
-    def from_epoch(cls, trained: EpochStats, flops: SampleWorks, *, sync_at: SyncPoint) -> StepTerms:
+    def from_epoch(cls, trained: EpochStats, flops: SampleWorks, *, sync_at: SyncPoint) -> StepFlops:
         """
         Return the terms of an epoch, or of the rest of it.
 
@@ -324,7 +324,7 @@ class StepTerms:
         counts = np.minimum(window, batches - np.arange(0, batches, window))
         return cls(counts, np.stack(terms, axis=-1), sync_at)
 
-    def seconds(self, time: StepTime) -> Floats:
+    def seconds(self, time: TimeModel) -> Floats:
         """Return the seconds of each step; shape (num_steps,)."""
         batches = self.flops @ np.array([time.text, time.attention, time.vision])
         if self.sync_at == "step":
@@ -520,7 +520,7 @@ class StepTrace:
         return np.where(self.kinds < 0, passing, self.kinds)
 
 
-def candidate_packs(tokens: NDArray[Any], supervised: NDArray[Any], patches: NDArray[Any]) -> tuple[int, ...]:
+def peak_candidates(tokens: NDArray[Any], supervised: NDArray[Any], patches: NDArray[Any]) -> tuple[int, ...]:
     """
     Return the packs that may need the most memory: with the most tokens, the most supervised
     tokens, the most patches, or the largest sum of shares of all three.
@@ -530,7 +530,7 @@ def candidate_packs(tokens: NDArray[Any], supervised: NDArray[Any], patches: NDA
         supervised: Supervised tokens of each pack; same shape.
         patches: Vision patches of each pack; same shape.
 
-    >>> candidate_packs(*np.array([[9, 8, 8], [1, 2, 3], [0, 0, 0]]))
+    >>> peak_candidates(*np.array([[9, 8, 8], [1, 2, 3], [0, 0, 0]]))
     (0, 2)
     """
     shares = [one / one.max() for one in (tokens, supervised, patches) if one.any()]

@@ -7,7 +7,7 @@ from math import exp, lgamma, sqrt
 import attrs
 import numpy as np
 
-from packplan.core.bounds import bound_effort, lower_bound
+from packplan.core.bounds import effort_for_bound, lower_bound
 from packplan.core.lengths import Lengths, as_lengths, as_whole_number
 from packplan.core.packs import Packs
 
@@ -93,7 +93,7 @@ def packing_metrics(
     if bound is None:
         packed = array[packs.indices]
         fitting = packed[packed <= capacity]
-        effort = bound_effort(packed.size)
+        effort = effort_for_bound(packed.size)
         found = lower_bound(fitting, capacity=capacity, known=len(packs), effort=effort)
         bound = packed.size - fitting.size + found
     different, times = np.unique(loads, return_counts=True)

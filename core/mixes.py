@@ -349,7 +349,7 @@ def _draw_until_quota(lengths: IntArray, quota: Fraction, bits: np.random.PCG64)
 
 
 _MOST_DRAWS = 10**8
-"""Limit of samples that an epoch draws from a source; with replacement, the data set no limit."""
+"""Limit of samples that an epoch draws from a source with replacement, to fit memory."""
 
 
 def mixes_faults(mixes: Mixes, sizes: Sequence[int]) -> Iterator[Fault]:

@@ -54,7 +54,7 @@ class Packs(Sequence[list[int]]):
 
     @classmethod
     def from_lists(cls, packs: Iterable[Sequence[int]]) -> Packs:
-        """Build from lists of sample indices, in the order given."""
+        """Build from lists of sample indices, in the order given; ValueError for a negative one."""
         packs = list(packs)
         offsets = np.zeros(len(packs) + 1, dtype=np.int64)
         np.cumsum([len(pack) for pack in packs], out=offsets[1:])

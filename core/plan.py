@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.bounds import Bound, bound_effort, find_bound
+from packplan.core.bounds import Bound, effort_for_bound, find_bound
 from packplan.core.errors import ArgumentError, counted, token_range, verb_for
 from packplan.core.lengths import IntArray, Lengths, as_lengths, as_works, exact_share
 from packplan.core.packers import pack
@@ -175,7 +175,7 @@ def build_raw_plan(
         packs = sort_by_first_index(concatenate([packs, Packs(np.arange(alone.size + 1), alone)]))
     if not len(packs):
         raise _no_packs_error(array, skipped, dropped, policy)
-    effort = 0 if quick_bound else inf if policy.algorithm == "certified" else bound_effort(array.size)
+    effort = 0 if quick_bound else inf if policy.algorithm == "certified" else effort_for_bound(array.size)
     bound = _find_plan_bound(tokens, policy, known=len(grouped), effort=effort, report=report)
     saves = policy.counts_lengths and not policy.replanned and (len(grouped) - bound.best) * _SAVED > len(grouped)
     of_dropped, of_skipped, of_all = (int(part.sum()) for part in (array[dropped.indices], array[skipped], array))

@@ -94,7 +94,7 @@ class StreamCounts:
     """Tokens of the samples admitted so far."""
 
     dropped_packs: int = 0
-    """Dropped packs: underfilled packs, and packs that fill no step of all ranks."""
+    """Dropped packs: underfilled ones, and last ones too few for a step of all ranks."""
 
     dropped_tokens: int = 0
     """Tokens in the packs that were dropped."""
@@ -113,7 +113,7 @@ class StreamCounts:
             underfilled_packs=int(not options.is_full(tokens)),
         )
 
-    def without_pack(self, lengths: Sequence[int], options: StreamOptions) -> StreamCounts:
+    def with_pack_dropped(self, lengths: Sequence[int], options: StreamOptions) -> StreamCounts:
         """Return these counts with one trained pack counted as dropped."""
         pack = self.from_pack(lengths, options)
         return attrs.evolve(
@@ -140,7 +140,7 @@ class ShardState:
     """Progress of one shard in an epoch, between two of its packs."""
 
     read: int = 0
-    """Places of the shard that were read."""
+    """Number of the shard's places that were read."""
 
     ahead: tuple[StreamItem, ...] = ()
     """Items that were read but not yet admitted, in order."""

@@ -2,7 +2,7 @@
 Write the page of models: `python -m tools.models families docs/models.md`.
 
 `families` probes a small model of each family that transformers knows. `vision` measures, packs and
-compares tiny models that see, and writes the page's last section. Each part leaves the other as it
+compares tiny vision models, and writes the page's last section. Each part leaves the other as it
 is. Without a page, the results are printed.
 """
 

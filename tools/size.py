@@ -84,7 +84,7 @@ def lower_ceilings(path: Path = CEILINGS) -> None:
 
 
 def main() -> None:
-    """Print one line for each part, or each room."""
+    """Print one line for each part, or each room; lower the ceilings first if asked."""
     if sys.argv[1:] == ["lower"]:
         lower_ceilings()
     if sys.argv[1:]:

@@ -12,7 +12,7 @@ import torch
 from swift.trainers.patcher import PrinterCallbackNew, ProgressCallbackNew
 from transformers import TrainerCallback
 
-from packplan.core.forecast import Calibration, MeasuredStep, StepTerms
+from packplan.core.forecast import Calibration, MeasuredStep, StepFlops
 
 _WARM_UP = 2
 """Number of first steps that are left out: they allocate memory and choose kernels."""
@@ -65,9 +65,9 @@ class StepClock(TrainerCallback):  # type: ignore[misc]  # its library has no ty
 
 def measure_steps(
     trainer: Any,
-    terms: StepTerms,
+    terms: StepFlops,
     *,
-    evaluation_terms: StepTerms | None = None,
+    evaluation_terms: StepFlops | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Calibration:
     """
@@ -92,7 +92,7 @@ def measure_steps(
     return Calibration(tuple(steps[_WARM_UP:]), evaluation, clocked.checkpoint_s)
 
 
-def pair_with_flops(terms: StepTerms, seconds: Sequence[float]) -> list[MeasuredStep]:
+def pair_with_flops(terms: StepFlops, seconds: Sequence[float]) -> list[MeasuredStep]:
     """
     Return a measured step for each of *seconds*, with its FLOPs on the busiest ranks.
 

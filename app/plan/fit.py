@@ -32,9 +32,9 @@ from packplan.core.forecast import (
     PeakMemory,
     add_margin,
     bytes_text,
-    candidate_packs,
     longest_fit,
     parse_bytes,
+    peak_candidates,
 )
 from packplan.core.samples.tables import column
 
@@ -194,7 +194,7 @@ def _packs_to_trace(train: Split) -> dict[int, list[Any]]:
     table, packs = train.table, train.raw.packs
     names = ("length", "supervised", "patches", "video_patches")
     tokens, supervised, images, videos = (packs.sums(column(table, name).astype(np.int64)) for name in names)
-    chosen = candidate_packs(tokens, supervised, images + videos)
+    chosen = peak_candidates(tokens, supervised, images + videos)
     return {pack: [train.encoder.encode_planned(index, table) for index in packs[pack]] for pack in chosen}
 
 

@@ -34,7 +34,7 @@ from packplan.core.forecast import (
     Calibration,
     ModelSharding,
     RunForecast,
-    StepTerms,
+    StepFlops,
     calibration_packs,
     forecast_run,
 )
@@ -162,7 +162,7 @@ def forecast_time(
     )  # fmt: skip
 
 
-def evaluation_terms(config: RunConfig, planned: Split) -> StepTerms:
+def evaluation_terms(config: RunConfig, planned: Split) -> StepFlops:
     """
     Return the FLOPs of an evaluation as of one step: ranks wait for each other only at its end.
 
@@ -172,7 +172,7 @@ def evaluation_terms(config: RunConfig, planned: Split) -> StepTerms:
     """
     schedule = split_schedule(config, "eval", planned.aligned)
     whole = attrs.evolve(schedule, gradient_accumulation_steps=schedule.batches_per_epoch)
-    return StepTerms.from_epoch(
+    return StepFlops.from_epoch(
         EpochStats.from_schedule(planned.pack_stats(0), whole, 0), planned.works, sync_at="step"
     )
 
@@ -205,7 +205,7 @@ def time_packs(
     )  # fmt: skip
     evaluated = _with_first_packs(splits["eval"], before.world_size) if trainer.eval_dataset is not None else None
     _replace_packs(trainer, stats, schedule, evaluated)
-    terms = StepTerms.from_epoch(
+    terms = StepFlops.from_epoch(
         EpochStats.from_schedule(stats, schedule, 0), splits["train"].works,
         sync_at=schedule.sync_at,
     )  # fmt: skip

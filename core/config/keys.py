@@ -51,8 +51,8 @@ class Key:
 
     stream: Literal["refused", "evaluation"] | None = None
     """
-    Whether a stream refuses another value than the default: always, or only where it has no
-    `evaluation`, whose packs are planned.
+    Whether a stream refuses another value than the default: always, or unless the run has an
+    evaluation, whose packs are planned.
     """
 
     set_by_command: bool = False

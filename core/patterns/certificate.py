@@ -12,7 +12,7 @@ from packplan.core.length_counts import LengthCounts
 from packplan.core.lengths import IntArray
 from packplan.core.patterns import Effort, Filling, Pattern, num_packs
 from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_SIZES, tighten_bound
-from packplan.core.patterns.search import find_filling, search_effort
+from packplan.core.patterns.search import default_effort, find_filling
 
 MAX_PARTS = 100
 """Parts of the capacity that dual-feasible functions round lengths to, at most."""
@@ -114,7 +114,7 @@ def certify(tally: LengthCounts, *, capacity: int, known: int, effort: Effort) -
         return Certificate(bound, None, [], "reached")
     if capacity > MAX_CAPACITY or len(tally.sizes) > MAX_SIZES:
         return Certificate(bound, None, [], "quick")
-    with effort.lend(_EFFORTS * search_effort(tally).left) as own:
+    with effort.lend(_EFFORTS * default_effort(tally).left) as own:
         best = find_filling(tally, capacity=capacity, enough=bound, effort=own)
     if num_packs(best) == bound:
         return Certificate(bound, best, [], "reached")

@@ -189,8 +189,8 @@ class _Program:
             knapsack = solve_knapsack(self._sizes, np.floor(smoothed * _SCALE).astype(np.int64), self._capacity)
             priced = zip(knapsack.prices.tolist(), self._counts.tolist(), strict=True)
             total = sum(price * count for price, count in priced)
-            if total / knapsack.best > bound:
-                bound, centre = total / knapsack.best, knapsack.prices / knapsack.best
+            if total / knapsack.best_price > bound:
+                bound, centre = total / knapsack.best_price, knapsack.prices / knapsack.best_price
             if fsum((self.uses * self._costs).tolist()) <= bound * (1 + _CLOSE):
                 return
             dearest = np.argsort(-knapsack.worth_with_each_size(), kind="stable").tolist()

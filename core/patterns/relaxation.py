@@ -70,10 +70,10 @@ def tighten_bound(
                 smoothed = smoothing * centre + (1 - smoothing) * master.duals
                 knapsack = solve_knapsack(sizes, np.floor(np.maximum(smoothed, 0) * _SCALE).astype(np.int64), capacity)
                 total = sum(price * count for price, count in zip(knapsack.prices.tolist(), tally.counts, strict=True))
-                bound = max(bound, -(-total // knapsack.best))
-                if total / knapsack.best > best:
-                    best = total / knapsack.best
-                    centre = knapsack.prices / knapsack.best
+                bound = max(bound, -(-total // knapsack.best_price))
+                if total / knapsack.best_price > best:
+                    best = total / knapsack.best_price
+                    centre = knapsack.prices / knapsack.best_price
                 added = _add_patterns(pool, knapsack, master.duals)
                 if added:
                     break
@@ -157,7 +157,7 @@ class Knapsack:
     """Index of a size in the pattern of `worth`; -1 if token n is unused; shape (capacity + 1,)."""
 
     @property
-    def best(self) -> int:
+    def best_price(self) -> int:
         """The highest price of a pattern."""
         return int(self.worth[-1])
 

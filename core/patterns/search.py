@@ -39,7 +39,7 @@ _STEPS_OF_AN_EXCHANGE, _CELLS_OF_A_STEP = 50, 256
 """Steps of an exchange, and partners that are compared in a further one."""
 
 
-def search_effort(tally: LengthCounts) -> Effort:
+def default_effort(tally: LengthCounts) -> Effort:
     """Return the default effort: less than a second, or some seconds for a million samples."""
     return Effort(max(2_500_000, 4 * sum(tally.counts)))
 

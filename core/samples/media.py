@@ -187,7 +187,7 @@ def _to_video(video: Any, *, urls: bool) -> Video:
 
 
 def _video_path(value: Any, what: str, *, urls: bool) -> str:
-    """Return the path of a video or of a frame."""
+    """Return the path of a video or of a frame; refuse other values."""
     if isinstance(value, Mapping):
         value = value.get("path")
     if not isinstance(value, str) or not value:

@@ -3,7 +3,7 @@ Conversion of common shapes of records into messages.
 
 ms-swift reads messages in several notations, and columns of many names as a question and its
 answer. This module reads them in the same way. If ms-swift would leave something out, or choose
-between two columns, the record is refused with a remedy.
+between two columns, the functions here refuse the record with a remedy.
 """
 
 from collections import defaultdict
@@ -128,7 +128,7 @@ def _refuse_unknown_shape(record: Mapping[str, Any]) -> NoReturn:
 
 
 def _rename_keys(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return a record with its keys renamed by *columns*, and known keys in lower case."""
+    """Return a record with keys renamed by *columns*, known ones in lower case; refuse a second."""
     renamed: dict[str, Any] = {}
     for name, held in record.items():
         known = columns.get(name) or (name.lower() if name.lower() in RECORD_KEYS else name)
@@ -140,7 +140,7 @@ def _rename_keys(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mappi
 
 
 def _merge_synonyms(record: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
-    """Return a record with its value under one of *names* moved to the first of them."""
+    """Return a record with its value of one of *names* under the first; refuse values of two."""
     found = [name for name in names if has(record, name)]
     if len(found) > 1:
         fail(f"has {found[0]!r} and {found[1]!r}, which mean the same: remove one")
@@ -185,7 +185,7 @@ def _normalise_messages(messages: Sequence[Mapping[str, Any]], media: Media) -> 
 
 
 def _add_media(record: Mapping[str, Any], media: Media) -> Mapping[str, Any]:
-    """Return a record to which the images and videos from inside its messages are added."""
+    """Return a record with the images and videos of its messages added, if it has no other."""
     for name in media.pop(_NAMED_BY_RECORD, ()):
         if not has(record, name):
             fail(f"has a part of a message that shows one of its {name}, but it has none: name it in the part")
@@ -196,7 +196,7 @@ def _add_media(record: Mapping[str, Any], media: Media) -> Mapping[str, Any]:
 
 
 def _normalise_role(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with the keys `role` and `content`."""
+    """Return a message with the keys `role` and `content`; refuse two values for one."""
     converted = {name: held for name, held in message.items() if name not in {"from", "value"}}
     for name, other in (("role", "from"), ("content", "value")):
         if other in message:
@@ -259,7 +259,7 @@ def _flatten_part(part: object, media: Media) -> str:
 
 
 def _source_image(source: Mapping[str, Any]) -> str:
-    """Return the image in the `source` of a part, as a URL or a data URI."""
+    """Return the image in the `source` of a part, as a URL or a data URI; refuse others."""
     if source.get("type") == "base64" and isinstance(source.get("data"), str):
         return f"data:{source.get('media_type')};base64,{source['data']}"
     if isinstance(source.get("url"), str):
@@ -345,7 +345,7 @@ def _history_messages(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _turn_messages(query: object, response: object, names: tuple[str, str]) -> Iterator[dict[str, Any]]:
-    """Yield the messages of one question and answer; null values are left out."""
+    """Yield the messages of one question and answer, without null; refuse what is no text."""
     for role, text, name in (("user", query, names[0]), ("assistant", response, names[1])):
         if text is None:
             continue

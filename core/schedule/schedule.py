@@ -77,7 +77,7 @@ class Progress:
     """Optimizer steps done in that epoch."""
 
     segments: tuple[EpochSegment, ...] = ()
-    """Segments of that epoch so far. The last segment is going on."""
+    """Segments of that epoch so far. The last one is in progress."""
 
     def __attrs_post_init__(self) -> None:
         consumed = sum(segment.pack_offset // segment.world_size for segment in self.segments)
@@ -231,7 +231,7 @@ class EpochSchedule:
 
     def steps(self, *, rank: int = 0) -> Iterator[Step]:
         """
-        Yield the remaining optimizer steps of *rank*, up to `total_steps`.
+        Yield the remaining steps of *rank*, up to `total_steps`; ValueError if it does not exist.
 
         >>> schedule = EpochSchedule(
         ...     num_packs=3, world_size=1, dataloader_drop_last=False,

@@ -13,8 +13,8 @@ from packplan.core.forecast import (
     Calibration,
     MeasuredStep,
     Pause,
-    StepTerms,
-    StepTime,
+    StepFlops,
+    TimeModel,
     Timing,
     calibration_packs,
     fit_steps,
@@ -34,7 +34,7 @@ def step_times(draw):
     others = (
         draw(st.sampled_from([0.0, 1.0]).flatmap(lambda one: st.just(one) if not one else COEFFICIENTS)) for _ in "1234"
     )
-    return StepTime(draw(COEFFICIENTS), *others)
+    return TimeModel(draw(COEFFICIENTS), *others)
 
 
 def steps_of(time, terms, *, slowed=()):
@@ -65,10 +65,10 @@ def test_steps_that_follow_the_terms_are_predicted_exactly(time, seen, others):
 
 def test_slowed_steps_do_not_count_and_what_does_not_vary_is_part_of_the_constant():
     """Least squares would count a quarter that takes thrice as long; what is absent stays 0."""
-    time, terms = StepTime(1, 0, 2, 0, 0), [(1, number, 0, 0) for number in range(1, 25)]
+    time, terms = TimeModel(1, 0, 2, 0, 0), [(1, number, 0, 0) for number in range(1, 25)]
 
     found = fit_steps(steps_of(time, terms, slowed=range(0, 24, 4)))
-    constant = fit_steps(steps_of(StepTime(1, 2, 3, 0, 0), [(4, 5, number, 0) for number in range(1, 9)]))
+    constant = fit_steps(steps_of(TimeModel(1, 2, 3, 0, 0), [(4, 5, number, 0) for number in range(1, 9)]))
 
     assert attrs.astuple(time) == pytest.approx(attrs.astuple(found))
     assert (0, 0, 0) == (constant.microbatch, constant.text, constant.vision)
@@ -83,7 +83,7 @@ def test_a_step_takes_as_long_as_its_busiest_ranks(training, time, sync_at, done
     images = np.arange(len(lengths)) % 3
     flops = SampleWorks.from_lengths(MODEL, lengths, images=images, patches=4 * images)
     epoch = schedule.progress_at(schedule.start.step).epoch
-    terms = StepTerms.from_epoch(EpochStats.from_schedule(stats, schedule, epoch), flops, sync_at=sync_at)
+    terms = StepFlops.from_epoch(EpochStats.from_schedule(stats, schedule, epoch), flops, sync_at=sync_at)
     event(f"packed: {stats.packed}, {sync_at}")
 
     def seconds(batch):
@@ -103,7 +103,7 @@ def test_a_step_takes_as_long_as_its_busiest_ranks(training, time, sync_at, done
     assert number + 1 == schedule.num_remaining_steps(epoch)
     # Coefficients of 1 find the busiest rank by FLOPs, so that the fit sees what they predict.
     busiest = terms.busiest_flops().sum(axis=1)
-    assert busiest == pytest.approx(terms.seconds(StepTime(0, 0, 1, 1, 1)))
+    assert busiest == pytest.approx(terms.seconds(TimeModel(0, 0, 1, 1, 1)))
 
 
 @given(st.integers(0, 9), st.integers(0, 50), st.booleans())
@@ -121,7 +121,7 @@ def test_a_run_takes_its_steps_and_pauses(training, time, every):
     flops = SampleWorks.from_lengths(MODEL, lengths)
     timing = Timing(time, 12, evaluation=0.5, checkpoint=7.0)
     trained = EpochStats.from_schedule(stats, schedule, 0)
-    forward = StepTerms.from_epoch(trained, flops, sync_at=schedule.sync_at) if every[0] else None
+    forward = StepFlops.from_epoch(trained, flops, sync_at=schedule.sync_at) if every[0] else None
     found = forecast_run(timing, trained, schedule, flops, evaluated=forward, every=every)
     event(f"epochs: {schedule.num_epochs}")
 
@@ -138,7 +138,7 @@ def test_a_run_takes_its_steps_and_pauses(training, time, every):
 
 def test_exact_steps_leave_no_uncertainty_and_uneven_ones_do():
     """Its error is that of steps that were left out; an evaluation is a share of training."""
-    time, terms = StepTime(1, 0, 2, 0, 0), [(1, number, 0, 0) for number in range(1, 25)]
+    time, terms = TimeModel(1, 0, 2, 0, 0), [(1, number, 0, 0) for number in range(1, 25)]
     exact = Calibration(tuple(steps_of(time, terms)), MeasuredStep(1, 50, 0, 0, 25), 3.0).fit_timing()
     uneven = Calibration(tuple(steps_of(time, terms, slowed=range(0, 24, 3)))).fit_timing()
     assert Calibration(tuple(steps_of(time, terms, slowed=(21, 22)))).fit_timing().step_error > 0.3  # each left out
@@ -149,7 +149,7 @@ def test_exact_steps_leave_no_uncertainty_and_uneven_ones_do():
     assert uneven.step_error > 0.5
     assert uneven.uncertainty(2.0, [2.1, 1.9] * 3) == pytest.approx(2 * 5**0.5 * 0.05)
     # A term that one step alone has is known where that step is not left out.
-    rare = Calibration(tuple(steps_of(StepTime(1, 0, 0, 0, 1), [(1, 1, 0, 0)] * 7 + [(1, 1, 0, 9)]))).fit_timing()
+    rare = Calibration(tuple(steps_of(TimeModel(1, 0, 0, 0, 1), [(1, 1, 0, 0)] * 7 + [(1, 1, 0, 9)]))).fit_timing()
     assert (1, 1) == pytest.approx((rare.step_time.vision, rare.step_time.step + rare.step_time.text))
     assert rare.step_error > 0.5
     # Nothing varies in one step, so an evaluation is no share of anything.

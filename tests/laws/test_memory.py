@@ -11,9 +11,9 @@ from packplan.core.forecast import (
     StepTrace,
     add_margin,
     bytes_text,
-    candidate_packs,
     longest_fit,
     parse_bytes,
+    peak_candidates,
 )
 
 POWERS = {"B": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4}
@@ -84,7 +84,7 @@ def test_candidates_have_the_most_of_each(packs):
     """Tokens, tokens with a loss, patches, and the largest sum of their shares; each pack once."""
     columns = [np.array(column) for column in zip(*packs, strict=True)]
 
-    found = candidate_packs(*columns)
+    found = peak_candidates(*columns)
 
     sums = sum(one / max(one.max(), 1) for one in columns)
     assert len(set(found)) == len(found)

@@ -234,7 +234,7 @@ def test_a_pack_that_fills_no_step_is_dropped_instead_of_trained(lengths, packin
     """Its samples, and its tokens; the numbers of the others stay."""
     others = StreamCounts(samples=9, packs=2, filled_tokens=7, tokens=99, underfilled_packs=1)
     options = StreamOptions(packing_length=packing_length)
-    dropped = (others + StreamCounts.from_pack(lengths, options)).without_pack(lengths, options)
+    dropped = (others + StreamCounts.from_pack(lengths, options)).with_pack_dropped(lengths, options)
 
     expected = {"dropped": len(lengths), "dropped_packs": 1, "dropped_tokens": sum(lengths)}
     assert attrs.evolve(others, **expected) == dropped

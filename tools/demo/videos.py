@@ -1,4 +1,4 @@
-"""Made videos: a bar that moves over a ground, in the containers and codecs that are read."""
+"""Synthetic videos: a bar that moves over a background, in all containers and codecs in use."""
 
 import json
 import random
@@ -22,7 +22,7 @@ KINDS = (
     ("mkv", "libvpx-vp9", "yuv420p"),
     ("mp4", "mpeg4", "yuv420p"),
 )
-"""Containers, by the ends of their names, encoders, and formats of pixels."""
+"""Container, as its file extension, encoder and pixel format."""
 
 RATES = (Fraction(25), Fraction(24000, 1001), Fraction(30000, 1001), Fraction(60), None)
 """Frames a second; None varies."""
@@ -39,7 +39,7 @@ NUM_RECORDS = 48
 _TURNED = (0, 90, 0, 180, 270, 0)
 
 _SHOWN = 12
-"""Different frames of a video, which come again and again."""
+"""Number of different frames of a video, which repeat."""
 
 _OPTIONS = {
     "libx264": {"preset": "ultrafast"},
@@ -64,13 +64,13 @@ class VideoSpec:
     num_frames: int = 25
 
     size: tuple[int, int] = SIZES[0]
-    """Width and height, before it is turned."""
+    """Width and height before rotation."""
 
     turned: int = 0
-    """Degrees by which its container says that it is turned."""
+    """Degrees of rotation that the container declares."""
 
     seed: int = 0
-    """Decides what it shows."""
+    """Seed of its colours and times of frames."""
 
     def write(self, path: Path) -> Path:
         """Encode the video to *path*, and return the path."""

@@ -228,7 +228,7 @@ class StreamTrainer(CheckedTrainer):
         """Return the counts of this rank's samples in the current epoch, after the last pack."""
         counts = sum((shard.counts for shard in self._shards()), StreamCounts())
         for lengths in self._left_over:
-            counts = counts.without_pack(lengths, self.options)
+            counts = counts.with_pack_dropped(lengths, self.options)
         return counts
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
