@@ -23,14 +23,14 @@ def _read_families() -> dict[str, Any]:
     return dict(json.loads((Path(__file__).parent / "families.json").read_text(encoding="utf-8")))
 
 
-def default_types(architecture: str) -> tuple[str, str] | None:
+def default_swift_types(architecture: str) -> tuple[str, str] | None:
     """Return ms-swift's default model type and template for an architecture, or None."""
     found = _read_families()["swift"].get(architecture)
     return None if found is None else (found[0], found[1])
 
 
-def model_embeds_images(template: str) -> bool:
-    """Return whether the model has to embed images, because its ms-swift *template* cannot."""
+def leaves_images_to_model(template: str) -> bool:
+    """Return whether the model itself has to embed images, since ms-swift's *template* cannot."""
     return template in _read_families()["embeds"]
 
 

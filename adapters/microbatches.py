@@ -307,7 +307,7 @@ class ShardedData:
             if self.mode == "packed":
                 yield pack_row(held, multiple=self.multiple, row_length=width)
             else:
-                yield pad_rows(held.truncate(width))
+                yield padded_microbatch(held.truncate(width))
 
 
 @attrs.frozen(eq=False)
@@ -394,7 +394,7 @@ class Microbatch:
         return batch
 
 
-def pad_rows(batch: BatchedData) -> Microbatch:
+def padded_microbatch(batch: BatchedData) -> Microbatch:
     """Return a padded batch as one microbatch, with a row for each sequence."""
     starts = np.arange(len(batch) + 1) * batch.width
     return Microbatch(

@@ -162,12 +162,12 @@ def _converter() -> cattrs.Converter:
         lambda value, kind: tuple(converter.structure(_to_list(value), _list_of(typing.get_args(kind)[0]))),
     )
 
-    def section(kind: Any) -> Any:
+    def section_hook(kind: Any) -> Any:
         unread: Any = {one.name: override(omit=True) for one in attrs.fields(kind) if key_facts(one).set_by_command}
         plain = make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True, **unread)
         return _mapping_hook(plain, "a section of keys")
 
-    converter.register_structure_hook_factory(attrs.has, section)
+    converter.register_structure_hook_factory(attrs.has, section_hook)
     return converter
 
 

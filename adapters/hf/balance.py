@@ -25,7 +25,7 @@ from transformers import Trainer
 
 from packplan.adapters.hf.following import insert_base_class
 from packplan.adapters.hf.refusals import is_old_trl, refuse_balance_conflicts
-from packplan.adapters.hf.rows import BatchCounts, Row, SplitBatch, join_rows, split_batch
+from packplan.adapters.hf.rows import BatchCounts, BatchRows, Row, join_rows, split_batch
 from packplan.core.errors import ArgumentError, ModelError
 from packplan.core.lengths import as_whole_number
 from packplan.core.shard import Sharding, shard_dynamic, shard_packed
@@ -174,7 +174,7 @@ class _BalanceState:
         cuts = [self.shard_rows(own, max_tokens=limit).shard(0)[0].microbatches for own in lengths]
         return split_microbatches(cuts[rank], max(map(len, cuts)))
 
-    def gather_lengths(self, batches: Sequence[SplitBatch], *facts: Any) -> list[tuple[list[list[int]], Any]]:
+    def gather_lengths(self, batches: Sequence[BatchRows], *facts: Any) -> list[tuple[list[list[int]], Any]]:
         """
         Return, for each rank, the row lengths of each of its batches, and its *facts*.
 

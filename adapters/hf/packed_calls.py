@@ -158,7 +158,7 @@ class TextStack:
             return real.cumsum(1) * real + self.padding_id
         return columns + self.padding_id + 1 if self.positions == "ids" else columns
 
-    def put_back(self, output: Any, tokens: RealTokens, *, keep: bool) -> Any:
+    def put_results_back(self, output: Any, tokens: RealTokens, *, keep: bool) -> Any:
         """
         Put the results of a packed call at their places in the batch.
 
@@ -280,7 +280,7 @@ class Unpadding:
         inside.close()
         if tokens is None or output is None:  # None: the call raised an error
             return None
-        return self._stack.put_back(output, tokens, keep=get_ident() in self._headed)
+        return self._stack.put_results_back(output, tokens, keep=get_ident() in self._headed)
 
     def _pack_labels(self, module: Any, args: Any, kwargs: Any) -> Any:
         given = self._head.bind_arguments(args, kwargs)

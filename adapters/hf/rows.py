@@ -37,7 +37,7 @@ class BatchCounts:
 
 
 @attrs.frozen
-class SplitBatch:
+class BatchRows:
     """Rows of a batch, and their tokens and widths."""
 
     rows: list[Row]
@@ -51,7 +51,7 @@ class SplitBatch:
     """Positions of each prompt, padding included."""
 
 
-def split_batch(batch: Mapping[str, Any]) -> SplitBatch:
+def split_batch(batch: Mapping[str, Any]) -> BatchRows:
     """
     Return the rows of a batch, without padding after their end.
 
@@ -71,7 +71,7 @@ def split_batch(batch: Mapping[str, Any]) -> SplitBatch:
             if _has_columns(key, value) and not key.startswith("prompt_") and value.shape[1] in {width, prompt + width}:
                 row[key] = value[:, : value.shape[1] - width + stop]
         rows.append(row)
-    return SplitBatch(rows, (prompts.sum(1) + answers.sum(1)).tolist(), stops, prompt)
+    return BatchRows(rows, (prompts.sum(1) + answers.sum(1)).tolist(), stops, prompt)
 
 
 def join_rows(rows: Sequence[Row], *, pad_token_id: int) -> dict[str, Any]:

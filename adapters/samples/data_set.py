@@ -102,7 +102,7 @@ class FileRecords:
                 file.add_digests(row, digests[index - indices.start :][:number])
 
     @property
-    def file_sizes(self) -> list[tuple[str, int]]:
+    def records_per_file(self) -> list[tuple[str, int]]:
         """Name and number of records of each file."""
         return [(file.name, len(file)) for file in self._files]
 

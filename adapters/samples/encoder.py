@@ -296,7 +296,7 @@ class SwiftEncoder:
         sources = source_names(self.paths, self.config.custom.source_names)
         return tuple(
             DataFile(file, sources[file], shape, records)
-            for (file, records), (_, shape) in zip(self.records.file_sizes, self._first_shapes, strict=True)
+            for (file, records), (_, shape) in zip(self.records.records_per_file, self._first_shapes, strict=True)
         )
 
     @cached_property

@@ -198,7 +198,7 @@ class VideoCosts:
             pairs = zip(frames[::FRAMES_PER_LAYER], frames[1::FRAMES_PER_LAYER], strict=True)
             times = ((first / rate + last / rate) / 2 for first, last in pairs)
             # A layer is between two tokens of its own, behind its time.
-            tokens += sum(_num_tokens(self.tokenizer, f"<{time:.1f} seconds>") + 2 for time in times)
+            tokens += sum(_count_tokens(self.tokenizer, f"<{time:.1f} seconds>") + 2 for time in times)
         return attrs.evolve(NOTHING, length=tokens, frames=len(frames), video_patches=patches)
 
     def _sampling_rate(self) -> float:
@@ -254,7 +254,7 @@ def _resized_frame_size(height: int, width: int, factor: int, least: float, most
 
 
 @lru_cache(maxsize=100_000)
-def _num_tokens(tokenizer: Any, text: str) -> int:
+def _count_tokens(tokenizer: Any, text: str) -> int:
     return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -90,7 +90,7 @@ class RowsEncoder(SwiftEncoder):
 
     def data_files(self) -> tuple[DataFile, ...]:
         """Return the data set as a single file."""
-        return tuple(DataFile(file, file, "messages", len(self.rows)) for file, _ in self.records.file_sizes)
+        return tuple(DataFile(file, file, "messages", len(self.rows)) for file, _ in self.records.records_per_file)
 
     def full_encode_reason(self, sample: dict[str, Any]) -> str | None:
         """

@@ -14,7 +14,7 @@ from swift.loss_scale import ALL_BASE_STRATEGY, loss_scale_map
 from swift.model import MODEL_MAPPING, get_matched_model_meta
 from swift.template import Template
 
-from packplan.adapters.families import default_types, may_probe_template, model_embeds_images
+from packplan.adapters.families import default_swift_types, leaves_images_to_model, may_probe_template
 from packplan.adapters.model_folder import PROCESSING_FILES, config_architecture, config_content, damaged_json_reason
 from packplan.adapters.samples.video_reading import set_video_sampling
 from packplan.adapters.versions import installed_version
@@ -116,7 +116,7 @@ def _candidate_types(model: ModelConfig) -> tuple[Sequence[str | None], Sequence
     if named is not None and model.model_type in (None, named.model_type):
         return [named.model_type], [named.template] if named.template else list(named.candidate_templates)
     architecture = config_architecture(model)
-    settled = default_types(architecture)
+    settled = default_swift_types(architecture)
     if settled is not None and model.model_type in (None, settled[0]):
         return [settled[0]], [settled[1]]
     types = [model.model_type] if model.model_type else _matching_types(architecture)
@@ -231,7 +231,7 @@ def open_template(
     # ms-swift would read `<img>path</img>` in a text as an image, or put an <image> in its place;
     # and looks for the end of each <img> through the rest of the line.
     opened._replace_image_tags = _return_inputs  # noqa: SLF001  # no public way
-    if model_embeds_images(template_type):
+    if leaves_images_to_model(template_type):
         opened._post_encode = _return_inputs  # noqa: SLF001  # no public way
     _set_media_token_ids(opened, processor)
     set_video_sampling(opened, template)

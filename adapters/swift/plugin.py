@@ -88,7 +88,7 @@ class _PlannedPipeline:
     """See `install`."""
 
     _train: Callable[[Any, Any], Any]
-    """ms-swift's own step; the next two are too."""
+    """ms-swift's own step `train`; the next two are its steps that encode rows and pack them."""
 
     _encode: Callable[..., Any]
 

@@ -51,7 +51,7 @@ def open_encoders(config: RunConfig) -> dict[str, SwiftEncoder]:
     if config.command is not None:
         template = config.command.open_template()
         for split, rows in config.command.open_rows(template).items():
-            file = RowsFile(rows, name=" ".join(names[split]), sequences_per_row=max(config.command.num_parts, 1))
+            file = RowsFile(rows, name=" ".join(names[split]), sequences_per_row=max(config.command.row_parts, 1))
             encoders[split] = RowsEncoder(config, template=template, rows=file)
         return encoders
     template = open_template(

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from packplan.adapters.losses import FusedLoss, PackedLoss
-from packplan.adapters.microbatches import WEIGHTS, BatchedData, concatenate, pack_row, pad_rows
+from packplan.adapters.microbatches import WEIGHTS, BatchedData, concatenate, pack_row, padded_microbatch
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.errors import ArgumentError
 from packplan.core.shard import shard_dynamic, shard_packed
@@ -198,7 +198,7 @@ EMPTY = BATCH.select([])
         *((lambda indices=indices: BATCH.select(indices), "are selected by whole numbers from 0 to 1")
           for indices in ([2], [-1], [0.7], [[0, 1]], torch.tensor([True, False]), ["a"])),
         (lambda: BATCH.truncate(-1), "width is -1, but has to be"),
-        *((lambda num=num: pad_rows(BATCH).unpacked(torch.ones(num)), rf"\({num},\), but the microbatch has 8")
+        *((lambda num=num: padded_microbatch(BATCH).unpacked(torch.ones(num)), rf"\({num},\), but the microbatch has 8")
           for num in (7, 9)),
         *((lambda length=length: pack_row(EMPTY, multiple=2, row_length=length), "no sequence, so there is no row")
           for length in (None, 8)),

@@ -37,7 +37,7 @@ DELIMITERS = {"csv": ",", "tsv": "\t"}
 """Kind of a table -> delimiter of its fields."""
 
 MOST_CHARACTERS = 2**27
-"""Characters of a field of a table."""
+"""Most characters of a field of a table."""
 
 _COMPRESSIONS = {GZIP: "gzip", ZSTD: "zstd"}
 """First bytes of a compressed file -> pyarrow's name of its compression."""
