@@ -423,7 +423,7 @@ def choose_attention(
         on_cpu: Whether the model trains on a CPU.
 
     Raises:
-        ModelError: `varlen` is requested by name, and does not run here.
+        ModelError: `varlen` is requested by name, and the probe did not pass.
 
     >>> choose_attention("sdpa", None).name
     'sdpa'

@@ -116,7 +116,7 @@ def forecast_run(
         trained: Packs of the first epoch, in their order.
         schedule: Order of the packs, from the beginning.
         flops: Works of the samples in FLOPs.
-        evaluated: Terms of the evaluation; None without one.
+        evaluated: FLOPs of the evaluation; None without one.
         every: Optimizer steps between two evaluations, and between two checkpoints; 0 for none.
         evaluates_first: Whether an evaluation comes before the first step.
     """
@@ -311,7 +311,7 @@ class StepFlops:
     @classmethod
     def from_epoch(cls, trained: EpochStats, flops: SampleWorks, *, sync_at: SyncPoint) -> StepFlops:
         """
-        Return the terms of an epoch, or of the rest of it.
+        Return the FLOPs of an epoch, or of the rest of it.
 
         Args:
             trained: Packs of the epoch in their order.
@@ -555,7 +555,7 @@ class LongestLength:
     """Packing length; 0 if none fits."""
 
     peak: int
-    """Peak at that length, in bytes, without the margin."""
+    """Peak at that length in bytes, without the margin; the lowest traced one if none fits."""
 
     limited: bool
     """Whether the model's positions are the limit, and not the memory."""

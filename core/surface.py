@@ -148,7 +148,7 @@ class PlanTable:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """Names and values of the figures."""
+        """Names and values of the figures, without those that are 0."""
         raw, summary = self.plan.raw, self.plan.summary
         beyond = len(raw.packs) + len(raw.dropped_packs) - raw.lower_bound
         bound = f"at least {raw.lower_bound:,} in any plan" if beyond else "no plan has fewer"

@@ -142,8 +142,8 @@ def to_messages(
 
 def _add_tags(messages: list[dict[str, Any]], tag: str, name: str, number: int) -> list[dict[str, Any]]:
     """
-    Return messages with one tag per image or video; missing tags are put before the first user
-    message.
+    Return messages with one tag per image or video. If they have none, all are put before the first
+    user message; another number is refused.
     """
     tags = sum(message["content"].count(tag) for message in messages)
     if tags == number:

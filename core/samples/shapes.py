@@ -298,7 +298,7 @@ def _from_columns(record: Mapping[str, Any]) -> ShapedRecord:
         response = response[0]
     media: Media = defaultdict(list)
     if _is_chat(query) or _is_chat(response):
-        messages = [*_to_chat(query, "user", media), *_to_chat(response, "assistant", media)]
+        messages = [*_chat_messages(query, "user", media), *_chat_messages(response, "assistant", media)]
     else:
         messages = [*_history_messages(record), *_turn_messages(query, response, (asked, answer))]
     read = {*asked.split(", "), answer, "history", "input", "instruction"}
@@ -358,7 +358,7 @@ def _is_chat(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
 
 
-def _to_chat(value: Any, role: str, media: Media) -> list[dict[str, Any]]:
+def _chat_messages(value: Any, role: str, media: Media) -> list[dict[str, Any]]:
     """Return the messages in a question or an answer, or its text as one message of *role*."""
     if _is_chat(value):
         return _normalise_messages(value, media)

@@ -144,7 +144,7 @@ def rotate_to_least_loaded(
 ) -> tuple[IntArray, IntArray]:
     """
     Give the most work of this global batch to the worker that did the least before. Return the
-    labels, and the work done now.
+    labels, and the work of each worker with this global batch.
 
     Args:
         labels: Microbatch of each item, worker by worker; shape (num_items,).
