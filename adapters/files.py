@@ -78,7 +78,7 @@ def wrap_save_errors(folder: Path) -> Iterator[None]:
 @contextmanager
 def wrap_load_errors(key: str, fact: str, remedy: str = "") -> Iterator[None]:
     """
-    Turn any exception in this context into a ConfigError, except our own and lack of memory.
+    Turn exceptions in this context into ConfigErrors, except PackplanErrors and lack of memory.
 
     Args:
         key: Configuration key that names what a library loads here: weights, states, settings.

@@ -64,7 +64,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def hold_buffers_and_rng(model: torch.nn.Module) -> Iterator[None]:
-    """Restore a model's buffers, and the random state of Python, numpy and torch, on leaving."""
+    """Restore a model's buffers and the random state (Python, numpy, torch) when the block ends."""
     drawn, drawn_by_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # that of others
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:

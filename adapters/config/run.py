@@ -10,7 +10,7 @@ import attrs
 
 from packplan.adapters.config.layers import apply_overrides, expand_path, read_document
 from packplan.adapters.config.trainer_keys import TrainerKey
-from packplan.adapters.config.values import Advise, structure
+from packplan.adapters.config.values import Advise, structure_document
 from packplan.core.config.faults import explain_unknown_key, run_faults
 from packplan.core.config.keys import yield_keys
 from packplan.core.config.refusals import refused_settings
@@ -126,7 +126,7 @@ def _build_config(document: Mapping[str, Any], kind: type[T], source: str, advis
     """
     Build the configuration of a document; ConfigError with its faults and those already *found*.
     """
-    config, more = structure(document, kind, advise, required=_REQUIRED)
+    config, more = structure_document(document, kind, advise, required=_REQUIRED)
     found = (*found, *more)
     if config is not None:
         # A key with a fault has its default here, so that what contradicts it is no fault.
@@ -159,7 +159,7 @@ def load_mixes(path: str | Path) -> Mixes:
     document = read_document(Path(path))
     kind: type[_Curriculum | Mix] = _Curriculum if "curriculum" in document else Mix
     advise = partial(explain_unknown_key, known=[*known_keys(kind)], refused={})
-    found, faults = structure(document, kind, advise)
+    found, faults = structure_document(document, kind, advise)
     if found is None or faults:
         raise ConfigError(str(path), tuple(faults))
     first_names: dict[Path, str] = {}

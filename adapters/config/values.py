@@ -35,7 +35,7 @@ Advise: typing.TypeAlias = Callable[[str, str], str]
 """Function that takes an unknown key and its section, and returns fault and remedy as text."""
 
 
-def structure(
+def structure_document(
     document: Mapping[str, Any], kind: type[T], advise: Advise, *, required: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[T | None, list[Fault]]:
     """

@@ -220,7 +220,7 @@ class _BalancedTraining:
         return super().get_batch_samples(*args)  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """Collect a batch and return loss 0; the step's last batch trains all collected ones."""
+        """Collect a batch and return loss 0; at a step's last, train all and return their loss."""
         step, accelerator = self._balance, self.accelerator
         step.call, step.loss = (model, num_items_in_batch), 0.0
         try:

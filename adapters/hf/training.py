@@ -111,7 +111,7 @@ def _find_row_collator(trainer: Any) -> Collate | None:
 
 def _unpad_for_loss(trainer: Any, *, row_ranks: int) -> Unpadding:
     """
-    Unpad a trainer's model; logits of padding are omitted unless the trainer has its own loss.
+    Return a trainer's hooks, or new ones, which omit logits of padding for transformers' own loss.
 
     Raises:
         ModelError: The model is bidirectional, or the probe of `unpad` fails.

@@ -19,12 +19,12 @@ def read_world_size(environment: Mapping[str, str] = os.environ) -> int:
     Raises:
         ConfigError: A variable is missing while others are set, is no number, or contradicts them.
     """
-    if found := tuple(_faults(environment)):
+    if found := tuple(_environment_faults(environment)):
         raise ConfigError("the environment of this process", found)
     return int(environment.get("WORLD_SIZE", "1"))
 
 
-def _faults(environment: Mapping[str, str]) -> Iterator[Fault]:
+def _environment_faults(environment: Mapping[str, str]) -> Iterator[Fault]:
     """Yield a fault for each variable that is missing while others are set, or out of bounds."""
     ranks, local = (_parse_number(environment.get(name, "")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     bounds = {

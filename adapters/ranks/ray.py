@@ -31,7 +31,7 @@ START_S = 300.0
 """Seconds that all workers have to start."""
 
 
-class _Actor:
+class _RankActor:
     """
     Ray actor of one rank: it gets the group's address, joins the group as torchrun's ranks do, and
     builds its worker.
@@ -45,7 +45,7 @@ class _Actor:
             port: int = listener.getsockname()[1]
         return address, port
 
-    def build(self, make: Callable[[], Any], environment: Mapping[str, str], driver: tuple[str, int]) -> int:
+    def build_worker(self, make: Callable[[], Any], environment: Mapping[str, str], driver: tuple[str, int]) -> int:
         """
         Set *environment*, build the worker as a rank of it, and return the process id.
 
@@ -59,7 +59,7 @@ class _Actor:
         self._worker = make()
         return os.getpid()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Close the worker, if it was built."""
         if worker := getattr(self, "_worker", None):
             worker.close()
@@ -100,7 +100,7 @@ class RayWorkers:
             ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR, **here)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise RunError.for_worker(0, "start", f"Ray cannot be reached: {error}") from None
-        actor: Any = ray.remote(_Actor).options(num_cpus=1, num_gpus=gpus_each)
+        actor: Any = ray.remote(_RankActor).options(num_cpus=1, num_gpus=gpus_each)
         self._actors = [actor.remote() for _ in range(num_workers)]
         # All have to be started first, or some would wait in their group for the others.
         points = self._collect("start", [actor.meeting_point.remote() for actor in self._actors], timeout_s=START_S)
@@ -110,7 +110,7 @@ class RayWorkers:
         self.process_ids: list[int] = self._collect(
             "build",
             [
-                actor.build.remote(make, {**meeting, "RANK": str(rank)}, driver)
+                actor.build_worker.remote(make, {**meeting, "RANK": str(rank)}, driver)
                 for rank, actor in enumerate(self._actors)
             ],
         )
@@ -134,7 +134,7 @@ class RayWorkers:
         """Close the workers, end their actors, and shut Ray down in this process."""
         if self._actors:
             # A killed actor would leave the processes of its engine.
-            ray.wait([actor.end.remote() for actor in self._actors], num_returns=len(self._actors), timeout=END_S)
+            ray.wait([actor.close.remote() for actor in self._actors], num_returns=len(self._actors), timeout=END_S)
         self._kill()
 
     def _kill(self) -> None:

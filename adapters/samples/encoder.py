@@ -306,7 +306,7 @@ class SwiftEncoder:
         return [self._first_shape(range(*place)) for place in zip(self.records.first_indices, ends, strict=True)]
 
     def _first_shape(self, indices: range) -> tuple[int, str]:
-        """Return index and shape of the first valid record; `unknown` after `_TRIED` bad ones."""
+        """Return index and shape of the first valid record; `unknown` if `_TRIED` are invalid."""
         for index in indices[:_TRIED]:
             with contextlib.suppress(ValueError, RecordError):
                 known = to_shape(self.records[index], self.config.custom.columns)

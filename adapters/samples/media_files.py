@@ -135,7 +135,7 @@ class VideoFacts:
 
 def video_facts(video: Video, *, max_seconds: float) -> VideoFacts:
     """
-    Return size, number of frames and frame rate of a video; only its first frame is decoded.
+    Return size, frames, frame rate and digest of a video; only a file's first frame is decoded.
 
     Args:
         video: Path of a file, or the paths of frames.

@@ -46,7 +46,7 @@ class Prompts:
         return len(self._records)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return the prompt of record *index*; RecordError if the record has none."""
+        """Return the item of record *index*; RecordError if the record has no prompt."""
         record = self._records[index]
         with self._records.wrap_errors(index, "the record "):
             sample = convert_record(record, self._custom)

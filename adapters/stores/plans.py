@@ -135,8 +135,8 @@ class DiskPlanStore:
 
     def load_epochs(self, key: Fingerprint) -> tuple[EpochRecord, ...]:
         """
-        Return the records of all epochs saved under *key*, of the run with most epochs; empty if
-        none are saved. CorruptArtefactError if a file of them is damaged.
+        Return the records of epochs saved under *key*, of the world size that has most of them;
+        empty if there are none. CorruptArtefactError if a file of them is damaged.
         """
         stored = (_read_epochs(path) for path in self._epoch_manifests())
         return max((records for digest, records in stored if digest == key.digest), key=len, default=())

@@ -98,7 +98,7 @@ class SwiftCommand:
         Raises:
             ConfigError: ms-swift cannot load the processor or the template.
         """
-        with _convert_errors():
+        with _wrap_swift_errors():
             template = self.arguments.get_template(self.arguments.get_model_processor(load_model=False)[1])
             template.set_mode("train")  # halves of pairs are encoded one by one
             template.packing = template.padding_free = True
@@ -118,7 +118,7 @@ class SwiftCommand:
             ConfigError: ms-swift cannot load the data, or there is no row to train.
         """
         arguments, rows = self.arguments, {}
-        with _convert_errors():
+        with _wrap_swift_errors():
             seed_everything(arguments.seed)
             cached = get_cached_dataset(arguments)
             loaded = arguments.load_dataset() if arguments.dataset or arguments.val_dataset else (None, None)
@@ -151,7 +151,7 @@ def expand_config_file(arguments: Sequence[str]) -> list[str]:
     ms-swift reads the file, and sets the environment variables that it names.
     """
     given = list(arguments)
-    with _convert_errors():
+    with _wrap_swift_errors():
         parse_yaml_args(given)
     return given
 
@@ -172,7 +172,7 @@ def read_command(task: str, arguments: Sequence[str], *, num_processes: int) -> 
     unplanned = {name: lambda _: None for name in _SKIPPED_METHODS if hasattr(kind, name)}
     planned = type(kind.__name__, (kind,), {**unplanned, "_check_padding_free": prepare_arguments})
     with (
-        _convert_errors(),
+        _wrap_swift_errors(),
         replace_attributes(training.TrainerFactory, get_training_args=lambda _: SimpleNamespace()),
     ):
         try:
@@ -186,7 +186,7 @@ def read_command(task: str, arguments: Sequence[str], *, num_processes: int) -> 
 
 
 @contextmanager
-def _convert_errors() -> Iterator[None]:
+def _wrap_swift_errors() -> Iterator[None]:
     """Turn any exception in this context, as ms-swift's, into a ConfigError."""
     try:
         yield
