@@ -78,7 +78,7 @@ class Layout:
 
     @cached_property
     def block_batches(self) -> tuple[tuple[int, ...], ...]:
-        """Block indices, grouped by length if blocks have no masks; a group is one batch."""
+        """Block indices of each batch: blocks of one length, or one block if blocks have masks."""
         groups: dict[int, list[int]] = {}
         for position, length in enumerate(self.lengths):
             groups.setdefault(position if self.masks is not None else length, []).append(position)
@@ -132,7 +132,7 @@ def _is_causal_window(
     reach: int,
 ) -> bool:
     """
-    Return whether each token attends to the last *reach* tokens of its block up to itself alone.
+    Test some pairs of each token; return whether all attend to their last *reach* tokens alone.
 
     Args:
         attends: Answers for queries and keys, both of shape (pairs,).

@@ -157,7 +157,7 @@ class RealTokens:
 
     @property
     def padding_places(self) -> set[Padding]:
-        """Places of the batch's padding: left of the first real tokens, or between real tokens."""
+        """`left of` if rows have padding before real tokens; `between` if they have it between."""
         columns = self.places % self.shape[1]
         starts = self.row.starts_by_token == torch.arange(len(self.places), device=self.places.device)
         sides: dict[Padding, bool] = {
@@ -260,7 +260,7 @@ def _checkpoint_with_row(
 
 
 def keep_rows_in_checkpoints(modules: Iterable[Any]) -> None:
-    """Restore the current row when layers that *modules* checkpoint are computed again."""
+    """Make *modules* that checkpoint layers restore the row when they compute layers again."""
     for module in modules:
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
         if checkpoint is not None and getattr(checkpoint, "func", None) is not _checkpoint_with_row:
@@ -336,7 +336,7 @@ def _split_by_sample(value: Any, row: PackedRow) -> list[Any]:
 
 
 def _join_outputs(outputs: list[Any], row: PackedRow) -> Any:
-    """Join the outputs of a row's samples along the axis that has each sample's tokens."""
+    """Join outputs of a row's samples along their token axis; keep one of those without it."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         for axis in (1, 0):

@@ -111,7 +111,7 @@ def share_rows(model: Any, group: dist.ProcessGroup) -> None:
 
 
 def _require_same_rows(given: dict[str, Any], group: dist.ProcessGroup) -> None:
-    """Compare the tokens, positions and mask of a call over the ranks of a group; MismatchError."""
+    """Raise MismatchError if ranks of a group were given other tokens, positions or masks."""
     found = (given.get(name) for name in ("input_ids", "position_ids", "attention_mask"))
     rows = [one.flatten().long() for one in found if isinstance(one, torch.Tensor)]
     sums = [(row * torch.arange(1, len(row) + 1, device=row.device)).sum() for row in rows]
@@ -170,7 +170,7 @@ def _select_targets(given: dict[str, Any], share: RowShare) -> tuple[torch.Tenso
 
 def divide_row(row: PackedRow, group: dist.ProcessGroup) -> tuple[PackedRow, RowShare]:
     """
-    Pad a row to a multiple of the ranks, as one more sample; return it with this rank's part.
+    Return a row padded to a multiple of the ranks by one more sample, and this rank's part of it.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     part = -(-len(row.sample_ids) // size)
@@ -183,7 +183,7 @@ def divide_row(row: PackedRow, group: dist.ProcessGroup) -> tuple[PackedRow, Row
 
 class SharedRows:
     """
-    Hooks that cut the calls of a decoder to a rank's part of their row; `share_rows` makes them.
+    Hooks by which a decoder computes only this rank's part of each row that a group shares.
     """
 
     def __init__(self, decoder: Any, divide: Callable[[], tuple[PackedRow, RowShare] | None], *, joins: bool) -> None:

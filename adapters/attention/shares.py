@@ -43,7 +43,7 @@ class RowShare:
 
     @cached_property
     def size(self) -> int:
-        """Ranks that share the row."""
+        """Number of ranks that share the row."""
         return self.group.size()
 
     @cached_property

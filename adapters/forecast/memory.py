@@ -120,7 +120,7 @@ class StepTracer:
 
     @property
     def max_tokens(self) -> int:
-        """Largest number of tokens that the model has positions for."""
+        """Number of positions that the model's config.json states, or else `_MOST_TOKENS`."""
         config = self.trainer.template.get_base_model(self.trainer.model).config.get_text_config()
         return int(getattr(config, "max_position_embeddings", None) or _MOST_TOKENS)
 

@@ -169,7 +169,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
 
 
 def _integer_indices(indices: Any) -> Iterator[Any]:
-    """Yield indices of a tensor, boolean masks converted to integers, whose shape is known."""
+    """Yield indices of a tensor, with real boolean masks as integers, so that shapes are known."""
     for index in indices:
         if isinstance(index, torch.Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor):
             with unset_fake_temporarily():

@@ -133,7 +133,7 @@ def device_and_precision(model: torch.nn.Module) -> str:
 
 
 def ordinary_token_ids(config: Any) -> list[int]:
-    """Return token ids to draw from, without the special tokens that a configuration names."""
+    """Return the first `_IDS` token ids, without special ones that a configuration names."""
     parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
     special = {
         value

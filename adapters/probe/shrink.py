@@ -214,7 +214,7 @@ def _shrink_list(key: str, value: Sequence[Any], context: _ConfigFacts) -> list[
 
 
 def _count_kept_layers(config: Mapping[str, Any], layers: int, times: int) -> int:
-    """Return the number of first layers that hold each kind of layer, up to *times* times."""
+    """Return the number of first layers, at least 2, with up to *times* layers of each kind."""
     kept = 2
     shared = 1 if config.get("num_kv_shared_layers") else 0
     for key, value in config.items():

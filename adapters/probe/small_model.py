@@ -124,7 +124,7 @@ def model_class(config: Any) -> Any:
 
 
 def _instantiate(kind: Any, small: Any, *, attention: str, trust_remote_code: bool) -> Any:
-    """Return a small model of a class."""
+    """Return a model of class *kind*, built from a copy of the configuration *small*."""
     small = copy.deepcopy(small)
     if issubclass(kind, transformers.PreTrainedModel):
         return kind._from_config(small, attn_implementation=attention)  # noqa: SLF001  # from_config calls it

@@ -78,7 +78,7 @@ class Dependence:
 
     @property
     def isolation(self) -> float:
-        """Size over own; infinite if no gradient reaches the reader itself."""
+        """`size` over `own`; infinite if `own` is 0, or one of them is not finite."""
         if not self.own > 0 or not math.isfinite(self.own) or not math.isfinite(self.size):
             return math.inf
         return self.size / self.own
@@ -165,7 +165,7 @@ class WatchedPass:
 
 @contextmanager
 def watching_embeddings(model: torch.nn.Module, packed: PackedBatch) -> Iterator[WatchedPass]:
-    """Watch the embeddings of a model's next forward pass, of packed rows."""
+    """Inside the block, record the embeddings of a forward pass of packed rows, with gradients."""
     watched = WatchedPass(packed, dict(packed.inputs))
 
     def collect_source(_: Any, __: Any, output: Any) -> Any:

@@ -114,7 +114,7 @@ class PackComparison:
 
     @contextlib.contextmanager
     def _prepared_pack(self, collated: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the inputs that the trainer prepares from a pack, with its hooks active."""
+        """Yield inputs that the trainer prepares from a pack; its hooks are active in the block."""
         trainer = self.trainer
         with trainer.media_hook(), trainer.template.forward_context(trainer.model, dict(collated)):
             yield trainer._prepare_inputs(dict(collated))  # noqa: SLF001  # what training does, and no less
@@ -177,7 +177,7 @@ def _to_device(device: torch.device, batch: Mapping[str, Any]) -> dict[str, Any]
 
 def _split_pixels(encoded: Sequence[Mapping[str, Any]], collated: dict[str, Any]) -> list[tuple[GradientEdge, int]]:
     """
-    Split a pack's pixels into a leaf tensor per sample; return gradient edges and sample numbers.
+    Rebuild pixels in *collated* from a leaf tensor per sample; return edges and sample numbers.
     """
     own: list[tuple[GradientEdge, int]] = []
     for medium in (IMAGES, VIDEOS):

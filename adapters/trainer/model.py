@@ -31,7 +31,7 @@ def open_model(
     outline: bool = False,
 ) -> torch.nn.Module:
     """
-    Load a model with `use_cache` off, freeze parts of it, and add adapters as *training* says.
+    Load a model without `use_cache`, set its attention, freeze it and add adapters by *training*.
 
     Args:
         model: Model to load.

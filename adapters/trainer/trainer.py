@@ -141,7 +141,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
 
     Attributes:
         attention: Attention that trains, stored in checkpoints.
-        learner: Data-parallel rank, and their number; ranks that share rows have the same.
+        learner: Data-parallel rank, and number of them; ranks that share rows are one.
         last_save: Folder of the last checkpoint that this run saved or resumes from, or None.
         has_supervised: Whether any step so far had a token with a weight in the loss.
     """
@@ -321,7 +321,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
                 raise ValueError(f"it has no {', '.join(lacking)}, so another training.optim made it")
 
     def sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over all ranks, in place."""
+        """Sum a tensor over all ranks in place, and return it."""
         if self.group.world_size > 1:
             torch.distributed.all_reduce(numbers)
         return numbers

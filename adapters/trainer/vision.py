@@ -167,7 +167,7 @@ class DummyImage:
         reached = torch.autograd.grad(zero, list(vision.values()), allow_unused=True)
         return [name for name, gradient in zip(vision, reached, strict=True) if gradient is None]
 
-    def hook_every_batch(self, *, passes: int = 1) -> None:
+    def ensure_tower_runs(self, *, passes: int = 1) -> None:
         """
         Hook the model so that the tower runs at least *passes* times on every batch, with the dummy
         image if needed. Results do not change.

@@ -13,7 +13,7 @@ from packplan.app.planning.log_lines import log_plan, log_schedule, steps_line
 from packplan.app.planning.plan import Ranks, measure_and_plan, plan_epochs
 from packplan.app.planning.schedule import accumulation_of, refuse_stream, split_schedule
 from packplan.app.planning.split import Split
-from packplan.app.wiring.commands import command_ranks, read_run_or_command
+from packplan.app.wiring.commands import num_command_ranks, read_run_or_command
 from packplan.app.wiring.runs import raising_on_all_ranks, require_inputs
 from packplan.app.wiring.stores import artefacts_folder
 from packplan.core.config.run import RunConfig
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
 
     with join_ranks(config, use_cpu=True, options={"--world-size": options.world_size}) as group:
         refuse_stream(config)
-        world_size = command_ranks(config) or options.world_size
+        world_size = num_command_ranks(config) or options.world_size
         if world_size is None:  # one process plans for one rank, or group of ranks
             world_size = 1 if group.world_size == 1 else config.plan_world_size(group.world_size)
         accumulation_of(config, world_size=world_size)
@@ -61,7 +61,7 @@ def _log_next(config: RunConfig, words: list[str], ranks: int) -> None:
     typed = shlex.join(words)
     train = f"torchrun --nproc-per-node {ranks} -m packplan.app.sft" if ranks > 1 else "packplan sft"
     train = f"{train} {typed}"
-    if command_ranks(config):
+    if num_command_ranks(config):
         train = "the command with --external_plugins plugin.py, which packplan plugin swift -o plugin.py writes"
     folder = artefacts_folder(config.training.output_dir)
     log.info("the plan is in %s; to see it: packplan plan show %s; to train: %s", folder, typed, train)
@@ -89,7 +89,7 @@ def build(config: RunConfig, group: RankGroup, *, splits: Sequence[Split], world
     schedule = split_schedule(config, train.name, train.aligned)
     if train.recipe is not None:
         schedule = plan_epochs(train, train.recipe, schedule, ranks)
-    if group.rank == 0 and command_ranks(config):
+    if group.rank == 0 and num_command_ranks(config):
         log.info("train: %s", steps_line(train, schedule))
     elif group.rank == 0:
         log_schedule(config, train, schedule)

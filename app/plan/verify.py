@@ -254,7 +254,7 @@ def _iterate_measured(table: Table, media: MediaTable, indices: IntArray) -> Ite
 
 
 def _sample_faults(name: str, lengths: StoredLengths, source: LengthSource, count: int) -> Iterator[Finding]:
-    """Encode *count* samples again, from the first to the last, and yield those that differ."""
+    """Encode *count* samples again, spread over all, and yield those that differ."""
     samples = sample_indices(lengths.rows.table[: len(source)])
     chosen = np.linspace(0, samples.size - 1, min(count, samples.size)).round().astype(int)
     indices = np.unique(samples[chosen]).tolist()

@@ -18,7 +18,7 @@ from packplan.app.planning.epochs import plan_first_epoch, samples_to_plan, work
 from packplan.app.planning.schedule import refuse_stream, split_schedule
 from packplan.app.planning.split import align_options
 from packplan.app.planning.stored_lengths import stale_inputs
-from packplan.app.wiring.commands import command_ranks, read_run_or_command
+from packplan.app.wiring.commands import num_command_ranks, read_run_or_command
 from packplan.app.wiring.policies import split_policy, trained_work
 from packplan.core.align import align_plan
 from packplan.core.config.faults import explain_error
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> None:
         print("train: figures and steps are as if all epochs had the plan of the first", file=sys.stderr)
     for line in stale_inputs(config, lengths):
         print(f"warning: train: {line}", file=sys.stderr)
-    ranks = options.world_size or [command_ranks(config) or 1]
+    ranks = options.world_size or [num_command_ranks(config) or 1]
     packing_lengths = options.max_length or [config.packing_length]
     _refuse_other_truncation(lengths, packing_lengths)
     found = _alternatives(config, lengths, packing_lengths, ranks, recipe=recipe)

@@ -45,8 +45,8 @@ def log_plan(planned: Split) -> None:
 
 def steps_line(planned: Split, schedule: EpochSchedule) -> str:
     """
-    Return the steps of a schedule, with the plan's digest among the rows that ms-swift keeps, as
-    its plugin prints both.
+    Return text as ms-swift's plugin prints it: the steps of a schedule, and the digest of the plan,
+    whose indices count only the rows that ms-swift keeps.
     """
     row = np.cumsum(column(planned.table, "bad") == 0) - 1
     digest = plan_checksum(planned.raw.with_indices(row).packs)[:12]

@@ -62,7 +62,7 @@ def measure(split: Split, report: ReportProgress) -> Table:
 
     Args:
         split: The split, with its source and stores.
-        report: Called with the number of measured samples.
+        report: Called with each progress message.
 
     Raises:
         RecordError: A record cannot become a sample; what was measured before it is kept.
@@ -239,7 +239,7 @@ class BadRecords:
         self.records = records
 
     def warn(self, name: str) -> None:
-        """Log the bad records of a split."""
+        """Log a warning with the bad records of split *name*, if there are any."""
         if self.records:
             log.warning("%s: %s", name, bad_records_line(self.records, len(self._source)))
 

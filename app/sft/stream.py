@@ -114,7 +114,7 @@ def prepare_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
 
 
 def _log_start(config: RunConfig, progress: StreamProgress) -> None:
-    """Log the progress at which a resumed stream starts, if it does."""
+    """Log the progress at which a resumed stream starts; nothing for one from the beginning."""
     training = config.training
     if not progress.step:
         return
@@ -154,7 +154,7 @@ def _log_end(config: RunConfig, group: RankGroup, trainer: StreamTrainer) -> Non
 
 
 def _make_order(config: RunConfig, files: Sequence[DataFile]) -> Order:
-    """Return the order of the samples of an epoch, whose indices count through these files."""
+    """Return a function from an epoch to its samples in order, as indices over all *files*."""
     trainer = config.training.trainer
     seed, sizes = trainer.get("data_seed", config.training.seed), [size for _, size in records_by_source(files)]
     if config.custom.fusion_config is not None:

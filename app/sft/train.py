@@ -186,7 +186,7 @@ def _log_end(config: RunConfig, trainer: PlanTrainer) -> None:
 @contextmanager
 def logging_interruption(trainer: CheckedTrainer) -> Iterator[None]:
     """
-    Log on rank 0 how many steps training did, and its last checkpoint, when Ctrl-C ends it.
+    If Ctrl-C ends the block, log the steps that were done and the last checkpoint, on rank 0.
     """
     try:
         yield
@@ -198,7 +198,7 @@ def logging_interruption(trainer: CheckedTrainer) -> Iterator[None]:
 
 
 def log_nothing_left(step: int, end: str) -> None:
-    """Log that the checkpoint at a step is beyond the end of the run, in words."""
+    """Log that the checkpoint at *step* leaves nothing to train; *end* is the end in words."""
     log.warning(
         "the checkpoint is at optimizer step %d, and the run ends %s: nothing is left to train; raise "
         "training.num_train_epochs or training.max_steps",
@@ -208,7 +208,7 @@ def log_nothing_left(step: int, end: str) -> None:
 
 
 def log_termination(trainer: CheckedTrainer, end: str) -> None:
-    """Log that SIGTERM ended a run before its end, in words."""
+    """Log that SIGTERM ended a run before *end*, the last step or the run's length in words."""
     log.warning(
         "SIGTERM: saved a checkpoint at step %d of %s; training.resume_from_checkpoint: last goes on from there",
         trainer.state.global_step,

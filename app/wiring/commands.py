@@ -130,7 +130,7 @@ def read_command(path: str, words: Sequence[str] = (), *, world_size: int | None
     return config
 
 
-def command_ranks(config: RunConfig) -> int | None:
+def num_command_ranks(config: RunConfig) -> int | None:
     """Return the number of ranks that a run's command starts; None for a YAML."""
     return None if config.command is None else config.command.world_size
 
@@ -170,7 +170,7 @@ def _split_words(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
 
 def _started_ranks(launcher: Sequence[str], *, is_swift: bool) -> int:
     """
-    Return the number of ranks that a command starts; ConfigError if a launcher starts them.
+    Return the number of ranks that a command starts; ConfigError if only its launcher knows it.
 
     Args:
         launcher: Words before ms-swift's own.

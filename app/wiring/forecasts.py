@@ -95,7 +95,7 @@ def open_step_tracer(
     arguments = make_training_arguments(config, gradient_accumulation_steps=1)
     if samples.takes_images and (world_size > 1 or config.training.freeze_llm):
         separately = sharding == "fsdp2" and has_separate_video_pass(template)
-        DummyImage.from_model(model, template).hook_every_batch(passes=1 + separately)
+        DummyImage.from_model(model, template).ensure_tower_runs(passes=1 + separately)
     trainer = OutlineTrainer(
         group=OneRank(), attention=attention, eval_dataset=None, reduction=config.training.loss_reduction, model=model,
         args=arguments, template=template, train_dataset=None,
@@ -187,7 +187,7 @@ def time_packs(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Calibration:
     """
-    Train packs `REPEATS` times in their order, and return the seconds of each step.
+    Train packs `REPEATS` times in order; return the seconds of steps, evaluation and checkpoint.
 
     Args:
         config: The run.

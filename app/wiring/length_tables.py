@@ -71,7 +71,7 @@ def refuse_other_output(output: Path) -> None:
     if not output.parent.is_dir():
         raise ConfigError.for_key("--output", f"is {output}, whose folder does not exist: make it")
     if output.exists():
-        with _name_key_errors("--output", "; name another file"):
+        with _wrap_key_errors("--output", "; name another file"):
             read_length_table_key(output)
 
 
@@ -100,20 +100,20 @@ def open_known_lengths(path: str | Path, source: LengthSource, *, key: str = "cu
         ConfigError: The table cannot be read.
         StaleError: It was measured from other inputs.
     """
-    with _name_key_errors(key):
+    with _wrap_key_errors(key):
         measured = read_length_table_key(Path(path))
     if differences := measured.differences(source.fingerprint()):
         raise attrs.evolve(StaleError.for_lengths(str(path), differences), kind="table_lengths")
 
     def read_table() -> KnownLengths:
-        with _name_key_errors(key):
+        with _wrap_key_errors(key):
             return read_length_table(Path(path))
 
     return KnownTable(str(path), read_table)
 
 
 @contextlib.contextmanager
-def _name_key_errors(key: str, remedy: str = "") -> Iterator[None]:
+def _wrap_key_errors(key: str, remedy: str = "") -> Iterator[None]:
     """Turn ArgumentError in the block to ConfigError by *key*, which names a table."""
     try:
         yield

@@ -201,7 +201,7 @@ def use_tower_in_each_batch(model: Any, template: Any, arguments: TrainingArgume
         )
         raise ConfigError.for_key("training.ddp_find_unused_parameters", reason)
     # Where ranks meet in each of its passes, one for images and one for videos, all take both.
-    dummy.hook_every_batch(passes=1 + (shards_weights(arguments) and has_separate_video_pass(template)))
+    dummy.ensure_tower_runs(passes=1 + (shards_weights(arguments) and has_separate_video_pass(template)))
 
 
 def build_trainer(

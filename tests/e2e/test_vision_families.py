@@ -189,7 +189,7 @@ def test_a_family_is_shown_to_pack(vision_run, ready, folder, family):
     before = [loss_and_unused(prepared, index)[0] for index in (1, 2)]
     dummy = DummyImage.from_model(trainer.model, trainer.template)
     assert [] == dummy.unreached_weights()
-    dummy.hook_every_batch()
+    dummy.ensure_tower_runs()
     assert [(loss, set()) for loss in before] == [loss_and_unused(prepared, index) for index in (1, 2)]
 
     blur(trainer)
