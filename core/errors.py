@@ -42,12 +42,12 @@ class PackplanError(Exception):
     details: Mapping[str, Any] = MappingProxyType({})
     """Numbers and names in the fact, by name."""
 
-    def _text(self) -> str:
+    def _full_text(self) -> str:
         """Return the whole text, however long."""
         return super().__str__()
 
     def __str__(self) -> str:
-        return shorten(self._text())
+        return shorten(self._full_text())
 
 
 class UserError(PackplanError):
@@ -64,7 +64,7 @@ class _FactError(PackplanError):
 
     details: Mapping[str, Any] = attrs.field(factory=dict)
 
-    def _text(self) -> str:
+    def _full_text(self) -> str:
         return self.fact
 
 
@@ -96,7 +96,7 @@ class ConfigError(UserError):
         """Return an error with one fault of the key *path*, found after the YAML was read."""
         return cls("", (Fault(path, reason),))
 
-    def _text(self) -> str:
+    def _full_text(self) -> str:
         head = f"{self.source} has {counted(len(self.faults), 'fault')}"
         return format_lines(head, self.faults) if self.source else "\n".join(map(str, self.faults))
 
@@ -114,12 +114,12 @@ class RecordError(UserError):
     """Setting to change; empty where the record is to be changed."""
 
     @property
-    def why(self) -> str:
+    def full_reason(self) -> str:
         """The reason, with the remedy if it has one."""
         return f"{self.reason}: {self.remedy}" if self.remedy else self.reason
 
-    def _text(self) -> str:
-        return f"{self.where}: {self.why}"
+    def _full_text(self) -> str:
+        return f"{self.where}: {self.full_reason}"
 
 
 @attrs.define(eq=False)
@@ -128,7 +128,7 @@ class DataSetError(UserError):
 
     reason: str
 
-    def _text(self) -> str:
+    def _full_text(self) -> str:
         return self.reason
 
 
@@ -215,7 +215,7 @@ class NotBuiltError(UserError):
     folder: str
     reason: str
 
-    def _text(self) -> str:
+    def _full_text(self) -> str:
         return f"{self.folder} {self.reason}"
 
 
@@ -228,7 +228,7 @@ class OutputError(UserError):
     kind: str = "refused"
     """`refused`, or `locked` by another job."""
 
-    def _text(self) -> str:
+    def _full_text(self) -> str:
         return f"{self.path} cannot be written: {self.reason}"
 
 
@@ -266,7 +266,7 @@ class CorruptArtefactError(VerificationError):
     reason: str
     remedy: str = "delete its folder to measure and plan again"
 
-    def _text(self) -> str:
+    def _full_text(self) -> str:
         return f"{self.path} is damaged: {self.reason}; {self.remedy}"
 
 

@@ -385,18 +385,18 @@ def calibration_packs(
     each = world_size * batches * batch_size
     by_work = np.argsort(work, kind="stable")
     window = max(1, min(each, len(by_work) // _WINDOW))
-    steps = [_window(by_work, place, window) for place in _QUANTILES]
+    steps = [_packs_around(by_work, place, window) for place in _QUANTILES]
     if np.ptp(vision):
-        steps.append(_window(np.argsort(vision, kind="stable"), 1.0, window))
+        steps.append(_packs_around(np.argsort(vision, kind="stable"), 1.0, window))
     steps += [order[:each], order[each : 2 * each] if order.size > each else order[:each]]
     chosen = [packs[pack] for step in steps for pack in np.resize(step, each).tolist()]
-    median = [packs[pack] for pack in np.resize(_window(by_work, 0.5, window), each).tolist()]
+    median = [packs[pack] for pack in np.resize(_packs_around(by_work, 0.5, window), each).tolist()]
     if batch_size == 1:
         chosen += [pack[: -(-len(pack) // 2)] for pack in median]
     return chosen + (median[: world_size * batch_size] if batches > 1 else [])
 
 
-def _window(ranked: IntArray, place: float, window: int) -> IntArray:
+def _packs_around(ranked: IntArray, place: float, window: int) -> IntArray:
     """Return *window* neighbouring packs of a ranking, at a relative *place* from 0 to 1."""
     start = round(place * (ranked.size - window))
     return ranked[start : start + window]

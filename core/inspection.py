@@ -237,7 +237,7 @@ def summarise_schedule(
     pack_stats = PackStats.from_plan(plan, array, packed=packed, works=works)
     stats = EpochStats.from_schedule(pack_stats, schedule, epoch)
     steps = schedule.steps_per_epoch
-    per_step = stats.works(0, steps)
+    per_step = stats.step_works(0, steps)
     imbalances = per_step.max(axis=1) / per_step.mean(axis=1)
     accumulation = schedule.gradient_accumulation_steps
     return ScheduleSummary(

@@ -18,7 +18,7 @@ from packplan.core.epochs import EpochRecipe, plan_fingerprint
 from packplan.core.errors import ConfigError, NotBuiltError, counted
 from packplan.core.plan import RawPlan, refuse_longer
 from packplan.core.ports import StoredLengths, StoredPlan
-from packplan.core.samples.tables import records_by_source
+from packplan.core.samples.tables import source_sizes
 from packplan.core.schedule import EpochSchedule
 
 
@@ -79,7 +79,7 @@ def open_stored_lengths(config: RunConfig, split: str) -> tuple[StoredLengths, E
     """
     kept = open_stores(config, split)
     lengths, recipe = open_lengths(kept.lengths), epoch_recipe(config, split)
-    measured = len(list(records_by_source(lengths.origin.files)))
+    measured = len(list(source_sizes(lengths.origin.files)))
     if recipe is not None and recipe.mixes is not None and measured != (now := len(recipe.mixes.files)):
         reason = f"holds lengths of {counted(measured, 'source')}, but the mix now has {now:,}"
         raise NotBuiltError(str(kept.plans.folder), reason)

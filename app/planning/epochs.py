@@ -17,7 +17,7 @@ from packplan.core.errors import DataSetError, MismatchError, counted, verb_for
 from packplan.core.plan import RawPlan, refuse_dropped
 from packplan.core.policy import PlanPolicy
 from packplan.core.ports import ReportProgress
-from packplan.core.samples.tables import DataFile, Table, column, records_by_source
+from packplan.core.samples.tables import DataFile, Table, column, source_sizes
 from packplan.core.schedule import PackStats
 from packplan.core.work.model import SampleWorks, WorkModel
 
@@ -55,7 +55,7 @@ def samples_to_plan(policy: PlanPolicy, table: Table, files: Sequence[DataFile] 
         fact = f"{counted(empty.size, 'sample')} of {len(lengths):,} {verb_for(empty.size, 'has', 'have')} no token"
         message = f"{fact}, the first is sample {empty[0]:,}: remove such records"
         raise DataSetError(message)
-    return RecordLengths(lengths=lengths, sizes=tuple(size for _, size in records_by_source(files)), works=works)
+    return RecordLengths(lengths=lengths, sizes=tuple(size for _, size in source_sizes(files)), works=works)
 
 
 def plan_first_epoch(

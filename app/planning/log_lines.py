@@ -14,7 +14,7 @@ from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecord
 from packplan.core.errors import counted, format_ranges, verb_for
 from packplan.core.patterns.certificate import BoundKind
-from packplan.core.samples.tables import DataFile, column, records_by_source
+from packplan.core.samples.tables import DataFile, column, source_sizes
 from packplan.core.schedule import EpochSchedule
 
 SHOWN = 10
@@ -118,7 +118,7 @@ def source_draws_text(record: EpochRecord, files: Sequence[DataFile]) -> str:
     """
     if len(record.source_samples) < 2:
         return ""
-    rows = zip((name for name, _ in records_by_source(files)), record.source_samples, record.source_tokens, strict=True)
+    rows = zip((name for name, _ in source_sizes(files)), record.source_samples, record.source_tokens, strict=True)
     return ", ".join(
         f"{name} {samples:,} ({tokens / record.num_tokens:.2%} of the tokens)" for name, samples, tokens in rows
     )

@@ -33,7 +33,7 @@ from packplan.core.errors import Difference, counted
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.mixes import draw_in_order
 from packplan.core.ports import RankGroup
-from packplan.core.samples.tables import DataFile, records_by_source
+from packplan.core.samples.tables import DataFile, source_sizes
 from packplan.core.shuffling import seeded_permutation
 from packplan.core.stream import PACKER_VERSION, Order, StreamProgress, StreamState
 
@@ -156,7 +156,7 @@ def _log_end(config: RunConfig, group: RankGroup, trainer: StreamTrainer) -> Non
 def _make_order(config: RunConfig, files: Sequence[DataFile]) -> Order:
     """Return a function from an epoch to its samples in order, as indices over all *files*."""
     trainer = config.training.trainer
-    seed, sizes = trainer.get("data_seed", config.training.seed), [size for _, size in records_by_source(files)]
+    seed, sizes = trainer.get("data_seed", config.training.seed), [size for _, size in source_sizes(files)]
     if config.custom.fusion_config is not None:
         mixes = require_mixes(config, files)
         return lambda epoch: draw_in_order(mixes, sizes, seed=seed, epoch=epoch)

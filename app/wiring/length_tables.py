@@ -17,7 +17,7 @@ from packplan.app.wiring.stores import records_cache
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ArgumentError, ConfigError, StaleError
 from packplan.core.ports import LengthSource, StoredRows
-from packplan.core.samples.tables import KnownLengths, media_identity, num_media
+from packplan.core.samples.tables import KnownLengths, identity_with_media, num_media
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def publish_table(split: Split, stored: StoredRows, output: Path) -> None:
     source = split.source
     # One after the other: as texts, two million of them would be 240 MB.
     identities = (
-        media_identity(*source.identity(index)) if has_media else source.identity(index)[0]
+        identity_with_media(*source.identity(index)) if has_media else source.identity(index)[0]
         for index, has_media in enumerate(num_media(stored.table).astype(bool).tolist())
     )
     write_length_table(stored, identities, output, key=source.fingerprint(), files=split.encoder.data_files())

@@ -13,7 +13,7 @@ from packplan.core.errors import ConfigError, ModelError
 from packplan.core.mixes import Mixes, mixes_faults, stream_faults
 from packplan.core.packers import ALGORITHMS
 from packplan.core.policy import PlanPolicy
-from packplan.core.samples.tables import DataFile, records_by_source
+from packplan.core.samples.tables import DataFile, source_sizes
 from packplan.core.work.model import WorkModel
 
 
@@ -86,7 +86,7 @@ def require_mixes(config: RunConfig, files: Iterable[DataFile]) -> Mixes:
     """
     path = config.custom.fusion_config
     assert path is not None  # noqa: S101  # the caller has looked
-    mixes, sizes = load_mixes(path), [size for _, size in records_by_source(files)]
+    mixes, sizes = load_mixes(path), [size for _, size in source_sizes(files)]
     if len(sizes) != len(mixes.files):
         raise ConfigError.for_key("custom.source_names", "gives several files of the mix one name: name each by itself")
     faults = [*mixes_faults(mixes, sizes), *(() if config.custom.planned_mix else stream_faults(mixes))]

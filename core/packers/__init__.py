@@ -72,7 +72,7 @@ def find_algorithm(name: str) -> Algorithm:
     return ALGORITHMS[name]
 
 
-def load_function(name: str) -> Callable[..., Any]:
+def load_packer(name: str) -> Callable[..., Any]:
     """Return the function of the algorithm *name*."""
     function: Callable[..., Any] = getattr(import_module(f"{__name__}.{ALGORITHMS[name].module}"), name)
     return function
@@ -152,6 +152,6 @@ def pack(
         # No pack holds more than all tokens. Their sum fits 64 bits, which the capacity may not.
         options = {name: given[name] for name in chosen.takes} | {"capacity": min(capacity, int(array.sum()))}
         tally = LengthCounts.from_lengths(array) if chosen.counts_lengths else None
-        found = load_function(algorithm)(array if tally is None else tally, **options)
+        found = load_packer(algorithm)(array if tally is None else tally, **options)
         packs = found if tally is None else found.packs(array, tally)
     return split_to_bin_count(packs, array, minimum=min_bin_count, multiple=bin_count_multiple)

@@ -74,23 +74,23 @@ def balanced(
             the same number and work; shape (num_samples,). None starts longest first.
     """
     units = to_units(WorkModel.estimated({}).trained().sample_flops(lengths) if works is None else works)
-    packs, fewest = _pack_by(lengths, capacity), find_bound(lengths, capacity=capacity, effort=0).packs
+    packs, fewest = _pack_with(lengths, capacity), find_bound(lengths, capacity=capacity, effort=0).packs
     is_tight = len(packs) > fewest + fewest // _PACKS_PER_EXTRA
     if is_tight:
-        packs = _pack_by(lengths, capacity, auto)
+        packs = _pack_with(lengths, capacity, auto)
         fewest = len(packs)
     limit = min(lengths.size, fewest + fewest // _PACKS_PER_EXTRA)
     labels = None
     if not is_tight:
         labels = _pack_evenly(lengths, units, keys, num=limit, capacity=capacity, report=report)
     if labels is None:
-        roomy = _pack_by(lengths, max(int(lengths.max()), capacity * _SHARE // 1000), auto)
+        roomy = _pack_with(lengths, max(int(lengths.max()), capacity * _SHARE // 1000), auto)
         packs = roomy if len(roomy) <= limit else packs
         labels = _level_packs(lengths, units, packs.to_labels(lengths.size), capacity=capacity, report=report)
     return Packs.from_labels(np.unique(labels, return_inverse=True)[1].astype(np.int32))
 
 
-def _pack_by(lengths: IntArray, capacity: int, algorithm: Callable[..., PackingTrace] = best_fit_decreasing) -> Packs:
+def _pack_with(lengths: IntArray, capacity: int, algorithm: Callable[..., PackingTrace] = best_fit_decreasing) -> Packs:
     tally = LengthCounts.from_lengths(lengths)
     return algorithm(tally, capacity=capacity).packs(lengths, tally)
 

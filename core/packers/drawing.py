@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from packplan.core.length_counts import LengthCounts
 from packplan.core.lengths import IntArray, as_whole_number
-from packplan.core.packers import ALGORITHMS, as_algorithm_works, load_function, pack
+from packplan.core.packers import ALGORITHMS, as_algorithm_works, load_packer, pack
 from packplan.core.packs import Packs
 
 REDRAW_VERSION = "1"
@@ -88,7 +88,7 @@ def redraw(
     capacity = min(capacity, total)
     if "works" in chosen.takes:
         weights = None if weights is None else weights[order]
-        packs = load_function(algorithm)(shuffled, capacity=capacity, works=weights, report=report, keys=keys)
+        packs = load_packer(algorithm)(shuffled, capacity=capacity, works=weights, report=report, keys=keys)
         return _packs_from_labels(packs.to_labels(num).astype(np.int32), order)
     own: _Packing | None = None
     stage = "best_fit_decreasing" if algorithm == "certified" else algorithm
@@ -127,7 +127,7 @@ def _pack_items(
     """Pack items of these *lengths* by the algorithm, without a draw."""
     if ALGORITHMS[algorithm].counts_lengths:
         tally = LengthCounts.from_lengths(lengths)
-        trace = load_function(algorithm)(tally, capacity=capacity)
+        trace = load_packer(algorithm)(tally, capacity=capacity)
         return _Packing(trace.num_bins, lambda: trace.labels(lengths, tally))
     packs = pack(lengths, capacity=capacity, algorithm=algorithm, seed=seed, report=report)
     return _Packing(len(packs), lambda: packs.to_labels(lengths.size).astype(np.int32))

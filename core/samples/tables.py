@@ -242,7 +242,7 @@ UNKNOWN = -1
 """Row of a record that is not in a table of known lengths."""
 
 
-def media_identity(digest: str, folder: str) -> str:
+def identity_with_media(digest: str, folder: str) -> str:
     """
     Return the identity of a record with media: its digest combined with its media folder.
 
@@ -258,7 +258,7 @@ class KnownLengths:
     """
     Measurements of records, found by the identity of a record.
 
-    The identity of a record of text is its digest; a record with media has a `media_identity`.
+    The identity of a record of text is its digest, of one with media its `identity_with_media`.
     """
 
     identities: Identities
@@ -271,7 +271,7 @@ class KnownLengths:
     """Media table of the same records."""
 
     @cached_property
-    def _samples(self) -> tuple[Identities, IntArray]:
+    def _sorted_samples(self) -> tuple[Identities, IntArray]:
         """Identities of the records that are not bad, in order, and their rows."""
         rows = sample_indices(self.table)
         rows = rows[np.argsort(self.identities[rows], kind="stable")]
@@ -285,13 +285,13 @@ class KnownLengths:
             digests: Digest of each record.
             folders: Folder that relative paths of each record's media start from.
         """
-        with_media = [media_identity(digest, folder) for digest, folder in zip(digests, folders, strict=True)]
+        with_media = [identity_with_media(digest, folder) for digest, folder in zip(digests, folders, strict=True)]
         text, media = self._find_rows(digests), self._find_rows(with_media)
         return np.where(text == UNKNOWN, media, text)
 
     def _find_rows(self, identities: Sequence[str]) -> IntArray:
         """Return the first row of each identity, or `UNKNOWN`."""
-        known, rows = self._samples
+        known, rows = self._sorted_samples
         if not rows.size or not identities:
             return np.full(len(identities), UNKNOWN, dtype=np.int64)
         asked = np.array([one.encode() for one in identities])
@@ -316,12 +316,12 @@ class DataFile:
     """Number of records, bad ones included."""
 
 
-def records_by_source(files: Iterable[DataFile]) -> list[tuple[str, int]]:
+def source_sizes(files: Iterable[DataFile]) -> list[tuple[str, int]]:
     """
     Return each source and its number of records, in the order of its first file.
 
     >>> files = (DataFile(name, name[0], "messages", 5) for name in ("a1", "a2", "b1"))
-    >>> records_by_source(files)
+    >>> source_sizes(files)
     [('a', 10), ('b', 5)]
     """
     groups = groupby(files, key=lambda file: file.source)

@@ -156,7 +156,7 @@ class EpochStats:
         packs, first = self._packs(start, stop)
         return int((self.pack_stats.tokens[packs] * first).sum())
 
-    def works(self, start: int, stop: int) -> NDArray[np.float64]:
+    def step_works(self, start: int, stop: int) -> NDArray[np.float64]:
         """
         Return the work of each step from *start* to before *stop* on each rank; shape (steps,
         world_size).
@@ -198,7 +198,7 @@ class EpochStats:
         - `coverage`: Share of the data set that the epoch has consumed before *stop*.
         """
         pack_stats, (packs, _) = self.pack_stats, self._packs(start, stop)
-        works = self.works(start, stop)
+        works = self.step_works(start, stop)
         samples = int(pack_stats.samples[packs].sum())
         fills = self._fills(packs)
         imbalances = {

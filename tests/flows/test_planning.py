@@ -22,7 +22,7 @@ from packplan.core.errors import (
     StaleError,
 )
 from packplan.core.plan import build_raw_plan
-from packplan.core.samples.tables import KnownLengths, column, media_identity, to_tables
+from packplan.core.samples.tables import KnownLengths, column, identity_with_media, to_tables
 from packplan.core.work.model import SampleWorks, WorkModel
 from packplan.core.work.vision import VisionWork
 from tests.documents import parsed
@@ -340,7 +340,7 @@ EVERYTHING = list(range(200))
 def table_of(source) -> KnownTable:
     """Return a table of the measured records of a source."""
     rows, media = to_tables(source.measure_many(range(len(source)), in_full=False))
-    identities = [media_identity(*source.identity(index)) for index in range(len(rows))]
+    identities = [identity_with_media(*source.identity(index)) for index in range(len(rows))]
     known = KnownLengths(np.array([one.encode() for one in identities], "S64"), rows, media)
     return KnownTable("table", lambda: known)
 

@@ -14,7 +14,7 @@ from packplan.core.samples.tables import (
     Measurement,
     MediaFacts,
     from_tables,
-    media_identity,
+    identity_with_media,
     to_tables,
 )
 
@@ -45,7 +45,7 @@ def test_a_record_is_known_by_its_content_and_with_media_by_their_folder_too(tab
     records, samples = table
 
     identities = [
-        media_identity(digest(number), folder) if num > 0 else digest(number) for number, folder, num in records
+        identity_with_media(digest(number), folder) if num > 0 else digest(number) for number, folder, num in records
     ]
     known = KnownLengths(np.array([one.encode() for one in identities], "S64"), *to_tables(samples))
     rows = known.find_rows([digest(number) for number, _ in asked], [folder for _, folder in asked])
