@@ -39,7 +39,7 @@ def test_experts_cost_what_their_coefficient_says_however_they_are_computed(expe
         path = write_run("qwen3", name=name, model=sections, template={"template": "qwen3"}, training=settings)
         its = ready(path)
         if training:
-            report = check.compare(read_config(path), its.trainer, its.planned["train"], num_packs=1)
+            report = check.compare_packs(read_config(path), its.trainer, its.planned["train"], num_packs=1)
             assert report.passed, [verdict for verdict in report.verdicts if not verdict.passed]
         its.trainer.train()
         ways.append(its.trainer.model.config._experts_implementation)

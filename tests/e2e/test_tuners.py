@@ -98,7 +98,7 @@ def test_a_tuner_trains_saves_resumes_and_passes_the_check(write_run, execute, f
     assert_equal(*(tmp_path / run / "checkpoint-2" for run in ("resumed", "whole")))
     before, after = (weights(tmp_path / "whole" / f"checkpoint-{step}") for step in (1, 2))
     assert any(not torch.equal(after[key], before[key]) for key in after)
-    report = check.compare(read_config(whole), resumed.trainer, resumed.planned["train"], num_packs=1)
+    report = check.compare_packs(read_config(whole), resumed.trainer, resumed.planned["train"], num_packs=1)
     assert report.passed, [verdict for verdict in report.verdicts if not verdict.passed]
 
 
