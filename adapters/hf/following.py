@@ -214,16 +214,6 @@ class EvaluatesPacks:
             log.warning("%s is left out: no sample of the evaluation has a supervised token", name)
         return output
 
-    def _get_num_items_in_batch(self, *args: Any, **options: Any) -> Any:
-        """
-        Return the supervised tokens of a step, at least 1, by which its loss is divided; None in
-        evaluation, which averages by batch.
-        """
-        if self._evaluated is not None:
-            return None
-        num_items = super()._get_num_items_in_batch(*args, **options)  # type: ignore[misc]
-        return None if num_items is None else torch.as_tensor(num_items).clamp(min=1)
-
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
         """Return loss, logits and labels of a batch, and add its loss to the token mean."""
         if self._evaluated is None:
@@ -282,6 +272,16 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
 
     def _make_loader(self, packs: Any, batches: Any) -> RankLoader:
         return RankLoader(packs, self.args, batch_sampler=batches, collate_fn=self._collator)
+
+    def _get_num_items_in_batch(self, *args: Any, **options: Any) -> Any:
+        """
+        Return the supervised tokens of a step, at least 1, by which its loss is divided; None in
+        evaluation, which averages by batch.
+        """
+        if self._evaluated is not None:
+            return None
+        num_items = super()._get_num_items_in_batch(*args, **options)  # type: ignore[misc]
+        return None if num_items is None else torch.as_tensor(num_items).clamp(min=1)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
         """Return the loss of a batch, without passing its pack indices to the model."""

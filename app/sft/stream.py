@@ -21,6 +21,7 @@ from packplan.app.wiring.splits import open_splits
 from packplan.app.wiring.trainers import (
     build_stream_trainer,
     identity_of,
+    match_checkpoint,
     open_arguments,
     open_checkpoint,
     open_stream_start,
@@ -80,8 +81,8 @@ def prepare_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
     def differences(then: StreamState) -> tuple[Difference, ...]:
         return then.differences(resume_state(then.progress))
 
-    if checkpoint is not None and differences(checkpoint.resume_state):
-        checkpoint = open_checkpoint(config, group, StreamState, differences)
+    if checkpoint is not None:
+        checkpoint = match_checkpoint(config, group, checkpoint, differences)
     arguments = open_arguments(config, world_size=group.world_size)
     if "eval" in splits:
         measure_and_plan(splits["eval"], ranks)

@@ -26,7 +26,7 @@ from packplan.app.planning.split import Split
 from packplan.app.wiring.policies import trained_work
 from packplan.app.wiring.ranks import hold_output_lock
 from packplan.app.wiring.splits import open_splits
-from packplan.app.wiring.trainers import build_trainer, open_arguments, open_checkpoint, resume_facts
+from packplan.app.wiring.trainers import build_trainer, match_checkpoint, open_arguments, open_checkpoint, resume_facts
 from packplan.app.wiring.verdicts import decide_attention
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import counted, verb_for
@@ -109,11 +109,9 @@ def _schedule_packs(
     ranks.require_same("the work of the train packs", hashlib.sha256(pack_works.tobytes()).hexdigest())
     schedule = split_schedule(config, "train", train.aligned, pack_works)
     train.resume_facts = resume_facts(config, train)
-    now = ResumeState.from_schedule(schedule, **train.resume_facts)
-    if checkpoint is not None and checkpoint.resume_state.differences(now):
-        # `last` goes on from an older one, where the newest is of other data or another plan.
-        checkpoint = open_checkpoint(config, ranks.group, ResumeState, lambda then: then.differences(now))
     if checkpoint is not None:
+        now = ResumeState.from_schedule(schedule, **train.resume_facts)
+        checkpoint = match_checkpoint(config, ranks.group, checkpoint, lambda then: then.differences(now))
         schedule = attrs.evolve(schedule, start=checkpoint.resume_state.progress)
     if train.recipe is not None:  # each epoch has a plan of its own
         schedule = plan_epochs(train, train.recipe, schedule, ranks)

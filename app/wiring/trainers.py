@@ -54,6 +54,9 @@ from packplan.core.stream import (
 
 log = logging.getLogger(__name__)
 
+Differences = Callable[[State], tuple[Difference, ...]]
+"""Function from a checkpoint's resume state to its differences from this run."""
+
 
 def hide_trainer_progress(config: RunConfig) -> RunConfig:
     """Return a run whose trainer shows no progress, and hide transformers' own in this process."""
@@ -62,22 +65,15 @@ def hide_trainer_progress(config: RunConfig) -> RunConfig:
     return attrs.evolve(config, training=attrs.evolve(config.training, trainer=trainer))
 
 
-def open_checkpoint(
-    config: RunConfig,
-    group: RankGroup,
-    kind: type[State],
-    differences: Callable[[State], tuple[Difference, ...]] | None = None,
-) -> Checkpoint[State] | None:
+def open_checkpoint(config: RunConfig, group: RankGroup, kind: type[State]) -> Checkpoint[State] | None:
     """
-    Return the checkpoint that a run resumes from, None if it starts from the beginning. Every rank
-    calls this.
+    Return the checkpoint that a run resumes from, None if it starts from the beginning. Its model,
+    loss and settings are this run's; the plan is not yet known. Every rank calls this.
 
     Args:
         config: The run.
         group: All ranks.
         kind: Class of the resume state: of a plan, or of a stream.
-        differences: Function from a resume state to its differences from this run; None compares
-            model, loss and settings, which are known before the plan.
 
     Raises:
         ConfigError: There is no such checkpoint, or it is damaged.
@@ -94,16 +90,41 @@ def open_checkpoint(
             )
         return None
     now = identity_of(config)
+    return _find_checkpoint(config, group, kind, lambda state: state.identity.fixed.differences(now.fixed))
+
+
+def match_checkpoint(
+    config: RunConfig, group: RankGroup, checkpoint: Checkpoint[State], differences: Differences[State]
+) -> Checkpoint[State]:
+    """
+    Return a checkpoint that has no differences from this run: the given one, or for `last`, where
+    the newest is of other data or another plan, an older one; StaleError without one.
+
+    Args:
+        config: The run.
+        group: All ranks.
+        checkpoint: The checkpoint of `open_checkpoint`.
+        differences: Function from a resume state to its differences from this run.
+    """
+    if not differences(checkpoint.resume_state):
+        return checkpoint
+    return _find_checkpoint(config, group, type(checkpoint.resume_state), differences)
+
+
+def _find_checkpoint(
+    config: RunConfig, group: RankGroup, kind: type[State], differences: Differences[State]
+) -> Checkpoint[State]:
+    """Find the checkpoint that a run names, and compare it between ranks."""
     checkpoint: Checkpoint[State] = find_checkpoint(
-        training.resume_from_checkpoint,
-        training.output_dir,
+        str(config.training.resume_from_checkpoint),
+        config.training.output_dir,
         group=group,
         state_class=kind,
-        differences=differences or (lambda state: state.identity.fixed.differences(now.fixed)),
+        differences=differences,
     )
     require_same_run(group, flat_values({"checkpoint": attrs.asdict(checkpoint.resume_state)}))
     if group.rank == 0:
-        for one in checkpoint.resume_state.identity.told.differences(now.told):
+        for one in checkpoint.resume_state.identity.told.differences(identity_of(config).told):
             log.warning("%s had another value, and this run's is taken: %s", checkpoint.folder, one)
     return checkpoint
 
