@@ -17,16 +17,18 @@ With a plan, the packs of a step pass these methods, from top to bottom. The cla
 
 | method | class | does |
 |---|---|---|
+| `_get_data_collator` | `CheckedTrainer` | makes rows by `Collator`; called at first |
 | `train` | `CheckedTrainer` | names lost processes of loaders |
 | `_inner_training_loop` | `FollowsSchedule` | starts, or goes on from a checkpoint |
 | `get_train_dataloader` | `PlanTrainer` | serves `PackedDataset` in the order of `PackBatches` |
 | `set_initial_training_values` | `FollowsSchedule` | counts steps and epochs by the schedule |
 | `_init_training_state` | `FollowsSchedule` | returns the epoch at which the schedule starts |
+| `set_epoch` | `RankLoader` | selects the packs of the epoch |
 | `_run_epoch` | `PlanTrainer` | makes the statistics of the epoch, for the log |
 | `_run_epoch` | `FollowsSchedule` | trains what is left of the epoch |
 | `__iter__` | `PackLoader` | raises the errors of samples, which came as values |
 | `get_batch_samples` | `FollowsSchedule` | compares the batches of a step with the schedule |
-| `_get_num_items_in_batch` | `CheckedTrainer` | sums the weights of a step's tokens over ranks |
+| `_get_num_items_in_batch` | `CheckedTrainer` | sums a step's weights, the loss's divisor |
 | `training_step` | `CheckedTrainer` | adds up the loss, for the check that it is finite |
 | `_prepare_inputs` | `CheckedTrainer` | adds the row of positions that tells samples apart |
 """
