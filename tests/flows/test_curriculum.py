@@ -126,10 +126,10 @@ def test_what_is_no_mix_is_said(here, text, faults):
 @pytest.mark.usefixtures("here")
 def test_a_stream_reads_the_order_that_is_asked():
     """A curriculum's entry of each epoch, else all data, in an order of each epoch by its seed."""
-    from packplan.app.sft.stream import _order
+    from packplan.app.sft.stream import _make_order
 
     config = run([source("c", count=2)], [source("a", count=3), source("b", count=5)], **STREAM)
-    order = _order(config, files_of(config))
+    order = _make_order(config, files_of(config))
 
     assert ("c.jsonl", "a.jsonl", "b.jsonl") == config.custom.train_jsonl
     assert 2 == sum(index < 3 for index in order(0)) == len(order(0))
@@ -141,7 +141,7 @@ def test_a_stream_reads_the_order_that_is_asked():
 
     def orders(**trainer: object) -> list[list[int]]:
         config = attrs.evolve(plain, training=attrs.evolve(plain.training, trainer=trainer))
-        return [_order(config, files_of(config))(epoch).tolist() for epoch in (0, 1)]
+        return [_make_order(config, files_of(config))(epoch).tolist() for epoch in (0, 1)]
 
     assert [[*range(5)]] * 2 == orders(train_dataloader_shuffle=False)
     assert orders() == orders(data_seed=42) != orders(data_seed=7)
