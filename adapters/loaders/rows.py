@@ -156,7 +156,7 @@ class RowsOfPacks(Dataset[PackOfRows]):
         return found
 
     def _read_facts(self, indices: range) -> list[tuple[bytes, int]] | PackplanError:
-        """Return digest and supervised tokens of rows, or an error, which workers would wrap."""
+        """Return each row's digest and supervised tokens, or an error, which workers would wrap."""
         several = getattr(self.rows, "__getitems__", None)  # of `datasets`, which is slow row by row
         rows = [self.rows[index] for index in indices] if several is None else several(list(indices))
         try:

@@ -110,7 +110,7 @@ def copy_fault(path: Path, copy: Path) -> str | None:
 
 def read_head(path: Path) -> tuple[bytes, bool]:
     """
-    Return the first 4,096 bytes of a file, decompressed if needed, and whether it is compressed.
+    Return a file's first 4,096 bytes, decompressed (none if damaged), and whether it is compressed.
     """
     with path.open("rb") as file:
         head = file.read(_HEAD)
