@@ -68,10 +68,10 @@ class MemoryFit:
     @property
     def fits(self) -> bool | None:
         """Whether the plan fits, with the margin; None if the memory is not given."""
-        return None if self.memory is None else self.needed <= self.memory
+        return None if self.memory is None else self.needed_bytes <= self.memory
 
     @property
-    def needed(self) -> int:
+    def needed_bytes(self) -> int:
         """Bytes that a step takes on a rank's device, with the margin."""
         return add_margin(max(one.peak.total for one in self.packs))
 
@@ -223,7 +223,7 @@ def _print(found: MemoryFit) -> None:
 
 def excess_message(found: MemoryFit) -> str:
     """Return the message that a plan does not fit, with the packing length that would."""
-    needed, memory = bytes_text(found.needed), bytes_text(found.memory or 0)
+    needed, memory = bytes_text(found.needed_bytes), bytes_text(found.memory or 0)
     need = f"a step of the plan takes up to {needed} on each rank, of {memory}"
     if found.longest is None or not found.longest.tokens:
         return f"{need}; no packing length fits"

@@ -10,7 +10,7 @@ from packplan.app.planning.log_lines import split_lines
 from packplan.app.planning.measure import bad_records_line
 from packplan.app.planning.schedule import partial_window_warning, refuse_stream, split_schedule
 from packplan.app.planning.split import Split, Stores, align_options
-from packplan.app.planning.stored_lengths import open_lengths, refusals, stale_inputs
+from packplan.app.planning.stored_lengths import open_lengths, yield_refusals, yield_stale_inputs
 from packplan.app.wiring.policies import epoch_recipe, split_policy, trained_work
 from packplan.app.wiring.stores import open_stores
 from packplan.core.config.run import RunConfig
@@ -169,9 +169,9 @@ def _keep_trained_epochs(
 def _warnings(config: RunConfig, opened: StoredSplit) -> Iterator[str]:
     """Yield the reasons why training would refuse the stored plan, or deviate from it."""
     split, lengths, plan = opened.split, opened.lengths, opened.plan
-    yield from stale_inputs(config, lengths)
+    yield from yield_stale_inputs(config, lengths)
     differences = plan.key.differences(split.plan_key(lengths.digest))
-    yield from refusals(None if differences else split.raw, lengths.tokens, split.policy)
+    yield from yield_refusals(None if differences else split.raw, lengths.tokens, split.policy)
     for difference in differences:
         yield f"this is the stored plan, but training would plan again: {difference}"
     if bad := lengths.origin.bad:

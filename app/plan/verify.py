@@ -23,7 +23,7 @@ from packplan.app.cli.command import add_config_arguments, parse_number
 from packplan.app.planning.epochs import EpochPlanner, plan_first_epoch, samples_to_plan
 from packplan.app.planning.schedule import refuse_stream
 from packplan.app.planning.split import Split
-from packplan.app.planning.stored_lengths import refusals
+from packplan.app.planning.stored_lengths import yield_refusals
 from packplan.app.wiring.commands import read_run_or_command
 from packplan.core.config.faults import explain_error
 from packplan.core.epochs import EpochRecipe, RecordLengths
@@ -198,7 +198,7 @@ def _faults_of_plan(split: Split, lengths: StoredLengths, stored: StoredPlan | N
     if stored.key.inputs["lengths"] != lengths.digest:
         return
     supervised = column(lengths.rows.table, "supervised") if split.name == "train" else None
-    for reason in refusals(None if differences else stored.plan, lengths.tokens, policy, supervised=supervised):
+    for reason in yield_refusals(None if differences else stored.plan, lengths.tokens, policy, supervised=supervised):
         yield Finding("plan", where, reason)
     if not differences:
         samples = samples_to_plan(policy, lengths.rows.table, lengths.origin.files)

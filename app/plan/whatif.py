@@ -17,7 +17,7 @@ from packplan.app.plan.stored import open_stored_lengths
 from packplan.app.planning.epochs import plan_first_epoch, samples_to_plan, works_of_records
 from packplan.app.planning.schedule import refuse_stream, split_schedule
 from packplan.app.planning.split import align_options
-from packplan.app.planning.stored_lengths import stale_inputs
+from packplan.app.planning.stored_lengths import yield_stale_inputs
 from packplan.app.wiring.commands import num_command_ranks, read_run_or_command
 from packplan.app.wiring.policies import split_policy, trained_work
 from packplan.core.align import align_plan
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
     lengths, recipe, _ = open_stored_lengths(config, "train")
     if recipe is not None:
         print("train: figures and steps are as if all epochs had the plan of the first", file=sys.stderr)
-    for line in stale_inputs(config, lengths):
+    for line in yield_stale_inputs(config, lengths):
         print(f"warning: train: {line}", file=sys.stderr)
     ranks = options.world_size or [num_command_ranks(config) or 1]
     packing_lengths = options.max_length or [config.packing_length]

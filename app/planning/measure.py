@@ -80,7 +80,7 @@ def measure(split: Split, report: ReportProgress) -> Table:
         num = recheck_stored(source, stored)
         again = f"{counted(num, 'sample')} encoded again {verb_for(num, 'has', 'have')} the same"
         log.info("%s: the lengths of all %s are stored; %s", name, counted(num_samples, "sample"), again)
-        bad.warn(name)
+        bad.log_warning(name)
         return stored.table
     check_repeatability_first(source, total - missing, report=report, skips=split.max_bad_share is not None)
     if missing:
@@ -127,7 +127,7 @@ def _measure_and_audit(split: Split, stored: StoredRows, bad: BadRecords, report
     """Measure what a store lacks, audit all, mark the store as complete, and return the table."""
     name, source = split.name, split.source
     done = _measure_missing(split, stored, bad=bad, report=report)
-    bad.warn(name)
+    bad.log_warning(name)
     report(f"the {name} samples are encoded again, some of them")
     if bad.records and len(bad.records) == len(done.table):
         message = f"none of the {name} records can become a sample: fix them"
@@ -214,7 +214,7 @@ class BadRecords:
         """
         if known and self._max_share is None:
             raise RecordError(known[0].where, f"{known[0].reason} ({_SKIP_ADVICE})")
-        self._set(tuple(known))
+        self._accept(tuple(known))
 
     def add(self, index: int, error: RecordError) -> None:
         """
@@ -224,9 +224,9 @@ class BadRecords:
         if self._max_share is None:
             # Where the run is to be changed, skipping records would lose all like this one.
             raise error if error.remedy else RecordError(error.where, f"{error.reason} ({_SKIP_ADVICE})")
-        self._set((*self.records, BadRecord(index, error.where, error.full_reason, self._source.identity(index)[0])))
+        self._accept((*self.records, BadRecord(index, error.where, error.full_reason, self._source.identity(index)[0])))
 
-    def _set(self, records: tuple[BadRecord, ...]) -> None:
+    def _accept(self, records: tuple[BadRecord, ...]) -> None:
         total = len(self._source)
         if self._max_share is not None and len(records) > self._max_share * total:
             fact = (
@@ -238,7 +238,7 @@ class BadRecords:
             raise DataSetError(message)
         self.records = records
 
-    def warn(self, name: str) -> None:
+    def log_warning(self, name: str) -> None:
         """Log a warning with the bad records of split *name*, if there are any."""
         if self.records:
             log.warning("%s: %s", name, bad_records_line(self.records, len(self._source)))

@@ -35,7 +35,7 @@ def open_lengths(store: DiskLengthStore) -> StoredLengths:
     return lengths
 
 
-def refusals(
+def yield_refusals(
     plan: RawPlan | None, lengths: IntArray, policy: PlanPolicy, *, supervised: Lengths | None = None
 ) -> Iterator[str]:
     """
@@ -60,7 +60,7 @@ def refusals(
         yield f"training refuses the plan: {explain_error(error)}"
 
 
-def stale_inputs(config: RunConfig, lengths: StoredLengths) -> Iterator[str]:
+def yield_stale_inputs(config: RunConfig, lengths: StoredLengths) -> Iterator[str]:
     """
     Yield the settings that differ from those of the stored lengths; `verify` finds what other data
     or another model change.

@@ -20,11 +20,11 @@ from packplan.app.wiring.ranks import hold_output_lock
 from packplan.app.wiring.splits import open_splits
 from packplan.app.wiring.trainers import (
     build_stream_trainer,
-    identity_of,
+    find_stream_start,
+    identity_of_run,
     match_checkpoint,
     open_arguments,
     open_checkpoint,
-    open_stream_start,
 )
 from packplan.app.wiring.verdicts import decide_attention
 from packplan.core.config.faults import DROP_LESS_REMEDY
@@ -72,7 +72,7 @@ def prepare_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
     ranks.require_same("the train data", data)
     fixed = {**inputs.inputs, "the train data": data, **stream_inputs(config), "binpacking": PACKER_VERSION}
 
-    identity = identity_of(config)
+    identity = identity_of_run(config)
 
     def resume_state(progress: StreamProgress) -> StreamState:
         order_digest = hashlib.sha256(order(progress.epoch).tobytes()).hexdigest()
@@ -90,7 +90,7 @@ def prepare_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
             log_plan(splits["eval"])
     group.stop_heartbeat()
     arguments.resume_from_checkpoint = checkpoint and checkpoint.folder
-    start = open_stream_start(checkpoint, group, arguments)
+    start = find_stream_start(checkpoint, group, arguments)
     trainer = build_stream_trainer(
         config,
         arguments,

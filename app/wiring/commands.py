@@ -144,11 +144,11 @@ def _resolve_command(words: Sequence[str], world_size: int | None) -> RunConfig:
         from packplan.adapters.swift.command import expand_config_file, read_command
 
     arguments = expand_config_file(arguments)  # whose variables may say the ranks
-    ranks = world_size or _started_ranks(launcher, is_swift=not _ENTRY.fullmatch(words[len(launcher)]))
+    ranks = world_size or _count_started_ranks(launcher, is_swift=not _ENTRY.fullmatch(words[len(launcher)]))
     command = read_command(task, arguments, num_processes=ranks)
     if not any(word.partition("=")[0] in {"--packing", "--padding_free"} for word in arguments):
         log.warning("the command does not say --packing true, without which ms-swift trains no packs: add it")
-    return _run_of_command(command)
+    return _run_from_command(command)
 
 
 def _split_words(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
@@ -168,7 +168,7 @@ def _split_words(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
     raise ConfigError(COMMAND, (Fault(words[0], reason),))
 
 
-def _started_ranks(launcher: Sequence[str], *, is_swift: bool) -> int:
+def _count_started_ranks(launcher: Sequence[str], *, is_swift: bool) -> int:
     """
     Return the number of ranks that a command starts; ConfigError if only its launcher knows it.
 
@@ -189,7 +189,7 @@ def _started_ranks(launcher: Sequence[str], *, is_swift: bool) -> int:
     return ranks
 
 
-def _run_of_command(command: SwiftCommand) -> RunConfig:
+def _run_from_command(command: SwiftCommand) -> RunConfig:
     """Return the run by which a command of ms-swift is planned and forecast."""
     arguments = command.arguments
     shared = {field.name for field in attrs.fields(TrainingConfig)} - {"resume_from_checkpoint", "trainer"}

@@ -89,7 +89,7 @@ def open_checkpoint(config: RunConfig, group: RankGroup, kind: type[State]) -> C
                 newest,
             )
         return None
-    now = identity_of(config)
+    now = identity_of_run(config)
     return _find_checkpoint(config, group, kind, lambda state: state.identity.fixed.differences(now.fixed))
 
 
@@ -124,12 +124,12 @@ def _find_checkpoint(
     )
     require_same_run(group, flat_values({"checkpoint": attrs.asdict(checkpoint.resume_state)}))
     if group.rank == 0:
-        for one in checkpoint.resume_state.identity.told.differences(identity_of(config).told):
+        for one in checkpoint.resume_state.identity.told.differences(identity_of_run(config).told):
             log.warning("%s had another value, and this run's is taken: %s", checkpoint.folder, one)
     return checkpoint
 
 
-def identity_of(config: RunConfig) -> RunIdentity:
+def identity_of_run(config: RunConfig) -> RunIdentity:
     """Return the model, samples, loss and settings of a run, as its checkpoints keep them."""
     model = model_file_facts(Path(config.model.model), also=PROCESSING_FILES)
     model["template.template"] = swift_types(config.model, config.template)[1]
@@ -147,7 +147,7 @@ def resume_facts(config: RunConfig, train: Split) -> dict[str, Any]:
     return {
         "plan": train.key.digest if train.recipe else train.raw_checksum,
         "data": train.data_digest,
-        "identity": identity_of(config),
+        "identity": identity_of_run(config),
         "tuner": config.training.tuner_type,
         "inputs": train.key.inputs,
     }
@@ -273,7 +273,7 @@ def _packed_dataset(split: Split, *, epoch: int = 0) -> PackedDataset:
     return dataset
 
 
-def open_stream_start(
+def find_stream_start(
     checkpoint: Checkpoint[StreamState] | None, group: RankGroup, arguments: TrainingArguments
 ) -> tuple[StreamProgress, RankState]:
     """

@@ -53,7 +53,7 @@ def test_the_forecast_is_the_peak_of_training(family, settings, write_small, rea
 
     assert found.packs[0].peak.total == pytest.approx(measured, rel=0.02)
     assert [None, True, False] == [
-        attrs.evolve(found, memory=one).fits for one in (None, found.needed, found.needed - 1)
+        attrs.evolve(found, memory=one).fits for one in (None, found.needed_bytes, found.needed_bytes - 1)
     ]
 
 

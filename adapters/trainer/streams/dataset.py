@@ -95,7 +95,7 @@ class StreamDataset(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
         """Read records in the order of *epoch* from now on."""
         self.indices = self._order(epoch)
 
-    def resume(self, start: RankState, segments: tuple[StreamSegment, ...] = ()) -> None:
+    def start_from(self, start: RankState, segments: tuple[StreamSegment, ...] = ()) -> None:
         """
         Set the progress from which the next iteration starts, and earlier *segments* of the epoch.
         """

@@ -168,7 +168,7 @@ class StreamTrainer(CheckedTrainer):
     def _run_epoch(self, *, epoch: int, **options: Any) -> None:
         self._epoch, start = epoch, self.start
         if epoch == start.epoch:
-            self.train_dataset.resume(self._rank_start, start.segments)
+            self.train_dataset.start_from(self._rank_start, start.segments)
         else:
             self._first_step = self.state.global_step
         self._show_no_total()
@@ -187,7 +187,7 @@ class StreamTrainer(CheckedTrainer):
         *summed, left = self.sum_over_ranks(torch.tensor([*attrs.astuple(counts), left])).tolist()
         self._log_epoch(StreamCounts(*summed), 0.0 if self._epoch_ended else 1 - left / len(self.train_dataset.indices))
         self._earlier += counts
-        self.train_dataset.resume(RankState())
+        self.train_dataset.start_from(RankState())
         self._left_over, self._served = [], ()
 
     def _log_epoch(self, total: StreamCounts, share: float) -> None:
