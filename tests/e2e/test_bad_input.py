@@ -142,7 +142,7 @@ MISSING = "model.layers.1.mlp.up_proj.weight"
         ("qwen2", save_old_weights, "{} cannot be loaded by ms-swift: unexpected EOF"),
         ("qwen2", lambda model: rename_tensors(model, lambda name: name if name != MISSING else None),
          f"{{}} lacks 1 weight of the model ({MISSING}), which is to be trained from random"),
-        ("qwen2", lambda model: rename_tensors(model, "other.{}".format), ", which are to be trained from random"),
+        ("qwen2", lambda model: rename_tensors(model, "other.{}".format), ", …), which are to be trained from random"),
         ("qwen2", lambda model: os.truncate(model / "tokenizer.json", 300),
          "{} cannot be opened by ms-swift: {}/tokenizer.json cannot be read (Unterminated"),
         ("qwen2", lambda model: (model / "tokenizer_config.json").write_text("[]"),

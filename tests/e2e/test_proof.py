@@ -190,12 +190,32 @@ class Sort(nn.Module):
         return hidden[order]
 
 
+class Lookup(nn.Module):
+    """Embeds tokens, and is no embedding of torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(100, 12))
+
+    def forward(self, ids):
+        return self.weight[ids]
+
+
+def looking_up():
+    """A model that names its embedding, which no class tells."""
+    model = Tiny()
+    model.table = Lookup()
+    model.get_input_embeddings = lambda: model.table
+    return model
+
+
 SOUND = {
     **{f"{name}, {kind}": (partial(model_of, "llama", kind), partial(batch_of, name))
        for name, kind in [*((name, "sdpa") for name in COLLATORS), ("transformers", "eager")]},
     "adapters": (partial(adapted, "llama"), positions_alone),
     "rows that are samples": (partial(model_of, "llama", "sdpa"), partial(several_rows, position_ids=None)),
     "packed rows": (Tiny, several_rows),
+    "an embedding of its own": (looking_up, several_rows),
     "packed rows, padded on the left": (partial(Tiny, experts=True), partial(several_rows, left=True)),
     "embeddings": (Tiny, lambda: several_rows(input_ids=None, inputs_embeds=torch.randn(2, 106, 12))),
 }  # fmt: skip

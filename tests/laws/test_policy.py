@@ -48,6 +48,18 @@ def test_a_field_enters_the_fingerprint_exactly_where_it_decides_packs(name):
             assert build_raw_plan(lengths, policy).packs == build_raw_plan(lengths, other).packs
 
 
+def test_stored_plans_are_found_again():
+    """A changed fingerprint plans all data again: raise an algorithm's version, or keep it."""
+    fewer = {"alone, none long": attrs.evolve(FIXED, packing=False, allow_single_long=False)}
+
+    found = {kind: policy.fingerprint("d").digest[:8] for kind, policy in (POLICIES | fewer).items()}
+
+    assert found == {
+        "fixed": "fa534e61", "kept": "d602e9e4", "redrawn": "1b026678", "drawn": "948f8428",
+        "weighed": "9f3029f1", "alone": "d5b8f7cc", "alone, none long": "78a5e987",
+    }  # fmt: skip
+
+
 def test_every_algorithm_has_its_own_fingerprint():
     """By name and version; that of `certified` says which solver it was planned with."""
     fingerprints = [attrs.evolve(FIXED, algorithm=name).fingerprint("d") for name in ALGORITHMS]

@@ -171,3 +171,8 @@ def test_values_that_are_alike_for_long_are_shown_from_where_they_differ(before,
     assert "right" in right
     assert ("…=" in right) == (len(two) > 80 and before > 20)
     assert len(text) < 250
+
+
+@pytest.mark.parametrize(("num", "named"), [(1, "rank 0"), (3, "ranks 0, 1, 2"), (4, "ranks 0, 1, 2 and 1 more")])
+def test_the_first_ranks_of_a_value_are_named_and_the_others_counted(num, named):
+    assert f"seed: 7 on {named}; 8 on rank {num}" == str(RankDifference("seed", ("7",) * num + ("8",)))

@@ -1,5 +1,8 @@
 """Laws of `core.surface`: a plan of lengths, its table, and the steps of its schedules."""
 
+import inspect
+import math
+
 import pytest
 from hypothesis import assume, event, example, given, reject
 from hypothesis import strategies as st
@@ -13,6 +16,37 @@ def test_a_packing_length_in_the_place_of_a_policy_is_explained():
     """As people write it who know other packers."""
     with pytest.raises(TypeError, match="packing_length=80"):
         pp.build_raw_plan([1, 2], 80)
+
+
+DEFAULTS = {
+    "EpochSchedule": {"batch_size": 1, "max_steps": -1, "seed": 0, "shuffle": True, "sync_at": "step"},
+    "PlanPolicy": {
+        "packing": True, "algorithm": "constant_volume", "min_fill_ratio": "0", "drop_last": True, "seed": 0,
+        "allow_single_long": True, "max_dropped_share": "0.01", "refuse_longer": False, "replanned": False,
+    },
+    "schedule": {
+        "world_size": 1, "epochs": 1, "drop_last": False, "max_steps": -1, "seed": 0, "shuffle": True,
+    },
+    "WorkModel": {"per_chunk": 0}, "RawPlan": {"auto_packs": 0},
+    "align_plan": {"dataloader_drop_last": False, "batch_size": 1}, "cu_seqlens": {"pad_to_multiple_of": 1},
+    "build_raw_plan": {"epoch": 0, "quick_bound": False}, "lower_bound": {"effort": math.inf},
+    "pack": {"algorithm": "constant_volume", "seed": 0, "min_bin_count": 1, "bin_count_multiple": 1},
+    "padded_length": {"tp_size": 1}, "resolve_accumulation": {"forced_batch_size": 1},
+    "shard_dynamic": {"sequence_length_round": 1, "when_long": "error"},
+    "shard_packed": {
+        "sequence_length_pad_multiple": 1, "algorithm": "modified_first_fit_decreasing", "assignment": "balanced",
+        "microbatch_order": "packer", "when_long": "error", "seed": 0, "sync_at": "microbatch",
+    },
+}  # fmt: skip
+
+
+def test_an_argument_that_is_left_out_has_the_same_value_as_ever():
+    """Another one would plan otherwise for all who do not set it."""
+    calls = {"schedule": pp.Plan.schedule} | {one: getattr(pp, one) for one in pp.__all__ if one != "ALGORITHMS"}
+    for name, call in calls.items():
+        defaults = {key: one.default for key, one in inspect.signature(call).parameters.items()}
+        plain = {key: value for key, value in defaults.items() if isinstance(value, str | int | float)}
+        assert DEFAULTS.get(name, {}) == plain
 
 
 @given(raw_lengths(), st.booleans())
@@ -32,7 +66,7 @@ def test_a_table_has_the_figures_and_a_page_draws_the_packs(case, skips):
     assert plan.raw == pp.build_raw_plan(lengths, **options)
     assert plan.checksum == pp.plan_checksum(plan.packs)
     assert f"{len(lengths):,}" in text
-    assert plan.checksum[:12] in text
+    assert ("checksum", plan.checksum[:12]) in table.rows
     fewest = len(plan.packs) + len(plan.raw.dropped_packs) == plan.raw.lower_bound
     assert (f"{len(plan.packs):,} (no plan has fewer)" in text) == fewest
     assert all(value in page for _, value in table.rows)

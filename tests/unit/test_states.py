@@ -1,21 +1,29 @@
 """States and limits that contradict themselves are refused, wherever they come from."""
 
+from collections.abc import Mapping
+
 import attrs
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from packplan.core.errors import ArgumentError
-from packplan.core.fingerprint import from_plain, unseal
+from packplan.core.fingerprint import from_plain, to_plain, unseal
 from packplan.core.lengths import as_works, round_up_lengths
 from packplan.core.stream import StreamProgress
 
 
 @attrs.frozen
-class Numbers:
-    """A value with an array."""
+class State:
+    """A value with a field of each kind."""
 
     numbers: NDArray[np.int64]
+    counts: tuple[int, ...]
+    named: Mapping[str, int]
+    one: int | None
+
+
+PLAIN = {"numbers": [1, 2], "counts": (3,), "named": {"a": 4}, "one": None}
 
 
 class Unreadable:
@@ -27,9 +35,8 @@ class Unreadable:
 
 CONTRADICTIONS = {
     "no digest": (lambda: unseal({"step": 1}), ValueError, "has no"),
-    "text among numbers": (lambda: from_plain(Numbers, {"numbers": [1, "2"]}), ValueError, "numbers"),
-    "no numbers": (lambda: from_plain(Numbers, {}), ValueError, "has no numbers"),
-    "another key": (lambda: from_plain(Numbers, {"numbers": [1], "other": 2}), ValueError, "the unknown key other"),
+    "no values": (lambda: from_plain(State, {}), ValueError, "has no counts"),
+    "another key": (lambda: from_plain(State, {**PLAIN, "other": 2}), ValueError, "the unknown key other"),
     "no array": (lambda: as_works(Unreadable(), 1), ArgumentError, "Unreadable"),
     "more of an epoch than of all": (
         lambda: StreamProgress(world_size=1, shards_per_rank=1, step=1, epoch=0, epoch_step=2), ValueError, "contradict"
@@ -43,8 +50,16 @@ def test_what_contradicts_itself_is_refused(make, error, says):
         make()
 
 
-def test_an_array_is_read_number_by_number():
-    assert [1, 2] == list(from_plain(Numbers, {"numbers": [1, 2]}).numbers)
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [("numbers", "12"), ("numbers", [1, "2"]), ("counts", "3"), ("counts", {3: 3}), ("counts", [None]), ("named", [4]),
+     ("named", {"a": "4"}), ("named", {4: 4}), ("one", [1]), ("one", True), ("one", 1.0)],
+)  # fmt: skip
+def test_a_value_of_another_type_is_refused_by_its_field(field, wrong):
+    """Arrays, tuples and mappings number by number; the same values of the right types are read."""
+    assert PLAIN == to_plain(from_plain(State, PLAIN))
+    with pytest.raises(ValueError, match=f"the state.{field}.* is .*, but has to be"):
+        from_plain(State, {**PLAIN, field: wrong})
 
 
 def test_lengths_near_the_largest_are_rounded_up():
