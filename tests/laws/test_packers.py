@@ -111,9 +111,9 @@ def test_auto_closes_the_gap_of_constant_volume(lengths, capacity, expected, mor
 
 @example(case=([], 4), minimum=1, multiple=3)
 @example(case=([], 4), minimum=2, multiple=1)
-@given(case=packable(), minimum=st.integers(1, 12), multiple=st.integers(1, 5))
+@given(case=packable_arrays(), minimum=st.integers(1, 90), multiple=st.integers(1, 5))
 def test_a_wanted_number_of_packs_is_reached_by_splitting(case, minimum, multiple):
-    """Every pack is a part of one that was, none is empty, and no more are made."""
+    """Every pack is a part of one that was, the fullest are halved, and no more are made."""
     lengths, capacity = case
     options = {"min_bin_count": minimum, "bin_count_multiple": multiple}
     before = pack(lengths, capacity=capacity)
@@ -123,11 +123,17 @@ def test_a_wanted_number_of_packs_is_reached_by_splitting(case, minimum, multipl
             pack(lengths, capacity=capacity, **options)
         assert {"num_samples": len(lengths), "num_packs": wanted} == raised.value.details
         return
+    event(f"packs are split: {wanted > len(before)}")
     found = pack(lengths, capacity=capacity, **options).tolist()
 
     assert wanted == len(found)
     whole = {index: number for number, members in enumerate(before) for index in members}
     assert all(len({whole[index] for index in members}) == 1 for members in found)
+    loads = [[sum(lengths[i] for i in own) for own in found if whole[own[0]] == one] for one in range(len(before))]
+    split = [parts for parts in loads if len(parts) > 1]
+    left = max((sum(lengths[i] for i in own) for own in found if len(own) > 1), default=0)
+    assert left <= min(map(sum, split), default=capacity)
+    assert all(abs(parts[0] - parts[1]) <= max(lengths) for parts in split if len(parts) == 2)
 
 
 GOLDEN = {
