@@ -259,7 +259,7 @@ def _checkpoint_with_row(
     return checkpoint(compute_with_row, *arguments, **options)
 
 
-def keep_rows_in_checkpoints(modules: Iterable[Any]) -> None:
+def restore_rows_on_recompute(modules: Iterable[Any]) -> None:
     """Make *modules* that checkpoint layers restore the row when they compute layers again."""
     for module in modules:
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
@@ -274,7 +274,7 @@ def follow_rows(model: torch.nn.Module) -> None:
 
     @wraps(original)
     def forward(*arguments: Any, **options: Any) -> Any:
-        keep_rows_in_checkpoints(checkpointed)
+        restore_rows_on_recompute(checkpointed)
         given = {**signature.bind_partial(*arguments).arguments, **options}
         with using_row(read_row(given.get("position_ids"), given.get("attention_mask"))):
             return original(*arguments, **options)

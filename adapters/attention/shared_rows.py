@@ -30,7 +30,7 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from packplan.adapters.attention import NAME, ROWS_NAME, attention_names
-from packplan.adapters.attention.rows import PackedRow, current_row, keep_rows_in_checkpoints, read_row, using_row
+from packplan.adapters.attention.rows import PackedRow, current_row, read_row, restore_rows_on_recompute, using_row
 from packplan.adapters.attention.shares import RowShare, gather_rows
 from packplan.adapters.families import trained_part
 from packplan.core.batch import IGNORED_LABEL
@@ -228,7 +228,7 @@ class SharedRows:
             # Embedded whole, so that each rank has the gradients of all embeddings.
             given["inputs_embeds"] = self._decoder.get_input_embeddings()(given.pop("input_ids"))
         options = _cut_arguments(given, row, share)
-        keep_rows_in_checkpoints(self._decoder.modules())
+        restore_rows_on_recompute(self._decoder.modules())
         inside.enter_context(using_row(row))
         self._open[get_ident()].append((share, inside))
         return (), options

@@ -11,7 +11,7 @@ from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, parse_ranks
 from packplan.app.planning.log_lines import log_plan, log_schedule, steps_line
 from packplan.app.planning.plan import Ranks, measure_and_plan, plan_epochs
-from packplan.app.planning.schedule import accumulation_of, refuse_stream, split_schedule
+from packplan.app.planning.schedule import accumulation_of, refuse_stream, schedule_of_split
 from packplan.app.planning.split import Split
 from packplan.app.wiring.commands import num_command_ranks, read_run_or_command
 from packplan.app.wiring.runs import raising_on_all_ranks, require_inputs
@@ -86,7 +86,7 @@ def build(config: RunConfig, group: RankGroup, *, splits: Sequence[Split], world
         if group.rank == 0:
             log_plan(split)
     train = splits[0]
-    schedule = split_schedule(config, train.name, train.aligned)
+    schedule = schedule_of_split(config, train.name, train.aligned)
     if train.recipe is not None:
         schedule = plan_epochs(train, train.recipe, schedule, ranks)
     if group.rank == 0 and num_command_ranks(config):

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import attrs
 
 from packplan.app.planning.epochs import EpochPlanner, plan_first_epoch, samples_to_plan
-from packplan.app.planning.log_lines import split_lines
+from packplan.app.planning.log_lines import plan_lines
 from packplan.app.planning.measure import bad_records_line
-from packplan.app.planning.schedule import partial_window_warning, refuse_stream, split_schedule
+from packplan.app.planning.schedule import partial_window_warning, refuse_stream, schedule_of_split
 from packplan.app.planning.split import Split, Stores, align_options
 from packplan.app.planning.stored_lengths import open_lengths, yield_refusals, yield_stale_inputs
-from packplan.app.wiring.policies import epoch_recipe, split_policy, trained_work
+from packplan.app.wiring.policies import epoch_recipe, policy_of_split, work_of_run
 from packplan.app.wiring.stores import open_stores
 from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecipe, plan_fingerprint
@@ -101,7 +101,7 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
             epoch.
     """
     lengths, recipe, kept = open_stored_lengths(config, name)
-    plans, origin, policy = kept.plans, lengths.origin, split_policy(config, name)
+    plans, origin, policy = kept.plans, lengths.origin, policy_of_split(config, name)
     plan, where = plans.inspect(), str(plans.folder)
     samples = samples_to_plan(policy, lengths.rows.table, origin.files)
     if plan is None or plan.key.inputs["lengths"] != lengths.digest:
@@ -115,13 +115,13 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
         plan = attrs.evolve(plan, plan=_plan_of_epoch(planner, plan, epoch or 0, lengths.digest, where=where))
     elif epoch:
         raise ConfigError.for_key("--epoch", "is of runs whose epochs have plans of their own; here all have the same")
-    work, estimated = trained_work(config)
+    work, estimated = work_of_run(config)
     split = Split(
         name, policy, align_options(config, name), work, recipe, table=lengths.rows.table,
         data_digest=origin.data_digest, key=plan.key, raw=plan.plan,
     )  # fmt: skip
     split.aligned = split.align(world_size or max(plan.world_sizes, default=1))
-    schedule = split_schedule(config, name, split.aligned, split.pack_works)
+    schedule = schedule_of_split(config, name, split.aligned, split.pack_works)
     epochs = None
     if recipe is not None:
         plan, epochs = _keep_trained_epochs(plan, schedule, epoch or 0, where=where)
@@ -180,7 +180,7 @@ def _warnings(config: RunConfig, opened: StoredSplit) -> Iterator[str]:
         yield "repeatability is not yet checked: no sample was encoded twice; build does it"
     ratio = str(plan.key.inputs.get("min_fill_ratio") or split.policy.min_fill_ratio)
     as_stored = attrs.evolve(split, policy=attrs.evolve(split.policy, packing=opened.packed, min_fill_ratio=ratio))
-    yield from (line for level, line in split_lines(as_stored) if level >= logging.WARNING)
+    yield from (line for level, line in plan_lines(as_stored) if level >= logging.WARNING)
     if split.name == "train" and (window := partial_window_warning(opened.epochs or opened.schedule)):
         yield window
     if opened.estimated:

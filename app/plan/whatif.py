@@ -15,11 +15,11 @@ from packplan.adapters.progress import progress
 from packplan.app.cli.command import add_config_arguments, parse_positives, parse_rank_counts, plain_console
 from packplan.app.plan.stored import open_stored_lengths
 from packplan.app.planning.epochs import plan_first_epoch, samples_to_plan, works_of_records
-from packplan.app.planning.schedule import refuse_stream, split_schedule
+from packplan.app.planning.schedule import refuse_stream, schedule_of_split
 from packplan.app.planning.split import align_options
 from packplan.app.planning.stored_lengths import yield_stale_inputs
 from packplan.app.wiring.commands import num_command_ranks, read_run_or_command
-from packplan.app.wiring.policies import split_policy, trained_work
+from packplan.app.wiring.policies import policy_of_split, work_of_run
 from packplan.core.align import align_plan
 from packplan.core.config.faults import explain_error
 from packplan.core.config.run import RunConfig
@@ -117,10 +117,10 @@ def _alternatives(
 ) -> Iterator[Alternative]:
     """Plan every combination, and yield each with its figures or the reason why it has none."""
     lengths, table = stored.tokens, stored.rows.table
-    works, options = works_of_records(trained_work(config)[0], table), align_options(config, "train")
+    works, options = works_of_records(work_of_run(config)[0], table), align_options(config, "train")
     for packing_length in packing_lengths:
         other = attrs.evolve(config, template=attrs.evolve(config.template, max_length=packing_length))
-        policy, name = split_policy(other, "train"), f"packs of {packing_length:,}"
+        policy, name = policy_of_split(other, "train"), f"packs of {packing_length:,}"
         try:
             refuse_longer(lengths, policy)
             samples = samples_to_plan(policy, table, stored.origin.files)
@@ -133,7 +133,7 @@ def _alternatives(
         for ranks in world_sizes:
             try:
                 aligned = align_plan(raw, world_size=ranks, **options)
-                schedule = split_schedule(config, "train", aligned, raw.packs.sums(works.flops))
+                schedule = schedule_of_split(config, "train", aligned, raw.packs.sums(works.flops))
                 over = summarise_schedule(raw, lengths, schedule, works=works)
             except UserError as error:
                 yield Alternative(packing_length, ranks, problem=explain_error(error))

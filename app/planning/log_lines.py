@@ -37,9 +37,9 @@ Line = tuple[int, str]
 
 
 def log_plan(planned: Split) -> None:
-    """Log the lines of `split_lines`, each after the name of its split."""
+    """Log the lines of `plan_lines`, each after the name of its split."""
     of = f"{planned.name}, its first epoch" if planned.recipe else planned.name
-    for level, line in split_lines(planned):
+    for level, line in plan_lines(planned):
         log.log(level, "%s: %s", of, line)
 
 
@@ -124,7 +124,7 @@ def source_draws_text(record: EpochRecord, files: Sequence[DataFile]) -> str:
     )
 
 
-def split_lines(planned: Split) -> Iterator[Line]:
+def plan_lines(planned: Split) -> Iterator[Line]:
     """Yield the log lines that describe a planned split, each with its log level."""
     for parts in (_describe_plan, _describe_packs, _describe_exceptions):
         yield from parts(planned)

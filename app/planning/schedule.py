@@ -88,7 +88,7 @@ def zero_stage(deepspeed: Any) -> int:
     return stage if isinstance(stage, int) else 0
 
 
-def split_schedule(
+def schedule_of_split(
     config: RunConfig, split: str, aligned: AlignedPlan, works: NDArray[np.number] | None = None
 ) -> EpochSchedule:
     """

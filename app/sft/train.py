@@ -21,9 +21,9 @@ import attrs
 
 from packplan.app.planning.log_lines import log_plan, log_schedule
 from packplan.app.planning.plan import Ranks, measure_and_plan, plan_epochs
-from packplan.app.planning.schedule import refuse_stream, split_schedule
+from packplan.app.planning.schedule import refuse_stream, schedule_of_split
 from packplan.app.planning.split import Split
-from packplan.app.wiring.policies import trained_work
+from packplan.app.wiring.policies import work_of_run
 from packplan.app.wiring.ranks import hold_output_lock
 from packplan.app.wiring.splits import open_splits
 from packplan.app.wiring.trainers import build_trainer, match_checkpoint, open_arguments, open_checkpoint, resume_facts
@@ -107,7 +107,7 @@ def _schedule_packs(
     pack_works = train.pack_works
     # Ranks that counted other works would assign a step's packs in another way.
     ranks.require_same("the work of the train packs", hashlib.sha256(pack_works.tobytes()).hexdigest())
-    schedule = split_schedule(config, "train", train.aligned, pack_works)
+    schedule = schedule_of_split(config, "train", train.aligned, pack_works)
     train.resume_facts = resume_facts(config, train)
     if checkpoint is not None:
         now = ResumeState.from_schedule(schedule, **train.resume_facts)
@@ -125,7 +125,7 @@ def _log_plans(config: RunConfig, splits: dict[str, Split], schedule: EpochSched
     log_schedule(config, splits["train"], schedule)
     if schedule.start.step:
         _log_resume(schedule, "pack" if config.training.packing else "sample")
-    _, estimated = trained_work(config)
+    _, estimated = work_of_run(config)
     if estimated:
         log.warning("work is estimated from tokens and their squares: %s", estimated)
     if schedule.works is not None and schedule.world_size > 1:

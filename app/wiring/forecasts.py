@@ -24,7 +24,7 @@ from packplan.adapters.trainer.arguments import make_training_arguments
 from packplan.adapters.trainer.model import open_model
 from packplan.adapters.trainer.trainer import PlanTrainer
 from packplan.adapters.trainer.vision import DummyImage, plain_model
-from packplan.app.planning.schedule import split_schedule, sync_point_of
+from packplan.app.planning.schedule import schedule_of_split, sync_point_of
 from packplan.app.planning.split import Split
 from packplan.core.align import align_plan
 from packplan.core.config.run import RunConfig
@@ -170,7 +170,7 @@ def evaluation_terms(config: RunConfig, planned: Split) -> StepFlops:
         config: The run.
         planned: Split that is evaluated, with its plan.
     """
-    schedule = split_schedule(config, "eval", planned.aligned)
+    schedule = schedule_of_split(config, "eval", planned.aligned)
     whole = attrs.evolve(schedule, gradient_accumulation_steps=schedule.batches_per_epoch)
     return StepFlops.from_epoch(
         EpochStats.from_schedule(planned.pack_stats(0), whole, 0), planned.works, sync_at="step"

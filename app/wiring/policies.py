@@ -17,16 +17,16 @@ from packplan.core.samples.tables import DataFile, source_sizes
 from packplan.core.work.model import WorkModel
 
 
-def split_policy(config: RunConfig, split: str) -> PlanPolicy:
+def policy_of_split(config: RunConfig, split: str) -> PlanPolicy:
     """
     Return the policy by which a run plans its split `train` or `eval`, with the model's work if the
     packing algorithm takes it.
     """
     uses_works = config.training.packing and "works" in ALGORITHMS[config.training.packing_algorithm].takes
-    return plan_policy(config, split, work=trained_work(config)[0] if uses_works else None)
+    return plan_policy(config, split, work=work_of_run(config)[0] if uses_works else None)
 
 
-def trained_work(config: RunConfig) -> tuple[WorkModel, str | None]:
+def work_of_run(config: RunConfig) -> tuple[WorkModel, str | None]:
     """
     Return the work of a run's model, forward and backward, and why it is estimated, if it is.
     """

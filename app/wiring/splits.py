@@ -15,7 +15,7 @@ from packplan.adapters.samples.rows import RowsEncoder, RowsFile, RowsMeasurer
 from packplan.adapters.samples.template import open_template
 from packplan.app.planning.split import Split, align_options
 from packplan.app.wiring.length_tables import open_known_lengths
-from packplan.app.wiring.policies import epoch_recipe, split_policy, trained_work
+from packplan.app.wiring.policies import epoch_recipe, policy_of_split, work_of_run
 from packplan.app.wiring.stores import open_stores, records_cache
 from packplan.core.config.run import RunConfig
 from packplan.core.samples.tables import column, sample_indices
@@ -34,8 +34,8 @@ def open_splits(config: RunConfig) -> dict[str, Split]:
     for name, encoder in open_encoders(config).items():
         source = measurer(encoder, workers=training.packing_length_precompute_workers)
         splits[name] = Split(
-            name=name, policy=split_policy(config, name), align_options=align_options(config, name),
-            work_model=trained_work(config)[0], recipe=epoch_recipe(config, name, encoder.data_files()),
+            name=name, policy=policy_of_split(config, name), align_options=align_options(config, name),
+            work_model=work_of_run(config)[0], recipe=epoch_recipe(config, name, encoder.data_files()),
             max_bad_share=custom.max_bad_share if custom.on_bad_record == "skip" else None,
             flush_every=training.packing_length_cache_persist_every,
             stores=open_stores(config, name), encoder=encoder, source=source,

@@ -19,7 +19,7 @@ from packplan.adapters.config.trainer_keys import GRPO_KEYS_FILE, read_key_table
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.__main__ import COMMANDS
-from packplan.app.planning.log_lines import split_lines
+from packplan.app.planning.log_lines import plan_lines
 from packplan.app.planning.plan import Ranks, measure_and_plan
 from packplan.app.planning.split import Split, Stores
 from packplan.core.batch import partial_window
@@ -307,7 +307,7 @@ def test_quoted_log_lines_are_logged(tmp_path):
     source = ListSource([2000, 2000, 5, 5, 5])
     source.masked = (2, 3)
     partial = partial_window(per_rank_batches=7, gradient_accumulation_steps=4)
-    logged = "\n".join([str(partial), *(line for _, line in split_lines(plan_split(source, tmp_path)))])
+    logged = "\n".join([str(partial), *(line for _, line in plan_lines(plan_split(source, tmp_path)))])
     quoted = re.findall(r"^- `(.+?)(?: …)?`", text_of(ROOT / "docs" / "how-it-works.md"), re.MULTILINE)
 
     assert quoted

@@ -18,7 +18,7 @@ from packplan.app.plan.__main__ import main as plan_main
 from packplan.app.plan.stored import open_split
 from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs, samples_to_plan
 from packplan.app.planning.stored_lengths import open_lengths
-from packplan.app.wiring.policies import epoch_recipe, split_policy
+from packplan.app.wiring.policies import epoch_recipe, policy_of_split
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.stores import open_stores
 from packplan.core.errors import ConfigError, MismatchError, NotBuiltError, StaleError
@@ -77,7 +77,7 @@ def planner_of(path: Path) -> EpochPlanner:
     """Return the planner of a run whose plans are built."""
     config = read_config(path)
     lengths = open_lengths(open_stores(config, "train").lengths)
-    policy = split_policy(config, "train")
+    policy = policy_of_split(config, "train")
     samples = samples_to_plan(policy, lengths.rows.table, lengths.origin.files)
     return EpochPlanner(policy, epoch_recipe(config, "train"), samples)
 

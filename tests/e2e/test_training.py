@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import TrainerCallback
 
 from packplan.app.plan.__main__ import main as plan_main
-from packplan.app.planning.schedule import split_schedule
+from packplan.app.planning.schedule import schedule_of_split
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.trainers import open_arguments
 from packplan.core.align import align_plan
@@ -82,7 +82,7 @@ def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(  # noqa: PL
     assert losses(result.history) == losses(again.history)
     assert fetched[: 2 * num_packs] == fetched[2 * num_packs :]
     other = read_config(write_run(training={**keys, "seed": 7}, **overlay))
-    schedule = split_schedule(other, "train", result.planned["train"].aligned, result.schedule.works)
+    schedule = schedule_of_split(other, "train", result.planned["train"].aligned, result.schedule.works)
     assert epochs[0] == result.schedule.order(0).tolist() != schedule.order(0).tolist()
     capfd.readouterr()
     assert 0 == plan_main(["show", str(path), "--json"])
@@ -102,7 +102,7 @@ def test_the_schedule_is_ordered_as_the_trainers_arguments_say(write_run):
     aligned = align_plan(build_raw_plan([8] * 5, packing_length=8), world_size=1, dataloader_drop_last=False)
     for settings in ({}, {"data_seed": 7, "train_dataloader_shuffle": False}):
         config = read_config(write_run(training=settings))
-        schedule, arguments = split_schedule(config, "train", aligned), open_arguments(config, world_size=1)
+        schedule, arguments = schedule_of_split(config, "train", aligned), open_arguments(config, world_size=1)
         assert (arguments.data_seed, arguments.train_dataloader_shuffle) == (schedule.seed, schedule.shuffle)
 
 

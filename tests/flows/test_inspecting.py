@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from packplan.app.plan import __main__ as command
-from packplan.app.planning.schedule import split_schedule
+from packplan.app.planning.schedule import schedule_of_split
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.stores import artefacts_folder
 from packplan.core.align import align_plan
@@ -80,7 +80,7 @@ def test_show_says_what_core_says(store, document):
     config, plan = read_config(path), build_raw_plan(LENGTHS, packing_length=80, min_fill_ratio="0.65")
     works = SampleWorks.from_lengths(WorkModel.estimated({}).trained(), LENGTHS)
     aligned = align_plan(plan, world_size=2, dataloader_drop_last=False)
-    schedule = split_schedule(config, "train", aligned, plan.packs.loads(works.flops))
+    schedule = schedule_of_split(config, "train", aligned, plan.packs.loads(works.flops))
 
     assert ["train", "eval"] == list(splits)
     one = [1] * len(LENGTHS)

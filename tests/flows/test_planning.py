@@ -9,7 +9,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from packplan.app.planning.audit import COMPARED_TOKENS, REPEATED_FIRST_ABOVE, REPEATED_SAMPLES
-from packplan.app.planning.log_lines import log_plan, split_lines
+from packplan.app.planning.log_lines import log_plan, plan_lines
 from packplan.app.planning.measure import MAX_KNOWN_BETWEEN, merge_known
 from packplan.app.planning.plan import Ranks
 from packplan.app.planning.split import KnownTable, align_options
@@ -299,7 +299,7 @@ def test_samples_that_teach_nothing_are_counted():
     alone = Desk(masked(range(8))).plan(name="eval", drop_last=False)
 
     assert (True, False) == (planned.is_supervised, alone.is_supervised)
-    (line,), (left_out,) = ([line for _, line in split_lines(of) if "no supervised" in line] for of in (planned, alone))
+    (line,), (left_out,) = ([line for _, line in plan_lines(of) if "no supervised" in line] for of in (planned, alone))
     assert re.fullmatch("3 planned samples have .*: 2..3, 7", line)
     assert left_out.endswith(", so training leaves the evaluation out")
 

@@ -11,7 +11,7 @@ import attrs
 import pytest
 
 from packplan.adapters.config.run import parse_config
-from packplan.app.wiring.policies import split_policy
+from packplan.app.wiring.policies import policy_of_split
 from packplan.core.config.faults import run_faults
 from packplan.core.config.identity import config_length_inputs, plan_policy, stream_inputs
 from packplan.core.config.keys import key_facts, yield_keys
@@ -105,7 +105,7 @@ def changed(config: Any, path: str, *given: object) -> Any:
 
 
 def digests_of_plans(config: RunConfig) -> list[str]:
-    return [split_policy(config, split).fingerprint("d").digest for split in ("train", "eval")]
+    return [policy_of_split(config, split).fingerprint("d").digest for split in ("train", "eval")]
 
 
 @pytest.fixture(scope="module")

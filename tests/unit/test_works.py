@@ -8,7 +8,7 @@ import pytest
 
 from packplan.app.planning.epochs import works_of_records
 from packplan.app.planning.schedule import balanced_sync_point
-from packplan.app.wiring.policies import split_policy, trained_work
+from packplan.app.wiring.policies import policy_of_split, work_of_run
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.work.model import WorkModel
 
@@ -69,7 +69,7 @@ def test_work_is_that_of_the_models_sizes(tmp_path, training, passes):
     (tmp_path / "config.json").write_text(json.dumps(SEEING))
     model = WorkModel.from_config(SEEING).trained(**passes)
 
-    work, estimated = trained_work(run(str(tmp_path), **training))
+    work, estimated = work_of_run(run(str(tmp_path), **training))
 
     assert (model, None) == (work, estimated)
     assert model.sample_flops([8]).tolist() == works_of_records(work, TABLE[:1]).flops.tolist()
@@ -77,10 +77,10 @@ def test_work_is_that_of_the_models_sizes(tmp_path, training, passes):
 
 def test_a_model_that_is_not_known_counts_tokens_and_squares(tmp_path):
     """And says why: no folder, or a key whose work is not known; the width is still taken."""
-    assert "is no folder with a config.json" in trained_work(run())[1]
+    assert "is no folder with a config.json" in work_of_run(run())[1]
     (tmp_path / "config.json").write_text(json.dumps({**TEXT, "num_memory_layers": 4}))
 
-    work, estimated = trained_work(run(str(tmp_path)))
+    work, estimated = work_of_run(run(str(tmp_path)))
 
     assert "what num_memory_layers of its config.json adds to the work is not known" in estimated
     per_layer = 2 * 12 * 64**2
@@ -91,9 +91,9 @@ def test_a_model_that_is_not_known_counts_tokens_and_squares(tmp_path):
 def test_only_packs_that_weigh_work_are_planned_by_it(tmp_path):
     """So that another model plans nothing again elsewhere."""
     (tmp_path / "config.json").write_text(json.dumps(TEXT))
-    balanced = split_policy(run(str(tmp_path), packing_algorithm="balanced"), "train")
+    balanced = policy_of_split(run(str(tmp_path), packing_algorithm="balanced"), "train")
 
-    assert split_policy(run(str(tmp_path)), "train").work is None
+    assert policy_of_split(run(str(tmp_path)), "train").work is None
     assert WorkModel.from_config(TEXT).trained() == balanced.work
     for keys, uses in (({}, True), ({"algorithm": "certified"}, False), ({"packing": False}, False)):
         assert uses == attrs.evolve(balanced, **keys).uses_works

@@ -103,7 +103,7 @@ class StreamDataset(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
 
     def num_left(self, shards: Sequence[ShardState]) -> int:
         """Return the number of this rank's records that are not trained, skipped or dropped yet."""
-        parts = [self._places(shard, len(shards))[state.read :] for shard, state in enumerate(shards)]
+        parts = [self._shard_places(shard, len(shards))[state.read :] for shard, state in enumerate(shards)]
         return sum(map(len, parts)) + sum(len(state.waiting_items) for state in shards)
 
     def filler_pack(self) -> PackOfRows:
@@ -119,11 +119,11 @@ class StreamDataset(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
         shard = (self.start.next_shard + number) % workers
         state = self.start.shards[shard] if self.start.shards else ShardState()
         try:
-            yield from self._yield_packs(shard, state, self._places(shard, workers)[state.read :])
+            yield from self._yield_packs(shard, state, self._shard_places(shard, workers)[state.read :])
         except PackplanError as error:
             yield error
 
-    def _places(self, shard: int, shards_per_rank: int) -> IntArray:
+    def _shard_places(self, shard: int, shards_per_rank: int) -> IntArray:
         """Return the positions in the epoch's order that a shard of this rank reads."""
         places = unread_places(len(self.indices), self.segments)
         return places[self.rank * shards_per_rank + shard :: self.world_size * shards_per_rank]
