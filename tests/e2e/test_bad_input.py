@@ -96,7 +96,7 @@ def test_one_process_with_several_gpus_is_refused(outcome, monkeypatch):
     assert "torchrun --nproc-per-node 4" in outcome()
 
 
-@pytest.mark.parametrize("command", ["sft", "check", "rl"])
+@pytest.mark.parametrize("command", ["sft", "check", "plan time", "rl"])
 def test_weights_that_are_cut_off_are_named_before_anything_is_measured(  # noqa: PLR0917  # fixtures
     demo, write_run, write_rl, tmp_path, capfd, command
 ):
@@ -105,7 +105,7 @@ def test_weights_that_are_cut_off_are_named_before_anything_is_measured(  # noqa
     os.truncate(weights, 5000)
     path = write_rl("run") if command == "rl" else write_run("qwen2")
 
-    assert 2 == packplan.main([command, str(path), f"model.model={weights.parent}"])
+    assert 2 == packplan.main([*command.split(), str(path), f"model.model={weights.parent}"])
 
     said = capfd.readouterr().err
     assert f"model.model: {weights} is cut off or no file of weights " in said

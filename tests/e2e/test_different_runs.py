@@ -133,10 +133,14 @@ def test_ranks_of_a_stream_compare_their_data(write_run):
         stream.prepare_stream(config, group)
 
 
-def test_ranks_that_go_on_from_different_checkpoints_are_refused(write_run, execute):
-    """Though the folder has the same name on their disks: one of them is further."""
+def test_ranks_that_go_on_from_different_checkpoints_are_refused(write_run, execute, caplog):
+    """Though the folder has the same name on their disks: one is further. Rank 0 warns of none."""
     path = write_run("qwen2", training={"max_steps": 2, "save_strategy": "steps", "save_steps": 1})
     execute(path)
+    for rank in (0, 1):
+        caplog.clear()
+        assert open_checkpoint(read_config(path), ScriptedGroup(rank=rank), ResumeState) is None
+        assert (rank == 0) == ("checkpoint-2 is there, but" in caplog.text)
     config = read_config(path, ["training.resume_from_checkpoint=last"])
     said = []
 

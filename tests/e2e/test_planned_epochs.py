@@ -145,6 +145,9 @@ def test_show_tells_every_epoch(write_mix, write_run, capsys):
     for one in (path, again):
         assert 0 == plan_main(["build", one, "--quiet"])
 
+    assert 0 == plan_main(["whatif", path])
+    assert "as if all epochs had the plan of the first" in capsys.readouterr().err
+
     def show(of: str, *words: str) -> str:
         capsys.readouterr()
         assert 0 == plan_main(["show", of, *words])

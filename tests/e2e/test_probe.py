@@ -28,10 +28,17 @@ from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app import sft
 from packplan.app.plan import __main__ as plan
 from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.verdicts import load_verdict, probe_unless_stored, require_packing_model, store_verdict
+from packplan.app.wiring.verdicts import (
+    load_verdict,
+    needs_verdict,
+    probe_unless_stored,
+    require_packing_model,
+    store_verdict,
+)
 from packplan.core.config.run import ModelConfig
 from packplan.core.equality import AUTO, BACKENDS, EQUALITY_LIMITS, VARLEN, AttentionChoice
 from packplan.core.errors import ConfigError, ModelError, PackplanError
+from tests.documents import parsed
 from tests.e2e.ready import prepare
 from tests.e2e.test_proof import BackwardLeak
 from tools import models
@@ -548,6 +555,11 @@ def test_a_configuration_of_more_layers_than_the_weights_have_is_refused(changed
     )
     with pytest.raises(ConfigError, match=r"model\.safetensors is cut off or no file of weights"):
         require_packing_model(config)
+
+
+def test_a_run_needs_a_verdict_where_it_packs_or_its_attention_follows_from_it():
+    for packing, backend, needs in ((True, "sdpa", True), (False, AUTO, True), (False, "sdpa", False)):
+        assert needs == needs_verdict(parsed({"model.attn_impl": backend}, packing=packing))
 
 
 def test_families_are_listed(capsys):

@@ -28,16 +28,16 @@ def start(*words: str, env: dict[str, str] | None = None, **streams) -> subproce
     )  # fmt: skip
 
 
-SHOW, HELP = ["packplan.app.plan", "show"], ["packplan", "--help"]
+SHOW, HELP, RANK = ["packplan.app.plan", "show"], ["packplan.app", "--help"], ["packplan.app.sft", "--help"]
 
 
 @pytest.mark.parametrize(
     ("words", "variables", "is_full"),
-    [(SHOW, {}, True), (SHOW, {"PYTHONUNBUFFERED": "1"}, True), (HELP, {}, True), (SHOW, {}, False), (HELP, {}, False)],
+    [(SHOW, {}, True), (SHOW, {"PYTHONUNBUFFERED": "1"}, True), (RANK, {}, True), (SHOW, {}, False), (HELP, {}, False)],
 )
 def test_a_full_disk_behind_standard_output_is_named_and_a_reader_may_go(tmp_path, words, variables, is_full):
     """Tables and help, which argparse prints, whether Python keeps them or not."""
-    config = [] if words is HELP else [str(store_run(tmp_path, world_sizes=(1,)))]
+    config = [] if "--help" in words else [str(store_run(tmp_path, world_sizes=(1,)))]
     stdout = FULL.open("w") if is_full else subprocess.PIPE
     with start(*words, *config, stdout=stdout, env=variables) as process:
         (process.stdout or stdout).close()

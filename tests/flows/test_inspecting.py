@@ -129,7 +129,7 @@ def test_show_is_a_table_for_people(store, said):
     assert "imbalance" not in said("show", path, "--world-size", "1")
 
 
-def test_show_warns_of_what_training_would_refuse_or_do_otherwise(store, said, shown):
+def test_show_warns_of_what_training_would_refuse_or_do_otherwise(store, said, shown, capfd):
     """Another system prompt, another ratio, a ragged window, dropped tokens, an unchecked store."""
     path = store(repeatability=False, training={"packing_min_fill_ratio": 1.0, "packing_allow_single_long": False})
     keys = {"packing_min_fill_ratio": 0.5, "effective_batch_size": 32}
@@ -145,6 +145,8 @@ def test_show_warns_of_what_training_would_refuse_or_do_otherwise(store, said, s
     ):
         assert words in warnings
     assert "warning: " in said("show", path)
+    assert 0 == command.main(["whatif", str(path)])
+    assert "warning: train: the stored lengths are of another configuration" in capfd.readouterr().err
 
 
 @pytest.mark.covers

@@ -182,9 +182,12 @@ def test_some_samples_are_encoded_again_before_many_are_measured(left):
     """Forwards and backwards here, and elsewhere in a third order."""
     desk = Desk(ListSource([7] * 10))
     desk.plan()
-    desk.source = ListSource([7] * (10 + left))
+    desk.source, desk.group = ListSource([7] * (10 + left)), ScriptedGroup(hear=(said := []).append)
     desk.plan()
 
+    stages = [f"1 of {10 + left} train samples", "encoded again", "planning train"]
+    for stage in [*stages, "more than once"] if left > REPEATED_FIRST_ABOVE else stages:
+        assert any(stage in line for line in said), stage
     again = desk.source.measured[: desk.source.measured.index(11)]
     few = again[:REPEATED_SAMPLES] if left > REPEATED_FIRST_ABOVE else []
     assert [*few, *few[::-1], *few[::2], *few[1::2], 10] == again
@@ -313,6 +316,29 @@ def test_the_log_says_how_many_packs_auto_needs_where_that_saves_some(caplog, al
     lines = [line for line in caplog.messages if "auto" in line]
 
     assert ["train: training.packing_algorithm: auto needs at most 2 packs instead of 3"] * says == lines
+
+
+@pytest.mark.parametrize(
+    ("masked", "world_size", "options", "expected"),
+    [
+        ({6, 9}, 5, {"drop_last": False},
+         ["I 11 704 80 11 8 0.8859 long 8 9 1.3%", "I 8 10 5 2 0..1", "W 2 2 6 9", "W 4 80 200 2 6 8..10 2 10 long",
+          "W 2 89 long"]),
+        ({0}, 2, {"allow_single_long": False, "dataloader_drop_last": True},
+         ["I 11 704 80 6 3 1.0000 1 4 5 2.1%", "I 3 2 2 0", "W 1 1 0", "W 1 2", "W 1 60", "W 4 457 80 6 8..10",
+          "I 1 0.65 1 7 0.99%"]),
+        ((), 3, {"packing": False, "batch_size": 1}, ["I 11 704 80 11 11 1.6%", "I 11 12 3 1 0"]),
+    ],
+)  # fmt: skip
+def test_the_lines_of_a_plan_have_its_numbers(masked, world_size, options, expected):
+    """Each after its level: samples, packs, repeated, truncated, long, skipped and dropped ones."""
+    source = ListSource([*LENGTHS, 88, 89, 200])
+    source.masked = masked
+    planned = Desk(source, group=ScriptedGroup(world_size=world_size)).plan(**options)
+
+    lines = ((level, re.sub("checksum [0-9a-f]+", "", line)) for level, line in split_lines(planned))
+    numbers = r"\d+(?:\.+\d+)?%?|\blong\b"
+    assert expected == [" ".join([logging.getLevelName(level)[0], *re.findall(numbers, line)]) for level, line in lines]
 
 
 @pytest.mark.parametrize("packing", [True, False])

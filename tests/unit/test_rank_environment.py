@@ -7,7 +7,9 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from packplan.adapters.ranks.environment import read_world_size, wrap_rendezvous_errors
+from packplan.app.wiring.commands import read_run_or_command, require_traceable
 from packplan.core.errors import ConfigError, RunError
+from tests.documents import parsed
 
 RANKS = {
     "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "node0",
@@ -83,3 +85,12 @@ def test_ranks_that_cannot_meet_say_where():
     assert "rank 3 cannot meet the 4 ranks at node0:29500 (MASTER_ADDR, MASTER_PORT): the address is in use; start" in (
         str(raised.value)
     )
+
+
+def test_one_process_plans_a_command_or_traces_a_step(monkeypatch):
+    for name, value in (RANKS | {"WORLD_SIZE": "2", "RANK": "0"}).items():
+        monkeypatch.setenv(name, value)
+
+    for ask in (lambda: read_run_or_command("swift", ["sft"]), lambda: require_traceable(parsed())):
+        with pytest.raises(ConfigError, match=r"starts (several|2) ranks"):
+            ask()

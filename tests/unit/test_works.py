@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from packplan.app.planning.epochs import works_of_records
-from packplan.app.planning.schedule import balanced_sync_point
+from packplan.app.planning.schedule import balanced_sync_point, zero_stage
 from packplan.app.wiring.policies import policy_of_split, work_of_run
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.work.model import WorkModel
@@ -56,6 +56,13 @@ def test_the_trainers_strategy_says_where_ranks_meet(tmp_path, training, meeting
         training = {"trainer": {"deepspeed": str(path)}}
 
     assert meeting == balanced_sync_point(run(**training))
+
+
+def test_settings_of_deepspeed_that_name_no_stage_are_of_stage_zero():
+    settings = None, "no such file.json", {"train_batch_size": 8}, {"zero_optimization": {}}
+
+    assert [0] * 4 == list(map(zero_stage, settings))
+    assert 1 == zero_stage({"zero_optimization": {"stage": 1}})
 
 
 @pytest.mark.parametrize(
