@@ -336,7 +336,7 @@ def test_the_lines_of_a_plan_have_its_numbers(masked, world_size, options, expec
     source.masked = masked
     planned = Desk(source, group=ScriptedGroup(world_size=world_size)).plan(**options)
 
-    lines = ((level, re.sub("checksum [0-9a-f]+", "", line)) for level, line in split_lines(planned))
+    lines = ((level, re.sub("checksum [0-9a-f]+", "", line)) for level, line in plan_lines(planned))
     numbers = r"\d+(?:\.+\d+)?%?|\blong\b"
     assert expected == [" ".join([logging.getLevelName(level)[0], *re.findall(numbers, line)]) for level, line in lines]
 
