@@ -66,10 +66,10 @@ class Report:
     @property
     def passed(self) -> bool:
         """Whether every check is within its limit."""
-        return not self.failed
+        return not self.failures
 
     @property
-    def failed(self) -> list[Verdict]:
+    def failures(self) -> list[Verdict]:
         """Verdicts that are over their limits."""
         return [verdict for verdict in self.verdicts if not verdict.passed]
 
@@ -155,7 +155,7 @@ def print_report(report: Report) -> None:
     console.print(table, soft_wrap=False)
     for name, why in report.not_compared.items():
         console.print(f"{name}: not compared, since {why}")
-    for verdict in report.failed:
+    for verdict in report.failures:
         console.print(f"{verdict.check}: {CHECKS[verdict.check]}")
 
 
@@ -208,7 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(as_json(report))
         else:
             print_report(report)
-        if checks := tuple(verdict.check for verdict in report.failed):
+        if checks := tuple(verdict.check for verdict in report.failures):
             fact = f"packed training is not the same training: {', '.join(checks)} differ"
             raise MismatchError("unequal", fact, {"checks": checks})
 

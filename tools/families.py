@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from packplan.adapters.families import missing_keys
-from packplan.adapters.probe.probe import probe_config
+from packplan.adapters.probe.probe import probe_small_copy
 from packplan.adapters.probe.small_model import hiding_warnings
 from packplan.core.equality import AUTO, PackingVerdict
 
@@ -37,4 +37,4 @@ def probe_family(family: str) -> PackingVerdict:
     except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
         reason = " ".join(f"its default configuration is refused ({error})".split())[:200]
         return PackingVerdict(family, None, AUTO, "", split=(), follows_rows=False, measured=None, reason=reason)
-    return attrs.evolve(probe_config(config), model_type=family)  # some share a configuration
+    return attrs.evolve(probe_small_copy(config), model_type=family)  # some share a configuration

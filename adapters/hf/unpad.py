@@ -24,7 +24,7 @@ from packplan.adapters.attention.shared_rows import attention_for_shared_rows, s
 from packplan.adapters.families import trained_config, trained_part
 from packplan.adapters.hf.packed_calls import HOOKED, POSITIONS, TextStack, Unpadding
 from packplan.adapters.models import evaluation_mode
-from packplan.adapters.probe.probe import probe_config
+from packplan.adapters.probe.probe import probe_small_copy
 from packplan.adapters.probe.rows import ordinary_token_ids, probe_ready_model
 from packplan.adapters.proof.batches import PackedBatch
 from packplan.adapters.proof.comparison import compare_values, difference_limit, experts_may_differ, run_watched
@@ -115,7 +115,7 @@ def set_isolating_attention(model: Any, *, named: str, group: ProcessGroup | Non
     config = trained_config(model.config)
     attn_impl = AUTO if named == NAME else named
     on_cpu = next(model.parameters()).device.type == "cpu"
-    verdict = probe_config(config, attn_impl=attn_impl, on_cpu=on_cpu)
+    verdict = probe_small_copy(config, attn_impl=attn_impl, on_cpu=on_cpu)
     flash = find_spec("flash_attn") is not None
     choice = choose_attention(attn_impl, verdict, flash_installed=flash, on_cpu=on_cpu)
     if choice.leak is not None:

@@ -52,7 +52,7 @@ _ROUNDS = 4
 """Most classes of state-carrying layers that are looked for in a model."""
 
 
-def probe_config(
+def probe_small_copy(
     config: Any, *, attn_impl: str = AUTO, trust_remote_code: bool = False, on_cpu: bool = True
 ) -> PackingVerdict:
     """

@@ -146,7 +146,7 @@ def _plan_of_epoch(planner: EpochPlanner, stored: StoredPlan, epoch: int, digest
         return stored.plan
     is_current = stored.key == plan_fingerprint(planner.recipe, planner.policy, digest)
     plan = planner.plan(epoch) if is_current else None
-    if plan is None or planner.record(plan) != stored.epochs[epoch]:
+    if plan is None or planner.make_record(plan) != stored.epochs[epoch]:
         raise NotBuiltError(where, f"holds another plan of epoch {epoch} than this run gives")
     return plan.raw
 

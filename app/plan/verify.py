@@ -217,7 +217,7 @@ def _faults_of_epochs(split: Split, samples: RecordLengths, stored: StoredPlan) 
     if not stored.epochs:
         yield Finding("plan", where, "the epochs have no records: build plans")
     for record in progress(stored.epochs, desc=f"planning {split.name} again", unit=" epochs"):
-        if planner.record(planner.plan(record.epoch)) != record:
+        if planner.make_record(planner.plan(record.epoch)) != record:
             yield Finding("plan", where, f"planned again, epoch {record.epoch} is another one")
 
 

@@ -104,7 +104,7 @@ class EpochPlanner:
         refuse_dropped(plan.raw, self.samples.lengths, self.policy)
         return plan
 
-    def record(self, plan: EpochPlan) -> EpochRecord:
+    def make_record(self, plan: EpochPlan) -> EpochRecord:
         """Return the record of a plan: its counts, and the checksums of samples and packs."""
         return record_epoch(plan, self.samples)
 
@@ -158,7 +158,7 @@ class PlannedEpochs:
     def _plan_and_verify(self, epoch: int) -> PackStats:
         planner, counted_before = self.planner, self.records[epoch]
         plan = planner.plan(epoch)
-        if (found := planner.record(plan)) != counted_before:
+        if (found := planner.make_record(plan)) != counted_before:
             fact = f"epoch {epoch} was counted with the plan {counted_before.checksum}, and is now planned as"
             raise MismatchError("ranks_disagree", f"{fact} {found.checksum}", {"epoch": epoch})
         return PackStats.from_plan(plan.raw, planner.samples.lengths, packed=planner.policy.packing, works=self.works)

@@ -210,8 +210,8 @@ def _count_epochs(
             if epoch in known:
                 return known[epoch]
             if epoch:
-                return planner.record(planner.plan(epoch))
+                return planner.make_record(planner.plan(epoch))
             first = epoch_selection(planner.recipe, planner.policy, planner.samples, 0)
-            return planner.record(EpochPlan(0, first, split.raw))
+            return planner.make_record(EpochPlan(0, first, split.raw))
 
         return schedule_epochs(schedule, record_of)

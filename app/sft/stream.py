@@ -106,7 +106,7 @@ def prepare_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
             log.warning("%s", forced)
         log.info(
             "%s in optimizer steps of %s over %s; packs come as samples come, so the steps of an epoch are not known",
-            _length_text(config),
+            _run_length_text(config),
             counted(accumulation_of(config, world_size=group.world_size).effective_batch_size, "pack"),
             counted(group.world_size, "rank"),
         )
@@ -121,7 +121,7 @@ def _log_start(config: RunConfig, progress: StreamProgress) -> None:
         return
     is_done = progress.epoch >= training.num_train_epochs
     if progress.step >= training.max_steps if training.max_steps > 0 else is_done:
-        log_nothing_left(progress.step, f"after {_length_text(config)}")
+        log_nothing_left(progress.step, f"after {_run_length_text(config)}")
         return
     log.info("resuming after optimizer step %d, in epoch %d", progress.step, progress.epoch)
     if progress.segments:
@@ -130,7 +130,7 @@ def _log_start(config: RunConfig, progress: StreamProgress) -> None:
         )
 
 
-def _length_text(config: RunConfig) -> str:
+def _run_length_text(config: RunConfig) -> str:
     """Return the length of a run as text: its steps, else its epochs."""
     training = config.training
     if training.max_steps > 0:
@@ -151,7 +151,7 @@ def _log_end(config: RunConfig, group: RankGroup, trainer: StreamTrainer) -> Non
     else:
         log.info("the stream has ended: %s", totals)
     if trainer.was_terminated:
-        log_termination(trainer, f"a run of {_length_text(config)}")
+        log_termination(trainer, f"a run of {_run_length_text(config)}")
 
 
 def _make_order(config: RunConfig, files: Sequence[DataFile]) -> Order:

@@ -157,7 +157,7 @@ def forecast_time(
     )  # fmt: skip
     return forecast_run(
         time_packs(config, trainer, splits, group, chosen).fit_timing(), trained, schedule, train.works,
-        evaluated=evaluated, every=_pause_intervals(config, schedule),
+        evaluated=evaluated, every=_steps_between_pauses(config, schedule),
         evaluates_first=bool(config.training.trainer.get("eval_on_start")),
     )  # fmt: skip
 
@@ -242,7 +242,7 @@ def _with_first_packs(planned: Split, world_size: int) -> Split:
     return attrs.evolve(planned, raw=raw, aligned=aligned)
 
 
-def _pause_intervals(config: RunConfig, schedule: EpochSchedule) -> tuple[int, int]:
+def _steps_between_pauses(config: RunConfig, schedule: EpochSchedule) -> tuple[int, int]:
     """Return the steps between two evaluations, and between two checkpoints; 0 for none."""
     settings = make_training_arguments(config, gradient_accumulation_steps=schedule.gradient_accumulation_steps)
 

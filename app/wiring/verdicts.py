@@ -15,7 +15,7 @@ import attrs
 
 from packplan.adapters.attention.shared_rows import attention_for_shared_rows
 from packplan.adapters.model_folder import config_digest, config_model_type, refuse_missing_layers
-from packplan.adapters.probe.probe import probe_config
+from packplan.adapters.probe.probe import probe_small_copy
 from packplan.adapters.probe.rows import device_and_precision, probe_ready_model
 from packplan.adapters.probe.small_model import open_model_config
 from packplan.adapters.stores.plans import DiskVerdictStore
@@ -85,7 +85,7 @@ def _probe_once(digest: str, model: ModelConfig, attn_impl: str, *, on_cpu: bool
     """Probe a model, once in a process."""
     del digest
     start = time.monotonic()
-    verdict = probe_config(
+    verdict = probe_small_copy(
         open_model_config(model), attn_impl=attn_impl, trust_remote_code=model.trust_remote_code, on_cpu=on_cpu
     )
     log.info("%s was asked whether it may pack, in %.1f s: %s", verdict.model_type, time.monotonic() - start, verdict)

@@ -187,7 +187,7 @@ def test_two_plans_at_most_are_held_and_each_is_the_one_that_was_counted(write_m
     path = write_mix(max_steps=1, num_train_epochs=1)
     execute(path)
     planner = planner_of(path)
-    records = tuple(planner.record(planner.plan(epoch)) for epoch in range(6))
+    records = tuple(planner.make_record(planner.plan(epoch)) for epoch in range(6))
     made: list[weakref.ref] = []
 
     class Noted(EpochPlanner):

@@ -19,7 +19,7 @@ from transformers.models.qwen3_vl import Qwen3VLConfig, Qwen3VLForConditionalGen
 from packplan.adapters.attention import NAME, set_attention
 from packplan.adapters.attention.rows import read_row, run_by_sample
 from packplan.adapters.probe import rows
-from packplan.adapters.probe.probe import probe_config
+from packplan.adapters.probe.probe import probe_small_copy
 from packplan.adapters.probe.rows import probe_images, probe_ready_model
 from packplan.adapters.probe.shrink import shrink_config
 from packplan.adapters.probe.small_model import SmallModels, open_model_config
@@ -231,7 +231,7 @@ PASSING = {
 
 @pytest.mark.parametrize(("config", "strategy", "split"), PASSING.values(), ids=PASSING)
 def test_models_of_every_kind_pack(config, strategy, split):
-    verdict = probe_config(config)
+    verdict = probe_small_copy(config)
 
     assert (strategy, split) == (verdict.strategy, verdict.split), verdict.reason
     assert 0 == verdict.measured.isolation
@@ -266,7 +266,7 @@ REFUSED = {
 @pytest.mark.parametrize(("config", "shows", "reason"), REFUSED.values(), ids=REFUSED)
 def test_models_that_leak_are_refused_with_the_numbers(config, shows, reason):
     """By gradients between samples, or by equality alone; what cannot be shown is refused, too."""
-    verdict = probe_config(config)
+    verdict = probe_small_copy(config)
 
     assert not verdict.passes
     assert re.search(reason, verdict.reason)
@@ -315,7 +315,7 @@ def test_code_beside_a_model_is_asked_where_the_user_trusts_it(tmp_path, leak, t
     (tmp_path / "config.json").write_text(json.dumps(content))
     config = open_model_config(ModelConfig(model=str(tmp_path), trust_remote_code=True))
 
-    verdict = probe_config(config, trust_remote_code=True)
+    verdict = probe_small_copy(config, trust_remote_code=True)
 
     assert verdict.passes == ((leak, takes) == ("0.0", ""))
     if takes:
