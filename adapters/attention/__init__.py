@@ -82,7 +82,7 @@ def attention_names(config: Any) -> dict[str, str]:
 
 
 def takes_packed_images(model: Any, part: str) -> bool:
-    """Return whether *part* is the vision's, and its tower takes packed images by `grid_thw`."""
+    """Return whether *part* is `vision_config`, and its tower takes packed images (`grid_thw`)."""
     config = getattr(model.config, part, None)
     towers = (one for one in model.modules() if config is not None and getattr(one, "config", None) is config)
     return part == "vision_config" and any("grid_thw" in inspect.signature(one.forward).parameters for one in towers)
@@ -140,6 +140,6 @@ def project_patches(model: torch.nn.Module) -> None:
 
 
 def _is_patch_projection(convolution: torch.nn.Conv3d) -> bool:
-    """Return whether patches of the kernel's size neither overlap nor leave gaps, unpadded."""
+    """Return whether the convolution takes adjacent patches whole: no padding, groups, dilation."""
     whole = convolution.stride == convolution.kernel_size and convolution.groups == 1
     return whole and set(convolution.dilation) == {1} and not any(convolution.padding)

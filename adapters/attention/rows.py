@@ -157,7 +157,7 @@ class RealTokens:
 
     @property
     def padding_places(self) -> set[Padding]:
-        """`left of` if rows have padding before real tokens; `between` if they have it between."""
+        """Set with `left of` if padding comes before real tokens, `between` if between them."""
         columns = self.places % self.shape[1]
         starts = self.row.starts_by_token == torch.arange(len(self.places), device=self.places.device)
         sides: dict[Padding, bool] = {
@@ -336,7 +336,7 @@ def _split_by_sample(value: Any, row: PackedRow) -> list[Any]:
 
 
 def _join_outputs(outputs: list[Any], row: PackedRow) -> Any:
-    """Join outputs of a row's samples along their token axis; keep one of those without it."""
+    """Join samples' outputs along their token axis; of those without one, take one sample's."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         for axis in (1, 0):

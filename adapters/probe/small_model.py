@@ -31,7 +31,7 @@ _PLAIN_STD = 0.05
 
 @contextlib.contextmanager
 def hiding_warnings() -> Iterator[None]:
-    """Hide warnings of libraries about missing kernels and unusual sizes inside the block."""
+    """Hide all warnings inside the block, such as those of missing kernels and unusual sizes."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)
     try:
