@@ -65,8 +65,18 @@ def test_a_table_has_the_figures_and_a_page_draws_the_packs(case, skips):
     options = {"packing_length": packing_length, "algorithm": "auto", "allow_single_long": not skips}
     assert plan.raw == pp.build_raw_plan(lengths, **options)
     assert plan.checksum == pp.plan_checksum(plan.packs)
-    assert f"{len(lengths):,}" in text
-    assert ("checksum", plan.checksum[:12]) in table.rows
+    of_packs = [(len(own), sum(lengths[index] for index in own)) for own in plan.packs.tolist()]
+    tokens = sum(min(packing_length, load) for _, load in of_packs)
+    figures = {
+        "samples": f"{len(lengths):,}", "tokens": f"{sum(lengths):,}", "checksum": plan.checksum[:12],
+        "fill": f"{tokens / packing_length / len(of_packs):.2%}",
+        "samples in a pack": f"{sum(size for size, _ in of_packs) / len(of_packs):.1f}",
+        "packs over the packing length": f"{sum(load > packing_length for _, load in of_packs):,}",
+        "long samples, packed alone": f"{0 if skips else sum(one >= packing_length for one in lengths):,}",
+        "long samples, skipped": f"{skips * sum(one >= packing_length for one in lengths):,}",
+    }  # fmt: skip
+    shown = dict(table.rows)
+    assert {name: shown.get(name, "0") for name in figures} == figures
     fewest = len(plan.packs) + len(plan.raw.dropped_packs) == plan.raw.lower_bound
     assert (f"{len(plan.packs):,} (no plan has fewer)" in text) == fewest
     assert all(value in page for _, value in table.rows)
