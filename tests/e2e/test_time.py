@@ -3,9 +3,11 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 
+from packplan.adapters.forecast.calibration import StepClock
 from packplan.app.plan import __main__ as plan
 from tests.made.pictures import showing
 from tests.processes import _packplan, finished
@@ -38,6 +40,23 @@ def test_steps_evaluations_and_checkpoints_are_timed_and_counted(write_run, unev
     assert told["seconds"] == pytest.approx(total / epoch * told["epoch_seconds"] + pauses)
     kept = {file.name for file in (path.parent / "run").iterdir()}
     assert not [name for name in kept if name.startswith(("checkpoint", "calibrating"))]
+
+
+@pytest.mark.parametrize(("workers", "first"), [(0, 7.0), (2, 4.0)])
+def test_a_first_step_is_timed_without_the_start_of_its_loaders(workers, first):
+    """Where processes load, which start with the epoch; evaluation and checkpoint count apart."""
+    loader = SimpleNamespace(wait_seconds=5.0)
+    trainer = SimpleNamespace(_loaders=[loader], args=SimpleNamespace(dataloader_num_workers=workers))
+    clock = StepClock(trainer, iter([100.0, 107.0, 109.0, 112.0, 116.0]).__next__)
+
+    clock.on_epoch_begin()
+    for waited in (3, 1):
+        loader.wait_seconds += waited
+        clock.on_step_end()
+    clock.on_evaluate()
+    clock.on_save()
+
+    assert ([first, 2.0], 3.0, 4.0) == (clock.step_s, clock.evaluation_s, clock.checkpoint_s)
 
 
 def test_two_ranks_measure_together(write_run, server, uneven, tmp_path):
