@@ -46,20 +46,22 @@ class Marked:
     """Encodes numbers as samples of a length, each with a token."""
 
     def __init__(self):
-        self.living = weakref.WeakSet()
+        self.living, self.asked = weakref.WeakSet(), []
 
     def encode(self, index):
+        self.asked.append(index)
         self.living.add(token := Token())
         return {"length": min(LENGTHS[index], 99), "token": token}
 
 
 def test_what_was_emitted_is_not_held():
-    """A stream of any length needs the memory of its buffer."""
+    """A stream of any length needs the memory of its buffer, and encodes each record once."""
     options = StreamOptions(packing_length=100, packing_buffer=16)
     samples = Marked()
     dataset = StreamDataset(samples, lambda _: np.arange(len(LENGTHS)), options, rank=0, world_size=1)
 
     assert max(len(samples.living) for _ in dataset) <= 2 * 16 + 1
+    assert samples.asked == [*range(len(LENGTHS))]
 
 
 def write_turns(path: Path, *records: list[tuple[str, str]]) -> str:
