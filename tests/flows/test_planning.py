@@ -59,13 +59,14 @@ def test_a_later_run_measures_and_plans_what_is_new_alone():
 
 def test_packs_of_equal_work_are_planned_from_what_was_measured():
     """Lengths and patches by the model's sizes; another model's work plans again."""
-    work = WorkModel(per_position=10, per_pair=1, vision=VisionWork(100, 1, 0, 0))
-    desk = Desk()
+    work, lengths = WorkModel(per_position=10, per_pair=1, vision=VisionWork(100, 1, 0, 0)), [*range(5, 45)]
+    desk = Desk(source=ListSource(lengths))
     planned = desk.plan(algorithm="balanced", work=work)
     media = {name: column(planned.table, name) for name in ("images", "patches")}
-    works = SampleWorks.from_lengths(work, LENGTHS, **media).flops
+    works = SampleWorks.from_lengths(work, lengths, **media).flops
 
-    assert build_raw_plan(LENGTHS, packing_length=80, algorithm="balanced", works=works) == planned.raw
+    assert build_raw_plan(lengths, packing_length=80, algorithm="balanced", works=works) == planned.raw
+    assert build_raw_plan(lengths, packing_length=80, algorithm="balanced").packs != planned.raw.packs
     assert planned.raw_checksum == desk.plan(algorithm="balanced", work=work).raw_checksum
     assert 1 == desk.plans.saves
     desk.plan(algorithm="balanced", work=work.trained())
