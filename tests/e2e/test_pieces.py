@@ -19,7 +19,7 @@ MARKS = (
 
 
 def text(rng: random.Random) -> str:
-    words = [rng.choice(("sea", "A hill.", "12,345", "the", "ok\n\n", *MARKS)) for _ in range(rng.randint(1, 30))]
+    words = [rng.choice(("sea", "A hill!", "12,345", "the", "ok\n\n", *MARKS)) for _ in range(rng.randint(1, 30))]
     return rng.choice(("", " ")).join(words)
 
 

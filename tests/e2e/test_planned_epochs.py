@@ -138,12 +138,14 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(write_mix, execute, tmp_p
             execute(write_mix(**keys, name="again", resume_from_checkpoint=checkpoint))
 
 
-def test_show_tells_every_epoch(write_mix, write_run, capsys):
+def test_show_tells_every_epoch(write_mix, write_run, capsys, monkeypatch):
     """Its samples, packs and steps, and what it draws of each source."""
     path = str(write_mix())
     again = str(write_run("qwen2", name="again", training={**KEYS, "packing_epochs": "replanned"}))
-    for one in (path, again):
-        assert 0 == plan_main(["build", one, "--quiet"])
+    monkeypatch.setattr("packplan.adapters.progress.LINE_S", 0)
+    for one, num in ((path, 77), (again, 30)):
+        assert 0 == plan_main(["build", one])
+        assert {f"{num} of {num} samples", "3 of 3 epochs"} <= {*re.findall(r"\d+ of \d+ \w+", capsys.readouterr().err)}
 
     assert 0 == plan_main(["whatif", path])
     assert "as if all epochs had the plan of the first" in capsys.readouterr().err

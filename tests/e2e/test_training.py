@@ -45,6 +45,7 @@ def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(  # noqa: PL
         result = execute(path)
     num_packs = len(result.planned["train"].aligned.packs)
     epochs = [fetched[:num_packs], fetched[num_packs:]]
+    assert not [one for one in result.trainer.model.modules() if "add_dummy" in str(one._forward_pre_hooks)]
 
     assert all(list(range(num_packs)) == sorted(epoch) for epoch in epochs)
     assert epochs[0] != epochs[1]

@@ -328,6 +328,8 @@ def test_the_log_says_how_many_packs_auto_needs_where_that_saves_some(caplog, al
         ({0}, 2, {"allow_single_long": False, "dataloader_drop_last": True},
          ["I 11 704 80 6 3 1.0000 1 4 5 2.1%", "I 3 2 2 0", "W 1 1 0", "W 1 2", "W 1 60", "W 4 457 80 6 8..10",
           "I 1 0.65 1 7 0.99%"]),
+        ((), 1, {"drop_last": False},
+         ["I 11 704 80 11 8 0.8859 long 8 11 1.6%", "I 8 8 1 0", "W 4 80 200 6 8..10 2 10 long"]),
         ((), 3, {"packing": False, "batch_size": 1}, ["I 11 704 80 11 11 1.6%", "I 11 12 3 1 0"]),
     ],
 )  # fmt: skip

@@ -49,6 +49,7 @@ def test_each_mode_is_accepted(parsed, policy):
         ({"grpo": {"reward_funcs": None}}, "grpo.reward_funcs", "is not set: name a function"),
         ({"grpo": {"output_dir": None}}, "grpo.output_dir", "is not set: name a folder"),
         ({"learning_rate": 1}, "learning_rate", "is no key of the top level: write grpo.learning_rate"),
+        ({"packing_balance": "step"}, "packing_balance", "is no known key"),
         ({"training": {"seed": 1}}, "training", "is of packplan sft: write into the section grpo"),
         ({"template": {"max_length": 9}}, "template.max_length", "is not used by packplan rl"),
         ({"global_max_length": 9}, "global_max_length", "is not used by packplan rl"),
