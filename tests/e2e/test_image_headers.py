@@ -49,7 +49,6 @@ def test_headers_give_the_lengths_of_full_encodes(case, pictures, open_source):
         asked("<image>" * len(images) + "What is it?" * number, images=images) for number, images in enumerate(shown)
     ]
     source, encoder = open_source(records, model_type, max_pixels=max_pixels)
-    encoder.template.processor._get_num_multimodal_tokens = None  # the arithmetic is proved first
     encoded, encode = [], encoder.template.encode
     encoder.template.encode = lambda sample, **options: encoded.append(sample) or encode(sample, **options)
 

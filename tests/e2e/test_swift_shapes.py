@@ -276,8 +276,8 @@ def test_texts_without_a_chat_are_those_of_pretraining(write_run, tmp_path):
 def test_an_image_of_a_row_is_its_path_or_its_bytes(tmp_path, monkeypatch):
     """Bytes where a server or the row has it."""
     coded = base64.b64encode(b"a png").decode()
-    monkeypatch.setattr(rows, "load_file", {"http://a/b.png": io.BytesIO(b"a png"), coded: io.BytesIO(b"a png")}.get)
+    monkeypatch.setattr(rows, "load_file", {"http://a/bc.png": io.BytesIO(b"a png"), coded: io.BytesIO(b"a png")}.get)
     (file := tmp_path / "a.png").touch()
 
-    images = "http://a/b.png", coded, {"bytes": b"a png", "path": None}, str(file), {"bytes": None, "path": str(file)}
+    images = "http://a/bc.png", coded, {"bytes": b"a png", "path": None}, str(file), {"bytes": None, "path": str(file)}
     assert [b"a png"] * 3 + [str(file)] * 2 == list(map(rows._path_or_bytes, images))
