@@ -173,12 +173,12 @@ def test_what_a_template_cannot_tell_is_refused(encoder, files, tmp_path):
     for key in ("agent_template", "loss_scale"):
         with pytest.raises(ConfigError, match=rf"template\.{key}.* (has|is) '?mine'?, but"):
             encoder(files["roles"], **{key: "mine"})
-    samples = encoder(files["roles"])
+    write(silent := tmp_path / "silent.jsonl", [{"messages": [{**ASKED, "loss": False}, SAID]}])
+    samples = encoder(files["roles"], silent)
     samples.template._agent_template = None
+    assert samples.encode(1)
     with pytest.raises(RecordError, match=r"has tools, for which the template .* set template\.agent_template"):
         samples.encode(0)
-    write(silent := tmp_path / "silent.jsonl", [{"messages": [{**ASKED, "loss": False}, SAID]}])
-    assert encoder(silent).encode(0)
     with pytest.raises(RecordError, match=r"which template\.loss_scale: all trains all the same"):
         encoder(silent, loss_scale="all").encode(0)
 
