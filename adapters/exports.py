@@ -148,7 +148,7 @@ def export_llama_factory(
         with publish_file(train / _DATA) as file, pa.ipc.new_stream(file, schema) as writer:
             for table in _arrow_tables(map(pad_row, _read_packs(rows, plan, order, Path(folder))), schema):
                 writer.write_table(table)
-        texts = {_INFO: {"description": json.dumps(_plan_fields(plan))}, _INFO.with_name("state.json"): state}
+        texts = {_INFO: {"description": json.dumps(_plan_metadata(plan))}, _INFO.with_name("state.json"): state}
         for path, content in {**texts, Path("dataset_dict.json"): {"splits": ["train"]}}.items():
             write_bytes(unfinished / path, json.dumps(content).encode())
 
@@ -204,13 +204,13 @@ def _read_packs(rows: Any, plan: Plan, order: Order, target: Path) -> Iterator[R
     require_supervised_rows(np.array(list(supervised.values())))
 
 
-def _plan_fields(plan: Plan) -> dict[str, Any]:
+def _plan_metadata(plan: Plan) -> dict[str, Any]:
     """Return the plan's checksum and packing length, as exported files store them."""
     return {"packplan_checksum": plan.checksum, "packplan_packing_length": plan.raw.packing_length}
 
 
 def _make_schema(plan: Plan, types: Mapping[str, Any]) -> Any:
-    return pa.schema(types, {key: str(value) for key, value in _plan_fields(plan).items()})
+    return pa.schema(types, {key: str(value) for key, value in _plan_metadata(plan).items()})
 
 
 def _arrow_tables(packs: Iterable[Row], schema: Any) -> Iterator[Any]:

@@ -432,7 +432,7 @@ def _value_faults(mix: Mix, sizes: Sequence[int]) -> Iterator[Fault]:
 
 
 def _source_faults(mix: Mix, source: Source, path: str) -> Iterator[Fault]:
-    """Yield the faults of a source's ratio and count; *path* is its key in the YAML."""
+    """Yield the faults of a source's ratio, count and cap; *path* is its key in the YAML."""
     if (source.ratio is None) == (source.count is None):
         yield Fault(path, f"({source.jsonl}) needs either a ratio or a count")
     if source.ratio is not None and not (source.ratio.is_finite() and source.ratio > 0):

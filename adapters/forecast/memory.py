@@ -83,7 +83,8 @@ class StepTracer:
 
     def trace_step(self, samples: Sequence[dict[str, Any]]) -> StepTrace:
         """
-        Trace a step on a pack; ModelError with the place if the model cannot be traced.
+        Trace an optimizer step on a pack, its update included; ModelError names the module that
+        cannot be traced.
 
         Args:
             samples: Encoded samples of the pack.

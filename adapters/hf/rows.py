@@ -106,5 +106,5 @@ def _has_columns(key: str, value: Any) -> bool:
 
 
 def _is_shared(value: Any) -> bool:
-    """Return whether a value of a batch holds for all rows: a scalar or None."""
+    """Return whether a value of a batch holds for all rows: None, or a tensor of no dimension."""
     return value is None or getattr(value, "ndim", 1) == 0

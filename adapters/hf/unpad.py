@@ -168,7 +168,7 @@ def _hook_model(model: Any, *, native: str, logits: bool) -> Unpadding:
     tried: list[tuple[TextStack, dict[str, str]]] = []
     for stack in _candidate_stacks(model):
         hooks = Unpadding(model, stack, logits=logits)
-        reasons = {side: _hook_fault(model, hooks, stack, mask, native=native) for side, mask in _padding_masks(model)}
+        reasons = {side: _hook_fault(model, hooks, stack, mask, native=native) for side, mask in _trial_masks(model)}
         hooks.remove()
         tried.append((stack, {side: reason for side, reason in reasons.items() if reason is not None}))
         if not tried[-1][1]:
@@ -257,7 +257,7 @@ def _longest_row(config: Any) -> int:
     return max(_LONGEST, window + 3)
 
 
-def _padding_masks(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _trial_masks(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each side of padding with a mask padded there; int64 of shape (rows, positions)."""
     longest = _longest_row(model.config)
     lengths = torch.tensor([*_LENGTHS, longest], device=next(model.parameters()).device)[:, None]

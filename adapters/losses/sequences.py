@@ -364,7 +364,7 @@ def _sequence_entry(value: Any, number: int, length: int, dim: int | None) -> An
 
 
 def _sequence_weights(token_mask: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-    """Return the total weight of each sequence's tokens, over all ranks; shape (num_sequences,)."""
+    """Return the summed mask of each sequence, its first token left out; shape (num_sequences,)."""
     lengths = torch.as_tensor(layout.lengths.copy(), device=token_mask.device)[:, None]
     inside = torch.arange(1, token_mask.shape[1], device=token_mask.device) < lengths
     return (token_mask[:, 1:].double() * inside).sum(1)

@@ -182,7 +182,7 @@ class SmallProbe:
             try:
                 return self._find_verdict(attn_impl)
             except ModelError as error:
-                return _refusal_verdict(self.config, attn_impl, "", str(error))
+                return _blank_verdict(self.config, attn_impl, "", str(error))
 
     @cached_property
     def mixing_module(self) -> str | None:
@@ -222,7 +222,7 @@ class SmallProbe:
         flash = not self.on_cpu and find_spec("flash_attn") is not None
         for trial in yield_trials(attn_impl, native=native, flash=flash):
             if trial not in self._verdicts:
-                before = _refusal_verdict(self.config, trial.attention, native, "")
+                before = _blank_verdict(self.config, trial.attention, native, "")
                 self._verdicts[trial] = _try_strategy(self._copies_for(trial), trial, before)
             if self._verdicts[trial].passes:
                 return self._verdicts[trial]
@@ -362,7 +362,7 @@ def _try_strategy(copies: _SmallCopies, trial: StrategyTrial, refused: PackingVe
     )  # fmt: skip
 
 
-def _refusal_verdict(config: Any, attention: str, native: str, reason: str) -> PackingVerdict:
+def _blank_verdict(config: Any, attention: str, native: str, reason: str) -> PackingVerdict:
     return PackingVerdict(
         config.model_type, None, attention, native, split=(), follows_rows=False, measured=None, reason=reason
     )

@@ -86,7 +86,7 @@ def file_faults(paths: Iterable[str]) -> Iterator[str]:
         try:
             found = _match_files(path)
             for file in found:
-                _require_file(file)
+                _require_data_path(file)
             files += found
         except DataSetError as error:
             yield str(error)
@@ -96,7 +96,7 @@ def file_faults(paths: Iterable[str]) -> Iterator[str]:
         yield str(error)
 
 
-def _require_file(path: Path) -> None:
+def _require_data_path(path: Path) -> None:
     """
     Require that a path is a readable data file, or a folder of a data set.
 

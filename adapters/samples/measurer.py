@@ -249,7 +249,7 @@ class SwiftMeasurer:
         shortcut = None if counted is None else counted + one.media
         if shortcut is not None and limit is not None and shortcut.length > limit:
             shortcut = None  # which tokens a truncated sample keeps is the template's to say
-        if shortcut is not None and not self._select_for_audit(one):
+        if shortcut is not None and not self._take_for_audit(one):
             return MeasuredSample(shortcut, one.facts)
         try:
             encoded = self._encoder.measure(one.index)
@@ -261,7 +261,7 @@ class SwiftMeasurer:
             raise ShortcutError(str(self._encoder.records.location(one.index)), to_row(shortcut), to_row(encoded))
         return MeasuredSample(encoded, one.facts)
 
-    def _select_for_audit(self, one: _UnmeasuredSample) -> bool:
+    def _take_for_audit(self, one: _UnmeasuredSample) -> bool:
         """Return whether to audit the shortcut by this sample's full encode; remember its kind."""
         kind = _sample_kind(one.sample)
         if kind not in self._audited_kinds and len(self._audited_kinds) < _MAX_AUDITED_KINDS:

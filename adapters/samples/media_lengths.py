@@ -152,7 +152,8 @@ class VideoCosts:
     @classmethod
     def from_template(cls, template: Template, config: TemplateConfig) -> VideoCosts | None:
         """
-        Return the costs for a template; None if it reads no videos or full encodes disagree.
+        Return the costs for a template; None if it reads no videos, if no size of frames is within
+        its limits, or if black videos that are encoded in full cost otherwise.
 
         Args:
             template: Template of a vision model.

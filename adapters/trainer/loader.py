@@ -96,7 +96,7 @@ class Collator:
     """Whether all samples share one row; if not, each has its own padded row."""
 
     reduction: Reduction = "token"
-    """See `loss_weights`."""
+    """Weighting of samples of unequal length in the loss, as `loss_weights` has it."""
 
     def __call__(self, items: list[PackOfRows | PackplanError]) -> Batch | PackplanError:
         """Return a batch of packs, or the first item that is an error."""

@@ -106,7 +106,7 @@ def make_quantisation(model: ModelConfig, *, on_cpu: bool) -> Any:
 
 
 def _tuner_arguments(model: Any, training: TrainingConfig) -> Any:
-    """Return ms-swift's tuner arguments, resolved as `SftArguments` does."""
+    """Return ms-swift's tuner arguments as a namespace, resolved as `SftArguments` does."""
     fields: Any = dataclasses.fields(TunerArguments)
     defaults = {
         field.name: field.default if field.default is not dataclasses.MISSING else field.default_factory()

@@ -165,10 +165,10 @@ def _load_reward(name: str) -> Callable[..., Any]:
         raise ConfigError.for_key(key, f"has {name}, which is no function")
 
     @functools.wraps(found)
-    def score_or_refuse(**columns: Any) -> Any:
+    def refuse_its_errors(**columns: Any) -> Any:
         try:
             return found(**columns)
         except Exception as error:
             raise ConfigError.for_key(key, f"has {name}, which failed: {type(error).__name__}: {error}") from error
 
-    return score_or_refuse
+    return refuse_its_errors

@@ -172,7 +172,7 @@ RecordOutcome = MeasuredSample | RecordError
 
 
 def to_tables(outcomes: Iterable[RecordOutcome]) -> tuple[Table, MediaTable]:
-    """Return the measurements of several records, and the facts of their media."""
+    """Return a row for each record, `BAD` for an error, and the facts of all media in order."""
     measured = [MeasuredSample(BAD) if isinstance(one, RecordError) else one for one in outcomes]
     rows = np.array([to_row(one.measurement) for one in measured], dtype=np.int32)
     media = np.array([attrs.astuple(image) for one in measured for image in one.media], dtype=np.int64)

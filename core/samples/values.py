@@ -50,7 +50,7 @@ def parse_literal(value: Any, name: str) -> Any:
 
 
 def require_encodable(value: Any, name: str) -> None:
-    """Refuse a text with an unpaired surrogate, which cannot be encoded as UTF-8."""
+    """Refuse a JSON value with half of a surrogate pair in a text; the error has *name*."""
     try:
         json.dumps(value, ensure_ascii=False, skipkeys=True, default=str).encode()
     except UnicodeEncodeError:
