@@ -1,6 +1,7 @@
 """The same records are the same data set, whatever format their files have."""
 
 import csv
+import gc
 import gzip
 import hashlib
 import io
@@ -570,6 +571,20 @@ def test_a_file_takes_little_memory(tmp_path, name, monkeypatch):
     assert held < 100 * len(rows) or name == "b.arrow"  # whose batches have two rows here
     assert peak < 12_000_000 or name == "a.json"
     assert max(after_opening, resident_bytes(where)) < 3_000_000
+
+
+def test_a_file_is_closed_once_nobody_reads_it(tmp_path):
+    path = write(tmp_path, "a.jsonl", [{"t": "a"}])
+
+    def is_open() -> bool:
+        gc.collect()
+        return any(path == link.resolve() for link in Path("/proc/self/fd").iterdir())
+
+    records = opened(path)
+    assert [{"t": "a"}] == list(records)
+    assert is_open()
+    del records
+    assert not is_open()
 
 
 @pytest.mark.parametrize("name", CACHED)
