@@ -9,6 +9,7 @@ import pytest
 from packplan.adapters import files as artefacts
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
+from packplan.app.wiring.stores import write_new_file
 from packplan.core.align import align_plan
 from packplan.core.checksum import plan_checksum
 from packplan.core.epochs import EpochRecord
@@ -263,3 +264,13 @@ def test_a_manifest_that_does_not_fit_the_rest_is_found(whole, name, changed, sa
 
     (error,) = [*DiskLengthStore(whole).damage(), *DiskPlanStore(whole).damage()]
     assert reason in str(error)
+
+
+def test_a_new_file_replaces_no_other(tmp_path):
+    """The same content may be written again."""
+    for _ in range(2):
+        write_new_file(path := tmp_path / "a.py", "one")
+    for there, text in ((path, "two"), (tmp_path, "one")):
+        with pytest.raises(ConfigError, match="--output"):
+            write_new_file(there, text)
+    assert "one" == path.read_text()

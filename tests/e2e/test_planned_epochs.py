@@ -145,7 +145,10 @@ def test_show_tells_every_epoch(write_mix, write_run, capsys, monkeypatch):
     monkeypatch.setattr("packplan.adapters.progress.LINE_S", 0)
     for one, num in ((path, 77), (again, 30)):
         assert 0 == plan_main(["build", one])
-        assert {f"{num} of {num} samples", "3 of 3 epochs"} <= {*re.findall(r"\d+ of \d+ \w+", capsys.readouterr().err)}
+        assert {f"{num} of {num} samples", "3 of 3 epochs"} <= {
+            *re.findall(r"\d+ of \d+ \w+", said := capsys.readouterr().err)
+        }
+        assert "planning train, " in said
 
     assert 0 == plan_main(["whatif", path])
     assert "as if all epochs had the plan of the first" in capsys.readouterr().err
@@ -160,7 +163,7 @@ def test_show_tells_every_epoch(write_mix, write_run, capsys, monkeypatch):
     assert [0, 1, 2] == [one["epoch"] for one in epochs["epochs"]]
     assert sum(one["steps"] for one in epochs["epochs"]) == epochs["total_steps"] == document["schedule"]["total_steps"]
     assert epochs["epochs"][1]["checksum"] == document["checksums"]["raw_plan"]
-    assert re.search(r"chat\.jsonl 2.*of the tokens\)", show(path, "--epoch", "1"), re.DOTALL)
+    assert re.search(r"fill .* sources .*chat\.jsonl 2.*of the tokens\)", show(path, "--epoch", "1"), re.DOTALL)
     fewer = open_split(read_config(path, ["training.num_train_epochs=2"]), "train", world_size=1)
     assert 2 == len(fewer.plan.epochs)
     assert any(re.search(r"last optimizer step of \d of 2 epochs sees fewer", line) for line in fewer.warnings)

@@ -1,5 +1,6 @@
 """No orphan: whatever this project starts ends with what started it, also by SIGKILL."""
 
+import multiprocessing
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from packplan.adapters.processes import ignore_foreign_sigterm
 from tests.processes import (
     DEADLINE_S,
     PATIENCE_S,
@@ -196,3 +198,23 @@ def test_nothing_else_starts_processes():
     found = {str(path.relative_to(ROOT)): set(imports.findall(path.read_text(encoding="utf-8"))) for path in modules}
 
     assert STARTERS == {path: names for path, names in found.items() if names}
+
+
+def heed_parent(ready) -> None:
+    ignore_foreign_sigterm()
+    ready.send(None)
+    time.sleep(60)
+
+
+def test_a_worker_ends_by_the_sigterm_of_its_parent_alone():
+    receiver, sender = multiprocessing.get_context("fork").Pipe()
+    worker = multiprocessing.get_context("fork").Process(target=heed_parent, args=(sender,))
+    worker.start()
+    receiver.recv()
+
+    subprocess.run(["kill", str(worker.pid)], check=True)
+    worker.join(0.3)
+    assert worker.is_alive()
+    worker.terminate()
+    worker.join(10)
+    assert 0 == worker.exitcode
