@@ -81,7 +81,7 @@ def trained(demo, tmp_path_factory):
     ],
 )
 def test_a_resume_ends_bit_for_bit_as_one_run_does(  # noqa: PLR0917  # fixtures
-    write_run, execute, few_scenes, tmp_path, model, stop, keys
+    write_run, execute, few_scenes, tmp_path, caplog, model, stop, keys
 ):
     """Losses, telemetry and weights, from mid-epoch and its end; no process is left."""
     scenes = {"custom": {"train_jsonl": str(few_scenes)}, "template": {"max_length": 500}}
@@ -93,8 +93,11 @@ def test_a_resume_ends_bit_for_bit_as_one_run_does(  # noqa: PLR0917  # fixtures
     checkpoint = tmp_path / "whole" / f"checkpoint-{stop or per_epoch}"
     shutil.copytree(tmp_path / "whole" / "static_packing", tmp_path / "again" / "static_packing")
     keys |= {"resume_from_checkpoint": str(checkpoint), "save_strategy": "steps", "save_steps": last}
-    resumed = execute(write_run(model, name="again", training=keys, **overlay))
+    with caplog.at_level(logging.INFO):
+        resumed = execute(write_run(model, name="again", training=keys, **overlay))
 
+    began = f"resuming after optimizer step {stop}, in" if stop else f"going on after optimizer step {per_epoch} with"
+    assert began in caplog.text
     assert steps(whole.history) == steps(resumed.history)
     found = tmp_path / "again" / f"checkpoint-{last}"
     assert_equal(found, tmp_path / "whole" / found.name)
@@ -171,7 +174,7 @@ def test_a_model_of_a_hub_is_known_by_its_name_in_another_trainer(demo):
     assert {} == known("")
 
 
-def test_where_what_is_left_fills_no_batch_the_next_epoch_goes_on(write_run, execute, tmp_path):
+def test_where_what_is_left_fills_no_batch_the_next_epoch_goes_on(write_run, execute, tmp_path, caplog):
     """Neither a step nor a crash; at the last epoch, no step."""
     num = 8
     data = write_lines(tmp_path / "eight.jsonl", chats(num))
@@ -187,7 +190,9 @@ def test_where_what_is_left_fills_no_batch_the_next_epoch_goes_on(write_run, exe
 
     assert (0, num // 2) == (resumed.schedule.num_remaining_batches(0), resumed.num_steps - (num - 1))
     assert all(entry["epoch"] > 1 for entry in resumed.history if "loss" in entry and entry["step"] >= num)
+    assert "nothing is left to train" not in caplog.text
     assert num - 1 == run(**resumes, num_train_epochs=1).num_steps
+    assert "nothing is left to train" in caplog.text
 
 
 def test_other_ranks_finish_the_epoch_with_what_it_has_left(start_ranks, write_run, tmp_path):
