@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from packplan.app.planning.epochs import works_of_records
-from packplan.app.planning.schedule import balanced_sync_point, zero_stage
+from packplan.app.planning.schedule import balanced_sync_point, partial_window_warning, zero_stage
 from packplan.app.wiring.policies import policy_of_split, work_of_run
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.work.model import WorkModel
+from tests.strategies import plain_schedule
 
 TEXT = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "vocab_size": 100}  # fmt: skip
@@ -104,3 +105,11 @@ def test_only_packs_that_weigh_work_are_planned_by_it(tmp_path):
     assert WorkModel.from_config(TEXT).trained() == balanced.work
     for keys, uses in (({}, True), ({"algorithm": "certified"}, False), ({"packing": False}, False)):
         assert uses == attrs.evolve(balanced, **keys).uses_works
+
+
+@pytest.mark.parametrize(("packs", "says"), [((4, 3, 5), "2 of 3 epochs"), ((3,), "1 of 1 epoch "), ((4, 2), "")])
+def test_epochs_whose_last_step_is_smaller_are_counted(packs, says):
+    schedule = plain_schedule(packs, gradient_accumulation_steps=2, num_train_epochs=len(packs))
+
+    assert says in (partial_window_warning(schedule) or "")
+    assert bool(says) == (partial_window_warning(schedule) is not None)
