@@ -20,7 +20,7 @@ from packplan.adapters.attention import NAME, set_attention
 from packplan.adapters.attention.rows import read_row, run_by_sample
 from packplan.adapters.probe import rows
 from packplan.adapters.probe.probe import probe_small_copy
-from packplan.adapters.probe.rows import probe_images, probe_ready_model
+from packplan.adapters.probe.rows import ordinary_token_ids, probe_images, probe_ready_model
 from packplan.adapters.probe.shrink import shrink_config
 from packplan.adapters.probe.small_model import SmallModels, open_model_config
 from packplan.adapters.proof.comparison import compare, difference_limit, experts_may_differ, run_alone
@@ -576,3 +576,8 @@ def test_each_backend_is_one_of_transformers_or_ours():
     """`flash_attn` is ms-swift's word for what is installed."""
     of_transformers = {*ALL_ATTENTION_FUNCTIONS.valid_keys(), "eager", "flash_attn"}
     assert {AUTO, VARLEN} == {*BACKENDS} - of_transformers, "a backend of one's own is tried here: add its trial"
+
+
+def test_probes_draw_no_token_that_a_configuration_names():
+    config = LlamaConfig(vocab_size=6, pad_token_id=0, bos_token_id=1, eos_token_id=4)
+    assert [2, 3, 5] == ordinary_token_ids(config)
