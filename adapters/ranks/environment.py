@@ -9,19 +9,20 @@ from packplan.core.errors import ConfigError, Fault, RunError
 _MAX_RANKS, _MAX_PORT = 100_000, 2**16 - 1
 
 
-def read_world_size(environment: Mapping[str, str] = os.environ) -> int:
+def read_world_size(environment: Mapping[str, str] | None = None) -> int:
     """
     Check the variables of torchrun, and return the number of ranks; 1 without torchrun.
 
     Args:
-        environment: Environment variables of this process.
+        environment: Environment variables; without any, those that this process has now: `datasets`
+            replaces `os.environ` where several processes map.
 
     Raises:
         ConfigError: A variable is missing while others are set, is no number, or contradicts them.
     """
-    if found := tuple(_environment_faults(environment)):
+    if found := tuple(_environment_faults(environment or os.environ)):
         raise ConfigError("the environment of this process", found)
-    return int(environment.get("WORLD_SIZE", "1"))
+    return int((environment or os.environ).get("WORLD_SIZE", "1"))
 
 
 def _environment_faults(environment: Mapping[str, str]) -> Iterator[Fault]:
@@ -55,18 +56,18 @@ def _parse_number(text: str) -> int | None:
 
 
 @contextmanager
-def wrap_rendezvous_errors(environment: Mapping[str, str] = os.environ) -> Iterator[None]:
+def wrap_rendezvous_errors(environment: Mapping[str, str] | None = None) -> Iterator[None]:
     """
     Turn a RuntimeError in this context, in which a rank joins the others, into a RunError.
 
     Args:
-        environment: Environment variables of this process, with the address of the store.
+        environment: See `read_world_size`; they have the address of the store.
     """
     try:
         yield
     except RuntimeError as error:
+        environment = environment or os.environ
         place = f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT)"
         who = f"rank {environment.get('RANK')} cannot meet the {environment.get('WORLD_SIZE')} ranks at {place}"
         reason = " ".join(str(error).split())[:250]
-        fact = f"{who}: {reason}; start all with torchrun, at a --master-port that is free"
-        raise RunError("rank_gone", fact) from error
+        raise RunError("rank_gone", f"{who}: {reason}; start all with torchrun, at a free --master-port") from error

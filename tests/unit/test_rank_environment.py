@@ -1,5 +1,7 @@
 """Variables of a launcher are complete and agree, or each wrong one is named with its bounds."""
 
+import copy
+import os
 import re
 
 import pytest
@@ -88,6 +90,8 @@ def test_ranks_that_cannot_meet_say_where():
 
 
 def test_one_process_plans_a_command_or_traces_a_step(monkeypatch):
+    """By the environment as it is now, of which `datasets` may have made another object."""
+    monkeypatch.setattr("os.environ", copy.deepcopy(os.environ))
     for name, value in (RANKS | {"WORLD_SIZE": "2", "RANK": "0"}).items():
         monkeypatch.setenv(name, value)
 
