@@ -53,7 +53,7 @@ class LinesFile(RecordFile):
         return super().cache_fault()
 
     def _scan(self) -> NDArray[np.int64]:
-        """Return start, end and line of each record; shape (num_records, 3).."""
+        """Return start, end and line of each record; shape (num_records, 3)."""
         found = array("q")
         bar = progress(desc=f"reading {self.path.name}", unit=" bytes", leave=False, delay=BRIEF_S)
         with self.path.open("rb") as file, bar:
