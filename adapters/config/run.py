@@ -34,28 +34,6 @@ _REQUIRED = {"template": {}, "custom": {}, "model": {"model": "unset"}, "trainin
 _REFUSED = {f"training.{key}": str(refusal) for key, refusal in refused_settings("sft").items()}
 
 
-def load_config(
-    path: str | Path,
-    trainer_keys: Mapping[str, TrainerKey],
-    *,
-    overrides: Sequence[str] = (),
-) -> RunConfig:
-    """
-    Read a run's YAML, and the YAMLs that it extends.
-
-    Args:
-        path: YAML file; a relative `extends:` starts at its folder, all other relative paths at
-            the working directory.
-        trainer_keys: Keys of `training.` that are passed to the trainer -> values that they take.
-        overrides: Values for single keys, as `training.learning_rate=1e-4`, in place of the YAML's;
-            null unsets a key.
-
-    Raises:
-        ConfigError: All faults of the configuration.
-    """
-    return parse_config(read_document(Path(path)), str(path), trainer_keys, overrides=overrides)
-
-
 def parse_config(
     document: Mapping[str, Any],
     source: str,
@@ -69,8 +47,9 @@ def parse_config(
     Args:
         document: Content of the YAML.
         source: Name of the YAML, for errors.
-        trainer_keys: See `load_config`.
-        overrides: See `load_config`.
+        trainer_keys: Keys of `training.` that are passed to the trainer -> values that they take.
+        overrides: Values for single keys, as `training.learning_rate=1e-4`, in place of the YAML's;
+            null unsets a key.
 
     Raises:
         ConfigError: All faults of the configuration.
@@ -93,9 +72,10 @@ def load_rl_config(path: str | Path, grpo_keys: Mapping[str, TrainerKey], *, ove
     Read the YAML of a run of reinforcement learning, and the YAMLs that it extends.
 
     Args:
-        path: See `load_config`.
+        path: YAML file; a relative `extends:` starts at its folder, all other relative paths at
+            the working directory.
         grpo_keys: Keys of `grpo.` that are passed to TRL -> values that they take.
-        overrides: See `load_config`.
+        overrides: See `parse_config`.
 
     Raises:
         ConfigError: All faults of the configuration.

@@ -40,7 +40,7 @@ def works_of_records(model: WorkModel, table: Table) -> SampleWorks:
     return SampleWorks.from_lengths(model, column(table, "length").astype(np.int64), **media)
 
 
-def samples_to_plan(policy: PlanPolicy, table: Table, files: Sequence[DataFile] = ()) -> RecordLengths:
+def plannable_records(policy: PlanPolicy, table: Table, files: Sequence[DataFile] = ()) -> RecordLengths:
     """
     Return measured records as the samples that plans pack; DataSetError if a sample has no token.
 

@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs, plan_first_epoch, samples_to_plan
+from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs, plan_first_epoch, plannable_records
 from packplan.app.planning.measure import measure
 from packplan.app.planning.split import Split
 from packplan.core.align import align_plan
@@ -141,7 +141,7 @@ def _build_plan(split: Split, world_size: int, report: ReportProgress) -> dict[s
     if raw is not None:
         log.info("%s: the stored plan fits and is used again", name)
     else:
-        samples = samples_to_plan(policy, table, files)
+        samples = plannable_records(policy, table, files)
         _require_drawable(split.recipe, policy, samples)
         log.info("%s: planning %s", name, counted(int(np.count_nonzero(samples.lengths)), "sample"))
         raw = plan_first_epoch(name, policy, samples, recipe=split.recipe, report=report)
@@ -176,7 +176,7 @@ def plan_epochs(split: Split, recipe: EpochRecipe, schedule: EpochSchedule, rank
     Raises:
         PackplanError: An epoch cannot be planned; on every rank.
     """
-    samples = samples_to_plan(split.policy, split.table, split.encoder.data_files())
+    samples = plannable_records(split.policy, split.table, split.encoder.data_files())
     planner = EpochPlanner(split.policy, recipe, samples)
 
     def plan_and_count(report: ReportProgress) -> Arrays:

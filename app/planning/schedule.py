@@ -93,7 +93,8 @@ def schedule_of_split(
 ) -> EpochSchedule:
     """
     Return the schedule of a run's split from its beginning; ArgumentError if the ranks cannot
-    realise the batch.
+    realise the batch. `accumulation_of` decides the batches of a step here, as in the trainer's
+    arguments.
 
     An evaluation is one epoch, whose steps are the forward passes of each rank.
 

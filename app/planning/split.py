@@ -110,9 +110,6 @@ class Split:
 
     aligned: AlignedPlan = attrs.field(default=None)
 
-    resume_facts: dict[str, Any] = attrs.field(factory=dict)
-    """Fields of `ResumeState` that say which plan, data and settings are trained."""
-
     epochs: PlannedEpochs | None = None
     """Epochs that have plans of their own, which `plan_epochs` fills."""
 
@@ -121,8 +118,8 @@ class Split:
         """Work of each record of a measured split, which balances ranks."""
         return works_of_records(self.work_model, self.table)
 
-    def packs_of(self, epoch: int) -> Packs:
-        """Return the packs of an epoch."""
+    def raw_packs_of(self, epoch: int) -> Packs:
+        """Return the packs of an epoch's raw plan, which a schedule names by their indices."""
         return self.raw.packs if self.epochs is None else self.epochs.stats(epoch).packs
 
     def pack_stats(self, epoch: int) -> PackStats:

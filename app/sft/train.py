@@ -26,7 +26,7 @@ from packplan.app.planning.split import Split
 from packplan.app.wiring.policies import work_of_run
 from packplan.app.wiring.ranks import hold_output_lock
 from packplan.app.wiring.splits import open_splits
-from packplan.app.wiring.trainers import build_trainer, match_checkpoint, open_arguments, open_checkpoint, resume_facts
+from packplan.app.wiring.trainers import build_trainer, match_checkpoint, open_arguments, open_checkpoint, open_follower
 from packplan.app.wiring.verdicts import decide_attention
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import counted, verb_for
@@ -34,6 +34,7 @@ from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochSchedule, ResumeState
 
 if TYPE_CHECKING:
+    from packplan.adapters.loaders.batches import PackBatches
     from packplan.adapters.trainer.checkpoints import Checkpoint
     from packplan.adapters.trainer.trainer import CheckedTrainer, PlanTrainer
 
@@ -81,24 +82,24 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> t
     ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
     for split in splits.values():
         measure_and_plan(split, ranks, world_size=world_size)  # lengths, raw plan, aligned plan
-    schedule, checkpoint = _schedule_packs(config, splits["train"], checkpoint, ranks)
+    follower, checkpoint = _schedule_packs(config, splits["train"], checkpoint, ranks)
     arguments.resume_from_checkpoint = checkpoint and checkpoint.folder
     group.stop_heartbeat()
     if group.rank == 0:
-        _log_plans(config, splits, schedule)
+        _log_plans(config, splits, follower.schedule)
         if checkpoint is not None and checkpoint.attention != attention.name:
             then = "the checkpoint was trained by the attention %s; the run goes on by %s"
             log.info(then, checkpoint.attention, attention.name)
 
-    return build_trainer(config, arguments, splits, schedule, attention=attention, group=group), splits
+    return build_trainer(config, arguments, splits, follower, attention=attention, group=group), splits
 
 
 def _schedule_packs(
     config: RunConfig, train: Split, checkpoint: Checkpoint[ResumeState] | None, ranks: Ranks
-) -> tuple[EpochSchedule, Checkpoint[ResumeState] | None]:
+) -> tuple[PackBatches, Checkpoint[ResumeState] | None]:
     """
-    Return the schedule, which starts where the run goes on, and the checkpoint that it resumes
-    from.
+    Return this rank's batches, in the order of a schedule that starts where the run goes on, and
+    the checkpoint that it resumes from.
 
     Raises:
         StaleError: The checkpoint was made on another plan.
@@ -108,14 +109,14 @@ def _schedule_packs(
     # Ranks that counted other works would assign a step's packs in another way.
     ranks.require_same("the work of the train packs", hashlib.sha256(pack_works.tobytes()).hexdigest())
     schedule = schedule_of_split(config, "train", train.aligned, pack_works)
-    train.resume_facts = resume_facts(config, train)
+    follower = open_follower(config, train, schedule, ranks.group)
     if checkpoint is not None:
-        now = ResumeState.from_schedule(schedule, **train.resume_facts)
-        checkpoint = match_checkpoint(config, ranks.group, checkpoint, lambda then: then.differences(now))
+        checkpoint = match_checkpoint(config, ranks.group, checkpoint, lambda then: then.differences(follower.state))
         schedule = attrs.evolve(schedule, start=checkpoint.resume_state.progress)
     if train.recipe is not None:  # each epoch has a plan of its own
         schedule = plan_epochs(train, train.recipe, schedule, ranks)
-    return schedule, checkpoint
+    follower.reschedule(schedule)
+    return follower, checkpoint
 
 
 def _log_plans(config: RunConfig, splits: dict[str, Split], schedule: EpochSchedule) -> None:
@@ -125,8 +126,7 @@ def _log_plans(config: RunConfig, splits: dict[str, Split], schedule: EpochSched
     log_schedule(config, splits["train"], schedule)
     if schedule.start.step:
         _log_resume(schedule, "pack" if config.training.packing else "sample")
-    _, estimated = work_of_run(config)
-    if estimated:
+    if estimated := work_of_run(config)[1]:
         log.warning("work is estimated from tokens and their squares: %s", estimated)
     if schedule.works is not None and schedule.world_size > 1:
         log.info(

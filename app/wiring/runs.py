@@ -10,7 +10,8 @@ from typing import TypeVar
 
 import attrs
 
-from packplan.adapters.config.run import load_config, load_mixes, load_rl_config
+from packplan.adapters.config.layers import read_document
+from packplan.adapters.config.run import load_mixes, load_rl_config, parse_config
 from packplan.adapters.config.trainer_keys import GRPO_KEYS_FILE, SFT_KEYS_FILE, TrainerKey, read_key_table
 from packplan.adapters.model_folder import download_model, find_cached_model, is_hub_id, model_faults
 from packplan.adapters.ranks.environment import read_world_size
@@ -31,13 +32,15 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Read a run's YAML, and resolve its model, data and mixes to files on this machine.
 
     Args:
-        path: The YAML.
+        path: The YAML; a relative `extends:` starts at its folder, all other relative paths at the
+            working directory.
         overrides: Values for single keys, as `training.learning_rate=1e-4`, in place of the YAML's.
 
     Raises:
         ConfigError: All faults of the configuration.
     """
-    return resolve_inputs(load_config(path, trainer_keys(), overrides=overrides))
+    config = parse_config(read_document(Path(path)), str(path), trainer_keys(), overrides=overrides)
+    return resolve_inputs(config)
 
 
 def read_rl_config(path: str | Path, overrides: Sequence[str] = ()) -> RlConfig:

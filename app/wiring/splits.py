@@ -46,29 +46,28 @@ def open_splits(config: RunConfig) -> dict[str, Split]:
 
 def open_encoders(config: RunConfig) -> dict[str, SwiftEncoder]:
     """Open the records of each split, `train` and perhaps `eval`, on one template."""
-    names = {"train": config.custom.train_jsonl, "eval": config.custom.val_jsonl}
-    encoders: dict[str, SwiftEncoder] = {}
     if config.command is not None:
-        template = config.command.open_template()
-        for split, rows in config.command.open_rows(template).items():
-            file = RowsFile(rows, name=" ".join(names[split]), sequences_per_row=max(config.command.row_parts, 1))
-            encoders[split] = RowsEncoder(config, template=template, rows=file)
-        return encoders
+        return _open_command_encoders(config)
     template = open_template(
         config.model, config.template, packing_length=config.packing_length, packs=config.training.packing
     )
-    for split, files in names.items():
+    encoders: dict[str, SwiftEncoder] = {}
+    for split, files in {"train": config.custom.train_jsonl, "eval": config.custom.val_jsonl}.items():
         if files:
             encoders[split] = SwiftEncoder(config, files, template=template, cache=records_cache(config))
             encoders[split].require_encodable_images()
-            _log_records(split, encoders[split])
+            for one in encoders[split].data_files():
+                log.info("%s: %s has records of the shape %s", split, one.file, one.shape)
     return encoders
 
 
-def _log_records(split: str, encoder: SwiftEncoder) -> None:
-    """Log the shape of the records of each data file."""
-    for one in encoder.data_files():
-        log.info("%s: %s has records of the shape %s", split, one.file, one.shape)
+def _open_command_encoders(config: RunConfig) -> dict[str, SwiftEncoder]:
+    """Open the rows of each split of a command of ms-swift, on the command's template."""
+    names = {"train": config.custom.train_jsonl, "eval": config.custom.val_jsonl}
+    template, parts = config.command.open_template(), max(config.command.row_parts, 1)
+    rows = config.command.open_rows(template).items()
+    files = {split: RowsFile(held, name=" ".join(names[split]), sequences_per_row=parts) for split, held in rows}
+    return {split: RowsEncoder(config, template=template, rows=file) for split, file in files.items()}
 
 
 def export_rows(splits: Iterable[Split], folder: Path) -> dict[str, int]:

@@ -20,12 +20,7 @@ from packplan.adapters.trainer.arguments import (
     shards_weights,
     yield_setting_faults,
 )
-from packplan.adapters.trainer.checkpoints import (
-    Checkpoint,
-    State,
-    find_checkpoint,
-    newest_checkpoint,
-)
+from packplan.adapters.trainer.checkpoints import Checkpoint, State, find_checkpoint, newest_checkpoint
 from packplan.adapters.trainer.loader import PackedDataset
 from packplan.adapters.trainer.model import open_model
 from packplan.adapters.trainer.streams.dataset import StreamDataset
@@ -43,14 +38,7 @@ from packplan.core.errors import ConfigError, Difference, counted
 from packplan.core.fingerprint import RunIdentity
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochSchedule
-from packplan.core.stream import (
-    Order,
-    RankState,
-    StreamOptions,
-    StreamProgress,
-    StreamState,
-    reshard,
-)
+from packplan.core.stream import Order, RankState, StreamOptions, StreamProgress, StreamState, reshard
 
 log = logging.getLogger(__name__)
 
@@ -136,26 +124,31 @@ def identity_of_run(config: RunConfig) -> RunIdentity:
     return run_identity(config, files=read_settings_files(config), model=model)
 
 
-def resume_facts(config: RunConfig, train: Split) -> dict[str, Any]:
+def open_follower(config: RunConfig, train: Split, schedule: EpochSchedule, group: RankGroup) -> PackBatches:
     """
-    Return the fields of a resume state by which it is known to be of this run's plan and data.
+    Return this rank's batches of a run, whose states know the run's plan, data and settings.
 
     Args:
         config: The run.
         train: The planned split.
+        schedule: Order of its packs; ranks that share rows count as one.
+        group: All ranks.
     """
-    return {
-        "plan": train.key.digest if train.recipe else train.raw_checksum,
-        "data": train.data_digest,
-        "identity": identity_of_run(config),
-        "tuner": config.training.tuner_type,
-        "inputs": train.key.inputs,
-    }
+    return PackBatches(
+        schedule,
+        group.rank // config.training.sequence_parallel_size,
+        schedule.world_size,
+        plan=train.key.digest if train.recipe else train.raw_checksum,
+        data=train.data_digest,
+        identity=identity_of_run(config),
+        tuner=config.training.tuner_type,
+        inputs=train.key.inputs,
+    )
 
 
 def open_arguments(config: RunConfig, *, world_size: int) -> TrainingArguments:
     """
-    Build the trainer's arguments.
+    Build the trainer's arguments, whose accumulation gives the effective batch.
 
     Args:
         config: The run.
@@ -229,7 +222,7 @@ def build_trainer(
     config: RunConfig,
     arguments: TrainingArguments,
     splits: dict[str, Split],
-    schedule: EpochSchedule,
+    follower: PackBatches,
     *,
     attention: AttentionChoice,
     group: RankGroup,
@@ -241,22 +234,22 @@ def build_trainer(
         config: The run.
         arguments: The trainer's settings, with the checkpoint that it goes on from.
         splits: Planned splits: `train`, and perhaps `eval`.
-        schedule: Order of the packs of `train`.
+        follower: This rank's packs of `train`, in the order of their schedule.
         attention: Attention of the run.
         group: The ranks.
     """
-    train, rank = splits["train"], group.rank // config.training.sequence_parallel_size
+    train = splits["train"]
     template, model = _open_model(config, arguments, train.encoder, group, attention)
     return PlanTrainer(
         group=group,
-        follower=PackBatches(schedule, rank, schedule.world_size, **train.resume_facts),
+        follower=follower,
         pack_stats=train.pack_stats,
         attention=attention,
         reduction=config.training.loss_reduction,
         model=model,
         args=arguments,
         template=template,
-        train_dataset=_packed_dataset(train, epoch=schedule.start.epoch),
+        train_dataset=_packed_dataset(train, epoch=follower.schedule.start.epoch),
         eval_dataset=_eval_dataset(splits.get("eval")),
     )
 
@@ -268,7 +261,7 @@ def _eval_dataset(split: Split | None) -> PackedDataset | None:
 
 def _packed_dataset(split: Split, *, epoch: int = 0) -> PackedDataset:
     """Return the packs of a planned split, which begins with those of *epoch*."""
-    dataset = PackedDataset(split.encoder, split.packs_of, split.table, packed=split.policy.packing)
+    dataset = PackedDataset(split.encoder, split.raw_packs_of, split.table, packed=split.policy.packing)
     dataset.set_epoch(epoch)
     return dataset
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from packplan.adapters.config.run import load_config
-from packplan.adapters.config.trainer_keys import read_key_table
+from packplan.app.wiring.runs import read_config
 from tools.demo.__main__ import main, make, make_videos
 
 pytestmark = pytest.mark.slow
@@ -45,7 +44,7 @@ def test_what_was_made_is_said_with_the_command_that_trains_on_it(tmp_path, caps
     assert "train on them" == said
     program, _, path, *overrides = shlex.split(command)
     assert Path(sys.executable).with_name("packplan") == Path.cwd() / shutil.which(program)
-    config = load_config(path, read_key_table(), overrides=overrides)
+    config = read_config(path, overrides)
     for held in (f"{config.model.model}/config.json", *config.custom.train_jsonl, *config.custom.val_jsonl):
         assert tmp_path in Path(held).parents
         assert Path(held).is_file()

@@ -10,8 +10,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packplan.adapters.config.run import SECTIONS, known_keys, load_config, load_mixes
+from packplan.adapters.config.run import SECTIONS, known_keys, load_mixes
 from packplan.app.cli.command import add_config_arguments, add_logging_options, parse_arguments
+from packplan.app.wiring.runs import read_config
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError
 from tests.documents import KEYS, document, parsed
@@ -52,7 +53,7 @@ def test_null_unsets_what_the_yaml_or_its_base_sets(tmp_path: Path):
     (tmp_path / "run.yaml").write_text("extends: base.yaml\ntraining: {packing_buffer: null}\n")
 
     unset = ["training.seed=null", "training.learning_rate="]
-    training = load_config(tmp_path / "run.yaml", KEYS, overrides=unset).training
+    training = read_config(tmp_path / "run.yaml", unset).training
 
     assert (42, 512, {}) == (training.seed, training.packing_buffer, dict(training.trainer))
 

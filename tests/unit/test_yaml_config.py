@@ -8,10 +8,10 @@ import attrs
 import pytest
 import yaml
 
-from packplan.adapters.config.run import load_config
+from packplan.app.wiring.runs import read_config
 from packplan.core.config.run import TrainingConfig
 from packplan.core.errors import ArgumentError, ConfigError
-from tests.documents import KEYS, document, faults_of, parsed
+from tests.documents import document, faults_of, parsed
 
 ROLLOUT = {"custom.trainer_variant": "rollout", "training.packing_mode": "dynamic", "training.max_steps": 1}
 
@@ -203,7 +203,7 @@ def test_one_yaml_builds_on_another(tmp_path: Path):
     (tmp_path / "base" / "base.yaml").write_text(yaml.safe_dump(base))
     (tmp_path / "run.yaml").write_text("extends: base/base.yaml\ntraining: {seed: 7, report_to: [none]}\n")
 
-    config = load_config(tmp_path / "run.yaml", KEYS)
+    config = read_config(tmp_path / "run.yaml")
 
     assert (7, "out") == (config.training.seed, config.training.output_dir)
     assert {"learning_rate": 1e-3, "report_to": ["none"]} == dict(config.training.trainer)
@@ -233,4 +233,4 @@ def test_files_that_are_no_configuration_say_why(tmp_path: Path, text, says):
         (tmp_path / "run.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
 
     with pytest.raises(ConfigError, match=says):
-        load_config(tmp_path / "run.yaml", KEYS)
+        read_config(tmp_path / "run.yaml")
