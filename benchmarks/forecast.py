@@ -229,12 +229,10 @@ def _packs(train: Split, batches: int, world_size: int, options: argparse.Namesp
     Return the packs of a round, and how many of its steps are fitted before the others; a short one
     at the end is fitted too.
     """
-    from packplan.app.wiring.forecasts import stats_of_packs
-
     raw = train.raw.packs
     each, shuffled = world_size * batches, np.random.default_rng(options.seed).permutation(len(raw))
     seen, left = np.sort(shuffled[::2]), shuffled[1::2]
-    stats = stats_of_packs(train, raw)
+    stats = train.stats_of(train.raw)
     images = stats.works.scaled(0, 0, 1) if stats.works is not None else None
     vision = stats.packs.sums(images.flops) if images is not None else stats.work
     chosen: list[Sequence[int]] = list(

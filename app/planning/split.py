@@ -124,13 +124,12 @@ class Split:
 
     def pack_stats(self, epoch: int) -> PackStats:
         """Return the statistics of the packs of an epoch."""
-        return self._stats if self.epochs is None else self.epochs.stats(epoch)
+        return self.stats_of(self.raw) if self.epochs is None else self.epochs.stats(epoch)
 
-    @cached_property
-    def _stats(self) -> PackStats:
-        """Statistics of the packs of the raw plan."""
+    def stats_of(self, plan: RawPlan) -> PackStats:
+        """Return the statistics of the packs of a plan of this split's samples."""
         lengths = column(self.table, "length").astype(np.int64)
-        return PackStats.from_plan(self.raw, lengths, packed=self.policy.packing, works=self.works)
+        return PackStats.from_plan(plan, lengths, packed=self.policy.packing, works=self.works)
 
     def plan_key(self, lengths_digest: str) -> Fingerprint:
         """Return the fingerprint of the plan, or of all epochs' plans, for these lengths."""

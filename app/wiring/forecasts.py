@@ -149,7 +149,7 @@ def forecast_time(
     train, schedule = splits["train"], trainer.schedule
     evaluated = evaluation_terms(config, splits["eval"]) if trainer.eval_dataset is not None else None
     trained = EpochStats.from_schedule(trainer.pack_stats(0), schedule, 0)
-    stats = stats_of_packs(train, train.raw.packs)
+    stats = train.stats_of(train.raw)
     chosen = calibration_packs(
         stats.packs, stats.work, stats.packs.sums(train.works.scaled(0, 0, 1).flops),
         attrs.evolve(schedule, works=None).order(0), world_size=schedule.world_size,
@@ -197,7 +197,8 @@ def time_packs(
         packs: Sample indices of each pack, step after step; in each step, ranks take turns.
         clock: Function that returns seconds.
     """
-    stats, before = stats_of_packs(splits["train"], Packs.from_lists(packs)), trainer.schedule
+    train, before = splits["train"], trainer.schedule
+    stats = train.stats_of(attrs.evolve(train.raw, packs=Packs.from_lists(packs)))
     schedule = EpochSchedule(
         num_packs=len(packs), world_size=before.world_size, dataloader_drop_last=False,
         gradient_accumulation_steps=before.gradient_accumulation_steps, num_train_epochs=REPEATS,
@@ -205,24 +206,10 @@ def time_packs(
     )  # fmt: skip
     evaluated = _with_first_packs(splits["eval"], before.world_size) if trainer.eval_dataset is not None else None
     _replace_packs(trainer, stats, schedule, evaluated)
-    terms = StepFlops.from_epoch(
-        EpochStats.from_schedule(stats, schedule, 0), splits["train"].works,
-        sync_at=schedule.sync_at,
-    )  # fmt: skip
+    terms = StepFlops.from_epoch(EpochStats.from_schedule(stats, schedule, 0), train.works, sync_at=schedule.sync_at)
     forward = None if evaluated is None else evaluation_terms(config, evaluated)
     with _using_temporary_output(trainer, group):
         return measure_steps(trainer, terms, evaluation_terms=forward, clock=clock)
-
-
-def stats_of_packs(train: Split, packs: Packs) -> PackStats:
-    """
-    Return the statistics of the given packs, with works in FLOPs.
-
-    Args:
-        train: The planned split, whose works are known.
-        packs: Packs of its samples.
-    """
-    return attrs.evolve(train, raw=attrs.evolve(train.raw, packs=packs)).pack_stats(0)
 
 
 def _replace_packs(trainer: PlanTrainer, stats: PackStats, schedule: EpochSchedule, evaluated: Split | None) -> None:
