@@ -54,7 +54,7 @@ class LengthSource(Protocol):
     def fingerprint(self) -> Fingerprint:
         """Return all inputs of the measurements, such as the tokenizer, except the data."""
 
-    def measure(self, index: int, /) -> Measurement:
+    def measure_in_full(self, index: int, /) -> Measurement:
         """
         Measure sample *index* by encoding it in full; RecordError if it cannot become a sample.
         """

@@ -60,7 +60,7 @@ class ListSource:
     def error(self, index: int, reason: str, remedy: str = "") -> RecordError:
         return RecordError(f"{self.name}, line {index + 1}", reason, remedy)
 
-    def measure(self, index: int) -> Measurement:
+    def measure_in_full(self, index: int) -> Measurement:
         if index in self.errors:
             raise self.errors[index]
         if self.lengths[index] < 0:
@@ -81,7 +81,7 @@ class ListSource:
         try:
             for index in indices:
                 try:
-                    yield MeasuredSample(self.measure(index), self.media_facts(index))
+                    yield MeasuredSample(self.measure_in_full(index), self.media_facts(index))
                 except RecordError as error:
                     yield error
         finally:
@@ -89,7 +89,7 @@ class ListSource:
 
     def measure_in_loader(self, indices: Sequence[int], *, epoch: int) -> list[RecordOutcome]:
         self.elsewhere = list(indices)
-        return [MeasuredSample(self.measure(index)) for index in indices]
+        return [MeasuredSample(self.measure_in_full(index)) for index in indices]
 
     def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         if index in self.media_errors:
@@ -108,8 +108,8 @@ class OddSource(ListSource):
         self.more = more
         self.differs = 0
 
-    def measure(self, index: int) -> Measurement:
-        super().measure(index)
+    def measure_in_full(self, index: int) -> Measurement:
+        super().measure_in_full(index)
         return self._measure_in(None, index)
 
     def measure_in_loader(self, indices: Sequence[int], *, epoch: int) -> list[RecordOutcome]:

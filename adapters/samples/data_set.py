@@ -16,7 +16,7 @@ from packplan.adapters.samples.formats.record_file import RecordFile
 from packplan.core.config.run import CustomConfig
 from packplan.core.errors import Difference, RecordError, StaleError
 from packplan.core.samples.identity import digest_record
-from packplan.core.samples.records import to_messages
+from packplan.core.samples.records import MessageOptions
 from packplan.core.samples.tables import RecordLocation
 from packplan.core.samples.urls import is_url
 from packplan.core.samples.values import UnusableRecordError
@@ -36,15 +36,10 @@ def absolute_folder(folder: str) -> str:
     return folder if is_url(folder) else str(Path(folder).resolve())
 
 
-def convert_record(record: object, custom: CustomConfig) -> dict[str, Any]:
-    """Convert a record into messages by the options in *custom*; ValueError if it is invalid."""
-    return to_messages(
-        record,
-        object_field_order=custom.object_field_order,
-        use_summary=custom.use_summary,
-        columns=custom.columns,
-        urls=custom.media_cache is not None,
-        literal_image_tags=custom.literal_image_tags,
+def message_options(custom: CustomConfig) -> MessageOptions:
+    """Return the options by which records become messages."""
+    return MessageOptions(
+        custom.object_field_order, custom.use_summary, custom.literal_image_tags, urls=custom.media_cache is not None
     )
 
 
@@ -64,10 +59,10 @@ class FileRecords:
         file, row = self._locate(index)
         return file.digests(row, row + 1).tobytes().hex()
 
-    def read(self, index: int) -> tuple[Any, bytes]:
+    def read_checked(self, index: int) -> Any:
         """
         Return the JSON value of record *index*, checked against its known digest. Without one,
-        return the new digest too, for `add_digests`; else empty bytes.
+        its digest is known from now on.
 
         Raises:
             RecordError: The record is no valid JSON.
@@ -81,13 +76,18 @@ class FileRecords:
                 raise StaleError.for_file(file.name, str(error)) from error
             raise
         digest, known = digest_record(value), file.known_digest(row)
-        if digest == known:
-            return value, b""
         if not known:
-            return value, digest
-        changed = Difference("content", known.hex()[:_SHOWN_DIGITS], digest.hex()[:_SHOWN_DIGITS])
-        stale = StaleError.for_sample(index, str(file.location(row)), (changed,), copy=file.copy)
-        raise StaleError.for_file(file.name, str(stale)) if file.changed else stale
+            file.known_digests(row, row + 1)[0] = np.frombuffer(digest, np.uint8)
+        elif digest != known:
+            changed = Difference("content", known.hex()[:_SHOWN_DIGITS], digest.hex()[:_SHOWN_DIGITS])
+            stale = StaleError.for_sample(index, str(file.location(row)), (changed,), copy=file.copy)
+            raise StaleError.for_file(file.name, str(stale)) if file.changed else stale
+        return value
+
+    def known_digests(self, indices: range) -> NDArray[np.uint8]:
+        """Return the digests of records, zero where unknown; shape (num_records, DIGEST_BYTES)."""
+        parts = self._split_range(indices.start, indices.stop)
+        return np.concatenate([file.known_digests(row, row + number) for file, row, _, number in parts])
 
     def add_digests(self, indices: range, digests: NDArray[np.uint8]) -> None:
         """
@@ -97,9 +97,8 @@ class FileRecords:
             indices: Indices of the records.
             digests: Digests of the records, zero where unknown; shape (num_records, DIGEST_BYTES).
         """
-        if len(digests):
-            for file, row, index, number in self._split_range(indices.start, indices.stop):
-                file.add_digests(row, digests[index - indices.start :][:number])
+        for file, row, index, number in self._split_range(indices.start, indices.stop):
+            file.add_digests(row, digests[index - indices.start :][:number])
 
     @property
     def records_per_file(self) -> list[tuple[str, int]]:

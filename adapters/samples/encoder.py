@@ -1,8 +1,9 @@
 """
 Encodes records by ms-swift's template; each error names the record by file and line.
 
-The way of a record is read from top to bottom: read, measure, encode, and compare with the plan.
-What it calls besides, for shapes, images and videos, follows.
+The way of a record is read from top to bottom: `read_sample`, `encode`, `apply_template`,
+`measure_and_check`; measuring ends with `encode_and_measure`, training with `encode_planned`. What
+they call besides, for shapes, images and videos, follows.
 """
 
 import bisect
@@ -21,7 +22,7 @@ from swift.template import Template
 
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.data_files import copy_faults, open_records, source_names
-from packplan.adapters.samples.data_set import convert_record
+from packplan.adapters.samples.data_set import message_options
 from packplan.adapters.samples.downloads import MediaCache, fetch_medium
 from packplan.adapters.samples.media import IMAGES, VIDEOS, ImageTokens, measure_encoded, without_truncation
 from packplan.adapters.samples.media_files import VideoFacts, image_facts, read_image_size, video_facts
@@ -31,6 +32,7 @@ from packplan.core.batch import IGNORED_LABEL
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import RecordError, StaleError, counted
 from packplan.core.samples.media import Image, Video
+from packplan.core.samples.records import to_messages
 from packplan.core.samples.shapes import MIXABLE, to_shape
 from packplan.core.samples.tables import DataFile, Measurement, MediaFacts, Table, from_row
 from packplan.core.samples.tools import CALL, RESPONSE
@@ -74,6 +76,7 @@ class SwiftEncoder:
         PIL.Image.MAX_IMAGE_PIXELS = custom.max_image_pixels
         self.records = open_records(paths, max_line_bytes=custom.max_line_bytes, cache=cache)
         self._media = MediaCache(Path(custom.media_cache)) if custom.media_cache else None
+        self._options = message_options(custom)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -96,22 +99,19 @@ class SwiftEncoder:
         """Raise ConfigError if the model takes images but its template cannot encode them."""
         _ = self.image_tokens
 
-    def read(self, index: int) -> dict[str, Any]:
+    def read_sample(self, index: int) -> dict[str, Any]:
         """
-        Return sample *index* as messages, with its media as local paths or bytes of images.
+        Return record *index* as messages, with its media as local paths or bytes of images.
 
         Raises:
             RecordError: The record cannot become a sample.
             StaleError: The record differs from its known digest.
         """
-        return self.to_sample(index, self.records.read(index)[0])
-
-    def to_sample(self, index: int, record: object) -> dict[str, Any]:
-        """Convert *record*, the JSON value of record *index*, into the result of `read`."""
+        record = self.records.read_checked(index)
         with self.records.wrap_errors(index, "the record "):
-            known = to_shape(record, self.config.custom.columns)
-            self._refuse_mixed_shapes(index, known.shape)
-            sample = convert_record(known, self.config.custom)
+            shaped = to_shape(record, self.config.custom.columns)
+            self._refuse_mixed_shapes(index, shaped.shape)
+            sample = to_messages(shaped, self._options)
         folder = self.records.media_folder(index)
         with self.records.wrap_errors(index):
             for kind in ("images", "videos"):
@@ -121,35 +121,15 @@ class SwiftEncoder:
         self._refuse_unsupported(index, sample)
         return sample
 
-    def measure(self, index: int) -> Measurement:
+    def encode(self, index: int, sample: dict[str, Any] | None = None) -> dict[str, Any]:
         """
-        Encode record *index* in full and measure it; RecordError if it cannot become a sample.
+        Encode sample *index* by the template; RecordError if that fails, with the likeliest reason.
 
-        A sample above the limit of a template that truncates is encoded a second time. Whether it
-        is truncated, or happens to fit exactly, shows only without the limit.
+        Args:
+            index: Index of the sample.
+            sample: Result of `read_sample`, which stays as it is; None reads the record.
         """
-        with without_truncation(self.template):
-            whole = self.measure_sample(index, self.encode(index))
-        if self.truncation_limit is None or whole.length <= self.truncation_limit:
-            return whole
-        # A row of several sequences may be longer than each may be.
-        kept = self.measure_sample(index, self.encode(index))
-        return attrs.evolve(kept, cut=kept.length < whole.length)
-
-    @property
-    def truncation_limit(self) -> int | None:
-        """
-        Most tokens that a sample keeps; None, the default, unless `template.truncation_strategy` is
-        left or right.
-        """
-        limit: int | None = self.template.max_length
-        return limit
-
-    def encode(self, index: int) -> dict[str, Any]:
-        """
-        Read record *index* and encode it by the template; RecordError if that fails.
-        """
-        sample = self.read(index)
+        sample = self.read_sample(index) if sample is None else sample
         images, videos = sample.get("images", ()), sample.get("videos", ())
         with self.records.wrap_errors(index):
             for image in images:
@@ -157,7 +137,7 @@ class SwiftEncoder:
         for video in videos:
             self.video_facts(index, video)
         try:
-            return self.encode_messages(index, sample)
+            return self.apply_template(index, sample)
         except RecordError:
             # A damaged image is the likelier reason, and a better one.
             with self.records.wrap_errors(index):
@@ -167,8 +147,8 @@ class SwiftEncoder:
                 self.require_decodable_video(index, video, sampling=video_sampling(self.config.template))
             raise
 
-    def encode_messages(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
-        """Encode a sample that `read` returned; RecordError if the template cannot encode it."""
+    def apply_template(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
+        """Return a sample's tokens and labels; RecordError if the template cannot encode it."""
         if videos := sample.get("videos"):
             sample = {**sample, "videos": [list(video) if isinstance(video, tuple) else video for video in videos]}
         if images := sample.get("images"):
@@ -204,7 +184,7 @@ class SwiftEncoder:
             raise self.record_error(index, reason)
         return {**encoded, "loss_scale": weights}
 
-    def measure_sample(self, index: int, encoded: dict[str, Any]) -> Measurement:
+    def measure_and_check(self, index: int, encoded: dict[str, Any]) -> Measurement:
         """Measure an encoded sample; RecordError if its media tokens do not match its media."""
         counts = {"images": encoded[IMAGES.count_key], "videos": encoded[VIDEOS.count_key]}
         measurement = measure_encoded(self.template, encoded, **counts)
@@ -227,6 +207,30 @@ class SwiftEncoder:
             merge = self.template.processor.image_processor.merge_size**2
             yield "video", self.template.video_token_id, measurement.video_patches // merge
 
+    def encode_and_measure(self, index: int, sample: dict[str, Any]) -> Measurement:
+        """
+        Encode a sample that `read_sample` returned and measure it; RecordError if that fails.
+
+        A sample above the limit of a template that truncates is encoded a second time. Whether it
+        is truncated, or happens to fit exactly, shows only without the limit.
+        """
+        with without_truncation(self.template):
+            whole = self.measure_and_check(index, self.encode(index, sample))
+        if self.truncation_limit is None or whole.length <= self.truncation_limit:
+            return whole
+        # A row of several sequences may be longer than each may be.
+        kept = self.measure_and_check(index, self.encode(index, sample))
+        return attrs.evolve(kept, cut=kept.length < whole.length)
+
+    @property
+    def truncation_limit(self) -> int | None:
+        """
+        Most tokens that a sample keeps; None, the default, unless `template.truncation_strategy` is
+        left or right.
+        """
+        limit: int | None = self.template.max_length
+        return limit
+
     def encode_planned(self, index: int, planned: Table) -> dict[str, Any]:
         """
         Encode sample *index*; StaleError if its measurement differs from the planned one.
@@ -236,7 +240,7 @@ class SwiftEncoder:
             planned: Measurements that the plan is made of; int32, shape (num_records, num_columns).
         """
         expected, encoded = from_row(planned, index), self.encode(index)
-        found = attrs.evolve(self.measure_sample(index, encoded), cut=expected.cut)
+        found = attrs.evolve(self.measure_and_check(index, encoded), cut=expected.cut)
         if differences := expected.differences(found):
             raise StaleError.for_sample(index, str(self.records.location(index)), differences)
         return encoded
@@ -264,7 +268,7 @@ class SwiftEncoder:
 
     def _prefetch(self, index: int) -> None:
         with contextlib.suppress(RecordError):
-            self.read(index)
+            self.read_sample(index)
 
     def _refuse_unsupported(self, index: int, sample: dict[str, Any]) -> None:
         """Raise RecordError for media, tools or weights that template or machine do not support."""
@@ -309,9 +313,9 @@ class SwiftEncoder:
         """Return index and shape of the first valid record; `unknown` if `_TRIED` are invalid."""
         for index in indices[:_TRIED]:
             with contextlib.suppress(ValueError, RecordError):
-                known = to_shape(self.records[index], self.config.custom.columns)
-                convert_record(known, self.config.custom)
-                return index, known.shape
+                shaped = to_shape(self.records[index], self.config.custom.columns)
+                to_messages(shaped, self._options)
+                return index, shaped.shape
         return indices.start, "unknown"
 
     def _refuse_mixed_shapes(self, index: int, shape: str) -> None:

@@ -1,9 +1,9 @@
 """
 Measures the samples of an encoder, as the input of plans.
 
-`measure_many` is read from top to bottom, for a batch in this process: read a record, split its
-texts into pieces, count the pieces of the batch at once (`shortcut.py`), and encode in full what is
-left. Worker processes and the worker of a torch loader, at the end, do the same.
+`measure_many` is read from top to bottom, for a batch in this process: read each sample and split
+its texts into pieces, count the pieces of the batch at once (`shortcut.py`), and encode in full
+what is left. Worker processes and the worker of a torch loader, at the end, do the same.
 """
 
 import gc
@@ -19,6 +19,7 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from packplan.adapters.processes import end_with_parent, hold_ctrl_c, open_pool, wrap_process_errors
@@ -31,7 +32,6 @@ from packplan.adapters.samples.template import length_inputs
 from packplan.adapters.samples.video_reading import reads_videos
 from packplan.core.errors import RecordError
 from packplan.core.fingerprint import Fingerprint
-from packplan.core.samples.identity import DIGEST_BYTES
 from packplan.core.samples.tables import (
     NOTHING,
     MeasuredSample,
@@ -42,8 +42,8 @@ from packplan.core.samples.tables import (
     to_row,
 )
 
-MeasuredBatch = tuple[range, list[RecordOutcome], bytes]
-"""Indices of records, outcomes of their samples, and joined digests of records (0: unknown)."""
+_MeasuredBatch = tuple[list[RecordOutcome], range, NDArray[np.uint8]]
+"""Outcomes of samples, indices of their records, and digests of these (0: unknown)."""
 
 log = logging.getLogger(__name__)
 
@@ -71,12 +71,8 @@ _LOADER_TIMEOUT_S = 600.0
 """Seconds after which a loader's worker that returns no sample counts as stuck."""
 
 
-IN_FULL: tuple[None, Measurement] = (None, NOTHING)
-"""Result of `_split_sample` for a sample that has to be encoded in full."""
-
-
 @attrs.frozen
-class _UnmeasuredSample:
+class _ReadSample:
     """Sample that was read and not yet measured, with the facts of its media."""
 
     index: int
@@ -85,11 +81,8 @@ class _UnmeasuredSample:
     facts: tuple[MediaFacts, ...]
     """Facts of the images, then of the videos."""
 
-    split: SplitSample | None = None
-    """Pieces of the sample, with stand-ins for its media; None if it has to be encoded in full."""
-
-    media: Measurement = NOTHING
-    """Cost of the media, less the cost of their stand-ins."""
+    split: SplitSample | None
+    """Pieces of the sample; None if it has to be encoded in full."""
 
 
 class SwiftMeasurer:
@@ -135,13 +128,13 @@ class SwiftMeasurer:
         """Return the digest of sample *index*, and the absolute folder of its relative media."""
         return self._encoder.records.record_digest(index), absolute_folder(self._encoder.records.media_folder(index))
 
-    def measure(self, index: int) -> Measurement:
-        """Encode sample *index* in full and measure it."""
-        return self._encoder.measure(index)
+    def measure_in_full(self, index: int) -> Measurement:
+        """Encode sample *index* in full and measure it; see `LengthSource`."""
+        return self._encoder.encode_and_measure(index, self._encoder.read_sample(index))
 
     def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         """Return the size and digest of each media file of sample *index*; see `LengthSource`."""
-        sample = self._encoder.read(index)
+        sample = self._encoder.read_sample(index)
         facts = self._encoder.image_facts(index, sample.get("images", ()), decode=decode)
         videos = sample.get("videos", ())
         if decode:
@@ -158,7 +151,7 @@ class SwiftMeasurer:
         where that is faster; see `core.ports`.
         """
         if epoch is not None or not isinstance(indices, range):
-            yield from self.measure_in_loader(indices, epoch=epoch or 0)
+            yield from self._measure_in_loader(indices, epoch=epoch or 0)
             return
         self._encoder.fetch_media(indices)
         size, started = (_TRIED if self._workers > 1 else AT_ONCE), time.perf_counter()
@@ -168,9 +161,9 @@ class SwiftMeasurer:
                 if left_s * (1 - 1 / self._workers) > self.pool_start_s:
                     yield from self._measure_in_pool(indices[done:], in_full=in_full)
                     return
-            yield from self._receive_batch(self.measure_batch(indices[done : done + size], in_full=in_full))
+            yield from self.measure_batch(indices[done : done + size], in_full=in_full)
 
-    def measure_batch(self, indices: range, *, in_full: bool) -> MeasuredBatch:
+    def measure_batch(self, indices: range, *, in_full: bool) -> list[RecordOutcome]:
         """
         Measure consecutive samples in this process.
 
@@ -181,78 +174,72 @@ class SwiftMeasurer:
         Raises:
             ShortcutError: An audited sample encodes to another measurement than the shortcut gives.
         """
-        if in_full:
-            return indices, [self.measure_in_full(index) for index in indices], b""
-        digests = [b""] * len(indices)
-        read: list[_UnmeasuredSample | RecordError] = []
-        for place, index in enumerate(indices):
+        read: list[_ReadSample | RecordError] = []
+        for index in indices:
             try:
-                record, digests[place] = self._encoder.records.read(index)
-                read.append(self._prepare_record(index, record))
+                read.append(self._read_and_split(index, in_full=in_full))
             except RecordError as error:
                 read.append(error)
-        split = [one.split for one in read if isinstance(one, _UnmeasuredSample) and one.split is not None]
-        counted = iter(self._piece_counter.measure(split) if self._piece_counter is not None else ())
-        outcomes = [
-            one if isinstance(one, RecordError) else self._measure_sample(one, next(counted) if one.split else None)
+        split = [one.split for one in read if isinstance(one, _ReadSample) and one.split is not None]
+        counted = iter(self._piece_counter.count(split) if split and self._piece_counter is not None else ())
+        return [
+            one if isinstance(one, RecordError) else self._to_outcome(one, next(counted) if one.split else None)
             for one in read
         ]
-        return indices, outcomes, b"".join(digest or bytes(DIGEST_BYTES) for digest in digests)
 
-    def _prepare_record(self, index: int, record: object) -> _UnmeasuredSample:
+    def _read_and_split(self, index: int, *, in_full: bool) -> _ReadSample:
         """
-        Convert a record into a sample, read its media's headers, and split its texts into pieces;
+        Read a sample and its media's headers, and split its texts into pieces unless *in_full*;
         RecordError if it cannot become a sample.
         """
         encoder = self._encoder
-        sample = encoder.to_sample(index, record)
+        sample = encoder.read_sample(index)
         images = encoder.image_facts(index, sample.get("images", ()))
         videos = [encoder.video_facts(index, video) for video in sample.get("videos", ())]
         facts = (*images, *map(encoder.to_media_facts, videos))
-        return _UnmeasuredSample(index, sample, facts, *self._split_sample(index, sample, images, videos))
+        return _ReadSample(index, sample, facts, None if in_full else self._split(index, sample, images, videos))
 
-    def _split_sample(
+    def _split(
         self, index: int, sample: dict[str, Any], images: Sequence[MediaFacts], videos: Sequence[VideoFacts]
-    ) -> tuple[SplitSample | None, Measurement]:
+    ) -> SplitSample | None:
         """
-        Split a sample into pieces, with stand-ins for its media; None if it has to be encoded in
-        full. The second value is the cost of its media, less that of the stand-ins.
+        Split a sample into pieces, with stand-ins for its media and what these cost beyond them;
+        None if it has to be encoded in full.
         """
         of_images = self.image_costs if images else None
         of_videos = self._encoder.video_costs if videos else None
         is_doubtful = any(one.doubt for one in videos)
         if is_doubtful or (images and of_images is None) or (videos and of_videos is None):
-            return IN_FULL
+            return None
         with self._encoder.records.wrap_errors(index, "an image cannot be encoded: "):
             costs = [of_images.extra_cost(one.width, one.height) for one in images] if of_images else []
         costs += [of_videos.extra_cost(one) for one in videos] if of_videos else []
         counter, media = self._piece_counter, {"image": len(images), "video": len(videos)}
         if counter is None or any(number and kind not in counter.stand_ins for kind, number in media.items()):
-            return IN_FULL
+            return None
         try:
-            return counter.split(sample, **media), sum(costs, NOTHING)
+            return counter.split(sample, sum(costs, NOTHING), **media)
         except Exception:  # noqa: BLE001  # whatever the template raises, a full encode says with the record's place
-            return IN_FULL
+            return None
 
-    def _measure_sample(self, one: _UnmeasuredSample, counted: Measurement | None) -> RecordOutcome:
+    def _to_outcome(self, one: _ReadSample, shortcut: Measurement | None) -> RecordOutcome:
         """
-        Measure a sample that was read, in full or from the counted tokens of its pieces.
+        Return the shortcut's measurement of a sample, or that of a full encode, or its error.
 
         Args:
             one: Sample to measure.
-            counted: Measurement with stand-ins for its media; None to encode the sample in full.
+            shortcut: Measurement by the shortcut; None to encode the sample in full.
 
         Raises:
             ShortcutError: The sample is audited, and encodes to another measurement.
         """
         limit = self._encoder.truncation_limit
-        shortcut = None if counted is None else counted + one.media
         if shortcut is not None and limit is not None and shortcut.length > limit:
             shortcut = None  # which tokens a truncated sample keeps is the template's to say
         if shortcut is not None and not self._take_for_audit(one):
             return MeasuredSample(shortcut, one.facts)
         try:
-            encoded = self._encoder.measure(one.index)
+            encoded = self._encoder.encode_and_measure(one.index, one.sample)
         except RecordError as error:
             # As a damaged image behind a sound header: which of them are found must not depend on
             # which are audited.
@@ -261,20 +248,13 @@ class SwiftMeasurer:
             raise ShortcutError(str(self._encoder.records.location(one.index)), to_row(shortcut), to_row(encoded))
         return MeasuredSample(encoded, one.facts)
 
-    def _take_for_audit(self, one: _UnmeasuredSample) -> bool:
+    def _take_for_audit(self, one: _ReadSample) -> bool:
         """Return whether to audit the shortcut by this sample's full encode; remember its kind."""
         kind = _sample_kind(one.sample)
         if kind not in self._audited_kinds and len(self._audited_kinds) < _MAX_AUDITED_KINDS:
             self._audited_kinds.add(kind)
             return True
         return one.index % AUDITED_ONE_IN == 0 and "videos" not in one.sample
-
-    def measure_in_full(self, index: int) -> RecordOutcome:
-        """Measure sample *index* by a full encode; a bad record's error is returned, not raised."""
-        try:
-            return MeasuredSample(self.measure(index), self.media_facts(index))
-        except RecordError as error:
-            return error
 
     @cached_property
     def _piece_counter(self) -> PieceCounter | None:
@@ -328,13 +308,22 @@ class SwiftMeasurer:
             if not kept_before:
                 gc.unfreeze()
 
-    def _receive_batch(self, batch: MeasuredBatch) -> list[RecordOutcome]:
+    def measure_with_digests(self, indices: range, *, in_full: bool) -> _MeasuredBatch:
+        """Measure consecutive samples; return the digests of their records too."""
+        outcomes, records = self.measure_batch(indices, in_full=in_full), self._record_indices(indices)
+        return outcomes, records, self._encoder.records.known_digests(records)
+
+    def _record_indices(self, indices: range) -> range:
+        """Return the indices of the records that consecutive samples are read from."""
+        return indices
+
+    def _receive_batch(self, batch: _MeasuredBatch) -> list[RecordOutcome]:
         """Store the digests of a batch's records, and return its outcomes."""
-        indices, outcomes, digests = batch
-        self._encoder.records.add_digests(indices, np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES))
+        outcomes, records, digests = batch
+        self._encoder.records.add_digests(records, digests)
         return outcomes
 
-    def measure_in_loader(self, indices: Sequence[int], *, epoch: int) -> list[RecordOutcome]:
+    def _measure_in_loader(self, indices: Sequence[int], *, epoch: int) -> list[RecordOutcome]:
         """
         Measure samples by full encodes in a worker of a torch DataLoader that *epoch* seeds.
         """
@@ -375,18 +364,19 @@ class _FullEncodeDataset(Dataset[RecordOutcome]):
         self._samples = samples
 
     def __getitem__(self, index: int) -> RecordOutcome:
-        return self._samples.measure_in_full(index)
+        (outcome,) = self._samples.measure_batch(range(index, index + 1), in_full=True)
+        return outcome
 
 
-_measure: Callable[[range], MeasuredBatch] | None = None
+_measure: Callable[[range], _MeasuredBatch] | None = None
 
 
 def _prepare_worker(samples: SwiftMeasurer, in_full: bool) -> None:  # noqa: FBT001  # pools pass arguments by place
     global _measure  # noqa: PLW0603  # the one thing a worker process holds
     torch.set_num_threads(1)
-    _measure = partial(samples.measure_batch, in_full=in_full)
+    _measure = partial(samples.measure_with_digests, in_full=in_full)
 
 
-def _measure_in_worker(indices: range) -> MeasuredBatch:
+def _measure_in_worker(indices: range) -> _MeasuredBatch:
     assert _measure is not None  # noqa: S101  # the pool's initializer made it
     return _measure(indices)

@@ -7,11 +7,13 @@ from typing import Any
 
 import PIL.Image
 
-from packplan.adapters.samples.data_set import FileRecords, convert_record
+from packplan.adapters.samples.data_set import FileRecords, message_options
 from packplan.adapters.samples.downloads import MediaCache, fetch_medium
 from packplan.adapters.samples.media_files import read_image_size
 from packplan.core.config.run import CustomConfig
 from packplan.core.samples.media import Image
+from packplan.core.samples.records import to_messages
+from packplan.core.samples.shapes import to_shape
 from packplan.core.samples.values import fail
 
 _TAG = "<image>"
@@ -38,7 +40,8 @@ class Prompts:
             system: System prompt of records without one.
             sees: Whether the model takes images.
         """
-        self._records, self._custom, self._system, self._sees = records, custom, system, sees
+        self._records, self._system, self._sees = records, system, sees
+        self._columns, self._options = custom.columns, message_options(custom)
         PIL.Image.MAX_IMAGE_PIXELS = custom.max_image_pixels
         self._media = MediaCache(Path(custom.media_cache)) if custom.media_cache else None
 
@@ -49,7 +52,7 @@ class Prompts:
         """Return the item of record *index*; RecordError if the record has no prompt."""
         record = self._records[index]
         with self._records.wrap_errors(index, "the record "):
-            sample = convert_record(record, self._custom)
+            sample = to_messages(to_shape(record, self._columns), self._options)
             messages, answer = self._split_answer(sample)
         found = {"prompt": messages, "answer": answer, "record": record}
         if not self._sees:

@@ -20,7 +20,7 @@ from swift.template.vision_utils import _check_path, load_file
 from packplan.adapters.samples.data_set import FileRecords
 from packplan.adapters.samples.encoder import SwiftEncoder, to_swift_images
 from packplan.adapters.samples.formats.record_file import RecordFile
-from packplan.adapters.samples.measurer import IN_FULL, MeasuredBatch, SwiftMeasurer
+from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.samples.media import IMAGES, VIDEOS, measure_encoded
 from packplan.adapters.samples.shortcut import SplitSample
 from packplan.core.config.run import RunConfig
@@ -103,8 +103,9 @@ class RowsEncoder(SwiftEncoder):
             return f"rows with boxes, videos, sound or {_IMAGE_PATH} are encoded in full"
         return None
 
-    def to_sample(self, index: int, record: object) -> dict[str, Any]:
-        """Convert row *record* to its sequence *index*; RecordError if ms-swift refuses the row."""
+    def read_sample(self, index: int) -> dict[str, Any]:
+        """Return sequence *index* as messages; RecordError if ms-swift refuses its row."""
+        record = self.records.read_checked(index)
         if self._kind != "causal_lm":
             return {"messages": [], _OTHERS: record}
         with self.wrap_encode_errors(index):
@@ -118,8 +119,8 @@ class RowsEncoder(SwiftEncoder):
                 self.template._add_default_tags(held)  # noqa: SLF001  # no public way
         return _to_sample_dict(held)
 
-    def encode_messages(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
-        """Encode a sequence that `read` returned; RecordError if the template cannot encode it."""
+    def apply_template(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
+        """Return a sequence's tokens and labels; RecordError if the template cannot encode it."""
         images = sample.get("images", ())
         row = {key: value for key, value in sample.items() if key != _OTHERS}
         with self.wrap_encode_errors(index):
@@ -133,10 +134,10 @@ class RowsEncoder(SwiftEncoder):
                 encoded = dict(self.template.encode(row, return_length=True))
         return {**encoded, IMAGES.count_key: len(images), VIDEOS.count_key: 0}
 
-    def measure_sample(self, index: int, encoded: dict[str, Any]) -> Measurement:  # noqa: ARG002  # its base names it
+    def measure_and_check(self, index: int, encoded: dict[str, Any]) -> Measurement:  # noqa: ARG002  # its base names it
         """
-        Measure an encoded sequence. Videos count only towards the length. In tasks other than
-        causal LM, a row counts as one supervised token.
+        Measure an encoded sequence; ms-swift has checked its media. Videos count only towards the
+        length. In tasks other than causal LM, a row counts as one supervised token.
         """
         found = measure_encoded(self.template, encoded, images=encoded[IMAGES.count_key], videos=0)
         return found if self._kind in {"causal_lm", "split texts"} else attrs.evolve(found, supervised=1)
@@ -147,49 +148,51 @@ class RowsMeasurer(SwiftMeasurer):
 
     _encoder: RowsEncoder
 
-    def _sequence_indices(self, row: int, number: int = 1) -> range:
-        """Return the indices of the sequences of *number* rows from *row* on."""
+    def _record_indices(self, indices: range) -> range:
+        """Return the indices of the sequences of consecutive rows."""
         size = self._encoder.records_per_sample
-        return range(row * size, (row + number) * size)
+        return range(indices.start * size, indices.stop * size)
+
+    def _sequences(self, row: int) -> range:
+        return self._record_indices(range(row, row + 1))
 
     def __len__(self) -> int:
         return len(self._encoder.rows)
 
     def data_digest(self, count: int, *, without: Sequence[int] = ()) -> str:
         """Return the digest of the first *count* rows except those at the indices *without*."""
-        left = [sequence for row in without for sequence in self._sequence_indices(row)]
-        return super().data_digest(len(self._sequence_indices(0, count)), without=left)
+        left = [sequence for row in without for sequence in self._sequences(row)]
+        return super().data_digest(len(self._record_indices(range(count))), without=left)
 
     def identity(self, index: int) -> tuple[str, str]:
         """Return the digest of row *index*, and the absolute folder of its relative media."""
-        return super().identity(self._sequence_indices(index).start)
+        return super().identity(self._sequences(index).start)
 
-    def measure(self, index: int) -> Measurement:
+    def measure_in_full(self, index: int) -> Measurement:
         """Encode the sequences of row *index* in full, and sum their measurements."""
-        return sum(map(super().measure, self._sequence_indices(index)), NOTHING)
+        return sum(map(super().measure_in_full, self._sequences(index)), NOTHING)
 
     def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         """Return the size and digest of each media file of row *index*; see `LengthSource`."""
         facts = partial(super().media_facts, decode=decode)
-        return tuple(chain.from_iterable(map(facts, self._sequence_indices(index))))
+        return tuple(chain.from_iterable(map(facts, self._sequences(index))))
 
-    def measure_batch(self, indices: range, *, in_full: bool) -> MeasuredBatch:
+    def measure_batch(self, indices: range, *, in_full: bool) -> list[MeasuredSample | RecordError]:
         """Measure consecutive rows in this process; see `SwiftMeasurer`."""
-        sequences = indices if in_full else self._sequence_indices(indices.start, len(indices))
-        done, outcomes, digests = super().measure_batch(sequences, in_full=in_full)
-        by_row = zip(*[iter(outcomes)] * (len(done) // len(indices)), strict=True)
-        return done, [*map(_join_outcomes, by_row)], digests
+        outcomes = super().measure_batch(self._record_indices(indices), in_full=in_full)
+        by_row = zip(*[iter(outcomes)] * self._encoder.records_per_sample, strict=True)
+        return [*map(_join_outcomes, by_row)]
 
     def sequence_lengths(self, index: int) -> list[int]:
         """Return the tokens of each sequence of row *index*, none of which may be bad."""
-        _, outcomes, _ = super().measure_batch(self._sequence_indices(index), in_full=False)
+        outcomes = super().measure_batch(self._sequences(index), in_full=False)
         return [one.measurement.length for one in outcomes if isinstance(one, MeasuredSample)]
 
-    def _split_sample(self, index: int, sample: dict[str, Any], *media: Any) -> tuple[SplitSample | None, Measurement]:
+    def _split(self, index: int, sample: dict[str, Any], *media: Any) -> SplitSample | None:
         if (reason := self._encoder.full_encode_reason(sample)) is not None:
             self._log_once(reason)
-            return IN_FULL
-        return super()._split_sample(index, sample, *media)
+            return None
+        return super()._split(index, sample, *media)
 
 
 def _join_outcomes(parts: Sequence[MeasuredSample | RecordError]) -> MeasuredSample | RecordError:

@@ -75,6 +75,9 @@ class SplitSample:
     media: Mapping[str, int]
     """Kind of medium, `image` or `video` -> number in the sample, without kinds it lacks."""
 
+    extra: Measurement
+    """Cost of its media beyond the cost of their stand-ins."""
+
 
 @attrs.frozen
 class StandIn:
@@ -111,12 +114,13 @@ class PieceCounter:
         self.stand_ins: dict[str, StandIn] = {}
         """Kind of medium -> its stand-in; samples with other kinds are encoded in full."""
 
-    def split(self, sample: dict[str, Any], **media: int) -> SplitSample:
+    def split(self, sample: dict[str, Any], extra: Measurement = NOTHING, /, **media: int) -> SplitSample:
         """
         Split a sample into pieces; any error of the template is raised as it is.
 
         Args:
-            sample: Sample from `SwiftEncoder.read`.
+            sample: Sample from `SwiftEncoder.read_sample`, which stays as it is.
+            extra: Cost of its media beyond the cost of their stand-ins.
             **media: Number of media of each kind, `image` and `video`.
         """
         template = self._template
@@ -128,7 +132,7 @@ class PieceCounter:
         contexts, weights, _ = template._swift_encode(inputs)
         contexts, weights = template._simplify_context_list(contexts, weights, inputs)
         pieces = [Piece(one, weight > 0) for one, weight in zip(contexts, weights, strict=True)]
-        return SplitSample(pieces, {kind: number for kind, number in media.items() if number})
+        return SplitSample(pieces, {kind: number for kind, number in media.items() if number}, extra)
 
     def _cached_stand_in(self, media_type: str, index: int, inputs: StdTemplateInputs) -> list[Any]:
         """Return the template's texts and tokens for a stand-in, cached by kind and index."""
@@ -136,19 +140,19 @@ class PieceCounter:
             self._tags[key] = list(self._replace_tag(media_type, index, inputs))
         return self._tags[key]
 
-    def measure(self, samples: Sequence[SplitSample]) -> list[Measurement | None]:
+    def count(self, samples: Sequence[SplitSample]) -> list[Measurement | None]:
         """
-        Return the measurement of each sample with stand-ins for its media; None for a sample whose
-        own text contains a media token.
+        Return the measurement of each sample, by the tokens of its pieces and the cost of its
+        media; None for a sample whose own text contains a media token.
         """
         texts = [piece.content for sample in samples for piece in sample.pieces if isinstance(piece.content, str)]
         if self._counts_in_batches:
             tokens = iter(self._tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False))
         else:
             tokens = map(self._template._tokenize, texts)
-        return [self._measure_pieces(sample, tokens) for sample in samples]
+        return [self._count_pieces(sample, tokens) for sample in samples]
 
-    def _measure_pieces(self, sample: SplitSample, tokens: Iterator[Any]) -> Measurement | None:
+    def _count_pieces(self, sample: SplitSample, tokens: Iterator[Any]) -> Measurement | None:
         pieces = [(one, next(tokens) if isinstance(one.content, str) else one.content) for one in sample.pieces]
         stand_ins = [(kind, self.stand_ins[kind], number) for kind, number in sample.media.items()]
         if self.count_media_tokens(sample) != Counter({kind: one.mentions * number for kind, one, number in stand_ins}):
@@ -159,7 +163,7 @@ class PieceCounter:
             supervised -= 1  # nothing comes before the first token
         length = sum(len(ids) for _, ids in pieces)
         texts = attrs.evolve(NOTHING, length=length, supervised=supervised + self._count_trained_ends(pieces))
-        return sum((one.cost for _, one, number in stand_ins for _ in range(number)), texts)
+        return sum((one.cost for _, one, number in stand_ins for _ in range(number)), texts + sample.extra)
 
     def count_media_tokens(self, sample: SplitSample) -> Counter[str]:
         """Return the number of media tokens of each kind in the texts of a sample."""
@@ -222,7 +226,7 @@ def find_piece_counter(template: Template, *, tokens: Mapping[str, int]) -> tupl
     counter = PieceCounter(template, tokens=tokens)
     try:
         for sample in _PROOFS:
-            if counter.measure([counter.split(sample)]) != [_measure_in_full(template, sample)]:
+            if counter.count([counter.split(sample)]) != [_encode_with_stand_ins(template, sample)]:
                 return None, "its texts are not all that its samples are"
     except Exception as error:  # noqa: BLE001  # whatever a template does not take is said of the records that have it
         return None, f"a sample of its texts alone cannot be made ({type(error).__name__}: {error})"
@@ -246,18 +250,18 @@ def _add_stand_in(template: Template, counter: PieceCounter, medium: str) -> Non
     for media in samples:
         tags = "".join(f"<{kind}>" * number for kind, number in media.items())
         sample = {"messages": [{"role": "user", "content": f"{tags}?"}, _ANSWER]}
-        split, encoded = counter.split(sample, **media), _measure_in_full(template, sample, **media)
+        split, encoded = counter.split(sample, **media), _encode_with_stand_ins(template, sample, **media)
         if medium not in counter.stand_ins:
             mentions = counter.count_media_tokens(split)[medium]
             counter.stand_ins[medium] = StandIn(NOTHING, mentions)
-            (texts,) = counter.measure([split])
+            (texts,) = counter.count([split])
             counter.stand_ins[medium] = StandIn(encoded - (texts or NOTHING), mentions)
-        if counter.measure([split]) != [encoded]:
+        if counter.count([split]) != [encoded]:
             del counter.stand_ins[medium]
             return
 
 
-def _measure_in_full(template: Template, sample: dict[str, Any], **media: int) -> Measurement:
+def _encode_with_stand_ins(template: Template, sample: dict[str, Any], **media: int) -> Measurement:
     """Encode a sample with stand-ins for its media in full, and return its measurement."""
     stand_ins = {f"{kind}s": [STAND_INS[kind]] * number for kind, number in media.items()}
     with without_truncation(template):

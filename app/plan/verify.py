@@ -261,7 +261,7 @@ def _sample_faults(name: str, lengths: StoredLengths, source: LengthSource, coun
     for index in progress(indices, desc=f"encoding {name} again", unit=" samples"):
         stored = from_row(lengths.rows.table, index)
         try:
-            differences = stored.differences(source.measure(index))
+            differences = stored.differences(source.measure_in_full(index))
         except (RecordError, StaleError) as error:
             yield Finding("samples", f"sample {index}", explain_error(error))
             continue

@@ -78,7 +78,7 @@ def recheck_stored(source: LengthSource, stored: StoredRows) -> int:
     few = few[: max(int((np.cumsum(lengths[few]) <= COMPARED_TOKENS).sum()), 1)]
     for index in sorted(few, reverse=True):
         measured = from_row(stored.table, index)
-        if (encoded := source.measure(index)) != measured:
+        if (encoded := source.measure_in_full(index)) != measured:
             message = (
                 f"sample {index} encodes to {to_row(encoded)}, but {to_row(measured)} are stored of it "
                 f"({', '.join(COLUMNS)}), so the stored lengths are wrong: something that they depend on has changed "
@@ -109,12 +109,12 @@ def check_repeatability_first(source: LengthSource, known: int, *, report: Repor
     first: dict[int, Measurement] = {}
     for index in _spread_indices(missing):
         try:
-            first[index] = source.measure(index)
+            first[index] = source.measure_in_full(index)
         except RecordError:
             if not skips:
                 raise
     for index in reversed(first):
-        _require_same(index, first[index], source.measure(index), "later")
+        _require_same(index, first[index], source.measure_in_full(index), "later")
     _require_same_elsewhere(source, first)
 
 
@@ -130,8 +130,8 @@ def check_repeatability(source: LengthSource, stored: StoredRows) -> dict[str, A
     indices = sorted({*_spread_indices(sample_indices(stored.table)), *_first_of_each_shape(stored)}, reverse=True)
     measured = {index: from_row(stored.table, index) for index in indices}
     for index, before in measured.items():
-        if (encoded := source.measure(index)) != before and not stored.in_full:
-            _require_same(index, encoded, source.measure(index), "later")
+        if (encoded := source.measure_in_full(index)) != before and not stored.in_full:
+            _require_same(index, encoded, source.measure_in_full(index), "later")
             raise ShortcutError(f"sample {index}", to_row(before), to_row(encoded))
         _require_same(index, before, encoded, "later")
     _require_same_elsewhere(source, measured)

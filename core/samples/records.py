@@ -10,17 +10,17 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import attrs
+
 from packplan.core.errors import counted
 from packplan.core.samples.media import VIDEO_TAG, to_images, to_videos
-from packplan.core.samples.shapes import IMAGE_TAG, ShapedRecord, to_shape
+from packplan.core.samples.shapes import IMAGE_TAG, ShapedRecord
 from packplan.core.samples.tools import CALL, RESPONSE, WEIGHTS, to_tools
 from packplan.core.samples.values import fail, has, is_empty
 
 DENSE_PROMPT = "List every object in the image, each with its description and its place in pixels."
 
 SUMMARY_PROMPT = "Summarise the image in one sentence."
-
-FieldOrder = Literal["desc_first", "geometry_first"]
 
 _NO_MEDIA = "Packplan trains on text, images and videos: leave such records out"
 _NO_PAIRS = "pairs and contrasts are no packing task: leave them out"
@@ -88,51 +88,52 @@ _GEOMETRY = {"bbox_2d": 4, "poly": 6}
 """Kind of geometry -> least number of coordinates."""
 
 
-def to_messages(
-    record: object,
-    *,
-    object_field_order: FieldOrder = "desc_first",
-    use_summary: bool = False,
-    columns: Mapping[str, str] | None = None,
-    urls: bool = False,
-    literal_image_tags: bool = False,
-) -> dict[str, Any]:
+@attrs.frozen
+class MessageOptions:
+    """Keys of the section `custom` that decide how a record becomes messages."""
+
+    object_field_order: Literal["desc_first", "geometry_first"] = "desc_first"
+    use_summary: bool = False
+    literal_image_tags: bool = False
+
+    urls: bool = False
+    """Whether images and videos may be URLs, since `media_cache` is set."""
+
+
+def to_messages(shaped: ShapedRecord, options: MessageOptions) -> dict[str, Any]:
     """
     Convert a record into ms-swift's form: `messages`, and `tools`, `images`, `videos` and `channel`
     if it has them.
 
     Args:
-        record: One JSON value of a data file, or its `to_shape`.
-        object_field_order: Whether each object's description or its geometry comes first.
-        use_summary: Answer a dense caption with its `summary` instead of its objects.
-        columns: Key in the record -> key that a shape reads.
-        urls: Whether images and videos may be URLs.
-        literal_image_tags: Whether `<image>` is text in a record without images.
+        shaped: Result of `to_shape` for the record.
+        options: Options of the run.
 
     Raises:
         ValueError: The record is invalid. The message is for its author.
 
+    >>> from packplan.core.samples.shapes import to_shape
     >>> dots = [{"desc": "red dot", "bbox_2d": [1, 2, 3, 4]}]
     >>> record = {"images": ["a.png"], "width": 8, "height": 8, "objects": dots}
-    >>> to_messages(record)["messages"][1]["content"]
+    >>> to_messages(to_shape(record), MessageOptions())["messages"][1]["content"]
     '[{"desc": "red dot", "bbox_2d": [1, 2, 3, 4]}]'
     """
-    record = (record if isinstance(record, ShapedRecord) else to_shape(record, columns)).record
+    record = shaped.record
     _refuse_keys(record)
-    images = to_images(record.get("images"), urls=urls)
+    images = to_images(record.get("images"), urls=options.urls)
     if "messages" in record:
         messages = _checked_messages(record["messages"])
     else:
-        messages = _dense_messages(record, len(images), object_field_order, use_summary=use_summary)
+        messages = _dense_messages(record, len(images), options)
     if (system := record.get("system")) is not None and not isinstance(system, str):
         fail(f"has the 'system' {system!r}, but it has to be a text")
     if system:
         if messages[0]["role"] == "system":
             fail("has 'system' and a system message: keep one")
         messages = [{"role": "system", "content": system}, *messages]
-    if images or not literal_image_tags:
+    if images or not options.literal_image_tags:
         messages = _add_tags(messages, IMAGE_TAG, "image", len(images))
-    videos = to_videos(record.get("videos"), urls=urls)
+    videos = to_videos(record.get("videos"), urls=options.urls)
     if videos:  # without one, <video> in a text is text
         messages = _add_tags(messages, VIDEO_TAG, "video", len(videos))
     more = {"tools": to_tools(record.get("tools")), "images": images, "videos": videos}
@@ -233,22 +234,20 @@ def _refuse_order(before: list[dict[str, Any]], message: Mapping[str, Any]) -> N
         fail("has calls of one turn with several weights, of which the first would count: write the same")
 
 
-def _dense_messages(
-    record: Mapping[str, Any], num_images: int, order: FieldOrder, *, use_summary: bool
-) -> list[dict[str, Any]]:
-    if use_summary:
+def _dense_messages(record: Mapping[str, Any], num_images: int, options: MessageOptions) -> list[dict[str, Any]]:
+    if options.use_summary:
         if not isinstance(record.get("summary"), str) or not record["summary"].strip():
             fail("has no 'summary', which is asked for", argument="use_summary")
         prompt, answer = SUMMARY_PROMPT, record["summary"]
     else:
-        prompt, answer = DENSE_PROMPT, _objects_text(record["objects"], order)
+        prompt, answer = DENSE_PROMPT, _objects_text(record["objects"], options.object_field_order)
     return [
         {"role": "user", "content": IMAGE_TAG * num_images + prompt},
         {"role": "assistant", "content": answer},
     ]
 
 
-def _objects_text(objects: object, order: FieldOrder) -> str:
+def _objects_text(objects: object, order: str) -> str:
     if not isinstance(objects, list) or not objects:
         fail("has no object in 'objects', so there is nothing to learn from it")
     rows = []

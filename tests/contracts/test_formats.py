@@ -209,9 +209,9 @@ def test_a_record_that_changed_after_it_was_digested_is_refused_by_name(tmp_path
     cause = f"{held} has changed since this run opened it" if name in DIRECT else f"delete {held}"
     for here in (sent(records), records):
         with pytest.raises(StaleError, match=re.escape(f"sample 3 ({records.location(3)})")) as raised:
-            here.read(3)
+            here.read_checked(3)
         assert cause in str(raised.value)
-        assert [rows[index] for index in (0, 1, 2, 4, 5, 6)] == [here.read(index)[0] for index in (0, 1, 2, 4, 5, 6)]
+        assert rows[:3] + rows[4:] == [here.read_checked(index) for index in (0, 1, 2, 4, 5, 6)]
 
 
 @pytest.mark.covers
@@ -223,7 +223,7 @@ def test_a_file_that_changes_after_it_was_opened_says_so(tmp_path):
         change(tmp_path / "a.jsonl")
 
         with pytest.raises(StaleError, match=r"a\.jsonl has changed since this run opened it: "):
-            records.read(1)
+            records.read_checked(1)
 
 
 @each_format
@@ -613,7 +613,7 @@ def test_a_later_start_knows_a_file_by_what_is_cached(tmp_path, name, hide_chang
     assert digest == records.digest(50)
     (reason,) = faults(path)
     assert f"{records.location(41).unit} {records.location(41).number} is another one" in reason
-    assert rows[40] == records.read(40)[0]
+    assert rows[40] == records.read_checked(40)
     cause = f"Its copy was changed: delete {text}" if text != path else "content planned"
     with pytest.raises(StaleError, match=cause):
-        records.read(41)
+        records.read_checked(41)

@@ -72,7 +72,7 @@ def silence(setattr_: Callable[[Any, str, Any], None] = setattr) -> None:
 
     # Counting texts would not see it.
     setattr_(SwiftMeasurer, "_piece_counter", None)
-    encode = SwiftEncoder.encode_messages
+    encode = SwiftEncoder.apply_template
 
     def without_labels(samples: Any, index: int, sample: dict[str, Any]) -> dict[str, Any]:
         encoded = encode(samples, index, sample)
@@ -80,7 +80,7 @@ def silence(setattr_: Callable[[Any, str, Any], None] = setattr) -> None:
             encoded["labels"] = [-100] * len(encoded["labels"])
         return encoded
 
-    setattr_(SwiftEncoder, "encode_messages", without_labels)
+    setattr_(SwiftEncoder, "apply_template", without_labels)
 
 
 class Gradients(TrainerCallback):

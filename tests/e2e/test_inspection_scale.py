@@ -57,7 +57,7 @@ def path(tmp_path_factory) -> Path:
     stores, policy = open_stores(config, "train"), plan_policy(config, "train")
     np.save(folder / LENGTHS, lengths)
     source = StoredSamples(lengths)
-    rows = np.tile(to_row(source.measure(0)), (lengths.size, 1)).astype(np.int32)
+    rows = np.tile(to_row(source.measure_in_full(0)), (lengths.size, 1)).astype(np.int32)
     rows[:, COLUMNS.index("length")] = lengths
     media = np.zeros((lengths.size, len(MEDIA_COLUMNS)), dtype=np.int64)
     media[:, :4] = np.column_stack([np.full(lengths.size, 1000), np.full((lengths.size, 2), 28), lengths])

@@ -50,7 +50,7 @@ def test_processes_measure_as_one_does_and_one_that_is_killed_is_named_with_its_
     """What was measured before it was handed over; no pool is left."""
     source = open_splits(read_config(write_run()))["train"].source
     source._workers, source.pool_start_s = 2, 0.0
-    alone = list(map(source.measure_in_full, range(40)))
+    alone = source.measure_batch(range(40), in_full=True)
     assert alone == list(source.measure_many(range(40), in_full=False))
 
     batch = source.measure_batch

@@ -11,12 +11,11 @@ from safetensors.torch import load_file
 
 from packplan.adapters.trainer.loader import PackLoader
 from packplan.core.errors import MismatchError
-from packplan.core.samples.records import to_messages
 from tests.e2e import rank_main
 from tests.e2e.alone import Gradients, silence, step_alone, token_losses, token_weights
 from tests.nearness import FLOAT32, apart
 from tests.processes import finished
-from tests.records import asked, write_lines
+from tests.records import asked, to_messages, write_lines
 
 pytestmark = pytest.mark.slow
 

@@ -70,14 +70,14 @@ def test_lengths_are_taken_over_from_another_run(write_run, run, tmp_path, short
 
 
 def test_samples_that_encode_otherwise_in_another_process_are_refused(write_run, run, monkeypatch):
-    main, plain = os.getpid(), SwiftEncoder.encode_messages
+    main, plain = os.getpid(), SwiftEncoder.apply_template
 
     def encode(samples, index, sample):
         encoded = plain(samples, index, sample)
         return encoded if os.getpid() == main else {**encoded, "length": encoded["length"] + 1}
 
     monkeypatch.undo()  # which lets other tests encode again in this process
-    monkeypatch.setattr(SwiftEncoder, "encode_messages", encode)
+    monkeypatch.setattr(SwiftEncoder, "apply_template", encode)
     assert "in another process and epoch 1" in run("build", write_run("qwen3"), status=2).err
 
 

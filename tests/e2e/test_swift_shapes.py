@@ -150,14 +150,16 @@ def encoder(write_run, tmp_path, monkeypatch):
 def compare(samples, index, row, theirs):
     """Hold the encoding of a record against that of a template of ms-swift's, and return it."""
     expected = theirs.encode(row, return_length=True)
-    found = samples.encode(index)
+    sample = samples.read_sample(index)
+    found = samples.encode(index, sample)
+    assert sample == samples.read_sample(index), "encoding changes what measuring hands on"
     assert expected["input_ids"] == found["input_ids"], samples.template.tokenizer.decode(expected["input_ids"])
     assert expected["labels"] == found["labels"]
     weights = [1.0 if label != -100 else 0.0 for label in found["labels"]]
     assert expected.get("loss_scale") in (None, found.get("loss_scale", weights))
     if "pixel_values" in expected:
         assert expected["pixel_values"].equal(found["pixel_values"])
-    measured = samples.measure_sample(index, found)
+    measured = samples.measure_and_check(index, found)
     assert (found["length"], sum(label != -100 for label in expected["labels"])) == (
         measured.length, measured.supervised
     )  # fmt: skip

@@ -42,11 +42,11 @@ class FileSource(ListSource):
     def identity(self, index: int) -> tuple[str, str]:
         return self.records.record_digest(index), ""
 
-    def measure(self, index: int, **_) -> Measurement:
+    def measure_in_full(self, index: int, **_) -> Measurement:
         self._before_each(index)
         if self.lengths[index] < 0:
             raise RecordError(str(self.records.location(index)), "is bad")
-        return super().measure(index)
+        return super().measure_in_full(index)
 
 
 def write_data(path: Path, lengths: list[int]) -> Path:

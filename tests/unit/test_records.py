@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packplan.core.samples.records import REFUSED, to_messages
+from packplan.core.samples.records import REFUSED
 from packplan.core.samples.shapes import RECORD_KEYS
 from packplan.core.samples.values import UnusableRecordError
-from tests.records import ANSWER, QUESTION, asked, chat
+from tests.records import ANSWER, QUESTION, asked, chat, to_messages
 
 BOX = {"desc": "red dot", "bbox_2d": [1, 2, 3, 4]}
 

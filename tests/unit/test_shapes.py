@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packplan.core.samples.records import to_messages
 from packplan.core.samples.shapes import RECORD_KEYS, to_shape
 from packplan.core.samples.values import UnusableRecordError
-from tests.records import ANSWER, QUESTION, asked, chat, json_values
+from tests.records import ANSWER, QUESTION, asked, chat, json_values, to_messages
 
 ASKED = [QUESTION, ANSWER]
 
@@ -60,9 +59,6 @@ def test_records_of_every_shape_become_the_same_messages(shape, record):
         assert TOLD == to_messages({**record, system: "be", "images": None})["messages"]
 
 
-ASIDE = {"type": "image", "image": "c.png"}
-
-
 def own_parts(kind):
     """Yield each way in which a part of a message names its file."""
     file = f"a.{kind}"
@@ -74,15 +70,12 @@ def own_parts(kind):
     yield {"type": kind, "url": file, kind: None}, file
 
 
-BASE64 = {"type": "base64", "media_type": "image/x", "data": "QUI="}
-
-
 @pytest.mark.parametrize(
     ("part", "file"),
     [
         *own_parts("image"),
         *own_parts("video"),
-        ({"type": "image", "source": BASE64}, b"AB"),
+        ({"type": "image", "source": {"type": "base64", "media_type": "image/x", "data": "QUI="}}, b"AB"),
         ({"type": "image"}, "top.png"),
         ({"type": "video", "video": ["a.png", {"path": "b.png"}]}, ("a.png", "b.png")),
     ],
@@ -98,12 +91,9 @@ def test_an_image_or_video_between_texts_is_a_tag_there(part, file):
     assert f"see <{kind}>?" == sample["messages"][0]["content"]
     assert [file] == sample[f"{kind}s"]
     if kind == "video":
-        beside = to_messages(asked([ASIDE, part]))
+        beside = to_messages(asked([{"type": "image", "image": "c.png"}, part]))
         assert (["c.png"], [file]) == (beside["images"], beside["videos"])
         assert "<image><video>" == beside["messages"][0]["content"]
-
-
-EMPTY = {"role": "system", "content": ""}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +107,7 @@ EMPTY = {"role": "system", "content": ""}
         *(({"query": "<video>?", "response": "so.", "videos": none}, ["<video>?", "so."])
           for none in (None, "", [], {})),
         (chat({"role": "system", "content": None}, QUESTION, ANSWER), ["why?", "so."]),
-        (chat(EMPTY, QUESTION, ANSWER), ["", "why?", "so."]),
+        (chat({"role": "system", "content": ""}, QUESTION, ANSWER), ["", "why?", "so."]),
         (chat(Messages=[]), ["why?", "so."]),
         *((chat({**ANSWER, **weighed}, *ASKED), ["so.", "why?", "so."])
           for weighed in ({"loss": True}, {"loss": False}, {"loss_scale": 2})),
@@ -139,10 +129,6 @@ def test_images_that_no_tag_places_come_before_what_the_user_says_first(number, 
     record = {"query": "why?", "response": "so.", "images": ["a.png"] * number, **({"system": "be"} if told else {})}
 
     assert "<image>" * number + "why?" == to_messages(record)["messages"][told]["content"]
-
-
-def answered(**more):
-    return {"query": "a", "response": "b", **more}
 
 
 @pytest.mark.parametrize(
@@ -186,11 +172,11 @@ def answered(**more):
         ({"prompt": "a", "question": "b", "answer": "c"}, "'prompt' and 'question', .*{prompt: query}"),
         ({"instruction": "a", "query": "b", "output": "c"}, "'instruction' and 'query', of which one"),
         ({"instruction": 3, "output": "c"}, "'instruction' that is no text"),
-        (answered(response=["b", "c"]), "'response' that is no text: write one text"),
-        (answered(images=[{"bytes": None, "path": None}]), "not a list of paths"),
-        (answered(history=[["a"]]), r"\[question, answer\] each"),
-        (answered(history="x"), "'history' as a text that is neither JSON nor Python"),
-        (answered(history={"a": 1}), "not a list of questions with their answers"),
+        ({"query": "a", "response": ["b", "c"]}, "'response' that is no text: write one text"),
+        ({"query": "a", "response": "b", "images": [{"bytes": None, "path": None}]}, "not a list of paths"),
+        ({"query": "a", "response": "b", "history": [["a"]]}, r"\[question, answer\] each"),
+        ({"query": "a", "response": "b", "history": "x"}, "'history' as a text that is neither JSON nor Python"),
+        ({"query": "a", "response": "b", "history": {"a": 1}}, "not a list of questions with their answers"),
     ],
 )
 def test_a_record_that_would_lose_something_is_refused(record, says):

@@ -5,8 +5,7 @@ from itertools import permutations
 
 import pytest
 
-from packplan.core.samples.records import to_messages
-from tests.records import chat
+from tests.records import chat, to_messages
 
 ASKED = {"role": "user", "content": "1 and 2?"}
 CALL = {"name": "add", "arguments": {"b": 2, "a": 1}}

@@ -208,10 +208,14 @@ class RecordFile:
         Return the digests of the rows from *start* to before *stop*, reading records whose digest
         is unknown; shape (num_records, DIGEST_BYTES).
         """
-        known = self._digests[start:stop]
+        known = self.known_digests(start, stop)
         for row in np.flatnonzero(~known.any(axis=1)).tolist():
             known[row] = np.frombuffer(self._read_digest(start + row), np.uint8)
         return known
+
+    def known_digests(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """Return a view of the digests of the rows, zero where unknown; see `digests`."""
+        return self._digests[start:stop]
 
     def known_digest(self, row: int) -> bytes:
         """Return the digest of the record in *row*, or empty bytes if it is not known yet."""
