@@ -204,9 +204,10 @@ def prepend_text_positions(inputs: dict[str, Any]) -> dict[str, Any]:
     """
     Return the inputs of ms-swift's trainer with the positions of the text as their first row.
 
-    transformers separates packed samples only by that row, which ms-swift's collator takes off as
-    `text_position_ids`: without it samples attend to each other. Inputs with a mask, or without
-    positions of images, are returned as they are.
+    transformers separates packed samples only by that row: without it samples attend to each other.
+    It is `text_position_ids`, which ms-swift's collator splits off the three rows of media, or
+    `add_media_positions` does where that makes none. Models of text have one row. Inputs with a
+    mask, or without positions of media, are returned as they are.
     """
     positions, text = inputs.get("position_ids"), inputs.get("text_position_ids")
     if positions is None or text is None or "attention_mask" in inputs or len(positions) != 3:

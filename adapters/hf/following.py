@@ -6,25 +6,25 @@ epochs, checked batches, resumed runs. `EvaluatesPacks` makes the evaluation los
 tokens. `ServesPacks` adds loaders of packs, for trainers of other projects.
 
 A mixin stands before the class of the trainer, so its `super()` is the trainer's own method: of
-transformers, unless TRL or ms-swift has another. `adapters/trainer/trainer.py` has the order of
-classes of `packplan sft`.
+transformers, unless TRL or ms-swift has another. `adapters/trainer/trainer.py` lists those that a
+step of `packplan sft` calls.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
-from accelerate.utils import gather_object, send_to_device
-from torch.utils.data import DataLoader
+from accelerate.utils import gather_object
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches, read_saved_progress
-from packplan.adapters.loaders.rows import PACK, count_supervised, refuse_other_packs
+from packplan.adapters.loaders.rows import NORMALISER, PACK, PackLoader, count_supervised, refuse_other_packs
 from packplan.adapters.model_folder import model_file_facts
 from packplan.adapters.models import replace_attributes
 from packplan.adapters.trainer_state import add_digest_on_save
@@ -35,33 +35,6 @@ from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
 
 log = logging.getLogger(__name__)
-
-
-class RankLoader(DataLoader[Any]):
-    """DataLoader that moves a rank's batches to its device, set up by training arguments."""
-
-    def __init__(self, packs: Any, args: Any, **options: Any) -> None:
-        self.device = args.device
-        workers = {
-            "num_workers": args.dataloader_num_workers,
-            "pin_memory": args.dataloader_pin_memory,
-            "persistent_workers": args.dataloader_persistent_workers,
-            "prefetch_factor": args.dataloader_prefetch_factor,
-            # Loaders draw a seed when they start. Drawn from the global generator, it would change
-            # later dropout.
-            "generator": torch.Generator(),
-        }
-        super().__init__(packs, **(workers | options))
-
-    def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to the batch sampler and the data set."""
-        parts: tuple[Any, ...] = (self.batch_sampler, self.dataset)
-        for part in parts:
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # no loader needs a class of iterators
-        return (send_to_device(batch, self.device) for batch in super().__iter__())
 
 
 class PackplanProgress(TrainerCallback, ExportableState):
@@ -78,7 +51,7 @@ class PackplanProgress(TrainerCallback, ExportableState):
         """Record the step; in an epoch resumed in its middle, correct `state.epoch`."""
         self.step, schedule = state.global_step, self.follower.schedule
         start, window = schedule.start, schedule.gradient_accumulation_steps
-        if start.epoch_step and self.step <= start.step + schedule.num_remaining_steps(start.epoch):
+        if start.epoch_step and self.step <= schedule.last_step(start.epoch):
             total = start.epoch_step * window + schedule.num_remaining_batches(start.epoch)
             done = min((start.epoch_step + self.step - start.step) * window, total)
             state.epoch = start.epoch + done / total
@@ -92,9 +65,17 @@ class FollowsSchedule:
     callback_handler: Any
     follower: PackBatches
 
-    def follow(self, follower: PackBatches) -> None:
-        """Train the batches of *follower* from now on, in the order of its schedule."""
-        self.follower, self._progress = follower, PackplanProgress(follower)
+    def follow(
+        self, follower: PackBatches, *, around_epoch: Callable[[int], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        """
+        Train the batches of *follower* from now on, in the order of its schedule.
+
+        Args:
+            follower: Batch sampler of this rank's packs.
+            around_epoch: Function that returns the context in which an epoch is trained.
+        """
+        self.follower, self._progress, self._around_epoch = follower, PackplanProgress(follower), around_epoch
         self._expected: Iterator[list[int]] = iter(())
         self.callback_handler.add_callback(self._progress)
 
@@ -137,14 +118,16 @@ class FollowsSchedule:
         return self.schedule.start.epoch, 0  # the follower begins where the checkpoint ended
 
     def _run_epoch(self, *, epoch: int, **options: Any) -> None:
-        """Train an epoch, with the number of batches that are left of it."""
+        """Train what is left of an epoch: the sampler serves it, and its batches are expected."""
         schedule = self.schedule
         options |= {
             "steps_in_epoch": schedule.num_remaining_batches(epoch),
             "num_update_steps_per_epoch": schedule.num_remaining_steps(epoch),
         }
+        self.follower.set_epoch(epoch)
         self._expected = iter(schedule.batches(epoch, rank=self.follower.rank))
-        super()._run_epoch(epoch=epoch, **options)  # type: ignore[misc]
+        with self._around_epoch(epoch):
+            super()._run_epoch(epoch=epoch, **options)  # type: ignore[misc]
         if not schedule.num_remaining_batches(epoch):  # the epoch's last step was before the resume
             self.control.should_training_stop = False
 
@@ -168,7 +151,7 @@ class _LossSums:
 
     num_evaluated: int = 0
     weight: float = 0
-    """Supervised tokens of the running batch."""
+    """Weight of the running batch's loss: its supervised tokens, or the sum of their weights."""
 
     @property
     def next_is_repeated(self) -> bool:
@@ -188,10 +171,6 @@ class EvaluatesPacks:
     accelerator: Any
     args: Any
     _evaluated: _LossSums | None = None
-
-    def _batch_weight(self, inputs: dict[str, Any]) -> float:
-        """Return the weight of a batch's mean loss: its supervised tokens."""
-        return count_supervised(inputs["labels"])
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
         """Evaluate packs by the mean loss over tokens, and other data sets as the trainer does."""
@@ -219,7 +198,7 @@ class EvaluatesPacks:
         if self._evaluated is None:
             return super().prediction_step(model, inputs, *args, **options)  # type: ignore[misc]
         refuse_other_packs([inputs], islice(self._evaluated.expected, 1))
-        self._evaluated.weight = self._batch_weight(inputs)
+        self._evaluated.weight = inputs[NORMALISER] if NORMALISER in inputs else count_supervised(inputs["labels"])
         outputs = super().prediction_step(model, inputs, *args, **options)  # type: ignore[misc]
         self._evaluated.add(outputs[0])
         return outputs
@@ -270,8 +249,8 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
         ranks = {"rank": self.follower.rank, "world_size": self.schedule.world_size}
         return self._make_loader(self._eval_packs, EvalBatches(len(self._eval_packs), 1, **ranks))
 
-    def _make_loader(self, packs: Any, batches: Any) -> RankLoader:
-        return RankLoader(packs, self.args, batch_sampler=batches, collate_fn=self._collator)
+    def _make_loader(self, packs: Any, batches: Any) -> PackLoader:
+        return PackLoader(packs, self.args, batch_sampler=batches, collate_fn=self._collator)
 
     def _get_num_items_in_batch(self, *args: Any, **options: Any) -> Any:
         """

@@ -1,5 +1,6 @@
 """
-Packs of rows as a torch data set (`RowsOfPacks`) with a collator (`PackInputs`).
+Packs of rows as a torch data set (`RowsOfPacks`) with a collator (`PackInputs`), and the loader of
+all trainers (`PackLoader`).
 
 A row is one sample: a mapping with `input_ids`, perhaps `labels`, and perhaps the tensors of a
 processor (`pixel_values`, `image_grid_thw`, …). A user's own collator may take other rows. Item k
@@ -15,7 +16,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any
@@ -23,11 +25,12 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from packplan.adapters.loaders.positions import MEDIA_TYPE_IDS
+from packplan.adapters.processes import hold_ctrl_c
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import ArgumentError, Difference, MismatchError, PackplanError, StaleError, counted
 from packplan.core.lengths import IntArray
@@ -37,6 +40,9 @@ log = logging.getLogger(__name__)
 
 PACK = "packplan_pack"
 """Key of the pack index of a batch, or of the list of its pack indices."""
+
+NORMALISER = "loss_normaliser"
+"""Extra key of a batch of `packplan sft`: sum of its tokens' weights in the loss."""
 
 _TOKENS, _LABELS, _POSITIONS, _ATTENTION = "input_ids", "labels", "position_ids", "attention_mask"
 
@@ -50,6 +56,9 @@ _PACKED = {
 
 _NUMBERED = ("seq_idx", "segment_ids")
 """Columns with the number of each token's sample in a pack."""
+
+MEDIA_TYPE_IDS = "mm_token_type_ids"
+"""Key of the type of each token in transformers: 0 for text, 1 for images, 2 for videos."""
 
 TYPE_COLUMNS = ("token_type_ids", MEDIA_TYPE_IDS)
 """Columns with the type of each token, as text or image."""
@@ -419,6 +428,47 @@ def flatten(rows: Sequence[Row]) -> dict[str, Any]:
     flat = {name: torch.from_numpy(np.concatenate([row[name] for row in rows]))[None] for name in (_TOKENS, _LABELS)}
     flat[_LABELS] = flat[_LABELS].masked_fill(own == 0, IGNORED_LABEL)
     return {**flat, _POSITIONS: own, **join_media(rows)}
+
+
+class PackLoader(DataLoader[Any]):
+    """Loader of a rank's batches, set up by training arguments; raises errors that are served."""
+
+    wait_seconds = 0.0
+    """Seconds that training has waited for batches, or made them in its own process."""
+
+    def __init__(self, packs: Any, args: Any, **options: Any) -> None:
+        self.device = args.device
+        workers = {
+            "num_workers": args.dataloader_num_workers,
+            "pin_memory": args.dataloader_pin_memory,
+            "persistent_workers": args.dataloader_persistent_workers,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+            # Loaders draw a seed when they start. Drawn from the global generator, it would change
+            # later dropout.
+            "generator": torch.Generator(),
+        }
+        super().__init__(packs, **(workers | options))
+
+    def _get_iterator(self) -> Any:
+        """Start the worker processes; a Ctrl-C is held back until they have started."""
+        with hold_ctrl_c():
+            return super()._get_iterator()
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # no loader needs a class of iterators
+        started = time.perf_counter()
+        for batch in super().__iter__():
+            if isinstance(batch, PackplanError):
+                raise batch
+            moved = send_to_device(batch, self.device)
+            self.wait_seconds += time.perf_counter() - started
+            yield moved
+            started = time.perf_counter()
+
+    def close(self) -> None:
+        """End worker processes that persist between epochs."""
+        # The garbage collector might remove the queues before the workers read their end: 5 s for
+        # each worker.
+        self._iterator = None
 
 
 def refuse_other_packs(batches: Sequence[Mapping[str, Any]], planned: Iterable[Sequence[int] | None]) -> None:

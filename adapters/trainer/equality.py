@@ -17,15 +17,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from packplan.adapters.attention import using_native_attention
 from packplan.adapters.families import trained_config
-from packplan.adapters.loaders.positions import find_rope_index, parameter_names
+from packplan.adapters.loaders.rows import NORMALISER
 from packplan.adapters.models import evaluation_mode, replace_attributes, weight_gradients
 from packplan.adapters.proof.batches import PackedBatch, Place, Sample, next_tokens, places_by_lengths
 from packplan.adapters.proof.comparison import Outcome, compare, difference_limit, read_outcome, run_alone, run_watched
 from packplan.adapters.proof.gradients import WatchedPass
 from packplan.adapters.samples.media import IMAGES, VIDEOS
-from packplan.adapters.trainer.loader import NORMALISER
 from packplan.adapters.trainer.trainer import PLAIN_LOSS, PlanTrainer, logit_inputs
-from packplan.adapters.trainer.vision import media_inputs
+from packplan.adapters.trainer.vision import find_rope_index, media_inputs, parameter_names
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.equality import Deviation, reason_against_backend
 from packplan.core.errors import PackplanError

@@ -5,10 +5,10 @@ Packs become batches of the trainer:
 2. `PackedDataset` encodes their samples again, and compares each with the plan.
 3. `Collator` lets ms-swift join them into one row, whose positions start again with each sample,
    and weighs their tokens.
-4. `PackLoader` moves the batch to the device, and raises errors that loader workers returned.
+4. `PackLoader` of `adapters/loaders/rows.py` moves the batch to the device, and raises errors that
+   loader workers returned.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -19,11 +19,10 @@ from swift.template import Template
 from swift.utils import seed_worker
 from torch.utils.data import Dataset
 
-from packplan.adapters.hf.following import RankLoader
-from packplan.adapters.loaders.rows import PACK, PackOfRows
-from packplan.adapters.processes import end_with_parent, hide_handover_errors, hold_ctrl_c, ignore_foreign_sigterm
+from packplan.adapters.loaders.rows import NORMALISER, PACK, PackOfRows
+from packplan.adapters.processes import end_with_parent, hide_handover_errors, ignore_foreign_sigterm
 from packplan.adapters.samples.encoder import SwiftEncoder
-from packplan.adapters.trainer.vision import add_model_inputs
+from packplan.adapters.trainer.vision import add_media_positions
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import PackplanError
 from packplan.core.packs import Packs
@@ -40,7 +39,7 @@ class PackedDataset(Dataset[PackOfRows | PackplanError]):
 
     def __init__(self, encoder: SwiftEncoder, packs_of: Callable[[int], Packs], table: Table, *, packed: bool) -> None:
         """
-        Serve the packs of an epoch; `set_epoch` selects the epoch.
+        Serve the packs of an epoch, which `set_epoch` selects.
 
         Args:
             encoder: Encoder of samples, which compares them with the plan.
@@ -52,7 +51,7 @@ class PackedDataset(Dataset[PackOfRows | PackplanError]):
         self.encoder, self.packs_of, self.table, self.packed = encoder, packs_of, table, packed
 
     def set_epoch(self, epoch: int) -> None:
-        """Serve the packs of *epoch* from now on; the loader calls it when an epoch starts."""
+        """Serve the packs of *epoch* from now on."""
         self.packs = self.packs_of(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -76,9 +75,6 @@ Batch = dict[str, Any]
 
 Reduction = Literal["token", "sample", "sqrt"]
 
-NORMALISER = "loss_normaliser"
-"""Extra key of a batch: sum of its tokens' weights in the loss."""
-
 _POWERS = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}
 """Reduction -> power p: a token weighs n ** p in a sample of n supervised tokens."""
 
@@ -88,9 +84,6 @@ class Collator:
     """Collator of packs that makes a packed or padded batch, whatever the template is set to."""
 
     template: Template
-
-    collate: Callable[[list[Any]], Batch]
-    """Collator of ms-swift's template."""
 
     packed: bool
     """Whether all samples share one row; if not, each has its own padded row."""
@@ -103,8 +96,13 @@ class Collator:
         packs = [item for item in items if not isinstance(item, PackplanError)]
         if len(packs) < len(items):
             return next(item for item in items if isinstance(item, PackplanError))
-        samples = fill_token_weights(packs)
-        batch = self._collate(samples if self.packed else [one for (one,) in samples])
+        rows = fill_token_weights(packs)
+        # ms-swift's collator removes the keys that it joins from samples.
+        samples = [dict(sample) for row in rows for sample in row]
+        with hold_packing(self.template, packed=self.packed):
+            batch: Batch = self.template.data_collator(rows if self.packed else [one for (one,) in rows])
+        if self.template.model_meta.is_multimodal:
+            add_media_positions(batch, self.template, samples, packed=self.packed)
         scale = batch.get("loss_scale")
         weights = loss_weights(batch["labels"], self._sample_starts(batch), reduction=self.reduction, scale=scale)
         batch[PACK] = tuple(pack.pack for pack in packs)
@@ -114,15 +112,6 @@ class Collator:
         # and make every weight of the model NaN.
         if self.reduction != "token" or scale is not None or not batch[NORMALISER]:
             batch["loss_scale"] = weights
-        return batch
-
-    def _collate(self, rows: list[Any]) -> Batch:
-        # The collator removes the keys that it joins from samples.
-        samples = [dict(sample) for row in rows for sample in (row if self.packed else [row])]
-        with hold_packing(self.template, packed=self.packed):
-            batch = self.collate(rows)
-        if self.template.model_meta.is_multimodal:
-            add_model_inputs(batch, self.template, samples, packed=self.packed)
         return batch
 
     def _sample_starts(self, batch: Batch) -> torch.Tensor:
@@ -215,35 +204,3 @@ def prepare_worker(number: int, *, num_workers: int, rank: int) -> None:
     ignore_foreign_sigterm()
     hide_handover_errors()
     seed_worker(number, num_workers=num_workers, rank=rank)
-
-
-class PackLoader(RankLoader):
-    """Loader that raises the errors that a data set returned."""
-
-    wait_seconds = 0.0
-    """Seconds that training has waited for batches, or made them in its own process."""
-
-    def _get_iterator(self) -> Any:
-        """Start the worker processes; a Ctrl-C is held back until they have started."""
-        with hold_ctrl_c():
-            return super()._get_iterator()
-
-    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # see above
-        for batch in self._time_batches(super().__iter__()):
-            if isinstance(batch, PackplanError):
-                raise batch
-            yield batch
-
-    def _time_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches, and add up the seconds spent waiting for them."""
-        started = time.perf_counter()
-        for batch in batches:
-            self.wait_seconds += time.perf_counter() - started
-            yield batch
-            started = time.perf_counter()
-
-    def close(self) -> None:
-        """End worker processes that persist between epochs."""
-        # The garbage collector might remove the queues before the workers read their end: 5 s for
-        # each worker.
-        self._iterator = None

@@ -11,26 +11,25 @@ It adds fixes without which training goes wrong silently:
 - a clean end on SIGTERM
 - an end before saving, once a loss, gradient or weight is not finite
 
-With a plan, the packs of a step pass these methods, from top to bottom. The classes of a
-`PlanTrainer` stand in this order, in which `super()` looks for the next method: `PlanTrainer`,
-`FollowsSchedule`, `CheckedTrainer`, `EvaluatesPacks`, then those of ms-swift and of transformers.
+With a plan, the packs of a step pass these methods, from top to bottom. `PlanTrainer`,
+`FollowsSchedule`, `CheckedTrainer` and `EvaluatesPacks` are the classes of a trainer. None has a
+method of another but `__init__`, so `super()` is ms-swift's method, or else transformers' own.
 
 | method | class | does |
 |---|---|---|
-| `_get_data_collator` | `CheckedTrainer` | makes rows by `Collator`; called at first |
 | `train` | `CheckedTrainer` | names lost processes of loaders |
 | `_inner_training_loop` | `FollowsSchedule` | starts, or goes on from a checkpoint |
 | `get_train_dataloader` | `PlanTrainer` | serves `PackedDataset` in the order of `PackBatches` |
 | `set_initial_training_values` | `FollowsSchedule` | counts steps and epochs by the schedule |
 | `_init_training_state` | `FollowsSchedule` | returns the epoch at which the schedule starts |
-| `set_epoch` | `RankLoader` | selects the packs of the epoch |
-| `_run_epoch` | `PlanTrainer` | makes the statistics of the epoch, for the log |
-| `_run_epoch` | `FollowsSchedule` | trains what is left of the epoch |
-| `__iter__` | `PackLoader` | raises the errors of samples, which came as values |
+| `_run_epoch` | `FollowsSchedule` | selects the batches that are left of the epoch |
+| `_log_epoch` | `PlanTrainer` | selects the epoch's packs, and logs their statistics |
+| `__iter__` | `PackLoader` | asks `PackBatches`, `PackedDataset` and `Collator`, in workers |
 | `get_batch_samples` | `FollowsSchedule` | compares the batches of a step with the schedule |
-| `_get_num_items_in_batch` | `CheckedTrainer` | sums a step's weights, the loss's divisor |
+| `_get_num_items_in_batch` | `CheckedTrainer` | sums the weights of a step's tokens |
 | `training_step` | `CheckedTrainer` | adds up the loss, for the check that it is finite |
 | `_prepare_inputs` | `CheckedTrainer` | adds the row of positions that tells samples apart |
+| `compute_loss` | ms-swift's | divides the sum of weighted losses by the step's sum of weights |
 """
 
 import contextlib
@@ -46,7 +45,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from swift.template import Template
 from swift.trainers import Seq2SeqTrainer
 from swift.trainers.patcher import PrinterCallbackNew, ProgressCallbackNew
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
@@ -56,15 +54,13 @@ from packplan.adapters.attention.rows import prepend_text_positions
 from packplan.adapters.files import wrap_load_errors, wrap_save_errors
 from packplan.adapters.hf.following import EvaluatesPacks, FollowsSchedule
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches
-from packplan.adapters.loaders.rows import PACK
+from packplan.adapters.loaders.rows import NORMALISER, PACK, PackLoader
 from packplan.adapters.models import is_ruined, load_by_model_class, replace_attributes, root_mean_square
 from packplan.adapters.processes import wrap_process_errors
 from packplan.adapters.trainer.checkpoints import CHECKPOINT_KEY, attention_entry, remove_digests, write_digests
 from packplan.adapters.trainer.loader import (
-    NORMALISER,
     Collator,
     PackedDataset,
-    PackLoader,
     Reduction,
     drop_pack_rates,
     prepare_worker,
@@ -153,7 +149,9 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         *,
         group: RankGroup,
         attention: AttentionChoice,
+        packed: bool,
         eval_dataset: PackedDataset | None,
+        learner: tuple[int, int] | None = None,
         reduction: Reduction = "token",
         **options: Any,
     ) -> None:
@@ -163,7 +161,9 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         Args:
             group: Ranks of the run.
             attention: See the class.
+            packed: Whether the samples of a training pack share a row.
             eval_dataset: Packs of the evaluation's raw plan, or None.
+            learner: See the class; None makes each rank one.
             reduction: Weighting of samples of unequal length in the loss.
             **options: Options of ms-swift's trainer: model, args, template and train_dataset.
 
@@ -172,18 +172,18 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         """
         self.group, self.attention, self.reduction = group, attention, reduction
         self.last_save: str | None = options["args"].resume_from_checkpoint
-        self.learner = group.rank, group.world_size
+        self.learner = learner or (group.rank, group.world_size)
         self.control: TrainerControl
         self._step_loss: torch.Tensor | float = 0.0
         self._rms_before: float | None = None
         self._lap_start = time.perf_counter()
         self.has_supervised = False
-        # Loaders of training; transformers opens another one for a resumed epoch.
-        self._loaders: list[PackLoader] = []
+        self._loaders: list[PackLoader] = []  # one for each call of `train`
         try:
             super().__init__(eval_dataset=eval_dataset, **options)
         except ValueError as error:
             raise ConfigError.for_key("training", f"is refused by the trainer: {error}") from error
+        self.data_collator: Any = Collator(self.template, packed=packed, reduction=reduction)
         for callback in self.callback_handler.callbacks:
             # ms-swift's callbacks set these when training begins, and fail on earlier logs.
             if isinstance(callback, (ProgressCallbackNew, PrinterCallbackNew)):
@@ -210,23 +210,20 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         coarser: tuple[Precision, ...] = ("bfloat16", "float16")
         return next((name for name in coarser if name in used), "float32")
 
-    def _get_data_collator(self, args: Any, template: Template) -> Collator:
-        # `open_template` lets a template pack where `training.packing` is true.
-        return Collator(template, super()._get_data_collator(args, template), template.packing, self.reduction)
-
     def get_eval_dataloader(self, eval_dataset: Any = None) -> PackLoader:
         """Return the loader of this rank's evaluation packs, in the order of the plan."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         rank, world_size = self.learner
         batches = EvalBatches(len(dataset), self.args.per_device_eval_batch_size, rank=rank, world_size=world_size)
-        return self._loader(
+        return self._open_loader(
             dataset,
             batch_sampler=batches,
-            collate_fn=Collator(self.template, self.template.data_collator, dataset.packed),
+            collate_fn=Collator(self.template, packed=dataset.packed),
             persistent_workers=False,  # each evaluation opens a loader, so they would pile up
         )
 
-    def _loader(self, dataset: Any, **options: Any) -> PackLoader:
+    def _open_loader(self, dataset: Any, **options: Any) -> PackLoader:
+        """Return a loader whose worker processes end with this one."""
         workers = self.args.dataloader_num_workers
         start = partial(prepare_worker, num_workers=workers, rank=self.group.rank)
         options |= self._maybe_multiprocessing_context(self.args)
@@ -345,34 +342,25 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         return torch.where(total > 0, total, 1.0).to(device, torch.float32)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        if self._evaluated is not None and self._evaluated.next_is_repeated:
+            inputs = with_zero_weights(inputs)  # counts in no metric
         rest = {key: value for key, value in inputs.items() if key not in (PACK, NORMALISER)}  # no model takes these
         return prepend_text_positions(super()._prepare_inputs(rest))
 
-    def _batch_weight(self, inputs: dict[str, Any]) -> float:
-        return float(inputs[NORMALISER])
-
-    def evaluation_loop(self, dataloader: PackLoader, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> Any:
+    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
         """
-        Evaluate all packs, weighting losses and metrics by token.
+        Evaluate all packs by the loss alone, and return the metrics, whose means are over tokens.
 
         Raises:
             MismatchError: A pack is missing, or another one is served.
             RunError: The loss is not finite.
         """
-        with self.media_hook(), replace_attributes(self.args, **PLAIN_LOSS):
-            output = super().evaluation_loop(
-                dataloader, "Evaluation", prediction_loss_only=True, metric_key_prefix=metric_key_prefix
-            )
-        name = f"{metric_key_prefix}_loss"
-        if not math.isfinite(loss := output.metrics.get(name, 0.0)):
-            raise _not_finite_error(name, loss)
-        return output
-
-    def prediction_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> Any:
-        """Return the loss of a batch; a batch that repeats packs counts in no metric."""
-        if self._evaluated is not None and self._evaluated.next_is_repeated:
-            inputs = with_zero_weights(inputs)
-        return super().prediction_step(model, inputs, *arguments, **options)
+        with self.media_hook(), replace_attributes(self.args, prediction_loss_only=True, **PLAIN_LOSS):
+            metrics: dict[str, float] = super().evaluate(*arguments, **options)
+        for name, value in metrics.items():
+            if name.endswith("_loss") and not math.isfinite(value):
+                raise _not_finite_error(name, value)
+        return metrics
 
     @contextlib.contextmanager
     def media_hook(self) -> Iterator[None]:
@@ -424,24 +412,28 @@ class PlanTrainer(FollowsSchedule, CheckedTrainer):
         self._stats: EpochStats | None = None
         self._epoch_start = self._logged_until = 0
         self._waited = 0.0
-        super().__init__(**options)
-        self.follow(follower)
-        self.learner = follower.rank, follower.schedule.world_size  # ranks that share rows are one
+        learner = follower.rank, follower.schedule.world_size
+        super().__init__(packed=options["train_dataset"].packed, learner=learner, **options)
+        self.follow(follower, around_epoch=self._log_epoch)
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # the schedule skips by itself
         """Return the loader of this rank's packs, in the order of the epoch schedule."""
         # Persistent workers would keep the packs of another epoch.
         fresh = {"persistent_workers": False} if self.schedule.epochs_differ else {}
-        loader = self._loader(self.train_dataset, batch_sampler=self.follower, collate_fn=self.data_collator, **fresh)
+        loader = self._open_loader(
+            self.train_dataset, batch_sampler=self.follower, collate_fn=self.data_collator, **fresh
+        )
         self._loaders.append(loader)
         return loader
 
-    def _run_epoch(self, *, epoch: int, **options: Any) -> None:
-        """Train an epoch, and log the statistics of its packs."""
+    @contextlib.contextmanager
+    def _log_epoch(self, epoch: int) -> Iterator[None]:
+        """Select the packs of an epoch, and log their statistics after it."""
+        self.train_dataset.set_epoch(epoch)
         self._stats = stats = EpochStats.from_schedule(self.pack_stats(epoch), self.schedule, epoch)
         self._epoch_start = self._logged_until = self.state.global_step
         self.lap_seconds()
-        super()._run_epoch(epoch=epoch, **options)
+        yield
         # Not ms-swift's method, which would add the accuracy of the steps since the last log.
         Trainer.log(self, dict(stats.epoch_statistics(self.state.global_step - self._epoch_start)))
 

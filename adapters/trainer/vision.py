@@ -8,8 +8,9 @@ the tower's weights, and DDP for its gradients.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from packplan.adapters.families import trained_config
-from packplan.adapters.loaders.positions import MEDIA_TYPE_IDS, find_rope_index, parameter_names, token_types
+from packplan.adapters.loaders.rows import MEDIA_TYPE_IDS
 from packplan.adapters.samples.media import DUMMY_SIZE, IMAGES, VIDEOS, encode_image
 from packplan.core.errors import ConfigError
 
@@ -36,6 +37,35 @@ def plain_model(model: Any) -> Any:
     if hasattr(model, "adapters"):  # a `SwiftModel`
         return model.base_model
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def parameter_names(function: Callable[..., Any]) -> set[str]:
+    """Return the parameter names of a function."""
+    return set(inspect.signature(function).parameters)
+
+
+def token_types(config: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    """
+    Return the type of each token: 1 for images, 2 for videos, 0 for text; of the tokens' shape.
+
+    Args:
+        config: Configuration of a model that takes images.
+        input_ids: Token ids.
+
+    >>> from types import SimpleNamespace
+    >>> sees = SimpleNamespace(image_token_id=8, video_token_id=9)
+    >>> token_types(sees, torch.tensor([[7, 8, 9]])).tolist()
+    [[0, 1, 2]]
+    """
+    images: torch.Tensor = (input_ids == config.image_token_id).long()
+    video = getattr(config, "video_token_id", None)
+    return images if video is None else images + 2 * (input_ids == video)
+
+
+def find_rope_index(model: nn.Module) -> Callable[..., Any] | None:
+    """Return a model's function for multimodal positions, `get_rope_index`; None without one."""
+    parts: Iterator[Any] = model.modules()
+    return next((part.get_rope_index for part in parts if hasattr(part, "get_rope_index")), None)
 
 
 def media_inputs(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -61,11 +91,14 @@ def media_inputs(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tens
     return media
 
 
-def add_model_inputs(batch: dict[str, Any], template: Template, samples: list[dict[str, Any]], *, packed: bool) -> None:
+def add_media_positions(
+    batch: dict[str, Any], template: Template, samples: list[dict[str, Any]], *, packed: bool
+) -> None:
     """
-    Add to a collated batch the inputs that the model needs but its template does not make.
+    Add to a collated batch the positions of media, in three rows, that its template does not make.
 
-    These are multimodal positions, with the text's under their own key, and a key for pixels.
+    The positions of the text are then under `text_position_ids`, as in batches of templates that
+    make both. A key for pixels is added, too.
 
     Args:
         batch: Batch as ms-swift collates it; changed in place.

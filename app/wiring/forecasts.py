@@ -98,7 +98,7 @@ def open_step_tracer(
         DummyImage.from_model(model, template).ensure_tower_runs(passes=1 + separately)
     trainer = OutlineTrainer(
         group=OneRank(), attention=attention, eval_dataset=None, reduction=config.training.loss_reduction, model=model,
-        args=arguments, template=template, train_dataset=None,
+        args=arguments, template=template, packed=config.training.packing, train_dataset=None,
     )  # fmt: skip
     with using_fake_ranks(world_size) if sharding == "fsdp2" else nullcontext():
         yield StepTracer(trainer, sharding, world_size, accumulates, on_gpu)

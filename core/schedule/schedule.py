@@ -19,6 +19,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
+from functools import cached_property
 from math import inf
 from numbers import Real
 from typing import Any, Self, get_args
@@ -231,7 +232,8 @@ class EpochSchedule:
 
     def steps(self, *, rank: int = 0) -> Iterator[Step]:
         """
-        Yield the remaining steps of *rank*, up to `total_steps`; ValueError if it does not exist.
+        Yield the remaining steps of *rank*, up to `total_steps` or the end of the last planned
+        epoch; ValueError if there is no such rank.
 
         >>> schedule = EpochSchedule(
         ...     num_packs=3, world_size=1, dataloader_drop_last=False,
@@ -244,7 +246,7 @@ class EpochSchedule:
             message = f"rank is {rank}, but has to be from 0 to {self.world_size - 1} (world_size {self.world_size})"
             raise ValueError(message)
         number, epoch, window = self.start.step, self.start.epoch, self.gradient_accumulation_steps
-        while number < self.total_steps:
+        while number < self.total_steps and self.num_epoch_packs(epoch):
             batches = [tuple(batch) for batch in self.batches(epoch, rank=rank)]
             for first in range(0, len(batches), window)[: self.total_steps - number]:
                 number += 1
@@ -265,10 +267,7 @@ class EpochSchedule:
         """
         if epoch in self._assigned:
             return self._assigned[epoch]
-        if self._is_resumed(epoch):
-            order = self._resumed_order(epoch)
-        else:
-            order = self._whole_order(epoch, self.world_size, drop_last=self.dataloader_drop_last)
+        order = self._remaining_order(epoch)
         if self.works is None:
             return order
         units = to_units(self._epoch_works(epoch))[order]
@@ -406,7 +405,12 @@ class EpochSchedule:
         """Return the number of remaining batches of each rank in *epoch*."""
         if not self._is_resumed(epoch):
             return self.num_epoch_batches(epoch)
-        return self._num_batches(self._resumed_order(epoch).size)
+        return self._num_resumed_batches
+
+    @cached_property
+    def _num_resumed_batches(self) -> int:
+        """Remaining batches of each rank in the epoch within which the run was resumed."""
+        return self._num_batches(self._remaining_order(self.start.epoch).size)
 
     def num_remaining_steps(self, epoch: int) -> int:
         """Return the number of remaining optimizer steps of *epoch*."""
@@ -471,15 +475,13 @@ class EpochSchedule:
         """Return whether the run was resumed within *epoch*, so that only a part of it is left."""
         return epoch == self.start.epoch and bool(self.start.segments)
 
-    def _resumed_order(self, epoch: int) -> IntArray:
-        """Return what is left of the resumed *epoch*, before work assigns packs to ranks."""
+    def _remaining_order(self, epoch: int) -> IntArray:
+        """Return what is left of *epoch*, before work assigns packs to ranks."""
         segment, order = self._segment_orders(epoch)[-1]
         return order[segment.pack_offset :]
 
     def consumed_packs(self, epoch: int) -> IntArray:
         """Return the packs of *epoch* that were consumed before `start`; shape (num_consumed,)."""
-        if not self._is_resumed(epoch):
-            return np.zeros(0, dtype=np.int64)
         return np.concatenate([order[: segment.pack_offset] for segment, order in self._segment_orders(epoch)])
 
     def _segment_orders(self, epoch: int) -> list[tuple[EpochSegment, IntArray]]:

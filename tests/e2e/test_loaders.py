@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
+from packplan.adapters.loaders.rows import PackLoader
 from packplan.adapters.processes import wrap_process_errors
 from packplan.adapters.ranks.heartbeat import Heartbeat
-from packplan.adapters.trainer.loader import PackedDataset, PackLoader
+from packplan.adapters.trainer.loader import PackedDataset
 from packplan.adapters.trainer.trainer import PlanTrainer
 from packplan.app import sft
 from packplan.app.wiring.runs import read_config

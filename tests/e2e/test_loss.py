@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from packplan.adapters.trainer.loader import PackLoader
+from packplan.adapters.loaders.rows import PackLoader
 from packplan.core.errors import MismatchError
 from tests.e2e import rank_main
 from tests.e2e.alone import Gradients, silence, step_alone, token_losses, token_weights

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from packplan.adapters.loaders.rows import NORMALISER
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.adapters.trainer.loader import NORMALISER
 from packplan.adapters.trainer.streams.dataset import StreamDataset
 from packplan.adapters.trainer.streams.trainer import StreamTrainer
 from packplan.app import check, sft

@@ -142,12 +142,6 @@ def test_samples_that_teach_nothing_are_counted(caplog):
         RowsOfPacks(rows[:2], pp.plan([1, 2], 4)).inspect()
 
 
-def test_joined_rows_are_checked_too():
-    """Where no data set has told their numbers."""
-    with pytest.raises(ArgumentError, match="a row has padding"):
-        flatten([{"input_ids": [1, 2], "attention_mask": [0, 1]}])
-
-
 def left_padded(rows):
     """Return a batch with padding before its rows, which it labels."""
     batch = pad_rows(rows)

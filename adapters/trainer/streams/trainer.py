@@ -23,8 +23,9 @@ import attrs
 import torch
 from transformers import Trainer
 
+from packplan.adapters.loaders.rows import PackLoader
 from packplan.adapters.trainer.checkpoints import progress_entry
-from packplan.adapters.trainer.loader import Batch, PackLoader, drop_pack_rates, with_zero_weights
+from packplan.adapters.trainer.loader import Batch, drop_pack_rates, with_zero_weights
 from packplan.adapters.trainer.streams.dataset import LENGTHS, PROGRESS, ShardEnd, ShardProgress, StreamCollator
 from packplan.adapters.trainer.trainer import CheckedTrainer
 from packplan.adapters.trainer_state import add_digest_on_save
@@ -91,17 +92,15 @@ class StreamTrainer(CheckedTrainer):
         self._left_over: list[tuple[int, ...]] = []
         self._served: tuple[ShardProgress, ...] = ()  # of each shard, the latest last
         workers = options["args"].dataloader_num_workers
-        super().__init__(**options)
+        super().__init__(packed=True, **options)
+        self.data_collator = StreamCollator(self.data_collator)
         # ms-swift leaves a data set without a length one worker; this one shares its samples out.
         self.args.dataloader_num_workers = workers
-
-    def _get_data_collator(self, args: Any, template: Any) -> Any:
-        return StreamCollator(super()._get_data_collator(args, template))
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # a stream resumes by itself
         """Return the loader of this rank's packs."""
         # Persistent workers would not learn of the next epoch.
-        return self._loader(self.train_dataset, collate_fn=self.data_collator, persistent_workers=False)
+        return self._open_loader(self.train_dataset, collate_fn=self.data_collator, persistent_workers=False)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
         """Return transformers' tuple of training counts, with this trainer's number of epochs."""
@@ -167,6 +166,7 @@ class StreamTrainer(CheckedTrainer):
 
     def _run_epoch(self, *, epoch: int, **options: Any) -> None:
         self._epoch, start = epoch, self.start
+        self.train_dataset.set_epoch(epoch)
         if epoch == start.epoch:
             self.train_dataset.start_from(self._rank_start, start.segments)
         else:
