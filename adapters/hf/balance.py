@@ -279,14 +279,14 @@ class _BalancedTraining:
         return cast(dict[str, list[float]], getattr(self, "_metrics", {}).get("train", {}))
 
     @property
-    def _loss_divisor(self) -> str:
-        """Divisor of a batch's loss: `step` for a constant of the step, else `tokens` or `rows`."""
+    def _divisor_kind(self) -> str:
+        """Kind of a loss's divisor: `step` for a constant of the step, else `tokens` or `rows`."""
         loss = getattr(self, "loss_type", "")  # RLOO has one loss
         return "step" if loss in _DIVIDED_BY_STEP else "tokens" if loss == "bnpo" else "rows"
 
     def _make_microbatches(self, batches: list[Any]) -> list[tuple[dict[str, Any], float, BatchCounts]]:
         """Return inputs, weight and counts of each of this rank's microbatches of a step."""
-        step, rank, by = self._balance, self.args.process_index, self._loss_divisor
+        step, rank, by = self._balance, self.args.process_index, self._divisor_kind
         split = [split_batch(batch) for batch in batches]
         divisors = [
             float(batch["num_items_in_batch"]) if by == "step" else max(getattr(BatchCounts.from_batch(batch), by), 1)

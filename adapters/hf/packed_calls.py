@@ -106,9 +106,9 @@ class TextStack:
         if len(tokens.places) in (0, mask.numel()) or self._positions_restart(given.get("position_ids"), tokens):
             return None
         passes = self.unpacked_sides and self.unpacked_sides & tokens.padding_places
-        return None if passes or self._hides_row_boundary(given, tokens) else tokens
+        return None if passes or self._would_join_rows(given, tokens) else tokens
 
-    def _hides_row_boundary(self, given: dict[str, Any], tokens: RealTokens) -> bool:
+    def _would_join_rows(self, given: dict[str, Any], tokens: RealTokens) -> bool:
         """Return whether a model that finds samples by positions would join two batch rows."""
         if not self.by_positions:
             return False
@@ -158,19 +158,19 @@ class TextStack:
             return real.cumsum(1) * real + self.padding_id
         return columns + self.padding_id + 1 if self.positions == "ids" else columns
 
-    def put_results_back(self, output: Any, tokens: RealTokens, *, keep: bool) -> Any:
+    def put_results_back(self, output: Any, tokens: RealTokens, *, keep_packed: bool) -> Any:
         """
         Put the results of a packed call at their places in the batch.
 
         Args:
             output: Output of the module.
             tokens: Tokens of the call.
-            keep: Whether to leave the last hidden state packed, for a head that reads it packed.
+            keep_packed: Whether to leave the last hidden state packed, as a packed head reads it.
         """
         if not isinstance(output, dict):
             return tuple(_put_back(one, tokens) for one in output)
         for name in list(output):
-            if name.startswith(_NOT_BY_TOKEN) or (keep and name == "last_hidden_state"):
+            if name.startswith(_NOT_BY_TOKEN) or (keep_packed and name == "last_hidden_state"):
                 continue
             output[name] = _put_back(output[name], tokens)
         if output.get("pooler_output") is not None:  # made of the first position of each row
@@ -280,7 +280,7 @@ class Unpadding:
         inside.close()
         if tokens is None or output is None:  # None: the call raised an error
             return None
-        return self._stack.put_results_back(output, tokens, keep=get_ident() in self._headed)
+        return self._stack.put_results_back(output, tokens, keep_packed=get_ident() in self._headed)
 
     def _pack_labels(self, module: Any, args: Any, kwargs: Any) -> Any:
         given = self._head.bind_arguments(args, kwargs)

@@ -18,7 +18,7 @@ _BY_TOKEN = ("completion_ids", "completion_mask", "tool_mask", "importance_sampl
 
 @attrs.frozen
 class BatchCounts:
-    """Rows and tokens of a batch, the weights of its loss and logged means."""
+    """Rows and tokens of a batch, by which its loss and logged means are weighed."""
 
     rows: float
     tokens: float

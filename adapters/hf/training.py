@@ -88,7 +88,7 @@ def use_plan(
 
 def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None) -> Any:
     """
-    Return the mean loss of the supervised tokens.
+    Return a batch's part of the mean loss over a step's supervised tokens.
 
     Args:
         outputs: Outputs of a causal language model; `logits` of shape (rows, tokens, vocabulary).
@@ -140,19 +140,19 @@ class _PlannedTraining(ServesPacks):
         """Return loss, logits and labels of a batch; those of a pack as one row of real tokens."""
         if self._evaluated is None:
             return super().prediction_step(model, inputs, prediction_loss_only, **options)
-        own = inputs.get("attention_mask")
+        mask = inputs.get("attention_mask")
         with replace_attributes(self.unpadding, omits_eval_logits=prediction_loss_only):
             outputs = super().prediction_step(model, inputs, prediction_loss_only, **options)
-        return outputs if own is None else _flatten_rows(outputs, own.bool())
+        return outputs if mask is None else _flatten_rows(outputs, mask.bool())
 
     @property
     def _has_use_cache(self) -> bool:
         return hasattr(self.model.config.get_text_config(), "use_cache")
 
 
-def _flatten_rows(value: Any, own: torch.Tensor) -> Any:
+def _flatten_rows(value: Any, mask: torch.Tensor) -> Any:
     """Return values of shape (rows, positions, …) as one row of real tokens; others unchanged."""
     if isinstance(value, tuple):
-        return tuple(_flatten_rows(one, own) for one in value)
-    has_rows = isinstance(value, torch.Tensor) and value.shape[:2] == own.shape
-    return value[own.to(value.device)][None] if has_rows else value
+        return tuple(_flatten_rows(one, mask) for one in value)
+    has_rows = isinstance(value, torch.Tensor) and value.shape[:2] == mask.shape
+    return value[mask.to(value.device)][None] if has_rows else value

@@ -34,7 +34,7 @@ from packplan.core.errors import ArgumentError, ModelError
 log = logging.getLogger(__name__)
 
 _LENGTHS = (17, 3)
-"""Real tokens of the first two rows of the probe; the third has `_longest_row`."""
+"""Real tokens of the first two rows of the probe; the third has `_longest_probe`."""
 
 _LONGEST = 29
 
@@ -196,27 +196,27 @@ def _candidate_stacks(model: Any) -> Iterator[TextStack]:
 
 def _hook_fault(model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tensor, *, native: str) -> str | None:
     """Return a text on how hooks change results at *mask*, or which error they raise, or None."""
-    ids, own = _draw_ids(model), mask.bool()
+    ids, real = _draw_ids(model), mask.bool()
     batch = {"input_ids": ids, "attention_mask": mask}
     with evaluation_mode(model):
         try:
             calls = hooks.counts.calls
             with torch.no_grad():
-                found, limit, typical = _probe_states(model, stack.module, batch)
+                found, limit, typical = _hidden_state_and_limit(model, stack.module, batch)
                 if hooks.counts.calls == calls:
                     return "it is given no mask of rows and positions"
                 with using_native_attention(model, native), hooks.paused():
-                    expected, *_ = _probe_states(model, stack.module, batch)
+                    expected, *_ = _hidden_state_and_limit(model, stack.module, batch)
             is_sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
             isolation = 0.0 if is_sharded else _measure_isolation(stack.module, ids, mask)
         except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
             return " ".join(f"it raises {type(error).__name__}: {error}".split())[:300]
-    kept = ([row[real] for row, real in zip(states.float(), own, strict=True)] for states in (found, expected))
+    kept = ([row[kept] for row, kept in zip(states.float(), real, strict=True)] for states in (found, expected))
     worst = max(compare_values(*kept, typical=typical))
     return ProbeResult(isolation, worst).reason_against_packing(limit=limit)
 
 
-def _probe_states(model: Any, module: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, float, bool]:
+def _hidden_state_and_limit(model: Any, module: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, float, bool]:
     """
     Return the last hidden state of *module* for a batch, the allowed difference of two passes, and
     whether typical tokens are compared instead of the worst ones.
@@ -247,11 +247,11 @@ def _draw_ids(model: Any) -> torch.Tensor:
     """Return the same random token ids at each call; int64 of shape (rows, positions)."""
     plain = torch.tensor(ordinary_token_ids(trained_config(model.config)))
     generator = torch.Generator().manual_seed(_SEED)
-    drawn = plain[torch.randint(len(plain), (len(_LENGTHS) + 1, _longest_row(model.config) + 2), generator=generator)]
+    drawn = plain[torch.randint(len(plain), (len(_LENGTHS) + 1, _longest_probe(model.config) + 2), generator=generator)]
     return drawn.to(next(model.parameters()).device)
 
 
-def _longest_row(config: Any) -> int:
+def _longest_probe(config: Any) -> int:
     """Return the length of the probe's longest row: above the window of a bidirectional model."""
     window = getattr(config, "local_attention", 0) if is_bidirectional(config) else 0
     return max(_LONGEST, window + 3)
@@ -259,7 +259,7 @@ def _longest_row(config: Any) -> int:
 
 def _trial_masks(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each side of padding with a mask padded there; int64 of shape (rows, positions)."""
-    longest = _longest_row(model.config)
+    longest = _longest_probe(model.config)
     lengths = torch.tensor([*_LENGTHS, longest], device=next(model.parameters()).device)[:, None]
     columns = torch.arange(longest + 2, device=lengths.device)[None]
     right = (columns < lengths).long()

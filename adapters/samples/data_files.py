@@ -150,8 +150,8 @@ def _find_shards(folder: Path) -> list[Path]:
 
 def source_names(paths: tuple[str, ...], names: Mapping[str, str]) -> dict[str, str]:
     """
-    Return the name of the source of each file, by the file's name in messages: the name that
-    *names* gives its path or pattern, else the short name of that.
+    Map each file, named as in messages, to the name of its source: the one that *names* gives its
+    path or pattern, else the short name of that.
 
     Args:
         paths: Names and patterns of data files.

@@ -42,7 +42,7 @@ def _url_key(url: str) -> str:
     return hashlib.sha256(strip_signature(url).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def _read_note(path: Path, schema: str) -> dict[str, Any] | None:
+def _read_download_note(path: Path, schema: str) -> dict[str, Any] | None:
     """Return a download's note: its URL, size and digest; None if it is missing or damaged."""
     with contextlib.suppress(CorruptArtefactError), files.wrap_write_errors(path):
         return files.read_manifest(path, schema)
@@ -90,7 +90,7 @@ def remote_origin(path: Path) -> tuple[str, str] | None:
     """
     if not path.parent.parent.name.startswith(_FOLDER):
         return None
-    note = _read_note(path.parent.parent / _NOTE, _SCHEMA)
+    note = _read_download_note(path.parent.parent / _NOTE, _SCHEMA)
     return None if note is None else (str(note["place"]), str(note["folder"]))
 
 
@@ -103,7 +103,7 @@ def _fetch_data_file(url: str, cache: Path) -> Path:
     folder = cache / f"{_FOLDER}{_url_key(url)}"
     files.make_folder(folder)
     with files.hold_lock(folder / "lock", f"for a copy of {mask_credentials(url)}"):
-        note = _read_note(folder / _NOTE, _SCHEMA)
+        note = _read_download_note(folder / _NOTE, _SCHEMA)
         copy = folder / note["sha256"] / note["name"] if note else folder
         known = FileVersion(note["size"], note["version"]) if note else FileVersion(0, "")
         has_copy = copy.is_file() and copy.stat().st_size == known.size
@@ -222,7 +222,7 @@ class MediaCache:
 
     def _find_file(self, url: str) -> str | None:
         """Return the file of a downloaded medium; None if it is missing or incomplete."""
-        if (note := _read_note(self._note_file(url), _MEDIUM_SCHEMA)) is None:
+        if (note := _read_download_note(self._note_file(url), _MEDIUM_SCHEMA)) is None:
             return None
         path = self._content_file(note["sha256"])
         return str(path) if path.is_file() and path.stat().st_size == int(note["bytes"]) else None
@@ -230,7 +230,7 @@ class MediaCache:
     def _fetch(self, url: str, kind: str) -> str:
         """Download a medium, and return its path; FetchError if it changed or cannot be fetched."""
         note_file = self._note_file(url)
-        known, fetched = _read_note(note_file, _MEDIUM_SCHEMA), note_file.with_suffix(".fetched")
+        known, fetched = _read_download_note(note_file, _MEDIUM_SCHEMA), note_file.with_suffix(".fetched")
         try:
             sha256 = fetch(url, fetched, max_bytes=MAX_BYTES[kind], timeouts=self._timeouts)
             if kind == "image":

@@ -155,7 +155,7 @@ class SwiftEncoder:
             sample = {**sample, "images": to_swift_images(images)}
         with self.wrap_encode_errors(index):
             encoded = dict(self.template.encode(sample, return_length=True))
-        _drop_partial_masks(encoded)
+        _drop_masks_of_wrong_length(encoded)
         encoded[IMAGES.count_key] = len(sample.get("images", ()))
         encoded[VIDEOS.count_key] = len(sample.get("videos", ()))
         return self._drop_binary_weights(index, encoded)
@@ -292,7 +292,7 @@ class SwiftEncoder:
             raise self.record_error(index, f"{reason} all the same: remove it")
 
     def copy_faults(self) -> Iterator[tuple[str, str]]:
-        """Yield each data file whose copy has other content, and the difference; reads both."""
+        """Yield each data file that differs from its copy or cached arrays, and the difference."""
         return copy_faults(self.paths, cache=self.cache)
 
     def data_files(self) -> tuple[DataFile, ...]:
@@ -364,7 +364,7 @@ class SwiftEncoder:
         with self.records.wrap_errors(index):
             facts = video_facts(video, max_seconds=custom.max_video_s)
         with self.records.wrap_errors(index, f"the video {_video_name(video)} cannot be sampled: "):
-            size = self.video_costs.num_bytes(facts) if self.video_costs is not None else 0
+            size = self.video_costs.frame_bytes(facts) if self.video_costs is not None else 0
         if size > custom.max_video_bytes:
             reason = (
                 f"the sampled frames of {facts.width} x {facts.height} of the video {_video_name(video)} take "
@@ -411,7 +411,7 @@ class SwiftEncoder:
         return RecordError(str(self.records.location(index)), reason, remedy)
 
 
-def _drop_partial_masks(encoded: dict[str, Any]) -> None:
+def _drop_masks_of_wrong_length(encoded: dict[str, Any]) -> None:
     """
     Remove in place masks and token types that are not as long as the tokens: some templates make
     them for a part of the tokens, and the model would apply them to the whole sample.

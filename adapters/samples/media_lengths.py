@@ -80,7 +80,7 @@ class ImageCosts:
         return self.cost(width, height) - self.cost(*DUMMY_SIZE)
 
     def agrees_with(self, encoded: Mapping[tuple[int, int], Measurement]) -> bool:
-        """Return whether extra costs equal those in *encoded*, a map from size to measured cost."""
+        """Return whether extra costs are those of *encoded*: size -> extra cost by full encodes."""
         return all(self.extra_cost(*size) == cost for size, cost in encoded.items())
 
 
@@ -175,7 +175,7 @@ class VideoCosts:
         """Return the cost of a video minus the stand-in's; ValueError if its shape is refused."""
         return self.cost(facts) - self.cost(_black_video_facts(DUMMY_SIZE, 2))
 
-    def num_bytes(self, facts: VideoFacts) -> int:
+    def frame_bytes(self, facts: VideoFacts) -> int:
         """
         Return the bytes of a video's sampled frames before scaling; ValueError if the number or
         size of its frames is refused.

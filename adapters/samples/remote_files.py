@@ -101,7 +101,7 @@ def read_version(url: str, *, max_bytes: int, timeouts: Timeouts) -> FileVersion
     if info.get("type") == "directory":
         raise FetchError("it is no file, but a folder")
     size = None if info.get("size") is None else int(info["size"])
-    _require_size(size or 0, max_bytes)
+    _refuse_oversize(size or 0, max_bytes)
     return FileVersion(size, str(next((info[name] for name in _VERSIONS if info.get(name)), "")))
 
 
@@ -126,7 +126,7 @@ def fetch(url: str, target: Path, *, max_bytes: int, timeouts: Timeouts) -> str:
         _call_with_retries(url, timeouts, lambda system, path: system.get_file(path, str(target), callback=limit))
         with target.open("rb") as file:
             os.fsync(file.fileno())
-            _require_size(os.fstat(file.fileno()).st_size, max_bytes)
+            _refuse_oversize(os.fstat(file.fileno()).st_size, max_bytes)
             return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -148,15 +148,15 @@ class _SizeLimit(Callback):  # type: ignore[misc]  # fsspec has no types
 
     def set_size(self, size: int | None) -> None:
         self._done, self._bar.total = 0, size
-        _require_size(size or 0, self._max_bytes)
+        _refuse_oversize(size or 0, self._max_bytes)
 
     def relative_update(self, inc: int = 1) -> None:
         self._done += inc
-        _require_size(self._done, self._max_bytes)
+        _refuse_oversize(self._done, self._max_bytes)
         self._bar.update(inc)
 
 
-def _require_size(size: int, max_bytes: int) -> None:
+def _refuse_oversize(size: int, max_bytes: int) -> None:
     if size > max_bytes:
         raise FetchError(f"it has more than {max_bytes:,} bytes")
 

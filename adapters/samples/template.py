@@ -83,7 +83,7 @@ def refuse_remote_code(model: ModelConfig) -> None:
 
 def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | None, str]:
     """
-    Return ms-swift's model type and template type of a model, which no file of its folder states.
+    Return ms-swift's model type and template type of a model; no file of its folder states them.
 
     The run's own keys come first; then the entry of ms-swift's registry for the folder's name; then
     the defaults of the architecture (`families.json`), or its only entry in the registry. The type
@@ -145,17 +145,17 @@ def _choice_fault(model: ModelConfig, key: str, what: str, found: Sequence[str |
     return Fault(key, f"is not set, and ms-swift knows several {what} of {architecture}: set it to one of {several}")
 
 
-def _refuse_unproven_model(name: str) -> None:
+def _refuse_unproven_model(template_type: str) -> None:
     """
     Refuse a template whose model was not shown to keep packed samples apart.
 
     Raises:
-        ConfigError: `families.json` lists the template *name* as such.
+        ConfigError: `families.json` lists *template_type* as such.
     """
-    if not may_probe_template(name):
+    if not may_probe_template(template_type):
         reason = (
-            f"is {name}, whose model keeps text, images and sound in a model of its own, its thinker, and was not "
-            "shown to pack: set training.packing: false"
+            f"is {template_type}, whose model keeps text, images and sound in a model of its own, its thinker, and was "
+            "not shown to pack: set training.packing: false"
         )
         raise ConfigError.for_key("template.template", reason)
 

@@ -51,7 +51,7 @@ def has_separate_video_pass(template: Template) -> bool:
 
 
 def decord_fault() -> str | None:
-    """Return the reason why decord, whose frame counts are known, is not used, or None."""
+    """Return the reason why not decord reads videos, or None; its way to count frames is known."""
     found = vision_process.get_video_reader_backend()
     if found == READER:
         return None

@@ -327,7 +327,7 @@ def test_arguments_and_outputs_are_packed_by_their_names():
 
     assert torch.equal(tokens.places % POSITIONS, packed["token_type_ids"][0])
     assert packed["pixel_values"] is pixels
-    assert kept == stack.put_results_back(dict(kept), tokens, keep=False)
+    assert kept == stack.put_results_back(dict(kept), tokens, keep_packed=False)
 
 
 def pictures_batch(processor, family: str, side: str):

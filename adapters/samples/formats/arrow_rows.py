@@ -54,17 +54,17 @@ class ArrowFile(RecordFile):
         import pyarrow as pa
 
         self._batches: list[_MappedBatch] = []
-        before, part = pa.total_allocated_bytes(), self.parts[0]
+        allocated, part = pa.total_allocated_bytes(), self.parts[0]
         try:
             for part in self.parts:
-                self._open_part(part, before)
+                self._open_part(part, allocated)
         except (OSError, ValueError, pa.ArrowException) as error:
             raise DataSetError(f"{self.name}: {part.name} is damaged, or no Arrow file ({_reason(error)})") from None
         self._ends = np.cumsum([0, *(one.batch.num_rows for one in self._batches)])
         self._sound = np.zeros(len(self._batches), dtype=bool)
         """Whether the offsets and texts of each batch have been validated; bool, (num_batches,)."""
 
-    def _open_part(self, part: Path, before: int) -> None:
+    def _open_part(self, part: Path, allocated_before: int) -> None:
         """Map an Arrow file; DataSetError if it is compressed, or has two columns of one name."""
         import pyarrow as pa
 
@@ -72,7 +72,7 @@ class ArrowFile(RecordFile):
         for number, batch in enumerate(_read_batches(mapped)):
             if not number:
                 _refuse_duplicate_columns(self.name, batch.schema.names)
-            if pa.total_allocated_bytes() - before > MAX_UNPACKED:
+            if pa.total_allocated_bytes() - allocated_before > MAX_UNPACKED:
                 message = f"{self.name}: {part.name} is compressed, which has to be unpacked: save it as Parquet"
                 raise DataSetError(message)
             batch.validate()

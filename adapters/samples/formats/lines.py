@@ -43,8 +43,8 @@ class LinesFile(RecordFile):
         self._descriptor: int | None = None
         self.spans = self._scan() if arrays is None else arrays["spans"].reshape(-1, 3)
 
-    def _cached_arrays(self) -> dict[str, NDArray[Any]]:
-        return {"spans": self.spans.reshape(-1), **super()._cached_arrays()}
+    def _arrays_to_cache(self) -> dict[str, NDArray[Any]]:
+        return {"spans": self.spans.reshape(-1), **super()._arrays_to_cache()}
 
     def cache_fault(self) -> str | None:
         """Read the whole file; return a message if it differs from its cached arrays, or None."""

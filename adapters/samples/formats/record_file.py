@@ -234,14 +234,14 @@ class RecordFile:
         if not self._is_cached:
             np.copyto(self._digests[start : start + len(digests)], digests, where=digests.any(axis=1, keepdims=True))
 
-    def _cached_arrays(self) -> dict[str, NDArray[Any]]:
+    def _arrays_to_cache(self) -> dict[str, NDArray[Any]]:
         """Return the arrays to cache, by name."""
         return {"digests": self._digests.reshape(-1)}
 
     def save_digests(self) -> None:
         """Cache the digests of all records for later starts, if all are known."""
         if not self._is_cached and self._digests.any(axis=1).all():
-            self._is_cached = self._cache.save(self._cached_arrays())
+            self._is_cached = self._cache.save(self._arrays_to_cache())
 
     def cache_fault(self) -> str | None:
         """Read the whole file; return a message if it differs from its cached arrays, or None."""
