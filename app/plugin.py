@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def plan_command(config: RunConfig) -> str:
-    """Plan a command; return the plan's checksum, with indices among rows that ms-swift keeps."""
+    """Plan a command; return its plan's checksum, by the indices that ms-swift gives to rows."""
     with loading_libraries():
         from packplan.app.plan.build import build
         from packplan.app.wiring.ranks import join_ranks

@@ -46,7 +46,7 @@ def command_parser(name: str, about: str | None) -> argparse.ArgumentParser:
 
 
 def add_logging_options(parser: argparse.ArgumentParser) -> None:
-    """Declare --quiet and --verbose, which every command that loads ms-swift takes."""
+    """Declare --quiet and --verbose, which every command takes."""
     parser.add_argument(
         "--quiet", action="store_true", help="show neither progress nor notes, only warnings and errors"
     )
@@ -69,8 +69,8 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
     """
-    Parse the options of a command whose overrides may stand before and behind options. The parser
-    of a subcommand is stored in the options as `parser`.
+    Parse the options of a command whose overrides may stand before and behind options. A subcommand
+    sets its own parser as the default of `parser`, which then reports what is wrong.
     """
     options, others = parser.parse_known_args(arguments)
     if wrong := [text for text in others if text.startswith("-") or "=" not in text]:
@@ -84,8 +84,8 @@ def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None
 
 def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = False, kept: str = KEPT_NOTE) -> int:
     """
-    Run *command*; return 0, 2 for the user's fault or a full disk, 3 for a failed verification, 130
-    for Ctrl-C. Any other exception is a fault of Packplan, and is raised with its traceback.
+    Run *command*; return 0, 1 for a closed pipe, 2 for the user's fault or a full disk, 3 for a
+    failed verification, 130 for Ctrl-C. Any other exception is a fault of Packplan, and is raised.
 
     Args:
         command: The work to run.
@@ -253,12 +253,12 @@ def parse_ranks(text: str) -> int:
 
 
 def parse_positives(text: str, parse: Callable[[str], int] = parse_positive) -> list[int]:
-    """Parse whole numbers of at least 1, separated by commas, for argparse; return them sorted."""
+    """Parse numbers of at least 1, split by commas, for argparse; return them sorted, once each."""
     return sorted({parse(part.strip()) for part in text.split(",")})
 
 
 def parse_rank_counts(text: str) -> list[int]:
-    """Parse numbers of ranks, separated by commas, for argparse; return them sorted."""
+    """Parse numbers of ranks, separated by commas, for argparse; return them sorted, once each."""
     return parse_positives(text, parse_ranks)
 
 

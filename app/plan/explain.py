@@ -37,7 +37,7 @@ def explain_sample(config: RunConfig, opened: StoredSplit, sample: int) -> dict[
         message = f"the data have no record {sample}: {counted(num_records, 'record')} were measured, from 0"
         raise DataSetError(message)
     place = find_sample(opened.split.raw, sample)
-    records = _records_if_unchanged(config, opened)
+    records = _records_if_as_many(config, opened)
     document = {"split": opened.split.name, **_describe_sample(opened, records, sample), "place": place.kind}
     if place.kind == "dropped":
         document["dropped_with"] = [member for member in place.pack_members if member != sample]
@@ -62,11 +62,11 @@ def explain_pack(config: RunConfig, opened: StoredSplit, pack: int) -> dict[str,
     if pack >= number:
         message = f"the plan has no pack {pack}: it has {number:,}, from 0"
         raise DataSetError(message)
-    return {"split": opened.split.name, **_describe_pack(opened, _records_if_unchanged(config, opened), pack)}
+    return {"split": opened.split.name, **_describe_pack(opened, _records_if_as_many(config, opened), pack)}
 
 
-def _records_if_unchanged(config: RunConfig, opened: StoredSplit) -> FileRecords | None:
-    """Return the records of a split; None if they are absent or their number has changed."""
+def _records_if_as_many(config: RunConfig, opened: StoredSplit) -> FileRecords | None:
+    """Return the records of a split; None if they are absent, or others in number than measured."""
     try:
         records = open_split_records(config, opened.split.name)
     except DataSetError:

@@ -67,12 +67,12 @@ class MemoryFit:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the plan fits, with the margin; None if the memory is not given."""
+        """Whether `needed_bytes` fit into the memory; None if that is not given."""
         return None if self.memory is None else self.needed_bytes <= self.memory
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that a step takes on a rank's device, with the margin."""
+        """Bytes that a step on the heaviest of `packs` takes on a rank, with the margin."""
         return add_margin(max(one.peak.total for one in self.packs))
 
 

@@ -100,13 +100,13 @@ def _decode_spans(config: RunConfig, opened: StoredSplit, sample: int) -> list[d
 
 
 def plan_summary(opened: StoredSplit) -> PlanSummary:
-    """Return the figures of the plan."""
+    """Return the figures of the stored plan of the epoch that is shown."""
     supervised = column(opened.split.table, "supervised")
     return summarise(opened.split.raw, opened.lengths.tokens, packed=opened.packed, supervised=supervised)
 
 
 def schedule_summary(opened: StoredSplit) -> ScheduleSummary:
-    """Return the figures of training over the plan, for the epoch that is shown."""
+    """Return the figures of training the epoch that is shown, and the steps of all epochs."""
     summary = summarise_schedule(
         opened.split.raw, opened.lengths.tokens, opened.schedule, packed=opened.packed, works=opened.split.works,
         epoch=opened.epoch,
@@ -205,11 +205,11 @@ def _figure_groups(opened: StoredSplit) -> Iterator[Iterator[Figure]]:
     """Yield all figures of a split, in groups."""
     plan = plan_summary(opened)
     yield _sample_figures(plan, packed=opened.packed)
-    yield _source_figures(opened, teaches=plan.supervised_tokens is not None)
+    yield _source_figures(opened)
     yield _video_figures(opened)
     if opened.packed:
         yield _pack_figures(plan)
-    yield _epoch_figures(opened)
+    yield _schedule_figures(opened)
 
 
 def _sample_figures(plan: PlanSummary, *, packed: bool) -> Iterator[Figure]:
@@ -231,7 +231,7 @@ def _sample_figures(plan: PlanSummary, *, packed: bool) -> Iterator[Figure]:
         yield none > 0, "  without supervised tokens", f"{none:,}", remark
 
 
-def _source_figures(opened: StoredSplit, *, teaches: bool) -> Iterator[Figure]:
+def _source_figures(opened: StoredSplit) -> Iterator[Figure]:
     sources = source_summaries(opened)
     if sources:
         yield False, "sources", f"{len(sources):,}", "samples of each:"
@@ -239,7 +239,7 @@ def _source_figures(opened: StoredSplit, *, teaches: bool) -> Iterator[Figure]:
         shapes = sorted({file.shape for file in one.files})
         parts = [
             counted(one.num_tokens, "token"),
-            f"{one.supervised_tokens:,} supervised" if teaches else "",
+            f"{one.supervised_tokens:,} supervised",
             f"longest {one.longest_sample:,}",
             counted(one.images, "image") if one.images else "",
             _describe_videos(one) if one.videos else "",
@@ -287,7 +287,7 @@ def _pack_figures(plan: PlanSummary) -> Iterator[Figure]:
     yield True, "  saved against padding", f"{plan.padding_saved:.1%}", "of the positions, estimated"
 
 
-def _epoch_figures(opened: StoredSplit) -> Iterator[Figure]:
+def _schedule_figures(opened: StoredSplit) -> Iterator[Figure]:
     schedule, trains = schedule_summary(opened), opened.split.name == "train"
     unit, several = "packs" if opened.packed else "samples", schedule.world_size > 1
     when = "an epoch" if opened.epochs is None else f"in epoch {opened.epoch}"

@@ -50,13 +50,13 @@ class StoredSplit:
 
     @property
     def packed(self) -> bool:
-        """Whether samples share packs."""
+        """Whether the stored plan packs samples; if not, each is a pack of its own."""
         return bool(self.plan.key.inputs["packing"])
 
 
 def selected_splits(config: RunConfig, split: str | None) -> list[str]:
     """
-    Return the names of a run's splits, or *split* alone; ConfigError if the run does not have it.
+    Return the names of a run's splits, or *split* alone; ConfigError if the run lacks it.
     """
     refuse_stream(config)
     having = ["train", *(["eval"] if config.custom.val_jsonl else [])]
@@ -88,17 +88,17 @@ def open_stored_lengths(config: RunConfig, split: str) -> tuple[StoredLengths, E
 
 def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: int | None = None) -> StoredSplit:
     """
-    Open a split of a run.
+    Open the stored lengths and plan of a run's split, and schedule it for a number of ranks.
 
     Args:
         config: The run.
         name: `train` or `eval`.
-        world_size: Ranks; None takes the most that the plan was aligned for.
+        world_size: Number of ranks; None takes the largest that the plan was aligned for.
         epoch: Epoch whose plan is shown, where each has its own; None takes the first.
 
     Raises:
-        PackplanError: The split is not stored or is damaged, or has no such number of ranks or
-            epoch.
+        PackplanError: The split is not stored or is damaged, has no such epoch, or has no batch for
+            so many ranks.
     """
     lengths, recipe, kept = open_stored_lengths(config, name)
     plans, origin, policy = kept.plans, lengths.origin, policy_of_split(config, name)
@@ -124,14 +124,15 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
     schedule = schedule_of_split(config, name, split.aligned, split.pack_works)
     epochs = None
     if recipe is not None:
-        plan, epochs = _keep_trained_epochs(plan, schedule, epoch or 0, where=where)
+        plan, epochs = _drop_epochs_after_run(plan, schedule, epoch or 0, where=where)
     opened = StoredSplit(lengths, plan, split, schedule, estimated, epoch or 0, epochs)
     return attrs.evolve(opened, warnings=tuple(f"{name}: {line}" for line in _warnings(config, opened)))
 
 
 def _plan_of_epoch(planner: EpochPlanner, stored: StoredPlan, epoch: int, digest: str, *, where: str) -> RawPlan:
     """
-    Return the raw plan of an epoch, planned again and checked against its stored record.
+    Return the raw plan of an epoch: the first as it is stored, others planned again and compared
+    with their stored records.
 
     Raises:
         ConfigError: There is no such epoch.
@@ -151,12 +152,12 @@ def _plan_of_epoch(planner: EpochPlanner, stored: StoredPlan, epoch: int, digest
     return plan.raw
 
 
-def _keep_trained_epochs(
+def _drop_epochs_after_run(
     plan: StoredPlan, schedule: EpochSchedule, epoch: int, *, where: str
 ) -> tuple[StoredPlan, EpochSchedule]:
     """
-    Return a plan with the records of the epochs that are trained, up to *epoch* at least, and the
-    schedule over them; NotBuiltError if the run has more epochs than were built.
+    Return a plan without the records of epochs after the run's last one (or *epoch*, if later), and
+    the schedule over the others; NotBuiltError if the run has more epochs than were built.
     """
     packs, last = tuple(one.num_packs for one in plan.epochs), plan.epochs[-1].epoch
     whole = attrs.evolve(schedule, num_packs=packs, works=None)

@@ -54,8 +54,8 @@ _STEP_ARGUMENTS = (
 
 def require_traceable(config: RunConfig) -> None:
     """
-    Raise ConfigError if torchrun started several ranks, since one process traces, or if a command's
-    step is not that of a language model on one pack.
+    Raise ConfigError for what is not traced: a run on several ranks of torchrun, and a command that
+    trains pairs, split texts, another task or several packs a batch.
     """
     if (started := read_world_size()) > 1:
         raise ConfigError("torchrun", (Fault("", f"starts {started} ranks: use --world-size instead"),))
@@ -72,22 +72,22 @@ def require_traceable(config: RunConfig) -> None:
         raise ConfigError(COMMAND, tuple(faults))
 
 
-def is_swift_program(word: str) -> bool:
+def starts_swift_command(word: str) -> bool:
     """Return whether a word is a program that starts a command of ms-swift, and not a YAML."""
     return bool(_PROGRAM.fullmatch(Path(word).name)) and ("/" not in word or Path(word).is_file())
 
 
 def split_command(given: Sequence[str] | None, *, skip: int = 0) -> tuple[list[str], list[str]]:
     """
-    Return the words of a command line up to the program that starts a command of ms-swift, and the
-    words after it.
+    Return the words of a command line up to and with the program that starts a command of ms-swift,
+    and the words after it; without such a program, all words and none.
 
     Args:
         given: Words of a command line of this project; None takes those of the process.
-        skip: Number of earlier words that name a program, but start no command.
+        skip: Number of earlier words that look like one, as the first in `plugin swift swift sft`.
     """
     words = sys.argv[1:] if given is None else given
-    found = [at for at, word in enumerate(words) if is_swift_program(word)][skip:]
+    found = [at for at, word in enumerate(words) if starts_swift_command(word)][skip:]
     end = found[0] + 1 if found else len(words)
     return list(words[:end]), list(words[end:])
 
@@ -104,7 +104,7 @@ def read_run_or_command(path: str, words: Sequence[str] = (), *, world_size: int
     Raises:
         ConfigError: All faults of the run.
     """
-    if is_swift_program(path):
+    if starts_swift_command(path):
         return _resolve_command([path, *words], world_size)
     if Path(path).suffix == ".sh":
         reason = "is a script, and none is read: put packplan before its command, as packplan plan build swift sft ..."
@@ -131,7 +131,7 @@ def read_command(path: str, words: Sequence[str] = (), *, world_size: int | None
 
 
 def num_command_ranks(config: RunConfig) -> int | None:
-    """Return the number of ranks that a run's command starts; None for a YAML."""
+    """Return the number of ranks of a run's command, row-sharing ones as one; None for a YAML."""
     return None if config.command is None else config.command.world_size
 
 

@@ -110,8 +110,8 @@ _MAX_EVAL_PACKS = 8
 
 def config_to_time(config: RunConfig) -> RunConfig:
     """
-    Return a run that starts from the beginning, evaluates and saves at its last step alone, and
-    logs each step or none: a logged step takes longer, as it computes the accuracy of tokens.
+    Return a run that starts from the beginning, and evaluates and saves at its last step alone. It
+    logs each step if the run does, else none, as a logged step takes longer.
     """
     training, end = config.training, 10**9
     evaluates = bool(config.custom.val_jsonl) and training.trainer.get("eval_strategy") != "no"
@@ -147,7 +147,7 @@ def forecast_time(
         group: All ranks.
     """
     train, schedule = splits["train"], trainer.schedule
-    evaluated = evaluation_terms(config, splits["eval"]) if trainer.eval_dataset is not None else None
+    evaluated = evaluation_flops(config, splits["eval"]) if trainer.eval_dataset is not None else None
     trained = EpochStats.from_schedule(trainer.pack_stats(0), schedule, 0)
     stats = train.stats_of(train.raw)
     chosen = calibration_packs(
@@ -162,9 +162,10 @@ def forecast_time(
     )  # fmt: skip
 
 
-def evaluation_terms(config: RunConfig, planned: Split) -> StepFlops:
+def evaluation_flops(config: RunConfig, planned: Split) -> StepFlops:
     """
-    Return the FLOPs of an evaluation as of one step: ranks wait for each other only at its end.
+    Return the FLOPs of an evaluation, as if it were one step: ranks wait for each other only at
+    its end.
 
     Args:
         config: The run.
@@ -207,7 +208,7 @@ def time_packs(
     evaluated = _with_first_packs(splits["eval"], before.world_size) if trainer.eval_dataset is not None else None
     _replace_packs(trainer, stats, schedule, evaluated)
     terms = StepFlops.from_epoch(EpochStats.from_schedule(stats, schedule, 0), train.works, sync_at=schedule.sync_at)
-    forward = None if evaluated is None else evaluation_terms(config, evaluated)
+    forward = None if evaluated is None else evaluation_flops(config, evaluated)
     with _using_temporary_output(trainer, group):
         return measure_steps(trainer, terms, evaluation_terms=forward, clock=clock)
 

@@ -30,7 +30,7 @@ def work_of_run(config: RunConfig) -> tuple[WorkModel, str | None]:
     """
     Return the work of a run's model, forward and backward, and why it is estimated, if it is.
     """
-    model, estimated = _model_work(config)
+    model, estimated = _forward_work(config)
     training = config.training
     trained = model.trained(
         text=not training.adds_weights and not training.freeze_llm,
@@ -40,7 +40,7 @@ def work_of_run(config: RunConfig) -> tuple[WorkModel, str | None]:
     return trained, estimated
 
 
-def _model_work(config: RunConfig) -> tuple[WorkModel, str | None]:
+def _forward_work(config: RunConfig) -> tuple[WorkModel, str | None]:
     """Return the work of the model's forward pass, and why it is estimated, if it is."""
     try:
         sizes = config_content(config.model)

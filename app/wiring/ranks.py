@@ -110,14 +110,14 @@ def read_settings_files(config: RunConfig) -> dict[str, Any]:
     if config.custom.fusion_config is not None:
         mixes = load_mixes(config.custom.fusion_config)
 
-        def number_files(_: object, field: Any, value: object) -> object:
-            """Return the number of a file in place of its path."""
+        def replace_file(_: object, field: Any, value: object) -> object:
+            """Return the number of a file for its path, and any other value as it is."""
             return mixes.files.index(str(value)) if field is not None and field.name == "jsonl" else value
 
         found["custom.fusion_config"] = {
             f"{mixes.key_prefix(entry)}{key}": value
             for entry, mix in enumerate(mixes.entries)
-            for key, value in attrs.asdict(mix, value_serializer=number_files).items()
+            for key, value in attrs.asdict(mix, value_serializer=replace_file).items()
         }
     return found
 

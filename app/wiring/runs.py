@@ -66,7 +66,8 @@ def trainer_keys(table: Path = SFT_KEYS_FILE) -> Mapping[str, TrainerKey]:
 
 def resolve_inputs(config: Run) -> Run:
     """
-    Return a run whose model is a folder, if a cache holds it, and whose data are files.
+    Return a run whose data are files, and whose model is a folder, if a cache holds it or it may be
+    downloaded.
 
     Raises:
         ConfigError: A mix cannot be read or lacks a named file, or data cannot be copied.

@@ -60,7 +60,7 @@ def require_packing_model(config: RunConfig) -> PackingVerdict | None:
     installed. So hours of measuring are not wasted.
 
     The verdict is None if no model is probed: nothing is packed, the attention needs a GPU that is
-    not here, or ms-swift trains, whose plugin probes the model.
+    not here, or the run is a command of ms-swift, whose model the plugin probes.
     """
     if config.command is not None or not config.training.packing:
         return None
@@ -71,7 +71,7 @@ def require_packing_model(config: RunConfig) -> PackingVerdict | None:
 
 
 def probe_unless_stored(config: RunConfig) -> PackingVerdict:
-    """Return the verdict on a run's model: stored, or by probe."""
+    """Return the stored verdict on a run's model, or that of a probe now."""
     on_cpu = runs_on_cpu(config.training.trainer)
     stored = load_verdict(config)
     if stored is not None and not (stored.strategy == "flash" and on_cpu):
@@ -94,14 +94,15 @@ def _probe_once(digest: str, model: ModelConfig, attn_impl: str, *, on_cpu: bool
 
 def probe_loaded_model(config: RunConfig, model: Any, verdict: PackingVerdict, *, whole: bool, keep: bool) -> None:
     """
-    Probe the loaded model, unless it was probed on this device before; store the verdict.
+    Probe the loaded model, unless it was probed on this device before, or its small copy failed;
+    store the verdict.
 
     Args:
         config: The run.
         model: Model that is ready to train.
         verdict: Verdict on its small copy.
-        whole: Whether this rank holds all weights.
-        keep: Whether this rank keeps the verdict.
+        whole: Whether this rank holds all weights; if not, nothing is probed.
+        keep: Whether this rank stores the verdict.
 
     Raises:
         ModelError: Samples are not apart, or not equal to themselves alone.
@@ -141,7 +142,7 @@ def _refuse_leak(config: RunConfig, attention: AttentionChoice) -> None:
 def needs_verdict(config: RunConfig) -> bool:
     """
     Return whether a run's model has to be probed here: it packs, or its attention depends on the
-    verdict. For a command, the plugin probes.
+    verdict. False for a command of ms-swift, whose model the plugin probes.
     """
     return config.command is None and (config.training.packing or config.model.attn_impl in (AUTO, VARLEN))
 
