@@ -56,7 +56,7 @@ def align_plan(
     Cut or fill the plan's end, so that every rank runs the same number of packs.
 
     Args:
-        raw_plan: Packs in canonical order; at least one.
+        raw_plan: The raw plan, of at least one pack.
         world_size: Data-parallel learners, >= 1.
         dataloader_drop_last: Drop the remainder if true, else repeat packs from the front,
             cyclically.

@@ -74,7 +74,10 @@ class RecordLengths:
         return np.flatnonzero(self.lengths)
 
     def drawable_lengths(self, policy: PlanPolicy) -> IntArray:
-        """Return the tokens of each record, 0 for one that no mix draws; shape (num_records,)."""
+        """
+        Return the tokens of each record that a mix may draw, 0 for one that is no sample or is a
+        long sample that the policy skips; shape (num_records,).
+        """
         is_kept = policy.allow_single_long or self.lengths < policy.packing_length
         return np.where(is_kept, self.lengths, 0)
 
@@ -122,7 +125,7 @@ class EpochRecord:
 
 def epoch_selection(recipe: EpochRecipe, policy: PlanPolicy, samples: RecordLengths, epoch: int) -> IntArray:
     """
-    Return the records that an epoch trains: int64, ascending, repeated if drawn more than once.
+    Return the records that an epoch plans: int64, ascending, repeated if drawn more than once.
 
     No mix draws long samples that the policy skips: they would change the shares of its
     sources.

@@ -94,7 +94,7 @@ class Verdict:
     passed: bool
 
 
-def loss_difference(found: float, expected: float, *, terms: float) -> float:
+def loss_difference(found: float, expected: float, *, term_size: float) -> float:
     """
     Return the difference of a mean loss from the expected one, over a scale that bounds its
     rounding.
@@ -102,15 +102,15 @@ def loss_difference(found: float, expected: float, *, terms: float) -> float:
     Args:
         found: Mean loss in the pack.
         expected: Mean loss of the samples alone, >= 0.
-        terms: Mean size of the terms of a token's loss: its log-sum-exp and the absolute logit of
-            the target. At least *expected*.
+        term_size: Mean size of the terms of a token's loss: its log-sum-exp and the absolute logit
+            of the target. At least *expected*.
 
-    >>> loss_difference(2.5, 2.0, terms=4.0), loss_difference(0.5, 0.0, terms=20.0)
+    >>> loss_difference(2.5, 2.0, term_size=4.0), loss_difference(0.5, 0.0, term_size=20.0)
     (0.25, 0.25)
     """
     if found == expected:
         return 0.0
-    scale = max(expected, _LOSS_SHARE * terms)
+    scale = max(expected, _LOSS_SHARE * term_size)
     return abs(found - expected) / scale if scale else math.inf
 
 
@@ -140,14 +140,14 @@ def judge(findings: Iterable[Deviation], *, precision: Precision, limit: float) 
     return tuple(verdicts)
 
 
-def pack_kind(images: Sequence[int]) -> str:
+def pack_kind(media: Sequence[int]) -> str:
     """
     Name the kind of a pack by its media: `text`, `image`, `several images`, or `mixed`.
 
     Args:
-        images: Number of images and videos of each sample.
+        media: Number of images and videos of each sample.
     """
-    kinds = {min(number, 2) for number in images}
+    kinds = {min(number, 2) for number in media}
     if len(kinds) > 1 and 0 in kinds:
         return "mixed"
     return {0: "text", 1: "image", 2: "several images"}[max(kinds)]
@@ -157,7 +157,7 @@ def packs_to_compare(packs: Packs, table: Table, *, count: int) -> list[int]:
     """
     Choose up to *count* packs of several samples to compare; return their indices, ascending.
 
-    The pack with most samples of each kind comes first, then packs spread over the plan.
+    Of each kind, the pack of most samples is chosen first, then packs spread over the plan.
 
     Args:
         packs: Packs of the plan.
@@ -218,7 +218,7 @@ def rounding_limit(epsilon: float, *, layers: int) -> float:
 
 @attrs.frozen
 class StrategyTrial:
-    """Strategy to keep samples apart that a probe tries, with its attention."""
+    """Trial of a probe: a strategy to keep samples apart, and the attention that it runs with."""
 
     strategy: Strategy
 
@@ -233,7 +233,7 @@ class StrategyTrial:
 
 def yield_trials(attn_impl: str, *, native: str, flash: bool) -> Iterator[StrategyTrial]:
     """
-    Yield the strategies that a probe tries for a run, best first.
+    Yield the trials of a probe for a run, best first; the probe takes the first that passes.
 
     Args:
         attn_impl: Attention that the run asks for, one of `BACKENDS`.

@@ -114,12 +114,12 @@ class RecordError(UserError):
     """Setting to change; empty where the record is to be changed."""
 
     @property
-    def full_reason(self) -> str:
+    def explanation(self) -> str:
         """The reason, with the remedy if it has one."""
         return f"{self.reason}: {self.remedy}" if self.remedy else self.reason
 
     def _full_text(self) -> str:
-        return f"{self.where}: {self.full_reason}"
+        return f"{self.where}: {self.explanation}"
 
 
 @attrs.define(eq=False)

@@ -138,22 +138,22 @@ class ScheduleSummary:
 
     work_per_step: float
     """
-    Mean work of a step of the first epoch over all ranks. It is in FLOPs if they are known, else
+    Mean work of a step of the measured epoch over all ranks. It is in FLOPs if they are known, else
     the sum of squares of sample lengths, or of padded lengths without packing.
     """
 
     work_imbalance: float
     """
-    Work of the busiest rank over the mean rank, a mean over the steps of the first epoch; 1 is
+    Work of the busiest rank over the mean rank, a mean over the steps of the measured epoch; 1 is
     even.
     """
 
     worst_work_imbalance: float
-    """Highest work imbalance of a step of the first epoch."""
+    """Highest work imbalance of a step of the measured epoch."""
 
     microbatch_imbalance: float
     """
-    Work of the busiest rank of each microbatch over the mean rank, summed over the first epoch.
+    Work of the busiest rank of each microbatch over the mean rank, summed over the measured epoch.
     """
 
 

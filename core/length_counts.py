@@ -33,7 +33,7 @@ class LengthCounts:
     """Distinct lengths in tokens, longest first."""
 
     counts: list[int]
-    """Number of samples of each length, >= 1."""
+    """Number of samples of each length, >= 1 from `from_lengths`."""
 
     @classmethod
     def from_lengths(cls, lengths: IntArray) -> LengthCounts:
@@ -72,7 +72,7 @@ class PackingTrace:
 
     def packs(self, lengths: IntArray, tally: LengthCounts) -> Packs:
         """
-        Return the packs that the trace describes, in canonical order.
+        Return the packs that the trace describes, ordered by first sample.
 
         Args:
             lengths: Tokens of each sample; at least one.
@@ -140,7 +140,7 @@ class _OpenBins:
             self.put_range(first, number, -room, size)
 
     def put_range(self, first: int, number: int, room: int, size: int) -> None:
-        """Add *number* bins from *first* on with equal *room*; *size* is the current length."""
+        """Add *number* bins from *first* on, *room* tokens free in each, at the current *size*."""
         if room >= size:
             heappush(self._fits, (room if self._fullest else 0, first, number, room))
         else:

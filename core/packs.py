@@ -67,7 +67,7 @@ class Packs(Sequence[list[int]]):
     @classmethod
     def from_labels(cls, labels: NDArray[np.int32]) -> Packs:
         """
-        Build in canonical order: sample i is in the bin `labels[i]`.
+        Build from the bin of each sample. Indices ascend in a pack, and packs by first index.
 
         Args:
             labels: Bins, numbered from 0 without gaps; shape (num_samples,).
@@ -183,7 +183,7 @@ def concatenate(parts: Sequence[Packs]) -> Packs:
 
 def sort_by_first_index(packs: Packs) -> Packs:
     """
-    Order packs by their first index. This is canonical if packs are disjoint and indices ascend.
+    Return the packs, ordered by their first index; the order inside a pack stays.
     """
     return packs.take(np.argsort(packs.indices[packs.offsets[:-1]], kind="stable"))
 

@@ -1,4 +1,4 @@
-"""Lengths -> raw plan: long samples, packs, the fill filter, canonical order."""
+"""Lengths -> raw plan: long samples, packs, the fill filter, order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SAVED = 500
 
 @attrs.frozen
 class RawPlan:
-    """All packs in canonical order. They do not depend on the world size."""
+    """All packs of a plan, ordered by first sample. They do not depend on the world size."""
 
     packs: Packs
     """Packs for training: ascending indices in a pack, packs by first index."""
@@ -74,7 +74,7 @@ class RawPlan:
 
     @property
     def planned_samples(self) -> int:
-        """Number of samples that training sees each epoch."""
+        """Number of samples in `packs`."""
         return self.packs.num_samples
 
     @property

@@ -133,7 +133,7 @@ class Origin:
         Args:
             key: All inputs of the source's measurements but the data.
             num_records: Records of its data; more than were measured are no difference.
-            data_digest: Number of records -> digest of the first ones, except `bad` ones.
+            data_digest: Returns the digest of a number of first records, except `bad` ones.
         """
         differences = self.key.differences(key)
         if self.num_measured > num_records:

@@ -52,7 +52,7 @@ class StreamOptions:
         as_whole_number("packing_length", self.packing_length)
         as_whole_number("packing_buffer", self.packing_buffer)
 
-    def is_full(self, tokens: int) -> bool:
+    def reaches_min_fill(self, tokens: int) -> bool:
         """Return whether a pack of this many tokens reaches the minimum fill."""
         return tokens >= self.min_fill_ratio * self.packing_length
 
@@ -104,13 +104,13 @@ class StreamCounts:
 
     @classmethod
     def from_pack(cls, lengths: Sequence[int], options: StreamOptions) -> StreamCounts:
-        """Return the counts for one trained pack."""
+        """Return the counts that training one pack adds; its samples were counted when admitted."""
         tokens = sum(lengths)
         return cls(
             packs=1,
             long=int(tokens >= options.packing_length and len(lengths) == 1),
             filled_tokens=min(tokens, options.packing_length),
-            underfilled_packs=int(not options.is_full(tokens)),
+            underfilled_packs=int(not options.reaches_min_fill(tokens)),
         )
 
     def with_pack_dropped(self, lengths: Sequence[int], options: StreamOptions) -> StreamCounts:
@@ -215,7 +215,7 @@ def _pack_buffer(state: ShardState, options: StreamOptions, *, most_carried: int
     full: list[tuple[StreamItem, ...]] = []
     underfilled: list[list[tuple[int, StreamItem]]] = []
     for members in sorted(sorted(one) for one in bins if one):
-        if options.is_full(sum(item.length for _, item in members)):
+        if options.reaches_min_fill(sum(item.length for _, item in members)):
             full.append(tuple(item for _, item in members))
         else:
             underfilled.append(members)

@@ -189,8 +189,8 @@ def compare(found: Outcome, expected: Outcome, *, typical: bool = False) -> Comp
     pairs = () if typical else zip(found.losses, expected.losses, strict=True)
     return Comparison(
         logits=tuple(compare_values(found.logits, expected.logits, typical=typical)),
-        losses=tuple(_finite_or_inf(loss_difference(*pair, terms=expected.scale)) for pair in pairs),
-        loss=_finite_or_inf(loss_difference(found.loss, expected.loss, terms=expected.scale)),
+        losses=tuple(_finite_or_inf(loss_difference(*pair, term_size=expected.scale)) for pair in pairs),
+        loss=_finite_or_inf(loss_difference(found.loss, expected.loss, term_size=expected.scale)),
         gradients=_finite_or_inf(difference / expected.norms if expected.norms else math.inf if difference else 0.0),
         weight=max(by_weight, key=by_weight.__getitem__, default=""),
     )

@@ -224,7 +224,7 @@ class BadRecords:
         if self._max_share is None:
             # Where the run is to be changed, skipping records would lose all like this one.
             raise error if error.remedy else RecordError(error.where, f"{error.reason} ({_SKIP_ADVICE})")
-        self._accept((*self.records, BadRecord(index, error.where, error.full_reason, self._source.identity(index)[0])))
+        self._accept((*self.records, BadRecord(index, error.where, error.explanation, self._source.identity(index)[0])))
 
     def _accept(self, records: tuple[BadRecord, ...]) -> None:
         total = len(self._source)

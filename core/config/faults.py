@@ -55,11 +55,11 @@ def tuners_of(name: str) -> tuple[str, ...]:
 def run_faults(config: RunConfig) -> Iterator[Fault]:
     """Yield everything wrong with a configuration that its types cannot express."""
     yield from key_faults(config)
-    yield from data_faults(config.custom)
+    yield from missing_data_faults(config.custom)
     yield from _source_faults(config.custom)
     yield from _video_faults(config.template)
-    yield from _step_faults(config.training)
-    yield from _mode_faults(config)
+    yield from _training_faults(config.training)
+    yield from _variant_faults(config)
     yield from _epoch_faults(config)
     yield from _tuner_faults(config.training)
     yield from _optimizer_faults(config.training)
@@ -68,7 +68,7 @@ def run_faults(config: RunConfig) -> Iterator[Fault]:
         yield Fault("template.max_length", "is not set, and it is the budget of a pack: set it to a number of tokens")
 
 
-def data_faults(custom: CustomConfig) -> Iterator[Fault]:
+def missing_data_faults(custom: CustomConfig) -> Iterator[Fault]:
     """Yield the fault of a run that names no data."""
     if not custom.train_jsonl and custom.fusion_config is None:
         yield Fault("custom.train_jsonl", "is not set: name the data file, or a list of them")
@@ -98,19 +98,19 @@ def _video_faults(template: TemplateConfig) -> Iterator[Fault]:
         yield Fault("template.fps_min_frames", f"is {least}, but template.fps_max_frames is {most}: lower it")
 
 
-def _step_faults(training: TrainingConfig) -> Iterator[Fault]:
+def _training_faults(training: TrainingConfig) -> Iterator[Fault]:
     """Yield faults of the number of steps, of ranks that share rows, and of the loss."""
     if training.max_steps < 1 and not 0 < training.num_train_epochs < MAX_EPOCHS:
         reason = f"is {training.num_train_epochs}, but has to be above 0 and below {MAX_EPOCHS:,}"
         yield Fault("training.num_train_epochs", reason)
     if training.sequence_parallel_size > 1:
-        yield from _sharing_faults(training)
+        yield from _row_sharing_faults(training)
     if training.packing and training.trainer.get("enable_channel_loss"):
         reason = "logs a loss per channel, but under packing only aggregate metrics are logged"
         yield Fault("training.enable_channel_loss", f"{reason}: remove it, or set training.packing: false")
 
 
-def _sharing_faults(training: TrainingConfig) -> Iterator[Fault]:
+def _row_sharing_faults(training: TrainingConfig) -> Iterator[Fault]:
     """Yield faults of a run whose ranks share rows."""
     if not training.packing:
         yield Fault("training.sequence_parallel_size", "shares packed rows, but training.packing is false: set it to 1")
@@ -120,7 +120,7 @@ def _sharing_faults(training: TrainingConfig) -> Iterator[Fault]:
             yield Fault(f"training.{name}", f"{reason} (training.sequence_parallel_size)")
 
 
-def _mode_faults(config: RunConfig) -> Iterator[Fault]:
+def _variant_faults(config: RunConfig) -> Iterator[Fault]:
     """Yield faults of keys that contradict `custom.trainer_variant`."""
     training, custom = config.training, config.custom
     if custom.trainer_variant == "rollout":

@@ -28,7 +28,7 @@ class Key:
     """
     Properties of a YAML key beside its type, default and reference text.
 
-    A key of a run that plans states `lengths`, `plan` or both, or `neither`.
+    Each key of `RunConfig` declares `lengths`, `plan` or both, or in `neither` why it enters none.
     """
 
     check: Check = _accept_any

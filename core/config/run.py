@@ -475,7 +475,7 @@ class RunConfig:
         return 1 if self.training.packing and self.command is None else self.training.per_device_train_batch_size
 
     def plan_world_size(self, num_ranks: int) -> int:
-        """Return the plan's world size; ArgumentError if *num_ranks* cannot share rows."""
+        """Return the number of groups of ranks that share rows; ArgumentError for uneven groups."""
         return count_row_groups(num_ranks, self.training.sequence_parallel_size)
 
     @property

@@ -3,7 +3,7 @@ Packing algorithms by name.
 
 To add an algorithm, write a function of its name in a module of this package, and an entry of
 `ALGORITHMS` with that module. The function takes lengths, each from 1 to `capacity`, `capacity` by
-keyword, and what the entry lists in `takes`. It returns `Packs` in canonical order.
+keyword, and what the entry lists in `takes`. It returns `Packs` ordered as those of `pack`.
 `tests.laws.test_packers` holds every entry to the same laws.
 """
 
@@ -83,7 +83,7 @@ def as_seed(seed: int) -> int:
     return as_whole_number("seed", seed, least=0, most=2**64 - 1)
 
 
-def as_algorithm_works(algorithm: str, works: Any, num: int) -> NDArray[np.float64] | None:
+def check_algorithm_works(algorithm: str, works: Any, num: int) -> NDArray[np.float64] | None:
     """
     Check the works that are given to an algorithm; return them as float64, or None for None.
 
@@ -116,7 +116,8 @@ def pack(
     report: Callable[[str], None] = lambda _: None,
 ) -> Packs:
     """
-    Group samples into packs of at most *capacity* tokens, in canonical order.
+    Group samples into packs of at most *capacity* tokens. Indices ascend in a pack, and packs
+    ascend by their first index.
 
     Args:
         lengths: Tokens of each sample, each from 1 to *capacity*. A numpy array of integers is
@@ -146,7 +147,7 @@ def pack(
     seed = as_seed(seed)
     chosen = find_algorithm(algorithm)
     array = as_lengths_up_to(lengths, capacity=capacity)
-    given = {"seed": seed, "works": as_algorithm_works(algorithm, works, array.size), "report": report}
+    given = {"seed": seed, "works": check_algorithm_works(algorithm, works, array.size), "report": report}
     packs = Packs.from_lists([])
     if array.size:
         # No pack holds more than all tokens. Their sum fits 64 bits, which the capacity may not.

@@ -172,9 +172,9 @@ def _fit_group(
     Find packs within the capacity, if possible with tokens reserved for samples of much work.
     Return None if no packs are found that fit.
     """
-    for share in _KEPT_EMPTY:
-        rooms = _reserve_tokens(lengths, units, num=num, capacity=capacity, share=share)
-        roomy = ExchangeSearch(rooms, units, _start_packs(rooms, keys, num=num), num, capacity)
+    for percent in _KEPT_EMPTY:
+        reserved = _add_reserve(lengths, units, num=num, capacity=capacity, percent=percent)
+        roomy = ExchangeSearch(reserved, units, _starting_labels(reserved, keys, num=num), num, capacity)
         roomy.exchange_until_fitting(nearly=True)
         group = ExchangeSearch(lengths, units, roomy.labels, num, capacity)
         if group.exchange_until_fitting():
@@ -182,12 +182,12 @@ def _fit_group(
     return None
 
 
-def _reserve_tokens(lengths: IntArray, units: IntArray, *, num: int, capacity: int, share: int) -> IntArray:
+def _add_reserve(lengths: IntArray, units: IntArray, *, num: int, capacity: int, percent: int) -> IntArray:
     """
     Return each sample's tokens plus the tokens that it reserves, so that the work of its pack
     stays at the mean.
 
-    At most *share* percent of the unused tokens of all packs are reserved. If samples want more,
+    At most *percent* of the unused tokens of all packs are reserved. If samples want more,
     each reserves the same number less, so that the heaviest samples keep a reserve.
     """
     light = float(np.sort(units / lengths)[lengths.size // _LIGHT])
@@ -197,7 +197,7 @@ def _reserve_tokens(lengths: IntArray, units: IntArray, *, num: int, capacity: i
     mean = int(units.sum()) / num
     # Sums of whole tokens are the same on every machine.
     wanted = np.clip(np.ceil(beside - (mean - units) / light), 0, capacity).astype(np.int64)
-    most = (num * capacity - int(lengths.sum())) * share // 100
+    most = (num * capacity - int(lengths.sum())) * percent // 100
     given_up = bisect_left(range(capacity + 1), -most, key=lambda less: -int(_cut_reserve(wanted, beside, less).sum()))
     return lengths + _cut_reserve(wanted, beside, given_up)
 
@@ -208,14 +208,14 @@ def _cut_reserve(wanted: IntArray, beside: IntArray, given_up: int) -> IntArray:
     return left
 
 
-def _start_packs(rooms: IntArray, keys: NDArray[np.uint16] | None, *, num: int) -> IntArray:
+def _starting_labels(tokens: IntArray, keys: NDArray[np.uint16] | None, *, num: int) -> IntArray:
     """
-    Return the pack of each sample before any exchange, from 0 to *num* - 1. *rooms* are tokens of
-    samples. Random *keys* change the order: each sample counts as up to twice as long.
+    Return the pack of each sample before any exchange, from 0 to *num* - 1. Random *keys* change
+    the order: each sample counts as up to twice as long.
     """
-    order = np.argsort(-rooms if keys is None else rooms * -(1 + keys / 2**16), kind="stable")
-    labels = np.empty(rooms.size, dtype=np.int64)
-    labels[order] = _fill_emptiest(rooms[order], num)
+    order = np.argsort(-tokens if keys is None else tokens * -(1 + keys / 2**16), kind="stable")
+    labels = np.empty(tokens.size, dtype=np.int64)
+    labels[order] = _fill_emptiest(tokens[order], num)
     return labels
 
 

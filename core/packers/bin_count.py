@@ -17,7 +17,7 @@ def split_to_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multipl
     go to the emptier half, longest first.
 
     Args:
-        packs: Packs in canonical order.
+        packs: Packs, ordered by first sample.
         lengths: Tokens of each sample.
         minimum: Least number of packs, >= 1. With 1, no samples give no packs.
         multiple: Divisor of the number of packs, >= 1.

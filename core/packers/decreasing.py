@@ -102,11 +102,11 @@ def modified_first_fit_decreasing(tally: LengthCounts, *, capacity: int) -> Pack
     return fit_decreasing(LengthCounts(tally.sizes, left), capacity=capacity, fullest=False, trace=trace)
 
 
-def _open_bins(sizes: list[int], medium: int, capacity: int, trace: PackingTrace, left: list[int]) -> list[_BinRange]:
-    """Phase 1: open a bin for each large sample, longest first."""
+def _open_bins(sizes: list[int], large: int, capacity: int, trace: PackingTrace, left: list[int]) -> list[_BinRange]:
+    """Phase 1: open a bin for each sample of the *large* longest lengths, longest first."""
     ranges = []
     first = 0
-    for index in range(medium):
+    for index in range(large):
         trace.write((index, first, left[index], 1))
         ranges.append(_BinRange(first, left[index], capacity - sizes[index]))
         first += left[index]

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from packplan.core.length_counts import LengthCounts
 from packplan.core.lengths import IntArray, as_whole_number
-from packplan.core.packers import ALGORITHMS, as_algorithm_works, load_packer, pack
+from packplan.core.packers import ALGORITHMS, check_algorithm_works, load_packer, pack
 from packplan.core.packs import Packs
 
 REDRAW_VERSION = "1"
@@ -58,7 +58,7 @@ def redraw(
     report: Callable[[str], None] = lambda _: None,
 ) -> Packs:
     """
-    Draw other packs than the algorithm's own, at most one in 200 more.
+    Draw other packs than the algorithm's own, of at most 0.5 % more in number.
 
     The packs depend on the arguments alone. Two given samples share a pack in few epochs, as far
     as their lengths allow.
@@ -77,7 +77,7 @@ def redraw(
         ValueError: Works are given to an algorithm whose packs do not depend on them.
     """
     epoch, num, chosen = as_whole_number("epoch", epoch, least=0), lengths.size, ALGORITHMS[algorithm]
-    weights = as_algorithm_works(algorithm, works, num)
+    weights = check_algorithm_works(algorithm, works, num)
     if not num:
         return Packs.from_lists([])
     keys = np.random.PCG64((seed, epoch)).random_raw(-(-num // 4)).view(np.uint16)[:num]
@@ -95,7 +95,7 @@ def redraw(
     fewest = -(-total // capacity)
     loose = total if "seed" in ALGORITHMS[stage].takes else total // _FIRST_LOOSE
     while True:
-        starts = _group_starts(shuffled, ends, capacity=capacity, loose=loose)
+        starts = _item_starts(shuffled, ends, capacity=capacity, loose_tokens=loose)
         items = np.diff(ends[np.append(starts[1:], num) - 1], prepend=0)
         found = _pack_items(items, capacity=capacity, algorithm=stage, seed=seed, report=report)
         if found.num <= fewest + fewest // _PACKS_PER_EXTRA:
@@ -110,11 +110,14 @@ def redraw(
     return _packs_from_labels(np.repeat(found.labels(), np.diff(starts, append=num)), order)
 
 
-def _group_starts(shuffled: IntArray, ends: IntArray, *, capacity: int, loose: int) -> IntArray:
-    """Return each item's start in *shuffled*; samples within the first *loose* tokens are items."""
+def _item_starts(shuffled: IntArray, ends: IntArray, *, capacity: int, loose_tokens: int) -> IntArray:
+    """
+    Return the place of each item's first sample in *shuffled*, given the sum *ends* of tokens up to
+    each sample. Samples within the first *loose_tokens* are items of their own.
+    """
     group = (ends - 1) // capacity
     alone = (ends - shuffled) // capacity != group
-    alone[: np.searchsorted(ends, loose, side="right")] = True
+    alone[: np.searchsorted(ends, loose_tokens, side="right")] = True
     opens = alone.copy()
     opens[0] = True
     opens[1:] |= alone[:-1] | (group[1:] != group[:-1])

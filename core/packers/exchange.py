@@ -61,7 +61,7 @@ changed.
 
 @attrs.frozen(eq=False)
 class _Parts:
-    """Parts of packs, by ascending tokens; arrays of shape (num_parts,)."""
+    """Samples that change packs together, by ascending tokens; arrays of shape (num_parts,)."""
 
     packs: IntArray
     tokens: IntArray

@@ -101,7 +101,7 @@ class Certificate:
 
 def certify(tally: LengthCounts, *, capacity: int, known: int, effort: Effort) -> Certificate:
     """
-    Bound the number of packs from below, and from above where that helps.
+    Return a lower bound on the number of packs, and the packing of a search if one was made.
 
     Args:
         tally: Lengths from 1 to *capacity*, counts >= 1, at least one; see `to_lowest_terms`.

@@ -43,15 +43,15 @@ def pack_in_fewer_rounds(packs: Packs, costs: IntArray, *, capacity: int, round_
 
 
 def add_filler(packs: Packs, num_items: int) -> Packs:
-    """Return *packs* and one pack for each filler item, up to *num_items* items in all."""
+    """Return *packs*, then a pack for each filler item, so that *num_items* items are in packs."""
     ends = np.arange(packs.num_samples, num_items) + 1
     return Packs(np.concatenate([packs.offsets, ends]), np.concatenate([packs.indices, ends - 1]))
 
 
 def balance_items(costs: IntArray, works: IntArray, *, shards: int, per_shard: int, capacity: int) -> IntArray | None:
     """
-    Assign items by descending work, each to the least loaded worker with room; None if an item fits
-    nowhere.
+    Assign items by descending work, each to the least loaded worker with room; return the
+    microbatch of each, or None if an item fits nowhere.
 
     Args:
         costs: Positions of each item; at least `shards * per_shard`.
@@ -114,7 +114,8 @@ def _place_evenly(sizes: list[int], num: int, capacity: int) -> list[int] | None
 
 def assign_packs(packs: Packs, works: IntArray, shards: int, *, balance: bool) -> IntArray:
     """
-    Assign whole packs, the same number to each worker, in turn or to the least loaded worker.
+    Assign whole packs, the same number to each worker, in turn or to the least loaded worker;
+    return the microbatch of each item.
 
     Args:
         packs: Microbatches; their number is a multiple of *shards*.

@@ -150,12 +150,12 @@ def global_batches(num: int, batch_size: int) -> list[range]:
     return [range(start, min(start + size, num)) for start in range(0, num, size)]
 
 
-def fill_slots(costs: IntArray, wanted: int) -> IntArray:
+def slot_sequences(costs: IntArray, least: int) -> IntArray:
     """
-    Return a global batch's sequences, followed by repeats of the shortest; shape (>= wanted,).
+    Return the sequence of each slot of a global batch: each once, then the shortest in the rest.
 
     Args:
         costs: Positions of each sequence.
-        wanted: Fewest slots.
+        least: Fewest slots; more sequences have one each.
     """
-    return np.concatenate([np.arange(costs.size), np.full(max(0, wanted - costs.size), costs.argmin())])
+    return np.concatenate([np.arange(costs.size), np.full(max(0, least - costs.size), costs.argmin())])

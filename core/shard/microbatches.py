@@ -22,10 +22,10 @@ from packplan.core.shard.inputs import (
     SequenceWorks,
     WhenLong,
     Work,
-    fill_slots,
     global_batches,
     lengths_and_padded,
     require_choice,
+    slot_sequences,
 )
 from packplan.core.shard.rounds import assign_rounds, spread_over_rounds
 from packplan.core.shard.sharding import CutBatch, Sharding, join_batches
@@ -99,7 +99,7 @@ def shard_packed(
         if balance:
             packs = pack_in_fewer_rounds(packs, costs, capacity=capacity, round_size=shards)
         rounds = round_up(len(packs), shards) // shards
-        items = fill_slots(costs, shards * rounds)
+        items = slot_sequences(costs, shards * rounds)
         costs, works = costs[items], works[items]
         labels = _assign_evenly(
             packs, costs, works, shards=shards, rounds=rounds, capacity=capacity, sync_at=sync_at if balance else None
@@ -118,8 +118,9 @@ def shard_packed(
 
 def _renumber(labels: IntArray, items: IntArray, loads: IntArray | None, *, rounds: int, by_round: bool) -> IntArray:
     """
-    Renumber each worker's microbatches by descending *loads*, or by first sequence, rounds too if
-    *by_round*; return the label of each slot.
+    Renumber each worker's microbatches by descending *loads*, or by first sequence without. If
+    *by_round*, every worker's k-th heaviest are a round, and rounds are ordered by first sequence.
+    Return the new label of each slot.
     """
     num = int(labels.max()) + 1
     first = np.full(num, int(items.max()) + 1)
@@ -231,7 +232,7 @@ def shard_dynamic(
     parts = []
     for batch in global_batches(array.size, batch_size):
         costs = padded[batch.start : batch.stop]
-        items = fill_slots(costs, round_up(costs.size, shards))
+        items = slot_sequences(costs, round_up(costs.size, shards))
         ascending = items[np.argsort(array[batch.start : batch.stop][items], kind="stable")]
         # Microbatch of each row. A row is as wide as the longest sequence of any worker.
         rows = costs[ascending[shards - 1 :: shards]]

@@ -183,7 +183,7 @@ class _RoundFiller:
 def assign_rounds(labels: IntArray, costs: IntArray, works: IntArray, *, shards: int, capacity: int) -> IntArray:
     """
     Assign microbatches to workers, so that those of a round have equal work and workers about equal
-    sums. Microbatch k of a worker runs at the same time as microbatch k of the others.
+    sums; return the new label of each item. The microbatches k of all workers run at the same time.
 
     Args:
         labels: Microbatch of each item. The number of microbatches is a multiple of *shards*.

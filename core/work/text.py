@@ -118,12 +118,12 @@ def read_text_work(sizes: Sizes, *, model_type: str | None) -> dict[str, Any]:
     kinds = Counter(_layer_kinds(keys, layers))
     head = width * keys.size("vocab_size")
     attending = kinds["full"] + kinds["window"] + kinds["chunk"]
-    position, pair = _attention_products(keys, width) if attending else (0, 0)
-    projections, products = _delta_products(keys, width) if kinds["delta"] else (0, 0)
+    position, pair = _attention_multiplications(keys, width) if attending else (0, 0)
+    projections, products = _delta_multiplications(keys, width) if kinds["delta"] else (0, 0)
     per_position = head + attending * position + kinds["delta"] * projections
     if kinds["conv"]:
         per_position += kinds["conv"] * (4 * width**2 + keys.size("conv_L_cache") * width)
-    per_position += _mlp_products(keys, width, layers)
+    per_position += _mlp_multiplications(keys, width, layers)
     scale = PRODUCT * ATTENTION_PRODUCTS
     local = []
     if kinds["window"]:
@@ -165,7 +165,7 @@ def _layer_kinds(keys: ConfigKeys, layers: int) -> list[LayerKind]:
     ]
 
 
-def _attention_products(keys: ConfigKeys, width: int) -> tuple[int, int]:
+def _attention_multiplications(keys: ConfigKeys, width: int) -> tuple[int, int]:
     """Return an attention layer's multiplications for one position, and for one pair of tokens."""
     heads = keys.size("num_attention_heads", "n_head", "num_heads")
     if (latent := keys.find_size("kv_lora_rank")) is not None:
@@ -181,7 +181,7 @@ def _attention_products(keys: ConfigKeys, width: int) -> tuple[int, int]:
     return width * (2 * heads * size + 2 * shared * size + gated), 2 * heads * size
 
 
-def _delta_products(keys: ConfigKeys, width: int) -> tuple[int, int]:
+def _delta_multiplications(keys: ConfigKeys, width: int) -> tuple[int, int]:
     """Return a gated-delta-rule layer's multiplications for one position, and for a chunk."""
     key, value = keys.size("linear_key_head_dim"), keys.size("linear_value_head_dim")
     heads = keys.size("linear_num_value_heads")
@@ -194,7 +194,7 @@ def _delta_products(keys: ConfigKeys, width: int) -> tuple[int, int]:
     return position, chunk
 
 
-def _mlp_products(keys: ConfigKeys, width: int, layers: int) -> int:
+def _mlp_multiplications(keys: ConfigKeys, width: int, layers: int) -> int:
     """Return the multiplications for one position in the MLPs of all layers."""
     experts = keys.find_size("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     inner = keys.find_size("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")

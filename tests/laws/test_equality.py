@@ -81,7 +81,7 @@ def test_a_loss_is_compared_with_itself_or_with_the_logits_it_comes_from(found, 
     """The scale is at least a tenth of the terms, so that cancellation is no fault."""
     terms = max(terms, expected)
 
-    value = loss_difference(found, expected, terms=terms)
+    value = loss_difference(found, expected, term_size=terms)
 
     assert (0 == value) == (found == expected)
     if found != expected:

@@ -132,7 +132,7 @@ def test_a_stream_is_packed_by_the_rules(stream, group):
 @pytest.mark.parametrize(("length", "full"), [(54, False), (55, True), (56, True)])
 def test_the_ratio_is_the_decimal_that_was_written(length, full):
     """55 of 100 is 0.55, whatever a float would say."""
-    assert full == StreamOptions(packing_length=100, min_fill_ratio=0.55).is_full(length)
+    assert full == StreamOptions(packing_length=100, min_fill_ratio=0.55).reaches_min_fill(length)
 
 
 @pytest.mark.parametrize(
