@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import attrs
 
-from packplan.app.planning.epochs import EpochPlanner, plan_first_epoch, plannable_records
+from packplan.app.planning.epochs import EpochPlanner, lengths_of_records, plan_first_epoch
 from packplan.app.planning.log_lines import plan_lines
 from packplan.app.planning.measure import bad_records_line
 from packplan.app.planning.schedule import partial_window_warning, refuse_stream, schedule_of_split
@@ -103,7 +103,7 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
     lengths, recipe, kept = open_stored_lengths(config, name)
     plans, origin, policy = kept.plans, lengths.origin, policy_of_split(config, name)
     plan, where = plans.inspect(), str(plans.folder)
-    samples = plannable_records(policy, lengths.rows.table, origin.files)
+    samples = lengths_of_records(policy, lengths.rows.table, origin.files)
     if plan is None or plan.key.inputs["lengths"] != lengths.digest:
         # Where the lengths give no plan, building raises this too, and would not help.
         refuse_longer(lengths.tokens, policy)

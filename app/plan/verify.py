@@ -20,7 +20,7 @@ import numpy as np
 
 from packplan.adapters.progress import loading_libraries, progress
 from packplan.app.cli.command import add_config_arguments, parse_number
-from packplan.app.planning.epochs import EpochPlanner, plan_first_epoch, plannable_records
+from packplan.app.planning.epochs import EpochPlanner, lengths_of_records, plan_first_epoch
 from packplan.app.planning.schedule import refuse_stream
 from packplan.app.planning.split import Split
 from packplan.app.planning.stored_lengths import yield_refusals
@@ -201,7 +201,7 @@ def _faults_of_plan(split: Split, lengths: StoredLengths, stored: StoredPlan | N
     for reason in yield_refusals(None if differences else stored.plan, lengths.tokens, policy, supervised=supervised):
         yield Finding("plan", where, reason)
     if not differences:
-        samples = plannable_records(policy, lengths.rows.table, lengths.origin.files)
+        samples = lengths_of_records(policy, lengths.rows.table, lengths.origin.files)
         again = plan_first_epoch(f"{split.name} again", policy, samples, recipe=split.recipe, quick_bound=True)
         bound = {name: getattr(stored.plan, name) for name in ("lower_bound", "bound_kind")}
         if attrs.evolve(again, **bound) != stored.plan:

@@ -14,7 +14,7 @@ from rich.table import Table
 from packplan.adapters.progress import progress
 from packplan.app.cli.command import add_config_arguments, parse_positives, parse_rank_counts, plain_console
 from packplan.app.plan.stored import open_stored_lengths
-from packplan.app.planning.epochs import plan_first_epoch, plannable_records, works_of_records
+from packplan.app.planning.epochs import lengths_of_records, plan_first_epoch, works_of_records
 from packplan.app.planning.schedule import refuse_stream, schedule_of_split
 from packplan.app.planning.split import align_options
 from packplan.app.planning.stored_lengths import yield_stale_inputs
@@ -123,7 +123,7 @@ def _alternatives(
         policy, name = policy_of_split(other, "train"), f"packs of {packing_length:,}"
         try:
             refuse_longer(lengths, policy)
-            samples = plannable_records(policy, table, stored.origin.files)
+            samples = lengths_of_records(policy, table, stored.origin.files)
             raw = plan_first_epoch(name, policy, samples, recipe=recipe, quick_bound=True)
             refuse_dropped(raw, lengths, policy)
         except UserError as error:

@@ -68,7 +68,8 @@ def check_images(source: LengthSource, stored: StoredRows) -> None:
 
 def recheck_stored(source: LengthSource, stored: StoredRows) -> int:
     """
-    Encode a few stored samples again, the shortest of some, and return their number.
+    Encode up to `REPEATED_SAMPLES` stored samples again, fewer where they are long; return their
+    number.
 
     Raises:
         DataSetError: One encodes to another measurement than is stored.
@@ -90,11 +91,11 @@ def recheck_stored(source: LengthSource, stored: StoredRows) -> int:
 
 def check_repeatability_first(source: LengthSource, known: int, *, report: ReportProgress, skips: bool) -> None:
     """
-    Encode a few of many samples three times, and compare the results.
+    Encode a few of the missing samples three times, if many are missing, and compare the results.
 
     Args:
         source: All records.
-        known: Number of the first records, which are measured already.
+        known: Number of records that are measured already, from the first on.
         report: Called with a progress message.
         skips: Pass over records that cannot become samples.
 
@@ -120,8 +121,8 @@ def check_repeatability_first(source: LengthSource, known: int, *, report: Repor
 
 def check_repeatability(source: LengthSource, stored: StoredRows) -> dict[str, Any]:
     """
-    Encode some samples twice more, compare with their measurements, and return the manifest's
-    figures of it.
+    Encode some samples twice more, compare with their measurements, and return what the manifest
+    tells of it.
 
     Raises:
         DataSetError: A sample encodes differently each time.

@@ -40,9 +40,10 @@ def works_of_records(model: WorkModel, table: Table) -> SampleWorks:
     return SampleWorks.from_lengths(model, column(table, "length").astype(np.int64), **media)
 
 
-def plannable_records(policy: PlanPolicy, table: Table, files: Sequence[DataFile] = ()) -> RecordLengths:
+def lengths_of_records(policy: PlanPolicy, table: Table, files: Sequence[DataFile] = ()) -> RecordLengths:
     """
-    Return measured records as the samples that plans pack; DataSetError if a sample has no token.
+    Return the lengths of measured records, and their works if *policy* packs by work; DataSetError
+    if a sample has no token.
 
     Args:
         policy: Settings of planning.

@@ -45,8 +45,8 @@ def log_plan(planned: Split) -> None:
 
 def steps_line(planned: Split, schedule: EpochSchedule) -> str:
     """
-    Return text as ms-swift's plugin prints it: the steps of a schedule, and the digest of the plan,
-    whose indices count only the rows that ms-swift keeps.
+    Return the line that Packplan's plugin prints in ms-swift: the steps of a schedule, and a digest
+    of the plan by the indices that ms-swift gives to rows.
     """
     row = np.cumsum(column(planned.table, "bad") == 0) - 1
     digest = plan_checksum(planned.raw.with_indices(row).packs)[:12]

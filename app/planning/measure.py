@@ -99,8 +99,8 @@ def measure(split: Split, report: ReportProgress) -> Table:
 
 def _load_stored(split: Split, bad: BadRecords) -> StoredRows:
     """
-    Return the valid stored measurements: if a bad record changed, only those before it. The stored
-    bad records are put into *bad*.
+    Return the valid stored measurements. If a bad record changed, these are only those before it,
+    and the store drops the others. The stored bad records are put into *bad*.
 
     Raises:
         StaleError: The measurements are of other data or of another configuration.
@@ -209,7 +209,7 @@ class BadRecords:
         Take the bad records of an earlier start in place of those so far.
 
         Raises:
-            RecordError: None may be bad.
+            RecordError: There are any, and no record may be bad.
             DataSetError: They are too many.
         """
         if known and self._max_share is None:

@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs, plan_first_epoch, plannable_records
+from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs, lengths_of_records, plan_first_epoch
 from packplan.app.planning.measure import measure
 from packplan.app.planning.split import Split
 from packplan.core.align import align_plan
@@ -98,7 +98,7 @@ class Ranks:
 
 def measure_and_plan(split: Split, ranks: Ranks, *, world_size: int | None = None) -> Split:
     """
-    Measure, plan and align a split, compare it between all ranks, and return it.
+    Fill a split with its lengths and plan, compare these between all ranks, and return the split.
 
     Args:
         split: Samples, policy and stores.
@@ -141,7 +141,7 @@ def _build_plan(split: Split, world_size: int, report: ReportProgress) -> dict[s
     if raw is not None:
         log.info("%s: the stored plan fits and is used again", name)
     else:
-        samples = plannable_records(policy, table, files)
+        samples = lengths_of_records(policy, table, files)
         _require_drawable(split.recipe, policy, samples)
         log.info("%s: planning %s", name, counted(int(np.count_nonzero(samples.lengths)), "sample"))
         raw = plan_first_epoch(name, policy, samples, recipe=split.recipe, report=report)
@@ -168,7 +168,7 @@ def plan_epochs(split: Split, recipe: EpochRecipe, schedule: EpochSchedule, rank
     Plan and count all epochs on rank 0, store a record of each, and return the schedule over them.
 
     Args:
-        split: The split, whose first epoch is planned.
+        split: The split, whose first epoch is planned; its `epochs` are set.
         recipe: Samples of each epoch.
         schedule: Settings of the schedule, from where training starts.
         ranks: All ranks.
@@ -176,7 +176,7 @@ def plan_epochs(split: Split, recipe: EpochRecipe, schedule: EpochSchedule, rank
     Raises:
         PackplanError: An epoch cannot be planned; on every rank.
     """
-    samples = plannable_records(split.policy, split.table, split.encoder.data_files())
+    samples = lengths_of_records(split.policy, split.table, split.encoder.data_files())
     planner = EpochPlanner(split.policy, recipe, samples)
 
     def plan_and_count(report: ReportProgress) -> Arrays:

@@ -62,8 +62,8 @@ def yield_refusals(
 
 def yield_stale_inputs(config: RunConfig, lengths: StoredLengths) -> Iterator[str]:
     """
-    Yield the settings that differ from those of the stored lengths; `verify` finds what other data
-    or another model change.
+    Yield a line for each setting that differs from that of the stored lengths; `verify` alone finds
+    other data and another model.
     """
     inputs = lengths.origin.key.inputs
     asked = config_length_inputs(config.template, config.custom, packing_length=config.packing_length)

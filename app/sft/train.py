@@ -54,7 +54,7 @@ def train(config: RunConfig, group: RankGroup) -> tuple[PlanTrainer, dict[str, S
         del splits["train"].raw, splits["train"].aligned
     with hold_output_lock(config, group), logging_interruption(trainer):
         trainer.train()
-    _log_end(config, trainer)
+    _check_and_log_end(config, trainer)
     return trainer, splits
 
 
@@ -168,7 +168,7 @@ def _log_resume(schedule: EpochSchedule, unit: str) -> None:
         )
 
 
-def _log_end(config: RunConfig, trainer: PlanTrainer) -> None:
+def _check_and_log_end(config: RunConfig, trainer: PlanTrainer) -> None:
     """Log the end of training; RuntimeError if it took another number of steps than planned."""
     num_steps, schedule = trainer.state.global_step, trainer.schedule
     total = max(schedule.total_steps, schedule.start.step)
@@ -216,8 +216,8 @@ def log_termination(trainer: CheckedTrainer, end: str) -> None:
 
 def log_outcome(config: RunConfig, trainer: CheckedTrainer) -> None:
     """
-    Log the steps of a run that was not ended early, the checkpoint that has them, and the command
-    that loads it. The log shows such lines of rank 0 alone.
+    Log the steps of a run that was not ended early, its last checkpoint, and the command that loads
+    it. The log shows such lines of rank 0 alone.
     """
     steps = trainer.state.global_step
     done = f"{counted(steps, 'optimizer step')} {verb_for(steps)} done"

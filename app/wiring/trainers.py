@@ -47,7 +47,7 @@ Differences = Callable[[State], tuple[Difference, ...]]
 
 
 def hide_trainer_progress(config: RunConfig) -> RunConfig:
-    """Return a run whose trainer shows no progress, and hide transformers' own in this process."""
+    """Return a run whose trainer shows no progress by default; hide transformers' own at once."""
     disable_progress_bar()
     trainer = {"disable_tqdm": True, **config.training.trainer}
     return attrs.evolve(config, training=attrs.evolve(config.training, trainer=trainer))
@@ -126,7 +126,7 @@ def identity_of_run(config: RunConfig) -> RunIdentity:
 
 def open_follower(config: RunConfig, train: Split, schedule: EpochSchedule, group: RankGroup) -> PackBatches:
     """
-    Return this rank's batches of a run, whose states know the run's plan, data and settings.
+    Return this rank's batches of a run; their resume states name the run's plan, data and settings.
 
     Args:
         config: The run.
@@ -190,11 +190,11 @@ def _open_model(
     # Where the text's weights are frozen, a batch without images would depend on nothing that is
     # trained.
     if samples.takes_images and (group.world_size > 1 or config.training.freeze_llm):
-        use_tower_in_each_batch(model, template, arguments)
+        use_vision_tower_in_each_batch(model, template, arguments)
     return template, model
 
 
-def use_tower_in_each_batch(model: Any, template: Any, arguments: TrainingArguments) -> None:
+def use_vision_tower_in_each_batch(model: Any, template: Any, arguments: TrainingArguments) -> None:
     """
     Let ranks that share a model's weights or gradients use all of its vision tower in every batch.
 
@@ -204,7 +204,8 @@ def use_tower_in_each_batch(model: Any, template: Any, arguments: TrainingArgume
         arguments: Settings of the trainer.
 
     Raises:
-        ConfigError: The model does not say how it sees, or no image reaches a part of its tower.
+        ConfigError: The model has no function for image features, or no image reaches a part
+            of its tower.
     """
     dummy = DummyImage.from_model(model, template)
     waits = not shards_weights(arguments) and not arguments.ddp_find_unused_parameters
@@ -232,7 +233,7 @@ def build_trainer(
 
     Args:
         config: The run.
-        arguments: The trainer's settings, with the checkpoint that it goes on from.
+        arguments: The trainer's settings, with the checkpoint that it resumes from.
         splits: Planned splits: `train`, and perhaps `eval`.
         follower: This rank's packs of `train`, in the order of their schedule.
         attention: Attention of the run.

@@ -16,7 +16,7 @@ import yaml
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app.plan.__main__ import main as plan_main
 from packplan.app.plan.stored import open_split
-from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs, plannable_records
+from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs, lengths_of_records
 from packplan.app.planning.stored_lengths import open_lengths
 from packplan.app.wiring.policies import epoch_recipe, policy_of_split
 from packplan.app.wiring.runs import read_config
@@ -78,7 +78,7 @@ def planner_of(path: Path) -> EpochPlanner:
     config = read_config(path)
     lengths = open_lengths(open_stores(config, "train").lengths)
     policy = policy_of_split(config, "train")
-    samples = plannable_records(policy, lengths.rows.table, lengths.origin.files)
+    samples = lengths_of_records(policy, lengths.rows.table, lengths.origin.files)
     return EpochPlanner(policy, epoch_recipe(config, "train"), samples)
 
 

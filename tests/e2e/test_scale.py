@@ -19,7 +19,7 @@ from packplan.adapters.trainer import arguments as swift_arguments
 from packplan.adapters.trainer.vision import DummyImage
 from packplan.app.plan import __main__ as plan
 from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.trainers import use_tower_in_each_batch
+from packplan.app.wiring.trainers import use_vision_tower_in_each_batch
 from packplan.core.errors import ConfigError
 from tests.e2e.ready import prepare
 from tests.e2e.test_videos import SAMPLING
@@ -104,7 +104,7 @@ def on_rank(config, out):
     prepared = prepare(read_config(config), OneRank())
     trainer, encode = prepared.trainer, prepared.samples["train"].encode
     model, dummy = trainer.model, DummyImage.from_model(trainer.model, trainer.template)
-    use_tower_in_each_batch(model, trainer.template, SimpleNamespace(fsdp=True))
+    use_vision_tower_in_each_batch(model, trainer.template, SimpleNamespace(fsdp=True))
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=int(rank), world_size=int(world_size))
     mesh = dist.device_mesh.init_device_mesh("cpu", (int(world_size),))

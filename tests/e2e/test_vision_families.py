@@ -27,7 +27,7 @@ from packplan.adapters.trainer.vision import DummyImage
 from packplan.app.check import compare_packs
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.splits import open_encoders, open_splits
-from packplan.app.wiring.trainers import use_tower_in_each_batch
+from packplan.app.wiring.trainers import use_vision_tower_in_each_batch
 from packplan.core.errors import ConfigError, RecordError
 from tests.e2e import rank_main
 from tests.made.pictures import IMAGES_OF, showing, texts, write_scenes, write_sizes
@@ -368,9 +368,9 @@ def test_what_would_let_ranks_wait_is_refused_by_name(monkeypatch):
 
     model = Seeing()
     with pytest.raises(ConfigError, match=r"ddp_find_unused_parameters: .* reaches 2 weights .*, as unseen\.weight"):
-        use_tower_in_each_batch(model, None, plain)
-    use_tower_in_each_batch(model, None, SimpleNamespace(fsdp=None, ddp_find_unused_parameters=True))
+        use_vision_tower_in_each_batch(model, None, plain)
+    use_vision_tower_in_each_batch(model, None, SimpleNamespace(fsdp=None, ddp_find_unused_parameters=True))
     model.unseen.requires_grad_(requires_grad=False)
-    use_tower_in_each_batch(model, None, plain)
+    use_vision_tower_in_each_batch(model, None, plain)
     with pytest.raises(ConfigError, match=r"model\.model: is a Linear, which has no function for image features"):
-        use_tower_in_each_batch(torch.nn.Linear(2, 2), None, plain)
+        use_vision_tower_in_each_batch(torch.nn.Linear(2, 2), None, plain)
