@@ -356,8 +356,8 @@ def pad_rows(rows: Sequence[Row], *, types: Sequence[str] = (MEDIA_TYPE_IDS,)) -
         )
         for name, filler in columns.items()
     }
-    own = pad_sequence([torch.ones(row[_TOKENS].size, dtype=torch.int64) for row in rows], batch_first=True)
-    return {**batch, _ATTENTION: own, **join_media(rows)}
+    mask = pad_sequence([torch.ones(row[_TOKENS].size, dtype=torch.int64) for row in rows], batch_first=True)
+    return {**batch, _ATTENTION: mask, **join_media(rows)}
 
 
 @attrs.frozen(eq=False)
@@ -391,22 +391,22 @@ class PackInputs:
             raise ArgumentError("host", fact, {"packs": len(packs)})
         (pack,) = packs
         batch = dict(self.collate(list(pack)))
-        tokens, own = batch[_TOKENS], batch.get(_ATTENTION)
-        if own is None and len(tokens) > 1:
+        tokens, mask = batch[_TOKENS], batch.get(_ATTENTION)
+        if mask is None and len(tokens) > 1:
             fact = "the collator pads rows, but gives no attention_mask that says which tokens are padding"
             raise ArgumentError("host", fact, {"rows": len(tokens)})
-        own = torch.ones_like(tokens) if own is None else own
-        planned, found = pack.lengths, own.sum(1).tolist()
+        mask = torch.ones_like(tokens) if mask is None else mask
+        planned, found = pack.lengths, mask.sum(1).tolist()
         if len(found) == len(planned):
             for (index, length), real in zip(planned.items(), found, strict=True):
                 refuse_other_length(index, length, real)
         elif sum(found) != sum(planned.values()):
             fact = f"the collator makes {sum(found):,} tokens of pack {pack.pack}, of {sum(planned.values()):,} planned"
             raise ArgumentError("host", fact, {"pack": pack.pack})
-        return {**batch, _LABELS: _supervised_labels(batch, own), PACK: pack.pack}
+        return {**batch, _LABELS: _supervised_labels(batch, mask), PACK: pack.pack}
 
 
-def _supervised_labels(batch: Mapping[str, Any], own: torch.Tensor) -> torch.Tensor:
+def _supervised_labels(batch: Mapping[str, Any], mask: torch.Tensor) -> torch.Tensor:
     """Return the labels of a batch, with -100 at padding and at first tokens of samples."""
     labels: torch.Tensor | None = batch.get(_LABELS)
     if labels is None:
@@ -414,24 +414,24 @@ def _supervised_labels(batch: Mapping[str, Any], own: torch.Tensor) -> torch.Ten
         for name in _MASKS:
             if name in batch:
                 labels = labels.masked_fill(batch[name] == 0, IGNORED_LABEL)
-    first = own.cumsum(1) == 1
+    first = mask.cumsum(1) == 1
     positions = batch.get(_POSITIONS)
-    if positions is not None and positions.shape == own.shape:  # of samples that a collator joined
+    if positions is not None and positions.shape == mask.shape:  # of samples that a collator joined
         first = first | (positions == 0)
-    return labels.masked_fill((own == 0) | first, IGNORED_LABEL)
+    return labels.masked_fill((mask == 0) | first, IGNORED_LABEL)
 
 
 def flatten(rows: Sequence[Row]) -> dict[str, Any]:
     """Return rows as one row of tokens, with positions that start again with every sample."""
     rows = [read_row(row) for row in rows]
-    own = torch.cat([torch.arange(row[_TOKENS].size) for row in rows])[None]
+    positions = torch.cat([torch.arange(row[_TOKENS].size) for row in rows])[None]
     flat = {name: torch.from_numpy(np.concatenate([row[name] for row in rows]))[None] for name in (_TOKENS, _LABELS)}
-    flat[_LABELS] = flat[_LABELS].masked_fill(own == 0, IGNORED_LABEL)
-    return {**flat, _POSITIONS: own, **join_media(rows)}
+    flat[_LABELS] = flat[_LABELS].masked_fill(positions == 0, IGNORED_LABEL)
+    return {**flat, _POSITIONS: positions, **join_media(rows)}
 
 
 class PackLoader(DataLoader[Any]):
-    """Loader of a rank's batches, set up by training arguments; raises errors that are served."""
+    """Loader of a rank's batches by the training arguments; raises errors that data sets return."""
 
     wait_seconds = 0.0
     """Seconds that training has waited for batches, or made them in its own process."""

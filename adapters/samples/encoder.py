@@ -54,7 +54,7 @@ class SwiftEncoder:
     Encodes records as samples, by ms-swift's template.
 
     Attributes:
-        records_per_sample: 1; for a command's pairs, such as chosen and rejected, 2.
+        records_per_sample: 1; for pairs of a `swift` command, such as chosen and rejected, 2.
     """
 
     records_per_sample = 1

@@ -79,7 +79,7 @@ class RowsEncoder(SwiftEncoder):
         Encode each sequence of a row; for tasks other than causal LM, each row as a whole.
 
         Args:
-            config: Run of the command.
+            config: Run of the `swift` command.
             template: Template in training mode, as the command opens it.
             rows: Sequences to encode.
         """
@@ -144,7 +144,7 @@ class RowsEncoder(SwiftEncoder):
 
 
 class RowsMeasurer(SwiftMeasurer):
-    """Measures the rows of a command; a pair of sequences measures as their sum."""
+    """Measures the rows of a `swift` command; a pair of sequences measures as their sum."""
 
     _encoder: RowsEncoder
 
@@ -214,12 +214,12 @@ def _path_or_bytes(image: Any) -> Any:
     return load_file(image).getvalue() if path is None else path
 
 
-def _to_sample_dict(held: StdTemplateInputs) -> dict[str, Any]:
+def _to_sample_dict(inputs: StdTemplateInputs) -> dict[str, Any]:
     """Convert a sequence in ms-swift's input type into a dict, without its empty fields."""
-    system = [] if held.system is None else [{"role": "system", "content": held.system}]
-    sample: dict[str, Any] = {"messages": [*system, *held.messages]}
+    system = [] if inputs.system is None else [{"role": "system", "content": inputs.system}]
+    sample: dict[str, Any] = {"messages": [*system, *inputs.messages]}
     plain = ("images", "tools", "chat_template_kwargs")
-    sample |= {name: value for name in plain if (value := getattr(held, name))}
-    if others := {name: value for name in _READ_IN_FULL if (value := getattr(held, name))}:
+    sample |= {name: value for name in plain if (value := getattr(inputs, name))}
+    if others := {name: value for name in _READ_IN_FULL if (value := getattr(inputs, name))}:
         sample[_OTHERS] = others
     return sample

@@ -80,7 +80,7 @@ class SplitSample:
 
 
 @attrs.frozen
-class StandIn:
+class StandInCost:
     """Cost of a stand-in, the black image or video that replaces one medium of a sample."""
 
     cost: Measurement
@@ -111,8 +111,8 @@ class PieceCounter:
         self._counts_in_batches = _is_plain_fast_tokenizer(template.tokenizer)
         self._suffix: list[int] = self._template._encode_context_list(self._template.template_meta.suffix)[0]
         self._media_tokens = {kind: self._tokenizer.convert_ids_to_tokens(token) for kind, token in tokens.items()}
-        self.stand_ins: dict[str, StandIn] = {}
-        """Kind of medium -> its stand-in; samples with other kinds are encoded in full."""
+        self.stand_ins: dict[str, StandInCost] = {}
+        """Kind of medium -> cost of its stand-in; samples with other kinds are encoded in full."""
 
     def split(self, sample: dict[str, Any], extra: Measurement = NOTHING, /, **media: int) -> SplitSample:
         """
@@ -162,7 +162,7 @@ class PieceCounter:
         if pieces and pieces[0][0].trained:
             supervised -= 1  # nothing comes before the first token
         length = sum(len(ids) for _, ids in pieces)
-        texts = attrs.evolve(NOTHING, length=length, supervised=supervised + self._count_trained_ends(pieces))
+        texts = attrs.evolve(NOTHING, length=length, supervised=supervised + self._count_trained_turn_ends(pieces))
         return sum((one.cost for _, one, number in stand_ins for _ in range(number)), texts + sample.extra)
 
     def count_media_tokens(self, sample: SplitSample) -> Counter[str]:
@@ -170,7 +170,7 @@ class PieceCounter:
         texts = [piece.content for piece in sample.pieces if isinstance(piece.content, str)]
         return Counter({kind: sum(text.count(token) for text in texts) for kind, token in self._media_tokens.items()})
 
-    def _count_trained_ends(self, pieces: list[tuple[Piece, Any]]) -> int:
+    def _count_trained_turn_ends(self, pieces: list[tuple[Piece, Any]]) -> int:
         """Return the number of end-of-turn tokens that are trained after a trained answer."""
         found, answered, size = 0, False, len(self._suffix)
         for trained, run in groupby(pieces, key=lambda one: one[0].trained):
@@ -226,7 +226,7 @@ def find_piece_counter(template: Template, *, tokens: Mapping[str, int]) -> tupl
     counter = PieceCounter(template, tokens=tokens)
     try:
         for sample in _PROOFS:
-            if counter.count([counter.split(sample)]) != [_encode_with_stand_ins(template, sample)]:
+            if counter.count([counter.split(sample)]) != [_measure_with_stand_ins(template, sample)]:
                 return None, "its texts are not all that its samples are"
     except Exception as error:  # noqa: BLE001  # whatever a template does not take is said of the records that have it
         return None, f"a sample of its texts alone cannot be made ({type(error).__name__}: {error})"
@@ -250,18 +250,18 @@ def _add_stand_in(template: Template, counter: PieceCounter, medium: str) -> Non
     for media in samples:
         tags = "".join(f"<{kind}>" * number for kind, number in media.items())
         sample = {"messages": [{"role": "user", "content": f"{tags}?"}, _ANSWER]}
-        split, encoded = counter.split(sample, **media), _encode_with_stand_ins(template, sample, **media)
+        split, encoded = counter.split(sample, **media), _measure_with_stand_ins(template, sample, **media)
         if medium not in counter.stand_ins:
             mentions = counter.count_media_tokens(split)[medium]
-            counter.stand_ins[medium] = StandIn(NOTHING, mentions)
+            counter.stand_ins[medium] = StandInCost(NOTHING, mentions)
             (texts,) = counter.count([split])
-            counter.stand_ins[medium] = StandIn(encoded - (texts or NOTHING), mentions)
+            counter.stand_ins[medium] = StandInCost(encoded - (texts or NOTHING), mentions)
         if counter.count([split]) != [encoded]:
             del counter.stand_ins[medium]
             return
 
 
-def _encode_with_stand_ins(template: Template, sample: dict[str, Any], **media: int) -> Measurement:
+def _measure_with_stand_ins(template: Template, sample: dict[str, Any], **media: int) -> Measurement:
     """Encode a sample with stand-ins for its media in full, and return its measurement."""
     stand_ins = {f"{kind}s": [STAND_INS[kind]] * number for kind, number in media.items()}
     with without_truncation(template):

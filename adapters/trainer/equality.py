@@ -176,7 +176,7 @@ def _to_device(device: torch.device, batch: Mapping[str, Any]) -> dict[str, Any]
 
 def _split_pixels(encoded: Sequence[Mapping[str, Any]], collated: dict[str, Any]) -> list[tuple[GradientEdge, int]]:
     """
-    Rebuild pixels in *collated* from a leaf tensor per sample; return edges and sample numbers.
+    Rebuild pixels in *collated* of a leaf per sample; return gradient edges and sample numbers.
     """
     own: list[tuple[GradientEdge, int]] = []
     for medium in (IMAGES, VIDEOS):

@@ -99,7 +99,7 @@ class Collator:
         rows = fill_token_weights(packs)
         # ms-swift's collator removes the keys that it joins from samples.
         samples = [dict(sample) for row in rows for sample in row]
-        with hold_packing(self.template, packed=self.packed):
+        with replace_packing(self.template, packed=self.packed):
             batch: Batch = self.template.data_collator(rows if self.packed else [one for (one,) in rows])
         if self.template.model_meta.is_multimodal:
             add_media_positions(batch, self.template, samples, packed=self.packed)
@@ -124,7 +124,7 @@ class Collator:
 
 
 @contextmanager
-def hold_packing(template: Template, *, packed: bool) -> Iterator[None]:
+def replace_packing(template: Template, *, packed: bool) -> Iterator[None]:
     """Make a template's collator pack samples into one row, or pad them, inside this context."""
     before = template.packing, template.padding_free
     template.packing = template.padding_free = packed

@@ -194,7 +194,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks hold parts of the model, so that checkpoints may be in parts too."""
+        """Whether FSDP or DeepSpeed trains, so that checkpoints may be in parts."""
         return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
     @property

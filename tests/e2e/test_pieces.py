@@ -81,9 +81,9 @@ def test_a_count_that_is_wrong_is_found_by_the_audit(number, open_source, monkey
     records = [asked("a")] * 100
     records[number] = chat(*asked("a")["messages"] * 3)
     source, _ = open_source(records, "qwen2")
-    ends = PieceCounter._count_trained_ends
+    ends = PieceCounter._count_trained_turn_ends
     # Right for what proves the way: one turn, and two.
-    monkeypatch.setattr(PieceCounter, "_count_trained_ends", lambda self, parts: len(parts) < 6 and ends(self, parts))
+    monkeypatch.setattr(PieceCounter, "_count_trained_turn_ends", lambda self, got: len(got) < 6 and ends(self, got))
 
     with pytest.raises(ShortcutError, match=rf"line {number + 1} measured .* but encodes to"):
         list(source.measure_many(range(100), in_full=False))

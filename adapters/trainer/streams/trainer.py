@@ -118,7 +118,7 @@ class StreamTrainer(CheckedTrainer):
         self, epoch_iterator: Iterator[Batch | ShardEnd], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], Any]:
         """
-        Return the packs of the next step; none ends the epoch; DataSetError if it had no step.
+        Return the packs of the next step, [] after an epoch's last; DataSetError if it had no step.
         """
         del num_batches  # a guess of the trainer
         size, batches = self.args.gradient_accumulation_steps, self._note_progress(epoch_iterator)
