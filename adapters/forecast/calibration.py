@@ -33,13 +33,13 @@ class StepClock(TrainerCallback):  # type: ignore[misc]  # its library has no ty
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         """Start timing the epoch's first step."""
-        self._since, self._waited_s = self._synced_now(), self._loader_wait_s()
+        self._since, self._waited_s = self._synced_now(), self.trainer.wait_seconds
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Record the seconds of a step."""
         now = self._synced_now()
         # Processes that load data start with the epoch, and load ahead of later steps.
-        starting = self._loader_wait_s() - self._waited_s if self._waited_s >= 0 else 0.0
+        starting = self.trainer.wait_seconds - self._waited_s if self._waited_s >= 0 else 0.0
         self.step_s.append(now - self._since - (starting if self.trainer.args.dataloader_num_workers else 0.0))
         self._since, self._waited_s = now, -1.0
 
@@ -52,10 +52,6 @@ class StepClock(TrainerCallback):  # type: ignore[misc]  # its library has no ty
         """Record the seconds of a checkpoint, which follows the last step and its evaluation."""
         now = self._synced_now()
         self.checkpoint_s, self._since = now - self._since, now
-
-    def _loader_wait_s(self) -> float:
-        waited: float = sum(loader.wait_seconds for loader in self.trainer._loaders)  # noqa: SLF001  # has no public name
-        return waited
 
     def _synced_now(self) -> float:
         if torch.cuda.is_available():

@@ -124,7 +124,7 @@ class FollowsSchedule:
             "steps_in_epoch": schedule.num_remaining_batches(epoch),
             "num_update_steps_per_epoch": schedule.num_remaining_steps(epoch),
         }
-        self.follower.set_epoch(epoch)
+        self.follower.set_epoch(epoch)  # it is elsewhere if the epoch before was stopped early
         self._expected = iter(schedule.batches(epoch, rank=self.follower.rank))
         with self._around_epoch(epoch):
             super()._run_epoch(epoch=epoch, **options)  # type: ignore[misc]

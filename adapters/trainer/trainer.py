@@ -23,8 +23,11 @@ method of another but `__init__`, so `super()` is ms-swift's method, or else tra
 | `set_initial_training_values` | `FollowsSchedule` | counts steps and epochs by the schedule |
 | `_init_training_state` | `FollowsSchedule` | returns the epoch at which the schedule starts |
 | `_run_epoch` | `FollowsSchedule` | selects the batches that are left of the epoch |
-| `_log_epoch` | `PlanTrainer` | selects the epoch's packs, and logs their statistics |
-| `__iter__` | `PackLoader` | asks `PackBatches`, `PackedDataset` and `Collator`, in workers |
+| `_serve_epoch` | `PlanTrainer` | selects the epoch's packs, and logs their statistics |
+| `__iter__` | `PackLoader` | moves batches to the device, and raises errors that are served |
+| `__iter__` | `PackBatches` | yields the pack indices of a batch |
+| `__getitem__` | `PackedDataset` | encodes the samples of a pack, and compares them with the plan |
+| `__call__` | `Collator` | joins samples into a row, or pads them, and weighs their tokens |
 | `get_batch_samples` | `FollowsSchedule` | compares the batches of a step with the schedule |
 | `_get_num_items_in_batch` | `CheckedTrainer` | sums the weights of a step's tokens |
 | `training_step` | `CheckedTrainer` | adds up the loss, for the check that it is finite |
@@ -203,6 +206,11 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         return self._sigterm.received
 
     @property
+    def wait_seconds(self) -> float:
+        """Seconds that training has waited for batches, or made them in this process."""
+        return sum(loader.wait_seconds for loader in self._loaders)
+
+    @property
     def precision(self) -> Precision:
         """Lowest precision of the model's weights and computation."""
         mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(self.accelerator.mixed_precision, "float32")
@@ -224,8 +232,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
 
     def _open_loader(self, dataset: Any, **options: Any) -> PackLoader:
         """Return a loader whose worker processes end with this one."""
-        workers = self.args.dataloader_num_workers
-        start = partial(prepare_worker, num_workers=workers, rank=self.group.rank)
+        start = partial(prepare_worker, num_workers=self.args.dataloader_num_workers, rank=self.group.rank)
         options |= self._maybe_multiprocessing_context(self.args)
         return PackLoader(dataset, self.args, worker_init_fn=start, **options)
 
@@ -333,6 +340,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
                 raise _not_finite_error(what, number)
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
+        """Return the sum of a step's token weights over ranks; `compute_loss` divides by it."""
         if self._evaluated is not None:  # inside of `EvaluatesPacks.evaluation_loop`
             return torch.tensor(self._evaluated.weight or 1.0, device=device)
         weights = sum(batch[NORMALISER] for batch in batch_samples)
@@ -342,6 +350,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         return torch.where(total > 0, total, 1.0).to(device, torch.float32)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the model's inputs on the device, with the positions that tell samples apart."""
         if self._evaluated is not None and self._evaluated.next_is_repeated:
             inputs = with_zero_weights(inputs)  # counts in no metric
         rest = {key: value for key, value in inputs.items() if key not in (PACK, NORMALISER)}  # no model takes these
@@ -357,9 +366,8 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         """
         with self.media_hook(), replace_attributes(self.args, prediction_loss_only=True, **PLAIN_LOSS):
             metrics: dict[str, float] = super().evaluate(*arguments, **options)
-        for name, value in metrics.items():
-            if name.endswith("_loss") and not math.isfinite(value):
-                raise _not_finite_error(name, value)
+        if not math.isfinite(loss := metrics.get("eval_loss", 0.0)):
+            raise _not_finite_error("eval_loss", loss)
         return metrics
 
     @contextlib.contextmanager
@@ -414,7 +422,7 @@ class PlanTrainer(FollowsSchedule, CheckedTrainer):
         self._waited = 0.0
         learner = follower.rank, follower.schedule.world_size
         super().__init__(packed=options["train_dataset"].packed, learner=learner, **options)
-        self.follow(follower, around_epoch=self._log_epoch)
+        self.follow(follower, around_epoch=self._serve_epoch)
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # the schedule skips by itself
         """Return the loader of this rank's packs, in the order of the epoch schedule."""
@@ -427,8 +435,8 @@ class PlanTrainer(FollowsSchedule, CheckedTrainer):
         return loader
 
     @contextlib.contextmanager
-    def _log_epoch(self, epoch: int) -> Iterator[None]:
-        """Select the packs of an epoch, and log their statistics after it."""
+    def _serve_epoch(self, epoch: int) -> Iterator[None]:
+        """Serve the packs of an epoch inside this context, and log their statistics after it."""
         self.train_dataset.set_epoch(epoch)
         self._stats = stats = EpochStats.from_schedule(self.pack_stats(epoch), self.schedule, epoch)
         self._epoch_start = self._logged_until = self.state.global_step
@@ -446,8 +454,7 @@ class PlanTrainer(FollowsSchedule, CheckedTrainer):
             logs = {**logs, **self._stats.statistics(start, stop), "tokens_per_second": positions / seconds}
             if (tokens := self._stats.num_tokens(start, stop)) < positions:
                 logs["useful_tokens_per_second"] = tokens / seconds
-            waited = sum(loader.wait_seconds for loader in self._loaders)
-            logs["data_wait_seconds"], self._waited = waited - self._waited, waited
+            logs["data_wait_seconds"], self._waited = self.wait_seconds - self._waited, self.wait_seconds
         super().log(drop_pack_rates(logs), *arguments, **options)
 
 

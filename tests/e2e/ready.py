@@ -36,6 +36,11 @@ def chats(count: int, first: int = 0) -> list[dict[str, str]]:
     return [{"query": f"say {n}", "response": "blue circle " * (1 + n % 7)} for n in range(first, first + count)]
 
 
+def logged_losses(history: Sequence[dict[str, float]]) -> list[float]:
+    """Return the loss of each step of a log."""
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
 def artefacts_of(run: Path) -> dict[str, bytes]:
     """Return every file that a run's planning left, but its locks."""
     folder = run / "static_packing"

@@ -13,6 +13,7 @@ from packplan.adapters.loaders.rows import PackLoader
 from packplan.core.errors import MismatchError
 from tests.e2e import rank_main
 from tests.e2e.alone import Gradients, silence, step_alone, token_losses, token_weights
+from tests.e2e.ready import logged_losses
 from tests.nearness import FLOAT32, apart
 from tests.processes import finished
 from tests.records import asked, to_messages, write_lines
@@ -88,11 +89,6 @@ def check_steps(run, schedule, losses, gradients, reduction) -> None:
             assert apart(found, expected.gradients, scale=expected.scale) < FLOAT32
         else:
             assert all(not gradient.any() for gradient in found.values())
-
-
-def logged_losses(history) -> list[float]:
-    """Return the loss of each step of a log."""
-    return [entry["loss"] for entry in history if "loss" in entry]
 
 
 @pytest.mark.parametrize(

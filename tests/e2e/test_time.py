@@ -45,13 +45,12 @@ def test_steps_evaluations_and_checkpoints_are_timed_and_counted(write_run, unev
 @pytest.mark.parametrize(("workers", "first"), [(0, 7.0), (2, 4.0)])
 def test_a_first_step_is_timed_without_the_start_of_its_loaders(workers, first):
     """Where processes load, which start with the epoch; evaluation and checkpoint count apart."""
-    loader = SimpleNamespace(wait_seconds=5.0)
-    trainer = SimpleNamespace(_loaders=[loader], args=SimpleNamespace(dataloader_num_workers=workers))
+    trainer = SimpleNamespace(wait_seconds=5.0, args=SimpleNamespace(dataloader_num_workers=workers))
     clock = StepClock(trainer, iter([100.0, 107.0, 109.0, 112.0, 116.0]).__next__)
 
     clock.on_epoch_begin()
     for waited in (3, 1):
-        loader.wait_seconds += waited
+        trainer.wait_seconds += waited
         clock.on_step_end()
     clock.on_evaluate()
     clock.on_save()

@@ -24,14 +24,10 @@ from packplan.app.wiring.trainers import open_arguments
 from packplan.core.align import align_plan
 from packplan.core.errors import ConfigError, RecordError, StaleError
 from packplan.core.plan import build_raw_plan
-from tests.e2e.ready import chats
+from tests.e2e.ready import chats, logged_losses
 from tests.records import asked, chat, write_lines
 
 pytestmark = pytest.mark.slow
-
-
-def losses(history) -> list[float]:
-    return [entry["loss"] for entry in history if "loss" in entry]
 
 
 def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(  # noqa: PLR0917  # fixtures
@@ -81,7 +77,7 @@ def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(  # noqa: PL
     assert "the lengths of all 12 samples are stored" in caplog.text
     assert "used again" in caplog.text
     assert result.planned["train"].raw_checksum == again.planned["train"].raw_checksum
-    assert losses(result.history) == losses(again.history)
+    assert logged_losses(result.history) == logged_losses(again.history)
     assert fetched[: 2 * num_packs] == fetched[2 * num_packs :]
     other = read_config(write_run(training={**keys, "seed": 7}, **overlay))
     schedule = schedule_of_split(other, "train", result.planned["train"].aligned, result.schedule.works)
@@ -187,7 +183,7 @@ def test_sigterm_saves_a_checkpoint_that_the_next_run_goes_on_from(write_run, re
     assert before == signal.getsignal(signal.SIGTERM)
     rest = execute(write_run("qwen3", training={**keys, "resume_from_checkpoint": "last"}))
     assert (2, 4) == (rest.schedule.start.step, rest.num_steps)
-    assert losses(trainer.state.log_history) == losses(rest.history)[:2]
+    assert logged_losses(trainer.state.log_history) == logged_losses(rest.history)[:2]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

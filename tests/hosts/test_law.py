@@ -17,7 +17,7 @@ from tests.hosts.pages import PAGES
 # isort: split
 import torch
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -157,6 +157,17 @@ def test_no_run_goes_on_with_another_one(tmp_path):
         resume_changed(tmp_path, rows, pp.plan(lengths, 2 * PACKING_LENGTH), optim="adamw_torch")
 
     assert {"plan", "data", "optim"} <= {one.key for one in raised.value.details["differences"]}
+
+
+def test_an_epoch_that_is_stopped_early_is_followed_by_the_next(tmp_path):
+    """Whose packs are served from the first."""
+    trainer, stop = follow_plan(tmp_path, num_train_epochs=2), TrainerCallback()
+    stop.on_step_end = lambda _, state, control, **__: setattr(control, "should_epoch_stop", state.global_step == 1)
+    trainer.add_callback(stop)
+
+    trainer.train()
+
+    assert 1 + trainer.schedule.steps_per_epoch == trainer.state.global_step
 
 
 def count_learned(trainer):

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections import Counter
 from typing import Any
 
 import attrs
@@ -187,17 +186,11 @@ def packs_of(loader: Any) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_of_torch_serves_the_schedule(workers):
-    """With the rows of each pack, joined, and resumed by the state of a step on other ranks."""
-    batches = batches_of(2, 1)
-    loader = loader_of(DataLoader, batches, workers)
+    """With the rows of each pack."""
+    loader = loader_of(DataLoader, batches_of(2, 1), workers)
     for epoch in range(2):
         assert [pack for (pack,) in schedule(2).batches(epoch, rank=1)] == packs_of(loader)
 
-    state = batches_of(2, 0).state_dict(step=1)
-    alone = batches_of(1, 0)
-    alone.load_state_dict(state)
-    first = {pack for rank in range(2) for (pack,) in schedule(2).batches(0, rank=rank)[:2]}
-    assert Counter(set(range(PACKS)) - first) == Counter(packs_of(loader_of(DataLoader, alone, workers)))
     for batch in loader:
         assert PLAN.lengths[PLAN.packs[batch["packplan_pack"]]].tolist() == batch["attention_mask"].sum(1).tolist()
 
