@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-_SOUND = frozenset({"audio_tower", "talker", "token2wav"})
-"""Modules of an Omni model that only process or make sound, by name."""
+_AUDIO = frozenset({"audio_tower", "talker", "token2wav"})
+"""Modules of an Omni model that only process or make audio, by name."""
 
 
 @cache
@@ -24,7 +24,7 @@ def _read_families() -> dict[str, Any]:
 
 
 def default_swift_types(architecture: str) -> tuple[str, str] | None:
-    """Return ms-swift's default model type and template for an architecture, or None."""
+    """Return ms-swift's default model type and template where it has several; None elsewhere."""
     found = _read_families()["swift"].get(architecture)
     return None if found is None else (found[0], found[1])
 
@@ -35,7 +35,7 @@ def leaves_images_to_model(template: str) -> bool:
 
 
 def may_probe_template(template: str) -> bool:
-    """Return whether models of a template may be probed; false if `unshown` lists the template."""
+    """Return whether models of a template may be probed; false for those not shown to pack."""
     return template not in _read_families()["unshown"]
 
 
@@ -53,11 +53,11 @@ def trained_config(config: Any) -> Any:
     return getattr(config, "thinker_config", None) or config
 
 
-def is_sound_weight(name: str) -> bool:
+def is_audio_weight(name: str) -> bool:
     """Return whether a weight, by its name, only serves audio input or output of an Omni model."""
-    return not _SOUND.isdisjoint(name.split("."))
+    return not _AUDIO.isdisjoint(name.split("."))
 
 
-def missing_keys(model_type: str) -> dict[str, Any]:
-    """Return keys and values to add to the default configuration of *model_type* for a model."""
+def missing_default_keys(model_type: str) -> dict[str, Any]:
+    """Return keys and values that the default configuration of *model_type* lacks for a model."""
     return dict(_read_families()["complete"].get(model_type, {}))

@@ -191,7 +191,7 @@ def write_manifest(path: Path, content: Mapping[str, Any]) -> None:
 def read_manifest(path: Path, schema: str) -> dict[str, Any] | None:
     """
     Return the content of a manifest, or None if there is none; CorruptArtefactError if it is
-    damaged.
+    damaged or of another schema.
     """
     try:
         text = path.read_bytes()

@@ -121,7 +121,7 @@ def config_model_type(model: ModelConfig) -> str:
 
 def model_faults(model: ModelConfig, *, loads: bool = False) -> tuple[Fault, ...]:
     """
-    Return the faults of a model's config.json, or of its weights if config.json has none.
+    Return the faults of a model's config.json, or if it has no fault, those of its weights.
 
     Args:
         model: Section `model` of the run.

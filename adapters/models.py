@@ -120,18 +120,18 @@ def _counted_share(tensor: torch.Tensor) -> float:
     return parts / dist.get_world_size()
 
 
-def is_ruined(size: float, *, before: float) -> bool:
+def is_ruined(rms: float, *, before: float) -> bool:
     """
     Return whether weights have lost their values, by their root mean square.
 
     Args:
-        size: Root mean square of the trained weights now.
+        rms: Root mean square of the trained weights now.
         before: Root mean square before the first step.
 
-    >>> [is_ruined(size, before=0.02) for size in (0.5, 1e30, float("nan"))]
+    >>> [is_ruined(rms, before=0.02) for rms in (0.5, 1e30, float("nan"))]
     [False, True, True]
     """
-    return not size <= _MAX_GROWTH * max(before, _MIN_SIZE)
+    return not rms <= _MAX_GROWTH * max(before, _MIN_SIZE)
 
 
 def load_by_model_class(model: Any, checkpoint: str) -> bool:

@@ -72,7 +72,7 @@ def end_with_launcher() -> None:
 
 def end_with_process(pid: int) -> None:
     """
-    End this process when another process of this machine ends.
+    End this process when another process of this machine ends; only on Linux.
 
     Args:
         pid: Id of the other process. If it has ended already, this process ends at once.
@@ -133,7 +133,7 @@ def _prepare_process(prepare: Callable[..., None], arguments: tuple[Any, ...]) -
     prepare(*arguments)
 
 
-def hide_handover_errors() -> None:
+def hide_connection_errors() -> None:
     """
     Suppress tracebacks of connection errors in this process from now on.
 

@@ -36,7 +36,7 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> None:
     if folder.exists():
         raise ConfigError.for_key("--cached-dataset", f"is {folder}, which exists: name a new folder, or remove it")
     config = read_command(options.source, words, world_size=options.world_size)
-    if not config.command.row_parts:
+    if not config.command.sequences_per_row:
         reason = (
             "has rows that are encoded in full to be measured: write them with swift export --to_cached_dataset true"
         )

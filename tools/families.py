@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from packplan.adapters.families import missing_keys
+from packplan.adapters.families import missing_default_keys
 from packplan.adapters.probe.probe import probe_small_copy
 from packplan.adapters.probe.small_model import hiding_warnings
 from packplan.core.equality import AUTO, PackingVerdict
@@ -27,7 +27,7 @@ def family_names() -> list[str]:
 def default_config(family: str) -> Any:
     """Return transformers' default configuration of a model type, with missing keys filled in."""
     with hiding_warnings():
-        return CONFIG_MAPPING[family](**missing_keys(family))
+        return CONFIG_MAPPING[family](**missing_default_keys(family))
 
 
 def probe_family(family: str) -> PackingVerdict:

@@ -82,7 +82,7 @@ def attention_names(config: Any) -> dict[str, str]:
 
 
 def takes_packed_images(model: Any, part: str) -> bool:
-    """Return whether *part* is `vision_config`, and its tower takes packed images (`grid_thw`)."""
+    """Return whether *part* is the vision tower, and it takes packed images (`grid_thw`)."""
     config = getattr(model.config, part, None)
     towers = (one for one in model.modules() if config is not None and getattr(one, "config", None) is config)
     return part == "vision_config" and any("grid_thw" in inspect.signature(one.forward).parameters for one in towers)

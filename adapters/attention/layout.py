@@ -41,7 +41,7 @@ class Layout:
     """
 
     is_causal: bool
-    """Whether tokens attend to no later token."""
+    """Whether tokens attend to no later token, where there are no `masks`."""
 
     window: int | None = None
     """Most tokens that a token of a causal block attends to, itself included; None for no limit."""

@@ -86,7 +86,7 @@ class PackedRow:
         return in_same_chunk
 
     def with_padded_distances(self, mask_function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Return *mask_function* with distances between tokens measured in the padded batch."""
+        """Return *mask_function* with distances that count the padding between tokens too."""
         columns = self.columns
         if columns is None:
             return mask_function
@@ -184,7 +184,7 @@ def read_row(position_ids: torch.Tensor | None, attention_mask: torch.Tensor | N
         attention_mask: Mask of the call; with one, positions need no row of the text.
 
     Returns:
-        The row; None if the call is not packed.
+        The row, perhaps of one sample; None for several rows, or without positions of the text.
 
     Raises:
         PackplanError: Without a mask, positions of images lack the row of the text.
@@ -220,7 +220,7 @@ def current_row() -> PackedRow | None:
     return _ROW.get(None)
 
 
-def require_row() -> PackedRow | None:
+def row_inside_model() -> PackedRow | None:
     """
     Return the current row, for layers and masks that need it; None if the call is not packed.
 
@@ -305,7 +305,7 @@ def _forward_by_sample(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(plain)
     def forward(*arguments: Any, **options: Any) -> Any:
-        row = require_row()
+        row = row_inside_model()
         if row is not None and row.share is not None:
             message = "the model has layers that carry a state along the row, which ranks cannot share"
             raise PackplanError(message)

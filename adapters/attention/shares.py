@@ -42,7 +42,7 @@ class RowShare:
     """
 
     @cached_property
-    def size(self) -> int:
+    def num_ranks(self) -> int:
         """Number of ranks that share the row."""
         return self.group.size()
 
@@ -54,17 +54,17 @@ class RowShare:
     @property
     def num_positions(self) -> int:
         """Positions of the row, padding included."""
-        return len(self.positions) * self.size
+        return len(self.positions) * self.num_ranks
 
     def head_ranges(self, num_heads: int) -> list[range]:
         """Return the range of query heads of each rank; ranges differ by at most 1 head."""
-        least, rest = divmod(num_heads, self.size)
-        ends = [number * least + min(number, rest) for number in range(self.size + 1)]
+        least, rest = divmod(num_heads, self.num_ranks)
+        ends = [number * least + min(number, rest) for number in range(self.num_ranks + 1)]
         return [range(*span) for span in pairwise(ends)]
 
-    def has_whole_groups(self, num_heads: int, num_keys: int) -> bool:
-        """Return whether the query heads of every key head are on one rank."""
-        together = num_heads // num_keys
+    def has_whole_groups(self, num_heads: int, num_key_heads: int) -> bool:
+        """Return whether no key head serves query heads of several ranks."""
+        together = num_heads // num_key_heads
         return not any(own.start % together or own.stop % together for own in self.head_ranges(num_heads))
 
     def to_heads(
@@ -95,8 +95,8 @@ class RowShare:
         index = torch.tensor([head for span in heads for head in span], device=part.device)
         mine = len(heads[self.rank])
         rows = part[0].index_select(0, index)
-        received = _exchange_rows(rows, [*map(len, heads)], [mine] * self.size, self.group)
-        row = received.view(self.size, mine, *received.shape[1:]).transpose(0, 1).flatten(1, 2)
+        received = _exchange_rows(rows, [*map(len, heads)], [mine] * self.num_ranks, self.group)
+        row = received.view(self.num_ranks, mine, *received.shape[1:]).transpose(0, 1).flatten(1, 2)
         return (row if self.restore is None else row.index_select(1, self.restore))[None]
 
     def to_tokens(self, output: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -110,9 +110,9 @@ class RowShare:
         row, mine = output[0], output.shape[2]
         if self.restore is not None:
             row = row.index_select(0, self.restore.argsort())
-        parts = row.reshape(self.size, len(self.positions), *row.shape[1:]).transpose(1, 2).flatten(0, 1)
+        parts = row.reshape(self.num_ranks, len(self.positions), *row.shape[1:]).transpose(1, 2).flatten(0, 1)
         counts = [*map(len, self.head_ranges(num_heads))]
-        received = _exchange_rows(parts, [mine] * self.size, counts, self.group)
+        received = _exchange_rows(parts, [mine] * self.num_ranks, counts, self.group)
         return received.transpose(0, 1).contiguous()[None]
 
     def gather(self, part: torch.Tensor, axis: int) -> torch.Tensor:
@@ -141,7 +141,7 @@ class _TakePart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         share: RowShare = ctx.share
-        return share.gather(gradients[0], 0)[: share.num_tokens] / share.size, None
+        return share.gather(gradients[0], 0)[: share.num_tokens] / share.num_ranks, None
 
 
 def _exchange_rows(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:

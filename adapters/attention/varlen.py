@@ -28,7 +28,7 @@ from transformers.masking_utils import (
 )
 
 from packplan.adapters.attention.layout import Layout, MaskFunction, read_layout
-from packplan.adapters.attention.rows import PackedRow, current_row, require_row
+from packplan.adapters.attention.rows import PackedRow, current_row, row_inside_model
 from packplan.core.errors import PackplanError
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def build_mask(
 
 def build_mask_of_known_row(**options: Any) -> Layout | torch.Tensor | None:
     """Return the result of `build_mask` in a model that follows rows; PackplanError elsewhere."""
-    require_row()
+    row_inside_model()
     return build_mask(**options)
 
 
@@ -133,8 +133,8 @@ def attend(
     if own_code_attention(module, options) is not None and not share.has_whole_groups(query.shape[1], key.shape[1]):
         kind = type(module).__name__
         message = (
-            f"{share.size} ranks do not divide the {key.shape[1]} key heads of {kind}, whose own code attends to whole "
-            "groups of heads: let fewer ranks share a row"
+            f"{share.num_ranks} ranks do not divide the {key.shape[1]} key heads of {kind}, whose own code attends to "
+            "whole groups of heads: let fewer ranks share a row"
         )
         raise PackplanError(message)
     parts = share.to_heads(query, key, value)

@@ -194,16 +194,16 @@ def read_key_table(path: Path = SFT_KEYS_FILE) -> dict[str, TrainerKey] | None:
     return cattrs.structure(table["keys"], dict[str, TrainerKey])
 
 
-def read_settings(named: Any) -> Mapping[str, Any]:
+def read_nested_settings(value: Any) -> Mapping[str, Any]:
     """
-    Return the settings in *named*, the value of a key of `SETTINGS_FILES`: a section, JSON text, or
-    the path of a JSON file. They are empty if a file cannot be read; the trainer then refuses it.
+    Return the settings in the value of a key of `SETTINGS_FILES`: a section, JSON text, or the path
+    of a JSON file. They are empty if a file cannot be read; the trainer then refuses it.
     """
-    if isinstance(named, (str, Path)):
+    if isinstance(value, (str, Path)):
         with contextlib.suppress(OSError, ValueError):
-            text = str(named) if str(named).startswith("{") else Path(named).read_text(encoding="utf-8")
-            named = json.loads(text)
-    return named if isinstance(named, Mapping) else {}
+            text = str(value) if str(value).startswith("{") else Path(value).read_text(encoding="utf-8")
+            value = json.loads(text)
+    return value if isinstance(value, Mapping) else {}
 
 
 def machine_faults(settings: Mapping[str, Any], *, on_cpu: bool) -> Iterator[Fault]:
@@ -224,6 +224,6 @@ def machine_faults(settings: Mapping[str, Any], *, on_cpu: bool) -> Iterator[Fau
     if settings.get("fsdp") and on_cpu:
         reason = "would be dropped on a CPU, silently (by accelerate): remove it, or train on GPUs"
         yield Fault("training.fsdp", reason)
-    if "tensor_parallel" in read_settings(settings.get("deepspeed")):
+    if "tensor_parallel" in read_nested_settings(settings.get("deepspeed")):
         reason = "asks for tensor parallelism, under which several ranks are one learner; plans count every rank"
         yield Fault("training.deepspeed", f"{reason}: remove tensor_parallel")

@@ -32,7 +32,7 @@ _MOST_TOKENS = 131_072
 """Longest packing length to try if the model's config.json states no number of positions."""
 
 
-class OutlineTrainer(CheckedTrainer):
+class TracedTrainer(CheckedTrainer):
     """Trainer of a model whose tensors have no content, so that it is never moved to a device."""
 
     def _move_model_to_device(self, *_: Any) -> None:
@@ -46,7 +46,7 @@ class OutlineTrainer(CheckedTrainer):
 class StepTracer:
     """Traces steps of one rank of a run."""
 
-    trainer: OutlineTrainer
+    trainer: TracedTrainer
     """Trainer of the model on the device `meta`, not yet prepared."""
 
     sharding: ModelSharding

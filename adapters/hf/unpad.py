@@ -212,7 +212,7 @@ def _hook_fault(model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tens
         except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
             return " ".join(f"it raises {type(error).__name__}: {error}".split())[:300]
     kept = ([row[kept] for row, kept in zip(states.float(), real, strict=True)] for states in (found, expected))
-    worst = max(compare_values(*kept, typical=typical))
+    worst = max(compare_values(*kept, median=typical))
     return ProbeResult(isolation, worst).reason_against_packing(limit=limit)
 
 

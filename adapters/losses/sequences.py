@@ -195,7 +195,7 @@ class PackedLoss(_SequenceFields):
 @attrs.frozen
 class FusedLoss(_SequenceFields):
     """
-    Runs a loss by token in one pass over a packed row or a padded batch.
+    Runs a `TokenLoss` in one pass over a packed row or a padded batch.
 
     Without a layout it is a `SequenceLoss` itself.
     """

@@ -20,7 +20,7 @@ from packplan.adapters.probe.shrink import (
     FIRST_ID,
     LONGEST,
     VOCABULARY,
-    Trials,
+    NewValues,
     key_path_text,
     possible_lengths,
     shrink_by_trial,
@@ -203,7 +203,7 @@ class SmallProbe:
     def _build_copy(self) -> Callable[..., Any]:
         """Function that builds a copy; ModelError if none can show every mechanism."""
         build_one = SmallModels(self.config, trust_remote_code=self.trust_remote_code).build
-        return partial(build_one, trials=_find_short_lengths(self.config, build_one))
+        return partial(build_one, new_values=_find_short_lengths(self.config, build_one))
 
     def _copies_for(self, trial: StrategyTrial | None = None) -> _SmallCopies:
         """Return the copies that a trial runs on; without a trial, those of the given device."""
@@ -222,8 +222,8 @@ class SmallProbe:
         flash = not self.on_cpu and find_spec("flash_attn") is not None
         for trial in yield_trials(attn_impl, native=native, flash=flash):
             if trial not in self._verdicts:
-                before = _blank_verdict(self.config, trial.attention, native, "")
-                self._verdicts[trial] = _try_strategy(self._copies_for(trial), trial, before)
+                blank = _blank_verdict(self.config, trial.attention, native, "")
+                self._verdicts[trial] = _try_strategy(self._copies_for(trial), trial, blank)
             if self._verdicts[trial].passes:
                 return self._verdicts[trial]
             refused.append(self._verdicts[trial])
@@ -286,7 +286,7 @@ _UNREACHED = (
 )
 
 
-def _find_short_lengths(config: Any, build: Callable[..., Any]) -> Trials:
+def _find_short_lengths(config: Any, build: Callable[..., Any]) -> NewValues:
     """
     Return smaller values for numbers of a configuration that may be lengths and that no rule knows.
 
@@ -297,9 +297,9 @@ def _find_short_lengths(config: Any, build: Callable[..., Any]) -> Trials:
     part = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
     found = possible_lengths(shrink_config(config.to_dict()), text=part)
 
-    def runs_with(tried: Trials) -> bool:
+    def runs_with(tried: NewValues) -> bool:
         try:
-            model = build(attention="eager", trials=tried)
+            model = build(attention="eager", new_values=tried)
             run_alone(model, _draw_row(model).samples, with_gradients=False)
         except Exception:  # noqa: BLE001  # whatever the code of a family raises
             return False
@@ -307,7 +307,7 @@ def _find_short_lengths(config: Any, build: Callable[..., Any]) -> Trials:
 
     shorter, left = shrink_by_trial(tuple(found), runs_with)
     if left:
-        model = build(attention="eager", trials=shorter)
+        model = build(attention="eager", new_values=shorter)
         axes = {size for one in (*model.parameters(), *model.buffers()) for size in one.shape}
         if unreached := [key_path_text(path, found[path]) for path in left if found[path] not in axes]:
             raise ModelError("probe", f"{_UNREACHED}: {', '.join(unreached)}")
@@ -318,7 +318,7 @@ def _draw_row(model: Any) -> ProbeRow:
     return ProbeRow.draw(model, LENGTHS, ids=range(FIRST_ID, VOCABULARY))
 
 
-def _try_strategy(copies: _SmallCopies, trial: StrategyTrial, refused: PackingVerdict) -> PackingVerdict:
+def _try_strategy(copies: _SmallCopies, trial: StrategyTrial, blank: PackingVerdict) -> PackingVerdict:
     """
     Return the verdict on a strategy, tried again with layers that carry a state sample by sample if
     samples are not apart.
@@ -329,7 +329,7 @@ def _try_strategy(copies: _SmallCopies, trial: StrategyTrial, refused: PackingVe
     try:
         model, measured, why_not = copies.measure_copy(trial)
     except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
-        return attrs.evolve(refused, reason=error_text(error))
+        return attrs.evolve(blank, reason=error_text(error))
     if why_not and trial.follows_rows:
         # Where its layers cannot be split, the numbers without stand.
         with contextlib.suppress(Exception):
@@ -345,7 +345,7 @@ def _try_strategy(copies: _SmallCopies, trial: StrategyTrial, refused: PackingVe
             measured = images if why_not else measured
         except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
             if takes_packed_images(model, "vision_config"):  # all images of a row in one pass
-                return attrs.evolve(refused, reason=f"its images: {error_text(error)}")
+                return attrs.evolve(blank, reason=f"its images: {error_text(error)}")
             not_exercised = ("images",)
     if why_not is not None:
         if carriers:
@@ -353,10 +353,10 @@ def _try_strategy(copies: _SmallCopies, trial: StrategyTrial, refused: PackingVe
             why_not += (
                 f"; {' and '.join(carriers)} {verbs[0]} it along the row, and {verbs[1]} not run sample by sample"
             )
-        return attrs.evolve(refused, split=split, measured=measured, reason=why_not)
+        return attrs.evolve(blank, split=split, measured=measured, reason=why_not)
     follows = trial.follows_rows and trial.strategy != "own"  # which reads its rows by itself
     return attrs.evolve(
-        refused, strategy=trial.strategy, split=split, follows_rows=follows or bool(split), measured=measured,
+        blank, strategy=trial.strategy, split=split, follows_rows=follows or bool(split), measured=measured,
         reason="no gradient passes between samples, and samples are equal to themselves alone",
         not_exercised=not_exercised,
     )  # fmt: skip

@@ -76,7 +76,7 @@ class ProbeRow:
         return cls(row, row.samples(alone))
 
 
-def compare_row(model: Any, row: ProbeRow, alone: Outcome, *, typical: bool = False) -> ProbeResult:
+def compare_row(model: Any, row: ProbeRow, alone: Outcome, *, median: bool = False) -> ProbeResult:
     """
     Compare a packed row with its samples alone, and measure gradients between samples.
 
@@ -84,14 +84,15 @@ def compare_row(model: Any, row: ProbeRow, alone: Outcome, *, typical: bool = Fa
         model: Model in evaluation mode, set to pack.
         row: Row with the samples.
         alone: Outcome of the samples alone. Without gradients, those of weights are not compared.
-        typical: Compare each sample's typical token, not the worst, and no losses.
+        median: Compare the median difference of each sample's tokens, not the largest, and no
+            losses.
     """
     packed = row.packed
     watched, logits = run_watched(model, packed)
     isolation = max(one.isolation for one in watched.logit_dependences(logits))
     own = [logits[place] for place in packed.places]
     found = read_outcome(model, own, row.samples, with_gradients=bool(alone.gradients))
-    apart = compare(found, alone, typical=typical)
+    apart = compare(found, alone, median=median)
     return ProbeResult(isolation, max(apart.logits), max(apart.losses, default=0.0), apart.gradients)
 
 
@@ -113,7 +114,7 @@ def probe_ready_model(model: Any, *, native: str, named: str) -> ProbeResult:
         with using_native_attention(model, native):
             alone = run_alone(model, row.samples, with_gradients=False)
         try:
-            measured = compare_row(model, row, alone, typical=experts_may_differ(model))
+            measured = compare_row(model, row, alone, median=experts_may_differ(model))
             why_not = measured.reason_against_packing(limit=difference_limit(model))
         except PackplanError:
             raise
@@ -133,7 +134,7 @@ def device_and_precision(model: torch.nn.Module) -> str:
 
 
 def ordinary_token_ids(config: Any) -> list[int]:
-    """Return the first `_IDS` token ids, without special ones that a configuration names."""
+    """Return the token ids below `_IDS` that a configuration does not name as special tokens."""
     parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
     special = {
         value

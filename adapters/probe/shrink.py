@@ -150,17 +150,17 @@ _RULES: tuple[tuple[str, _Rule], ...] = (
 _COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _RULES)
 
 
-def shrink_config(config: Mapping[str, Any], *, times: int = 1) -> dict[str, Any]:
+def shrink_config(config: Mapping[str, Any], layers_per_kind: int = 1) -> dict[str, Any]:
     """
     Return a small copy of a configuration as `to_dict` gives it, with its parts (text, vision).
 
     Args:
         config: Configuration to shrink.
-        times: Number of layers of each kind to keep, if there are as many.
+        layers_per_kind: Number of layers of each kind to keep, if there are as many.
     """
-    layers, after = _count_all_and_kept(config, times)
+    layers, after = _count_layers(config, layers_per_kind)
     parts = [one for key, one in config.items() if key.endswith("_config") and isinstance(one, Mapping)]
-    fewest = after or min(filter(None, (_count_all_and_kept(one, times)[1] for one in parts)), default=0)
+    fewest = after or min(filter(None, (_count_layers(one, layers_per_kind)[1] for one in parts)), default=0)
     context = _ConfigFacts(config, layers, after, fewest, _small_head_size(config))
     small: dict[str, Any] = {}
     special = itertools.count()
@@ -176,16 +176,16 @@ def shrink_config(config: Mapping[str, Any], *, times: int = 1) -> dict[str, Any
                 for place, part in kept.items()
             }
         elif isinstance(value, Mapping) and key.endswith("config") and not key.startswith("quantization"):
-            small[key] = shrink_config(value, times=times)
+            small[key] = shrink_config(value, layers_per_kind)
         else:
             small[key] = _shrink_value(key, value, context)
     return small
 
 
-def _count_all_and_kept(config: Mapping[str, Any], times: int) -> tuple[int, int]:
+def _count_layers(config: Mapping[str, Any], layers_per_kind: int) -> tuple[int, int]:
     """Return the number of layers of a part, and the number to keep; 0 if it has only sub-parts."""
     layers = next((config[name] for name in _LAYER_KEYS if isinstance(config.get(name), int)), 0)
-    return layers, min(layers, _count_kept_layers(config, layers, times))
+    return layers, min(layers, _count_kept_layers(config, layers, layers_per_kind))
 
 
 def _shrink_value(key: str, value: Any, context: _ConfigFacts) -> Any:
@@ -213,15 +213,15 @@ def _shrink_list(key: str, value: Sequence[Any], context: _ConfigFacts) -> list[
     return items
 
 
-def _count_kept_layers(config: Mapping[str, Any], layers: int, times: int) -> int:
-    """Return the number of first layers, at least 2, with up to *times* layers of each kind."""
+def _count_kept_layers(config: Mapping[str, Any], layers: int, layers_per_kind: int) -> int:
+    """Return the number of first layers, at least 2, with up to *layers_per_kind* of each kind."""
     kept = 2
     shared = 1 if config.get("num_kv_shared_layers") else 0
     for key, value in config.items():
         if isinstance(value, (list, tuple)) and len(value) == layers and not key.endswith("_ids"):
             kinds = [str(item) for item in value]
             places = ([place for place, one in enumerate(kinds) if one == kind] for kind in set(kinds))
-            kept = max(kept, *(found[:times][-1] + 1 for found in places))
+            kept = max(kept, *(found[:layers_per_kind][-1] + 1 for found in places))
         elif isinstance(value, (list, tuple)) and re.search(r"(indices|indexes|idxs?|_layer_ids|_layers)$", key):
             kept = max(kept, *(item + 1 for item in value[:1] if isinstance(item, int)), 0)
         elif isinstance(value, bool) or not isinstance(value, int) or value <= 0:
@@ -276,8 +276,8 @@ def _shrink_sections(sections: Sequence[int], half: int) -> list[int]:
 KeyPath = tuple[str | int, ...]
 """Keys, and positions in lists, that lead to a value."""
 
-Trials = Mapping[KeyPath, int]
-"""Key path -> value to try there in a small copy's configuration."""
+NewValues = Mapping[KeyPath, int]
+"""Key path -> value to put there in a small copy's configuration."""
 
 _SHORT = (8, 16, 32)
 """Tokens to try for a length: as few as the model accepts."""
@@ -327,7 +327,7 @@ def _walk_possible_lengths(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath,
         yield path, value
 
 
-def shrink_by_trial(paths: Sequence[KeyPath], runs: Callable[[Trials], bool]) -> tuple[Trials, list[KeyPath]]:
+def shrink_by_trial(paths: Sequence[KeyPath], runs: Callable[[NewValues], bool]) -> tuple[NewValues, list[KeyPath]]:
     """
     Return smaller values with which the model still runs, and the paths of numbers that cannot
     shrink.
@@ -352,10 +352,10 @@ def shrink_by_trial(paths: Sequence[KeyPath], runs: Callable[[Trials], bool]) ->
     return found, left
 
 
-def apply_trials(small: Mapping[str, Any], trials: Trials) -> dict[str, Any]:
-    """Return a configuration with the values of *trials*."""
+def replace_values(small: Mapping[str, Any], new_values: NewValues) -> dict[str, Any]:
+    """Return a copy of a configuration with *new_values* in it."""
     changed = copy.deepcopy(dict(small))
-    for (*parts, last), size in trials.items():
+    for (*parts, last), size in new_values.items():
         part: Any = changed
         for key in parts:
             part = part[key]

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from packplan.adapters.probe.shrink import Trials, apply_trials, shrink_config
+from packplan.adapters.probe.shrink import NewValues, replace_values, shrink_config
 from packplan.core.config.run import ModelConfig
 from packplan.core.errors import ConfigError, ModelError
 
@@ -53,9 +53,8 @@ def open_model_config(model: ModelConfig) -> Any:
         return AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code)
     except Exception as error:
         reason = " ".join(f"{error}".split())[:300]
-        raise ConfigError.for_key(
-            "model.model", f"{model.model} has a config.json that transformers refuses: {reason}"
-        ) from error
+        fact = f"{model.model} has a config.json that transformers refuses: {reason}"
+        raise ConfigError.for_key("model.model", fact) from error
 
 
 @attrs.define(eq=False)
@@ -69,38 +68,39 @@ class SmallModels:
     """Whether code beside the configuration may run."""
 
     _outlines: dict[Any, tuple[Any, int]] = attrs.field(factory=dict, init=False)
-    """Layers of each kind, and trials -> the small configuration, and its number of weights."""
+    """Layers of each kind, and new values -> the small configuration, and its number of weights."""
 
-    def build(self, *, attention: str, trials: Trials = MappingProxyType({})) -> Any:
+    def build(self, *, attention: str, new_values: NewValues = MappingProxyType({})) -> Any:
         """
-        Build a small copy with random weights, in float32, in evaluation.
+        Build a small copy with random weights, in float32, in evaluation mode.
 
         Args:
             attention: Name of transformers' attention that it is built with.
-            trials: Numbers to put in place of those that `shrink_config` left.
+            new_values: Numbers to put in place of those that `shrink_config` left.
 
         Raises:
             ModelError: No copy can be built, or it has too many weights.
         """
         failures = []
-        for times in (1, 2):
+        for layers_per_kind in (1, 2):
             try:
-                return self._build_with_layers(attention, trials, times)
+                return self._build_with_layers(attention, new_values, layers_per_kind)
             except ModelError:
                 raise
             except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
                 failures.append(error_text(error))
         raise ModelError("probe", f"no small copy of it can be built ({failures[0]})")
 
-    def _build_with_layers(self, attention: str, trials: Trials, times: int) -> Any:
-        """Build a copy with *times* layers of each kind."""
-        key = (times, tuple(trials.items()))
+    def _build_with_layers(self, attention: str, new_values: NewValues, layers_per_kind: int) -> Any:
+        """Build a copy with *layers_per_kind* layers of each kind."""
+        key = (layers_per_kind, tuple(new_values.items()))
         build_one = partial(
             _instantiate, model_class(self.config), attention=attention, trust_remote_code=self.trust_remote_code
         )
         if key not in self._outlines:
             # transformers' from_dict would also write the configuration out, for a line of its log.
-            small = type(self.config)(**apply_trials(shrink_config(self.config.to_dict(), times=times), trials))
+            shrunk = shrink_config(self.config.to_dict(), layers_per_kind)
+            small = type(self.config)(**replace_values(shrunk, new_values))
             with torch.device("meta"):
                 outline = build_one(small)
             self._outlines[key] = small, sum(one.numel() for one in outline.parameters())
@@ -133,7 +133,7 @@ def _instantiate(kind: Any, small: Any, *, attention: str, trust_remote_code: bo
 
 def diversify_weights(model: torch.nn.Module) -> None:
     """
-    Add noise to constant weights, so that no mechanism is off, and scale up very small ones.
+    Add noise to constant weights, which may turn a mechanism off, and scale up very small ones.
     """
     with torch.no_grad():
         for weight in model.parameters():

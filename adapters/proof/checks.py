@@ -101,7 +101,7 @@ def assert_equal_to_alone(
     with evaluation_mode(model), torch.enable_grad():
         _, logits = run_watched(model, row)
         packed = read_outcome(model, [logits[place] for place in row.places], samples)
-        apart = compare(packed, run_alone(model, samples), typical=experts_may_differ(model))
+        apart = compare(packed, run_alone(model, samples), median=experts_may_differ(model))
         for number, different in enumerate(apart.logits):
             if not different <= limit:
                 fact = f"the logits of sample {number} differ from those of the sample alone by {different:.2g}"

@@ -107,7 +107,7 @@ def read_outcome(
     samples: Sequence[Sample],
     *,
     with_gradients: bool = True,
-    keep: bool = True,
+    keep_logits: bool = True,
 ) -> Outcome:
     """
     Return the outcome of samples whose logits one pass computed.
@@ -117,7 +117,7 @@ def read_outcome(
         logits: Logits of each sample; shape (tokens, vocabulary).
         samples: The samples.
         with_gradients: Whether to compute the gradients of the weights.
-        keep: Whether to keep the logits and the loss of each sample.
+        keep_logits: Whether to keep the logits and the loss of each sample.
     """
     losses, weighted = [], []
     for own, sample in zip(logits, samples, strict=True):
@@ -130,7 +130,7 @@ def read_outcome(
     found = weight_gradients(model, loss) if with_gradients else {}
     values = [_widen(own.detach()) for own in logits]
     scale = max(float(own.abs().max()) for own in values)
-    if not keep:
+    if not keep_logits:
         values, losses = [], []
     return Outcome(float(loss.detach()), found, add_gradients({}, found), values, losses, scale)
 
@@ -141,26 +141,26 @@ def run_alone(
     *,
     call: Call | None = None,
     with_gradients: bool = True,
-    keep: bool = True,
+    keep_logits: bool = True,
 ) -> Outcome:
     """
     Return the outcome of samples that are each computed alone, the last one first.
 
-    So a state that a layer keeps between calls differs from the one that it keeps along a row.
+    In the row's order, a state that a layer keeps between calls would be that of the row.
 
     Args:
         model: Model that computes.
         samples: The samples.
         call: The way in which a host calls the model; None calls it as it is.
         with_gradients: Whether to compute the gradients of the weights.
-        keep: Whether to keep the logits and the loss of each sample.
+        keep_logits: Whether to keep the logits and the loss of each sample.
     """
     total: Gradients = {}
     norms, found = 0.0, []
     for sample in reversed(samples):
         with torch.set_grad_enabled(with_gradients):
             logits = read_logits((call or model)(**sample.inputs), (1, len(sample.targets)))
-            one = read_outcome(model, [logits[0]], [sample], with_gradients=with_gradients, keep=keep)
+            one = read_outcome(model, [logits[0]], [sample], with_gradients=with_gradients, keep_logits=keep_logits)
         norms += add_gradients(total, one.gradients)
         found.append(attrs.evolve(one, gradients={}))
     found.reverse()
@@ -174,21 +174,21 @@ def run_alone(
     )
 
 
-def compare(found: Outcome, expected: Outcome, *, typical: bool = False) -> Comparison:
+def compare(found: Outcome, expected: Outcome, *, median: bool = False) -> Comparison:
     """
     Return the differences of an outcome from the expected one.
 
     Args:
         found: Outcome of packed samples.
         expected: Outcome of the same samples alone.
-        typical: Compare each sample's typical token, not the worst, and no losses; see
-            `experts_may_differ`.
+        median: Compare the median difference of each sample's tokens, not the largest, and no
+            losses; see `experts_may_differ`.
     """
     by_weight = difference_norms(found.gradients, expected.gradients)
     difference = math.hypot(*by_weight.values())
-    pairs = () if typical else zip(found.losses, expected.losses, strict=True)
+    pairs = () if median else zip(found.losses, expected.losses, strict=True)
     return Comparison(
-        logits=tuple(compare_values(found.logits, expected.logits, typical=typical)),
+        logits=tuple(compare_values(found.logits, expected.logits, median=median)),
         losses=tuple(_finite_or_inf(loss_difference(*pair, term_size=expected.scale)) for pair in pairs),
         loss=_finite_or_inf(loss_difference(found.loss, expected.loss, term_size=expected.scale)),
         gradients=_finite_or_inf(difference / expected.norms if expected.norms else math.inf if difference else 0.0),
@@ -197,7 +197,7 @@ def compare(found: Outcome, expected: Outcome, *, typical: bool = False) -> Comp
 
 
 def compare_values(
-    found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], *, typical: bool = False
+    found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], *, median: bool = False
 ) -> list[float]:
     """
     Return the largest difference of each sample's values, over the largest expected value.
@@ -205,24 +205,24 @@ def compare_values(
     Args:
         found: Values of each sample; shape (tokens, width).
         expected: Values of the same samples alone.
-        typical: Compare each sample's typical token, not the worst.
+        median: Compare the median difference of each sample's tokens, not the largest.
     """
     scale = max((float(own.abs().max()) for own in expected), default=0.0) or 1.0
     pairs = zip(found, expected, strict=True)
-    return [reduce_differences((_widen(mine) - own).abs().amax(-1) / scale, typical=typical) for mine, own in pairs]
+    return [reduce_differences((_widen(mine) - own).abs().amax(-1) / scale, median=median) for mine, own in pairs]
 
 
-def reduce_differences(tokens: torch.Tensor, *, typical: bool) -> float:
+def reduce_differences(tokens: torch.Tensor, *, median: bool) -> float:
     """
     Return the largest difference of a sample's tokens, or the median; inf if any is not finite.
 
     Args:
         tokens: Difference of each token; shape (tokens,).
-        typical: Take the median, 0 for few tokens: rounding may choose other experts for some.
+        median: Take the median, 0 for few tokens: rounding may choose other experts for some.
     """
     if not bool(tokens.isfinite().all()):
         return math.inf
-    if not typical:
+    if not median:
         return float(tokens.max())
     return float(tokens.median()) if len(tokens) >= _MIN_TOKENS else 0.0
 
@@ -262,7 +262,7 @@ def difference_limit(model: torch.nn.Module, precision: Precision | None = None,
     Args:
         model: Model that computes.
         precision: Precision of its products; None takes `compute_precision`.
-        experts: Allow more if rounding may choose other experts, for comparing typical tokens.
+        experts: Allow more if rounding may choose other experts, for comparing medians.
     """
     precision = precision or compute_precision(model)
     rounding = rounding_limit(_rounding_step(precision), layers=_count_layers(model))

@@ -53,8 +53,8 @@ class _ModuleCall:
 
 def first_leak(model: torch.nn.Module, packed: PackedBatch) -> tuple[Dependence, NamedModule | None] | None:
     """
-    Return the first sample whose logits depend on another one, and the module that mixes them; None
-    if there is no such sample. Logits without a gradient to their own sample count too.
+    Return the dependence of the first sample whose logits depend on another one, or not on itself,
+    and the module that mixes them, if it is found; None if there is no such sample.
 
     Args:
         model: Model in evaluation mode.

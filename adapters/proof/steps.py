@@ -221,7 +221,7 @@ def _run_for_mean(model: torch.nn.Module, samples: list[Sample], tokens: int, au
             return model(**given)
 
     weighted = [attrs.evolve(one, weights=torch.full(one.targets.shape, 1 / tokens)) for one in samples]
-    return run_alone(model, weighted, call=call_model, keep=False)
+    return run_alone(model, weighted, call=call_model, keep_logits=False)
 
 
 def _gather_from_ranks(value: Any) -> list[Any]:

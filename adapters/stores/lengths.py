@@ -122,7 +122,7 @@ class DiskLengthStore:
         self._num_records = 0
 
     def bad_records(self) -> tuple[BadRecord, ...]:
-        """Return the bad records in this folder; in *lengths_from* if nothing is stored here."""
+        """Return the bad records in this folder, or if it stores nothing, in the other run's."""
         origin = self.origin()
         if origin is None and self._lengths_from is not None:
             return DiskLengthStore(self._lengths_from).bad_records()
@@ -240,12 +240,12 @@ class DiskLengthStore:
             },
         )
 
-    def save_file_descriptions(self, kept: Sequence[DataFile]) -> None:
+    def save_file_descriptions(self, data_files: Sequence[DataFile]) -> None:
         """Save the description of the data files that the rows come from, if it has changed."""
         manifest = files.read_manifest(self._manifest, SCHEMA)
         assert manifest is not None  # noqa: S101  # `append` comes first
-        if _origin(manifest).files != tuple(kept):
-            files.write_manifest(self._manifest, {**manifest, "files": [attrs.asdict(one) for one in kept]})
+        if _origin(manifest).files != tuple(data_files):
+            files.write_manifest(self._manifest, {**manifest, "files": [attrs.asdict(one) for one in data_files]})
 
     def discard(self) -> None:
         """Discard all rows, the manifest first, so that no reader trusts them meanwhile."""

@@ -58,7 +58,7 @@ class SwiftCommand:
         return count_row_groups(self.num_processes, row_ranks(self.arguments))
 
     @property
-    def row_parts(self) -> int:
+    def sequences_per_row(self) -> int:
         """Number of sequences in each row: 2 for preference pairs, 0 if it differs between rows."""
         if self.splits_texts or self.arguments.task_type in {"embedding", "reranker", "generative_reranker"}:
             return 0
@@ -88,7 +88,8 @@ class SwiftCommand:
 
     def length_inputs(self) -> dict[str, Value]:
         """Return the arguments on which lengths depend, for their fingerprint."""
-        asked = {**self.arguments.get_template_kwargs(), "task_type": self.arguments.task_type, "parts": self.row_parts}
+        asked = self.arguments.get_template_kwargs()
+        asked |= {"task_type": self.arguments.task_type, "parts": self.sequences_per_row}
         return {f"swift.{name}": value if isinstance(value, int) else str(value) for name, value in asked.items()}
 
     def open_template(self) -> Any:

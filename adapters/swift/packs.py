@@ -25,10 +25,10 @@ _DIGEST, _SUPERVISED = "packplan_digest", "packplan_learned"
 
 
 class RowFactsPreprocessor(AddLengthPreprocessor):  # type: ignore[misc]  # has no types
-    """Preprocessor of ms-swift that adds lengths to rows, plus digests and supervised tokens."""
+    """Preprocessor of ms-swift that adds its length, digest and supervised tokens to each row."""
 
     def preprocess(self, row: Row) -> Row:
-        """Return a row with its lengths, digest and supervised tokens."""
+        """Return a row, not encoded, with its lengths, digest and number of supervised tokens."""
         encoded = EncodePreprocessor.preprocess(self, row)
         digest, supervised = encoded_row_facts(encoded)
         return {**row, "lengths": encoded["lengths"], _DIGEST: digest, _SUPERVISED: supervised}
@@ -38,7 +38,7 @@ def encoded_row_facts(row: Mapping[str, Any]) -> tuple[bytes, int]:
     """
     Return the digest of a row, and the number of its supervised tokens.
 
-    A row without labels for its tokens, such as a row that is not encoded, counts as 1.
+    A row without labels for its tokens, such as a row that is not encoded, counts as one token.
     """
     digest = blake2b(digest_size=16)
     for name, value in sorted(row.items()):
@@ -95,7 +95,7 @@ class PlannedPacks(Dataset[PackOfRows]):
         """
         Digest of all rows of the data set, and the number of supervised tokens of each.
 
-        They describe encoded rows, except for a data set that ms-swift has cached with lengths.
+        A data set that ms-swift has cached with lengths has them of its rows before encoding.
         """
         if self._facts is None:
             return RowFacts.join(map(encoded_row_facts, self._rows))

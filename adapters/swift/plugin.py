@@ -141,10 +141,8 @@ class _PlannedPipeline:
     def _train_unpadded(self, pipeline: Any, trainer: Any) -> Any:
         """Train the trainer's own batches, and print the number of padding positions left out."""
         counts = [hooks.counts for hooks in unpad_models(pipeline, trainer)]
-        models = counted(len(counts), "model")
-        report(
-            f"{unplanned_rlhf(pipeline.args)} trains its own batches, without a plan; {models} will compute no padding"
-        )
+        kind, models = unplanned_rlhf(pipeline.args), counted(len(counts), "model")
+        report(f"{kind} trains its own batches, without a plan; {models} will compute no padding")
         result = self._train(pipeline, trainer)
         real, padded = sum(one.real for one in counts), sum(one.padded for one in counts)
         report(f"rank 0 computed {real:,} of {counted(padded, 'position')}; the others were padding")

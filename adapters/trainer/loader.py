@@ -20,7 +20,7 @@ from swift.utils import seed_worker
 from torch.utils.data import Dataset
 
 from packplan.adapters.loaders.rows import NORMALISER, PACK, PackOfRows
-from packplan.adapters.processes import end_with_parent, hide_handover_errors, ignore_foreign_sigterm
+from packplan.adapters.processes import end_with_parent, hide_connection_errors, ignore_foreign_sigterm
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.trainer.vision import add_media_positions
 from packplan.core.batch import IGNORED_LABEL
@@ -202,5 +202,5 @@ def prepare_worker(number: int, *, num_workers: int, rank: int) -> None:
     """
     end_with_parent()
     ignore_foreign_sigterm()
-    hide_handover_errors()
+    hide_connection_errors()
     seed_worker(number, num_workers=num_workers, rank=rank)

@@ -13,7 +13,7 @@ from swift.arguments.tuner_args import TunerArguments
 from swift.model import get_model_info_meta
 from transformers import BitsAndBytesConfig
 
-from packplan.adapters.families import is_sound_weight, trained_part
+from packplan.adapters.families import is_audio_weight, trained_part
 from packplan.adapters.samples.template import swift_model_type
 from packplan.core.config.faults import tuners_of
 from packplan.core.config.run import ModelConfig, TrainingConfig
@@ -57,7 +57,7 @@ def prepare_tuner(model: Any, training: TrainingConfig) -> Any:
     if trained_part(model) is not model:
         # Records have no sound, so no gradient reaches these weights, and DDP would wait.
         for name, weight in prepared.named_parameters():
-            weight.requires_grad = weight.requires_grad and not is_sound_weight(name)
+            weight.requires_grad = weight.requires_grad and not is_audio_weight(name)
     if not any(parameter.requires_grad for parameter in prepared.parameters()):
         key = next((key for key in _FREEZES if getattr(training, key)), "freeze_llm")
         raise ConfigError.for_key(f"training.{key}", "and the other freezes leave nothing to train: remove one")
@@ -162,6 +162,6 @@ def _refuse_unmatched(model: Any, training: TrainingConfig) -> None:
             found = [name for name in (modules if matches is _ends_with_module else weights) if matches(value, name)]
             if not found and not key.startswith("target"):  # peft refuses those
                 raise ConfigError.for_key(f"training.{key}", f"has {value}, which names no part of the model")
-            if found and not key.startswith("freeze") and all(map(is_sound_weight, found)):
+            if found and not key.startswith("freeze") and all(map(is_audio_weight, found)):
                 reason = f"has {value}, which hears or speaks: only text and images are trained, so leave it out"
                 raise ConfigError.for_key(f"training.{key}", reason)

@@ -62,7 +62,7 @@ def require_traceable(config: RunConfig) -> None:
     if config.command is None:
         return
     faults = []
-    if config.command.row_parts != 1 or config.command.arguments.task_type != "causal_lm":
+    if config.command.sequences_per_row != 1 or config.command.arguments.task_type != "causal_lm":
         reason = "trains pairs, another task or split texts, but steps of texts are traced: use a run's YAML"
         faults.append(Fault("swift", reason))
     if config.batch_size > 1:

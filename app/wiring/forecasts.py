@@ -16,7 +16,7 @@ import torch
 
 from packplan.adapters.files import make_folder
 from packplan.adapters.forecast.calibration import measure_steps
-from packplan.adapters.forecast.memory import OutlineTrainer, StepTracer, using_fake_ranks
+from packplan.adapters.forecast.memory import StepTracer, TracedTrainer, using_fake_ranks
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.video_reading import has_separate_video_pass
@@ -96,7 +96,7 @@ def open_step_tracer(
     if samples.takes_images and (world_size > 1 or config.training.freeze_llm):
         separately = sharding == "fsdp2" and has_separate_video_pass(template)
         DummyImage.from_model(model, template).ensure_tower_runs(passes=1 + separately)
-    trainer = OutlineTrainer(
+    trainer = TracedTrainer(
         group=OneRank(), attention=attention, eval_dataset=None, reduction=config.training.loss_reduction, model=model,
         args=arguments, template=template, packed=config.training.packing, train_dataset=None,
     )  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 
 from packplan.adapters import files
 from packplan.adapters.config.run import load_mixes
-from packplan.adapters.config.trainer_keys import SETTINGS_FILES, read_settings
+from packplan.adapters.config.trainer_keys import SETTINGS_FILES, read_nested_settings
 from packplan.adapters.ranks.environment import read_world_size, wrap_rendezvous_errors
 from packplan.adapters.ranks.torch_group import OneRank, TorchGroup, weight_digests, wrap_rank_errors
 from packplan.adapters.versions import installed_version
@@ -105,7 +105,7 @@ def read_settings_files(config: RunConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key in SETTINGS_FILES:
         file = config.training.trainer.get(key)
-        if isinstance(file, str) and (held := read_settings(file)):
+        if isinstance(file, str) and (held := read_nested_settings(file)):
             found[f"training.{key}"] = held
     if config.custom.fusion_config is not None:
         mixes = load_mixes(config.custom.fusion_config)

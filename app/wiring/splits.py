@@ -64,7 +64,7 @@ def open_encoders(config: RunConfig) -> dict[str, SwiftEncoder]:
 def _open_command_encoders(config: RunConfig) -> dict[str, SwiftEncoder]:
     """Open the rows of each split of a command of ms-swift, on the command's template."""
     names = {"train": config.custom.train_jsonl, "eval": config.custom.val_jsonl}
-    template, parts = config.command.open_template(), max(config.command.row_parts, 1)
+    template, parts = config.command.open_template(), max(config.command.sequences_per_row, 1)
     rows = config.command.open_rows(template).items()
     files = {split: RowsFile(held, name=" ".join(names[split]), sequences_per_row=parts) for split, held in rows}
     return {split: RowsEncoder(config, template=template, rows=file) for split, file in files.items()}
