@@ -123,7 +123,7 @@ class EpochRecord:
     """Tokens drawn from each source of the data; empty for one source."""
 
 
-def epoch_selection(recipe: EpochRecipe, policy: PlanPolicy, samples: RecordLengths, epoch: int) -> IntArray:
+def epoch_selection(recipe: EpochRecipe, policy: PlanPolicy, records: RecordLengths, epoch: int) -> IntArray:
     """
     Return the records that an epoch plans: int64, ascending, repeated if drawn more than once.
 
@@ -133,13 +133,13 @@ def epoch_selection(recipe: EpochRecipe, policy: PlanPolicy, samples: RecordLeng
     Args:
         recipe: Mixes and seed, which decide the samples.
         policy: Settings of planning.
-        samples: Lengths and works of all records.
+        records: Lengths and works of all records.
         epoch: Epoch, from 0.
     """
     if recipe.mixes is None:
-        return samples.indices
-    tokens = samples.drawable_lengths(policy)
-    return select_records(recipe.mixes, tokens, samples.sizes, seed=recipe.seed, epoch=epoch)
+        return records.indices
+    tokens = records.drawable_lengths(policy)
+    return select_records(recipe.mixes, tokens, records.sizes, seed=recipe.seed, epoch=epoch)
 
 
 @attrs.frozen(eq=False)
@@ -158,7 +158,7 @@ class EpochPlan:
 def plan_epoch(
     recipe: EpochRecipe,
     policy: PlanPolicy,
-    samples: RecordLengths,
+    records: RecordLengths,
     epoch: int,
     *,
     quick_bound: bool = False,
@@ -170,7 +170,7 @@ def plan_epoch(
     Args:
         recipe: Mixes and seed, which decide the samples.
         policy: Settings of planning.
-        samples: Lengths and works of all records.
+        records: Lengths and works of all records.
         epoch: Epoch, from 0.
         quick_bound: Take a lower bound that costs no search.
         report: Called with a progress message.
@@ -178,8 +178,8 @@ def plan_epoch(
     Raises:
         ArgumentError: No pack remains.
     """
-    chosen = epoch_selection(recipe, policy, samples, epoch)
-    lengths, works = samples.lengths, samples.works
+    chosen = epoch_selection(recipe, policy, records, epoch)
+    lengths, works = records.lengths, records.works
     is_all = recipe.mixes is None and chosen.size == lengths.size
     if not is_all:
         lengths, works = lengths[chosen], None if works is None else works[chosen]
@@ -187,20 +187,20 @@ def plan_epoch(
     return EpochPlan(epoch, chosen, plan if is_all else plan.with_indices(chosen))
 
 
-def record_epoch(planned: EpochPlan, samples: RecordLengths) -> EpochRecord:
+def record_epoch(planned: EpochPlan, records: RecordLengths) -> EpochRecord:
     """
     Return the record of an epoch's plan, to be stored.
 
     Args:
         planned: Plan of the epoch.
-        samples: Lengths and works of all records.
+        records: Lengths and works of all records.
     """
     plan, drawn = planned.raw, planned.selection
     drawn_samples: list[int] = []
     drawn_tokens: list[int] = []
-    if len(samples.sizes) > 1:
-        ends = np.searchsorted(drawn, np.cumsum([0, *samples.sizes]))
-        parts = [samples.lengths[drawn[start:end]] for start, end in pairwise(ends.tolist())]
+    if len(records.sizes) > 1:
+        ends = np.searchsorted(drawn, np.cumsum([0, *records.sizes]))
+        parts = [records.lengths[drawn[start:end]] for start, end in pairwise(ends.tolist())]
         drawn_samples = [part.size for part in parts]
         drawn_tokens = [int(part.sum()) for part in parts]
     return EpochRecord(
@@ -219,14 +219,14 @@ def record_epoch(planned: EpochPlan, samples: RecordLengths) -> EpochRecord:
 
 
 def schedule_epochs(
-    schedule: EpochSchedule, record: Callable[[int], EpochRecord]
+    schedule: EpochSchedule, make_record: Callable[[int], EpochRecord]
 ) -> tuple[EpochSchedule, tuple[EpochRecord, ...]]:
     """
     Return a schedule over separately planned epochs, without works, and the record of each epoch.
 
     Args:
         schedule: Settings of the schedule, and the epoch and step where training starts.
-        record: Function that plans an epoch, given its number, and returns its record.
+        make_record: Function that plans an epoch, given its number, and returns its record.
 
     Raises:
         ArgumentError: An epoch has no pack for a rank, or there are too many epochs.
@@ -239,7 +239,7 @@ def schedule_epochs(
         raise ArgumentError("too_many_epochs", fact, {"epochs": MOST_EPOCHS})
     plain = attrs.evolve(schedule, works=None)
     for epoch in range(MOST_EPOCHS):
-        records.append(record(epoch))
+        records.append(make_record(epoch))
         _require_batches(records[-1], plain)
         if epoch > start.epoch:
             total += attrs.evolve(plain, num_packs=records[-1].num_packs, start=Progress()).steps_per_epoch

@@ -146,7 +146,7 @@ class ArgumentError(_FactError, UserError, ValueError):
 
 @attrs.define(eq=False)
 class ModelError(_FactError, UserError):
-    """A model may not pack, or not with this attention, or cannot be probed, counted or traced."""
+    """A model may not pack, or not with this attention; or its probe, work or memory is unknown."""
 
     @classmethod
     def for_leak(cls, model_type: str, attn_impl: str, reason: str) -> ModelError:

@@ -113,7 +113,7 @@ def forecast_run(
 
     Args:
         timing: Seconds of the parts of the run.
-        trained: Packs of the first epoch, in their order.
+        trained: Statistics of the first epoch.
         schedule: Order of the packs, from the beginning.
         flops: Works of the samples in FLOPs.
         evaluated: FLOPs of the evaluation; None without one.
@@ -314,7 +314,7 @@ class StepFlops:
         Return the FLOPs of an epoch, or of the rest of it.
 
         Args:
-            trained: Packs of the epoch in their order.
+            trained: Statistics of the epoch.
             flops: Works of the samples in FLOPs.
             sync_at: Point where the ranks wait for each other.
         """

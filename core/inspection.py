@@ -174,7 +174,7 @@ def summarise(
         plan: Plan of samples with these lengths.
         lengths: Tokens of each record, 0 for one that is no sample.
         packed: Whether samples share packs; if not, each sample is a pack.
-        supervised: Tokens of each sample that the loss counts, if they were measured.
+        supervised: Tokens of each record that the loss counts, if they were measured.
 
     >>> from packplan.core.plan import build_raw_plan
     >>> lengths = [60, 20, 50, 30, 40, 40]
