@@ -5,7 +5,7 @@ Audits of measurements: some samples are encoded again before a plan is made of 
 |---|---|---|---|
 | some are stored | `check_images` | 8, not encoded | images are replaced in place |
 | all are stored | `recheck_stored` | up to 8, here | libraries change unseen |
-| many are missing | `check_repeatability_first` | 8, here and elsewhere | measuring takes hours |
+| many are missing | `check_repeatability_early` | 8, here and elsewhere | measuring takes hours |
 | all are measured | `check_repeatability` | the same, and media's shapes | later runs trust them |
 
 Here is this process, backwards. Elsewhere is another process and epoch, in a third order, as
@@ -89,13 +89,13 @@ def recheck_stored(source: LengthSource, stored: StoredRows) -> int:
     return len(few)
 
 
-def check_repeatability_first(source: LengthSource, known: int, *, report: ReportProgress, skips: bool) -> None:
+def check_repeatability_early(source: LengthSource, num_measured: int, *, report: ReportProgress, skips: bool) -> None:
     """
     Encode a few of the missing samples three times, if many are missing, and compare the results.
 
     Args:
         source: All records.
-        known: Number of records that are measured already, from the first on.
+        num_measured: Number of records that are measured already, from the first on.
         report: Called with a progress message.
         skips: Pass over records that cannot become samples.
 
@@ -103,7 +103,7 @@ def check_repeatability_first(source: LengthSource, known: int, *, report: Repor
         RecordError: One of them cannot become a sample.
         DataSetError: One of them encodes differently each time.
     """
-    missing = range(known, len(source))
+    missing = range(num_measured, len(source))
     if len(missing) <= REPEATED_FIRST_ABOVE:
         return
     report("a few samples are encoded more than once, before all are measured")

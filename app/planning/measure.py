@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.app.planning.audit import check_images, check_repeatability, check_repeatability_first, recheck_stored
+from packplan.app.planning.audit import check_images, check_repeatability, check_repeatability_early, recheck_stored
 from packplan.app.planning.split import KnownTable, Split
 from packplan.core.errors import DataSetError, RecordError, counted, verb_for
 from packplan.core.lengths import IntArray
@@ -82,7 +82,7 @@ def measure(split: Split, report: ReportProgress) -> Table:
         log.info("%s: the lengths of all %s are stored; %s", name, counted(num_samples, "sample"), again)
         bad.log_warning(name)
         return stored.table
-    check_repeatability_first(source, total - missing, report=report, skips=split.max_bad_share is not None)
+    check_repeatability_early(source, total - missing, report=report, skips=split.max_bad_share is not None)
     if missing:
         left, verb = counted(missing, "sample"), verb_for(num_samples)
         log.info("%s: measuring %s, %s %s stored", name, left, f"{num_samples:,}", verb)

@@ -165,7 +165,7 @@ def _require_drawable(recipe: EpochRecipe | None, policy: PlanPolicy, samples: R
 
 def plan_epochs(split: Split, recipe: EpochRecipe, schedule: EpochSchedule, ranks: Ranks) -> EpochSchedule:
     """
-    Plan and count all epochs on rank 0, store a record of each, and return the schedule over them.
+    Plan all epochs on rank 0, store a record of each, and return the schedule over them.
 
     Args:
         split: The split, whose first epoch is planned; its `epochs` are set.
@@ -179,21 +179,21 @@ def plan_epochs(split: Split, recipe: EpochRecipe, schedule: EpochSchedule, rank
     samples = lengths_of_records(split.policy, split.table, split.encoder.data_files())
     planner = EpochPlanner(split.policy, recipe, samples)
 
-    def plan_and_count(report: ReportProgress) -> Arrays:
+    def plan_and_store(report: ReportProgress) -> Arrays:
         key, plans = split.plan_key(split.stores.lengths.digest()), split.stores.plans
         known = {one.epoch: one for one in plans.load_epochs(key)}
-        whole, records = _count_epochs(planner, split, schedule, known, report)
+        whole, records = _record_epochs(planner, split, schedule, known, report)
         plans.save_epochs(key, records, whole)
         told = json.dumps([attrs.asdict(one) for one in records])
         return {"records": np.frombuffer(told.encode(), dtype=np.uint8)}
 
-    rows = json.loads(ranks.build_on_rank_zero(split.stores.lock, plan_and_count)["records"].tobytes())
+    rows = json.loads(ranks.build_on_rank_zero(split.stores.lock, plan_and_store)["records"].tobytes())
     split.epochs = epochs = PlannedEpochs(planner, tuple(EpochRecord(**row) for row in rows), split.works)
     by_work = None if schedule.works is None else lambda epoch: epochs.stats(epoch).work
     return attrs.evolve(schedule, num_packs=tuple(one.num_packs for one in epochs.records), works=by_work)
 
 
-def _count_epochs(
+def _record_epochs(
     planner: EpochPlanner,
     split: Split,
     schedule: EpochSchedule,

@@ -27,7 +27,7 @@ def open_stores(config: RunConfig, split: str) -> Stores:
 
 
 def records_cache(config: RunConfig) -> Path:
-    """Return the folder of copies of data files that cannot be read in any order."""
+    """Return the folder of a run's copies of data files."""
     return Path(config.custom.records_cache or Path(config.training.output_dir) / "records")
 
 

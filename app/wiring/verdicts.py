@@ -126,7 +126,7 @@ def probe_loaded_model(config: RunConfig, model: Any, verdict: PackingVerdict, *
 
 
 def _choose_attention(config: RunConfig, verdict: PackingVerdict | None, *, on_cpu: bool) -> AttentionChoice:
-    """Return the attention of a run here; ModelError if `model.attn_impl` cannot be taken."""
+    """Return a run's attention by *verdict*, if there is one; ModelError if it refuses `varlen`."""
     flash_installed = find_spec("flash_attn") is not None
     return choose_attention(config.model.attn_impl, verdict, flash_installed=flash_installed, on_cpu=on_cpu)
 
