@@ -160,7 +160,7 @@ def export_cached_rows(splits: Mapping[str, tuple[Any, Sequence[Sequence[int]]]]
 
     Args:
         splits: Name of each split, `train` or another -> its rows, a `datasets.Dataset`, and for
-            each row the tokens of each of its sequences.
+            each row the lengths of its sequences.
         folder: Folder to make; it must not exist.
 
     Raises:

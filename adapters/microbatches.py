@@ -299,7 +299,7 @@ class ShardedData:
         return chain.from_iterable(map(self.microbatches, range(len(self.global_batches))))
 
     def microbatches(self, batch: int) -> Iterator[Microbatch]:
-        """Yield the microbatches of global batch *batch*, packed or padded as `mode` says."""
+        """Yield the microbatches of the global batch with index *batch*, packed or padded."""
         first = sum(len(earlier.indices) for earlier in self.global_batches[:batch])
         cut = self.global_batches[batch]
         for (start, stop), width in zip(cut.boundaries, cut.widths.tolist(), strict=True):

@@ -311,17 +311,17 @@ _SAMPLED, _MOST_SAMPLED = 256, 256
 """Bytes that a file's digest reads of a weight, and most weights that it reads, evenly spread."""
 
 
-def model_file_facts(folder: Path, *, also: Sequence[str] = ("config.json",)) -> dict[str, str]:
+def model_file_facts(folder: Path, *, patterns: Sequence[str] = ("config.json",)) -> dict[str, str]:
     """
     Map `model.model NAME` to size and digest, as text, for each file of a model; empty if *folder*
     does not exist. Files of weights are digested in part.
 
     Args:
         folder: Folder of the model.
-        also: Patterns of the names of files to include beside the weights.
+        patterns: Patterns of the names of files to include beside the weights.
     """
     facts = {}
-    for path in sorted({path for pattern in ("*.safetensors", "*.bin", *also) for path in folder.glob(pattern)}):
+    for path in sorted({path for pattern in ("*.safetensors", "*.bin", *patterns) for path in folder.glob(pattern)}):
         is_weights = path.suffix in {".safetensors", ".bin"}
         digest = _weights_digest(path) if is_weights else hashlib.sha256(path.read_bytes()).hexdigest()
         facts[f"model.model {path.name}"] = f"{counted(path.stat().st_size, 'byte')}, {digest[:_DIGITS]}"

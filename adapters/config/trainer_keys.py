@@ -208,8 +208,8 @@ def read_nested_settings(value: Any) -> Mapping[str, Any]:
 
 def machine_faults(settings: Mapping[str, Any], *, on_cpu: bool) -> Iterator[Fault]:
     """
-    Yield faults of settings that need a missing package, that this machine would ignore, or under
-    which ranks are not learners of their own.
+    Yield faults of settings that need a missing package, that this machine would ignore, or by
+    which several ranks train as one.
 
     Args:
         settings: Settings of the trainer.

@@ -29,7 +29,7 @@ class StepClock(TrainerCallback):  # type: ignore[misc]  # its library has no ty
     checkpoint_s: float = 0.0
     _since: float = 0.0
     _waited_s: float = 0.0
-    """Seconds that loaders had waited before the epoch; -1 after the epoch's first step."""
+    """Seconds waited for loaders before the epoch; -1 after the epoch's first step."""
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         """Start timing the epoch's first step."""

@@ -54,9 +54,10 @@ class _ConfigFacts:
     """Number of layers of the copy: the first ones."""
 
     fewest: int
-    """*kept*; without layers of its own, the fewest layers kept of a configuration's parts."""
+    """*kept*; for a configuration without layers of its own, the fewest that a part keeps."""
 
     head: int
+    """Size of the copy's attention heads."""
 
     @property
     def has_state_keys(self) -> bool:
@@ -303,7 +304,8 @@ _NO_SIZES = (
 
 def possible_lengths(small: Mapping[str, Any], *, text: str | None) -> dict[KeyPath, int]:
     """
-    Return the numbers of a small copy's configuration that may be lengths and that no rule knows.
+    Return key path and value of numbers in a small copy's configuration that may be lengths, such
+    as windows, and that no rule shrinks.
 
     Args:
         small: Result of `shrink_config`.

@@ -67,7 +67,7 @@ class SmallModels:
     trust_remote_code: bool = False
     """Whether code beside the configuration may run."""
 
-    _outlines: dict[Any, tuple[Any, int]] = attrs.field(factory=dict, init=False)
+    _configs: dict[Any, tuple[Any, int]] = attrs.field(factory=dict, init=False)
     """Layers of each kind, and new values -> the small configuration, and its number of weights."""
 
     def build(self, *, attention: str, new_values: NewValues = MappingProxyType({})) -> Any:
@@ -97,14 +97,14 @@ class SmallModels:
         build_one = partial(
             _instantiate, model_class(self.config), attention=attention, trust_remote_code=self.trust_remote_code
         )
-        if key not in self._outlines:
+        if key not in self._configs:
             # transformers' from_dict would also write the configuration out, for a line of its log.
             shrunk = shrink_config(self.config.to_dict(), layers_per_kind)
             small = type(self.config)(**replace_values(shrunk, new_values))
             with torch.device("meta"):
-                outline = build_one(small)
-            self._outlines[key] = small, sum(one.numel() for one in outline.parameters())
-        small, weights = self._outlines[key]
+                on_meta = build_one(small)
+            self._configs[key] = small, sum(one.numel() for one in on_meta.parameters())
+        small, weights = self._configs[key]
         if weights > _MAX_WEIGHTS:
             raise ModelError("probe", f"its small copy has {weights:,} weights, more than {_MAX_WEIGHTS:,}")
         with torch.random.fork_rng(devices=[]):

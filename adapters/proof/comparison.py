@@ -146,7 +146,7 @@ def run_alone(
     """
     Return the outcome of samples that are each computed alone, the last one first.
 
-    In the row's order, a state that a layer keeps between calls would be that of the row.
+    In the row's order, a state that a layer keeps between calls would be the row's, and not show.
 
     Args:
         model: Model that computes.

@@ -95,7 +95,7 @@ class PlannedPacks(Dataset[PackOfRows]):
         """
         Digest of all rows of the data set, and the number of supervised tokens of each.
 
-        A data set that ms-swift has cached with lengths has them of its rows before encoding.
+        For a data set that ms-swift has cached with lengths, they describe the rows as stored.
         """
         if self._facts is None:
             return RowFacts.join(map(encoded_row_facts, self._rows))

@@ -119,7 +119,7 @@ def _find_checkpoint(
 
 def identity_of_run(config: RunConfig) -> RunIdentity:
     """Return the model, samples, loss and settings of a run, as its checkpoints keep them."""
-    model = model_file_facts(Path(config.model.model), also=PROCESSING_FILES)
+    model = model_file_facts(Path(config.model.model), patterns=PROCESSING_FILES)
     model["template.template"] = swift_types(config.model, config.template)[1]
     return run_identity(config, files=read_settings_files(config), model=model)
 
