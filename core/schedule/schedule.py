@@ -357,8 +357,7 @@ class EpochSchedule:
         whole, share = divmod(wanted, 1)
         if whole > start.epoch:
             return self.last_step(int(whole) - 1) + math.ceil(share * self.num_epoch_steps(int(whole)))
-        share = max(wanted - start.epoch, Fraction(0))
-        return max(start.step, start.step - start.epoch_step + math.ceil(share * first_epoch))
+        return max(start.step, start.step - start.epoch_step + math.ceil((wanted - start.epoch) * first_epoch))
 
     @property
     def num_epochs(self) -> int:

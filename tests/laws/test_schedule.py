@@ -104,27 +104,28 @@ def test_works_decide_who_trains_a_pack_and_never_in_which_step(schedule, world_
     assert contents(attrs.evolve(plain, **change)) == contents(attrs.evolve(schedule, **change))
 
 
-changes = st.tuples(ranks, st.integers(1, 3), st.integers(1, 3), st.integers(0, 40))
-"""Ranks, packs of a batch and batches of a step from then on, and a number that decides when."""
+changes = st.tuples(ranks, st.integers(1, 3), st.integers(1, 3), st.booleans(), st.integers(0, 40))
+"""Ranks, packs of a batch, batches of a step and `dataloader_drop_last` from then on, and when."""
 
 
-@example(plain_schedule(4, 1, dataloader_drop_last=True), 0, [(3, 1, 1, 1)])  # 2 packs are left for 3 ranks
-@example(plain_schedule(7, 1, dataloader_drop_last=True), 1, [(1, 3, 1, 4)])  # 2 samples are left for a batch of 3
-@example(plain_schedule(3, 2), 0, [(1, 1, 1, 0)])  # what is left may be a repetition
+@example(plain_schedule(4, 1, dataloader_drop_last=True), 0, [(3, 1, 1, True, 1)])  # 2 packs are left for 3 ranks
+@example(plain_schedule(7, 1, dataloader_drop_last=True), 1, [(1, 3, 1, True, 4)])  # 2 are left for a batch of 3
+@example(plain_schedule(3, 2), 0, [(1, 1, 1, False, 0)])  # what is left may be a repetition
+@example(plain_schedule(7, 2), 0, [(2, 1, 1, True, 0)])  # and is none where the last are dropped from now on
 @given(every_schedule, st.integers(0, 1), st.lists(changes, min_size=1, max_size=3))
 def test_resumes_on_other_ranks_finish_the_epoch_with_what_it_has_not_consumed(schedule, epoch, changes):
     """Its packs are aligned again. Where they give no batch, the epoch takes no further step."""
     schedule = attrs.evolve(schedule, works=None, num_train_epochs=epoch + 2)
     schedule = attrs.evolve(schedule, start=schedule.progress_at(schedule.last_step(0) * epoch))
-    drops, least, consumed = schedule.dataloader_drop_last, min(map(schedule.num_epoch_packs, range(3))), []
-    for world_size, batch_size, accumulation, when in changes:
+    least, consumed = min(map(schedule.num_epoch_packs, range(3))), []
+    for world_size, batch_size, accumulation, drops, when in changes:
         here = schedule.num_remaining_steps(epoch)
         if here < 2 or (drops and least < world_size * batch_size):
             continue  # it has no step after the first, or there is no such schedule
         steps = trained(schedule)[: 1 + when % (here - 1)]
         consumed += packs_of(steps)
         order = schedule.order(epoch).tolist()[len(packs_of(steps)) :]
-        if world_size != schedule.world_size:
+        if (world_size, drops) != (schedule.world_size, schedule.dataloader_drop_last):
             left = [*dict.fromkeys(pack for pack in order if pack not in consumed)]
             per_rank = len(left) // world_size if drops else -(-len(left) // world_size)
             order = (left * world_size)[: per_rank * world_size]
@@ -134,6 +135,7 @@ def test_resumes_on_other_ranks_finish_the_epoch_with_what_it_has_not_consumed(s
             world_size=world_size,
             batch_size=batch_size,
             gradient_accumulation_steps=accumulation,
+            dataloader_drop_last=drops,
             start=start,
         )
         per_rank = len(order) // world_size
@@ -150,6 +152,16 @@ def test_resumes_on_other_ranks_finish_the_epoch_with_what_it_has_not_consumed(s
         assert (epoch + (not num_batches), epoch + 2) == (schedule.progress_at(start.step).epoch, schedule.num_epochs)
         assert start.step + num_steps + num_next == schedule.total_steps
         assert start.step + num_steps == attrs.evolve(schedule, num_train_epochs=epoch + 1).total_steps
+
+
+@pytest.mark.parametrize("num_packs", [12, (12, 12, 12)])
+def test_a_run_that_has_passed_its_end_takes_no_further_step(num_packs):
+    """On other ranks, and with fewer epochs than it began: it ends where it is."""
+    start = plain_schedule(num_packs, num_train_epochs=3).progress_at(30)
+
+    ended = plain_schedule(num_packs, 3, num_train_epochs=0.5, start=start)
+
+    assert (30, 2, []) == (ended.total_steps, ended.num_epochs, [*ended.steps()])
 
 
 @pytest.mark.parametrize(
