@@ -64,7 +64,7 @@ def build_mask(
         q_length = kv_length = row.share.num_positions
     offsets = (options.get(name, 0) for name in ("q_offset", "kv_offset"))
     starts_at_zero = all(isinstance(offset, int) and offset == 0 for offset in offsets)
-    if row is not None and (batch_size != 1 or len(row.sample_ids) != q_length):
+    if row is not None and len(row.sample_ids) != q_length:
         row = None
     if row is not None and attention_mask is not None and bool(attention_mask.all()):
         attention_mask = None  # some models pass a mask without effect

@@ -93,10 +93,10 @@ def separate_samples(
     Raises:
         ModelError: The probe fails.
     """
-    loaded = trained_config(model.config)._attn_implementation  # noqa: SLF001  # has no public name
-    choice = set_isolating_attention(model, named=named or loaded, group=group)
+    named = named or trained_config(model.config)._attn_implementation  # noqa: SLF001  # has no public name
+    choice = set_isolating_attention(model, named=named, group=group)
     if whole:
-        probe_ready_model(model, native=choice.native, named=named or loaded)
+        probe_ready_model(model, native=choice.native, named=named)
     return choice
 
 

@@ -174,11 +174,11 @@ def _check_and_log_end(config: RunConfig, trainer: PlanTrainer) -> None:
     total = max(schedule.total_steps, schedule.start.step)
     if trainer.was_terminated and num_steps < total:
         log_termination(trainer, str(total))
-    elif num_steps != total and not config.training.trainer.get("early_stop_interval"):
+        return
+    if num_steps != total and not config.training.trainer.get("early_stop_interval"):
         message = f"the trainer ran {num_steps} optimizer steps, but {total} were planned"
         raise RuntimeError(message)
-    if not trainer.was_terminated:
-        log_outcome(config, trainer)
+    log_outcome(config, trainer)
 
 
 @contextmanager
