@@ -4,6 +4,7 @@ import csv
 import gc
 import gzip
 import hashlib
+import inspect
 import io
 import json
 import os
@@ -119,6 +120,14 @@ def copies(folder: Path) -> list[Path]:
 def plain(record):
     """Return a record without what it does not have."""
     return {key: value for key, value in record.items() if value is not None}
+
+
+def test_each_format_that_is_detected_has_a_file_here(tmp_path):
+    """A new one needs a writer in `rewriting`, and a file in FORMATS for the tests below."""
+    returned = re.findall("return (.*)", inspect.getsource(data_files._detect_format))
+    found = {data_files._detect_format(write(tmp_path, name), name)[0] for name in FORMATS}
+
+    assert found == {*re.findall(r'"(\w+)"', str(returned))}
 
 
 @each_format
@@ -285,7 +294,8 @@ def test_a_table_of_text_comes_back_as_the_csv_module_wrote_it(tmp_path_factory,
     """Quotes, commas and line ends in a field; with tabs, or compressed; an empty field is none."""
     folder = tmp_path_factory.mktemp("csv")
     written = [{key: field for key, field in zip(("query", "response"), row, strict=True) if field} for row in rows]
-    for name, delimiter in (("a.csv", ","), ("a.tsv", "\t"), ("b.csv.gz", ",")):
+    kinds = {f"a.{kind}": delimiter for kind, delimiter in rewriting.DELIMITERS.items()}
+    for name, delimiter in (kinds | {"b.csv.gz": ","}).items():
         file = io.StringIO(newline="")
         csv.writer(file, delimiter=delimiter, quoting=csv.QUOTE_ALL).writerow(["query", "response"])
         csv.writer(file, delimiter=delimiter).writerows(rows)

@@ -63,6 +63,19 @@ def test_texts_measure_as_full_encodes_do(of, open_source, tmp_path):
     assert 5 < sum(one.cut for one in lengths) < 25
 
 
+def test_a_sample_is_truncated_from_its_first_token_above_the_limit(open_source):
+    """And a sample of as many tokens as the limit is whole."""
+
+    def measurement(**template):
+        (outcome,) = measured(open_source([asked("a")], "qwen2", **template)[0])
+        return outcome.measurement
+
+    whole = measurement().length
+    for limit in (whole - 1, whole, whole + 1):
+        found = measurement(max_length=limit, truncation_strategy="left")
+        assert (min(limit, whole), limit < whole) == (found.length, found.cut)
+
+
 def test_few_samples_are_encoded(open_source):
     """Whatever their number: a few that prove the way, the first of each kind, one in hundreds."""
     source, encoder = open_source([record(random.Random(6))] * 600, "qwen2")  # noqa: S311

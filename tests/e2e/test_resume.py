@@ -98,6 +98,7 @@ def test_a_resume_ends_bit_for_bit_as_one_run_does(  # noqa: PLR0917  # fixtures
 
     began = f"resuming after optimizer step {stop}, in" if stop else f"going on after optimizer step {per_epoch} with"
     assert began in caplog.text
+    assert not re.search("the run goes on by|work is estimated|assigned to ranks by work", caplog.text)
     assert steps(whole.history) == steps(resumed.history)
     found = tmp_path / "again" / f"checkpoint-{last}"
     assert_equal(found, tmp_path / "whole" / found.name)
@@ -117,17 +118,26 @@ def resume(write_run, execute):
     return run
 
 
-def test_a_checkpoint_resumes_the_run_of_its_plan_model_and_settings_alone(trained, resume, demo, tmp_path, caplog):
-    """A moved model and another attention, which is logged; else refused, before a step."""
+def test_a_checkpoint_resumes_the_run_of_its_plan_model_and_settings_alone(  # noqa: PLR0917  # fixtures
+    trained, resume, write_run, execute, demo, tmp_path, caplog
+):
+    """
+    A moved model and another attention, which is logged; else refused, before a step. `last` takes
+    the newest of this run.
+    """
     sections, folder, first = trained
     state = json.loads((folder / "checkpoint-1" / "trainer_state.json").read_text())
     assert {"attn_impl": "varlen"} == state["stateful_callbacks"]["packplan_attention"]
     assert not re.search("varlen|packplan", (folder / "checkpoint-1" / "config.json").read_text())
     moved = {"model": shutil.copytree(demo / "models" / "qwen2", tmp_path / "moved").as_posix()}
+    execute(write_run("qwen2", training={**KEYS, **SHORT, "data_seed": 7, "max_steps": 2}, **sections))
+    shutil.rmtree(tmp_path / "run" / "checkpoint-1")
+    shutil.copytree(folder / "checkpoint-1", tmp_path / "run" / "checkpoint-1")
     with caplog.at_level(logging.INFO):
         other = {**sections, "model": {**moved, "attn_impl": "sdpa"}}
-        assert 2 == resume(other, folder / "checkpoint-1", save_strategy="no", max_steps=2).num_steps
+        assert 2 == resume(other, "last", save_strategy="no", max_steps=2).num_steps
     assert "trained by the attention varlen; the run goes on by sdpa" in caplog.text
+    assert re.search("checkpoint-2 is passed over: .* seed: stored 7, now 42", caplog.text)
 
     tensors = load_file(tmp_path / "moved" / "model.safetensors")
     tensors[min(tensors)] += 1

@@ -6,7 +6,9 @@ import math
 import os
 import signal
 import time
+from contextlib import nullcontext
 from itertools import chain
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +21,7 @@ from transformers import TrainerCallback
 from packplan.adapters.trainer.trainer import PlanTrainer
 from packplan.app.plan.__main__ import main as plan_main
 from packplan.app.planning.schedule import schedule_of_split
+from packplan.app.sft.train import _log_end
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.trainers import open_arguments
 from packplan.core.align import align_plan
@@ -26,6 +29,7 @@ from packplan.core.errors import ConfigError, RecordError, StaleError
 from packplan.core.plan import build_raw_plan
 from tests.e2e.ready import chats, logged_losses
 from tests.records import asked, chat, write_lines
+from tests.strategies import plain_schedule
 
 pytestmark = pytest.mark.slow
 
@@ -184,6 +188,25 @@ def test_sigterm_saves_a_checkpoint_that_the_next_run_goes_on_from(write_run, re
     rest = execute(write_run("qwen3", training={**keys, "resume_from_checkpoint": "last"}))
     assert (2, 4) == (rest.schedule.start.step, rest.num_steps)
     assert logged_losses(trainer.state.log_history) == logged_losses(rest.history)[:2]
+
+
+@pytest.mark.parametrize(
+    ("steps", "terminated", "keys", "says"),
+    [
+        (3, True, {}, "SIGTERM: saved a checkpoint at step 3 of 4;"),
+        (4, True, {}, "4 optimizer steps are done;"),
+        (3, False, {"early_stop_interval": 2}, "3 optimizer steps are done;"),
+        (3, False, {}, None),
+    ],
+)
+def test_a_run_says_how_it_ended(caplog, steps, terminated, keys, says):
+    """Fewer steps than the four of the plan are an error, unless somebody asked for them."""
+    config = SimpleNamespace(training=SimpleNamespace(trainer=keys))
+    state, schedule = SimpleNamespace(global_step=steps), plain_schedule(4)
+    trainer = SimpleNamespace(state=state, schedule=schedule, was_terminated=terminated, last_save=None)
+    with caplog.at_level(logging.INFO), nullcontext() if says else pytest.raises(RuntimeError, match=r"3 .* 4 were"):
+        _log_end(config, trainer)
+    assert [says] == [line[: len(says)] for line in caplog.messages] if says else not caplog.messages
 
 
 @pytest.mark.parametrize("workers", [0, 2])

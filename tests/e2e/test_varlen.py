@@ -30,6 +30,7 @@ from transformers.masking_utils import (
 from packplan.adapters import attention
 from packplan.adapters.attention import PatchProjection, project_patches, varlen
 from packplan.adapters.attention.layout import Layout, read_layout
+from packplan.adapters.attention.rows import read_row, using_row
 from packplan.adapters.probe.rows import ProbeRow, compare_row
 from packplan.adapters.proof.comparison import run_alone
 
@@ -397,6 +398,14 @@ def test_what_is_no_packed_row_is_left_to_transformers(opened, name):
         expected = run()
 
     assert all(torch.equal(*pair) for pair in zip(expected, ours, strict=True))
+
+
+@pytest.mark.parametrize(("batch_size", "length"), [(1, 5), (2, 8)])
+def test_a_mask_of_another_shape_has_nothing_of_the_row(batch_size, length):
+    """A model may ask for that of another tower while it computes a row, here of eight tokens."""
+    sizes = {"batch_size": batch_size, "q_length": length, "kv_length": length}
+    with using_row(read_row(torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]]))):
+        assert varlen.build_mask(**sizes, mask_function=causal_mask_function, device="cpu") is None
 
 
 # The compiler looks at all attributes.

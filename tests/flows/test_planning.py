@@ -105,10 +105,10 @@ def test_what_was_measured_before_a_failure_is_kept(bad, flush_every):
     assert all(0 < size <= flush_every for size in desk.lengths.flushes)
 
 
-@pytest.mark.parametrize("unsteady", UNSTEADY)
-def test_samples_that_measure_differently_are_refused(unsteady):
+@pytest.mark.parametrize("more", [*UNSTEADY.values(), lambda source, *_: source.is_measuring], ids=[*UNSTEADY, "all"])
+def test_samples_that_measure_differently_are_refused(more):
     """Such a plan would be wrong in training; the next run does not trust them either."""
-    desk = Desk(OddSource(LENGTHS, UNSTEADY[unsteady]))
+    desk = Desk(OddSource(LENGTHS, more))
 
     for flush_every in (1, 3, 8, 100):
         with pytest.raises(DataSetError, match="encode the same every time: make the preprocessing deterministic"):
