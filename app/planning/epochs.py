@@ -74,7 +74,7 @@ def plan_first_epoch(
     Args:
         name: Name of the split, for messages.
         policy: Settings of planning.
-        samples: Measured records.
+        samples: Lengths and works of all records.
         recipe: Samples of each epoch; None plans all samples.
         quick_bound: Compute a fast but looser lower bound, enough to compare plans.
         report: Called with each progress message too.

@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 MAX_KNOWN_BETWEEN = 32
 """
-Known records between two unknown ones are measured with these where there are fewer than so many:
-processes measure records that follow each other.
+Fewer known records than this between two unknown ones are measured with them: processes measure
+records that follow each other.
 """
 
 _LOOKUP_BLOCK = 10_000

@@ -65,7 +65,7 @@ def config_to_trace(config: RunConfig) -> RunConfig:
 @contextmanager
 def open_step_tracer(
     config: RunConfig,
-    samples: SwiftEncoder,
+    encoder: SwiftEncoder,
     *,
     attention: AttentionChoice,
     sharding: ModelSharding,
@@ -78,7 +78,7 @@ def open_step_tracer(
 
     Args:
         config: The run.
-        samples: Samples of `train`.
+        encoder: Encoder of the split `train`.
         attention: Attention that was decided for `config_to_trace(config)`.
         sharding: Sharding of the model over the ranks.
         world_size: Number of ranks.
@@ -90,10 +90,10 @@ def open_step_tracer(
     on_gpu, config = not config.training.trainer.get("use_cpu"), config_to_trace(config)
     cpu = torch.device("cpu")
     model = open_model(config.model, config.training, attention=attention, device=cpu, outline=True)
-    template = samples.template
+    template = encoder.template
     template.model = plain_model(model)
     arguments = make_training_arguments(config, gradient_accumulation_steps=1)
-    if samples.takes_images and (world_size > 1 or config.training.freeze_llm):
+    if encoder.takes_images and (world_size > 1 or config.training.freeze_llm):
         separately = sharding == "fsdp2" and has_separate_video_pass(template)
         DummyImage.from_model(model, template).ensure_tower_runs(passes=1 + separately)
     trainer = TracedTrainer(

@@ -118,7 +118,7 @@ def _find_checkpoint(
 
 
 def identity_of_run(config: RunConfig) -> RunIdentity:
-    """Return the model, samples, loss and settings of a run, as its checkpoints keep them."""
+    """Return the identity of a run: its model, loss and settings, as its checkpoints keep them."""
     model = model_file_facts(Path(config.model.model), patterns=PROCESSING_FILES)
     model["template.template"] = swift_types(config.model, config.template)[1]
     return run_identity(config, files=read_settings_files(config), model=model)
@@ -168,14 +168,14 @@ def open_arguments(config: RunConfig, *, world_size: int) -> TrainingArguments:
 def _open_model(
     config: RunConfig,
     arguments: TrainingArguments,
-    samples: SwiftEncoder,
+    encoder: SwiftEncoder,
     group: RankGroup,
     attention: AttentionChoice,
 ) -> tuple[Any, Any]:
     """
     Load and prepare the model; return its template, which holds it too, and the model.
     """
-    template = samples.template
+    template = encoder.template
     log.info("attention: %s", attention)
     device = None if shards_weights(arguments) else arguments.device
     model: Any = open_model(config.model, config.training, attention=attention, device=device)
@@ -189,7 +189,7 @@ def _open_model(
     template.model = plain_model(model)
     # Where the text's weights are frozen, a batch without images would depend on nothing that is
     # trained.
-    if samples.takes_images and (group.world_size > 1 or config.training.freeze_llm):
+    if encoder.takes_images and (group.world_size > 1 or config.training.freeze_llm):
         use_vision_tower_in_each_batch(model, template, arguments)
     return template, model
 
