@@ -155,8 +155,8 @@ def _select_targets(given: dict[str, Any], share: RowShare) -> tuple[torch.Tenso
     """
     Return a mask of this rank's tokens whose logits are needed (None for all), and their targets.
 
-    With a tensor `logits_to_keep`, as from ms-swift, the labels after the first one, which is
-    ignored, belong to the kept tokens. Otherwise every token has a label.
+    With a tensor `logits_to_keep`, as from ms-swift, label k + 1 is the target of the kept token k.
+    Otherwise every token has a label.
     """
     keep, following = given.get("logits_to_keep"), F.pad(given["labels"][0, 1:], (0, 1), value=IGNORED_LABEL)
     targets = following.new_full((share.num_positions,), IGNORED_LABEL)

@@ -365,7 +365,7 @@ def tracing_as_on_gpu() -> Iterator[None]:
 
 
 _TRACED: ContextVar[tuple[int, int] | None] = ContextVar("traced", default=None)
-"""Compute capability of the GPU in whose place another device traces."""
+"""Compute capability of the GPU that other devices stand for while tracing."""
 
 
 def _gpu_capability(device: torch.device) -> tuple[int, int] | None:

@@ -92,7 +92,7 @@ class _SmallCopies:
     """Attention of transformers that is right for samples alone: sdpa, or else eager."""
 
     limit: float
-    """Largest relative difference of packed samples from themselves alone."""
+    """Largest allowed relative difference of packed samples from themselves alone."""
 
     row: ProbeRow
 
