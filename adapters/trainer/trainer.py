@@ -24,7 +24,7 @@ method of another but `__init__`, so `super()` is ms-swift's method, or else tra
 | `_init_training_state` | `FollowsSchedule` | returns the epoch at which the schedule starts |
 | `_run_epoch` | `FollowsSchedule` | selects the batches that are left of the epoch |
 | `_serve_epoch` | `PlanTrainer` | selects the epoch's packs, and logs their statistics |
-| `__iter__` | `PackLoader` | moves batches to the device, and raises errors that are served |
+| `__iter__` | `PackLoader` | moves batches to the device, and raises errors that workers returned |
 | `__iter__` | `PackBatches` | yields the pack indices of a batch |
 | `__getitem__` | `PackedDataset` | encodes the samples of a pack, and compares them with the plan |
 | `__call__` | `Collator` | joins samples into a row, or pads them, and weighs their tokens |

@@ -263,7 +263,8 @@ class EpochSchedule:
         """
         Return the remaining pack indices of *epoch* in order, over all ranks; shape (num_left,).
 
-        These are the packs of the whole epoch, unless the run was resumed in its middle.
+        These are the packs of the whole epoch, in the order that `_whole_order` draws, unless the
+        run was resumed in its middle.
         """
         if epoch in self._assigned:
             return self._assigned[epoch]
