@@ -119,7 +119,7 @@ def test_lengths_are_those_of_full_encodes(vision_run, pictures, folder, family)
     assert all((outcome.measurement.patches > 0) == (outcome.measurement.images > 0) for outcome in in_full)
     encoder, encoded = samples._encoder, []
     plain = encoder.encode
-    encoder.encode = lambda index: encoded.append(index) or plain(index)
+    encoder.encode = lambda index, *given: encoded.append(index) or plain(index, *given)
     assert in_full == list(samples.measure_many(range(len(samples)), in_full=False))
     assert by_header == (samples.image_costs is not None)
     if by_header:
