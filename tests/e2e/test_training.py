@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 from packplan.adapters.trainer.trainer import PlanTrainer
 from packplan.app.plan.__main__ import main as plan_main
 from packplan.app.planning.schedule import schedule_of_split
-from packplan.app.sft.train import _log_end
+from packplan.app.sft.train import _check_and_log_end
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.trainers import open_arguments
 from packplan.core.align import align_plan
@@ -205,7 +205,7 @@ def test_a_run_says_how_it_ended(caplog, steps, terminated, keys, says):
     state, schedule = SimpleNamespace(global_step=steps), plain_schedule(4)
     trainer = SimpleNamespace(state=state, schedule=schedule, was_terminated=terminated, last_save=None)
     with caplog.at_level(logging.INFO), nullcontext() if says else pytest.raises(RuntimeError, match=r"3 .* 4 were"):
-        _log_end(config, trainer)
+        _check_and_log_end(config, trainer)
     assert [says] == [line[: len(says)] for line in caplog.messages] if says else not caplog.messages
 
 
