@@ -1,9 +1,8 @@
 """
 Encodes records by ms-swift's template; each error names the record by file and line.
 
-The way of a record is read from top to bottom: `read_sample`, `encode`, `apply_template`,
-`measure_and_check`; measuring ends with `encode_and_measure`, training with `encode_planned`. What
-they call besides, for shapes, images and videos, follows.
+The way of a record is read from top to bottom: `read_sample`, then `encode_planned` in training or
+`encode_and_measure` in measuring, and what both call. Shapes, images and videos follow.
 """
 
 import bisect
@@ -121,6 +120,44 @@ class SwiftEncoder:
         self._refuse_unsupported(index, sample)
         return sample
 
+    def encode_planned(self, index: int, planned: Table) -> dict[str, Any]:
+        """
+        Encode sample *index*; StaleError if its measurement differs from the planned one.
+
+        Args:
+            index: Index of the sample.
+            planned: Measurements that the plan is made of; int32, shape (num_records, num_columns).
+        """
+        expected, encoded = from_row(planned, index), self.encode(index)
+        found = attrs.evolve(self.measure_and_check(index, encoded), cut=expected.cut)
+        if differences := expected.differences(found):
+            raise StaleError.for_sample(index, str(self.records.location(index)), differences)
+        return encoded
+
+    def encode_and_measure(self, index: int, sample: dict[str, Any]) -> Measurement:
+        """
+        Encode a sample that `read_sample` returned and measure it; RecordError if that fails.
+
+        A sample above the limit of a template that truncates is encoded a second time. Whether it
+        is truncated, or happens to fit exactly, shows only without the limit.
+        """
+        with without_truncation(self.template):
+            whole = self.measure_and_check(index, self.encode(index, sample))
+        if self.truncation_limit is None or whole.length <= self.truncation_limit:
+            return whole
+        # A row of several sequences may be longer than each may be.
+        kept = self.measure_and_check(index, self.encode(index, sample))
+        return attrs.evolve(kept, cut=kept.length < whole.length)
+
+    @property
+    def truncation_limit(self) -> int | None:
+        """
+        Most tokens that a sample keeps; None, the default, unless `template.truncation_strategy` is
+        left or right.
+        """
+        limit: int | None = self.template.max_length
+        return limit
+
     def encode(self, index: int, sample: dict[str, Any] | None = None) -> dict[str, Any]:
         """
         Encode sample *index* by the template; RecordError if that fails, with the likeliest reason.
@@ -206,44 +243,6 @@ class SwiftEncoder:
         if self.takes_images and reads_videos(self.template):
             merge = self.template.processor.image_processor.merge_size**2
             yield "video", self.template.video_token_id, measurement.video_patches // merge
-
-    def encode_and_measure(self, index: int, sample: dict[str, Any]) -> Measurement:
-        """
-        Encode a sample that `read_sample` returned and measure it; RecordError if that fails.
-
-        A sample above the limit of a template that truncates is encoded a second time. Whether it
-        is truncated, or happens to fit exactly, shows only without the limit.
-        """
-        with without_truncation(self.template):
-            whole = self.measure_and_check(index, self.encode(index, sample))
-        if self.truncation_limit is None or whole.length <= self.truncation_limit:
-            return whole
-        # A row of several sequences may be longer than each may be.
-        kept = self.measure_and_check(index, self.encode(index, sample))
-        return attrs.evolve(kept, cut=kept.length < whole.length)
-
-    @property
-    def truncation_limit(self) -> int | None:
-        """
-        Most tokens that a sample keeps; None, the default, unless `template.truncation_strategy` is
-        left or right.
-        """
-        limit: int | None = self.template.max_length
-        return limit
-
-    def encode_planned(self, index: int, planned: Table) -> dict[str, Any]:
-        """
-        Encode sample *index*; StaleError if its measurement differs from the planned one.
-
-        Args:
-            index: Index of the sample.
-            planned: Measurements that the plan is made of; int32, shape (num_records, num_columns).
-        """
-        expected, encoded = from_row(planned, index), self.encode(index)
-        found = attrs.evolve(self.measure_and_check(index, encoded), cut=expected.cut)
-        if differences := expected.differences(found):
-            raise StaleError.for_sample(index, str(self.records.location(index)), differences)
-        return encoded
 
     def decode_text(self, index: int) -> list[tuple[bool, str]]:
         """

@@ -182,7 +182,8 @@ def open_template(
     """
     Build ms-swift's template, in training mode, without loading the model.
 
-    The template truncates samples only if `truncation_strategy` is left or right.
+    Its `max_length` is None unless `truncation_strategy` is left or right; its `packing` and
+    `padding_free` are *packs*.
 
     Args:
         model: Section `model`, whose tokenizer and processor are read.

@@ -77,15 +77,18 @@ def test_a_sample_is_truncated_from_its_first_token_above_the_limit(open_source)
 
 
 def test_few_samples_are_encoded(open_source):
-    """Whatever their number: a few that prove the way, the first of each kind, one in hundreds."""
+    """Those that prove the way, the first of each kind, one in hundreds; and each is read once."""
     source, encoder = open_source([record(random.Random(6))] * 600, "qwen2")  # noqa: S311
     calls, encode = [], encoder.template.encode
     encoder.template.encode = lambda *args, **options: calls.append(args) or encode(*args, **options)
+    seen, read = [], encoder.read_sample
+    encoder.read_sample = lambda index: seen.append(index) or read(index)
 
     assert 1 == len(set(source.measure_many(range(600), in_full=False)))
 
     # Two that prove the template, the first of its kind, and number 512.
     assert 4 == len(calls)
+    assert list(range(600)) == seen
 
 
 @pytest.mark.parametrize("number", [0, 70])
