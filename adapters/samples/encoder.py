@@ -326,9 +326,7 @@ class SwiftEncoder:
             shape: Shape of the record.
         """
         first, expected = self._first_shapes[bisect.bisect_right(self.records.first_indices, index) - 1]
-        if index == first or expected == "unknown":
-            return
-        if shape != expected and not {shape, expected} <= MIXABLE:
+        if expected not in {"unknown", shape} and not {shape, expected} <= MIXABLE:
             reason = (
                 f"the record is of the shape {shape}, but {self.records.location(first)} is of the shape {expected}: a "
                 "file has records of one shape; put the others into a file of their own"

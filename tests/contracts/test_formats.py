@@ -207,8 +207,9 @@ def test_a_copy_is_made_once_and_is_what_its_file_holds(tmp_path, name, hide_cha
 def test_a_record_that_changed_after_it_was_digested_is_refused_by_name(tmp_path, name):
     """Size and times stay; other records come back as they were; a changed copy is named."""
     rows = [{"query": f"text {number}", "response": "a"} for number in range(7)]
-    records = opened(path := write(tmp_path, name, rows))
-    records.digest(7)
+    records, other = opened(path := write(tmp_path, name, rows)), opened(path)
+    assert rows == [records.read_checked(index) for index in range(7)]
+    other.add_digests(range(7), records.known_digests(range(7)))
     held = read_file(path)
     before, changed = held.stat(), held.read_bytes().replace(b"text 3", b"text B")
     with held.open("r+b") as file:
@@ -216,7 +217,7 @@ def test_a_record_that_changed_after_it_was_digested_is_refused_by_name(tmp_path
     os.utime(held, ns=(before.st_atime_ns, before.st_mtime_ns))
 
     cause = f"{held} has changed since this run opened it" if name in DIRECT else f"delete {held}"
-    for here in (sent(records), records):
+    for here in (sent(records), records, other):
         with pytest.raises(StaleError, match=re.escape(f"sample 3 ({records.location(3)})")) as raised:
             here.read_checked(3)
         assert cause in str(raised.value)

@@ -5,6 +5,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from packplan.app.planning.split import Split
 from packplan.app.sft import train as way
 from packplan.core.errors import RecordError
@@ -23,11 +25,14 @@ def train(*arguments: Any) -> Any:
 
 
 def measured(source: LengthSource) -> list[RecordOutcome]:
-    """Return the outcome of each record by the shortcut: that of a full encode, or its refusal."""
+    """Return the outcome of each record by the shortcut: that of a full encode, refusals included."""
     quick, full = (list(source.measure_many(range(len(source)), in_full=in_full)) for in_full in (False, True))
     refused = {place for place, one in enumerate(quick) if isinstance(one, RecordError)}
     assert refused == {place for place, one in enumerate(full) if isinstance(one, RecordError)}
     assert all(place in refused or one == full[place] for place, one in enumerate(quick))
+    for place in refused:
+        with pytest.raises(RecordError):
+            source.measure_in_full(place)
     return quick
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from packplan.core.errors import RecordError
 from tests.e2e.ready import assert_refused, measured
 from tests.records import asked
 
@@ -66,6 +67,8 @@ def test_headers_give_the_lengths_of_full_encodes(case, pictures, open_source):
 def test_a_shape_that_the_processor_refuses_is_refused_from_its_header(open_source, tmp_path, size, max_pixels, says):
     """With the record's line, as a full encode does."""
     Image.new("RGB", size).save(tmp_path / "line.png")
-    source, _ = open_source([asked("<image>?", images=["line.png"])], max_pixels=max_pixels)
+    source, encoder = open_source([asked("<image>?", images=["line.png"])], max_pixels=max_pixels)
 
     assert_refused(measured(source), [says])
+    with pytest.raises(RecordError, match=says):
+        encoder.encode(0)

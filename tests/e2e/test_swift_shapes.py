@@ -21,6 +21,7 @@ from packplan.app.wiring.splits import open_encoders
 from packplan.core.errors import RecordError
 from packplan.core.samples.records import REFUSED
 from packplan.core.samples.shapes import RECORD_KEYS
+from tests.e2e.ready import measured
 from tests.records import asked
 
 
@@ -159,10 +160,9 @@ def compare(samples, index, row, theirs):
     assert expected.get("loss_scale") in (None, found.get("loss_scale", weights))
     if "pixel_values" in expected:
         assert expected["pixel_values"].equal(found["pixel_values"])
-    measured = samples.measure_and_check(index, found)
-    assert (found["length"], sum(label != -100 for label in expected["labels"])) == (
-        measured.length, measured.supervised
-    )  # fmt: skip
+    counted = samples.measure_and_check(index, found)
+    assert found["length"] == counted.length
+    assert sum(label != -100 for label in expected["labels"]) == counted.supervised
     return found
 
 
@@ -189,17 +189,7 @@ def test_each_shape_has_the_tokens_and_labels_that_ms_swift_gives_it(custom, enc
     for index, row in enumerate(rows):
         given = {key: held for key, held in row.items() if held is not None and key != "dataset"}
         compare(ours, index, given, ours.template)
-    measured_alike(ours)
-
-
-def measured_alike(samples):
-    """Measure samples by their texts and headers, and in full: both give the same."""
-    quick, full = (
-        [(one.measurement, one.media) for one in SwiftMeasurer(samples).measure_many(range(len(samples)), in_full=way)]
-        for way in (False, True)
-    )
-    assert quick == full
-    return full
+    assert all(one.measurement for one in measured(SwiftMeasurer(ours)))
 
 
 def test_an_image_in_a_record_measures_as_its_file_does(encoder, tmp_path):
@@ -207,11 +197,10 @@ def test_an_image_in_a_record_measures_as_its_file_does(encoder, tmp_path):
     rows = [["red.png"], [CODED], [{"bytes": CODED}], [f"data:image/png;base64,{CODED}"], [{"path": "red.png"}]]
     write(tmp_path / "a.jsonl", [asked("<image>?", images=images) for images in rows])
 
-    assert 1 == len(set(measured_alike(encoder("a.jsonl"))))
+    assert 1 == len(set(measured(SwiftMeasurer(encoder("a.jsonl")))))
     write(tmp_path / "b.jsonl", [asked("<image>?", images=[base64.b64encode(RED[:60]).decode()])])
     (broken,) = SwiftMeasurer(encoder("b.jsonl")).measure_many(range(1), in_full=True)
-    assert "line 1: " in str(broken)
-    assert "bytes in the record" in str(broken)
+    assert all(said in str(broken) for said in ("line 1: ", "bytes in the record"))
 
 
 def test_the_limit_of_pixels_is_the_users(encoder, tmp_path, monkeypatch):

@@ -162,8 +162,6 @@ PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
 )
 CODED = base64.b64encode(PNG).decode()
-
-
 SPLIT = f"{CODED[:76]}\n{CODED[76:]}\n"
 
 
