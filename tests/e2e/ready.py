@@ -25,7 +25,7 @@ def train(*arguments: Any) -> Any:
 
 
 def measured(source: LengthSource) -> list[RecordOutcome]:
-    """Return the outcome of each record by the shortcut: that of a full encode, refusals included."""
+    """Return the outcome of each record by the shortcut: that of a full encode, also if refused."""
     quick, full = (list(source.measure_many(range(len(source)), in_full=in_full)) for in_full in (False, True))
     refused = {place for place, one in enumerate(quick) if isinstance(one, RecordError)}
     assert refused == {place for place, one in enumerate(full) if isinstance(one, RecordError)}
