@@ -1,6 +1,6 @@
 """Reads the YAML of a run strictly: every fault at once, each with its path and remedy."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -30,6 +30,9 @@ _OWN_KEYS = {field.name for field in attrs.fields(TrainingConfig)} - {"trainer"}
 
 _REQUIRED = {"template": {}, "custom": {}, "model": {"model": "unset"}, "training": {"output_dir": "unset"}}
 """Section -> values of its keys without a default, used in place of a value with a fault."""
+
+_FAULTS: Mapping[type, Callable[[Any], Iterator[Fault]]] = {RunConfig: run_faults, RlConfig: rl_faults}
+"""Class of a configuration -> function that yields what its types cannot express."""
 
 _REFUSED = {f"training.{key}": str(refusal) for key, refusal in refused_settings("sft").items()}
 
@@ -111,8 +114,7 @@ def _build_config(document: Mapping[str, Any], kind: type[T], source: str, advis
     if config is not None:
         # A key with a fault has its default here, so that what contradicts it is no fault.
         replaced = [fault.path for fault in found]
-        of_values = rl_faults(config) if isinstance(config, RlConfig) else run_faults(config)
-        found = (*found, *(one for one in of_values if not _mentions_any(one, replaced)))
+        found = (*found, *(one for one in _FAULTS[kind](config) if not _mentions_any(one, replaced)))
     if config is None or found:
         raise ConfigError(source, found)
     return attrs.evolve(config, source=source)

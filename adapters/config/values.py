@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import cattrs
 from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, IterableValidationError
-from cattrs.gen import make_dict_structure_fn, override
+from cattrs.gen import make_dict_structure_fn, make_mapping_structure_fn, override
 
 from packplan.adapters.config.layers import expand_path, merge_sections
 from packplan.core.config.keys import key_facts
@@ -155,7 +155,7 @@ def _converter() -> cattrs.Converter:
     converter.register_structure_hook_func(lambda kind: _origin(kind) is Mapping, lambda value, _: value)
     converter.register_structure_hook_factory(
         lambda kind: _origin(kind) is dict,
-        lambda kind: _mapping_hook(converter.gen_structure_mapping(kind), "pairs, as {this: that}"),
+        lambda kind: _mapping_hook(make_mapping_structure_fn(kind, converter), "pairs, as {this: that}"),
     )
     converter.register_structure_hook_func(
         lambda kind: _origin(kind) is tuple and attrs.has(typing.get_args(kind)[0]),

@@ -8,8 +8,10 @@ import attrs
 import pytest
 import yaml
 
+from packplan.adapters.config.values import structure_document
 from packplan.app.wiring.runs import read_config
-from packplan.core.config.run import TrainingConfig
+from packplan.core.config.rl import RlConfig
+from packplan.core.config.run import RunConfig, TrainingConfig
 from packplan.core.errors import ArgumentError, ConfigError
 from tests.documents import document, faults_of, parsed
 
@@ -234,3 +236,10 @@ def test_files_that_are_no_configuration_say_why(tmp_path: Path, text, says):
 
     with pytest.raises(ConfigError, match=says):
         read_config(tmp_path / "run.yaml")
+
+
+def test_runs_of_every_class_refuse_a_list_for_pairs():
+    """The converter keeps its check of mappings, whichever class it has seen first."""
+    for kind in (RunConfig, RlConfig, RunConfig):
+        _, faults = structure_document({"custom": {"columns": ["a"]}}, kind, lambda key, _: key)
+        assert any("pairs, as" in fault.reason for fault in faults if fault.path == "custom.columns")
