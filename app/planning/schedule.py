@@ -77,7 +77,7 @@ def sync_point_of(config: RunConfig) -> SyncPoint:
 
 
 def zero_stage(deepspeed: Any) -> int:
-    """Return the ZeRO stage of a value of `training.deepspeed`; 0 if it names none."""
+    """Return the ZeRO stage of `training.deepspeed`, settings or their file; 0 if it names none."""
     if isinstance(deepspeed, (str, Path)):
         try:
             deepspeed = json.loads(Path(deepspeed).read_text(encoding="utf-8"))

@@ -85,8 +85,8 @@ def match_checkpoint(
     config: RunConfig, group: RankGroup, checkpoint: Checkpoint[State], differences: Differences[State]
 ) -> Checkpoint[State]:
     """
-    Return a checkpoint that has no differences from this run: the given one, or for `last`, where
-    the newest is of other data or another plan, an older one; StaleError without one.
+    Return *checkpoint* if it has no differences from this run; else, if the run resumes from
+    `last`, the newest one without any. StaleError if there is none.
 
     Args:
         config: The run.
