@@ -5,10 +5,12 @@ import json
 import pytest
 from swift import get_template
 
+from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.splits import open_encoders
 from packplan.core.errors import ConfigError, RecordError
-from tests.e2e.test_swift_shapes import compare, loaded_by_swift, measured_alike, write
+from tests.e2e.ready import measured
+from tests.e2e.test_swift_shapes import compare, loaded_by_swift, write
 
 ADD = {
     "type": "function",
@@ -162,11 +164,9 @@ def test_tokens_weigh_what_ms_swift_says(scale, encoder, files, loaded):
     """Each record measures the same by its texts and in full."""
     samples = encoder(*files.values(), loss_scale=scale)
     theirs = template_of_swift(samples, loss_scale=scale)
-    weighed = [
-        case for index, case in enumerate(files) if "loss_scale" in compare(samples, index, loaded[case], theirs)
-    ]
-    measured_alike(samples)
-    assert "weights" in weighed
+    found = {case: compare(samples, index, loaded[case], theirs) for index, case in enumerate(files)}
+    assert all(one.measurement for one in measured(SwiftMeasurer(samples)))
+    assert "loss_scale" in found["weights"]
 
 
 def test_what_a_template_cannot_tell_is_refused(encoder, files, tmp_path):
