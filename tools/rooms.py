@@ -23,15 +23,17 @@ LAYERS = {
 
 WAY = {
     "run": "adapters/config/run.py",
-    "records": "adapters/samples/data_set.py",
-    "messages": "core/samples/shapes.py",
+    "splits": "app/wiring/splits.py",
+    "plan": "app/planning/plan.py",
+    "length": "app/planning/measure.py",
+    "pieces": "adapters/samples/measurer.py",
     "tokens": "adapters/samples/encoder.py",
-    "lengths": "app/planning/measure.py",
     "packs": "core/plan.py",
-    "schedule": "core/schedule/schedule.py",
-    "batches": "adapters/loaders/batches.py",
-    "trainer": "adapters/hf/following.py",
-    "step": "adapters/trainer/trainer.py",
+    "steps": "core/schedule/schedule.py",
+    "build": "app/wiring/trainers.py",
+    "batch": "adapters/loaders/batches.py",
+    "follow": "adapters/hf/following.py",
+    "train": "adapters/trainer/trainer.py",
 }
 """Stage of a sample's way -> the file where it begins to be read."""
 
@@ -125,7 +127,7 @@ def draw_rooms() -> str:
     for number, (name, file) in enumerate(WAY.items()):
         x = 10 + number * step
         shapes += [*_badge(x + 9, 44, number + 1), f'<text x="{x + 22:.0f}" y="49">{name}</text>']
-        shapes.append(f'<text class="small" x="{min(x, WIDTH - 140):.0f}" y="{68 + 14 * (number % 3)}">{file}</text>')
+        shapes.append(f'<text class="small" x="{min(x, WIDTH - 152):.0f}" y="{68 + 14 * (number % 3)}">{file}</text>')
     top = 112
     for layer, does in LAYERS.items():
         rows = arrange_in_rows([room for room in below if room.startswith(f"{layer}/")], below)
