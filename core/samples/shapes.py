@@ -76,7 +76,7 @@ Shapes that one file may mix. Their keys differ, so that no record is taken for 
 
 @attrs.frozen
 class ShapedRecord:
-    """Record converted into messages, with the name of its original shape."""
+    """Record with the keys that `to_messages` reads, and the name of its original shape."""
 
     shape: str
 
@@ -86,7 +86,7 @@ class ShapedRecord:
 
 def to_shape(record: object, columns: Mapping[str, str] | None = None) -> ShapedRecord:
     """
-    Convert a record of any known shape into messages.
+    Recognise the shape of a record, and convert it into messages unless it is a dense caption.
 
     Args:
         record: One JSON value of a data file.

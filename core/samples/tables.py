@@ -318,7 +318,7 @@ class DataFile:
 
 def source_sizes(files: Iterable[DataFile]) -> list[tuple[str, int]]:
     """
-    Return each source and its number of records, in the order of its first file.
+    Return the source and the number of records of each run of neighbouring files of one source.
 
     >>> files = (DataFile(name, name[0], "messages", 5) for name in ("a1", "a2", "b1"))
     >>> source_sizes(files)

@@ -334,7 +334,7 @@ class EpochSchedule:
         """
         Optimizer steps at the end of training, those before `start` included.
 
-        Epochs trained on other numbers of ranks count as one each, whatever their number of steps.
+        An epoch before `start` counts as one epoch, however many steps it took on other ranks.
         """
         if self.max_steps > 0:
             return self.max_steps
@@ -394,8 +394,8 @@ class EpochSchedule:
 
     def trained_packs(self, epoch: int, num_steps: int) -> IntArray:
         """
-        Return the packs of the first remaining steps of *epoch*, over all ranks, repeated packs
-        included; shape (num_trained,).
+        Return the packs of the first *num_steps* remaining steps of *epoch*, over all ranks,
+        repeated packs included; shape (num_trained,).
         """
         order, window = self.order(epoch), self.gradient_accumulation_steps
         num_batches = min(self._num_batches(order.size), num_steps * window)
@@ -481,7 +481,7 @@ class EpochSchedule:
         return order[segment.pack_offset :]
 
     def consumed_packs(self, epoch: int) -> IntArray:
-        """Return the packs of *epoch* that were consumed before `start`; shape (num_consumed,)."""
+        """Return the packs of *epoch* consumed before `start`; none unless `start` is within it."""
         return np.concatenate([order[: segment.pack_offset] for segment, order in self._segment_orders(epoch)])
 
     def _segment_orders(self, epoch: int) -> list[tuple[EpochSegment, IntArray]]:

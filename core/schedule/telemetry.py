@@ -51,8 +51,8 @@ class PackStats:
     works: SampleWorks | None = None
     """Work of samples; None counts the squares of their lengths."""
 
-    images: NDArray[np.float64] | None = None
-    """FLOPs of the images of each pack; None without `works`."""
+    media_flops: NDArray[np.float64] | None = None
+    """FLOPs of the images and videos of each pack; None without `works`."""
 
     @classmethod
     def from_plan(
@@ -63,7 +63,7 @@ class PackStats:
 
         Args:
             plan: The raw plan.
-            lengths: Tokens of each sample; int64, shape (num_samples,).
+            lengths: Tokens of each record; int64, shape (num_records,).
             packed: Whether samples share packs. Otherwise they are padded to the longest of their
                 batch.
             works: Work of samples; None counts the squares of their lengths.
@@ -87,16 +87,16 @@ class PackStats:
     def with_works(self, works: SampleWorks) -> PackStats:
         """Return the same packs with the work of their samples from *works*."""
         packs = self.packs
-        images = np.add.reduceat(works.images[packs.indices], packs.offsets[:-1])
-        return attrs.evolve(self, work=packs.sums(works.flops), works=works, images=images)
+        media_flops = np.add.reduceat(works.media_flops[packs.indices], packs.offsets[:-1])
+        return attrs.evolve(self, work=packs.sums(works.flops), works=works, media_flops=media_flops)
 
     def padded_work(self, packs: IntArray, widths: IntArray) -> NDArray[np.float64]:
         """
         Return the work of packs of one sample, each padded to its width; of the shape of *packs*.
         """
-        if self.works is None or self.images is None:
+        if self.works is None or self.media_flops is None:
             return squares(widths)
-        return self.works.model.row_flops(widths) + self.images[packs]
+        return self.works.model.row_flops(widths) + self.media_flops[packs]
 
 
 @attrs.frozen(eq=False)
@@ -152,7 +152,7 @@ class EpochStats:
         return int(self._widths(self._by_rank(self._packs(start, stop)[0])).sum())
 
     def num_tokens(self, start: int, stop: int) -> int:
-        """Return the tokens in steps *start* to before *stop*; a repeated pack counts once."""
+        """Return the tokens in steps *start* to before *stop*; a pack counts once in an epoch."""
         packs, first = self._packs(start, stop)
         return int((self.pack_stats.tokens[packs] * first).sum())
 

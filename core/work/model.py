@@ -164,7 +164,7 @@ class SampleWorks:
     lengths: IntArray
     """Tokens of each sample; shape (num_samples,)."""
 
-    images: FLOPs
+    media_flops: FLOPs
     """FLOPs of each sample's images and videos; shape (num_samples,)."""
 
     @classmethod
@@ -218,9 +218,9 @@ class SampleWorks:
         >>> SampleWorks.from_lengths(model, [3]).scaled(0, 10, 0).flops.tolist()
         [120.0]
         """
-        return attrs.evolve(self, model=self.model.scaled(text, attention), images=vision * self.images)
+        return attrs.evolve(self, model=self.model.scaled(text, attention), media_flops=vision * self.media_flops)
 
     @property
     def flops(self) -> FLOPs:
         """Work of each sample, in FLOPs or the unit of `scaled`; shape (num_samples,)."""
-        return np.rint(self.model.row_flops(self.lengths) + self.images)
+        return np.rint(self.model.row_flops(self.lengths) + self.media_flops)

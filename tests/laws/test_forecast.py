@@ -91,7 +91,7 @@ def test_a_step_takes_as_long_as_its_busiest_ranks(training, time, sync_at, done
         widths = [lengths[index] for index in samples]
         widths = widths if stats.packed else [max(widths)] * len(widths)
         text, attention = 4 * sum(widths), 2 * sum(width * (width + 1) / 2 for width in widths)
-        media = sum(flops.images[index] for index in samples)
+        media = sum(flops.media_flops[index] for index in samples)
         return time.microbatch + time.text * text + time.attention * attention + time.vision * media
 
     window = schedule.gradient_accumulation_steps

@@ -42,7 +42,7 @@ def works_and_widths(lengths, plan, batch, pack_stats) -> tuple[int, int]:
     if works is not None:
         widths = samples if packed else [max(samples)] * len(samples)
         text = sum(MODEL.per_position * width + MODEL.per_pair * width * (width + 1) / 2 for width in widths)
-        return text + sum(works.images[index] for index in indices), sum(widths)
+        return text + sum(works.media_flops[index] for index in indices), sum(widths)
     if packed:
         return sum(length**2 for length in samples), sum(samples)
     return len(samples) * max(samples) ** 2, len(samples) * max(samples)
