@@ -182,6 +182,10 @@ def packs_to_compare(packs: Packs, table: Table, *, count: int) -> list[int]:
 
 
 Strategy = Literal["flash", "varlen", "own"]
+"""
+Attention that keeps the samples of a row apart: flash attention, Packplan's `varlen`, or another of
+transformers' own.
+"""
 
 PROBE_VERSION = 2
 """

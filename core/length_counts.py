@@ -48,7 +48,7 @@ class LengthCounts:
 
 
 def _table_limit(lengths: IntArray) -> int:
-    # A table of all lengths up to the longest has to stay small beside the samples.
+    """Return the longest length at which a table of all lengths stays small beside the samples."""
     return 65_536 + lengths.size // 4
 
 

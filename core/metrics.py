@@ -128,13 +128,13 @@ def padded_positions(lengths: Lengths, *, batch_size: int) -> float:
     drawn = min(as_whole_number("batch_size", batch_size), total)
     longest, below = 0.0, 0.0
     for length, up_to in zip(different.tolist(), np.cumsum(times).tolist(), strict=True):
-        until = _share_of_draws(up_to, total, drawn)
+        until = _binomial_quotient(up_to, total, drawn)
         longest += length * (until - below)
         below = until
     return total * longest
 
 
-def _share_of_draws(part: int, total: int, drawn: int) -> float:
+def _binomial_quotient(part: int, total: int, drawn: int) -> float:
     """Return C(part, drawn) / C(total, drawn) by logarithms: both are too large for floats."""
     if part < drawn:
         return 0.0
