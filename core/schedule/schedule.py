@@ -339,26 +339,26 @@ class EpochSchedule:
         if self.max_steps > 0:
             return self.max_steps
         start = self.start
-        first_epoch = start.epoch_step + self.num_remaining_steps(start.epoch)
+        first_steps = start.epoch_step + self.num_remaining_steps(start.epoch)
         before = start.step - start.epoch_step
         if self.epochs_differ:
-            return self._total_where_epochs_differ(first_epoch)
+            return self._total_where_epochs_differ(first_steps)
         per_epoch = self.steps_per_epoch
-        if (before, first_epoch) == (start.epoch * per_epoch, per_epoch):
+        if (before, first_steps) == (start.epoch * per_epoch, per_epoch):
             # The product of floats before rounding up, as transformers computes it.
             return math.ceil(self.num_train_epochs * per_epoch)
         share = self.num_train_epochs - start.epoch
         if share < 1:
-            return max(start.step, before + math.ceil(share * first_epoch))
-        return before + first_epoch + math.ceil((share - 1) * per_epoch)
+            return max(start.step, before + math.ceil(share * first_steps))
+        return before + first_steps + math.ceil((share - 1) * per_epoch)
 
-    def _total_where_epochs_differ(self, first_epoch: int) -> int:
+    def _total_where_epochs_differ(self, first_steps: int) -> int:
         """Return `total_steps` where epochs differ, given the steps of the epoch of `start`."""
         start, wanted = self.start, Fraction(str(self.num_train_epochs))
         whole, share = divmod(wanted, 1)
         if whole > start.epoch:
             return self.last_step(int(whole) - 1) + math.ceil(share * self.num_epoch_steps(int(whole)))
-        return max(start.step, start.step - start.epoch_step + math.ceil((wanted - start.epoch) * first_epoch))
+        return max(start.step, start.step - start.epoch_step + math.ceil((wanted - start.epoch) * first_steps))
 
     @property
     def num_epochs(self) -> int:
@@ -458,7 +458,7 @@ class EpochSchedule:
         return self._progress(epoch, before + num_batches // self.gradient_accumulation_steps, num_batches=num_batches)
 
     def _steps_before(self, epoch: int) -> int:
-        """Return the number of the last optimizer step before the remaining batches of *epoch*."""
+        """Return the number of optimizer steps before the remaining batches of *epoch*."""
         return self.start.step if epoch == self.start.epoch else self.last_step(epoch - 1)
 
     def _progress(self, epoch: int, step: int, *, num_batches: int) -> Progress:
