@@ -211,15 +211,15 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
     eval_dataset: Any
 
     def serve(
-        self, schedule: EpochSchedule, plan: str, data: str, *, packs: Any, collator: Any, eval_packs: Any
+        self, schedule: EpochSchedule, checksum: str, digest: str, *, packs: Any, collator: Any, eval_packs: Any
     ) -> None:
         """
         Serve the packs of a plan from now on.
 
         Args:
             schedule: Order of packs, in which a group of ranks that share rows is one rank.
-            plan: Checksum of the plan.
-            data: Digest of the rows.
+            checksum: Checksum of the plan.
+            digest: Digest of the rows.
             packs: Data set of the training packs, by pack index.
             collator: Function that turns a list of packs into inputs of the model, with the pack
                 index, or a list of pack indices, under `PACK`.
@@ -228,8 +228,8 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
         """
         self._train_packs, self._eval_packs, self._collator = packs, eval_packs, collator
         # Consecutive ranks share rows where the schedule has fewer ranks than were started.
-        rank = self.args.process_index // (self.args.world_size // schedule.world_size)
-        self.follow(PackBatches(schedule, rank, schedule.world_size, plan=plan, data=data, identity=self._identity()))
+        rank, size = self.args.process_index // (self.args.world_size // schedule.world_size), schedule.world_size
+        self.follow(PackBatches(schedule, rank, size, plan=checksum, data=digest, identity=self._identity()))
 
     def _identity(self) -> RunIdentity:
         """Return the settings and the model's files that a resumed run has to share."""

@@ -202,7 +202,7 @@ def _hook_fault(model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tens
         try:
             calls = hooks.counts.calls
             with torch.no_grad():
-                found, limit, typical = _hidden_state_and_limit(model, stack.module, batch)
+                found, limit, median = _hidden_state_and_limit(model, stack.module, batch)
                 if hooks.counts.calls == calls:
                     return "it is given no mask of rows and positions"
                 with using_native_attention(model, native), hooks.paused():
@@ -212,14 +212,14 @@ def _hook_fault(model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tens
         except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
             return " ".join(f"it raises {type(error).__name__}: {error}".split())[:300]
     kept = ([row[kept] for row, kept in zip(states.float(), real, strict=True)] for states in (found, expected))
-    worst = max(compare_values(*kept, median=typical))
+    worst = max(compare_values(*kept, median=median))
     return ProbeResult(isolation, worst).reason_against_packing(limit=limit)
 
 
 def _hidden_state_and_limit(model: Any, module: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, float, bool]:
     """
     Return the last hidden state of *module* for a batch, the allowed difference of two passes, and
-    whether typical tokens are compared instead of the worst ones.
+    whether the median token is compared instead of the worst one.
 
     The allowed difference is read during the call, since accelerate turns on autocast there.
     """

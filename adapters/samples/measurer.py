@@ -183,7 +183,7 @@ class SwiftMeasurer:
         split = [one.split for one in read if isinstance(one, _ReadSample) and one.split is not None]
         counted = iter(self._piece_counter.count(split) if split and self._piece_counter is not None else ())
         return [
-            one if isinstance(one, RecordError) else self._to_outcome(one, next(counted) if one.split else None)
+            one if isinstance(one, RecordError) else self._finish_measuring(one, next(counted) if one.split else None)
             for one in read
         ]
 
@@ -203,8 +203,8 @@ class SwiftMeasurer:
         self, index: int, sample: dict[str, Any], images: Sequence[MediaFacts], videos: Sequence[VideoFacts]
     ) -> SplitSample | None:
         """
-        Split a sample into pieces, with stand-ins for its media and what these cost beyond them;
-        None if it has to be encoded in full.
+        Split a sample into pieces, with stand-ins for its media, and compute the media's extra
+        cost; None if it has to be encoded in full.
         """
         of_images = self.image_costs if images else None
         of_videos = self._encoder.video_costs if videos else None
@@ -222,7 +222,7 @@ class SwiftMeasurer:
         except Exception:  # noqa: BLE001  # whatever the template raises, a full encode says with the record's place
             return None
 
-    def _to_outcome(self, one: _ReadSample, shortcut: Measurement | None) -> RecordOutcome:
+    def _finish_measuring(self, one: _ReadSample, shortcut: Measurement | None) -> RecordOutcome:
         """
         Return the shortcut's measurement of a sample, or that of a full encode, or its error.
 
