@@ -189,10 +189,10 @@ def _add_media(record: Mapping[str, Any], media: Media) -> Mapping[str, Any]:
     for name in media.pop(_NAMED_BY_RECORD, ()):
         if not has(record, name):
             fail(f"has a part of a message that shows one of its {name}, but it has none: name it in the part")
-    for name, held in media.items():
-        if held and has(record, name):
+    for name in media:
+        if has(record, name):
             fail(f"has {name} in its messages and in {name!r}, of which one would be ignored: keep one")
-    return {**record, **{name: held for name, held in media.items() if held}}
+    return {**record, **media}
 
 
 def _normalise_role(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,8 +72,7 @@ def split_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         waiting[:answers] = _sort_answers(calls, waiting[:answers], "tool_call_id")
         rest = {name: held for name, held in message.items() if name != "tool_calls"}
         text = [] if is_empty(rest.get("content")) else [rest]
-        weighed = {name: message[name] for name in WEIGHTS if name in message}
-        converted += [*text, *({**(weighed if text else rest), **one} for one in map(_call_message, calls))]
+        converted += [*text, *({**rest, **one} for one in map(_call_message, calls))]
     return converted
 
 

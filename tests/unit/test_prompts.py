@@ -49,16 +49,13 @@ def test_images_stand_at_their_tags(open_prompts):
     ("record", "sees", "says"),
     [
         (chat(ANSWER), False, "has no question before its last message"),
-        (asked("<image>", images=["one.png"]), False,
-         "has images, but the model reads text only"),
-        (asked("<image>", images=["gone.png"]), True,
-         "line 2: the image .*gone.png does not exist"),
+        (asked("<image>", images=["one.png"]), False, "has images, but the model reads text only"),
+        (asked("<image>", images=["gone.png"]), True, "line 2: the image .*gone.png does not exist"),
         (chat(videos=["a.mp4"]), True, "has videos or tools"),
         (chat(QUESTION), False, "does not end with an assistant message"),
-        (asked("<image>", images=["https://x.org/a.png"]), True,
-         r"\(custom.media_cache\)|media_cache"),
+        (asked("<image>", images=["https://x.org/a.png"]), True, r"\(custom.media_cache\)|media_cache"),
     ],
-)  # fmt: skip
+)
 def test_a_record_that_is_no_prompt_is_named(open_prompts, record, sees, says):
     """By its file and line, with what is wrong."""
     with pytest.raises(RecordError, match=says) as raised:

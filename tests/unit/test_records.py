@@ -46,11 +46,12 @@ def test_a_summary_answers_when_asked_for():
 
 
 def test_polygons_and_text_alone():
-    """A polygon of three points or more; no image is fine."""
+    """A polygon of three points or more; no image is fine; a channel of ms-swift is a text."""
     poly = {"desc": "tri", "poly": [0, 0, 4, 0, 2.5, 4]}
     sample = to_messages({"objects": [poly]})
 
     assert ([poly], False) == (json.loads(sample["messages"][1]["content"]), "images" in sample)
+    assert "3" == to_messages(chat(channel=3))["channel"]
 
 
 @pytest.mark.parametrize(

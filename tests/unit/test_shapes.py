@@ -110,7 +110,7 @@ def test_an_image_or_video_between_texts_is_a_tag_there(part, file):
         (chat({"role": "system", "content": ""}, QUESTION, ANSWER), ["", "why?", "so."]),
         (chat(Messages=[]), ["why?", "so."]),
         *((chat({**ANSWER, **weighed}, *ASKED), ["so.", "why?", "so."])
-          for weighed in ({"loss": True}, {"loss": False}, {"loss_scale": 2})),
+          for weighed in ({"loss": True}, {"loss": False}, {"loss_scale": 2}, {"loss": False, "loss_scale": 0})),
         (chat(ANSWER, ANSWER), ["so.", "so."]),
     ],
 )  # fmt: skip
@@ -139,6 +139,7 @@ def test_images_that_no_tag_places_come_before_what_the_user_says_first(number, 
         (dict.fromkeys("cdefghij", "a"), r"it has 'c', .*, 'j'\. "),
         ({f"{n}{'x' * 99}": "a" for n in range(99)}, r"7x+', …\. .* as {0x{39}: query}"),
         ({"conversations": [{"speaker": "x", "text": "y"}]}, "neither a role nor one question and one answer"),
+        ({"conversations": [{"human": "x", "gpt": "y", "bot": "z"}]}, "neither a role nor one question and one answer"),
         ({"conversations": [{"human": "x", "gpt": "y", "score": 3}]}, "with 'score', which would be ignored"),
         ({"conversations": [{"from": None, "value": None}]}, "not an object with a text 'content'"),
         ({"messages": {"a": 1}}, "has 'messages' that are no list, but an object"),

@@ -82,10 +82,9 @@ def test_answers_stand_in_the_order_of_their_calls(order):
         SAID,
     ]
 
-    said = [openai(*calls, content="wait"), *answers]
-    assert expected == to_messages(chat(ASKED, *said, SAID))["messages"]
-    said = [{"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
-    assert expected == to_messages(chat(ASKED, *said, SAID))["messages"]
+    in_parts = [{"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
+    for said in ([openai(*calls, content="wait"), *answers], in_parts):
+        assert expected == to_messages(chat(ASKED, *said, SAID))["messages"]
 
 
 def test_answers_that_lack_a_call_stay_where_they_are():
@@ -140,6 +139,7 @@ def test_an_answer_of_json_is_its_text():
     (found,) = [one for one in to_messages(chat(ASKED, CALLED, answer, SAID))["messages"] if "name" in one]
 
     assert {**answer, "content": '{"z": null, "a": "é"}'} == found
+    assert to_messages(chat(ASKED, CALLED, {**GIVEN, "content": json.dumps([IMAGE])}, SAID)), "a text is a text"
 
 
 def test_what_weighs_a_message_goes_with_its_calls():
@@ -178,6 +178,7 @@ REFUSED = [
     ([ASKED, {**SAID, "loss_scale": [1, 2]}], "the loss_scale .1, 2."),
     ([ASKED, {**SAID, "loss_scale": 0}], "'loss_scale': 0 in its last message"),
     ([ASKED, {**SAID, "loss": False, "loss_scale": 2}, ASKED, SAID], "'loss': false and a loss_scale"),
+    ([{**ASKED, "loss_scale": 0}, SAID], "a user message with 'loss_scale', but"),
     ([{**ASKED, "loss": True}, SAID], "a user message with 'loss', but only what the model says is weighed"),
     *(  # a model would read hundreds of tokens of base64
         ([ASKED, CALLED, {**GIVEN, "content": content}, SAID], "an image in a tool's answer, where it would be text")
