@@ -121,7 +121,7 @@ def _require_data_path(path: Path) -> None:
 
 
 def _match_files(path: str) -> list[Path]:
-    """Return the files that a name or a pattern matches; DataSetError if there is none."""
+    """Return the files of a name, folder or pattern; DataSetError for a pattern without files."""
     if (fault := url_fault(path)) is not None:
         raise DataSetError(f"{mask_credentials(path)} {fault}")
     if is_url(path):
@@ -138,8 +138,8 @@ def _match_files(path: str) -> list[Path]:
 
 def _find_shards(folder: Path) -> list[Path]:
     """
-    Return the Parquet or Arrow files in a folder, sorted by name; DataSetError if they belong to
-    several splits.
+    Return the Parquet or Arrow files in a folder, sorted by name, or the folder if it has none;
+    DataSetError if they belong to several splits.
     """
     found = sorted(path for path in folder.rglob("*") if path.suffix in {".parquet", ".arrow"} and path.is_file())
     kinds = {str(path.relative_to(folder).parent / _SHARD.sub("", path.stem)) + f"*{path.suffix}" for path in found}

@@ -120,7 +120,7 @@ class VideoFacts:
     """Frames a second; 0 for listed frames, which have no rate."""
 
     head: int
-    """First eight bytes of the SHA-256 of the first and last 64 KiB, as a signed number."""
+    """First eight bytes of the SHA-256 of its files' first and last 64 KiB, as a signed number."""
 
     doubt: str | None = None
     """Reason to decode the video to measure it; None if its container is enough."""

@@ -118,7 +118,7 @@ def _processor_cost(processor: Any, unit: int, most: int | None, width: int, hei
 
 
 def _image_cost_methods(template: Template, stand_in: Measurement) -> Iterator[ImageCosts]:
-    """Yield methods to try for a template; *stand_in* is measured on a sample of `DUMMY_SIZE`."""
+    """Yield methods to try for a template; *stand_in* is of a sample with a `DUMMY_SIZE` image."""
     processor, most = template.processor, template.max_pixels
     images: Any = getattr(processor, "image_processor", None)
     patch: Any = getattr(images, "patch_size", None)

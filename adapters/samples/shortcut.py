@@ -150,9 +150,9 @@ class PieceCounter:
             tokens = iter(self._tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False))
         else:
             tokens = map(self._template._tokenize, texts)
-        return [self._count_pieces(sample, tokens) for sample in samples]
+        return [self._add_up_pieces(sample, tokens) for sample in samples]
 
-    def _count_pieces(self, sample: SplitSample, tokens: Iterator[Any]) -> Measurement | None:
+    def _add_up_pieces(self, sample: SplitSample, tokens: Iterator[Any]) -> Measurement | None:
         pieces = [(one, next(tokens) if isinstance(one.content, str) else one.content) for one in sample.pieces]
         stand_ins = [(kind, self.stand_ins[kind], number) for kind, number in sample.media.items()]
         if self.count_media_tokens(sample) != Counter({kind: one.mentions * number for kind, one, number in stand_ins}):

@@ -51,7 +51,7 @@ def has_separate_video_pass(template: Template) -> bool:
 
 
 def decord_fault() -> str | None:
-    """Return the reason why not decord reads videos, or None; its way to count frames is known."""
+    """Return why decord, the reader whose way to count frames is known, is not used, or None."""
     found = vision_process.get_video_reader_backend()
     if found == READER:
         return None
