@@ -16,12 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from packplan.adapters.progress import loading_libraries
-from packplan.app.cli.command import (
-    add_logging_options,
-    command_parser,
-    run_command,
-    run_program,
-)
+from packplan.app.cli.command import add_logging_options, command_parser, run_command, run_program
 from packplan.app.planning.measure import measure
 from packplan.app.planning.plan import Ranks
 from packplan.app.planning.split import Split

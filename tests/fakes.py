@@ -15,14 +15,7 @@ from packplan.core.errors import RecordError, UserError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import RawPlan
 from packplan.core.ports import Arrays, ReportProgress, StoredRows
-from packplan.core.samples.tables import (
-    DataFile,
-    MeasuredSample,
-    Measurement,
-    MediaFacts,
-    RecordOutcome,
-    ShortcutError,
-)
+from packplan.core.samples.tables import DataFile, MeasuredSample, Measurement, MediaFacts, RecordOutcome, ShortcutError
 
 
 class ListSource:

@@ -157,14 +157,15 @@ def expand_config_file(arguments: Sequence[str]) -> list[str]:
     return given
 
 
-def read_command(task: str, arguments: Sequence[str], *, num_processes: int) -> SwiftCommand:
+def read_command(task: str, arguments: Sequence[str], *, started: int, world_size: int | None = None) -> SwiftCommand:
     """
     Return a command as ms-swift resolves it, before it loads anything.
 
     Args:
         task: Command of ms-swift: `sft`, `pt` or `rlhf`.
         arguments: Words of the command line after the task.
-        num_processes: Training processes that it starts.
+        started: Training processes that it starts, unless *world_size* says them.
+        world_size: Processes, or groups of processes that share each row.
 
     Raises:
         ConfigError: ms-swift refuses the command, or its arguments contradict a plan.
@@ -182,6 +183,7 @@ def read_command(task: str, arguments: Sequence[str], *, num_processes: int) -> 
             raise ConfigError(COMMAND, (Fault("ms-swift", "refuses an argument, which it names above"),)) from None
         if rest:
             raise ConfigError(COMMAND, (Fault(rest[0], "is no argument of ms-swift: remove it"),))
+    num_processes = world_size * row_ranks(plain) if world_size else started
     count_row_groups(num_processes, row_ranks(plain))  # refuses what does not fit
     return SwiftCommand(plain, num_processes)
 

@@ -145,7 +145,7 @@ def _resolve_command(words: Sequence[str], world_size: int | None) -> RunConfig:
 
     arguments = expand_config_file(arguments)  # whose variables may say the ranks
     ranks = world_size or _count_started_ranks(launcher, is_swift=not _ENTRY.fullmatch(words[len(launcher)]))
-    command = read_command(task, arguments, num_processes=ranks)
+    command = read_command(task, arguments, started=ranks, world_size=world_size)
     if not any(word.partition("=")[0] in {"--packing", "--padding_free"} for word in arguments):
         log.warning("the command does not say --packing true, without which ms-swift trains no packs: add it")
     return _run_from_command(command)

@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 
 import packplan as pp
 from packplan.adapters import exports
-from packplan.adapters.exports import (
-    export_llama_factory,
-    export_megatron_bridge,
-    export_parquet,
-)
+from packplan.adapters.exports import export_llama_factory, export_megatron_bridge, export_parquet
 from packplan.core.errors import ArgumentError, OutputError, StaleError
 
 EXPORTS = [export for name, export in vars(exports).items() if re.match("export_(?!cached)", name)]

@@ -11,11 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import packplan as pp
-from packplan.adapters.stores.length_table import (
-    read_length_table,
-    read_length_table_key,
-    write_length_table,
-)
+from packplan.adapters.stores.length_table import read_length_table, read_length_table_key, write_length_table
 from packplan.core.errors import ArgumentError, OutputError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.ports import StoredRows

@@ -13,17 +13,7 @@ from pathlib import Path
 import pytest
 
 from packplan.adapters.processes import ignore_foreign_sigterm
-from tests.processes import (
-    DEADLINE_S,
-    PATIENCE_S,
-    ROOT,
-    each_ends,
-    finished,
-    killed_at_end,
-    lives,
-    publish,
-    wait_for,
-)
+from tests.processes import DEADLINE_S, PATIENCE_S, ROOT, each_ends, finished, killed_at_end, lives, publish, wait_for
 
 pytestmark = pytest.mark.slow
 

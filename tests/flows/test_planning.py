@@ -14,13 +14,7 @@ from packplan.app.planning.measure import MAX_KNOWN_BETWEEN, merge_known
 from packplan.app.planning.plan import Ranks
 from packplan.app.planning.split import KnownTable, align_options
 from packplan.core.config.identity import plan_policy
-from packplan.core.errors import (
-    ArgumentError,
-    DataSetError,
-    MismatchError,
-    RecordError,
-    StaleError,
-)
+from packplan.core.errors import ArgumentError, DataSetError, MismatchError, RecordError, StaleError
 from packplan.core.plan import build_raw_plan
 from packplan.core.samples.tables import KnownLengths, column, identity_with_media, to_tables
 from packplan.core.work.model import SampleWorks, WorkModel
