@@ -129,19 +129,20 @@ class _OpenBins:
     """Open bins of best or first fit, kept as ranges of neighbouring bins with equal room."""
 
     def __init__(self, *, fullest: bool) -> None:
-        self._fullest = fullest
+        self._fullest, self._size = fullest, 0
         self._fits: list[tuple[int, int, int, int]] = []  # (preference, first, number, room): the current length fits
         self._waits: list[tuple[int, int, int]] = []  # (-room, first, number): only a shorter one may fit
 
     def set_size(self, size: int) -> None:
         """Set the current length, shorter than before, and admit the ranges that it now fits."""
+        self._size = size
         while self._waits and -self._waits[0][0] >= size:
             room, first, number = heappop(self._waits)
-            self.put_range(first, number, -room, size)
+            self.put_range(first, number, -room)
 
-    def put_range(self, first: int, number: int, room: int, size: int) -> None:
-        """Add *number* bins from *first* on, *room* tokens free in each, at the current *size*."""
-        if room >= size:
+    def put_range(self, first: int, number: int, room: int) -> None:
+        """Add *number* bins from *first* on, each with *room* tokens free."""
+        if room >= self._size:
             heappush(self._fits, (room if self._fullest else 0, first, number, room))
         else:
             heappush(self._waits, (-room, first, number))
@@ -179,12 +180,11 @@ def fit_decreasing(
             rest = min(per_bin, left - full * per_bin) if full < number else 0
             if full:
                 trace.write((index, first, full, per_bin))
-                bins.put_range(first, full, room - per_bin * size, size)
+                bins.put_range(first, full, room - per_bin * size)
             if rest:
                 trace.write((index, first + full, 1, rest))
-                bins.put_range(first + full, 1, room - rest * size, size)
-            untouched = number - full - (rest > 0)
-            if untouched:
-                bins.put_range(first + number - untouched, untouched, room, size)
+                bins.put_range(first + full, 1, room - rest * size)
+            if untouched := number - full - (rest > 0):
+                bins.put_range(first + number - untouched, untouched, room)
             left -= full * per_bin + rest
     return trace

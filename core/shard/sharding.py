@@ -129,9 +129,10 @@ class Sharding:
     def shard(self, rank: int) -> tuple[ShardBatch, ...]:
         """Return the microbatches of worker *rank*, one `ShardBatch` for each global batch."""
         ends = np.cumsum(self.num_microbatches) + range(self.num_shards)[rank] * sum(self.num_microbatches)
-        return tuple(self._cut(int(end) - num, int(end)) for num, end in zip(self.num_microbatches, ends, strict=True))
+        return tuple(self._slice(end - num, end) for num, end in zip(self.num_microbatches, ends.tolist(), strict=True))
 
-    def _cut(self, start: int, stop: int) -> ShardBatch:
+    def _slice(self, start: int, stop: int) -> ShardBatch:
+        """Return the microbatches *start* to before *stop*, of one worker and global batch."""
         offsets = self.slots.offsets[start : stop + 1]
         held = slice(offsets[0], offsets[-1])
         return ShardBatch(self.slots.indices[held], self.weights[held], offsets - offsets[0], self.widths[start:stop])
