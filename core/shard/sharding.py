@@ -1,7 +1,7 @@
 """
 Microbatches of each data-parallel worker, cut from an RL batch.
 
-Every `Sharding` keeps these rules:
+A slot is one place in a microbatch, of a sequence or of filler. Every `Sharding` keeps these rules:
 
 - Global batches stay separate and in order.
 - In a global batch every worker has the same number of microbatches, none of them empty.
