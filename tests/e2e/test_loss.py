@@ -119,6 +119,7 @@ def test_steps_are_the_means_over_their_samples(prepared, model, weighed, traini
         assert any(len(pack) > 1 and 0 in table[pack, 1] for pack in packs), "no masked sample"
     gradients = Gradients()
     run.trainer.add_callback(gradients)
+    assert (1 if training.get("packing", True) else 3) == len(next(iter(run.trainer.get_train_dataloader()))["labels"])
 
     run.trainer.train()
 
@@ -171,8 +172,8 @@ def test_a_step_over_several_ranks_is_the_mean_over_all_of_them(  # noqa: PLR091
 
 @pytest.mark.parametrize(("model", "weighed"), [("qwen2_5_vl", False), ("qwen2", True)])
 def test_an_evaluation_is_the_token_mean_once(prepared, model, weighed):
-    """Packed, padded, in a batch of three, and without packing; weighted too."""
-    ways = ({"eval_packing": True}, {"eval_packing": False, "per_device_eval_batch_size": 3}, {"packing": False})
+    """Packed, padded, in a batch of three, and without packing; weighted, and by the plain loss."""
+    ways = ({"enable_dft_loss": True}, {"eval_packing": False, "per_device_eval_batch_size": 3}, {"packing": False})
     packed, padded, unpacked = (prepared(model, val=True, weighed=weighed, training=keys) for keys in ways)
     encode, table = packed.samples["eval"].encode, packed.planned["eval"].table
     with torch.no_grad():

@@ -61,7 +61,7 @@ def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(  # noqa: PL
     assert result.num_steps == sum("loss" in line for line in lines)
     steps = [line for line in lines if "loss" in line]
     telemetry = {"fill", "samples_per_pack", "tokens_per_second", "work", "long_share", "coverage", "token_acc"}
-    assert all(telemetry <= step.keys() for step in steps)
+    assert all(telemetry <= step.keys() and step["data_wait_seconds"] > 0 for step in steps)
     assert not {"work_imbalance", "useful_tokens_per_second"} & {*chain.from_iterable(steps)}
     plan = result.planned["train"].raw
     assert [plan.planned_samples / plan.num_samples] * 2 == [
@@ -72,8 +72,7 @@ def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(  # noqa: PL
     # An epoch's line would take the accuracy of the steps since the last log along.
     assert not any("token_acc" in line for line in lines if "epoch_coverage" in line)
     (events,) = (tmp_path / "run").rglob("events.out.tfevents.*")
-    accumulator = EventAccumulator(str(events)).Reload()
-    assert {f"train/{key}" for key in telemetry} <= set(accumulator.Tags()["scalars"])
+    assert {f"train/{key}" for key in telemetry} <= set(EventAccumulator(str(events)).Reload().Tags()["scalars"])
 
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="packplan"):
