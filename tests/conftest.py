@@ -3,7 +3,7 @@
 import collections
 import functools
 import gc
-import importlib
+import importlib.util
 import itertools
 import logging
 import os
@@ -73,7 +73,8 @@ def pytest_runtestloop(session):
     """Fork the server of processes from the process that has collected the tests."""
     gc.freeze()
     if any("server" in getattr(item, "fixturenames", ()) for item in getattr(session, "items", ())):
-        importlib.import_module("tests.stack")
+        if importlib.util.find_spec("swift"):
+            importlib.import_module("tests.stack")
         fork_server()
 
 

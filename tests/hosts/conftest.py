@@ -1,38 +1,27 @@
 """Fixtures of the pages that people read, and of trainers in processes of their own."""
 
-import subprocess
-import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from tests.hosts.pages import HOSTED, Reader, call, own_callbacks
-from tests.processes import ROOT, finished
+from tests.processes import finished
 
-if HOSTED:
+if HOSTED:  # for the server of processes, which is forked from this one
+    for name in ("lightning", "ray.train.torch", "torch.distributed.run", "trl.trainer.dpo_trainer"):
+        import_module(name)
 
-    @pytest.fixture(scope="session")
-    def apart():
-        """Return a function that calls another one, by its name, in a process and a folder."""
 
-        def run(name: str, *given: object, folder: Path) -> None:
-            code = f"from tests.hosts.pages import call; call{(name, str(folder), *map(str, given))}"
-            subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=900)
+@pytest.fixture(scope="session")
+def apart(server):
+    """Return a function that calls another one, by its name, in a process and a folder."""
 
-        return run
+    def run(name: str, *given: object, folder: Path) -> None:
+        started = server.start(call, name, str(folder), *map(str, given), log=folder / "printed.txt")
+        assert [0] == finished([started])
 
-else:
-
-    @pytest.fixture(scope="session")
-    def apart(server):
-        """Return the same of a process with the stack imported, which returns what is printed."""
-
-        def run(name: str, *given: object, folder: Path) -> str:
-            started = server.start(call, name, str(folder), *map(str, given), log=folder / "printed.txt")
-            assert [0] == finished([started])
-            return started.said
-
-        return run
+    return run
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +39,6 @@ def made(apart, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def reader(made, tmp_path):
+def reader(server, made, tmp_path):
     given = {"path/to/model": made / "model", "path/to/rows": made / "rows"}
-    return lambda page: Reader(page, tmp_path, given)
+    return lambda page: Reader(server, page, tmp_path, given)

@@ -6,7 +6,6 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from unittest import mock
 import pytest
 
 import packplan as pp
-from tests.processes import ROOT, descendants, end, wait_for
+from tests.processes import ROOT, Server, Started, descendants, end, wait_for
 
 PAGES = ROOT / "docs" / "use-it-in"
 
@@ -44,17 +43,24 @@ def call(name: str, folder: str, *given: str) -> None:
         getattr(importlib.import_module(module), function)(*given)
 
 
-def run_script(*words: str) -> None:
-    """Run a script as its command does."""
-    sys.argv = list(words)
-    runpy.run_path(words[0], run_name="__main__")
+def type_command(folder: str, name: str, *words: str) -> None:
+    """Do what a command does, in this process; torchrun forks its ranks from it."""
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    if name == "torchrun":
+        words = ("--start-method", "fork", "--run-path", *words)
+    if name != "python":
+        words = (str(Path(sys.executable).with_name(name)), *words)
+    sys.argv = [*words]
+    with own_callbacks():
+        runpy.run_path(words[0], run_name="__main__")
 
 
 class Reader:
     """Somebody who copies a page's files into a folder and types its commands."""
 
-    def __init__(self, page: str, folder: Path, given: Mapping[str, Path]) -> None:
-        self.folder = folder
+    def __init__(self, server: Server, page: str, folder: Path, given: Mapping[str, Path]) -> None:
+        self._server, self.folder = server, folder
         text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
         blocks = re.findall(r"```(\w+)\n(.*?)```", text, re.DOTALL)
         lines = [line for language, block in blocks if language == "bash" for line in block.splitlines()]
@@ -70,27 +76,27 @@ class Reader:
             (folder / name).write_text(code)
 
     @contextlib.contextmanager
-    def typing(self, words: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    def typing(self, words: list[str]) -> Iterator[Started]:
         """Type a command with its variables; kill it at the end, with all that it started."""
         number = next(number for number, word in enumerate(words) if "=" not in word)
-        env = os.environ | dict(word.split("=", 1) for word in words[:number])
-        with (self.folder / "printed.txt").open("a") as printed:
-            command = [Path(sys.executable).with_name(words[number]), *words[number + 1 :]]
-            process = subprocess.Popen(command, cwd=self.folder, env=env, stdout=printed, stderr=subprocess.STDOUT)
+        env = dict(word.split("=", 1) for word in words[:number])
+        printed, command = self.folder / "printed.txt", words[number:]
+        started = self._server.start(type_command, str(self.folder), *command, log=printed, env=env)
         try:
-            yield process
+            yield started
         finally:
-            started = descendants(process.pid)
-            process.kill()
-            end(started)
-            process.wait()
+            left = descendants(started.pid)
+            started.process.kill()
+            end(left)
+            started.process.join()
 
     def run(self, words: list[str], until: Callable[[], bool] | None = None) -> str:
         """Type a command, wait for its end or kill it once something holds; return its output."""
         before = len(self.printed)
-        with self.typing(words) as process:
-            wait_for(lambda: process.poll() is not None or (until is not None and until()), f"{words} goes on")
-            assert process.poll() == (0 if until is None else None), self.printed[-3000:]
+        with self.typing(words) as started:
+            process = started.process
+            wait_for(lambda: process.exitcode is not None or (until is not None and until()), f"{words} goes on")
+            assert process.exitcode == (0 if until is None else None), self.printed[-3000:]
         return self.printed[before:]
 
     def run_until(self, words: list[str], text: str) -> str:

@@ -53,15 +53,15 @@ def test_the_page_of_proofs_proves(reader):
 
 
 @pytest.mark.skipif(HOSTED, reason="the demo, which makes the processor, needs ms-swift")
-def test_the_trainer_of_transformers_sees_images(demo, apart, tmp_path):
+def test_the_trainer_of_transformers_sees_images(demo, server, tmp_path):
     """By the page's second file, with the processor of a tiny model."""
     (picture, *_) = sorted((demo / "data").rglob("*.png")) or sorted((demo / "data").rglob("*.jpg"))
     text = "<|vision_start|><|image_pad|><|vision_end|>" + "a red dot " * 3
     records = tmp_path / "records.jsonl"
     write_lines(records, [{"text": text + "and blue " * n, "image": str(picture)} for n in range(6)])
     given = {"path/to/vision-model": demo / "models" / "qwen2_5_vl", "path/to/records.jsonl": records}
-    words = Reader("transformers", tmp_path, given).commands[-1]
+    at = Reader(server, "transformers", tmp_path, given)
 
-    printed = apart("tests.hosts.pages:run_script", *words[1:], folder=tmp_path)
+    printed = at.run(at.commands[-1])
 
     assert re.search(r"'loss': '?\d", printed), printed

@@ -7,7 +7,7 @@ import attrs
 import pytest
 
 from tests.hosts.pages import hosted, plan_of
-from tests.processes import DEADLINE_S, descendants, wait_for
+from tests.processes import descendants, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -65,11 +65,11 @@ def test_ray_starts_lost_workers_again_where_they_were(reader, made):
     """From the checkpoint of the last step that all workers reported."""
     at = reader("torch")
     log = at.folder / "rank0.txt"
-    with at.typing(at.commands[4]) as process:
+    with at.typing(at.commands[4]) as started:
         wait_for(lambda: log.exists() and "rank 0 step 2 " in log.read_text(), "no worker has trained two steps")
-        (worker, *_) = [one for one in descendants(process.pid) if "RayTrainWorker" in " ".join(one.cmdline())]
+        (worker, *_) = [one for one in descendants(started.pid) if "RayTrainWorker" in " ".join(one.cmdline())]
         worker.kill()
-        assert 0 == process.wait(DEADLINE_S), at.printed[-3000:]
+        assert 0 == started.wait(), at.printed[-3000:]
 
     trained = trained_packs("".join(path.read_text() for path in at.folder.glob("rank*.txt")))
     planned = planned_packs(plan_of(made).schedule(world_size=2, packs_per_step=4))
