@@ -4,17 +4,18 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 HOSTS := .hosts
 READY := $(VENV)/.ready
-# uv takes a tenth of pip's time and downloads once for both environments; pip may know a mirror that uv does not.
-install = $(VENV)/bin/uv pip install --quiet --python $(1)/bin/python $(2) || $(1)/bin/python -m pip install $(2)
+# uv takes a tenth of pip's time and unpacks once for both environments; pip may know a mirror that uv does not.
+LINKS = UV_FIND_LINKS=$$($(RUN) -m pip config get global.find-links 2> /dev/null)
+install = $(LINKS) $(VENV)/bin/uv pip install --quiet --python $(1)/bin/python $(2) || $(RUN) -m pip --python $(1)/bin/python install $(2)
 WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 MINUTES ?= 10
 # Tests start processes of their own: more threads than cores only slow them down.
-test test-fast test-hosts test-pages test-swift-page explore: export OMP_NUM_THREADS ?= 1
+test test-fast test-hosts explore: export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED = 1
 # Where compiled modules are not kept, every process of the tests compiles the project anew: 1 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test suite test-fast test-hosts test-pages test-swift-page explore lint reference models clean
+.PHONY: demo test suite test-fast test-hosts explore lint reference models clean
 
 demo: $(READY)
 	@$(RUN) -m tools.demo
@@ -30,23 +31,15 @@ suite: $(READY)
 test-fast: $(READY)
 	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" --ignore=tests/e2e
 
-# All requirements of the pages at once: the newest trainers beside one torch; ms-swift has an environment of its own.
-# Both wait for processes half of the time, so they run side by side.
-test-hosts: $(HOSTS)/.ready $(READY)
-	$(MAKE) --jobs=2 --output-sync=target --no-print-directory test-pages test-swift-page
-
-test-pages: $(HOSTS)/.ready
-	HOST_PYTHON=$(abspath $(HOSTS)/bin/python) $(HOSTS)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/hosts
-
-test-swift-page: $(READY)
-	HOST_PYTHON=$(abspath $(RUN)) $(RUN) -m pytest tests/hosts/test_swift_page.py
+# All requirements of the pages at once: the newest trainers beside one torch.
+test-hosts: $(HOSTS)/.ready
+	HOST_PYTHON=$(abspath $(HOSTS)/bin/python) $(HOSTS)/bin/python -m pytest --durations=10 tests/hosts
 
 $(HOSTS)/.ready: $(READY) $(wildcard docs/use-it-in/*.md)
 	@echo "Setting up $(HOSTS), once."
-	$(PYTHON) -m venv $(HOSTS)
-	$(HOSTS)/bin/python -m pip install --quiet --no-compile torch==2.13.0
+	$(PYTHON) -m venv --without-pip $(HOSTS)
 	sed -n "s/^pip install '.\[hf\]' //p" docs/use-it-in/*.md | xargs -n 1 | sort -u > $(HOSTS)/pages.txt
-	$(call install,$(HOSTS),-e '.[hf]' -r $(HOSTS)/pages.txt torch==2.13.0 pytest pytest-xdist hypothesis pyyaml)
+	$(call install,$(HOSTS),-e '.[hf]' -r $(HOSTS)/pages.txt torch==2.13.0 pytest hypothesis pyyaml)
 	touch $(HOSTS)/.ready
 
 explore: $(READY)
@@ -72,7 +65,7 @@ $(READY): constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Packplan needs Python 3.11 or later")'
 	@echo "Setting up $(VENV), once; this takes a minute or two."
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --no-compile -c constraints.txt setuptools torch uv
+	$(RUN) -m pip install --quiet --no-compile -c constraints.txt setuptools uv
 	$(call install,$(VENV),-c constraints.txt --no-build-isolation -e '.[dev]')
 	touch $(READY)
 

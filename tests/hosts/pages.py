@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -43,16 +44,29 @@ def call(name: str, folder: str, *given: str) -> None:
         getattr(importlib.import_module(module), function)(*given)
 
 
+FORKED = ("--start-method", "fork", "--run-path")
+"""Words by which torchrun forks its ranks from its own process."""
+
+
+def launch_swift(words: list[str]) -> Any:
+    """Do what ms-swift starts: a python that runs torchrun."""
+    from torch.distributed import run
+
+    run.main([*FORKED, *words[3:]])
+    return SimpleNamespace(returncode=0)
+
+
 def type_command(folder: str, name: str, *words: str) -> None:
-    """Do what a command does, in this process; torchrun forks its ranks from it."""
+    """Do what a command does, in this process; ranks are forked from it."""
     os.chdir(folder)
     sys.path.insert(0, folder)
     if name == "torchrun":
-        words = ("--start-method", "fork", "--run-path", *words)
+        words = (*FORKED, *words)
     if name != "python":
         words = (str(Path(sys.executable).with_name(name)), *words)
     sys.argv = [*words]
-    with own_callbacks():
+    launch = mock.patch("swift.cli.main.subprocess", SimpleNamespace(run=launch_swift))
+    with launch if name == "swift" else own_callbacks():
         runpy.run_path(words[0], run_name="__main__")
 
 
