@@ -21,8 +21,8 @@ from tests.processes import Server, fork_server
 
 # No test reaches for a hub or a network.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-# Ray asks for a token from its first start on, which a process forked after it was imported lacks; its
-# workers would yield to all other tests.
+# Ray asks for a token from its first start on, which a process forked after it was imported lacks.
+# Its workers would yield to all other processes.
 os.environ.update(RAY_AUTH_MODE="disabled", RAY_worker_niceness="0")
 
 # The same examples on every machine; what is random is `make explore`, which says how to reproduce
