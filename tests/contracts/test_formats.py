@@ -159,6 +159,14 @@ def unsettled(monkeypatch):
     monkeypatch.setattr(record_file, "SETTLED_NS", -(10**18))
 
 
+def test_a_file_that_was_just_written_is_not_cached(tmp_path, monkeypatch):
+    """Whatever its own time says: a change within the same moment would go unseen."""
+    monkeypatch.setattr(record_file, "MIN_CACHED_BYTES", 0)
+    os.utime(path := write(tmp_path, "a.jsonl"), (0, 0))
+    opened(path).digest(len(RECORDS))
+    assert [] == [*tmp_path.glob("cache/*-records.json")]
+
+
 @pytest.fixture
 def hide_change(monkeypatch):
     """Return a function that lets a file's size and times be for ever what they are now."""

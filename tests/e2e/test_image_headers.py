@@ -7,14 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.ExifTags import Base
 
 from packplan.core.errors import RecordError
 from tests.e2e.ready import assert_refused, measured
 from tests.records import asked
 
 pytestmark = pytest.mark.slow
-
-ORIENTATION = 274
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +31,7 @@ def pictures(tmp_path_factory) -> list[str]:
     pixels(64, 48).save(folder / "gif.gif")
     for orientation in (1, 3, 6, 8):
         exif = Image.Exif()
-        exif[ORIENTATION] = orientation
+        exif[Base.Orientation] = orientation
         pixels(200, 120 + orientation).save(folder / f"turned{orientation}.jpg", exif=exif)
     any_sizes = [(rng.randint(10, 400), rng.randint(10, 400)) for _ in range(8)]
     for size in ((1, 1), (1, 150), (199, 1), (28, 28), (55, 57), (1400, 30), (1201, 901), *any_sizes):

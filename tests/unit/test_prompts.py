@@ -36,13 +36,16 @@ def test_a_prompt_is_what_comes_before_the_answer(open_prompts):
 
 
 def test_images_stand_at_their_tags(open_prompts):
-    """From files beside the data, or held by the record; a record without one has none."""
+    """From files beside the data, or held by the record; without one, a tag may be text."""
     records = asked("a<image>b<image>", images=["one.png", "one.png"]), asked("say")
     with_two, without = open_prompts(*records, sees=True)
 
     assert ["text", "image", "text", "image"] == [part["type"] for part in with_two["prompt"][0]["content"]]
     assert [("RGB", (8, 6))] * 2 == [(image.mode, image.size) for image in with_two["images"]]
     assert ([{"type": "text", "text": "say"}], []) == (without["prompt"][0]["content"], without["images"])
+    written = {"literal_image_tags": True, "columns": {"q": "query"}}
+    (prompt,) = open_prompts({"q": "what is <image>?", "response": "so."}, sees=True, **written)
+    assert [{"type": "text", "text": "what is <image>?"}] == prompt["prompt"][0]["content"]
 
 
 @pytest.mark.parametrize(
@@ -58,14 +61,5 @@ def test_images_stand_at_their_tags(open_prompts):
 )
 def test_a_record_that_is_no_prompt_is_named(open_prompts, record, sees, says):
     """By its file and line, with what is wrong."""
-    with pytest.raises(RecordError, match=says) as raised:
+    with pytest.raises(RecordError, match=says, check=lambda one: "line 2" in one.where):
         open_prompts(chat(), record, sees=sees)[1]
-
-    assert "line 2" in raised.value.where
-
-
-def test_a_tag_may_stand_as_text(open_prompts):
-    """Where the run says so, and the record has no image."""
-    (prompt,) = open_prompts(asked("what is <image>?"), sees=True, literal_image_tags=True)
-
-    assert [{"type": "text", "text": "what is <image>?"}] == prompt["prompt"][0]["content"]

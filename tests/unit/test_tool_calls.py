@@ -157,7 +157,6 @@ def test_what_weighs_a_message_goes_with_its_calls():
 
 
 IMAGE = "iVBORw0KGgo" + "A" * 80
-
 REFUSED = [
     ([ASKED, {**openai(), "tool_calls": ["x"]}, SAID], "'tool_calls' that are not a list of objects"),
     ([ASKED, openai({"arguments": {}}), SAID], "without a 'name' of its function"),

@@ -239,8 +239,8 @@ class RecordFile:
         return {"digests": self._digests.reshape(-1)}
 
     def save_digests(self) -> None:
-        """Cache the digests of all records for later starts, if all are known."""
-        if not self._is_cached and self._digests.any(axis=1).all():
+        """Cache the digests, which all are known, for later starts."""
+        if not self._is_cached:
             self._is_cached = self._cache.save(self._arrays_to_cache())
 
     def cache_fault(self) -> str | None:
