@@ -103,12 +103,12 @@ def _reorder_bins(lengths: IntArray, tally: LengthCounts, bins: NDArray[np.int32
     """
     Return the bin of each sample in the order of *lengths*, from *bins* of samples longest first.
 
-    This is a radix sort of 16-bit keys, block by block. A block fits the cache, and equal keys
-    inside it read neighbouring elements of *bins*.
+    This is a radix sort of short keys, block by block. A block fits the cache, and equal keys in
+    it read neighbouring elements of *bins*.
     """
     sizes, counts = np.array(tally.sizes), np.array(tally.counts)
     num = sizes.size
-    key_type = np.uint16 if num <= 65_536 else np.uint32
+    key_type = np.min_scalar_type(num - 1)
     table = None
     if sizes[0] <= _table_limit(lengths):
         table = np.empty(sizes[0] + 1, dtype=key_type)
