@@ -8,6 +8,7 @@ from itertools import chain
 import pytest
 
 from packplan.adapters.ranks.torch_group import OneRank
+from packplan.adapters.trainer.checkpoints import find_checkpoint
 from packplan.app.planning.plan import Ranks, measure_and_plan
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.splits import open_splits
@@ -68,8 +69,9 @@ def test_sigterm_to_the_processes_of_one_rank_ends_all_ranks_at_the_same_step(st
 
 
 def test_two_hosts_train_from_one_plan_that_only_the_first_stores(server, write_run, tmp_path):
-    """Hosts share no folder: the plan travels, and ranks agree on it and on steps."""
-    keys, port = {"max_steps": 2, "effective_batch_size": 2}, free_port()
+    """Hosts share no folder: the plan travels; each has a whole checkpoint, and ranks agree."""
+    port, saves = free_port(), {"save_strategy": "steps", "save_steps": 2, "save_on_each_node": True}
+    keys = {"max_steps": 2, "effective_batch_size": 2, **saves}
     runs = [write_run("qwen2", name=f"host{rank}", training=keys) for rank in range(2)]
     ranks = [
         server.start(
@@ -87,3 +89,6 @@ def test_two_hosts_train_from_one_plan_that_only_the_first_stores(server, write_
     assert sorted(first["fetched"] + second["fetched"]) == sorted({*first["fetched"], *second["fetched"]})
     assert (tmp_path / "host0" / "static_packing" / "train" / "raw_plan.json").is_file()
     assert not (tmp_path / "host1" / "static_packing").exists()
+    for host in ("host0", "host1"):
+        saved = find_checkpoint(str(tmp_path / host / "checkpoint-2"), "", group=OneRank())
+        assert 2 == saved.resume_state.progress.step
