@@ -39,7 +39,7 @@ $(HOSTS)/.ready: $(READY) $(wildcard docs/use-it-in/*.md)
 	@echo "Setting up $(HOSTS), once."
 	$(PYTHON) -m venv --without-pip $(HOSTS)
 	sed -n "s/^pip install '.\[hf\]' //p" docs/use-it-in/*.md | xargs -n 1 | sort -u > $(HOSTS)/pages.txt
-	$(call install,$(HOSTS),-e '.[hf]' -r $(HOSTS)/pages.txt torch==2.13.0 pytest hypothesis pyyaml)
+	$(call install,$(HOSTS),-e '.[hf]' -r $(HOSTS)/pages.txt torch==2.13.0 torchdata pytest hypothesis pyyaml)
 	touch $(HOSTS)/.ready
 
 explore: $(READY)

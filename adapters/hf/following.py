@@ -73,7 +73,8 @@ class FollowsSchedule:
 
         Args:
             follower: Batch sampler of this rank's packs.
-            around_epoch: Function that returns the context in which an epoch is trained.
+            around_epoch: Function that returns the context in which an epoch is trained; that of
+                `packplan sft` serves the packs of the epoch.
         """
         self.follower, self._progress, self._around_epoch = follower, PackplanProgress(follower), around_epoch
         self._expected: Iterator[list[int]] = iter(())

@@ -61,7 +61,7 @@ def balanced_sync_point(config: RunConfig) -> SyncPoint | None:
     assigned by work.
 
     `training.packing_balance: auto` takes `microbatch` under FSDP and under DeepSpeed from stage 2
-    on, else `step`.
+    on, else `step`. On one rank, assigning by work changes nothing.
     """
     asked = config.training.packing_balance
     if asked == "none" or not config.training.packing:

@@ -115,7 +115,7 @@ def _schedule_packs(
         schedule = attrs.evolve(schedule, start=checkpoint.resume_state.progress)
     if train.recipe is not None:  # each epoch has a plan of its own
         schedule = plan_epochs(train, train.recipe, schedule, ranks)
-    follower.reschedule(schedule)
+    follower.reschedule(schedule)  # the same one, unless the run resumes or epochs have plans of their own
     return follower, checkpoint
 
 
