@@ -35,7 +35,7 @@ test-fast: $(READY)
 test-hosts: $(HOSTS)/.ready
 	HOST_PYTHON=$(abspath $(HOSTS)/bin/python) $(HOSTS)/bin/python -m pytest --durations=10 tests/hosts
 
-$(HOSTS)/.ready: $(READY) $(wildcard docs/use-it-in/*.md)
+$(HOSTS)/.ready: $(READY) Makefile $(wildcard docs/use-it-in/*.md)
 	@echo "Setting up $(HOSTS), once."
 	$(PYTHON) -m venv --without-pip $(HOSTS)
 	sed -n "s/^pip install '.\[hf\]' //p" docs/use-it-in/*.md | xargs -n 1 | sort -u > $(HOSTS)/pages.txt

@@ -16,6 +16,7 @@ from packplan.adapters.loaders.rows import PackInputs, RowsOfPacks, refuse_other
 from packplan.core.errors import ArgumentError, CorruptArtefactError, MismatchError, StaleError
 from packplan.core.fingerprint import Fingerprint, RunIdentity, seal, unseal
 from packplan.core.schedule import EpochSchedule
+from tests.hosts.pages import hosted
 from tests.references import changed
 
 pytestmark = pytest.mark.covers
@@ -195,21 +196,23 @@ def test_a_loader_of_torch_serves_the_schedule(workers):
         assert PLAN.lengths[PLAN.packs[batch["packplan_pack"]]].tolist() == batch["attention_mask"].sum(1).tolist()
 
 
+@hosted
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata calls it
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("taken", [1, 3])
 def test_a_stateful_loader_goes_on_where_it_was(workers, taken):
     """At any batch, whatever its workers have read ahead; then follows the next epoch."""
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is in the hosts' environment")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
     planned = [[pack for (pack,) in schedule(1).batches(epoch, rank=0)] for epoch in range(2)]
-    loader = loader_of(torchdata.StatefulDataLoader, batches_of(1, 0), workers)
+    loader = loader_of(StatefulDataLoader, batches_of(1, 0), workers)
     epoch = iter(loader)
     first = [next(epoch)["packplan_pack"] for _ in range(taken)]
     state = loader.state_dict()
     del epoch
 
-    resumed = loader_of(torchdata.StatefulDataLoader, batches_of(1, 0), workers)
+    resumed = loader_of(StatefulDataLoader, batches_of(1, 0), workers)
     resumed.load_state_dict(state)
 
     assert planned[0] == first + packs_of(resumed)
