@@ -1,10 +1,12 @@
 """Fixtures of the pages that people read, and of trainers in processes of their own."""
 
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from tests.hosts import law
 from tests.hosts.pages import HOSTED, Reader, call, own_callbacks
 from tests.processes import finished
 
@@ -15,11 +17,10 @@ if HOSTED:  # for the server of processes, which is forked from this one
 
 @pytest.fixture(scope="session")
 def apart(server):
-    """Return a function that calls another one, by its name, in a process and a folder."""
+    """Return a function that calls another one in a process and a folder."""
 
-    def run(name: str, *given: object, folder: Path) -> None:
-        started = server.start(call, name, str(folder), *map(str, given), log=folder / "printed.txt")
-        assert [0] == finished([started])
+    def run(function: Callable[..., object], *given: str, folder: Path) -> None:
+        assert [0] == finished([server.start(call, function, str(folder), *given, log=folder / "printed.txt")])
 
     return run
 
@@ -34,7 +35,7 @@ def _own_callbacks():
 def made(apart, tmp_path_factory) -> Path:
     """A folder with a tiny model and tokenized rows."""
     folder = tmp_path_factory.mktemp("made")
-    apart("tests.hosts.law:make", folder, folder=folder)
+    apart(law.make, str(folder), folder=folder)
     return folder
 
 

@@ -35,13 +35,11 @@ def own_callbacks() -> Any:
     return mock.patch.multiple("transformers.trainer", DEFAULT_CALLBACKS=[DefaultFlowCallback], **kinds)
 
 
-def call(name: str, folder: str, *given: str) -> None:
-    """Call a function, named as `module:function`, in a folder."""
-    module, _, function = name.partition(":")
-    sys.path.insert(0, str(ROOT))
+def call(function: Callable[..., object], folder: str, *given: str) -> None:
+    """Call a function in a folder."""
     os.chdir(folder)
     with own_callbacks():
-        getattr(importlib.import_module(module), function)(*given)
+        function(*given)
 
 
 FORKED = ("--start-method", "fork", "--run-path")
@@ -50,9 +48,7 @@ FORKED = ("--start-method", "fork", "--run-path")
 
 def launch_swift(words: list[str]) -> Any:
     """Do what ms-swift starts: a python that runs torchrun."""
-    from torch.distributed import run
-
-    run.main([*FORKED, *words[3:]])
+    importlib.import_module("torch.distributed.run").main([*FORKED, *words[3:]])
     return SimpleNamespace(returncode=0)
 
 

@@ -218,7 +218,7 @@ def test_a_run_logs_the_same(tmp_path):
 
 def test_two_ranks_train_the_same(apart, tmp_path):
     """Rows move for losses over rows or the step; they stay where a divisor is of a batch."""
-    apart("tests.hosts.test_balance:hold_two_ranks", folder=tmp_path)
+    apart(hold_two_ranks, folder=tmp_path)
 
 
 def hold_two_ranks():

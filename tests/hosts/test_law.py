@@ -11,7 +11,7 @@ import packplan as pp
 from packplan.adapters.hf import following, training
 from packplan.core.errors import ArgumentError, CorruptArtefactError, MismatchError, ModelError, StaleError
 from packplan.hf import unpad, use_plan
-from tests.hosts.law import CELLS, PACKING_LENGTH, cell_of, model_of, rows_of, trainer_of
+from tests.hosts.law import CELLS, PACKING_LENGTH, cell_of, main, model_of, rows_of, trainer_of
 from tests.hosts.pages import PAGES
 
 # isort: split
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarnin
 def cells(apart, tmp_path_factory):
     """Folder in which all cells have run."""
     folder = tmp_path_factory.mktemp("cells")
-    apart("tests.hosts.law:main", folder, folder=folder)
+    apart(main, str(folder), folder=folder)
     return folder
 
 
