@@ -21,7 +21,7 @@ from packplan.app.planning.stored_lengths import open_lengths
 from packplan.app.wiring.policies import epoch_recipe, policy_of_split
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.stores import open_stores
-from packplan.core.errors import ConfigError, MismatchError, NotBuiltError, StaleError
+from packplan.core.errors import ArgumentError, ConfigError, MismatchError, NotBuiltError, StaleError
 from packplan.core.schedule import PackStats
 from tests.e2e import rank_main
 from tests.e2e.ready import train
@@ -188,7 +188,7 @@ def test_a_mix_that_asks_for_more_than_was_measured_is_refused_before_training(w
 
 
 def test_two_plans_at_most_are_held_and_each_is_the_one_that_was_counted(write_mix, execute):
-    """The next is planned while one is trained; another plan than the record's is refused."""
+    """The next is planned while one is trained; another, or one that drops too much, is refused."""
     path = write_mix(max_steps=1, num_train_epochs=1)
     execute(path)
     planner = planner_of(path)
@@ -214,3 +214,7 @@ def test_two_plans_at_most_are_held_and_each_is_the_one_that_was_counted(write_m
     wrong = (attrs.evolve(records[0], checksum="0" * 64), *records[1:])
     with pytest.raises(MismatchError, check=lambda error: error.kind == "ranks_disagree"):
         PlannedEpochs(planner, wrong, works=None).stats(0)
+
+    strict = attrs.evolve(planner.policy, min_fill_ratio="0.99", drop_last=True, max_dropped_share=0)
+    with pytest.raises(ArgumentError, match="would never be trained"):
+        attrs.evolve(planner, policy=strict).plan(1)
