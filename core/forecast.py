@@ -548,7 +548,7 @@ _STEP = 64
 
 
 @attrs.frozen
-class LongestLength:
+class LongestFit:
     """Longest packing length that fits."""
 
     tokens: int
@@ -566,7 +566,7 @@ def add_margin(peak: float) -> int:
     return math.ceil(peak * (1 + MARGIN))
 
 
-def longest_fit(peak_at: Callable[[int], int], *, start: int, limit: int, most: int) -> LongestLength:
+def longest_fit(peak_at: Callable[[int], int], *, start: int, limit: int, most: int) -> LongestFit:
     """
     Return the longest packing length whose peak fits.
 
@@ -595,7 +595,7 @@ def longest_fit(peak_at: Callable[[int], int], *, start: int, limit: int, most: 
             break
     fitting = [one for one, peak in known.items() if peak <= room and one <= most]
     longest = max(fitting, default=0)
-    return LongestLength(longest, known.get(longest, min(known.values())), limited=longest == most)
+    return LongestFit(longest, known.get(longest, min(known.values())), limited=longest == most)
 
 
 def _second_length(start: int, most: int) -> int:

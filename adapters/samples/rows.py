@@ -38,7 +38,7 @@ _IMAGE_PATH = "<img>"
 """Tag before a path in a text, which ms-swift reads as an image."""
 
 
-class RowsFile(RecordFile):
+class DatasetRowsFile(RecordFile):
     """Sequences of a data set's rows; a pair of sequences has two consecutive indices."""
 
     def __init__(self, rows: Any, *, name: str, sequences_per_row: int) -> None:
@@ -71,10 +71,10 @@ class RowsFile(RecordFile):
         """Do nothing: the rows are built again at each start, so their digests are not cached."""
 
 
-class RowsEncoder(SwiftEncoder):
+class DatasetRowsEncoder(SwiftEncoder):
     """Encodes the sequences of rows under the template that ms-swift trains with."""
 
-    def __init__(self, config: RunConfig, *, template: Template, rows: RowsFile) -> None:
+    def __init__(self, config: RunConfig, *, template: Template, rows: DatasetRowsFile) -> None:
         """
         Encode each sequence of a row; for tasks other than causal LM, each row as a whole.
 
@@ -143,10 +143,10 @@ class RowsEncoder(SwiftEncoder):
         return found if self._kind in {"causal_lm", "split texts"} else attrs.evolve(found, supervised=1)
 
 
-class RowsMeasurer(SwiftMeasurer):
+class DatasetRowsMeasurer(SwiftMeasurer):
     """Measures the rows of a `swift` command; a pair of sequences measures as their sum."""
 
-    _encoder: RowsEncoder
+    _encoder: DatasetRowsEncoder
 
     def _record_indices(self, indices: range) -> range:
         """Return the indices of the sequences of consecutive rows."""

@@ -27,7 +27,7 @@ from packplan.core.errors import ConfigError, MismatchError, counted
 from packplan.core.forecast import (
     MARGIN,
     MEMORY_KINDS,
-    LongestLength,
+    LongestFit,
     ModelSharding,
     PeakMemory,
     add_margin,
@@ -60,7 +60,7 @@ class MemoryFit:
     packs: tuple[PackMemory, ...]
     """Heaviest pack of the plan, and a full one like it."""
 
-    longest: LongestLength | None
+    longest: LongestFit | None
     """Longest packing length that fits; None if the memory is not given."""
 
     notes: tuple[str, ...]
@@ -237,7 +237,7 @@ def excess_message(found: MemoryFit) -> str:
     return f"{need}; the longest template.max_length that fits is {found.longest.tokens:,}"
 
 
-def _print_longest(longest: LongestLength, report: Callable[[str], None]) -> None:
+def _print_longest(longest: LongestFit, report: Callable[[str], None]) -> None:
     if not longest.tokens:
         report("no packing length fits: add ranks that share the model, checkpointing, or adapters")
         return

@@ -11,7 +11,7 @@ from packplan.adapters.exports import export_cached_rows
 from packplan.adapters.progress import progress
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.measurer import SwiftMeasurer
-from packplan.adapters.samples.rows import RowsEncoder, RowsFile, RowsMeasurer
+from packplan.adapters.samples.rows import DatasetRowsEncoder, DatasetRowsFile, DatasetRowsMeasurer
 from packplan.adapters.samples.template import open_template
 from packplan.app.planning.split import Split, align_options
 from packplan.app.wiring.length_tables import open_known_lengths
@@ -30,7 +30,7 @@ def open_splits(config: RunConfig) -> dict[str, Split]:
     """
     splits = {}
     custom, training = config.custom, config.training
-    measurer = SwiftMeasurer if config.command is None else RowsMeasurer
+    measurer = SwiftMeasurer if config.command is None else DatasetRowsMeasurer
     for name, encoder in open_encoders(config).items():
         source = measurer(encoder, workers=training.packing_length_precompute_workers)
         splits[name] = Split(
@@ -66,8 +66,8 @@ def _open_command_encoders(config: RunConfig) -> dict[str, SwiftEncoder]:
     names = {"train": config.custom.train_jsonl, "eval": config.custom.val_jsonl}
     template, parts = config.command.open_template(), max(config.command.sequences_per_row, 1)
     rows = config.command.open_rows(template).items()
-    files = {split: RowsFile(held, name=" ".join(names[split]), sequences_per_row=parts) for split, held in rows}
-    return {split: RowsEncoder(config, template=template, rows=file) for split, file in files.items()}
+    files = {split: DatasetRowsFile(held, name=" ".join(names[split]), sequences_per_row=parts) for split, held in rows}
+    return {split: DatasetRowsEncoder(config, template=template, rows=file) for split, file in files.items()}
 
 
 def export_rows(splits: Iterable[Split], folder: Path) -> dict[str, int]:
@@ -84,9 +84,9 @@ def export_rows(splits: Iterable[Split], folder: Path) -> dict[str, int]:
         indices = sample_indices(split.table)
         lengths = column(split.table, "length")[indices, np.newaxis].tolist()
         if split.encoder.records_per_sample > 1:
-            halves = cast(RowsMeasurer, split.source).sequence_lengths
+            halves = cast(DatasetRowsMeasurer, split.source).sequence_lengths
             lengths = [*map(halves, progress(indices.tolist(), desc="measuring halves", unit=" pairs"))]
-        rows = cast(RowsEncoder, split.encoder).rows
+        rows = cast(DatasetRowsEncoder, split.encoder).rows
         exported[split.name] = (rows if len(rows) == len(lengths) else rows.select(indices), lengths)
     export_cached_rows(exported, folder)
     return {name: len(lengths) for name, (_, lengths) in exported.items()}
