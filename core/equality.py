@@ -402,7 +402,7 @@ class AttentionChoice:
     """
 
     @property
-    def backend(self) -> str:
+    def loaded_backend(self) -> str:
         """Attention of transformers that the model is loaded with."""
         return self.native if self.name == VARLEN else self.name
 

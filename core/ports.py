@@ -45,7 +45,7 @@ class LengthSource(Protocol):
             without: Indices of bad records.
         """
 
-    def identity(self, index: int, /) -> tuple[str, str]:
+    def digest_and_folder(self, index: int, /) -> tuple[str, str]:
         """
         Return the digest of record *index*, and the absolute folder that relative paths of its
         media start from.
@@ -163,7 +163,7 @@ class StoredLengths:
 
 @attrs.frozen
 class StoredPlan:
-    """Content of a store of plans, not checked against the present lengths."""
+    """Plan of a split as it is stored, not checked against the present lengths."""
 
     key: Fingerprint
     """Inputs of the plan."""

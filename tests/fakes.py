@@ -41,7 +41,7 @@ class ListSource:
     def copy_faults(self) -> Iterator[tuple[str, str]]:
         return iter(self.faulty_copies)
 
-    def identity(self, index: int) -> tuple[str, str]:
+    def digest_and_folder(self, index: int) -> tuple[str, str]:
         return str(self.lengths[index]), "/media"
 
     def fingerprint(self) -> Fingerprint:

@@ -120,8 +120,8 @@ def set_isolating_attention(model: Any, *, named: str, group: ProcessGroup | Non
     choice = choose_attention(attn_impl, verdict, flash_installed=flash, on_cpu=on_cpu)
     if choice.leak is not None:
         raise ModelError.for_leak(verdict.model_type, named, choice.leak)
-    if attn_impl == AUTO and choice.backend != config._attn_implementation:  # noqa: SLF001  # has no public name
-        model.set_attn_implementation(choice.backend)
+    if attn_impl == AUTO and choice.loaded_backend != config._attn_implementation:  # noqa: SLF001  # has no public name
+        model.set_attn_implementation(choice.loaded_backend)
     if group is not None:
         choice = attention_for_shared_rows(choice)
     set_attention(model, choice)

@@ -139,7 +139,7 @@ class _SmallCopies:
         """
         model = self.build(self.native)
         attention = AttentionChoice(trial.attention, native=self.native, split=split, follows_rows=trial.follows_rows)
-        if attention.backend != self.native:
+        if attention.loaded_backend != self.native:
             model.set_attn_implementation(trial.attention)
         set_attention(model, attention)
         if model.config._attn_implementation not in (trial.attention, NAME, ROWS_NAME):  # noqa: SLF001  # no public question

@@ -124,7 +124,7 @@ class SwiftMeasurer:
         """Return the digest of the first *count* samples except those at the indices *without*."""
         return self._encoder.records.digest(count, without=without)
 
-    def identity(self, index: int) -> tuple[str, str]:
+    def digest_and_folder(self, index: int) -> tuple[str, str]:
         """Return the digest of sample *index*, and the absolute folder of its relative media."""
         return self._encoder.records.record_digest(index), absolute_folder(self._encoder.records.media_folder(index))
 

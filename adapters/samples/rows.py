@@ -164,9 +164,9 @@ class DatasetRowsMeasurer(SwiftMeasurer):
         left = [sequence for row in without for sequence in self._sequences(row)]
         return super().data_digest(len(self._record_indices(range(count))), without=left)
 
-    def identity(self, index: int) -> tuple[str, str]:
+    def digest_and_folder(self, index: int) -> tuple[str, str]:
         """Return the digest of row *index*, and the absolute folder of its relative media."""
-        return super().identity(self._sequences(index).start)
+        return super().digest_and_folder(self._sequences(index).start)
 
     def measure_in_full(self, index: int) -> Measurement:
         """Encode the sequences of row *index* in full, and sum their measurements."""

@@ -56,7 +56,7 @@ def open_model(
             opened, _ = get_model_processor(
                 model.model,
                 model_type=model_type,
-                attn_impl=attention.backend,
+                attn_impl=attention.loaded_backend,
                 torch_dtype=dtype,
                 experts_impl=model.experts_impl,
                 device_map=None if device is None else str(device),

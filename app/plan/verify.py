@@ -176,7 +176,7 @@ def _input_faults(
         reason = f"{origin.num_measured:,} of {counted(total, 'record')} are measured: build goes on"
         yield Finding("inputs", where, reason)
     for one in origin.bad:
-        if one.index < total and source.identity(one.index)[0] != one.sha256:
+        if one.index < total and source.digest_and_folder(one.index)[0] != one.sha256:
             yield Finding("inputs", one.where, "changed, and was bad: build measures it again")
 
 

@@ -111,7 +111,7 @@ def _load_stored(split: Split, bad: BadRecords) -> StoredRows:
     known = store.bad_records()
     data_digest = partial(source.data_digest, without=[one.index for one in known])
     stored = store.open_for_append(source.fingerprint(), len(source), data_digest)
-    changed = {one.index for one in known if source.identity(one.index)[0] != one.sha256}
+    changed = {one.index for one in known if source.digest_and_folder(one.index)[0] != one.sha256}
     count = min(changed, default=len(source))
     bad.restore([one for one in known if one.index < count])
     if not changed:
@@ -224,7 +224,8 @@ class BadRecords:
         if self._max_share is None:
             # Where the run is to be changed, skipping records would lose all like this one.
             raise error if error.remedy else RecordError(error.where, f"{error.reason} ({_SKIP_ADVICE})")
-        self._accept((*self.records, BadRecord(index, error.where, error.explanation, self._source.identity(index)[0])))
+        sha256 = self._source.digest_and_folder(index)[0]
+        self._accept((*self.records, BadRecord(index, error.where, error.explanation, sha256)))
 
     def _accept(self, records: tuple[BadRecord, ...]) -> None:
         total = len(self._source)
@@ -287,8 +288,7 @@ def _known_rows(source: LengthSource, indices: range, known: KnownLengths, *, wh
     with progress(total=len(indices), desc=f"looking records up in {where}", delay=BRIEF_S) as bar:
         for start in range(0, len(indices), _LOOKUP_BLOCK):
             part = indices[start : start + _LOOKUP_BLOCK]
-            digests, folders = zip(*map(source.identity, part), strict=True)
-            found.append(known.find_rows(digests, folders))
+            found.append(known.find_rows(*zip(*map(source.digest_and_folder, part), strict=True)))
             bar.update(len(part))
     return np.concatenate(found)
 

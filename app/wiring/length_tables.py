@@ -133,7 +133,7 @@ def publish_table(split: Split, stored: StoredRows, output: Path) -> None:
     source = split.source
     # One after the other: as texts, two million of them would be 240 MB.
     identities = (
-        identity_with_media(*source.identity(index)) if has_media else source.identity(index)[0]
+        identity_with_media(*source.digest_and_folder(index)) if has_media else source.digest_and_folder(index)[0]
         for index, has_media in enumerate(num_media(stored.table).astype(bool).tolist())
     )
     write_length_table(stored, identities, output, key=source.fingerprint(), files=split.encoder.data_files())

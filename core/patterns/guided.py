@@ -93,7 +93,7 @@ class _BinFiller:
             room, pattern = self._capacity, Pattern()
             for place, slot in enumerate(slots, start=1):
                 most = room if place == len(slots) else min(slot, room)
-                index = self._find_longest(most, pattern)
+                index = self._find_longest_index(most, pattern)
                 if index is not None:
                     pattern[index] = pattern.get(index, 0) + 1
                     room -= self._sizes[index]
@@ -107,7 +107,7 @@ class _BinFiller:
                     del self.alive[bisect_left(self.alive, index)]
             num -= alike
 
-    def _find_longest(self, most: int, pattern: Pattern) -> int | None:
+    def _find_longest_index(self, most: int, pattern: Pattern) -> int | None:
         """Return the index of the longest size up to *most* with a sample left out of *pattern*."""
         place = bisect_left(self.alive, bisect_left(self._negated, -most))
         while place < len(self.alive) and pattern.get(self.alive[place], 0) == self.left[self.alive[place]]:

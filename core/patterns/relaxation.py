@@ -143,7 +143,7 @@ def solve_master(patterns: list[Pattern], *, counts: IntArray) -> MasterSolution
 
 
 @attrs.frozen
-class Knapsack:
+class SolvedKnapsack:
     """Solved knapsack: patterns of the highest total price, given the price of each sample."""
 
     sizes: IntArray
@@ -179,7 +179,7 @@ class Knapsack:
             yield pattern
 
 
-def solve_knapsack(sizes: IntArray, prices: IntArray, capacity: int) -> Knapsack:
+def solve_knapsack(sizes: IntArray, prices: IntArray, capacity: int) -> SolvedKnapsack:
     """
     Solve the unbounded knapsack exactly, in integers.
 
@@ -202,10 +202,10 @@ def solve_knapsack(sizes: IntArray, prices: IntArray, capacity: int) -> Knapsack
     for kind, size, price in kinds:  # of equal ones, the shortest
         first[size:][worth[size:] == worth[:-size] + price] = kind
     first[1:][worth[1:] == worth[:-1]] = -1
-    return Knapsack(sizes, prices, worth, first)
+    return SolvedKnapsack(sizes, prices, worth, first)
 
 
-def _add_patterns(pool: dict[PatternKey, Pattern], knapsack: Knapsack, duals: FloatArray) -> int:
+def _add_patterns(pool: dict[PatternKey, Pattern], knapsack: SolvedKnapsack, duals: FloatArray) -> int:
     """
     Add to *pool* the best pattern with each size if it would lower the master program; return the
     number of new patterns.

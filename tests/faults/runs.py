@@ -39,7 +39,7 @@ class FileSource(ListSource):
     def data_digest(self, count: int, *, without: Sequence[int] = ()) -> str:
         return self.records.digest(count, without=without)
 
-    def identity(self, index: int) -> tuple[str, str]:
+    def digest_and_folder(self, index: int) -> tuple[str, str]:
         return self.records.record_digest(index), ""
 
     def measure_in_full(self, index: int, **_) -> Measurement:

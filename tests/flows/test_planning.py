@@ -363,7 +363,7 @@ EVERYTHING = list(range(200))
 def table_of(source) -> KnownTable:
     """Return a table of the measured records of a source."""
     rows, media = to_tables(source.measure_many(range(len(source)), in_full=False))
-    identities = [identity_with_media(*source.identity(index)) for index in range(len(rows))]
+    identities = [identity_with_media(*source.digest_and_folder(index)) for index in range(len(rows))]
     known = KnownLengths(np.array([one.encode() for one in identities], "S64"), rows, media)
     return KnownTable("table", lambda: known)
 

@@ -83,7 +83,7 @@ def test_auto_takes_what_the_model_was_shown_to_pack_by(*, attn_impl, verdict, o
     assert (name, verdict) == (found.name, found.verdict)
     assert why in found.why
     assert f"{name}: {found.why}" == str(found)
-    assert (found.native if name == "varlen" else name) == found.backend
+    assert (found.native if name == "varlen" else name) == found.loaded_backend
     assert found.leak is None if leak is None else leak in found.leak
 
 
