@@ -1,7 +1,6 @@
 """Reader of docs/use-it-in/, who copies a page's files and types its commands."""
 
 import contextlib
-import importlib
 import os
 import re
 import runpy
@@ -9,7 +8,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -42,27 +40,16 @@ def call(function: Callable[..., object], folder: str, *given: str) -> None:
         function(*given)
 
 
-FORKED = ("--start-method", "fork", "--run-path")
-"""Words by which torchrun forks its ranks from its own process."""
-
-
-def launch_swift(words: list[str]) -> Any:
-    """Do what ms-swift starts: a python that runs torchrun."""
-    importlib.import_module("torch.distributed.run").main([*FORKED, *words[3:]])
-    return SimpleNamespace(returncode=0)
-
-
 def type_command(folder: str, name: str, *words: str) -> None:
-    """Do what a command does, in this process; ranks are forked from it."""
+    """Do what a command does, in this process; what starts ranks has threads, not to be forked."""
     os.chdir(folder)
     sys.path.insert(0, folder)
-    if name == "torchrun":
-        words = (*FORKED, *words)
     if name != "python":
         words = (str(Path(sys.executable).with_name(name)), *words)
+    if name in {"torchrun", "swift"}:
+        os.execv(words[0], words)  # noqa: S606  # the pages' own commands
     sys.argv = [*words]
-    launch = mock.patch("swift.cli.main.subprocess", SimpleNamespace(run=launch_swift))
-    with launch if name == "swift" else own_callbacks():
+    with own_callbacks():
         runpy.run_path(words[0], run_name="__main__")
 
 

@@ -1,10 +1,13 @@
 """The commands of docs/use-it-in/swift.md as they stand."""
 
+import os
+
 import pytest
 
 from tests.e2e.plugin_run import LENGTH, PLAIN, Ran, write_records
 from tests.hosts.pages import HOSTED, Reader
 from tests.network import free_port
+from tests.processes import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(HOSTED, reason="ms-swift is not in this environment")]
 
@@ -15,6 +18,8 @@ def test_the_page_s_commands_train_and_go_on(demo, server, tmp_path):
     given = {"path/to/model": demo / "models" / "qwen2", "path/to/data.jsonl": tmp_path / "qwen2.jsonl"}
     spy = tmp_path / "spy.py"
     spy.write_text("import os\n\nfrom tests.e2e.plugin_run import Spy\n\nSpy(os.environ['RECORD'])\n")
+    # The published torchvision is no CPU build, and ms-swift imports it first of all.
+    (tmp_path / "sitecustomize.py").write_text("import packplan.adapters\n")
     words = f"--model_type qwen2 --template qwen2_5 --max_length {LENGTH['qwen2']} --save_steps 3 --tuner_type full "
     words += f"--num_train_epochs 2 --gradient_accumulation_steps 1 {PLAIN} --external_plugins plugin.py {spy}"
     at = Reader(server, "swift", tmp_path, given)
@@ -22,8 +27,9 @@ def test_the_page_s_commands_train_and_go_on(demo, server, tmp_path):
 
     def run(command, name, *more):
         (ran := Ran(tmp_path / name)).folder.mkdir()
-        ours = f"RECORD={ran.folder}", f"MASTER_PORT={free_port()}", f"MODELSCOPE_CACHE={tmp_path / 'cache'}"
-        return ran, at.run([*ours, *command, *words.split(), *more])
+        ours = f"PYTHONPATH={tmp_path}{os.pathsep}{ROOT}", f"RECORD={ran.folder}"
+        free = f"MASTER_PORT={free_port()}", f"MODELSCOPE_CACHE={tmp_path / 'cache'}"
+        return ran, at.run([*ours, *free, *command, *words.split(), *more])
 
     at.run(write)
     whole, told = run(begin, "whole")
