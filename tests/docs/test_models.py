@@ -51,7 +51,7 @@ def test_the_code_knows_the_families_that_do_not_pack():
     """They are known by their names, before a model is loaded."""
     listed = json.loads((ROOT / "adapters" / "families.json").read_text(encoding="utf-8"))["unpacked"]
 
-    assert sorted(UNPACKED) == listed
+    assert sorted(UNPACKED) == listed, "python -m tools.models families docs/models.md writes the page"
     assert not UNPACKED & STRATEGIES.keys()
 
 
@@ -71,4 +71,4 @@ def test_no_list_of_families_is_in_the_code():
         for path, held in nodes.items()
         if any(isinstance(node, ast.Constant) and node.value in known for node in held)
     }
-    assert {FAMILIES_IN} == found
+    assert {FAMILIES_IN} == found, "only this file may name families; others ask a model's properties"

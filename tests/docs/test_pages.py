@@ -27,7 +27,8 @@ from packplan.core.config.identity import PATH_KEYS, PER_RANK
 from packplan.core.config.keys import yield_keys
 from packplan.core.config.refusals import Host
 from packplan.core.config.run import RunConfig
-from packplan.core.inspection import PlanSummary, ScheduleSummary
+from packplan.core.forecast import ModelSharding
+from packplan.core.inspection import PlanSummary, ScheduleSummary, SourceSummary
 from packplan.core.packers import ALGORITHMS
 from packplan.core.policy import PlanPolicy
 from packplan.core.samples.urls import PACKAGES
@@ -181,13 +182,14 @@ def test_lists_are_whole():
     assert len(rooms) > 20
     assert [] == [room.name for room in rooms if f"`{room.relative_to(ROOT)}/`" not in rooms_page]
     assert [] == [page for page in PAGES if f"({page.relative_to(ROOT)})" not in index and "docs" in page.parts]
+    assert ("ddp", "fsdp2") == get_args(ModelSharding), "StepTracer and open_step_tracer ask for fsdp2: trace it, too"
     assert {*get_args(Host)} == {*HOSTS}, "name the host in HOSTS of tools/configuration.py"
     assert [] == [page for page in PAGES if text_of(page) != rewrite_lists(text_of(page))], "run make reference"
     assert named
     assert [] == [name for name in named if not (ROOT / name).exists()]
     unnamed = [one for one in declared if shown.isdisjoint(re.findall(r"[\w-]+", one))]
     assert [] == unnamed, "name the option on its page"
-    figures = [field.name for kind in (PlanSummary, ScheduleSummary) for field in attrs.fields(kind)]
+    figures = [field.name for kind in (PlanSummary, ScheduleSummary, SourceSummary) for field in attrs.fields(kind)]
     assert [] == [name for name in figures if name not in text_of(ROOT / "app/plan/show.py")], "show the figure"
     exports = re.findall(r"^def (export_(?!cached)\w+)", text_of(ROOT / "adapters/exports.py"), re.MULTILINE)
     assert [] == [name for name in exports if name not in text_of(ROOT / "docs/files.md")], "name it in docs/files.md"
@@ -268,7 +270,8 @@ def test_every_field_and_every_algorithm_is_in_its_table():
     page = text_of(ROOT / "docs" / "planner.md")
     listed, table = page.split("Each field, and its key in a YAML:\n\n")[1], page.split("| name | method | use it |")[1]
 
-    assert [field.name for field in attrs.fields(PlanPolicy)] == re.findall(r"^- `(\w+)`:", listed, re.MULTILINE)
+    fields = re.findall(r"^- `(\w+)`:", listed, re.MULTILINE)
+    assert [field.name for field in attrs.fields(PlanPolicy)] == fields, "list the field in docs/planner.md"
     rows = re.findall(r"^\| `(\w+)` \|", table.split("\n\n")[0], re.MULTILINE)
     assert [*ALGORITHMS] == rows, "list the algorithm in docs/planner.md"
 

@@ -166,7 +166,7 @@ def test_golden_epochs():
     record = recorder(EpochRecipe(mixes=mixes, seed=3), policy, samples)
 
     found = [record(epoch).checksum[:12] for epoch in range(3)]
-    assert ["d17b23dd545d", "dcecaef8ea28", "3df42733beac"] == found, "meant? CHANGELOG.md says so"
+    assert ["d17b23dd545d", "dcecaef8ea28", "3df42733beac"] == found, "meant? as test_golden_draws"
 
 
 def test_the_key_of_plans_knows_files_by_their_places():
@@ -179,3 +179,4 @@ def test_the_key_of_plans_knows_files_by_their_places():
 
     assert found[2] == found[3]
     assert 5 == len({*found})
+    assert ["mixes", "seed"] == [one.name for one in attrs.fields(EpochRecipe)], "another is for fingerprint_inputs too"

@@ -71,6 +71,12 @@ def test_golden_fingerprints_of_lengths_and_of_both_plans(sections, digests):
 
 DECLARED = dict(yield_keys(RunConfig))
 
+OTHERWISE = {
+    "model.model", "model.model_type", "model.max_model_len", "template.template", "template.max_length",
+    "custom.train_jsonl", "custom.val_jsonl", "global_max_length",
+}  # fmt: skip
+"""Keys that enter `length_inputs` under another name, or by what they name."""
+
 SIZES = {
     "model_type": "glm4v", "text_config": {**TEXT, "model_type": "glm4v_text"},
     "vision_config": {
@@ -129,9 +135,10 @@ def test_fingerprints_depend_on_exactly_the_keys_that_declare_it(path, bases):
     by_plan = any(digests != digests_of_plans(other) for (_, _, digests), other in zip(bases, others, strict=True))
 
     assert bool(facts.lengths or facts.plan) != bool(facts.neither), "its field needs lengths=, plan= or neither="
-    assert by_plan == facts.plan
+    assert by_plan == facts.plan, "plan= says whether plan_policy of core/config/identity.py reads the key"
     assert (path in length_inputs(others[0])) == (facts.lengths in {"value", "value if set"})
-    assert by_length == bool(facts.lengths) or "otherwise" == facts.lengths
+    assert by_length == bool(facts.lengths) or path in OTHERWISE, "length_inputs of adapters/samples/template.py"
+    assert (path in OTHERWISE) == ("otherwise" == facts.lengths), "where it enters length_inputs, write it here"
 
 
 STREAM = {"custom": {"trainer_variant": "rollout"}, "training": {"packing_mode": "dynamic", "max_steps": 1}}

@@ -201,6 +201,9 @@ def test_the_lowest_keys_sum_up_to_a_quota(samples, hundredths, room):
     assert sorted(order[:num].tolist()) == select_lowest_keys(keys.astype(np.uint64), weights, quota, cap=cap).tolist()
 
 
+MEANT = "meant? CHANGELOG.md says so, and a version in EpochRecipe.fingerprint_inputs, that stored plans are made again"
+
+
 @pytest.mark.parametrize(
     ("draw", "by", "digest"),
     [
@@ -218,7 +221,7 @@ def test_golden_draws(draw, by, digest):
     drawn = [draw(Mixes((mix,)), *lengths, [10_000] * 3, seed=3, epoch=epoch) for epoch in range(3)]
     parts = [part for one in drawn for part in (divmod(one, 10_000) if ordered else [one])]
 
-    assert digest == hashlib.sha256(np.concatenate(parts).tobytes()).hexdigest()[:16], "meant? CHANGELOG.md says so"
+    assert digest == hashlib.sha256(np.concatenate(parts).tobytes()).hexdigest()[:16], MEANT
 
 
 def test_each_epoch_has_its_entry_and_the_last_stays():
