@@ -86,7 +86,7 @@ def require_mixes(config: RunConfig, files: Iterable[DataFile]) -> Mixes:
     """
     path = config.custom.fusion_config
     assert path is not None  # noqa: S101  # the caller has looked
-    mixes, sizes = load_mixes(path), [size for _, size in source_sizes(files)]
+    mixes, sizes = load_mixes(path), [*dict(source_sizes(files)).values()]  # fewer, if two have one name
     if len(sizes) != len(mixes.files):
         raise ConfigError.for_key("custom.source_names", "gives several files of the mix one name: name each by itself")
     faults = [*mixes_faults(mixes, sizes), *(() if config.custom.planned_mix else stream_faults(mixes))]

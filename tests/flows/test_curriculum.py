@@ -94,9 +94,11 @@ def test_sources_of_a_mix_have_names():
     assert run([source("a")], val_jsonl=["v.jsonl"], source_names={"a.jsonl": "chats", "v.jsonl": "held out"})
     with pytest.raises(ConfigError, match=r"custom\.source_names\.b\.jsonl: is no entry of custom\.fusion_config"):
         run([source("a")], source_names={"b.jsonl": "books"})
-    both = run([source("a"), source("b")])
-    with pytest.raises(ConfigError, match=r"custom\.source_names: gives several files of the mix one name"):
-        require_mixes(both, [attrs.evolve(file, source="chats") for file in files_of(both)])
+    mixed = run([source("a"), source("b"), source("c")])
+    for names in (("chats", "chats", "books"), ("chats", "books", "chats")):
+        named = [attrs.evolve(file, source=name) for file, name in zip(files_of(mixed), names, strict=True)]
+        with pytest.raises(ConfigError, match=r"custom\.source_names: gives several files of the mix one name"):
+            require_mixes(mixed, named)
 
 
 @pytest.mark.parametrize(
