@@ -90,11 +90,13 @@ def load_rl_config(path: str | Path, grpo_keys: Mapping[str, TrainerKey], *, ove
     if document["training"]:
         found.append(Fault("training", "is of packplan sft: write into the section grpo what GRPOConfig takes"))
     grpo: Any = document["grpo"]
-    if isinstance(grpo, dict):
-        if "output_dir" not in grpo:
-            found.append(Fault("grpo.output_dir", "is not set: name a folder for checkpoints and the policy"))
-        document["grpo"] = _convert_settings("grpo", grpo, grpo_keys, advise, found)
-        document["training"] = {"output_dir": document["grpo"].get("output_dir", "unset")}
+    if not isinstance(grpo, dict):
+        found.append(Fault("grpo", f"is {grpo!r}, but has to be a section of keys"))
+        grpo = {}
+    elif "output_dir" not in grpo:
+        found.append(Fault("grpo.output_dir", "is not set: name a folder for checkpoints and the policy"))
+    document["grpo"] = _convert_settings("grpo", grpo, grpo_keys, advise, found)
+    document["training"] = {"output_dir": document["grpo"].get("output_dir", "unset")}
     return _build_config(document, RlConfig, str(path), advise, found)
 
 

@@ -213,7 +213,7 @@ def _describe_exceptions(planned: Split) -> Iterator[Line]:
         longest = int(lengths[cut].max())
         long = "; truncated samples are long samples" if longest >= raw.packing_length else ""
         yield _warning_line(
-            f"{counted(num_cut, 'sample')} {verb_for(num_cut)} truncated to {counted(longest, 'token')} "
+            f"{counted(num_cut, 'sample')} {verb_for(num_cut)} truncated to at most {counted(longest, 'token')} "
             f"(template.truncation_strategy){long}"
         )
     if raw.skipped_long:

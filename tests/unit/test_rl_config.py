@@ -64,3 +64,9 @@ def test_what_does_not_go_together_is_refused(parsed, sections, key, says):
     (fault,) = raised.value.faults
     assert key == fault.path
     assert says in fault.reason
+
+
+def test_a_number_in_place_of_a_section_is_refused(parsed):
+    """By the section alone."""
+    with pytest.raises(ConfigError, match=r"1 fault:\n  grpo: is 3, but has to be a section of keys"):
+        parsed({}, "grpo=3")
