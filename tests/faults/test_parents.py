@@ -190,21 +190,32 @@ def test_nothing_else_starts_processes():
     assert STARTERS == {path: names for path, names in found.items() if names}
 
 
-def heed_parent(ready) -> None:
+def is_pending(number: int, pid: int) -> bool:
+    (pending,) = re.findall(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(int(pending, 16) >> (number - 1) & 1)
+
+
+def heed_parent(pipe) -> None:
     ignore_foreign_sigterm()
-    ready.send(None)
-    time.sleep(60)
+    pipe.send("ready")
+    while True:
+        pipe.send(pipe.recv())
 
 
 def test_a_worker_ends_by_the_sigterm_of_its_parent_alone():
-    receiver, sender = multiprocessing.get_context("fork").Pipe()
-    worker = multiprocessing.get_context("fork").Process(target=heed_parent, args=(sender,))
+    """It answers after one of another process, and ends by that of its own."""
+    fork = multiprocessing.get_context("fork")
+    mine, its = fork.Pipe()
+    worker = fork.Process(target=heed_parent, args=(its,), daemon=True)
     worker.start()
-    receiver.recv()
+    its.close()  # so that a dead worker is the end of the pipe
+    assert "ready" == mine.recv()
 
-    subprocess.run(["kill", str(worker.pid)], check=True)
-    worker.join(0.3)
-    assert worker.is_alive()
+    for _ in range(2):  # who takes the second has gone on after the first
+        subprocess.run(["kill", str(worker.pid)], check=True)
+        wait_for(lambda: not (worker.is_alive() and is_pending(signal.SIGTERM, worker.pid)), "it was not taken")
+    mine.send("alive")
+    assert "alive" == mine.recv()
     worker.terminate()
-    worker.join(10)
+    worker.join(DEADLINE_S)
     assert 0 == worker.exitcode
