@@ -21,8 +21,10 @@ from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.trainer.streams.dataset import StreamDataset
 from packplan.adapters.trainer.streams.trainer import StreamTrainer
 from packplan.app import check, sft
+from packplan.app.cli.command import run_command
 from packplan.app.plan import __main__ as plan
 from packplan.app.sft.stream import prepare_stream, train_stream
+from packplan.app.wiring.ranks import join_ranks
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.trainers import open_checkpoint
 from packplan.core.batch import IGNORED_LABEL
@@ -333,6 +335,50 @@ def test_ranks_with_unequal_data_train_all_of_it_also_on_other_ranks(server, wri
     assert {(0, 0)} == {(pack["weight"], pack["supervised"]) for pack in weightless}
     steps = Counter(pack["step"] for pack in packs)
     assert {2} == set(steps.values())
+
+
+BATCH_SIZES = range(1, 9)
+
+
+def on_rank_by_batch_size(config, out):
+    """Train an epoch for each number of packs of a rank in a step, as one rank; note each pack."""
+    plain, packs = StreamTrainer.training_step, []
+
+    def noted(trainer, model, inputs, *arguments, **options):
+        packs.append((trainer.state.global_step, inputs["sample_lengths"]))
+        return plain(trainer, model, inputs, *arguments, **options)
+
+    def command():
+        StreamTrainer.training_step = noted
+        with join_ranks(run := read_config(config)) as group:
+            for size in BATCH_SIZES:
+                run = read_config(config, [f"training.effective_batch_size={size * group.world_size}"])
+                train_stream(run, prepare_stream(run, group))
+                Path(out, f"{size} of rank {group.rank}.json").write_text(json.dumps(packs))
+                packs.clear()
+
+    return run_command(command, verbose=False)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_each_batch_size_trains_every_sample_once(server, write_rollout, tmp_path, world_size):
+    """For 1 to 8 packs of each rank in a step, however many of them a rank lacks in the last one."""
+    turns = ([("user", "say"), ("assistant", "red " * (1 + n))] for n in range(10))
+    custom = {"train_jsonl": write_turns(tmp_path / "turns.jsonl", *turns)}
+    path = write_rollout(custom, name="long", max_steps=-1, effective_batch_size=world_size, packing_drop_last=False)
+
+    ranks = server.ranks(world_size, on_rank_by_batch_size, str(asked(path)), str(tmp_path), folder=tmp_path)
+
+    assert [0] * world_size == finished(ranks)
+    trained, lacking = set(), 0
+    for size in BATCH_SIZES:
+        of_ranks = [json.loads((tmp_path / f"{size} of rank {rank}.json").read_text()) for rank in range(world_size)]
+        trained.add(tuple(sorted(length for packs in of_ranks for _, lengths in packs for length in lengths)))
+        assert {size} == {number for packs in of_ranks for number in Counter(step for step, _ in packs).values()}
+        lacking = max(lacking, *(sum(not lengths for _, lengths in packs) for packs in of_ranks))
+    (lengths,) = trained
+    assert 10 == len(set(lengths)) == len(lengths)
+    assert lacking > 1
 
 
 def test_a_stopped_stream_is_saved_and_resumed_as_itself_alone(

@@ -132,7 +132,8 @@ class StreamTrainer(CheckedTrainer):
             if self._epoch >= self.num_epochs:
                 self._request_last_eval_and_save()
             return [], None
-        window += [self._weightless_pack(window)] * (size - len(window))
+        # Each one a dict of its own, since `training_step` takes entries out.
+        window += [self._weightless_pack(window) for _ in range(size - len(window))]
         return window, self._get_num_items_in_batch(window, device)
 
     def _note_progress(self, items: Iterator[Batch | ShardEnd]) -> Iterator[Batch]:
