@@ -362,7 +362,7 @@ def on_rank_by_batch_size(config, out):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_each_batch_size_trains_every_sample_once(server, write_rollout, tmp_path, world_size):
-    """For 1 to 8 packs of each rank in a step, however many of them a rank lacks in the last one."""
+    """For 1 to 8 packs of each rank in a step, however many a rank lacks in the last one."""
     turns = ([("user", "say"), ("assistant", "red " * (1 + n))] for n in range(10))
     custom = {"train_jsonl": write_turns(tmp_path / "turns.jsonl", *turns)}
     path = write_rollout(custom, name="long", max_steps=-1, effective_batch_size=world_size, packing_drop_last=False)
