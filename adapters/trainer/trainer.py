@@ -175,6 +175,8 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
         """
         self.group, self.attention, self.reduction = group, attention, reduction
         self.last_save: str | None = options["args"].resume_from_checkpoint
+        # Where an evaluation has nothing to learn, ms-swift unsets the strategy, and not this.
+        options["args"].eval_on_start &= eval_dataset is not None
         self.learner = learner or (group.rank, group.world_size)
         self.control: TrainerControl
         self._step_loss: torch.Tensor | float = 0.0

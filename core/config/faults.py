@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from types import MappingProxyType
+from typing import Any
 
 import attrs
 
@@ -42,6 +43,13 @@ _STEP_KEYS = ("warmup_ratio", "warmup_steps", "logging_steps", "eval_steps", "sa
 """Keys of `training.` that give a number of steps, or a share of all steps if they are below 1."""
 
 
+_EVALUATES: Mapping[str, tuple[object, ...]] = {
+    "eval_on_start": (True,), "eval_strategy": ("steps", "epoch"), "load_best_model_at_end": (True,),
+    "save_strategy": ("best",),
+}  # fmt: skip
+"""Argument of a trainer -> values that need an evaluation."""
+
+
 def tuners_of(name: str) -> tuple[str, ...]:
     """
     Return the values of `training.tuner_type` that read a key of `training.`; empty if all do.
@@ -56,6 +64,7 @@ def run_faults(config: RunConfig) -> Iterator[Fault]:
     """Yield everything wrong with a configuration that its types cannot express."""
     yield from key_faults(config)
     yield from missing_data_faults(config.custom)
+    yield from evaluation_faults(config, "training", config.training.trainer)
     yield from _source_faults(config.custom)
     yield from _video_faults(config.template)
     yield from _training_faults(config.training)
@@ -72,6 +81,23 @@ def missing_data_faults(custom: CustomConfig) -> Iterator[Fault]:
     """Yield the fault of a run that names no data."""
     if not custom.train_jsonl and custom.fusion_config is None:
         yield Fault("custom.train_jsonl", "is not set: name the data file, or a list of them")
+
+
+def evaluation_faults(config: RunConfig, section: str, settings: Mapping[str, Any]) -> Iterator[Fault]:
+    """
+    Yield a fault for each setting that needs an evaluation, if a run has none.
+
+    Args:
+        config: The run.
+        section: Section of the trainer's settings.
+        settings: Settings of the trainer.
+    """
+    for name, values in _EVALUATES.items() if not config.custom.val_jsonl else ():
+        if settings.get(name) in values:
+            reason = (
+                f"is {str(settings[name]).lower()}, but the run has no evaluation: set custom.val_jsonl, or remove it"
+            )
+            yield Fault(f"{section}.{name}", reason)
 
 
 def _source_faults(custom: CustomConfig) -> Iterator[Fault]:

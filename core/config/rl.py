@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from packplan.core.config.faults import missing_data_faults
+from packplan.core.config.faults import evaluation_faults, missing_data_faults
 from packplan.core.config.keys import at_least, key, key_faults, one_of, yield_keys
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import Fault
@@ -97,6 +97,7 @@ def rl_faults(config: RlConfig) -> Iterator[Fault]:
     """Yield everything wrong with a run of reinforcement learning that its types cannot express."""
     yield from key_faults(config)
     yield from missing_data_faults(config.custom)
+    yield from evaluation_faults(config, "grpo", config.grpo)
     for path, field in yield_keys(RunConfig):
         section, _, name = path.rpartition(".")
         value = getattr(getattr(config, section) if section else config, name)

@@ -215,6 +215,22 @@ def test_a_stream_that_teaches_nothing_is_an_error(write_run, tmp_path):
         run(path)
 
 
+@pytest.mark.parametrize("variant", ["sft", "rollout"])
+def test_an_evaluation_that_teaches_nothing_is_left_out(write_rollout, execute, tmp_path, variant):
+    """Before the first step too, in a plan and in a stream: the answers are truncated."""
+    cut = write_turns(tmp_path / "cut.jsonl", [("user", "blue " * 60), ("assistant", "red")])
+    whole = write_turns(tmp_path / "whole.jsonl", *[[("user", "say"), ("assistant", "red")]] * 4)
+    of_plan = {"packing_mode": "static", "packing_buffer": 512} if variant == "sft" else {}
+    path = write_rollout({"train_jsonl": whole, "val_jsonl": cut, "trainer_variant": variant}, name="long",
+                         max_steps=1, eval_on_start=True, packing_drop_last=False, **of_plan)  # fmt: skip
+    path.write_text(path.read_text().replace("max_length: 50", "max_length: 50\n  truncation_strategy: right"))
+
+    history = execute(path).history if variant == "sft" else run(path)[2]
+
+    assert [1] == [entry["step"] for entry in history if "loss" in entry]
+    assert not [entry for entry in history if "eval_loss" in entry]
+
+
 def test_what_needs_a_plan_refuses_a_stream(write_rollout, capsys):
     """`packplan plan build` and `packplan check`; the records can still be looked through."""
     path = str(write_rollout())

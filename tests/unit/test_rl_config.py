@@ -48,6 +48,7 @@ def test_each_mode_is_accepted(parsed, policy):
         ({"grpo": {"reward_weights": ["a"]}}, "grpo.reward_weights", "has to be a list of numbers"),
         ({"grpo": {"reward_funcs": None}}, "grpo.reward_funcs", "is not set: name a function"),
         ({"grpo": {"output_dir": None}}, "grpo.output_dir", "is not set: name a folder"),
+        ({"grpo": {"eval_on_start": True}}, "grpo.eval_on_start", "but the run has no evaluation: set custom.val_"),
         ({"learning_rate": 1}, "learning_rate", "is no key of the top level: write grpo.learning_rate"),
         ({"packing_balance": "step"}, "packing_balance", "is no known key"),
         ({"training": {"seed": 1}}, "training", "is of packplan sft: write into the section grpo"),
