@@ -10,6 +10,7 @@ from the types, defaults and docstrings of its fields. Refusals give one list. A
 
 import argparse
 import ast
+import dataclasses
 import inspect
 import json
 import re
@@ -23,10 +24,17 @@ from typing import Any
 
 import attrs
 
-from packplan.adapters.config.trainer_keys import GRPO_KEYS_FILE, LIBRARIES, SFT_KEYS_FILE, TrainerKey
+from packplan.adapters.config.run import known_keys
+from packplan.adapters.config.trainer_keys import (
+    FOREIGN_KEYS_FILE,
+    GRPO_KEYS_FILE,
+    LIBRARIES,
+    SFT_KEYS_FILE,
+    TrainerKey,
+)
 from packplan.adapters.versions import installed_version
 from packplan.core.config.keys import key_facts
-from packplan.core.config.run import PathText
+from packplan.core.config.run import PathText, RunConfig
 
 _MARKED = re.compile(r"(<!-- keys of ([\w.]+) -->).*?(<!-- end of keys -->)", re.DOTALL)
 
@@ -83,9 +91,14 @@ def rewrite_lists(page: str) -> str:
     return _MARKED.sub(lambda found: "\n".join([found[1], *_part_lines(found[2]), found[3]]), page)
 
 
-def key_table_text(keys: Mapping[str, TrainerKey], path: Path) -> str:
+def key_table_text(keys: Mapping[str, TrainerKey], path: Path, others: Sequence[str] = ()) -> str:
     """
     Return the text of a table of these keys, those of the installed libraries: a line for each key.
+
+    Args:
+        keys: Keys by name.
+        path: File of the table.
+        others: Names of the library's further keys, which no section takes.
     """
     plain = TrainerKey(())
     lines = [
@@ -94,14 +107,20 @@ def key_table_text(keys: Mapping[str, TrainerKey], path: Path) -> str:
         for name, key in sorted(keys.items())
     ]
     versions = json.dumps({name: installed_version(name) for name in LIBRARIES[path]})
-    return f'{{\n  "versions": {versions},\n  "keys": {{\n' + ",\n".join(lines) + "\n  }\n}\n"
+    unread = f'  "others": {json.dumps([*others])},\n' if others else ""
+    return f'{{\n  "versions": {versions},\n{unread}  "keys": {{\n' + ",\n".join(lines) + "\n  }\n}\n"
 
 
 def trainer_table() -> str:
     """Return the table of the keys that the training arguments of the installed ms-swift take."""
+    from swift.arguments import SftArguments
+
     from packplan.adapters.trainer.arguments import installed_keys
 
-    return key_table_text(installed_keys(), SFT_KEYS_FILE)
+    keys = installed_keys()
+    taken = {*keys, *(path.rpartition(".")[2] for path in known_keys(RunConfig))}
+    others = sorted({field.name for field in dataclasses.fields(SftArguments)} - taken)
+    return key_table_text(keys, SFT_KEYS_FILE, others)
 
 
 def grpo_table() -> str:
@@ -113,7 +132,9 @@ def grpo_table() -> str:
 
 def _part_lines(name: str) -> Iterator[str]:
     described = _import_name(name)
-    if isinstance(described, tuple):
+    if described == FOREIGN_KEYS_FILE:
+        yield from _foreign_lines()
+    elif isinstance(described, tuple):
         same: dict[tuple[str, str], list[str]] = {}
         for one in described:
             hosts = ", ".join(HOSTS[host] for host in one.hosts)
@@ -121,6 +142,17 @@ def _part_lines(name: str) -> Iterator[str]:
         yield from _list_lines([(", ".join(names), hosts, why) for (hosts, why), names in same.items()])
     else:
         yield from _section_lines(described, "")
+
+
+def _foreign_lines() -> Iterator[str]:
+    """Yield the table of keys of other programs, a row for each key here."""
+    rows = json.loads(FOREIGN_KEYS_FILE.read_text(encoding="utf-8"))
+    programs = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in {"here", "about"}]
+    yield from ("", f"| here | {' | '.join(programs)} | |", "|---" * (len(programs) + 2) + "|")
+    for row in rows:
+        theirs = (", ".join(f"`{name}`" for name in row.get(program, "").split()) for program in programs)
+        yield re.sub(" +", " ", f"| `{row['here']}` | {' | '.join(theirs)} | {row.get('about', '')} |")
+    yield ""
 
 
 def _import_name(name: str) -> Any:

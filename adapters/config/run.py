@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_origin
 import attrs
 
 from packplan.adapters.config.layers import apply_overrides, expand_path, read_document
-from packplan.adapters.config.trainer_keys import TrainerKey
+from packplan.adapters.config.trainer_keys import TrainerKey, read_foreign_keys
 from packplan.adapters.config.values import Advise, structure_document
 from packplan.core.config.faults import explain_unknown_key, run_faults
 from packplan.core.config.keys import yield_keys
@@ -33,6 +33,8 @@ _REQUIRED = {"template": {}, "custom": {}, "model": {"model": "unset"}, "trainin
 
 _FAULTS: Mapping[type, Callable[[Any], Iterator[Fault]]] = {RunConfig: run_faults, RlConfig: rl_faults}
 """Class of a configuration -> function that yields what its types cannot express."""
+
+_FOREIGN = read_foreign_keys()
 
 _REFUSED = {f"training.{key}": str(refusal) for key, refusal in refused_settings("sft").items()}
 
@@ -61,7 +63,7 @@ def parse_config(
     reason = "is of reinforcement learning (packplan rl), which this command is not: remove the section"
     found = [Fault(name, reason) for name in RL_SECTIONS if document.pop(name, None) is not None]
     usable = {f"training.{key}" for key in trainer_keys} | {*known_keys(RunConfig)}
-    advise = partial(explain_unknown_key, known=sorted(usable - {*_REFUSED}), refused=_REFUSED)
+    advise = partial(explain_unknown_key, known=sorted(usable - {*_REFUSED}), refused=_REFUSED, foreign=_FOREIGN)
     training: Any = document["training"]
     if isinstance(training, dict):
         passed = {key: value for key, value in training.items() if key not in _OWN_KEYS}
@@ -85,7 +87,8 @@ def load_rl_config(path: str | Path, grpo_keys: Mapping[str, TrainerKey], *, ove
     """
     document = {name: {} for name in (*SECTIONS, *RL_SECTIONS)} | apply_overrides(read_document(Path(path)), overrides)
     known = [key for key in known_keys(RlConfig) if key.partition(".")[0] != "training"]
-    advise = partial(explain_unknown_key, known=[*known, *(f"grpo.{key}" for key in grpo_keys)], refused={})
+    known += [f"grpo.{key}" for key in grpo_keys]
+    advise = partial(explain_unknown_key, known=known, refused={}, foreign=_FOREIGN)
     found = []
     if document["training"]:
         found.append(Fault("training", "is of packplan sft: write into the section grpo what GRPOConfig takes"))
@@ -184,5 +187,7 @@ def _convert_settings(
                 is_path = keys[key].path and isinstance(value, str)
                 taken[key] = expand_path(value) if is_path else keys[key].convert(value)
             except ValueError as error:
-                found.append(Fault(path, str(error)))
+                other = _FOREIGN.get(key)
+                meant = f", or write {other.ours} for that of {other.programs}" if other and other.ours else ""
+                found.append(Fault(path, f"{error}{meant}"))
     return taken

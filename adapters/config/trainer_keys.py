@@ -23,6 +23,7 @@ import cattrs
 
 from packplan.adapters.config.values import TOO_LARGE
 from packplan.adapters.versions import installed_version
+from packplan.core.config.faults import ForeignKey
 from packplan.core.errors import Fault
 
 SFT_KEYS_FILE = Path(__file__).with_name("trainer_keys.json")
@@ -30,6 +31,9 @@ SFT_KEYS_FILE = Path(__file__).with_name("trainer_keys.json")
 
 GRPO_KEYS_FILE = Path(__file__).with_name("grpo_keys.json")
 """Table of the settings that `grpo.` passes on to TRL."""
+
+FOREIGN_KEYS_FILE = Path(__file__).with_name("foreign_keys.json")
+"""Rows of our keys, each with the keys of other programs that it takes the place of."""
 
 LIBRARIES: Mapping[Path, tuple[str, ...]] = {
     SFT_KEYS_FILE: ("ms-swift", "transformers"),
@@ -192,6 +196,17 @@ def read_key_table(path: Path = SFT_KEYS_FILE) -> dict[str, TrainerKey] | None:
     if any(installed_version(name) not in {None, stated} for name, stated in table["versions"].items()):
         return None
     return cattrs.structure(table["keys"], dict[str, TrainerKey])
+
+
+def read_foreign_keys() -> dict[str, ForeignKey]:
+    """Return the keys of other programs by name; of ms-swift, also those without a counterpart."""
+    found = dict.fromkeys(json.loads(SFT_KEYS_FILE.read_text(encoding="utf-8"))["others"], ForeignKey("ms-swift"))
+    for row in json.loads(FOREIGN_KEYS_FILE.read_text(encoding="utf-8")):
+        ours, about = row.pop("here"), row.pop("about", "").replace("`", "")
+        for name in " ".join(row.values()).split():
+            programs = [program for program, names in row.items() if name in names.split()]
+            found[name] = ForeignKey(" and ".join(programs), ours, about)
+    return found
 
 
 def read_nested_settings(value: Any) -> Mapping[str, Any]:

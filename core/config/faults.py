@@ -261,7 +261,36 @@ _DISTINGUISHING = re.compile(r"\d+|(?:^|_)(?:min|max)(?=_|$)")
 """Parts that change the meaning of a key, such as `min`; suggested keys have the same parts."""
 
 
-def explain_unknown_key(name: str, level: str, known: Iterable[str], *, refused: Mapping[str, str]) -> str:
+@attrs.frozen
+class ForeignKey:
+    """Key of other programs, and the key here that takes its place."""
+
+    programs: str
+    """Names of the programs, as in `TRL and axolotl`."""
+
+    ours: str = ""
+    """The key here with its section; empty if there is none."""
+
+    about: str = ""
+    """Difference between the two, for people; perhaps empty."""
+
+    def advise(self, written: Sequence[str]) -> str:
+        """Return the reason why the key is unknown, with the keys to write in its place, if any."""
+        if not written:
+            remedy = "remove it, or train by swift sft with Packplan's plugin, which reads it"
+            return f"is a key of {self.programs} that has no counterpart here: {remedy}"
+        about = f" ({self.about})" if self.about else ""
+        return f"is a key of {self.programs}: write {_join_with_or(written)}{about}"
+
+
+def explain_unknown_key(
+    name: str,
+    level: str,
+    known: Iterable[str],
+    *,
+    refused: Mapping[str, str],
+    foreign: Mapping[str, ForeignKey] = MappingProxyType({}),
+) -> str:
     """
     Return the reason why a key is unknown at its place, with advice on what to write.
 
@@ -271,6 +300,7 @@ def explain_unknown_key(name: str, level: str, known: Iterable[str], *, refused:
             top.
         known: All keys of the configuration, each with its section: `training.learning_rate`.
         refused: Keys, with their sections, that are known and always refused -> reason and remedy.
+        foreign: Names of keys of other programs -> the keys here that take their place.
 
     >>> explain_unknown_key("learning_rate", "", ["training.learning_rate"], refused={})
     'is no key of the top level: write training.learning_rate'
@@ -279,11 +309,15 @@ def explain_unknown_key(name: str, level: str, known: Iterable[str], *, refused:
     if f"{_prefix_of(level)}{name}" in paths:
         section, _, last = name.rpartition(".")
         return f"is written with a dot: write {last} in the section {_prefix_of(level)}{section}"
-    elsewhere = [path for path in paths if _last_part(path) == name]
-    if elsewhere:
-        return f"is no key of {level or 'the top level'}: write {_join_with_or(elsewhere)}"
+    theirs = foreign.get(name, ForeignKey(""))
+    ours = theirs.ours if theirs.ours in paths else _last_part(theirs.ours)
+    written = dict.fromkeys(path for one in (ours, name) for path in paths if one in {path, _last_part(path)})
+    if any(_last_part(path) == name for path in written):
+        return f"is no key of {level or 'the top level'}: write {_join_with_or([*written])}"
     if reasons := [reason for path, reason in refused.items() if _last_part(path) == name]:
         return reasons[0]
+    if theirs.programs:
+        return theirs.advise([*written])
     here = [path for path in (*paths, *refused) if path.rpartition(".")[0] == level]
     meant = similar_keys(name, map(_last_part, here))
     if meant and f"{_prefix_of(level)}{meant[0]}" in refused:

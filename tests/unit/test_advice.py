@@ -1,5 +1,6 @@
 """Advice on unknown keys points to the right place, and never to a key of another meaning."""
 
+import json
 from types import SimpleNamespace
 from typing import get_args
 
@@ -8,6 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from packplan.adapters.config.run import known_keys, load_mixes
+from packplan.adapters.config.trainer_keys import FOREIGN_KEYS_FILE, SFT_KEYS_FILE, read_foreign_keys
 from packplan.core.config.faults import explain_unknown_key, similar_keys
 from packplan.core.config.refusals import Host, active_refusals, refused_settings
 from packplan.core.config.run import RunConfig
@@ -62,7 +64,7 @@ def test_a_host_refuses_what_is_on(host):
 @pytest.mark.parametrize(
     ("path", "advice"),
     [
-        *((path, "remove it") for path in ("streaming", "training.min_patches", "template.fp8", "training.adam_beta3",
+        *((path, "remove it") for path in ("tile_size", "training.min_patches", "template.fp8", "training.adam_beta3",
                                            "training.min_steps", "training.lr", "x", "é", "training.3")),
         ("training.packing_bufer", "did you mean packing_buffer?"),
         ("training.learningRate", "did you mean learning_rate?"),
@@ -75,6 +77,32 @@ def test_a_host_refuses_what_is_on(host):
 def test_a_misspelling_names_what_it_misspells_and_no_key_of_another_meaning(path, advice):
     """Keys of this section before those of others; a maximum is no minimum, and 8 is not 16."""
     assert f"is no known key: {advice}" == faults_of({path: 1})[path.removesuffix(".a")]
+
+
+@pytest.mark.parametrize("level", ["", "training", "custom", "model"])
+def test_a_key_of_another_program_is_answered_with_ours(level):
+    """In every section, whatever it holds; a key of ms-swift that nothing replaces is told so."""
+    prefix = f"{level}." if level else ""
+    rows = json.loads(FOREIGN_KEYS_FILE.read_text())
+    ours = {name: row["here"] for row in rows for names in row.values() for name in names.split()}
+    known = {path.rpartition(".")[2] for path in known_keys(RunConfig)} | {*KEYS}
+    asked = {name: key for name, key in ours.items() if name in read_foreign_keys() and name not in known}
+    assert len(asked) > 40
+    others = json.loads(SFT_KEYS_FILE.read_text())["others"]
+
+    found = faults_of(dict.fromkeys((f"{prefix}{name}" for name in (*asked, *others)), 2))
+
+    told = {name: found[f"{prefix}{name}"] for name in (*asked, *others)}
+    assert [] == [name for name, key in asked.items() if f": write {key}" not in told[name]]
+    assert [] == [name for name in others if told[name].startswith("is no known key")]
+
+
+def test_the_optimizer_of_axolotl_is_not_that_of_ms_swift():
+    """One names an algorithm, the other a grouping of weights; both places name the first."""
+    found = faults_of({"optimizer": "adamw_torch"}, optimizer="adamw_torch")
+
+    assert "is no key of the top level: write training.optim or training.optimizer" == found["optimizer"]
+    assert found["training.optimizer"].endswith(", or write training.optim for that of axolotl")
 
 
 def test_a_mix_has_the_same_advice(tmp_path):

@@ -50,6 +50,7 @@ def test_each_mode_is_accepted(parsed, policy):
         ({"grpo": {"output_dir": None}}, "grpo.output_dir", "is not set: name a folder"),
         ({"grpo": {"eval_on_start": True}}, "grpo.eval_on_start", "but the run has no evaluation: set custom.val_"),
         ({"learning_rate": 1}, "learning_rate", "is no key of the top level: write grpo.learning_rate"),
+        ({"grpo": {"num_epochs": 2}}, "grpo.num_epochs", "is a key of axolotl: write grpo.num_train_epochs"),
         ({"packing_balance": "step"}, "packing_balance", "is no known key"),
         ({"training": {"seed": 1}}, "training", "is of packplan sft: write into the section grpo"),
         ({"template": {"max_length": 9}}, "template.max_length", "is not used by packplan rl"),
