@@ -32,7 +32,7 @@ def asked(content: Any, **more: Any) -> dict[str, Any]:
     return chat({"role": "user", "content": content}, ANSWER, **more)
 
 
-def to_messages(record: object, columns: Mapping[str, str] | None = None, **options: Any) -> dict[str, Any]:
+def to_messages(record: object, columns: Mapping[str, str | None] | None = None, **options: Any) -> dict[str, Any]:
     """Convert a record into messages, with columns and options as the section `custom` has them."""
     return records.to_messages(to_shape(record, columns), records.MessageOptions(**options))
 

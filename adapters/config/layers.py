@@ -136,12 +136,14 @@ def _parse_yaml(text: str) -> Any:
 def merge_sections(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     """
     Return *base* with the values of *top*: sections merge key by key, null removes a key of *base*,
-    any other value replaces that of *base*.
+    any other value replaces that of *base*. Null is a value in `columns`, where it ignores a key.
     """
     merged = dict(base)
     for key, value in top.items():
         below = merged.get(key)
-        if value is None:
+        if key == "columns" and isinstance(value, dict):
+            merged[key] = {**(below if isinstance(below, dict) else {}), **value}
+        elif value is None:
             merged.pop(key, None)
         elif isinstance(value, dict):
             merged[key] = merge_sections(below if isinstance(below, dict) else {}, value)

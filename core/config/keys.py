@@ -107,7 +107,8 @@ def key_faults(section: Any, prefix: str = "") -> Iterator[Fault]:
                 {f"{path}.{name}": one for name, one in value.items()} if isinstance(value, Mapping) else {path: value}
             )
             for where, one in values.items():
-                yield from (Fault(where, reason) for reason in key_facts(field).check(one))
+                if one is not None:
+                    yield from (Fault(where, reason) for reason in key_facts(field).check(one))
 
 
 def must(holds: Callable[[Any], bool], wanted: str) -> Check:

@@ -223,8 +223,11 @@ class CustomConfig:
     literal_image_tags: bool = key(False, neither=_LIMITS)
     """Let `<image>` stand as text in records without images; else these are refused."""
 
-    columns: dict[str, str] = key(attrs.Factory(dict), lengths="value", check=one_of(sorted(RECORD_KEYS)))
-    """The data's keys -> names of records, as `{q: query, a: response}`."""
+    columns: dict[str, str | None] = key(attrs.Factory(dict), lengths="value", check=one_of(sorted(RECORD_KEYS)))
+    """
+    The data's keys -> names of records, as `{q: query, a: response}`. `{label: null}` ignores a
+    key, in messages too.
+    """
 
     on_bad_record: Literal["stop", "skip"] = key("stop", neither=_ACCEPTS, stream="refused")
     """`stop` at a record that cannot become a sample, or `skip` and count it."""

@@ -14,7 +14,7 @@ import attrs
 
 from packplan.core.errors import counted
 from packplan.core.samples.media import VIDEO_TAG, to_images, to_videos
-from packplan.core.samples.shapes import IMAGE_TAG, ShapedRecord
+from packplan.core.samples.shapes import IMAGE_TAG, ShapedRecord, ignoring
 from packplan.core.samples.tools import CALL, RESPONSE, WEIGHTS, to_tools
 from packplan.core.samples.values import fail, has, is_empty
 
@@ -78,7 +78,7 @@ _REFUSED_IN_MESSAGES = {
     "tool_calls": "it is read of assistant messages alone",
     "function_call": "write it as 'tool_calls', or as a message of the role tool_call",
     "images": f"write the images into the record's 'images', and {IMAGE_TAG} into 'content', or remove it",
-    "weight": "write 'loss': false where a message is not to be trained, or remove it",
+    **dict.fromkeys(("weight", "train"), "write 'loss': false where a message is not to be trained, or remove it"),
 }
 """Refused keys of a message -> remedy. `_OTHERWISE` is the remedy for other keys."""
 
@@ -166,9 +166,8 @@ def _add_tags(messages: list[dict[str, Any]], tag: str, name: str, number: int) 
 
 def _refuse_keys(record: Mapping[str, Any]) -> None:
     """Refuse keys, in any letter case, that ms-swift knows but that would be ignored."""
-    for name in record:
-        if name.lower() in REFUSED and has(record, name):
-            fail(f"has {name!r}: {REFUSED[name.lower()]}")
+    if found := [name for name in record if name.lower() in REFUSED and has(record, name)]:
+        fail(f"has {found[0]!r}: {REFUSED[found[0].lower()]}{ignoring(found)}", argument="columns")
     if "messages" not in record and has(record, "videos"):
         fail("has 'videos' and 'objects', whose places are those of an image: write messages, or remove one")
     if "messages" in record and has(record, "objects"):
@@ -181,9 +180,9 @@ def _refuse_keys_of_message(message: Mapping[str, Any]) -> None:
     """Refuse keys of a message that ms-swift would read but are not supported here."""
     role = message["role"]
     known = _KNOWN_IN_MESSAGES | _KNOWN_OF_RESPONSES if role == RESPONSE else _KNOWN_IN_MESSAGES
-    for name, held in message.items():
-        if name not in known and not is_empty(held):
-            fail(f"has a message with {name!r}, which would be ignored: {_REFUSED_IN_MESSAGES.get(name, _OTHERWISE)}")
+    if found := [name for name, held in message.items() if name not in known and not is_empty(held)]:
+        reason = f"which would be ignored: {_REFUSED_IN_MESSAGES.get(found[0], _OTHERWISE)}"
+        fail(f"has a message with {found[0]!r}, {reason}{ignoring(found)}", argument="columns")
     loss, weight = message.get("loss"), message.get("loss_scale")
     if loss not in (None, 0, 1):
         fail(f"has a message with the loss {loss!r}, which would be ignored: remove it, or write true or false")

@@ -7,7 +7,7 @@ between two columns, the functions here refuse the record with a remedy.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import attrs
@@ -66,6 +66,9 @@ _ROLES = {
 }
 """Names of roles in messages -> roles of ms-swift."""
 
+_LOSSES = ("weight", "train")
+"""Keys of messages by which other programs say 0 or 1, whether the message is trained."""
+
 MESSAGES, DENSE = "messages of role and content", "dense captions"
 
 MIXABLE = frozenset({MESSAGES, DENSE})
@@ -84,13 +87,14 @@ class ShapedRecord:
     """The record's `messages`, `images`, `system`, `objects` and other keys, under these names."""
 
 
-def to_shape(record: object, columns: Mapping[str, str] | None = None) -> ShapedRecord:
+def to_shape(record: object, columns: Mapping[str, str | None] | None = None) -> ShapedRecord:
     """
     Recognise the shape of a record, and convert it into messages unless it is a dense caption.
 
     Args:
         record: One JSON value of a data file.
-        columns: Key in the record -> key that a shape reads, one of `RECORD_KEYS`.
+        columns: Key in the record -> key that a shape reads, one of `RECORD_KEYS`, or None to
+            ignore it, in messages too.
 
     Raises:
         ValueError: The record has no known shape, or a part of it would be ignored.
@@ -103,6 +107,8 @@ def to_shape(record: object, columns: Mapping[str, str] | None = None) -> Shaped
     record = _rename_keys(record, columns or {})
     for names in (SYSTEM_KEYS, IMAGE_KEYS, VIDEO_KEYS, MESSAGE_KEYS):
         record = _merge_synonyms(record, names)
+    if ignored := {name for name, known in (columns or {}).items() if known is None}:
+        record = {name: _drop_keys(held, name, ignored) for name, held in record.items()}
     for known, others in (("messages", _ANSWERED[:3]), ("objects", _ANSWERED)):
         if has(record, known) and (other := next((name for name in others if has(record, name)), None)):
             fail(f"has {known!r} and {other!r}, of which one would be ignored: remove one")
@@ -127,16 +133,32 @@ def _refuse_unknown_shape(record: Mapping[str, Any]) -> NoReturn:
     fail(f"is of no known shape: {_describe_keys(record)}", argument="columns")
 
 
-def _rename_keys(record: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
+def _rename_keys(record: Mapping[str, Any], columns: Mapping[str, str | None]) -> Mapping[str, Any]:
     """Return a record with keys renamed by *columns*, known ones in lower case; refuse a second."""
     renamed: dict[str, Any] = {}
     for name, held in record.items():
+        if columns.get(name, "") is None:
+            continue
         known = columns.get(name) or (name.lower() if name.lower() in RECORD_KEYS else name)
         if not has(renamed, known):
             renamed[known] = held
         elif not is_empty(held):
             fail(f"has {known!r} twice, once as {name!r}: remove one, or give one another name", argument="columns")
     return renamed
+
+
+def _drop_keys(value: Any, name: str, ignored: Collection[str]) -> Any:
+    """Return the value of key *name* of a record; messages in it lose the *ignored* keys."""
+    messages = parse_literal(value, "'messages'") if name == "messages" else value
+    if name not in {"messages", *QUERY_KEYS, *RESPONSE_KEYS} or not _is_chat(messages):
+        return value
+    return [{key: held for key, held in message.items() if key not in ignored} for message in messages]
+
+
+def ignoring(names: Sequence[str]) -> str:
+    """Return the end of a message that refuses keys: the mapping that ignores them."""
+    listed = ", ".join(f"{name[:40]}: null" for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+    return f"; or ignore it, as {{{listed}}}"
 
 
 def _merge_synonyms(record: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
@@ -205,6 +227,10 @@ def _normalise_role(message: Mapping[str, Any]) -> dict[str, Any]:
             converted[name] = message[other]
     if isinstance(role := converted.get("role"), str):
         converted["role"] = _ROLES.get(role, _ROLES.get(role.replace("-", "_"), role))
+    for name in _LOSSES:
+        trained, learns = converted.get(name), converted.get("role") in ("assistant", CALL)
+        if trained in (0, 1) and converted.get("loss") in (None, trained) and (learns or not trained):
+            converted |= {"loss": bool(trained), name: None}
     return converted
 
 
@@ -279,7 +305,7 @@ def _split_pair(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             )
         yield {"role": role, "content": message[found[0]]}
     if more := [name for name, held in message.items() if name not in asking and not is_empty(held)]:
-        fail(f"has a message with {more[0]!r}, which would be ignored: remove it")
+        fail(f"has a message with {more[0]!r}, which would be ignored: remove it{ignoring(more)}", argument="columns")
 
 
 # Columns that hold a question and its answer.

@@ -83,6 +83,8 @@ PARTS = [
 
 SEEN = [{"type": "text", "text": "see "}, {"type": "image", "source": {"type": "url", "url": "red.png"}}]
 
+COLUMNS = {"q": "query", "r": "response", "state": None, "toxic": None}
+
 CASES = {
     "LLaVA": ("json", LLAVA),
     "ShareGPT": ("json", SHAREGPT),
@@ -113,7 +115,20 @@ CASES = {
     "LLaVA in Parquet": ("parquet", LLAVA),
     "bytes in Parquet": ("parquet", [asked("<image>?", images=[{"bytes": RED, "path": None}])]),
     "CSV": ("csv", [{"query": "a, b", "response": 'say "c"'}, {"query": "\nd", "response": "e"}]),
-    "columns": ("jsonl", [{"q": "a", "r": "b"}], {"columns": {"q": "query", "r": "response"}}),
+    "columns": ("jsonl", [{"q": "a", "r": "b"}], {"columns": COLUMNS}),
+    "WildChat": (
+        "jsonl", [
+            {"conversation": [{"role": role, "content": role[0], "toxic": False} for role in ("user", "assistant")],
+             "state": "Texas", "toxic": False, "model": "a"}
+        ], {"columns": COLUMNS}
+    ),
+    "SlimOrca": (
+        "jsonl", [
+            {"conversations": [
+                {"from": "human", "value": "a", "weight": 0.0}, {"from": "gpt", "value": "b", "weight": 1.0}
+            ]}
+        ]
+    ),
     "a literal tag": (
         "jsonl", [asked("what is <image>?"), asked("<image>?", images=["red.png"])], {"literal_image_tags": True}
     ),
@@ -172,9 +187,7 @@ def loaded_by_swift(path: Path, **options):
 
 # The library that reads CSV for ms-swift leaves its file to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(
-    "custom", [{}, {"columns": {"q": "query", "r": "response"}}, {"literal_image_tags": True}], ids=str
-)
+@pytest.mark.parametrize("custom", [{}, {"columns": COLUMNS}, {"literal_image_tags": True}], ids=str)
 def test_each_shape_has_the_tokens_and_labels_that_ms_swift_gives_it(custom, encoder, tmp_path):
     """As its own loading of the same file; measured by its texts and headers as it is encoded."""
     files = []
@@ -182,7 +195,8 @@ def test_each_shape_has_the_tokens_and_labels_that_ms_swift_gives_it(custom, enc
         if custom == (keys[0] if keys else {}):
             write(tmp_path / f"{len(files)}.{suffix}", records)
             files.append(f"{len(files)}.{suffix}")
-    ours, columns = encoder(*files, **custom), custom.get("columns")
+    ours = encoder(*files, **custom)
+    columns = {name: known for name, known in custom.get("columns", {}).items() if known}
     rows = [row for name in files for row in loaded_by_swift(tmp_path / name, columns=columns)]
 
     assert len(rows) == len(ours)

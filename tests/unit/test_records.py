@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -125,7 +126,7 @@ def outcome(record):
 
 @pytest.mark.parametrize(
     "key",
-    ["reasoning_content", "reasoning_details", "images", "audio", "weight", "tool_call_id", "name", "Loss"],
+    ["reasoning_content", "reasoning_details", "images", "audio", "weights", "tool_call_id", "name", "Loss"],
 )
 def test_a_message_has_the_keys_that_are_read_and_notes(key):
     """Any other would be ignored, also where it holds 0."""
@@ -135,6 +136,52 @@ def test_a_message_has_the_keys_that_are_read_and_notes(key):
     notes = {"id": 3, "model": "a", "source": "b", "timestamp": 1.5, "language": "en", "index": 0, key: None}
     read = to_messages(chat(QUESTION, {**ANSWER, "loss": False, **notes, "tool_calls": []}, QUESTION, ANSWER))
     assert {**ANSWER, "loss": False} == read["messages"][1]
+
+
+NOTES = {
+    "WildChat": (
+        {"conversation": [{**QUESTION, "country": "US", "toxic": False, "header": {"a": 1}},
+                          {**ANSWER, "country": None, "toxic": False}], "state": "Texas", "toxic": False},
+        ["state", "country toxic header"],
+    ),
+    "a classifier's data": (chat(label=0, options=["a", "b"], name="x", info="y"), ["label options"]),
+    "OpenAI": (
+        chat({**QUESTION, "name": "Al"}, ANSWER, chat_template_kwargs={"a": 1}), ["chat_template_kwargs", "name"]
+    ),
+    "messages as a text": ({"messages": repr([{**QUESTION, "info": 3}, ANSWER])}, ["info"]),
+    "messages in two columns": ({"prompt": [{**QUESTION, "info": 3}], "completion": [ANSWER]}, ["info"]),
+    "pairs": ({"conversation": [{"human": "why?", "gpt": "so.", "score": 3}]}, ["score"]),
+}  # fmt: skip
+"""Data set -> a record, and the keys that each of its refusals names."""
+
+
+@pytest.mark.parametrize(("record", "refusals"), NOTES.values(), ids=NOTES)
+def test_a_refusal_names_the_columns_that_ignore_its_keys(record, refusals):
+    """All of a record, or of a message, at once; then what is left is what it says."""
+    columns: dict[str, None] = {}
+    for names in refusals:
+        with pytest.raises(UnusableRecordError, check=lambda one: one.argument == "columns") as raised:
+            to_messages(record, columns=columns)
+        found = re.findall(r"(\w+): null", str(raised.value))
+        assert names.split() == found
+        columns |= dict.fromkeys(found)
+
+    assert [QUESTION, ANSWER] == to_messages(record, columns=columns)["messages"]
+
+
+@pytest.mark.parametrize(("key", "off", "on"), [("weight", 0.0, 1.0), ("weight", 0, 1), ("train", False, True)])
+def test_a_weight_of_0_or_1_and_train_are_the_loss_of_a_message(key, off, on):
+    """As SlimOrca, OpenAI and axolotl write it; another weight, or a second value, is refused."""
+    said = [{"from": "human", "value": "why?", key: off}, {"from": "gpt", "value": "so.", key: off},
+            {"from": "human", "value": "and?", key: None}, {"from": "gpt", "value": "ok.", key: on}]  # fmt: skip
+
+    found = to_messages({"conversations": said})["messages"]
+
+    assert [False, False, None, True] == [message.get("loss") for message in found]
+    assert all(key not in message for message in found)
+    for wrong in ({**ANSWER, key: 0.5}, {**ANSWER, key: off, "loss": True}, {**QUESTION, key: on}):
+        with pytest.raises(ValueError, match=f"has a message with '{key}', which would be ignored"):
+            to_messages(chat(QUESTION, wrong, QUESTION, ANSWER))
 
 
 @pytest.mark.parametrize(

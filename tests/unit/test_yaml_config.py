@@ -195,6 +195,14 @@ def test_names_of_sources_are_of_entries_of_the_data(monkeypatch):
     assert ["/data/a.jsonl", *list(names)[1:]] == list(config.custom.source_names)
 
 
+def test_null_ignores_a_key_of_the_data_wherever_it_is_written():
+    """In the YAML, in one that extends it, on the command line; elsewhere null is a default."""
+    assert {"label": None} == parsed({"custom.columns": {"label": None}}).custom.columns
+    columns = {"a": None, "label": "response"}
+    assert {"a": None, "label": None} == parsed({"custom.columns": columns}, "custom.columns.label=null").custom.columns
+    assert {} == parsed({"custom.columns": columns}, "custom.columns=null").custom.columns
+
+
 def test_every_training_key_refuses_a_section():
     """Each key's type is checked, and the fault has its path."""
     keys = {field.name for field in attrs.fields(TrainingConfig)} - {"trainer"}
