@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from packplan.adapters.progress import loading_libraries
-from packplan.app.cli.command import add_logging_options, command_parser, parse_ranks, run_command
+from packplan.app.cli.command import add_logging_options, command_parser, parse_ranks, run_command, run_program
 from packplan.app.wiring.commands import read_command, split_command
 from packplan.core.errors import ConfigError, counted
 
@@ -53,3 +53,7 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> None:
     flags = [f"--cached_dataset {folder}", *([f"--cached_val_dataset {folder / 'val'}"] if "eval" in numbers else [])]
     rows = counted(numbers["train"], "row")
     print(f"{folder}: {rows} with their lengths; say {' '.join(flags)} instead of --dataset")
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_program(main))

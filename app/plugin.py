@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from packplan.adapters.progress import loading_libraries
-from packplan.app.cli.command import add_logging_options, command_parser, parse_ranks, run_command
+from packplan.app.cli.command import add_logging_options, command_parser, parse_ranks, run_command, run_program
 from packplan.app.wiring.commands import read_command, split_command
 from packplan.app.wiring.stores import write_new_file
 from packplan.core.checksum import plan_checksum
@@ -79,3 +79,7 @@ def plan_command(config: RunConfig) -> str:
     kept = sample_indices(train.table)
     packs = Packs(train.raw.packs.offsets, np.searchsorted(kept, train.raw.packs.indices))
     return plan_checksum(packs, lengths=column(train.table, "length")[kept].astype(np.int64))
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_program(main))

@@ -12,6 +12,7 @@ from packplan.app.cli.command import (
     command_parser,
     parse_arguments,
     run_command,
+    run_program,
 )
 from packplan.app.wiring.runs import raising_on_all_ranks, read_rl_config, require_inputs
 
@@ -34,3 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
             grpo.train(config, quiet=options.quiet)
 
     return run_command(command, verbose=options.verbose, quiet=options.quiet)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_program(main))

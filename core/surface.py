@@ -150,6 +150,7 @@ class PlanTable:
     def rows(self) -> list[tuple[str, str]]:
         """Names and values of the figures, without those that are 0."""
         raw, summary = self.plan.raw, self.plan.summary
+        num_over = int((self.plan.lengths[list(raw.single_long)] > raw.packing_length).sum())
         beyond = len(raw.packs) + len(raw.dropped_packs) - raw.lower_bound
         bound = f"at least {raw.lower_bound:,} in any plan" if beyond else "no plan has fewer"
         if len(raw.dropped_packs):
@@ -161,7 +162,7 @@ class PlanTable:
             ("packs", f"{len(raw.packs):,} ({bound})"),
             ("fill", f"{raw.fill:.2%}"),
             ("samples in a pack", f"{summary.samples_per_pack:.1f}"),
-            ("packs over the packing length", f"{summary.oversized_packs:,}"),
+            ("packs over the packing length", f"{num_over:,}"),
             ("long samples, packed alone", f"{len(raw.single_long):,}"),
             ("long samples, skipped", f"{len(raw.skipped_long):,}"),
             ("samples dropped", f"{raw.dropped_samples:,}"),

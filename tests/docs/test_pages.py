@@ -4,7 +4,11 @@ import ast
 import json
 import re
 import runpy
+import shlex
+import sys
+import warnings
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
@@ -225,6 +229,45 @@ def plan_split(source: ListSource, folder: Path) -> Split:
     stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FreeLock())
     split = Split("train", PlanPolicy(packing_length=1024), stores=stores, encoder=source, source=source)
     return measure_and_plan(split, Ranks(ScriptedGroup(), timeout_s=1))
+
+
+OTHERS = {
+    *("ATEN_CPU_CAPABILITY=default", "NPROC_PER_NODE=2", "OMP_NUM_THREADS=2"),
+    *(".venv/bin/python", "make", "pip", "pytest", "swift"),
+}
+"""First words of lines that call other tools, or hosts that `tests/hosts` runs."""
+
+
+def command_lines(page: Path) -> list[list[str]]:
+    """Return the words of each fenced line that calls this project: a module, and its arguments."""
+    lines = [line for block in fences(page, "bash") for line in block.replace("\\\n", " ").splitlines() if line]
+    found = []
+    for words in (shlex.split(line, comments=True) for line in lines):
+        if words[0] in {"torchrun", "python"} and "-m" in words:
+            found.append(words[words.index("-m") + 1 :])
+        elif words[0] == "packplan":
+            found.append(["packplan.app", *words[1:]])
+        else:
+            assert words[0] in OTHERS or words[-1] == "--resume" or ".py" in " ".join(words), f"{page.name}: {words}"
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if command_lines(page)], ids=lambda page: page.name)
+def test_commands_that_are_shown_start(page, monkeypatch):
+    """Each line of a page, as it stands, reaches the body of its command."""
+    reached = []
+    for module in {"packplan.app.cli.command", *(name for name, _ in COMMANDS.values())}:
+        monkeypatch.setattr(import_module(module), "run_command", lambda *_, **__: reached.append(1) or 0)
+    for name, *words in command_lines(page):
+        reached.clear()
+        monkeypatch.setattr(sys, "argv", [name, *words])
+        if not name.startswith("packplan."):
+            assert find_spec(name), f"{page.name}: {name}"
+            continue
+        with pytest.raises(SystemExit) as ended, warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # the module is imported already
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        assert (0, [1]) == (ended.value.code, reached), f"{page.name}: {name} {words}"
 
 
 HOSTED = ("# dpo.py", "# train.py", "# prove.py")

@@ -49,7 +49,8 @@ def test_an_argument_that_is_left_out_has_the_same_value_as_ever():
         assert DEFAULTS.get(name, {}) == plain
 
 
-@given(raw_lengths(), st.booleans())
+@given(case=raw_lengths(), skips=st.booleans())
+@example(case=([85, 20], 80), skips=False)
 def test_a_table_has_the_figures_and_a_page_draws_the_packs(case, skips):
     """The page holds the table's values, and one bar for each drawn sample and pack."""
     lengths, packing_length = case
