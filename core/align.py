@@ -5,8 +5,7 @@ import numpy as np
 
 from packplan.core.errors import ArgumentError, counted
 from packplan.core.lengths import MOST_RANKS, IntArray, as_whole_number
-from packplan.core.packs import Packs, concatenate
-from packplan.core.plan import RawPlan
+from packplan.core.packs import AnyPacks, Packs, as_packs, concatenate
 
 
 @attrs.frozen
@@ -50,13 +49,13 @@ class AlignedPlan:
 
 
 def align_plan(
-    raw_plan: RawPlan, *, world_size: int, dataloader_drop_last: bool = False, batch_size: int = 1
+    raw_plan: AnyPacks, *, world_size: int, dataloader_drop_last: bool = False, batch_size: int = 1
 ) -> AlignedPlan:
     """
     Cut or fill the plan's end, so that every rank runs the same number of packs.
 
     Args:
-        raw_plan: The raw plan, of at least one pack.
+        raw_plan: The raw plan, of at least one pack; or a `Plan`, or packs alone.
         world_size: Data-parallel learners, >= 1.
         dataloader_drop_last: Drop the remainder if true, else repeat packs from the front,
             cyclically.
@@ -72,7 +71,7 @@ def align_plan(
     [[0], [1], [2], [0]]
     """
     world_size = as_whole_number("world_size", world_size, most=MOST_RANKS)
-    packs = raw_plan.packs
+    packs = as_packs(raw_plan)
     batch_size = as_whole_number("batch_size", batch_size)
     require_a_batch(len(packs), world_size=world_size, batch_size=batch_size, drop_last=dataloader_drop_last)
     positions = aligned_positions(len(packs), world_size, dataloader_drop_last)

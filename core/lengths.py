@@ -131,7 +131,8 @@ def _raise_first_bad(values: Sequence[object]) -> None:
     # pandas and Arrow give a column of whole numbers with a gap as floats: not the first is wrong.
     missing = next((index for index, value in enumerate(values) if isinstance(value, float) and isnan(value)), None)
     if missing is not None:
-        raise _bad_length_error(missing, "missing", "a length is a whole number of tokens")
+        fact = f"length {missing} is NaN: a length is a whole number of tokens"
+        raise ArgumentError("length", fact, {"index": missing, "value": "NaN"})
     for index, value in enumerate(values):
         if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral):
             raise _bad_length_error(index, value, "a length is a whole number of tokens")
@@ -188,7 +189,7 @@ def exact_share(name: str, value: float | str | Decimal | Fraction) -> Fraction:
     Fraction(11, 20)
     """
     try:
-        exact = value if isinstance(value, Fraction) else Fraction(Decimal(str(value)))
+        exact = Fraction(str(value))
     except (ArithmeticError, ValueError):  # no number, or not a finite one
         exact = Fraction(-1)
     if not 0 <= exact <= 1:

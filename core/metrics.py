@@ -1,6 +1,5 @@
 """Utilisation, waste, balance, efficiency and gap of packs."""
 
-from collections.abc import Sequence
 from fractions import Fraction
 from math import exp, lgamma, sqrt
 
@@ -9,7 +8,7 @@ import numpy as np
 
 from packplan.core.bounds import effort_for_bound, lower_bound
 from packplan.core.lengths import Lengths, as_lengths, as_whole_number
-from packplan.core.packs import Packs
+from packplan.core.packs import AnyPacks, as_packs
 
 
 @attrs.frozen
@@ -61,15 +60,13 @@ class PackingMetrics:
         return (self.num_packs - self.lower_bound) / self.lower_bound
 
 
-def packing_metrics(
-    lengths: Lengths, packs: Packs | Sequence[Sequence[int]], *, capacity: int, bound: int | None = None
-) -> PackingMetrics:
+def packing_metrics(lengths: Lengths, packs: AnyPacks, *, capacity: int, bound: int | None = None) -> PackingMetrics:
     """
     Return the metrics of packs against a lower bound on their number.
 
     Args:
         lengths: Tokens of each sample, >= 1.
-        packs: Packs to measure; at least one.
+        packs: Packs to measure, or a plan that has them; at least one.
         capacity: Tokens a pack may hold, >= 1.
         bound: Lower bound for the samples in the packs; None searches for one, for about as long
             as packing takes. A sample over the capacity counts as a pack of its own.
@@ -77,15 +74,15 @@ def packing_metrics(
     Raises:
         ValueError: There is no pack, or a pack has a sample without a length.
 
-    >>> packing_metrics([60, 20, 50], Packs.from_lists([[0, 1], [2]]), capacity=80).efficiency
+    >>> packing_metrics([60, 20, 50], [[0, 1], [2]], capacity=80).efficiency
     1.0
     """
     capacity = as_whole_number("capacity", capacity)
     array = as_lengths(lengths)
+    packs = as_packs(packs)
     if not len(packs):
         message = "there is no pack to measure"
         raise ValueError(message)
-    packs = packs if isinstance(packs, Packs) else Packs.from_lists(packs)
     if int(packs.indices.max()) >= array.size:
         message = f"sample {int(packs.indices.max())} is in a pack, but there are {array.size} lengths"
         raise ValueError(message)

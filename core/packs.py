@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 import attrs
 import numpy as np
@@ -159,6 +159,40 @@ class Packs(Sequence[list[int]]):
     def __repr__(self) -> str:
         shown = ", ".join(map(str, self[:3])) + (", …" if len(self) > 3 else "")
         return f"Packs([{shown}], {len(self)} packs, {self.num_samples} samples)"
+
+
+class HasPacks(Protocol):
+    """Object that has packs, as a plan has."""
+
+    @property
+    def packs(self) -> Packs:
+        """Sample indices of each pack."""
+
+
+AnyPacks = Packs | HasPacks | Sequence[Sequence[int]] | NDArray[np.integer]
+"""Packs as callers have them: `Packs`, a plan, or lists or arrays of sample indices."""
+
+
+def as_packs(value: AnyPacks) -> Packs:
+    """
+    Return packs as `Packs`, from lists or arrays of sample indices, or from a plan.
+
+    Args:
+        value: The packs, or an object that has them as `packs`, as a `Plan` or `RawPlan` has.
+
+    Raises:
+        TypeError: There are no packs in the value.
+        ValueError: A sample index is no whole number from 0.
+
+    >>> as_packs(np.array([[0, 2], [1, 3]]))
+    Packs([[0, 2], [1, 3]], 2 packs, 4 samples)
+    """
+    held: Any = getattr(value, "packs", value)
+    try:
+        return held if isinstance(held, Packs) else Packs.from_lists(held)
+    except TypeError:
+        message = f"packs are lists of sample indices, a Packs, a Plan or a RawPlan, not {value!r:.80}"
+        raise TypeError(message) from None
 
 
 def filled_tokens(loads: IntArray | Sequence[int], packing_length: int) -> IntArray:

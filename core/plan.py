@@ -72,6 +72,12 @@ class RawPlan:
     that saves at most 0.2 %.
     """
 
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __getitem__(self, item: int | slice) -> list[int] | Packs:
+        return self.packs[item]
+
     @property
     def planned_samples(self) -> int:
         """Number of samples in `packs`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from decimal import Decimal
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import attrs
@@ -20,7 +21,7 @@ def _packing_length(value: int) -> int:
     return as_whole_number("packing_length", value)
 
 
-def _decimal_text(value: float | str | Decimal) -> str:
+def _decimal_text(value: float | str | Decimal | Fraction) -> str:
     return str(value)
 
 

@@ -113,6 +113,12 @@ class Plan:
         """Return a table of the figures, with a drawing of the first packs in a notebook."""
         return PlanTable(self)
 
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __getitem__(self, item: int | slice) -> list[int] | Packs:
+        return self.packs[item]
+
     def __repr__(self) -> str:
         return f"Plan({counted(len(self.packs), 'pack')} of {counted(self.raw.num_samples, 'sample')})"
 

@@ -2,7 +2,9 @@
 
 import inspect
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import assume, event, example, given, reject
 from hypothesis import strategies as st
@@ -47,6 +49,37 @@ def test_an_argument_that_is_left_out_has_the_same_value_as_ever():
         defaults = {key: one.default for key, one in inspect.signature(call).parameters.items()}
         plain = {key: value for key, value in defaults.items() if isinstance(value, str | int | float)}
         assert DEFAULTS.get(name, {}) == plain
+
+
+def test_packs_are_taken_in_every_form_that_people_have_them():
+    """Lists, tuples, arrays, packs and plans give the same; for others, what to hand is named."""
+    lengths, wanted = [60, 20, 50, 30, 40, 40], [[0, 1], [2, 3], [4, 5]]
+    plan = pp.plan(lengths, 80)
+    forms = [wanted, tuple(map(tuple, wanted)), np.array(wanted), [*map(np.array, wanted)], plan.packs, plan.raw, plan]
+
+    for packs in forms:
+        assert plan.checksum == pp.plan_checksum(packs)
+        assert wanted == pp.align_plan(packs, world_size=1).packs
+        assert 3 == pp.packing_metrics(lengths, packs, capacity=80).num_packs == len(packs)
+        assert wanted[0] == list(packs[0])
+        assert [wanted[0]] == [list(pack) for pack in packs[:1]]
+    assert pp.plan_checksum(wanted, lengths=lengths) == pp.plan_checksum(plan, lengths=np.array(lengths))
+    for bad in (lengths, 3, None):
+        for call in (pp.plan_checksum, lambda bad: pp.align_plan(bad, world_size=1),
+                     lambda bad: pp.packing_metrics(lengths, bad, capacity=80)):  # fmt: skip
+            with pytest.raises(TypeError, match="packs are lists of sample indices, a Packs, a Plan or a RawPlan, not"):
+                call(bad)
+
+
+def test_a_ratio_may_be_a_fraction():
+    """It counts as the decimal of the same value; the fingerprint has it as it is written."""
+    options = {"lengths": [60, 35, 60, 20], "packing_length": 100, "max_dropped_share": Fraction(1)}
+    half = pp.plan(**options, min_fill_ratio=Fraction(3, 5))
+
+    assert pp.plan(**options, min_fill_ratio="0.6").raw == half.raw
+    assert "1/3" == pp.PlanPolicy(packing_length=9, min_fill_ratio=Fraction(1, 3)).min_fill_ratio
+    with pytest.raises(ValueError, match="min_fill_ratio is 4/3, but has to be from 0 to 1"):
+        pp.PlanPolicy(packing_length=9, min_fill_ratio=Fraction(4, 3))
 
 
 @given(case=raw_lengths(), skips=st.booleans())

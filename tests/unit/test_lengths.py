@@ -41,7 +41,7 @@ from packplan.core.plan import build_raw_plan
         (np.array([[3]]), 0, "array of shape (1, 1)"),
         (np.array(3), 0, "array of shape ()"),
         ([2**62, 2**61, 2**62], 2, 2**62),
-        *((held, 1, "missing") for held in ([3, math.nan], np.array([3, math.nan]))),
+        *((held, 1, "NaN") for held in ([3, math.nan], np.array([3, math.nan]))),
         (np.ma.array([5, 3], mask=[0, 1]), 1, "masked"),  # a sum would leave it out
         (np.array([3, 2**63], dtype=object), 1, 2**63),
     ],
@@ -58,7 +58,7 @@ def test_what_is_no_length_is_named_with_its_index(lengths, index, value):
         with pytest.raises(ArgumentError) as caught:
             call(lengths)
         assert {"index": index, "value": value} == caught.value.details
-        assert f"length {index}" in str(caught.value)
+        assert f"length {index} is {value if value == 'NaN' else repr(value)}: " in str(caught.value)
 
 
 class Column(UserList):
