@@ -187,7 +187,7 @@ Attention that keeps the samples of a row apart: flash attention, Packplan's `va
 transformers' own.
 """
 
-PROBE_VERSION = 2
+PROBE_VERSION = 3
 """
 Version of the probe. It is raised if a probe can find new faults, so that stored verdicts are
 renewed.

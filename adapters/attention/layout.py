@@ -71,6 +71,14 @@ class Layout:
         """Tokens of each block."""
         return tuple(stop - start for start, stop in pairwise(self.cu_seqlens.tolist()))
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of the mask in its place, by which a model passes on a mask that is ready."""
+        return 1, 1, sum(self.lengths), sum(self.lengths)
+
+    ndim = 4
+    """Axes of `shape`."""
+
     @cached_property
     def longest(self) -> int:
         """Tokens of the longest block."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
@@ -24,6 +24,7 @@ from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
     chunked_overlay,
+    packed_sequence_mask_function,
     sdpa_mask,
 )
 
@@ -47,7 +48,7 @@ def build_mask(
     kv_length: int,
     mask_function: MaskFunction,
     device: torch.device | str,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: Layout | torch.Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     **options: Any,
@@ -57,8 +58,14 @@ def build_mask(
 
     transformers passes these arguments to functions of `AttentionMaskInterface`. A packed row is a
     batch of one, without padding and earlier keys, whose mask is more than one causal triangle.
-    Where ranks share a row, it is the layout of the whole row.
+    Where ranks share a row, it is the layout of the whole row. A layout is returned as it is, where
+    a model prepares its mask twice.
     """
+    if isinstance(attention_mask, Layout):
+        return attention_mask
+    # transformers lets blocks, such as prefixes and images, reach beyond the sample.
+    if (own_sample := _find_part(mask_function, packed_sequence_mask_function)) is not None:
+        mask_function = and_masks(mask_function, own_sample)
     row = current_row()
     if row is not None and row.share is not None:
         q_length = kv_length = row.share.num_positions
@@ -176,7 +183,7 @@ def mask_within_samples(mask_function: MaskFunction, row: PackedRow, local_size:
         row: Samples of the row.
         local_size: Tokens of the mask's window or chunk, if any.
     """
-    if local_size is not None and _is_composed_of(mask_function, chunked_overlay):
+    if local_size is not None and _find_part(mask_function, chunked_overlay) is not None:
         mask_function = and_masks(causal_mask_function, row.same_chunk(local_size))
     else:
         mask_function = row.with_padded_distances(mask_function)
@@ -184,16 +191,18 @@ def mask_within_samples(mask_function: MaskFunction, row: PackedRow, local_size:
     return together
 
 
-def _is_composed_of(function: Any, maker: Callable[..., Any], depth: int = 4) -> bool:
-    """Return whether a mask function is, or is composed of, one that *maker* returned."""
+def _find_part(function: Any, maker: Callable[..., Any], depth: int = 4) -> MaskFunction | None:
+    """
+    Return the mask function that *maker* made: *function* itself or a part of it; None without one.
+    """
     if (
         getattr(function, "__qualname__", "").startswith(f"{maker.__name__}.")
         and function.__module__ == maker.__module__
     ):
-        return True
-    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        return cast(MaskFunction, function)
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()] if depth > 0 else []
     parts = [part for cell in cells for part in (cell if isinstance(cell, tuple) else (cell,)) if callable(part)]
-    return depth > 0 and any(_is_composed_of(part, maker, depth - 1) for part in parts)
+    return next(filter(None, (_find_part(part, maker, depth - 1) for part in parts)), None)
 
 
 OwnAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]

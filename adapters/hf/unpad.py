@@ -25,7 +25,7 @@ from packplan.adapters.families import trained_config, trained_part
 from packplan.adapters.hf.packed_calls import HOOKED, POSITIONS, TextStack, Unpadding
 from packplan.adapters.models import evaluation_mode
 from packplan.adapters.probe.probe import probe_small_copy
-from packplan.adapters.probe.rows import ordinary_token_ids, probe_ready_model
+from packplan.adapters.probe.rows import draw_token_types, ordinary_token_ids, probe_ready_model
 from packplan.adapters.proof.batches import PackedBatch
 from packplan.adapters.proof.comparison import compare_values, difference_limit, experts_may_differ, run_watched
 from packplan.core.equality import AUTO, VARLEN, AttentionChoice, ProbeResult, choose_attention
@@ -197,7 +197,7 @@ def _candidate_stacks(model: Any) -> Iterator[TextStack]:
 def _hook_fault(model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tensor, *, native: str) -> str | None:
     """Return a text on how hooks change results at *mask*, or which error they raise, or None."""
     ids, real = _draw_ids(model), mask.bool()
-    batch = {"input_ids": ids, "attention_mask": mask}
+    batch = {"input_ids": ids, "attention_mask": mask, **draw_token_types(model, ids)}
     with evaluation_mode(model):
         try:
             calls = hooks.counts.calls

@@ -15,7 +15,7 @@ import attrs
 import torch
 
 from packplan.adapters.attention import using_native_attention
-from packplan.adapters.families import trained_config
+from packplan.adapters.families import trained_config, trained_part
 from packplan.adapters.models import evaluation_mode
 from packplan.adapters.probe.small_model import error_text
 from packplan.adapters.proof.batches import PackedBatch, Sample, places_by_lengths
@@ -69,11 +69,27 @@ class ProbeRow:
         positions = torch.cat([torch.arange(length, device=drawn.device) for length in lengths])[None]
         if any(hasattr(module, "get_rope_index") for module in model.modules()):  # with those of images
             positions = positions.expand(4, 1, -1)
-        inputs = {"input_ids": drawn, "position_ids": positions, "use_cache": False}
+        inputs = {"input_ids": drawn, "position_ids": positions, "use_cache": False, **draw_token_types(model, drawn)}
         row = PackedBatch(inputs, None, (1, sum(lengths)), places_by_lengths(lengths))
         parts = [drawn[:, span] for _, span in row.places]
-        alone = [{"input_ids": own, "attention_mask": torch.ones_like(own), "use_cache": False} for own in parts]
+        alone = [{"input_ids": own, "attention_mask": torch.ones_like(own), "use_cache": False,
+                  **draw_token_types(model, own)} for own in parts]  # fmt: skip
         return cls(row, row.samples(alone))
+
+
+def draw_token_types(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """
+    Return a model's arguments of token types, by which some models decide who attends to whom.
+
+    Args:
+        model: Model of transformers.
+        ids: Token ids, from which the types follow; int64 of shape (rows, tokens).
+    """
+    part = trained_part(model)
+    outer, inner = (inspect.signature(one.forward).parameters for one in (part, part.base_model))
+    names = [name for name in {**outer, **inner} if name.endswith("type_ids") and (name in outer or "kwargs" in outer)]
+    num_types = getattr(part.config.get_text_config(), "type_vocab_size", None) or 2
+    return {name: (ids % 4).clamp(max=min(num_types, 2) - 1) for name in names}
 
 
 def compare_row(model: Any, row: ProbeRow, alone: Outcome, *, median: bool = False) -> ProbeResult:

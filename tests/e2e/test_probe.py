@@ -218,6 +218,7 @@ PASSING = {
         "gptj": ("own", ()),
         "qwen3_vl_moe": ("varlen", ()),
         "minicpmv4_7": ("varlen", ("Qwen3_5GatedDeltaNet",)),
+        "paligemma": ("varlen", ()),
     }.items()},
     "states of two kinds": (faulty("states of two kinds"), "varlen", ("LlamaMLP", "LlamaRMSNorm")),
     "numbers that say nothing": (
@@ -285,6 +286,12 @@ def test_images_that_see_each_other_are_found(family):
     blur(model)
 
     assert probe_images(model, native="sdpa").isolation > 0
+
+
+@pytest.mark.parametrize("family", ["paligemma", "gemma3"])
+def test_blocks_of_token_types_that_join_samples_are_found(family):
+    """Masks of transformers let prefixes, and adjacent images, attend to other samples."""
+    assert probe_small_copy(default_config(family), attn_impl="sdpa").measured.isolation > 0
 
 
 CODE = """

@@ -317,6 +317,33 @@ def test_a_model_that_sees_trains_the_same(family, tmp_path):
         assert batch["attention_mask"].sum(1).tolist() == [*rows[-2].lengths], "by their positions too"
 
 
+@pytest.mark.parametrize("family", ["paligemma", "gemma3"])
+def test_prefixes_and_images_attend_within_their_row(family):
+    """Token types let them attend both ways; an image changes no logit of another row."""
+    model = build(family, AutoModelForImageTextToText)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.1)  # the projection of Gemma begins at 0
+    hooks = unpad(model)
+    batch = seeing_batch(family, padded())
+    found, _ = assert_same(model, hooks, batch)
+
+    batch["pixel_values"][0] += 1
+    moved = (model(**batch).logits != found.logits).any(-1)
+    assert moved[0].any()
+    assert not moved[1:].any()
+
+
+def seeing_batch(family: str, mask):
+    """Return a batch of rows that begin with an image of four tokens; its types are by token."""
+    batch, own = batch_of(mask), mask.cumsum(1)
+    is_image = mask.bool() & (own <= 4)
+    batch["input_ids"].clamp_(max=298)[is_image] = 299
+    types = (own > 9).long() if family == "paligemma" else is_image.long()
+    pixels = torch.randn(ROWS, 3, 28, 28, generator=torch.Generator().manual_seed(1))
+    labels = batch["labels"].clamp(max=298).masked_fill(is_image, -100)
+    return {**batch, "labels": labels, "token_type_ids": types, "pixel_values": pixels}
+
+
 def test_arguments_and_outputs_are_packed_by_their_names():
     """Pixels are never by token; one row of token types stands for all."""
     stack, tokens = TextStack(hooked()[0]), RealTokens.from_mask(padded())

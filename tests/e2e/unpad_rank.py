@@ -16,6 +16,11 @@ _SIZES = {
     "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300, "max_position_embeddings": 256,
 }  # fmt: skip
 
+_TOWER = {
+    "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "projection_dim": 32, "vision_use_head": False,
+}  # fmt: skip
+
 _OWN = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 300, "n_positions": 256},
     "opt": _SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 32, "pad_token_id": 1},
@@ -26,6 +31,14 @@ _OWN = {
         "linear_key_head_dim": 16, "linear_value_head_dim": 16, "head_dim": 32,
     },
     "modernbert": _SIZES | {"local_attention": 8, "num_hidden_layers": 4, "cls_token_id": 1, "sep_token_id": 2},
+    "paligemma": {
+        "text_config": _SIZES | {"model_type": "gemma"}, "vision_config": _TOWER, "image_token_id": 299,
+        "projection_dim": 32, "hidden_size": 32,
+    },
+    "gemma3": {
+        "text_config": _SIZES | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+        "vision_config": _TOWER, "image_token_index": 299, "mm_tokens_per_image": 4,
+    },
     "xlm-roberta": _SIZES | {"pad_token_id": 1},
 }  # fmt: skip
 
