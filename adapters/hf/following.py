@@ -212,14 +212,14 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
     eval_dataset: Any
 
     def serve(
-        self, schedule: EpochSchedule, checksum: str, digest: str, *, packs: Any, collator: Any, eval_packs: Any
+        self, schedule: EpochSchedule, plan: Plan, digest: str, *, packs: Any, collator: Any, eval_packs: Any
     ) -> None:
         """
         Serve the packs of a plan from now on.
 
         Args:
             schedule: Order of packs, in which a group of ranks that share rows is one rank.
-            checksum: Checksum of the plan.
+            plan: The plan.
             digest: Digest of the rows.
             packs: Data set of the training packs, by pack index.
             collator: Function that turns a list of packs into inputs of the model, with the pack
@@ -230,14 +230,15 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
         self._train_packs, self._eval_packs, self._collator = packs, eval_packs, collator
         # Consecutive ranks share rows where the schedule has fewer ranks than were started.
         rank, size = self.args.process_index // (self.args.world_size // schedule.world_size), schedule.world_size
-        self.follow(PackBatches(schedule, rank, size, plan=checksum, data=digest, identity=self._identity()))
+        identity = self._identity(plan.raw.packing_length)
+        self.follow(PackBatches(schedule, rank, size, plan=plan.checksum, data=digest, identity=identity))
 
-    def _identity(self) -> RunIdentity:
+    def _identity(self, packing_length: int) -> RunIdentity:
         """Return the settings and the model's files that a resumed run has to share."""
         settings = {name: getattr(self.args, name) for name in FIXED_ARGUMENTS if hasattr(self.args, name)}
         name = getattr(self.model.config, "name_or_path", "")
         model = (model_file_facts(Path(name)) or {"model.model": name}) if name else {}  # a folder, or a name of a hub
-        return RunIdentity(Fingerprint(flat_values(settings) | model))
+        return RunIdentity(Fingerprint(flat_values(settings) | model | {"packing_length": packing_length}))
 
     def get_train_dataloader(self, *_: Any, **__: Any) -> Any:
         """Return the loader of this rank's packs."""

@@ -6,10 +6,67 @@ from importlib.metadata import version
 from typing import Any
 
 from packplan.core.config.refusals import active_refusals
-from packplan.core.errors import ArgumentError
+from packplan.core.errors import ArgumentError, counted
+from packplan.core.schedule import EpochSchedule
+from packplan.core.surface import Plan
 
 _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 """Losses of GRPO that are sums or means over rows or tokens."""
+
+
+def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
+    """
+    Refuse arguments of `use_plan` that are no trainer of rows, or no plans of its data sets.
+
+    Args:
+        trainer: First argument of `use_plan`.
+        plan: Second argument of `use_plan`.
+        eval_plan: Plan of the evaluation data, or None.
+
+    Raises:
+        ArgumentError: One of them; the message says what to give.
+    """
+    fact = None
+    named = {kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")}
+    if not hasattr(trainer, "get_train_dataloader"):
+        fact = f"use_plan(trainer, plan) takes a Trainer or SFTTrainer first, not a {type(trainer).__name__}"
+    elif named and "SFTTrainer" not in named:
+        fact = f"{type(trainer).__name__} trains no rows of a plan: packplan.hf.unpad(trainer.model) skips its padding"
+    elif isinstance(trainer.eval_dataset, dict) and eval_plan is not None:
+        fact = "eval_dataset is a dict of data sets, which one plan cannot be of: leave eval_plan out"
+    elif trainer.train_dataset is None or (trainer.eval_dataset is None and eval_plan is not None):
+        fact = "the trainer lacks the data set of a plan: build it with train_dataset, and eval_dataset for eval_plan"
+    for name, value in (("plan", plan), ("eval_plan", eval_plan or plan)):
+        if fact is None and not isinstance(value, Plan):
+            fact = f"{name} is of type {type(value).__name__}: give what packplan.plan(lengths, packing_length) returns"
+    if fact is not None:
+        raise ArgumentError("host", fact)
+
+
+def changed_meanings(args: Any, plan: Plan, schedule: EpochSchedule) -> Iterator[str]:
+    """
+    Yield a sentence for each setting of a trainer that means something else under a plan.
+
+    Args:
+        args: Training arguments, as the user gave them.
+        plan: Plan of the training data.
+        schedule: Schedule of the plan under these arguments.
+    """
+    rows, steps = args.per_device_train_batch_size, schedule.total_steps
+    if rows > 1:
+        yield (
+            f"per_device_train_batch_size is {rows}: a step accumulates {rows} packs where it had as many rows, so it "
+            f"has more tokens, and there are {counted(steps, 'step')}; 1 takes one pack at a time"
+        )
+    limit = getattr(args, "max_length", None)  # of TRL
+    if limit and (at_limit := int((plan.lengths == limit).sum())):
+        yield f"max_length is {limit:,}, and {counted(at_limit, 'row')} have just as many tokens: TRL may have cut them"
+    if args.eval_strategy == "no" and args.eval_steps:
+        yield f"eval_steps is {args.eval_steps}, but eval_strategy is 'no', so nothing is evaluated"
+    when = {"save_steps": args.save_strategy, "eval_steps": args.eval_strategy, "warmup_steps": "steps"}
+    for name, number in ((name, getattr(args, name) or 0) for name in when if when[name] == "steps"):
+        if number > steps:
+            yield f"{name} is {number:,}, but the plan has {counted(steps, 'step')}"
 
 
 def refuse_plan_conflicts(trainer: Any, *, row_ranks: int, evaluates: bool) -> None:
@@ -33,7 +90,7 @@ def _plan_conflicts(trainer: Any) -> Iterator[str]:
     """Yield each setting that contradicts a plan, with the reason."""
     args = trainer.args
     for refusal in active_refusals(args, "trainer"):
-        yield f"{refusal.setting} is set, which {refusal.effect}"
+        yield f"{refusal.setting} is set, which {refusal}"
     strategy = getattr(args, "train_sampling_strategy", "random")
     if strategy != "random":
         yield f"train_sampling_strategy is {strategy!r}, which draws batches by itself"

@@ -1,5 +1,6 @@
 """`use_plan`: a trainer of transformers or TRL trains the packs of a plan by its schedule."""
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers import DataCollatorWithPadding, Trainer, default_data_collator
 from packplan.adapters.attention.shared_rows import new_row_group
 from packplan.adapters.hf.following import ServesPacks, insert_base_class, require_same_rows
 from packplan.adapters.hf.packed_calls import HOOKED, Unpadding
-from packplan.adapters.hf.refusals import refuse_plan_conflicts
+from packplan.adapters.hf.refusals import changed_meanings, refuse_misuse, refuse_plan_conflicts
 from packplan.adapters.hf.unpad import is_bidirectional, unpad, unwrap
 from packplan.adapters.loaders.rows import (
     Collate,
@@ -21,10 +22,12 @@ from packplan.adapters.loaders.rows import (
     token_type_columns,
 )
 from packplan.adapters.models import replace_attributes
-from packplan.core.batch import IGNORED_LABEL, count_row_groups
-from packplan.core.errors import ArgumentError, ModelError
+from packplan.core.batch import IGNORED_LABEL, count_row_groups, resolve_accumulation
+from packplan.core.errors import ArgumentError, ModelError, counted
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
+
+log = logging.getLogger(__name__)
 
 
 def use_plan(
@@ -34,12 +37,16 @@ def use_plan(
     Make a trainer train the packs of a plan, and return the plan's epoch schedule.
 
     A batch is one pack: its samples, padded by the trainer's own collator, which the model computes
-    without padding (see `unpad`). `gradient_accumulation_steps`, `num_train_epochs`, `max_steps`,
-    `data_seed` (else `seed`) and `dataloader_drop_last` of the trainer's arguments decide the
-    schedule, which has `steps_per_epoch` and `total_steps`. The loss of a step is the mean over its
-    supervised tokens, over all ranks and batches. Checkpoints are the trainer's own, and resume in
-    the middle of an epoch, also on another number of ranks. All rows are read once before the first
-    step: a row that is not one sample is refused, and a resumed run has to have the same rows.
+    without padding (see `unpad`). A step has as many packs as it had rows: with a
+    `per_device_train_batch_size` of 8, eight packs are accumulated. This argument,
+    `gradient_accumulation_steps`, `num_train_epochs`, `max_steps`, `data_seed` (else `seed`) and
+    `dataloader_drop_last` decide the schedule, which has `steps_per_epoch` and `total_steps`.
+    Settings that mean something else under a plan are logged as warnings.
+
+    The loss of a step is the mean over its supervised tokens, over all ranks and batches.
+    Checkpoints are the trainer's own, and resume in the middle of an epoch, also on another number
+    of ranks. All rows are read once before the first step: a row that is not one sample is refused,
+    and a resumed run has to have the same rows.
 
     Call it on every rank, after the trainer is built: the model is probed first.
 
@@ -52,13 +59,15 @@ def use_plan(
         sequence_parallel_size: Ranks that share each row of packed samples, one after the other.
 
     Raises:
-        ArgumentError: A setting contradicts the plan, or a row is not one sample.
+        ArgumentError: The trainer trains no rows of a plan, a setting contradicts the plan, or a
+            row is not one sample.
         StaleError: A row has another length than planned.
         MismatchError: Ranks have different plans or rows.
         ModelError: The probe of `unpad` fails.
     """
     if isinstance(trainer, _PlannedTraining):
         raise ArgumentError("host", "the trainer follows a plan already")
+    refuse_misuse(trainer, plan, eval_plan)
     refuse_plan_conflicts(trainer, row_ranks=sequence_parallel_size, evaluates=eval_plan is not None)
     args, collate = trainer.args, _find_row_collator(trainer)
     train_rows = RowsOfPacks(trainer.train_dataset, plan, collate=collate)
@@ -68,9 +77,15 @@ def use_plan(
     data = train_rows.inspect(num_workers=args.dataloader_num_workers).digest
     require_same_rows(plan, data)
     world_size = count_row_groups(args.world_size, sequence_parallel_size)
+    batch = resolve_accumulation(
+        effective_batch_size=None,
+        per_device_train_batch_size=args.per_device_train_batch_size,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        world_size=world_size,
+    )
     schedule = plan.schedule(
         world_size=world_size,
-        packs_per_step=world_size * args.gradient_accumulation_steps,
+        packs_per_step=batch.effective_batch_size,
         epochs=args.num_train_epochs,
         max_steps=args.max_steps,
         drop_last=args.dataloader_drop_last,
@@ -79,10 +94,16 @@ def use_plan(
     unpadding = _unpad_for_loss(trainer, row_ranks=sequence_parallel_size)
     if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
         trainer.compute_loss_func = token_mean
+    for line in changed_meanings(args, plan, schedule):
+        log.warning("%s", line)
+    trainer._train_batch_size = args.per_device_train_batch_size = 1  # noqa: SLF001  # has no public name
+    args.gradient_accumulation_steps = batch.gradient_accumulation_steps
     insert_base_class(trainer, _PlannedTraining)
     collator = PackInputs(collate or partial(pad_rows, types=token_type_columns(trainer.model)))
     trainer.unpadding = unpadding
-    trainer.serve(schedule, plan.checksum, data, packs=train_rows, collator=collator, eval_packs=eval_rows)
+    trainer.serve(schedule, plan, data, packs=train_rows, collator=collator, eval_packs=eval_rows)
+    log.info("%s of %s, fill %.4f: %s", counted(len(plan.packs), "pack"), counted(plan.raw.num_samples, "sample"),
+             plan.raw.fill, counted(schedule.total_steps, "step"))  # fmt: skip
     return schedule
 
 

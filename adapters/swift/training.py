@@ -59,7 +59,7 @@ def follow_plan(trainer: Any, *, attn_impl: str | None, row_ranks: int) -> Epoch
             )
     insert_base_class(trainer, _PlannedSwiftTraining)
     collator, eval_packs = PackCollator(trainer.data_collator), _eval_packs(trainer)
-    trainer.serve(schedule, packs.plan.checksum, digest, packs=packs, collator=collator, eval_packs=eval_packs)
+    trainer.serve(schedule, packs.plan, digest, packs=packs, collator=collator, eval_packs=eval_packs)
     return schedule
 
 

@@ -17,7 +17,7 @@ args = SFTConfig(
     "out",
     max_length=None,
     dataset_kwargs={"skip_prepare_dataset": True},
-    gradient_accumulation_steps=2,
+    per_device_train_batch_size=2,
     num_train_epochs=2,
     learning_rate=1e-3,
     save_steps=3,

@@ -18,6 +18,7 @@ from tests.hosts.pages import PAGES
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback
+from trl import DPOTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -122,11 +123,18 @@ def plan_leaking_model(out):
 REFUSED = {
     "include_for_metrics": (ArgumentError, partial(follow_plan, include_for_metrics=["inputs"])),
     "train_sampling_strategy": (ArgumentError, partial(follow_plan, train_sampling_strategy="group_by_length")),
-    "packing is set": (ArgumentError, partial(follow_plan, host="trl", packing=True)),
+    "build the trainer without packing=True": (ArgumentError, partial(follow_plan, host="trl", packing=True)),
     "2 processes": (ArgumentError, start_two_processes),
     "already": (ArgumentError, lambda out: use_plan(follow_plan(out), PLAN)),
     "Streamed": (ArgumentError, partial(follow_plan, rows=Streamed(), max_steps=1)),
-    "27 samples.* 1 rows": (ArgumentError, partial(follow_plan, eval_dataset={"a": ROWS}, eval_plan=PLAN)),
+    "27 samples.* 1 rows": (ArgumentError, partial(follow_plan, eval_dataset=ROWS[:1], eval_plan=PLAN)),
+    "dict of data sets": (ArgumentError, partial(follow_plan, eval_dataset={"a": ROWS}, eval_plan=PLAN)),
+    "lacks the data set": (ArgumentError, partial(follow_plan, rows=None, max_steps=1)),
+    "not a Plan": (ArgumentError, lambda out: use_plan(PLAN, trainer_with(out))),
+    "plan is of type RawPlan": (ArgumentError, partial(follow_plan, plan=PLAN.raw)),
+    "plan is of type int": (ArgumentError, partial(follow_plan, plan=4096)),
+    "plan is of type Packs": (ArgumentError, partial(follow_plan, plan=PLAN.packs)),
+    "DPOTrainer trains no rows": (ArgumentError, lambda _: use_plan(object.__new__(DPOTrainer), PLAN)),
     "evaluation has no plan": (ArgumentError, partial(follow_plan, row_ranks=2)),
     "sample 3": (StaleError, train_longer_row),
     "bloom": (ModelError, plan_leaking_model),
@@ -156,7 +164,26 @@ def test_no_run_goes_on_with_another_one(tmp_path):
     with pytest.raises(StaleError) as raised:
         resume_changed(tmp_path, rows, pp.plan(lengths, 2 * PACKING_LENGTH), optim="adamw_torch")
 
-    assert {"plan", "data", "optim"} <= {one.key for one in raised.value.details["differences"]}
+    differences = {one.key: one for one in raised.value.details["differences"]}
+    assert {"plan", "data", "optim"} <= differences.keys()
+    lengths = differences["packing_length"]
+    assert (PACKING_LENGTH, 2 * PACKING_LENGTH) == (lengths.stored, lengths.current)
+
+
+def test_a_step_has_as_many_packs_as_it_had_rows(tmp_path, caplog):
+    """The effective batch stays, one pack after the other, and what changes its meaning is told."""
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "save_strategy": "steps"}
+    trainer = trainer_with(tmp_path, eval_steps=5, warmup_steps=99, **settings)
+    trainer.args.max_length = max(PLAN.lengths)  # as TRL has it
+
+    schedule = use_plan(trainer, PLAN)
+
+    assert -(-len(PLAN.packs) // 12) == schedule.steps_per_epoch
+    assert (1, 12) == (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps)
+    told = ("per_device_train_batch_size is 4", "save_steps", "eval_steps", "warmup_steps", "max_length")
+    assert all(name in caplog.text for name in told)
+    trainer.train()
+    assert schedule.total_steps == trainer.state.global_step
 
 
 def test_an_epoch_that_is_stopped_early_is_followed_by_the_next(tmp_path):
