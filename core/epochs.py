@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from itertools import pairwise
+from typing import Any
 
 import attrs
 import numpy as np
@@ -65,6 +66,9 @@ class RecordLengths:
 
     works: NDArray[np.float64] | None = None
     """Work of each record, for algorithms that pack by work; shape (num_records,)."""
+
+    images: IntArray | None = None
+    """Images of each record, where the policy limits those of a pack; shape (num_records,)."""
 
     indices: IntArray = attrs.field(init=False)
     """Records that are samples, ascending; shape (num_samples,)."""
@@ -179,11 +183,11 @@ def plan_epoch(
         ArgumentError: No pack remains.
     """
     chosen = epoch_selection(recipe, policy, records, epoch)
-    lengths, works = records.lengths, records.works
-    is_all = recipe.mixes is None and chosen.size == lengths.size
-    if not is_all:
-        lengths, works = lengths[chosen], None if works is None else works[chosen]
-    plan = build_raw_plan(lengths, policy, works=works, epoch=epoch, quick_bound=quick_bound, report=report)
+    is_all = recipe.mixes is None and chosen.size == records.lengths.size
+    taken = slice(None) if is_all else chosen
+    known: dict[str, Any] = {"works": records.works, "images": records.images}
+    facts = {name: values[taken] for name, values in known.items() if values is not None}
+    plan = build_raw_plan(records.lengths[taken], policy, epoch=epoch, quick_bound=quick_bound, report=report, **facts)
     return EpochPlan(epoch, chosen, plan if is_all else plan.with_indices(chosen))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
-from math import inf
+from math import inf, lcm
 from typing import Any, get_args
 
 import attrs
@@ -125,6 +125,7 @@ def build_raw_plan(
     *,
     epoch: int = 0,
     works: NDArray[np.number] | Sequence[float] | None = None,
+    images: Lengths | None = None,
     quick_bound: bool = False,
     report: Callable[[str], None] = lambda _: None,
     **fields: Any,
@@ -140,6 +141,7 @@ def build_raw_plan(
             `replanned`.
         works: Work of each sample in any unit, >= 0, for algorithms that pack by work (`balanced`).
             None derives it from lengths.
+        images: Number of images of each sample, which `max_images` needs.
         quick_bound: Take a lower bound that costs no search, for plans that are only compared.
             Otherwise the search has an effort in proportion to the plan, but no limit under
             `certified`. The packs are the same.
@@ -150,7 +152,7 @@ def build_raw_plan(
     Raises:
         ArgumentError: A length is not a positive whole number.
         ArgumentError: No pack remains.
-        ValueError: A field has an invalid value.
+        ValueError: A field has an invalid value, or `max_images` is set without *images*.
         TypeError: A field does not exist, `packing_length` is missing, or *policy* is no
             `PlanPolicy`.
 
@@ -169,21 +171,26 @@ def build_raw_plan(
     is_packed[alone] = is_packed[skipped] = False
     packed = slice(None) if is_packed.all() else np.flatnonzero(is_packed)
     tokens = np.minimum(array[packed], policy.packing_length)
+    sizes, capacity = _sizes_with_images(array, images, policy)
+    filled = np.minimum(sizes[packed], capacity)
     options: dict[str, Any] = {
-        "capacity": policy.packing_length, "algorithm": policy.algorithm, "seed": policy.seed, "report": report,
+        "capacity": capacity, "algorithm": policy.algorithm, "seed": policy.seed, "report": report,
         "works": None if works is None else as_works(works, array.size, items="samples")[packed],
     }  # fmt: skip
-    grouped = redraw(tokens, epoch=epoch, **options) if policy.replanned else pack(tokens, **options)
+    grouped = redraw(filled, epoch=epoch, **options) if policy.replanned else pack(filled, **options)
     if not isinstance(packed, slice):
         grouped = Packs(grouped.offsets, packed[grouped.indices])
-    packs, dropped = _split_by_fill(grouped, array, policy)
+    packs, dropped = _split_by_fill(grouped, sizes, policy, capacity)
     if alone.size:
         packs = sort_by_first_index(concatenate([packs, Packs(np.arange(alone.size + 1), alone)]))
     if not len(packs):
         raise _no_packs_error(array, skipped, dropped, policy)
-    effort = 0 if quick_bound else inf if policy.algorithm == "certified" else effort_for_bound(array.size)
+    by_tokens = policy.max_images is None
+    proves = policy.algorithm == "certified" and by_tokens
+    effort = 0 if quick_bound else inf if proves else effort_for_bound(array.size)
     bound = _find_plan_bound(tokens, policy, known=len(grouped), effort=effort, report=report)
-    saves = policy.counts_lengths and not policy.replanned and (len(grouped) - bound.best) * _SAVED > len(grouped)
+    plain = by_tokens and policy.counts_lengths and not policy.replanned
+    saves = plain and (len(grouped) - bound.best) * _SAVED > len(grouped)
     of_dropped, of_skipped, of_all = (int(part.sum()) for part in (array[dropped.indices], array[skipped], array))
     return RawPlan(
         packs=packs,
@@ -201,6 +208,23 @@ def build_raw_plan(
         bound_kind=bound.kind,
         auto_packs=bound.best if saves else 0,
     )
+
+
+def _sizes_with_images(lengths: IntArray, images: Lengths | None, policy: PlanPolicy) -> tuple[IntArray, int]:
+    """
+    Return the room that each sample takes, and that of a pack, in a common unit: of its tokens, or
+    of its images if these take a larger share of `max_images`. What fits keeps both limits.
+    """
+    if policy.max_images is None:
+        return lengths, policy.packing_length
+    counts = None if images is None else as_lengths(images, least=0)
+    if counts is None or counts.size != lengths.size:
+        given = "there are no images" if counts is None else f"images are those of {counted(counts.size, 'sample')}"
+        message = f"max_images is {policy.max_images}, but {given}: give those of all {lengths.size:,} samples"
+        raise ValueError(message)
+    capacity = lcm(policy.packing_length, policy.max_images)
+    per_token, per_image = capacity // policy.packing_length, capacity // policy.max_images
+    return np.maximum(lengths * per_token, counts * per_image), capacity
 
 
 def _find_plan_bound(
@@ -235,10 +259,10 @@ def _checked_policy(policy: PlanPolicy) -> PlanPolicy:
     return policy
 
 
-def _split_by_fill(grouped: Packs, lengths: IntArray, policy: PlanPolicy) -> tuple[Packs, Packs]:
+def _split_by_fill(grouped: Packs, sizes: IntArray, policy: PlanPolicy, capacity: int) -> tuple[Packs, Packs]:
     """Return the packs that the fill filter keeps, and the packs that it drops."""
-    least = min_load(policy.min_fill_ratio, policy.packing_length) if policy.drop_last else 0
-    keep = grouped.loads(lengths) >= least if least > 1 else np.ones(len(grouped), dtype=bool)
+    least = min_load(policy.min_fill_ratio, capacity) if policy.drop_last else 0
+    keep = grouped.loads(sizes) >= least if least > 1 else np.ones(len(grouped), dtype=bool)
     if keep.all():
         return grouped, grouped[:0]
     return grouped.take(np.flatnonzero(keep)), grouped.take(np.flatnonzero(~keep))

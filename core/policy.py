@@ -78,12 +78,20 @@ class PlanPolicy:
     replanned: bool = False
     """Whether each epoch has its own packs, drawn from `seed` and its number."""
 
+    max_images: int | None = None
+    """
+    Images that a pack of several samples may hold, >= 1; None sets no limit. Reaching it counts as
+    full.
+    """
+
     work: WorkModel | None = None
     """Work of samples, for algorithms whose packs depend on it. None derives it from lengths."""
 
     def __attrs_post_init__(self) -> None:
         exact_share("min_fill_ratio", self.min_fill_ratio)
         exact_share("max_dropped_share", self.max_dropped_share)
+        if self.max_images is not None:
+            as_whole_number("max_images", self.max_images)
         if find_algorithm(self.algorithm).keeps_order and self.replanned:
             message = f"replanned is True, but {self.algorithm} keeps the order of the data, so all epochs pack alike"
             raise ValueError(message)
@@ -119,6 +127,8 @@ class PlanPolicy:
                 "min_fill_ratio": self.min_fill_ratio if self.drop_last else None,
                 "allow_single_long": self.allow_single_long,
             }
+            if self.max_images is not None:
+                inputs["max_images"] = self.max_images
             if self.replanned:
                 inputs["replanned"] = REDRAW_VERSION
             if "seed" in algorithm.takes or self.replanned:

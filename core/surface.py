@@ -123,13 +123,14 @@ class Plan:
         return f"Plan({counted(len(self.packs), 'pack')} of {counted(self.raw.num_samples, 'sample')})"
 
 
-def plan(lengths: Lengths, packing_length: int, **options: Any) -> Plan:
+def plan(lengths: Lengths, packing_length: int, *, images: Lengths | None = None, **options: Any) -> Plan:
     """
     Group samples into packs; every sample is in one, unless an option says otherwise.
 
     Args:
         lengths: Tokens of each sample, >= 1.
         packing_length: Tokens that a pack of several samples may hold, >= 1.
+        images: Number of images of each sample, which the option `max_images` needs.
         options: Further fields of `PlanPolicy`, such as `seed` or `min_fill_ratio`. The `algorithm`
             is `auto` by default.
 
@@ -141,7 +142,7 @@ def plan(lengths: Lengths, packing_length: int, **options: Any) -> Plan:
     """
     array, policy = as_lengths(lengths), PlanPolicy(packing_length=packing_length, **{"algorithm": "auto", **options})
     refuse_longer(array, policy)
-    raw = build_raw_plan(array, policy)
+    raw = build_raw_plan(array, policy, images=images)
     refuse_dropped(raw, array, policy)
     return Plan(raw, array)
 

@@ -75,6 +75,7 @@ MORE = {
     "custom.trainer_variant": "mixing.md#streams",
     "training.packing": "training.md#packed-or-padded",
     "training.packing_algorithm": "planner.md#algorithms",
+    "training.packing_max_images": "planner.md#images-in-a-pack",
     "training.packing_epochs": "planner.md#other-packs-each-epoch",
     "training.packing_balance": "see-a-plan.md#work",
     "training.packing_mode": "mixing.md#streams",

@@ -44,6 +44,7 @@ def plan_policy(config: RunConfig, split: str, *, work: WorkModel | None = None)
         max_dropped_share=training.packing_max_dropped_share,
         replanned=training.packing_epochs == "replanned" and is_train,
         refuse_longer=config.template.truncation_strategy == "raise",
+        max_images=training.packing_max_images,
         work=work,
     )
 

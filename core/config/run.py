@@ -291,6 +291,9 @@ class TrainingConfig:
     packing_max_dropped_share: Decimal = key(Decimal("0.01"), neither=_ACCEPTS, check=from_0_to_1)
     """Share of tokens that dropped packs may have; more, in at least two packs, is an error."""
 
+    packing_max_images: int | None = key(None, plan=True, check=at_least(1), stream="refused")
+    """Images that samples of one pack may have together; a sample with more has its own pack."""
+
     packing_allow_single_long: bool = key(True, plan=True)
     """Give each sample of at least the packing length its own pack; `false` skips it."""
 

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -64,6 +65,18 @@ def test_packs_of_equal_work_are_planned_from_what_was_measured():
     assert planned.raw_checksum == desk.plan(algorithm="balanced", work=work).raw_checksum
     assert 1 == desk.plans.saves
     desk.plan(algorithm="balanced", work=work.trained())
+    assert 2 == desk.plans.saves
+
+
+def test_a_limit_of_images_counts_the_images_that_were_measured():
+    """Of records that are samples; a pack with as many counts as full. Without it, one pack."""
+    desk = Desk(source=ListSource([5, -1, *[5] * 14]))  # one image each
+
+    limited = desk.plan(max_images=3, max_bad_share=Decimal("0.1"))
+
+    assert [3] * 5 == limited.raw.packs.sizes().tolist()
+    assert [0, *range(2, 16)] == sorted(limited.raw.packs.indices)
+    assert 1 == len(desk.plan(max_bad_share=Decimal("0.1")).raw.packs)
     assert 2 == desk.plans.saves
 
 

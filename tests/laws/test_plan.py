@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from benchmarks.distributions import trace
 from packplan.core import packers
 from packplan.core.errors import ArgumentError, token_range
+from packplan.core.packers import ALGORITHMS
 from packplan.core.plan import (
     build_raw_plan,
     plan_from_arrays,
@@ -69,6 +70,29 @@ def test_every_sample_is_planned_by_the_policy_dropped_or_skipped(case, ratio, f
     fewest = by_tokens + len(plan.single_long) if packing else len(plan.packs)
     assert fewest <= plan.lower_bound <= len(plan.packs) + len(plan.dropped_packs)
     assert plan == plan_from_arrays(plan_to_arrays(plan))
+
+
+@given(case=raw_lengths(), data=st.data(), limit=st.integers(1, 6), algorithm=st.sampled_from([*ALGORITHMS]),
+       replanned=st.booleans())  # fmt: skip
+@example(case=([20, 20, 20, 20], 80), data=None, limit=2, algorithm="constant_volume", replanned=False)
+def test_no_pack_of_several_samples_has_more_images_than_the_limit(case, data, limit, algorithm, replanned):
+    """Whatever packs them; samples with more are alone, and a pack full of images is kept."""
+    lengths, packing_length = case
+    images = [1] * len(lengths) if data is None else [data.draw(st.integers(0, 9)) for _ in lengths]
+    fields = {"algorithm": algorithm, "replanned": replanned and not ALGORITHMS[algorithm].keeps_order}
+    plan = planned(lengths, packing_length, images=images, max_images=limit, **fields)
+
+    event(f"the limit decides: {plan.packs != planned(lengths, packing_length, **fields).packs}")
+    assert sorted(plan.packs.indices) == [*range(len(lengths))]
+    for pack in plan.packs:
+        assert len(pack) == 1 or sum(images[index] for index in pack) <= limit
+        assert len(pack) == 1 or sum(lengths[index] for index in pack) <= packing_length
+    assert plan.lower_bound <= len(plan.packs)
+    if data is None:
+        assert plan == planned(lengths, packing_length, images=images, max_images=limit, min_fill_ratio="0.9")
+    for none in (None, images[1:]):
+        with pytest.raises(ValueError, match=r"max_images is \d, but .*: give those of all \d+ samples"):
+            build_raw_plan(lengths, packing_length=packing_length, max_images=limit, images=none)
 
 
 @example(case=([60, 60, 90, 90, 90, 90], 100), ratio="0.65", share="0.25")  # exactly reached: 120 of 480

@@ -29,7 +29,7 @@ DECIDES = {
     "algorithm": ("certified", PACKED), "drop_last": (None, PACKED), "replanned": (None, PACKED),
     "min_fill_ratio": ("0.6", PACKED - {"kept"}), "seed": (7, {"drawn", "redrawn"}),
     "work": (WorkModel(per_position=5, per_pair=3), {"weighed"}),
-    "max_dropped_share": ("0.5", set()), "refuse_longer": (None, set()),
+    "max_images": (9, PACKED), "max_dropped_share": ("0.5", set()), "refuse_longer": (None, set()),
 }  # fmt: skip
 """Field -> another value of it (None: the opposite), and the policies whose packs it decides."""
 
@@ -43,7 +43,7 @@ def test_a_field_enters_the_fingerprint_exactly_where_it_decides_packs(name):
 
     def packs(policy):
         ratio = policy.min_fill_ratio if name == "min_fill_ratio" else "0.6"
-        return build_raw_plan(lengths, policy, epoch=1, min_fill_ratio=ratio).packs
+        return build_raw_plan(lengths, policy, epoch=1, min_fill_ratio=ratio, images=[1] * len(lengths)).packs
 
     changed = set()
     for kind, policy in POLICIES.items():
@@ -93,7 +93,8 @@ def test_a_policy_plans_what_its_fields_by_keyword_plan(case, ratio, allow, algo
 @pytest.mark.parametrize(
     ("name", "value"),
     [("packing_length", 0), ("packing_length", 1.5), ("packing_length", True), ("algorithm", "first_fit"), ("seed", -1),
-     ("seed", 2**64), ("seed", True), *((name, value) for name in ("min_fill_ratio", "max_dropped_share")
+     ("seed", 2**64), ("seed", True),
+     ("max_images", 0), ("max_images", 1.5), *((name, value) for name in ("min_fill_ratio", "max_dropped_share")
      for value in ("-0.1", 1.1, "NaN", "Infinity", "half", Decimal("1.01")))],
 )  # fmt: skip
 def test_a_field_without_meaning_is_refused_where_the_policy_is_made(name, value):
