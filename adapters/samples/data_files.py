@@ -28,12 +28,19 @@ _ARROW = b"ARROW1"
 _SHARD = re.compile(r"[-_.]?\d+(?:-of-\d+)?$")
 """Number of a shard at the end of its file name, such as `-00000-of-00008`."""
 
+_SAMPLED = re.compile(r".+#(\d+)")
+"""Name of a file and a number of its records, as ms-swift takes them."""
+
 _ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[")
 _ARRAY_OF_OBJECTS = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
 
 
 def open_records(
-    paths: tuple[str, ...], *, max_line_bytes: int | None = None, cache: Path | None = None
+    paths: tuple[str, ...],
+    *,
+    max_line_bytes: int | None = None,
+    cache: Path | None = None,
+    media_dir: str | None = None,
 ) -> FileRecords:
     """
     Open the data files of a data set; their records follow each other in the order of *paths*.
@@ -43,6 +50,7 @@ def open_records(
             `datasets.save_to_disk`.
         max_line_bytes: A record of more text is refused when it is read; None accepts all.
         cache: Folder for copies of files that cannot be read in any order; None refuses such files.
+        media_dir: Folder that relative media paths start from; None takes that of their file.
 
     Raises:
         DataSetError: A file cannot be read, or holds no record.
@@ -55,6 +63,7 @@ def open_records(
         file = _open_file(path, max_line_bytes, cache)
         if not len(file):
             raise DataSetError(f"{file.name} holds no record: the data set is empty")
+        file.folder = media_dir or file.folder
         opened.append(file)
     return FileRecords(opened)
 
@@ -126,6 +135,11 @@ def _match_files(path: str) -> list[Path]:
         raise DataSetError(f"{mask_credentials(path)} {fault}")
     if is_url(path):
         raise DataSetError(f"{mask_credentials(path)} is a URL, which is read only where train_jsonl names it")
+    if (asked := _SAMPLED.fullmatch(path)) and not Path(path).exists():
+        remedy = (
+            f"name the file alone, or draw as many in each epoch by a mix (custom.fusion_config), count: {asked[1]}"
+        )
+        raise DataSetError(f"{path} is ms-swift's notation for a sample of a file: {remedy}")
     if Path(path).is_dir() and not is_arrow_folder(Path(path)):
         return _find_shards(Path(path))
     if Path(path).exists() or not glob.has_magic(path):

@@ -149,8 +149,9 @@ def _open_prompts(config: RlConfig, files: tuple[str, ...], processor: Any) -> P
         return None
     if not getattr(processor, "chat_template", None):
         raise ConfigError.for_key("model.model", f"is {config.model.model}, whose tokenizer has no chat template")
-    records = open_records(files, max_line_bytes=config.custom.max_line_bytes, cache=records_cache(config))
-    return Prompts(records, config.custom, system=config.template.system, sees=isinstance(processor, ProcessorMixin))
+    custom, cache = config.custom, records_cache(config)
+    records = open_records(files, max_line_bytes=custom.max_line_bytes, cache=cache, media_dir=custom.media_dir)
+    return Prompts(records, custom, system=config.template.system, sees=isinstance(processor, ProcessorMixin))
 
 
 def _load_reward(name: str) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ missing ones before slow libraries are imported.
 """
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -79,7 +80,8 @@ def resolve_inputs(config: Run) -> Run:
         if faults := tuple(source_name_faults(custom)):
             raise ConfigError(config.source, faults)
     custom = _copy_remote_data(custom, records_cache(config), config.source)
-    return attrs.evolve(config, model=model, custom=custom)
+    media_dir = custom.media_dir or os.environ.get("ROOT_IMAGE_DIR")
+    return attrs.evolve(config, model=model, custom=attrs.evolve(custom, media_dir=media_dir))
 
 
 def _copy_remote_data(custom: CustomConfig, cache: Path, run: str) -> CustomConfig:

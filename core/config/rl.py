@@ -86,7 +86,7 @@ _READ_KEYS = frozenset(
         "model": "model attn_impl torch_dtype trust_remote_code download",
         "template": "system",
         "custom": "train_jsonl val_jsonl object_field_order use_summary columns max_line_bytes max_image_pixels "
-        "literal_image_tags records_cache media_cache",
+        "literal_image_tags records_cache media_cache media_dir",
     }.items()
     for name in names.split()
 )

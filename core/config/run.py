@@ -243,6 +243,12 @@ class CustomConfig:
     records_cache: PathText | None = key(None, neither=_COPIES)
     """Folder for copies of data files; unset, `records` in `training.output_dir`."""
 
+    media_dir: PathText | None = key(None, lengths="otherwise")
+    """
+    Folder that relative paths of images and videos start from; unset, ms-swift's `ROOT_IMAGE_DIR`,
+    else the folder of their data file.
+    """
+
     media_cache: PathText | None = key(None, neither=_COPIES)
     """Folder for images and videos at URLs, fetched once. Unset, such media are refused."""
 

@@ -217,6 +217,23 @@ def test_an_image_in_a_record_measures_as_its_file_does(encoder, tmp_path):
     assert all(said in str(broken) for said in ("line 1: ", "bytes in the record"))
 
 
+@pytest.mark.parametrize("by", ["custom.media_dir", "ROOT_IMAGE_DIR"])
+def test_relative_media_start_at_the_folder_that_the_user_names(by, encoder, tmp_path, monkeypatch):
+    """As in ms-swift by its variable; the same paths in another folder are other data."""
+    (tmp_path / "media").mkdir()
+    (tmp_path / "media" / "new.png").write_bytes(RED)
+    record = asked("<image>?", images=["new.png"])
+    write(tmp_path / "a.jsonl", [record])
+    unset = encoder("a.jsonl").records.digest(1)
+    if by == "ROOT_IMAGE_DIR":
+        monkeypatch.setenv(by, str(tmp_path / "media"))
+    ours = encoder("a.jsonl", **({} if by == "ROOT_IMAGE_DIR" else {"media_dir": "media"}))
+    monkeypatch.setenv("ROOT_IMAGE_DIR", str(tmp_path / "media"))
+
+    compare(ours, 0, record, ours.template)
+    assert unset != ours.records.digest(1)
+
+
 def test_the_limit_of_pixels_is_the_users(encoder, tmp_path, monkeypatch):
     """In headers and where ms-swift opens the image."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)

@@ -73,7 +73,7 @@ DECLARED = dict(yield_keys(RunConfig))
 
 OTHERWISE = {
     "model.model", "model.model_type", "model.max_model_len", "template.template", "template.max_length",
-    "custom.train_jsonl", "custom.val_jsonl", "global_max_length",
+    "custom.train_jsonl", "custom.val_jsonl", "custom.media_dir", "global_max_length",
 }  # fmt: skip
 """Keys that enter `length_inputs` under another name, or by what they name."""
 
