@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from functools import cached_property, partial, wraps
 from itertools import pairwise
 from typing import Any, Literal
@@ -184,12 +184,15 @@ def read_row(position_ids: torch.Tensor | None, attention_mask: torch.Tensor | N
         attention_mask: Mask of the call; with one, positions need no row of the text.
 
     Returns:
-        The row, perhaps of one sample; None for several rows, or without positions of the text.
+        The row, perhaps of one sample; None for several rows, without positions of the text, or for
+        a row with padding, at which positions do not go on.
 
     Raises:
         PackplanError: Without a mask, positions of images lack the row of the text.
     """
     if position_ids is None or position_ids.dim() not in (2, 3) or position_ids.shape[-2] != 1:
+        return None
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2 and not attention_mask.all():
         return None
     if position_ids.dim() == 3 and position_ids.shape[0] != 4:
         if position_ids.shape[0] == 3 and attention_mask is None:
@@ -268,19 +271,31 @@ def restore_rows_on_recompute(modules: Iterable[Any]) -> None:
             module._gradient_checkpointing_func = partial(_checkpoint_with_row, checkpoint)  # noqa: SLF001  # has no public setter
 
 
-def follow_rows(model: torch.nn.Module) -> None:
-    """Make a model set `current_row` from its arguments during each forward pass."""
-    original, signature = model.forward, inspect.signature(model.forward)
+def follow_rows(model: Any) -> None:
+    """
+    Make a model set `current_row` from its arguments during each forward pass.
+
+    So do its inner models, which hosts call by themselves; inside of the model they keep its row.
+    """
     checkpointed = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+    for module in dict.fromkeys((model, model.base_model, model.get_decoder())):
+        module.forward = _forward_with_row(module.forward, checkpointed)
+
+
+def _forward_with_row(original: Callable[..., Any], checkpointed: list[Any]) -> Callable[..., Any]:
+    """Return a forward pass that sets the row, unless an outer one has."""
+    signature = inspect.signature(original)
 
     @wraps(original)
     def forward(*arguments: Any, **options: Any) -> Any:
         restore_rows_on_recompute(checkpointed)
+        if _ROW in copy_context():
+            return original(*arguments, **options)
         given = {**signature.bind_partial(*arguments).arguments, **options}
         with using_row(read_row(given.get("position_ids"), given.get("attention_mask"))):
             return original(*arguments, **options)
 
-    model.forward = forward
+    return forward
 
 
 _BOUNDARIES = ("cu_seq", "max_length", "max_seq", "seq_idx")

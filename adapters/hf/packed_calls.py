@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 
 import attrs
 import torch
+from transformers import Cache
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from packplan.adapters.attention.rows import Padding, RealTokens, using_row
@@ -168,19 +169,35 @@ class TextStack:
             keep_packed: Whether to leave the last hidden state packed, as a packed head reads it.
         """
         if not isinstance(output, dict):
-            return tuple(_put_back(one, tokens) for one in output)
+            states, *others = (_put_back(one, tokens) for one in output)
+            if getattr(self.module, "pooler", None) is not None:
+                others[:1] = [self._pool(states)]
+            return states, *others
         for name in list(output):
             if name.startswith(_NOT_BY_TOKEN) or (keep_packed and name == "last_hidden_state"):
                 continue
             output[name] = _put_back(output[name], tokens)
-        if output.get("pooler_output") is not None:  # made of the first position of each row
-            output["pooler_output"] = self.module.pooler(output["last_hidden_state"])
+        if output.get("pooler_output") is not None:
+            output["pooler_output"] = self._pool(output["last_hidden_state"])
         return output
+
+    def _pool(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the pooled output, of the first position of each row; shape (rows, width)."""
+        pooled: torch.Tensor = self.module.pooler(states)
+        return pooled if pooled.dim() == 2 else self.module.pooler_activation(pooled[:, 0])  # as in ALBERT
 
 
 def _is_generation(given: dict[str, Any]) -> bool:
     """Return whether a call generates: it has a cache, or asks for one without gradients."""
-    return given.get("past_key_values") is not None or bool(given.get("use_cache") and not torch.is_grad_enabled())
+    has_cache = any(_is_cache(value) for value in given.values())
+    return has_cache or bool(given.get("use_cache") and not torch.is_grad_enabled())
+
+
+def _is_cache(value: Any) -> bool:
+    """Return whether an argument is a cache: by the class, or keys and values of each layer."""
+    if isinstance(value, (tuple, list)):
+        return any(isinstance(one, (tuple, list)) and all(isinstance(k, torch.Tensor) for k in one) for one in value)
+    return isinstance(value, Cache) or type(value).__name__.endswith("Cache")
 
 
 def _has_sample_numbers(mask: torch.Tensor) -> bool:

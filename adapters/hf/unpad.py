@@ -60,7 +60,7 @@ def unpad(model: Any, *, logits: bool = True, group: ProcessGroup | None = None)
 
     Raises:
         ModelError: The probe fails: results differ from those of the padded pass.
-        ArgumentError: The model is hooked already.
+        ArgumentError: The model is hooked already, or is none of transformers.
     """
     inner = unwrap(model)
     if any(module in HOOKED for module in inner.modules()):
@@ -136,10 +136,17 @@ def is_bidirectional(config: Any) -> bool:
 
 
 def unwrap(model: Any) -> Any:
-    """Return the model inside DDP and PEFT wrappers; ModelError if its kind cannot be packed."""
+    """
+    Return the model inside DDP and PEFT wrappers.
+
+    Raises:
+        ModelError: Models of this kind cannot be packed.
+        ArgumentError: It is no model of transformers.
+    """
     while isinstance(model, DistributedDataParallel):
         model = model.module
-    if type(model).__module__.startswith("deepspeed.") or any(hasattr(one, "ds_id") for one in model.parameters()):
+    weights = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    if type(model).__module__.startswith("deepspeed.") or any(hasattr(one, "ds_id") for one in weights):
         raise ModelError("probe", "DeepSpeed holds its weights, which cannot be probed: use FSDP 2")
     adapters = getattr(model, "peft_config", {})
     for adapter in adapters.values() if isinstance(adapters, dict) else ():
@@ -148,6 +155,9 @@ def unwrap(model: Any) -> Any:
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if isinstance(inner, torch.nn.DataParallel):
         raise ModelError("probe", "DataParallel computes on copies of the model: start a process for each GPU")
+    if not hasattr(inner, "base_model"):
+        kind = type(inner).__name__
+        raise ArgumentError("host", f"{kind} is no model of transformers: open it, or give the model inside of it")
     if inner.config.is_encoder_decoder or getattr(inner.config, "add_cross_attention", False):
         raise ModelError("probe", f"{inner.config.model_type} attends to an encoder's rows too, which stay padded")
     return inner
