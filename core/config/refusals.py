@@ -55,7 +55,7 @@ REFUSALS = tuple(
          "is for generated answers, but evaluation measures the loss", _REMOVE),
         ("parallelism_config", ("sft",), _SHARES, _REMOVE),
         ("average_tokens_across_devices", ("sft",), "is always on", _REMOVE),
-        ("label_smoothing_factor", ("sft",), "is averaged over packs, not over tokens", _REMOVE),
+        ("label_smoothing_factor", _PLANNING, "is averaged over packs, not over tokens", _REMOVE),
         ("streaming", ("plugin",), "gives no lengths before training", _REMOVE),
         ("use_ray", _SWIFT, "starts processes that were not tried", _REMOVE),
         ("context_parallel_size deepspeed_autotp_size", _SWIFT, _SHARES, "set it to 1"),

@@ -122,6 +122,7 @@ def plan_leaking_model(out):
 
 REFUSED = {
     "include_for_metrics": (ArgumentError, partial(follow_plan, include_for_metrics=["inputs"])),
+    "label_smoothing_factor": (ArgumentError, partial(follow_plan, label_smoothing_factor=0.1)),
     "train_sampling_strategy": (ArgumentError, partial(follow_plan, train_sampling_strategy="group_by_length")),
     "build the trainer without packing=True": (ArgumentError, partial(follow_plan, host="trl", packing=True)),
     "2 processes": (ArgumentError, start_two_processes),
