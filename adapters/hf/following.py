@@ -23,6 +23,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from packplan.adapters.hf.first_pack import require_equal_to_samples
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches, read_saved_progress
 from packplan.adapters.loaders.rows import NORMALISER, PACK, PackLoader, count_supervised, refuse_other_packs
 from packplan.adapters.model_folder import model_file_facts
@@ -211,8 +212,18 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
     model: Any
     eval_dataset: Any
 
+    _checks_first_pack = False
+
     def serve(
-        self, schedule: EpochSchedule, plan: Plan, digest: str, *, packs: Any, collator: Any, eval_packs: Any
+        self,
+        schedule: EpochSchedule,
+        plan: Plan,
+        digest: str,
+        *,
+        packs: Any,
+        collator: Any,
+        eval_packs: Any,
+        check: bool = False,
     ) -> None:
         """
         Serve the packs of a plan from now on.
@@ -226,8 +237,13 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
                 index, or a list of pack indices, under `PACK`.
             eval_packs: Data set of evaluation packs, whose loss is the mean over their supervised
                 tokens; None leaves evaluation as it is.
+            check: Whether the first pack is compared with its samples, one by one.
         """
         self._train_packs, self._eval_packs, self._collator = packs, eval_packs, collator
+        shares = self.is_fsdp_enabled or self.is_deepspeed_enabled or schedule.world_size < self.args.world_size
+        if check and shares:
+            log.warning("the first pack is not compared with its samples: ranks share the weights, or rows")
+        self._checks_first_pack = check and not shares
         # Consecutive ranks share rows where the schedule has fewer ranks than were started.
         rank, size = self.args.process_index // (self.args.world_size // schedule.world_size), schedule.world_size
         identity = self._identity(plan.raw.packing_length)
@@ -264,10 +280,23 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
         num_items = super()._get_num_items_in_batch(*args, **options)  # type: ignore[misc]
         return None if num_items is None else torch.as_tensor(num_items).clamp(min=1)
 
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
+        """Train a batch; the first one is compared with its samples before."""
+        if self._checks_first_pack:
+            require_equal_to_samples(self, inputs, self._train_packs[_pack_index(inputs)], self._collator)
+            self._checks_first_pack = False
+        return super().training_step(model, inputs, *args, **options)  # type: ignore[misc]
+
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
         """Return the loss of a batch, without passing its pack indices to the model."""
         inputs = {key: value for key, value in inputs.items() if key != PACK}
         return super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]
+
+
+def _pack_index(inputs: dict[str, Any]) -> int:
+    """Return the index of a batch's pack, or of the first of its packs."""
+    index = inputs[PACK]
+    return int(index[0] if isinstance(index, list) else index)
 
 
 def insert_base_class(trainer: Any, base: type) -> None:

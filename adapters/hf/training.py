@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def use_plan(
-    trainer: Any, plan: Plan, *, eval_plan: Plan | None = None, sequence_parallel_size: int = 1
+    trainer: Any, plan: Plan, *, eval_plan: Plan | None = None, sequence_parallel_size: int = 1, check: bool = True
 ) -> EpochSchedule:
     """
     Make a trainer train the packs of a plan, and return the plan's epoch schedule.
@@ -57,12 +57,15 @@ def use_plan(
         eval_plan: Plan of the lengths of `trainer.eval_dataset`. Evaluation then gives the mean
             over its supervised tokens. None leaves evaluation as it is.
         sequence_parallel_size: Ranks that share each row of packed samples, one after the other.
+        check: Compare the first pack with its samples, one by one: its loss, and the gradient of
+            its embeddings. It costs about two passes over one pack.
 
     Raises:
         ArgumentError: The trainer trains no rows of a plan, a setting contradicts the plan, or a
             row is not one sample.
         StaleError: A row has another length than planned.
-        MismatchError: Ranks have different plans or rows.
+        MismatchError: Ranks have different plans or rows. `train` raises it too, before weights
+            change, if the first pack differs from its samples.
         ModelError: The probe of `unpad` fails.
     """
     if isinstance(trainer, _PlannedTraining):
@@ -101,7 +104,7 @@ def use_plan(
     insert_base_class(trainer, _PlannedTraining)
     collator = PackInputs(collate or partial(pad_rows, types=token_type_columns(trainer.model)))
     trainer.unpadding = unpadding
-    trainer.serve(schedule, plan, data, packs=train_rows, collator=collator, eval_packs=eval_rows)
+    trainer.serve(schedule, plan, data, packs=train_rows, collator=collator, eval_packs=eval_rows, check=check)
     log.info("%s of %s, fill %.4f: %s", counted(len(plan.packs), "pack"), counted(plan.raw.num_samples, "sample"),
              plan.raw.fill, counted(schedule.total_steps, "step"))  # fmt: skip
     return schedule

@@ -119,15 +119,16 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 class Watch(Gradients):
     """Keeps what reaches the model, and the weights and gradients of each step."""
 
-    def __init__(self, model: Any, kill_after: int | None) -> None:
+    def __init__(self, trainer: Any, kill_after: int | None) -> None:
         super().__init__()
         self.batches: list[list[int]] = []
         self.weights: list[dict[str, torch.Tensor]] = []
         self._kill_after = kill_after
-        model.register_forward_pre_hook(self._note, with_kwargs=True)
+        self._trainer = trainer
+        trainer.model.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def _note(self, model: Any, _: Any, given: dict[str, Any]) -> None:
-        if model.training:
+        if model.training and not self._trainer._checks_first_pack:
             self.batches.append(given["input_ids"][given["attention_mask"] != 0].tolist())
 
     def on_step_begin(self, args, state, control, *, model, **_):
@@ -192,7 +193,7 @@ def train(rank: int, cell: Cell, out: Path) -> None:
     trainer, row_ranks = trainer_of(cell, model, rows, out / "run"), cell.get("row_ranks", 1)
     use_plan(trainer, plan, eval_plan=plan, sequence_parallel_size=row_ranks)
     asked = assert_step_loss(trainer)
-    watch = Watch(model, cell.get("kill_after"))
+    watch = Watch(trainer, cell.get("kill_after"))
     trainer.add_callback(watch)
     killed_ranks = cell.get("killed_ranks", 0)
     trainer.train(resume_from_checkpoint=bool(killed_ranks))

@@ -1,6 +1,7 @@
 """Plans in trainers of transformers and TRL: steps, and what is refused; see `make test-hosts`."""
 
 import re
+from contextlib import nullcontext
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -9,6 +10,7 @@ import pytest
 
 import packplan as pp
 from packplan.adapters.hf import following, training
+from packplan.adapters.loaders.rows import pad_rows
 from packplan.core.errors import ArgumentError, CorruptArtefactError, MismatchError, ModelError, StaleError
 from packplan.hf import unpad, use_plan
 from tests.hosts.law import CELLS, PACKING_LENGTH, cell_of, main, model_of, rows_of, trainer_of
@@ -185,6 +187,72 @@ def test_a_step_has_as_many_packs_as_it_had_rows(tmp_path, caplog):
     assert all(name in caplog.text for name in told)
     trainer.train()
     assert schedule.total_steps == trainer.state.global_step
+
+
+def mean_of_batch(outputs, labels, num_items_in_batch=None):
+    """Return the mean over the tokens of a batch, whatever the step has."""
+    return training.token_mean(outputs, labels)
+
+
+def mean_of_rows(outputs, labels, num_items_in_batch=None):
+    """Return the token mean, with the sum of the rows' largest logits, which padding has too."""
+    return (
+        training.token_mean(outputs, labels, num_items_in_batch) + 1e-2 * outputs["logits"].amax() / num_items_in_batch
+    )
+
+
+def collate_across(rows):
+    """Collate rows; each learns what the row before it begins with."""
+    batch = pad_rows(rows)
+    for row in range(1, len(rows)):
+        batch["labels"][row, 1] = batch["input_ids"][row - 1, 0]
+    return batch
+
+
+def collate_wide(rows):
+    """Collate rows whose tokens have positions of the whole pack."""
+    batch = pad_rows(rows)
+    positions = batch["attention_mask"].flatten().cumsum(0).view(batch["attention_mask"].shape) - 1
+    return batch | {"position_ids": 7 * positions // len(rows)}
+
+
+FAULTY = {
+    "a mean over the batch": {"compute_loss_func": mean_of_batch},
+    "a term of the batch": {"compute_loss_func": mean_of_rows},
+    "labels of another row": {"data_collator": collate_across},
+    "positions by the number of rows": {"data_collator": collate_wide},
+}
+"""Fault of a trainer that the probe of its model cannot see -> attributes that make it."""
+
+
+@pytest.mark.parametrize("fault", FAULTY)
+def test_the_first_pack_is_compared_with_its_samples(tmp_path, fault):
+    """Before weights change, unless the user leaves it out; training goes on as without."""
+    weights = []
+    for check in (True, False):
+        trainer = trainer_with(tmp_path, model=model_of("qwen2", "packplan"), max_steps=1)
+        vars(trainer).update(FAULTY[fault])
+        before = [one.clone() for one in trainer.model.parameters()]
+        use_plan(trainer, PLAN, check=check)
+        with pytest.raises(MismatchError, match=r"pack \d+ ") if check else nullcontext():
+            trainer.train()
+        weights.append(not all(map(torch.equal, before, trainer.model.parameters())))
+    assert [False, True] == weights
+
+
+def test_the_comparison_changes_nothing_of_the_training(tmp_path):
+    """Losses, weights and random state, with dropout and checkpointed layers."""
+    found = []
+    for check in (True, False):
+        model = model_of("qwen2", "packplan", attention_dropout=0.2)
+        trainer = trainer_with(tmp_path, model=model, max_steps=2, gradient_checkpointing=True, neftune_noise_alpha=5)
+        use_plan(trainer, PLAN, check=check)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        found.append((losses, torch.get_rng_state(), [*trainer.model.parameters()]))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+    assert all(map(torch.equal, found[0][2], found[1][2]))
 
 
 def test_an_epoch_that_is_stopped_early_is_followed_by_the_next(tmp_path):
