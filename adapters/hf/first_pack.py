@@ -47,11 +47,9 @@ def require_equal_to_samples(trainer: Any, batch: Inputs, rows: PackOfRows, coll
     Raises:
         MismatchError: A rank's pack differs.
     """
-    own = list(rows.lengths.items()) or [()] * len(rows)
-    alone = [
-        collate([PackOfRows([row], rows.pack, dict([planned] if planned else []))])
-        for row, planned in zip(rows, own, strict=True)
-    ]
+    lengths = [dict([one]) for one in rows.lengths.items()] or [{}] * len(rows)
+    pairs = zip(rows, lengths, strict=True)
+    alone = [collate([PackOfRows([row], rows.pack, planned)]) for row, planned in pairs]
     facts = gather_object([_difference_text(trainer, batch, alone, most=max(gather_object([len(alone)])))])
     for rank, fact in enumerate(facts):
         if fact is not None:

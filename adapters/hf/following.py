@@ -211,6 +211,8 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
 
     model: Any
     eval_dataset: Any
+    is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
 
     _checks_first_pack = False
 

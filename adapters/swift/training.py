@@ -113,9 +113,6 @@ def _eval_packs(trainer: Any) -> PlannedPacks | None:
 class _PlannedSwiftTraining(ServesPacks):
     """Methods of a trainer of ms-swift that serves planned packs."""
 
-    is_fsdp_enabled: bool
-    is_deepspeed_enabled: bool
-
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return prepend_text_positions(super()._prepare_inputs(inputs))  # type: ignore[misc]  # of the trainer's class
 
