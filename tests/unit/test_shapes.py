@@ -170,6 +170,13 @@ def test_images_that_no_tag_places_come_before_what_the_user_says_first(number, 
         (asked([{"type": "image", "source": {"type": "file"}}]), "source is neither base64 nor a url"),
         (asked([{"type": "video", "video": "a"}], videos=["b"]), "has videos in its messages and in 'videos'"),
         ({"objects": [None]}, "no text 'desc' in object 0"),
+        *(
+            (
+                record | {"objects": {"ref": ["cat"], "bbox": [[1, 2, 3, 4]]}},
+                "'objects' of <ref-object> and <bbox>, which",
+            )
+            for record in (asked("<image>Where is <ref-object>?"), {"query": "<bbox>?", "response": "so."}, {})
+        ),
         ({"prompt": "a", "question": "b", "answer": "c"}, "'prompt' and 'question', .*{prompt: query}"),
         ({"instruction": "a", "query": "b", "output": "c"}, "'instruction' and 'query', of which one"),
         ({"instruction": 3, "output": "c"}, "'instruction' that is no text"),
