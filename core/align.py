@@ -5,11 +5,11 @@ import numpy as np
 
 from packplan.core.errors import ArgumentError, counted
 from packplan.core.lengths import MOST_RANKS, IntArray, as_whole_number
-from packplan.core.packs import AnyPacks, Packs, as_packs, concatenate
+from packplan.core.packs import AnyPacks, HasPacks, Packs, as_packs, concatenate
 
 
 @attrs.frozen
-class AlignedPlan:
+class AlignedPlan(HasPacks):
     """
     Packs of all ranks of one world size: the raw plan, filled or cut at its end.
 

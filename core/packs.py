@@ -162,11 +162,17 @@ class Packs(Sequence[list[int]]):
 
 
 class HasPacks(Protocol):
-    """Object that has packs, as a plan has."""
+    """Object that has packs, and reads like a list of them."""
 
     @property
     def packs(self) -> Packs:
         """Sample indices of each pack."""
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __getitem__(self, item: int | slice) -> list[int] | Packs:
+        return self.packs[item]
 
 
 AnyPacks = Packs | HasPacks | Sequence[Sequence[int]] | NDArray[np.integer]

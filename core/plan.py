@@ -17,7 +17,7 @@ from packplan.core.errors import ArgumentError, counted, token_range, verb_for
 from packplan.core.lengths import IntArray, Lengths, as_lengths, as_works, exact_share
 from packplan.core.packers import pack
 from packplan.core.packers.drawing import redraw
-from packplan.core.packs import Packs, concatenate, sort_by_first_index
+from packplan.core.packs import HasPacks, Packs, concatenate, sort_by_first_index
 from packplan.core.patterns.certificate import BoundKind
 from packplan.core.policy import PlanPolicy
 
@@ -26,7 +26,7 @@ _SAVED = 500
 
 
 @attrs.frozen
-class RawPlan:
+class RawPlan(HasPacks):
     """All packs of a plan, ordered by first sample. They do not depend on the world size."""
 
     packs: Packs
@@ -71,12 +71,6 @@ class RawPlan:
     Packs that `auto` needs at most for the same samples, as the search for the bound found; 0 where
     that saves at most 0.2 %.
     """
-
-    def __len__(self) -> int:
-        return len(self.packs)
-
-    def __getitem__(self, item: int | slice) -> list[int] | Packs:
-        return self.packs[item]
 
     @property
     def planned_samples(self) -> int:
@@ -185,12 +179,10 @@ def build_raw_plan(
         packs = sort_by_first_index(concatenate([packs, Packs(np.arange(alone.size + 1), alone)]))
     if not len(packs):
         raise _no_packs_error(array, skipped, dropped, policy)
-    by_tokens = policy.max_images is None
-    proves = policy.algorithm == "certified" and by_tokens
+    proves = policy.algorithm == "certified" and policy.max_images is None
     effort = 0 if quick_bound else inf if proves else effort_for_bound(array.size)
     bound = _find_plan_bound(tokens, policy, known=len(grouped), effort=effort, report=report)
-    plain = by_tokens and policy.counts_lengths and not policy.replanned
-    saves = plain and (len(grouped) - bound.best) * _SAVED > len(grouped)
+    saves = policy.counts_lengths and not policy.replanned and (len(grouped) - bound.best) * _SAVED > len(grouped)
     of_dropped, of_skipped, of_all = (int(part.sum()) for part in (array[dropped.indices], array[skipped], array))
     return RawPlan(
         packs=packs,
@@ -217,10 +209,9 @@ def _sizes_with_images(lengths: IntArray, images: Lengths | None, policy: PlanPo
     """
     if policy.max_images is None:
         return lengths, policy.packing_length
-    counts = None if images is None else as_lengths(images, least=0)
-    if counts is None or counts.size != lengths.size:
-        given = "there are no images" if counts is None else f"images are those of {counted(counts.size, 'sample')}"
-        message = f"max_images is {policy.max_images}, but {given}: give those of all {lengths.size:,} samples"
+    counts = as_lengths([] if images is None else images, least=0)
+    if counts.size != lengths.size:
+        message = f"images are those of {counts.size:,} samples, but max_images needs those of all {lengths.size:,}"
         raise ValueError(message)
     capacity = lcm(policy.packing_length, policy.max_images)
     per_token, per_image = capacity // policy.packing_length, capacity // policy.max_images

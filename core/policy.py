@@ -104,7 +104,7 @@ class PlanPolicy:
     @property
     def counts_lengths(self) -> bool:
         """Whether packing sees only the number of samples of each length, not which they are."""
-        return self.packing and find_algorithm(self.algorithm).counts_lengths
+        return self.packing and self.max_images is None and find_algorithm(self.algorithm).counts_lengths
 
     def fingerprint(self, lengths_digest: str) -> Fingerprint:
         """

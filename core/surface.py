@@ -25,7 +25,7 @@ from packplan.core.checksum import plan_checksum
 from packplan.core.errors import counted
 from packplan.core.inspection import PlanSummary, summarise
 from packplan.core.lengths import MOST_RANKS, IntArray, Lengths, as_lengths, as_whole_number
-from packplan.core.packs import Packs
+from packplan.core.packs import HasPacks, Packs
 from packplan.core.plan import RawPlan, build_raw_plan, refuse_dropped, refuse_longer
 from packplan.core.policy import PlanPolicy
 from packplan.core.schedule import EpochSchedule
@@ -37,7 +37,7 @@ _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 
 
 @attrs.frozen(eq=False, repr=False)
-class Plan:
+class Plan(HasPacks):
     """Packs of a list of lengths, with their figures and the schedules that train them."""
 
     raw: RawPlan
@@ -112,12 +112,6 @@ class Plan:
     def show(self) -> PlanTable:
         """Return a table of the figures, with a drawing of the first packs in a notebook."""
         return PlanTable(self)
-
-    def __len__(self) -> int:
-        return len(self.packs)
-
-    def __getitem__(self, item: int | slice) -> list[int] | Packs:
-        return self.packs[item]
 
     def __repr__(self) -> str:
         return f"Plan({counted(len(self.packs), 'pack')} of {counted(self.raw.num_samples, 'sample')})"

@@ -145,7 +145,7 @@ def load_mixes(path: str | Path) -> Mixes:
     """
     document = read_document(Path(path))
     kind: type[_Curriculum | Mix] = _Curriculum if "curriculum" in document else Mix
-    advise = partial(explain_unknown_key, known=[*known_keys(kind)], refused={})
+    advise = partial(explain_unknown_key, known=[*known_keys(kind)], refused={}, foreign={})
     found, faults = structure_document(document, kind, advise)
     if found is None or faults:
         raise ConfigError(str(path), tuple(faults))

@@ -36,11 +36,7 @@ _ARRAY_OF_OBJECTS = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
 
 
 def open_records(
-    paths: tuple[str, ...],
-    *,
-    max_line_bytes: int | None = None,
-    cache: Path | None = None,
-    media_dir: str | None = None,
+    paths: tuple[str, ...], *, max_line_bytes: int | None = None, cache: Path | None = None, media: str | None = None
 ) -> FileRecords:
     """
     Open the data files of a data set; their records follow each other in the order of *paths*.
@@ -50,7 +46,7 @@ def open_records(
             `datasets.save_to_disk`.
         max_line_bytes: A record of more text is refused when it is read; None accepts all.
         cache: Folder for copies of files that cannot be read in any order; None refuses such files.
-        media_dir: Folder that relative media paths start from; None takes that of their file.
+        media: Folder that relative media paths start from; None takes that of their file.
 
     Raises:
         DataSetError: A file cannot be read, or holds no record.
@@ -63,7 +59,7 @@ def open_records(
         file = _open_file(path, max_line_bytes, cache)
         if not len(file):
             raise DataSetError(f"{file.name} holds no record: the data set is empty")
-        file.folder = media_dir or file.folder
+        file.folder = media or file.folder
         opened.append(file)
     return FileRecords(opened)
 
@@ -136,10 +132,8 @@ def _match_files(path: str) -> list[Path]:
     if is_url(path):
         raise DataSetError(f"{mask_credentials(path)} is a URL, which is read only where train_jsonl names it")
     if (asked := _SAMPLED.fullmatch(path)) and not Path(path).exists():
-        remedy = (
-            f"name the file alone, or draw as many in each epoch by a mix (custom.fusion_config), count: {asked[1]}"
-        )
-        raise DataSetError(f"{path} is ms-swift's notation for a sample of a file: {remedy}")
+        remedy = f"name the file, or draw as many in each epoch by a mix (custom.fusion_config, count: {asked[1]})"
+        raise DataSetError(f"{path} asks ms-swift for some of a file's records: {remedy}")
     if Path(path).is_dir() and not is_arrow_folder(Path(path)):
         return _find_shards(Path(path))
     if Path(path).exists() or not glob.has_magic(path):

@@ -73,8 +73,7 @@ class SwiftEncoder:
         self.config, self.paths, self.cache, self.template, custom = config, paths, cache, template, config.custom
         # Of the process, since ms-swift opens images too.
         PIL.Image.MAX_IMAGE_PIXELS = custom.max_image_pixels
-        limit, folder = custom.max_line_bytes, custom.media_dir
-        self.records = open_records(paths, max_line_bytes=limit, cache=cache, media_dir=folder)
+        self.records = open_records(paths, max_line_bytes=custom.max_line_bytes, cache=cache, media=custom.media_dir)
         self._media = MediaCache(Path(custom.media_cache)) if custom.media_cache else None
         self._options = message_options(custom)
 

@@ -150,7 +150,7 @@ def _open_prompts(config: RlConfig, files: tuple[str, ...], processor: Any) -> P
     if not getattr(processor, "chat_template", None):
         raise ConfigError.for_key("model.model", f"is {config.model.model}, whose tokenizer has no chat template")
     custom, cache = config.custom, records_cache(config)
-    records = open_records(files, max_line_bytes=custom.max_line_bytes, cache=cache, media_dir=custom.media_dir)
+    records = open_records(files, max_line_bytes=custom.max_line_bytes, cache=cache, media=custom.media_dir)
     return Prompts(records, custom, system=config.template.system, sees=isinstance(processor, ProcessorMixin))
 
 

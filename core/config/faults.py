@@ -284,12 +284,7 @@ class ForeignKey:
 
 
 def explain_unknown_key(
-    name: str,
-    level: str,
-    known: Iterable[str],
-    *,
-    refused: Mapping[str, str],
-    foreign: Mapping[str, ForeignKey] = MappingProxyType({}),
+    name: str, level: str, known: Iterable[str], *, refused: Mapping[str, str], foreign: Mapping[str, ForeignKey]
 ) -> str:
     """
     Return the reason why a key is unknown at its place, with advice on what to write.
@@ -302,7 +297,7 @@ def explain_unknown_key(
         refused: Keys, with their sections, that are known and always refused -> reason and remedy.
         foreign: Names of keys of other programs -> the keys here that take their place.
 
-    >>> explain_unknown_key("learning_rate", "", ["training.learning_rate"], refused={})
+    >>> explain_unknown_key("learning_rate", "", ["training.learning_rate"], refused={}, foreign={})
     'is no key of the top level: write training.learning_rate'
     """
     paths, level = list(known), re.sub(r"\[\d+\]", "[]", level)

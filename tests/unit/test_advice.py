@@ -106,7 +106,8 @@ def test_the_optimizer_of_axolotl_is_not_that_of_ms_swift():
 
 
 def test_a_mix_has_the_same_advice(tmp_path):
-    dotted = explain_unknown_key("sequence_packing.enabled", "policy", ["policy.sequence_packing.enabled"], refused={})
+    known = ["policy.sequence_packing.enabled"]
+    dotted = explain_unknown_key("sequence_packing.enabled", "policy", known, refused={}, foreign={})
     assert "is written with a dot: write enabled in the section policy.sequence_packing" == dotted
     mix = tmp_path / "mix.yaml"
     mix.write_text("sources: [{jsonl: a, ratio: 1}, {jsnl: b, samples_per_epoch: 3}]\ncount: 1\n")

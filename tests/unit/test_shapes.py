@@ -173,7 +173,7 @@ def test_images_that_no_tag_places_come_before_what_the_user_says_first(number, 
         *(
             (
                 record | {"objects": {"ref": ["cat"], "bbox": [[1, 2, 3, 4]]}},
-                "'objects' of <ref-object> and <bbox>, which",
+                "'objects' of <ref-object> and <bbox>: write",
             )
             for record in (asked("<image>Where is <ref-object>?"), {"query": "<bbox>?", "response": "so."}, {})
         ),
