@@ -63,7 +63,7 @@ def test_a_call_over_the_limit_is_ended_with_what_it_started(tmp_path):
 
 @pytest.mark.slow
 def test_a_call_is_measured_in_seconds_and_bytes(capfd):
-    """An array of 64 MB is seen, and nothing that the call prints; a process that dies is named."""
+    """Bytes of an array are seen, nothing that the call prints; a process that dies is named."""
 
     def made():
         os.write(1, b"of a library")
@@ -73,7 +73,7 @@ def test_a_call_is_measured_in_seconds_and_bytes(capfd):
     cost = measure(lambda: made, lambda array: array.size, repeat=3, limit_s=60)
 
     assert (3, 8_000_000) == (cost.num_runs, cost.result)
-    assert 60e6 < cost.peak_bytes < 100e6
+    assert 0.9 < cost.peak_bytes / np.ones(8_000_000).nbytes < 1.6
     assert 0 < cost.seconds
     assert ("", "") == capfd.readouterr()
     with pytest.raises(NotMeasuredError, match="its process died"):
