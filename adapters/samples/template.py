@@ -1,15 +1,17 @@
 """ms-swift's template of a model, opened without the model's weights."""
 
 import hashlib
+import logging
 import os
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from swift import get_model_processor, get_template
+from swift import get_model_processor
 from swift.agent_template import agent_template_map
+from swift.arguments import SftArguments, TemplateArguments
 from swift.loss_scale import ALL_BASE_STRATEGY, loss_scale_map
 from swift.model import MODEL_MAPPING, get_matched_model_meta
 from swift.template import Template
@@ -22,6 +24,8 @@ from packplan.core.config.identity import config_length_inputs
 from packplan.core.config.run import ModelConfig, RunConfig, TemplateConfig
 from packplan.core.errors import ConfigError, Fault
 from packplan.core.fingerprint import Fingerprint, Value
+
+_log_info_once = cache(logging.getLogger(__name__).info)
 
 _MEDIA = ("vision", "audio")
 """Prefixes of sections in config.json (`vision_config`) of models that ms-swift has to know."""
@@ -57,11 +61,37 @@ PROCESSING_VARIABLES = (
 )
 """Environment variables that ms-swift and qwen_vl_utils read while encoding text and media."""
 
-MEASURING_VERSION = 4
+MEASURING_VERSION = 5
 """
 Version of this project's rules that decide lengths, from records to messages and from image
 headers to patches. Raise it with each change of a length.
 """
+
+
+class _TemplateArguments(SftArguments):  # type: ignore[misc]  # ms-swift has no types
+    """Arguments of `swift sft`: those of a given template are resolved, and nothing is loaded."""
+
+    model_info, model_meta = None, True
+
+    def __post_init__(self) -> None:
+        TemplateArguments.__post_init__(self)
+
+
+def swift_arguments(template: TemplateConfig, template_type: str) -> SftArguments:
+    """
+    Return the arguments of a template as `swift sft` resolves them: a hybrid thinking one, for
+    example, gets another loss scale, which the log names once.
+
+    Args:
+        template: Section `template`, whose system prompt is a text.
+        template_type: ms-swift's name of the template.
+    """
+    names = ("max_pixels", "agent_template", "loss_scale", "use_chat_template", "truncation_strategy")
+    arguments = _TemplateArguments(template=template_type, **{name: getattr(template, name) for name in names})
+    arguments.system = template.system
+    if arguments.loss_scale != template.loss_scale:
+        _log_info_once("template.loss_scale is %s: ms-swift trains %s so", arguments.loss_scale, template_type)
+    return arguments
 
 
 def refuse_remote_code(model: ModelConfig) -> None:
@@ -180,7 +210,7 @@ def open_template(
     model: ModelConfig, template: TemplateConfig, *, packing_length: int, packs: bool = False
 ) -> Template:
     """
-    Build ms-swift's template, in training mode, without loading the model.
+    Build ms-swift's template by its own arguments, in training mode, without loading the model.
 
     Its `max_length` is None unless `truncation_strategy` is left or right; its `packing` and
     `padding_free` are *packs*.
@@ -197,22 +227,13 @@ def open_template(
     if packs:
         _refuse_unproven_model(template_type)
     cuts = template.truncation_strategy in {"left", "right"}
+    arguments = swift_arguments(template, template_type)
+    # Else weights of single messages would be ignored; those that are all 1 are dropped behind the
+    # template.
+    arguments.is_binary_loss_scale, arguments.max_length = False, packing_length if cuts else None
     try:
         _, processor = get_model_processor(model.model, load_model=False, model_type=model_type)
-        opened = get_template(
-            processor,
-            template.system,
-            packing_length if cuts else None,
-            template_type=template_type,
-            truncation_strategy=template.truncation_strategy or "raise",
-            max_pixels=template.max_pixels,
-            agent_template=template.agent_template,
-            loss_scale=template.loss_scale,
-            use_chat_template=template.use_chat_template is not False,
-            # Else weights of single messages would be ignored; those that are all 1 are dropped
-            # behind the template.
-            is_binary_loss_scale=False,
-        )
+        opened = arguments.get_template(processor)
     except AssertionError as error:
         raise ConfigError.for_key("template", f"is refused by ms-swift: {error}") from error
     except Exception as error:  # what tokenizers make of broken files has no common kind
@@ -247,6 +268,7 @@ def length_inputs(config: RunConfig) -> Fingerprint:
         **config_length_inputs(config.template, config.custom, packing_length=config.packing_length),
         "model.model_type": model_type,
         "template.template": template_type,
+        "swift.loss_scale": swift_arguments(config.template, template_type).loss_scale,
         **({} if config.command is None else config.command.length_inputs()),
     }
     folder = Path(config.model.model)

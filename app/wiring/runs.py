@@ -67,21 +67,32 @@ def trainer_keys(table: Path = SFT_KEYS_FILE) -> Mapping[str, TrainerKey]:
 
 def resolve_inputs(config: Run) -> Run:
     """
-    Return a run whose data are files, and whose model is a folder, if a cache holds it or it may be
-    downloaded.
+    Return a run whose data are files, whose system prompt is a text, and whose model is a folder,
+    if a cache holds it or it may be downloaded.
 
     Raises:
-        ConfigError: A mix cannot be read or lacks a named file, or data cannot be copied.
+        ConfigError: A mix or a system prompt cannot be read, or lacks a named file, or data
+            cannot be copied.
     """
     model = _resolve_model(config.model)
-    custom = config.custom
+    custom, template = config.custom, attrs.evolve(config.template, system=_read_system(config.template.system))
     if custom.fusion_config is not None:
         custom = attrs.evolve(custom, train_jsonl=load_mixes(custom.fusion_config).files)
         if faults := tuple(source_name_faults(custom)):
             raise ConfigError(config.source, faults)
     custom = _copy_remote_data(custom, records_cache(config), config.source)
     media_dir = custom.media_dir or os.environ.get("ROOT_IMAGE_DIR")
-    return attrs.evolve(config, model=model, custom=attrs.evolve(custom, media_dir=media_dir))
+    return attrs.evolve(config, model=model, template=template, custom=attrs.evolve(custom, media_dir=media_dir))
+
+
+def _read_system(system: str | None) -> str | None:
+    """Return the text of a system prompt, itself or a `.txt` file, as ms-swift reads it."""
+    if system is None or not system.endswith(".txt"):
+        return system and system.replace("\\n", "\n")
+    try:
+        return Path(system).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError.for_key("template.system", f"{system} cannot be read as a text ({error})") from None
 
 
 def _copy_remote_data(custom: CustomConfig, cache: Path, run: str) -> CustomConfig:

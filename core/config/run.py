@@ -154,7 +154,10 @@ class TemplateConfig:
     """
 
     system: str | None = key(None, lengths="value")
-    """System prompt of records without one; unset, the template's."""
+    """
+    System prompt of records without one, or a `.txt` file of it; `\\n` starts a line. Unset, the
+    template's.
+    """
 
     agent_template: str | None = key(None, lengths="value")
     """ms-swift's notation of tools, calls and answers; unset, the template's."""

@@ -14,7 +14,7 @@ import attrs
 
 from packplan.core.errors import counted
 from packplan.core.samples.media import VIDEO_TAG, to_images, to_videos
-from packplan.core.samples.shapes import IMAGE_TAG, ShapedRecord, ignoring
+from packplan.core.samples.shapes import IMAGE_TAG, NOTES, SYSTEM_KEYS, ShapedRecord, ignoring
 from packplan.core.samples.tools import CALL, RESPONSE, WEIGHTS, to_tools
 from packplan.core.samples.values import fail, has, is_empty
 
@@ -54,10 +54,7 @@ supported here. All other unknown keys are ignored.
 
 _READ_OF_MESSAGES = ("role", "content", "loss", "loss_scale")
 
-_NOTES_IN_MESSAGES = ("id", "index", "source", "model", "language", "timestamp")
-"""Keys of a message that say nothing to the model, and are ignored."""
-
-_KNOWN_IN_MESSAGES = {*_READ_OF_MESSAGES, *_NOTES_IN_MESSAGES}
+_KNOWN_IN_MESSAGES = {*_READ_OF_MESSAGES, *NOTES}
 
 _KNOWN_OF_RESPONSES = {"name", "tool_call_id"}
 """Further keys of a tool's answer. Agent templates may read the first; the second is ignored."""
@@ -125,11 +122,12 @@ def to_messages(shaped: ShapedRecord, options: MessageOptions) -> dict[str, Any]
         messages = _checked_messages(record["messages"])
     else:
         messages = _dense_messages(record, len(images), options)
-    if (system := record.get("system")) is not None and not isinstance(system, str):
+    system = next((held for name in SYSTEM_KEYS if (held := record.get(name)) is not None), None)
+    if system is not None and not isinstance(system, str):
         fail(f"has the 'system' {system!r}, but it has to be a text")
-    if system:
-        if messages[0]["role"] == "system":
-            fail("has 'system' and a system message: keep one")
+    if system and messages[0]["role"] == "system":
+        fail("has 'system' and a system message: keep one")
+    if system is not None and messages[0]["role"] != "system":  # an empty one stands for none
         messages = [{"role": "system", "content": system}, *messages]
     if images or not options.literal_image_tags:
         messages = _add_tags(messages, IMAGE_TAG, "image", len(images))

@@ -44,6 +44,12 @@ RECORD_KEYS = frozenset(
 )  # fmt: skip
 """Keys that some shape reads, in lower or upper case."""
 
+NOTES = ("id", "index", "source", "model", "language", "timestamp")
+"""Keys of a record or a message that say nothing to the model, and are ignored."""
+
+_CONTEXTS = ("context", "passage", "document", "article")
+"""Keys, in any letter case, of texts that a question is about."""
+
 _ANSWERED = (
     "query", "response", "history", "instruction", "output", "prompt", "completion", "question", "answer",
 )  # fmt: skip
@@ -321,6 +327,7 @@ def _from_columns(record: Mapping[str, Any]) -> ShapedRecord:
         query, asked = _read_alpaca_query(record)
     elif asked := _find_key(record, QUERY_KEYS) or "":
         query = record[asked]
+    _refuse_lost_texts(record, asked, answer)
     response = record[answer]
     if isinstance(response, list) and len(response) == 1 and isinstance(response[0], str):
         response = response[0]
@@ -332,6 +339,23 @@ def _from_columns(record: Mapping[str, Any]) -> ShapedRecord:
     read = {*asked.split(", "), answer, "history", "input", "instruction"}
     rest = {name: held for name, held in record.items() if name not in read}
     return ShapedRecord(", ".join(filter(None, (asked, answer))), _add_media({**rest, "messages": messages}, media))
+
+
+def _refuse_lost_texts(record: Mapping[str, Any], asked: str, answer: str) -> None:
+    """
+    Refuse a text that would be ignored: of an answer without a question, or what a question is
+    about.
+    """
+    read = {*RECORD_KEYS, *NOTES} - {*RESPONSE_KEYS} | {answer}
+    is_bare = not asked and answer != "text" and not has(record, "history") and not _is_chat(record[answer])
+    for name, held in record.items():
+        lost = name.lower() in _CONTEXTS if asked else is_bare and name not in read
+        if lost and isinstance(held, str) and held.strip():
+            first = "" if asked in {"", "instruction"} else f"{asked}: instruction, "
+            mapping = f"{{{first}{name[:40]}: {'input' if asked else 'query'}}}"
+            what = f"beside {asked!r}" if asked else f"and an answer in {answer!r} without a question"
+            reason = f"has {name[:40]!r} {what}, which would lose it: map it, as {mapping}"
+            fail(f"{reason}{ignoring([name])}", argument="columns")
 
 
 def _read_alpaca_query(record: Mapping[str, Any]) -> tuple[str, str]:

@@ -9,26 +9,31 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from swift import get_template
 from swift.dataset import load_dataset
 from swift.dataset.preprocessor.core import MessagesPreprocessor, ResponsePreprocessor, RowPreprocessor
 from swift.template.template_inputs import StdTemplateInputs
 
 from packplan.adapters.samples import rows
 from packplan.adapters.samples.measurer import SwiftMeasurer
+from packplan.adapters.swift.command import read_command
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.splits import open_encoders
 from packplan.core.errors import RecordError
 from packplan.core.samples.records import REFUSED
 from packplan.core.samples.shapes import RECORD_KEYS
 from tests.e2e.ready import measured
-from tests.records import asked
+from tests.records import asked, chat
 
 
 def png(color: str) -> bytes:
     sink = io.BytesIO()
     Image.new("RGB", (60, 60 + len(color) * 7), color).save(sink, "png")
     return sink.getvalue()
+
+
+def dialogue(*texts):
+    """Return messages of a user and an assistant in turn."""
+    return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
 
 
 RED, BLUE = png("red"), png("blue")
@@ -114,6 +119,22 @@ CASES = {
     "content parts": ("jsonl", [asked(PARTS)]),
     "LLaVA in Parquet": ("parquet", LLAVA),
     "bytes in Parquet": ("parquet", [asked("<image>?", images=[{"bytes": RED, "path": None}])]),
+    "thoughts": (
+        "jsonl", [
+            chat(*dialogue("a", "<think>\n\n</think>\n\nb", "c", "<think>d</think>e")),
+            chat(*dialogue("a", "b", "c", "d")),
+            chat(*dialogue("a", "<think>\nb\n</think>\n\nc", "d", "e"), system="Think."),
+        ]
+    ),
+    "no system prompt": ("jsonl", [chat(system=""), chat({"role": "system", "content": ""}, *dialogue("a", "b"))]),
+    "no system prompt beside columns": ("jsonl", [{"query": "a", "response": "b", "system": ""}]),
+    "no system_prompt": ("jsonl", [{"instruction": "a", "input": "", "output": "b", "system_prompt": ""}]),
+    "no system prompt beside pairs": ("jsonl", [{"conversation": [{"human": "a", "assistant": "b"}], "system": ""}]),
+    "no system prompt beside values": ("jsonl", [{"conversations": SHAREGPT[0]["conversations"][1:], "system": ""}]),
+    "one system prompt of two": ("jsonl", [{**SHAREGPT[0], "system": ""}]),
+    "no system prompt beside a history": (
+        "jsonl", [{"query": "c", "response": "d", "history": [["a", "b"]], "System": ""}]
+    ),
     "CSV": ("csv", [{"query": "a, b", "response": 'say "c"'}, {"query": "\nd", "response": "e"}]),
     "columns": ("jsonl", [{"q": "a", "r": "b"}], {"columns": COLUMNS}),
     "WildChat": (
@@ -158,9 +179,29 @@ def encoder(write_run, tmp_path, monkeypatch):
     (tmp_path / "blue.png").write_bytes(BLUE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "modelscope"))
-    return lambda *names, **custom: open_encoders(
-        read_config(write_run(custom={"train_jsonl": [str(tmp_path / name) for name in names], **custom}))
-    )["train"]
+
+    def opened(*names, of="qwen2_5_vl", template=(), **custom):
+        custom["train_jsonl"] = [str(tmp_path / name) for name in names]
+        return open_encoders(read_config(write_run(of, custom=custom, template=dict(template))))["train"]
+
+    return opened
+
+
+def template_of_swift(samples, **arguments):
+    """Return the template that `SftArguments` opens, under a run's keys and other *arguments*."""
+    config, ours = samples.config, samples.template
+    asked = {
+        "model": config.model.model, "model_type": ours.model_meta.model_type,
+        "template": ours.template_meta.template_type, "dataset": config.custom.train_jsonl[0], "max_length": 256,
+        "system": config.template.system, "is_binary_loss_scale": False, **arguments,
+    }  # fmt: skip
+    words = [word for name, value in asked.items() if value is not None for word in (f"--{name}", str(value))]
+    theirs = read_command("sft", words, started=1).open_template()
+    theirs.max_length = None
+    for name in ("image_token_id", "video_token_id"):
+        if hasattr(ours, name):  # of a tiny vocabulary
+            setattr(theirs, name, getattr(ours, name))
+    return theirs
 
 
 def compare(samples, index, row, theirs):
@@ -187,22 +228,34 @@ def loaded_by_swift(path: Path, **options):
 
 # The library that reads CSV for ms-swift leaves its file to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("custom", [{}, {"columns": COLUMNS}, {"literal_image_tags": True}], ids=str)
-def test_each_shape_has_the_tokens_and_labels_that_ms_swift_gives_it(custom, encoder, tmp_path):
-    """As its own loading of the same file; measured by its texts and headers as it is encoded."""
+@pytest.mark.parametrize(
+    ("of", "custom"),
+    [
+        ("qwen2_5_vl", {}), ("qwen2_5_vl", {"columns": COLUMNS}),
+        ("qwen2_5_vl", {"literal_image_tags": True}), ("qwen3", {}), ("qwen2", {}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_each_shape_has_the_tokens_and_labels_that_ms_swift_gives_it(of, custom, encoder, tmp_path):
+    """
+    As its own loading of the same file, under the template that its own arguments open, for models
+    that see, that think, and others; measured by its texts and headers as it is encoded.
+    """
     files = []
     for suffix, records, *keys in CASES.values():
-        if custom == (keys[0] if keys else {}):
+        shows = any(mark in repr(records) for mark in ("png", "PNG"))
+        if custom == (keys[0] if keys else {}) and (of.endswith("vl") or not shows):
             write(tmp_path / f"{len(files)}.{suffix}", records)
             files.append(f"{len(files)}.{suffix}")
-    ours = encoder(*files, **custom)
+    ours = encoder(*files, of=of, **custom)
     columns = {name: known for name, known in custom.get("columns", {}).items() if known}
     rows = [row for name in files for row in loaded_by_swift(tmp_path / name, columns=columns)]
 
     assert len(rows) == len(ours)
+    theirs = template_of_swift(ours)
     for index, row in enumerate(rows):
         given = {key: held for key, held in row.items() if held is not None and key != "dataset"}
-        compare(ours, index, given, ours.template)
+        compare(ours, index, given, theirs)
     assert all(one.measurement for one in measured(SwiftMeasurer(ours)))
 
 
@@ -289,10 +342,8 @@ def test_texts_without_a_chat_are_those_of_pretraining(write_run, tmp_path):
     write(tmp_path / "a.jsonl", [record])
     path = write_run("qwen2", template={"system": None, **keys}, custom={"train_jsonl": str(tmp_path / "a.jsonl")})
     encoder = open_encoders(read_config(path))["train"]
-    theirs = get_template(encoder.template.processor, template_type="qwen2_5", **keys)
-    theirs.set_mode("train")
 
-    compare(encoder, 0, record, theirs)
+    compare(encoder, 0, record, template_of_swift(encoder, **keys))
 
 
 def test_an_image_of_a_row_is_its_path_or_its_bytes(tmp_path, monkeypatch):

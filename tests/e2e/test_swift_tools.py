@@ -3,14 +3,13 @@
 import json
 
 import pytest
-from swift import get_template
 
 from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.splits import open_encoders
 from packplan.core.errors import ConfigError, RecordError
 from tests.e2e.ready import measured
-from tests.e2e.test_swift_shapes import compare, loaded_by_swift, write
+from tests.e2e.test_swift_shapes import compare, loaded_by_swift, template_of_swift, write
 
 ADD = {
     "type": "function",
@@ -128,22 +127,11 @@ def loaded(files):
 def encoder(write_run):
     """Return a function that opens files as a run does, under settings."""
 
-    def opened(*paths, **template):
-        run = write_run("qwen2", custom={"train_jsonl": [*map(str, paths)]}, template=template)
+    def opened(*paths, of="qwen2", **template):
+        run = write_run(of, custom={"train_jsonl": [*map(str, paths)]}, template=template)
         return open_encoders(read_config(run))["train"]
 
     return opened
-
-
-def template_of_swift(samples, **template):
-    """Return a template that ms-swift opens by itself."""
-    theirs = get_template(
-        samples.template.processor, "You look at scenes.", None, template_type="qwen2_5", is_binary_loss_scale=False,
-        **template,
-    )  # fmt: skip
-    theirs.max_length = None
-    theirs.set_mode("train")
-    return theirs
 
 
 @pytest.mark.parametrize("agent", AGENTS)
@@ -159,10 +147,15 @@ def test_tools_have_the_tokens_and_labels_that_ms_swift_gives_them(agent, encode
         compare(samples, index, loaded[case], theirs)
 
 
-@pytest.mark.parametrize("scale", SCALES)
-def test_tokens_weigh_what_ms_swift_says(scale, encoder, files, loaded):
-    """Each record measures the same by its texts and in full."""
-    samples = encoder(*files.values(), loss_scale=scale)
+@pytest.mark.parametrize(
+    ("of", "scale"), [*(("qwen2", scale) for scale in SCALES), *(("qwen3", scale) for scale in SCALES)]
+)
+def test_tokens_weigh_what_ms_swift_says(of, scale, encoder, files, loaded):
+    """
+    Each record measures the same by its texts and in full. Hybrid thinking templates do not train
+    empty thoughts.
+    """
+    samples = encoder(*files.values(), of=of, loss_scale=scale)
     theirs = template_of_swift(samples, loss_scale=scale)
     found = {case: compare(samples, index, loaded[case], theirs) for index, case in enumerate(files)}
     assert all(one.measurement for one in measured(SwiftMeasurer(samples)))

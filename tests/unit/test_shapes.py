@@ -192,6 +192,41 @@ def test_a_record_that_would_lose_something_is_refused(record, says):
         to_messages(record)
 
 
+@pytest.mark.parametrize(
+    ("record", "columns", "question"),
+    [
+        ({"Frage": "Why?", "response": "so"}, {"Frage": "query"}, "Why?"),
+        ({"inputs": "Why?", "targets": "so"}, {"inputs": "query"}, "Why?"),
+        ({"title": "Why?", "content": "so"}, {"title": "query"}, "Why?"),
+        ({"instruction_text": "Why?", "output": "so"}, {"instruction_text": "query"}, "Why?"),
+        ({"response": "so", "text": "Why?"}, {"text": "query"}, "Why?"),
+        ({"instruction": "Why?", "context": "It is.", "response": "so"}, {"context": "input"}, "Why?\nIt is."),
+        (
+            {"question": "Why?", "Passage": "It is.", "answer": "so"},
+            {"question": "instruction", "Passage": "input"}, "Why?\nIt is.",
+        ),
+    ],
+)  # fmt: skip
+def test_a_text_of_the_question_is_read_only_under_a_name_and_never_lost(record, columns, question):
+    """Its refusal has the mapping by which it is read, and the one by which it is ignored."""
+    lost, mapping = [*columns][-1], ", ".join(f"{name}: {known}" for name, known in columns.items())
+    with pytest.raises(UnusableRecordError) as refused:
+        to_messages(record)
+
+    assert f"map it, as {{{mapping}}}; or ignore it, as {{{lost}: null}}" in str(refused.value)
+    assert [question, "so"] == [one["content"] for one in to_messages(record, columns)["messages"]]
+    assert "so" == to_messages(record, {lost: None})["messages"][-1]["content"]
+    assert to_messages({"text": "so", "title": "Why?"}) == to_messages({"text": "so", "source": "a", "id": "b"})
+
+
+@pytest.mark.parametrize("records", [SHAPES[name] for name in SHAPES], ids=SHAPES)
+def test_an_empty_system_prompt_is_none_in_every_shape(records):
+    """A message of the system that says nothing: the template's own prompt is not trained."""
+    for record in records:
+        for system in ("system", "System", "system_prompt"):
+            assert [{"role": "system", "content": ""}, *ASKED] == to_messages({**record, system: ""})["messages"]
+
+
 odd_values = st.recursive(
     json_values | st.dates() | st.datetimes() | st.decimals() | st.binary(max_size=3) | st.timedeltas(),
     lambda inner: st.lists(inner, max_size=2) | st.lists(st.tuples(st.text(max_size=2), inner), max_size=2),
