@@ -9,6 +9,7 @@ import os
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from datetime import date
 from decimal import Decimal, InvalidOperation
 from types import MappingProxyType
 from typing import Any
@@ -99,6 +100,8 @@ def _to_bool(value: object, _: Any) -> bool:
 
 
 def _to_str(value: object, _: Any) -> str:
+    if type(value) is date:  # YAML's type of 2026-11-28
+        return value.isoformat()
     if type(value) is not str:
         _refuse(value, "a text")
     try:

@@ -26,10 +26,12 @@ from packplan.adapters.samples.downloads import MediaCache, fetch_medium
 from packplan.adapters.samples.media import IMAGES, VIDEOS, ImageTokens, measure_encoded, without_truncation
 from packplan.adapters.samples.media_files import VideoFacts, image_facts, read_image_size, video_facts
 from packplan.adapters.samples.media_lengths import VideoCosts, shrink_size
+from packplan.adapters.samples.reference import find_difference
+from packplan.adapters.samples.template import open_template
 from packplan.adapters.samples.video_reading import Sampling, decode_fault, decord_fault, reads_videos, video_sampling
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.config.run import RunConfig
-from packplan.core.errors import RecordError, StaleError, counted
+from packplan.core.errors import DataSetError, RecordError, StaleError, counted
 from packplan.core.samples.media import Image, Video
 from packplan.core.samples.records import to_messages
 from packplan.core.samples.shapes import MIXABLE, to_shape
@@ -134,20 +136,44 @@ class SwiftEncoder:
             raise StaleError.for_sample(index, str(self.records.location(index)), differences)
         return encoded
 
-    def encode_and_measure(self, index: int, sample: dict[str, Any]) -> Measurement:
+    def encode_and_measure(self, index: int, sample: dict[str, Any], *, compared: bool = False) -> Measurement:
         """
-        Encode a sample that `read_sample` returned and measure it; RecordError if that fails.
+        Encode a sample that `read_sample` returned and measure it.
 
         A sample above the limit of a template that truncates is encoded a second time. Whether it
         is truncated, or happens to fit exactly, shows only without the limit.
+
+        Args:
+            index: Index of the sample.
+            sample: Result of `read_sample`, which stays as it is.
+            compared: Compare tokens, labels and weights with ms-swift's own encode of the record.
+
+        Raises:
+            RecordError: The sample cannot be encoded.
+            DataSetError: ms-swift encodes it otherwise.
         """
         with without_truncation(self.template):
-            whole = self.measure_and_check(index, self.encode(index, sample))
+            encoded = self.encode(index, sample)
+            if compared and self.config.command is None:
+                self._require_same_as_swift(index, sample, encoded)
+            whole = self.measure_and_check(index, encoded)
         if self.truncation_limit is None or whole.length <= self.truncation_limit:
             return whole
         # A row of several sequences may be longer than each may be.
         kept = self.measure_and_check(index, self.encode(index, sample))
         return attrs.evolve(kept, cut=kept.length < whole.length)
+
+    @cached_property
+    def _reference(self) -> Template:
+        """Template of `swift sft`, opened again, which truncates nothing."""
+        whole = attrs.evolve(self.config.template, truncation_strategy=None)
+        return open_template(self.config.model, whole, packing_length=0, processor=self.template.processor)
+
+    def _require_same_as_swift(self, index: int, sample: dict[str, Any], encoded: dict[str, Any]) -> None:
+        record, columns = self.records.read_checked(index), self.config.custom.columns
+        if found := find_difference(self._reference, record, to_swift_media(sample), encoded, columns=columns):
+            place = self.records.location(index)
+            raise DataSetError(f"{place}: {found}: train it by ms-swift itself (packplan plugin), and report this")
 
     @property
     def truncation_limit(self) -> int | None:
@@ -186,12 +212,8 @@ class SwiftEncoder:
 
     def apply_template(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
         """Return a sample's tokens and labels; RecordError if the template cannot encode it."""
-        if videos := sample.get("videos"):
-            sample = {**sample, "videos": [list(video) if isinstance(video, tuple) else video for video in videos]}
-        if images := sample.get("images"):
-            sample = {**sample, "images": to_swift_images(images)}
         with self.wrap_encode_errors(index):
-            encoded = dict(self.template.encode(sample, return_length=True))
+            encoded = dict(self.template.encode(to_swift_media(sample), return_length=True))
         _drop_masks_of_wrong_length(encoded)
         encoded[IMAGES.count_key] = len(sample.get("images", ()))
         encoded[VIDEOS.count_key] = len(sample.get("videos", ()))
@@ -416,6 +438,16 @@ def _drop_masks_of_wrong_length(encoded: dict[str, Any]) -> None:
     for key in ("attention_mask", "mm_token_type_ids", "token_type_ids"):
         if isinstance(held := encoded.get(key), torch.Tensor) and held.numel() != len(encoded["input_ids"]):
             del encoded[key]
+
+
+def to_swift_media(sample: dict[str, Any]) -> dict[str, Any]:
+    """Return a sample with its images and videos in ms-swift's form."""
+    media: dict[str, Any] = {}
+    if videos := sample.get("videos"):
+        media["videos"] = [list(video) if isinstance(video, tuple) else video for video in videos]
+    if images := sample.get("images"):
+        media["images"] = to_swift_images(images)
+    return {**sample, **media}
 
 
 def to_swift_images(images: Iterable[Image]) -> list[Any]:

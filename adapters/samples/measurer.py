@@ -92,7 +92,8 @@ class SwiftMeasurer:
     It measures by the shortcut, the texts and the headers of media, and encodes in full what that
     does not cover. Of the other samples, some are also encoded in full and compared: the first of
     each kind in each process, and one in `AUDITED_ONE_IN` of those without videos, since decoding a
-    video takes as long as counting hundreds.
+    video takes as long as counting hundreds. The first of each kind is also compared, token by
+    token, with ms-swift's own encode of its record.
     """
 
     pool_start_s = 1.0
@@ -118,7 +119,7 @@ class SwiftMeasurer:
 
     def fingerprint(self) -> Fingerprint:
         """Return all inputs that the measurements depend on, except the data."""
-        return length_inputs(self._encoder.config)
+        return length_inputs(self._encoder.config, self._encoder.template)
 
     def data_digest(self, count: int, *, without: Sequence[int] = ()) -> str:
         """Return the digest of the first *count* samples except those at the indices *without*."""
@@ -232,14 +233,17 @@ class SwiftMeasurer:
 
         Raises:
             ShortcutError: The sample is audited, and encodes to another measurement.
+            DataSetError: It is the first of its kind, and ms-swift encodes it otherwise.
         """
         limit = self._encoder.truncation_limit
         if shortcut is not None and limit is not None and shortcut.length > limit:
             shortcut = None  # which tokens a truncated sample keeps is the template's to say
-        if shortcut is not None and not self._take_for_audit(one):
+        is_new = self._is_new_kind(one)
+        is_drawn = is_new or (one.index % AUDITED_ONE_IN == 0 and "videos" not in one.sample)
+        if shortcut is not None and not is_drawn:
             return MeasuredSample(shortcut, one.facts)
         try:
-            encoded = self._encoder.encode_and_measure(one.index, one.sample)
+            encoded = self._encoder.encode_and_measure(one.index, one.sample, compared=is_new)
         except RecordError as error:
             # As a damaged image behind a sound header: which of them are found must not depend on
             # which are audited.
@@ -248,13 +252,13 @@ class SwiftMeasurer:
             raise ShortcutError(str(self._encoder.records.location(one.index)), to_row(shortcut), to_row(encoded))
         return MeasuredSample(encoded, one.facts)
 
-    def _take_for_audit(self, one: _ReadSample) -> bool:
-        """Return whether to audit the shortcut by this sample's full encode; remember its kind."""
+    def _is_new_kind(self, one: _ReadSample) -> bool:
+        """Return whether this process meets the first sample of a kind; remember the kind."""
         kind = _sample_kind(one.sample)
-        if kind not in self._audited_kinds and len(self._audited_kinds) < _MAX_AUDITED_KINDS:
-            self._audited_kinds.add(kind)
-            return True
-        return one.index % AUDITED_ONE_IN == 0 and "videos" not in one.sample
+        if kind in self._audited_kinds or len(self._audited_kinds) == _MAX_AUDITED_KINDS:
+            return False
+        self._audited_kinds.add(kind)
+        return True
 
     @cached_property
     def _piece_counter(self) -> PieceCounter | None:

@@ -3,7 +3,9 @@
 import hashlib
 import logging
 import os
+import sys
 from collections.abc import Sequence
+from datetime import datetime
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from swift.agent_template import agent_template_map
 from swift.arguments import SftArguments, TemplateArguments
 from swift.loss_scale import ALL_BASE_STRATEGY, loss_scale_map
 from swift.model import MODEL_MAPPING, get_matched_model_meta
-from swift.template import Template
+from swift.template import StdTemplateInputs, Template
 
 from packplan.adapters.families import default_swift_types, leaves_images_to_model, may_probe_template
 from packplan.adapters.model_folder import PROCESSING_FILES, config_architecture, config_content, damaged_json_reason
@@ -66,6 +68,11 @@ MEASURING_VERSION = 5
 Version of this project's rules that decide lengths, from records to messages and from image
 headers to patches. Raise it with each change of a length.
 """
+
+_ANSWER = {"role": "assistant", "content": "."}
+
+_DATES = ("%Y-%m-%d", "%d %b %Y")
+"""Notations of today's date in the prompts of ms-swift's templates."""
 
 
 class _TemplateArguments(SftArguments):  # type: ignore[misc]  # ms-swift has no types
@@ -207,7 +214,7 @@ def _refuse_unpackable(template: Template) -> None:
 
 
 def open_template(
-    model: ModelConfig, template: TemplateConfig, *, packing_length: int, packs: bool = False
+    model: ModelConfig, template: TemplateConfig, *, packing_length: int, packs: bool = False, processor: Any = None
 ) -> Template:
     """
     Build ms-swift's template by its own arguments, in training mode, without loading the model.
@@ -220,6 +227,7 @@ def open_template(
         template: Section `template`, which decides how a record becomes tokens.
         packing_length: Token limit of a pack, to which the template truncates.
         packs: Whether samples share packs; templates that cannot collate packs are refused then.
+        processor: Processor of the model; None loads it.
     """
     refuse_remote_code(model)
     _refuse_unknown_names(template)
@@ -232,7 +240,8 @@ def open_template(
     # template.
     arguments.is_binary_loss_scale, arguments.max_length = False, packing_length if cuts else None
     try:
-        _, processor = get_model_processor(model.model, load_model=False, model_type=model_type)
+        if processor is None:
+            _, processor = get_model_processor(model.model, load_model=False, model_type=model_type)
         opened = arguments.get_template(processor)
     except AssertionError as error:
         raise ConfigError.for_key("template", f"is refused by ms-swift: {error}") from error
@@ -258,11 +267,62 @@ def open_template(
     _set_media_token_ids(opened, processor)
     set_video_sampling(opened, template)
     opened._get_model = partial(_template_model, opened, model_type)  # noqa: SLF001  # no public way
+    _stop_clock(opened, template)
     return opened
 
 
-def length_inputs(config: RunConfig) -> Fingerprint:
-    """Return all inputs that a run's lengths depend on, except the data."""
+def render_prompt(template: Template) -> str:
+    """Return a question and its answer as a template writes them; empty if it takes no text."""
+    inputs = StdTemplateInputs.from_dict({"messages": [{"role": "user", "content": "?"}, _ANSWER]})
+    try:
+        template._preprocess_inputs(inputs)  # noqa: SLF001  # no public way
+        template._swift_prepare_inputs(inputs)  # noqa: SLF001  # no public way
+        parts, *_ = template._swift_encode(inputs)  # noqa: SLF001  # no public way
+    except Exception:  # noqa: BLE001  # whatever a template does not take is said of the records that have it
+        return ""
+    return "".join(map(str, parts))
+
+
+def _stop_clock(opened: Template, template: TemplateConfig) -> None:
+    """
+    Have a template write the day `template.today` where it would write today's date.
+
+    The clocks of ms-swift's modules are stopped, so for each template of this process.
+
+    Raises:
+        ConfigError: The day is missing, is none, or the template writes no date.
+    """
+    modules = [sys.modules[kind.__module__] for kind in type(opened).__mro__]
+    for module in (dated := [one for one in modules if isinstance(getattr(one, "datetime", None), type)]):
+        module.datetime = datetime  # type: ignore[attr-defined]  # it imports this name
+    name, prompt, meta = opened.template_meta.template_type, render_prompt(opened), opened.template_meta
+    now = datetime.now()  # noqa: DTZ005  # as ms-swift
+    try:
+        day = datetime.fromisoformat(template.today or f"{now:%Y-%m-%d}")
+    except ValueError:
+        raise ConfigError.for_key("template.today", f"is no day: write one as {now:%Y-%m-%d}") from None
+    dates = {now.strftime(notation): day.strftime(notation) for notation in _DATES}
+    if writes := any(date in prompt and date not in (template.system or "") for date in dates):
+        reason = f"is not set, but {name} writes today's date into prompts, which each day changes: set it, as to "
+        reason += f"{now:%Y-%m-%d}"
+    else:
+        reason = f"is set, but {name} writes no date into prompts: remove it"
+    if writes == (template.today is None):
+        raise ConfigError.for_key("template.today", reason)
+    if not writes:
+        return
+    stopped = type("StoppedClock", (datetime,), dict.fromkeys(("now", "today"), staticmethod(lambda: day)))
+    for module in dated:
+        module.datetime = stopped  # type: ignore[attr-defined]
+    for today, date in dates.items():
+        for parts in filter(None, (meta.prefix, meta.system_prefix)):
+            parts[:] = [one.replace(today, date) if isinstance(one, str) else one for one in parts]
+        if template.system is None and meta.default_system:
+            meta.default_system = meta.default_system.replace(today, date)
+
+
+def length_inputs(config: RunConfig, template: Template) -> Fingerprint:
+    """Return all inputs that a run's lengths depend on, except the data, given its *template*."""
     model_type, template_type = swift_types(config.model, config.template)
     inputs: dict[str, Value] = {
         **config_length_inputs(config.template, config.custom, packing_length=config.packing_length),
@@ -270,6 +330,7 @@ def length_inputs(config: RunConfig) -> Fingerprint:
         "template.template": template_type,
         "swift.loss_scale": swift_arguments(config.template, template_type).loss_scale,
         **({} if config.command is None else config.command.length_inputs()),
+        "template.prompt": render_prompt(template),
     }
     folder = Path(config.model.model)
     for file in sorted({file for pattern in PROCESSING_FILES for file in folder.glob(pattern)}):

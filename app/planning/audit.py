@@ -9,8 +9,9 @@ Audits of measurements: some samples are encoded again before a plan is made of 
 | all are measured | `check_repeatability` | the same, and media's shapes | later runs trust them |
 
 Here is this process, backwards. Elsewhere is another process and epoch, in a third order, as
-training encodes. Besides, `adapters/samples` audits its shortcut while it measures, and training
-compares every sample with its measurement.
+training encodes. Besides, `adapters/samples` audits its shortcut while it measures, and compares
+the first sample of each kind with ms-swift's own encode; training compares every sample with its
+measurement.
 """
 
 from collections.abc import Mapping

@@ -159,6 +159,9 @@ class TemplateConfig:
     template's.
     """
 
+    today: str | None = key(None, lengths="value if set")
+    """Day that a template writes into prompts as today's date, as `2026-11-28`."""
+
     agent_template: str | None = key(None, lengths="value")
     """ms-swift's notation of tools, calls and answers; unset, the template's."""
 

@@ -1,13 +1,31 @@
-"""Prompts are those that ms-swift's own arguments give."""
+"""Prompts and labels are those that ms-swift's own arguments give, and measuring compares them."""
+
+import contextlib
+import shutil
+from datetime import datetime
+from pathlib import Path
 
 import pytest
+import swift.template
+from swift import get_model_processor, get_template
+from swift.template import TEMPLATE_MAPPING
 
+from packplan.adapters.samples.measurer import SwiftMeasurer
+from packplan.adapters.samples.template import _stop_clock, length_inputs, open_template, render_prompt
 from packplan.app.wiring.runs import read_config
-from packplan.core.errors import ConfigError
+from packplan.core.config.run import ModelConfig, TemplateConfig
+from packplan.core.errors import ConfigError, DataSetError
+from packplan.core.samples.tables import MeasuredSample
 from tests.e2e.test_swift_shapes import compare, dialogue, template_of_swift
 from tests.records import chat
 
 ASKED = chat(*dialogue("why?", "so.", "and?", "also."))
+
+WEIGHED = chat(
+    *dialogue("why?", "so."), dialogue("and?")[0], {"role": "assistant", "content": "also.", "loss_scale": 2}
+)
+
+DENSE = {"images": [], "objects": [{"desc": "dot", "bbox_2d": [1, 2, 3, 4]}], "width": 8, "height": 8}
 
 
 @pytest.mark.parametrize(("system", "text"), [("sys.txt", "Look,\nagain\\n."), (r"Look\nagain.", "Look\nagain.")])
@@ -28,3 +46,121 @@ def test_a_system_prompt_that_is_no_file_is_refused(write_run):
     path = write_run("qwen2", template={"system": "gone.txt"})
     with pytest.raises(ConfigError, match=r"template\.system: gone\.txt cannot be read"):
         read_config(path)
+
+
+@pytest.fixture
+def dated_model(demo, tmp_path, monkeypatch):
+    """Return a model whose folder has a system prompt with dates; clocks go on after the test."""
+    shutil.copytree(demo / "models" / "qwen2", folder := tmp_path / "dated")
+    (folder / "SYSTEM_PROMPT.txt").write_text("On {today}, after {yesterday}.")
+    for module in ("llm", "mistral", "museglimmer"):
+        monkeypatch.setattr(f"swift.template.templates.{module}.datetime", datetime)
+    return ModelConfig(model=str(folder))
+
+
+def test_no_template_writes_another_date_tomorrow(dated_model):
+    """
+    Each that writes today's is refused without `template.today`, and writes that day with it. All
+    modules of ms-swift with a clock have such templates; others take no day.
+    """
+    processor, modules = get_model_processor(dated_model.model, load_model=False, model_type="qwen2")[1], set()
+    today, refused = f"{datetime.now():%Y-%m-%d}", {}  # noqa: DTZ005  # as ms-swift
+    for name in TEMPLATE_MAPPING:
+        with contextlib.suppress(AttributeError):  # of processors for media
+            opened = get_template(processor, template_type=name)
+            try:
+                _stop_clock(opened, TemplateConfig())
+            except ConfigError as error:
+                refused[name] = str(error)
+                _stop_clock(opened, TemplateConfig(today="2020-02-03"))
+                modules |= {kind.__module__.split(".")[-1] for kind in (type(opened), type(opened.template_meta))}
+            assert today not in (prompt := render_prompt(opened))
+            assert (name in refused) == any(date in prompt for date in ("2020-02-03", "03 Feb 2020"))
+
+    assert {
+        f"template.today: is not set, but {name} writes today's date into prompts, which each day changes: set it, as "
+        f"to {today}" for name in refused
+    } == {*refused.values()}  # fmt: skip
+    found = Path(swift.template.__file__).parent.rglob("*.py")
+    assert {file.stem for file in found if "strftime" in file.read_text()} <= modules
+    with pytest.raises(ConfigError, match=r"template\.today: is set, but qwen2_5 writes no date"):
+        open_template(dated_model, TemplateConfig(template="qwen2_5", today="2020-02-03"), packing_length=80)
+    with pytest.raises(ConfigError, match=r"template\.today: is no day: write one as 2"):
+        open_template(dated_model, TemplateConfig(template="llama3_2", today="2020-02-30"), packing_length=80)
+
+
+@pytest.mark.usefixtures("dated_model")
+def test_a_day_is_part_of_the_fingerprint_and_today_is_as_ms_swift_has_it(open_source):
+    """Also that of a system prompt of the model's folder."""
+    days = [f"{datetime.now():%Y-%m-%d}", "2020-02-03"]  # noqa: DTZ005  # as ms-swift
+    (source, encoder), (other, _) = (open_source([ASKED], "qwen2", template="llama3_2", today=day) for day in days)
+
+    compare(encoder, 0, ASKED, template_of_swift(encoder))
+    changed = {one.key for one in source.fingerprint().differences(other.fingerprint())}
+    assert {"template.today", "template.prompt"} == changed
+    assert render_prompt(encoder.template) == length_inputs(encoder.config, encoder.template).inputs["template.prompt"]
+
+
+def wrapped(change):
+    """Return a plan to change what the template of an encoder encodes."""
+
+    def plant(encoder):
+        plain = encoder.template.encode
+        encoder.template.encode = lambda *given, **more: change(plain(*given, **more))
+
+    return plant
+
+
+def reading(change):
+    """Return a plan to change the messages that an encoder reads of a record."""
+
+    def plant(encoder):
+        plain = encoder.read_sample
+        encoder.read_sample = lambda index: (sample := plain(index)) | {"messages": change(sample["messages"])}
+
+    return plant
+
+
+def setting(**values):
+    """Return a plan to set attributes of an encoder's template."""
+    return lambda encoder: vars(encoder.template).update(values)
+
+
+PLANTED = {
+    "the bare loss scale": (ASKED, setting(_loss_scale="default"), "label"),
+    "another strategy": (ASKED, setting(_loss_scale="last_round+ignore_empty_think"), "token"),
+    "no prefix of thoughts": (ASKED, setting(add_non_thinking_prefix=False), "token"),
+    "thoughts of earlier turns": (
+        chat(*dialogue("a", "<think>b</think>c", "d", "e")), setting(preserve_thinking=False), "token"
+    ),
+    "an untrained end": (ASKED, wrapped(lambda one: {**one, "labels": [*one["labels"][:-1], -100]}), "label"),
+    "labels of the next token": (
+        ASKED, wrapped(lambda one: {**one, "labels": [*one["labels"][1:], -100]}), "label"
+    ),
+    "a lost token": (
+        ASKED, wrapped(lambda one: {**one, "input_ids": one["input_ids"][:-1], "labels": one["labels"][:-1]}), "token"
+    ),
+    "no weights": (WEIGHED, wrapped(lambda one: {**one, "loss_scale": None}), "weight"),
+    "a lost turn": (ASKED, reading(lambda messages: messages[2:]), "token"),
+    "a stripped text": (chat(*dialogue(" a", "b ")), reading(
+        lambda messages: [{**one, "content": one["content"].strip()} for one in messages]), "token"),
+    "a system prompt that the record has not": (
+        {**ASKED, "system": ""}, reading(lambda messages: messages[1:]), "token"
+    ),
+    "a dense caption's end": (DENSE, wrapped(lambda one: {**one, "labels": [*one["labels"][:-1], -100]}), "label"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PLANTED)
+def test_the_first_sample_of_each_kind_is_compared_with_ms_swift(case, open_source):
+    """By name: the sample, the position, and both values; the shortcut hides none."""
+    record, plant, name = PLANTED[case]
+    source, encoder = open_source([record], "qwen3")
+    assert [MeasuredSample] == [type(one) for one in source.measure_many(range(1), in_full=False)]
+    plant(encoder)
+
+    for in_full in (False, True):
+        with pytest.raises(
+            DataSetError, match=rf"line 1: {name} [\d,]+ of [\d,]+ is [-\w.]+, but ms-swift has [-\w.]+, near"
+        ):
+            list(SwiftMeasurer(encoder).measure_many(range(1), in_full=in_full))
