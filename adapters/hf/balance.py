@@ -347,18 +347,18 @@ class _BalancedTraining:
             for name, value in values.items():
                 if name in _EXTREMES and counts.rows and not is_old_trl():
                     extremes.setdefault(name, []).append(value)
-                elif weight := getattr(counts, self._log_weight_field(name)):
-                    total, before = sums.get(name, (0.0, 0.0))
-                    sums[name] = total + value * weight, before + weight
+                else:
+                    weight, (total, before) = getattr(counts, self._log_weight_field(name)), sums.get(name, (0.0, 0.0))
+                    sums[name] = total + (value * weight if weight else 0.0), before + weight
         # Older TRL takes extremes of means of batches.
-        extremes |= {name: [total / weight] for name, (total, weight) in sums.items() if name in _EXTREMES}
+        extremes |= {name: [total / (weight or 1)] for name, (total, weight) in sums.items() if name in _EXTREMES}
         ranks = gather_object([(sums, extremes)])
         for name in sorted({name for found in ranks for one in found for name in one}):
             if name in _EXTREMES:
                 mean = _EXTREMES[name](chain(*(found.get(name, []) for _, found in ranks)))
             else:
                 totals, weights = zip(*(found.get(name, (0.0, 0.0)) for found, _ in ranks), strict=True)
-                mean = sum(totals) / sum(weights)
+                mean = sum(totals) / (sum(weights) or 1)  # 0 where all answers are masked, as the trainer has it
             logged[name].extend([mean] * self.current_gradient_accumulation_steps)
         step.logged.clear()
 

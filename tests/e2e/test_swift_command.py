@@ -19,6 +19,7 @@ from packplan.app.plan.__main__ import main as plan
 from packplan.app.planning.schedule import zero_stage
 from packplan.app.wiring.commands import read_command
 from packplan.app.wiring.stores import artefacts_folder
+from packplan.core.errors import ConfigError
 from tests.records import chat, write_lines
 
 NUM_ROWS = 40
@@ -238,9 +239,14 @@ def test_every_command_of_a_plan_takes_a_command_of_ms_swift(command, tmp_path, 
     assert [2, 2] == [row["world_size"] for row in rows]
     assert rows[0]["plan"]["num_packs"] > rows[1]["plan"]["num_packs"]
     assert "install(checksum='" in (tmp_path / "plugin.py").read_text()
-    shared = read_command("swift", [*words[1:], "--sequence_parallel_size", "2", "--deepspeed", "zero2"], world_size=2)
+    shares, shards = ["--sequence_parallel_size", "2"], ["--deepspeed", "zero2"]
+    shared = read_command("swift", [*words[1:], *shares], world_size=2)
     assert (2, 4) == (shared.command.world_size, shared.command.num_processes), "ranks that share rows are one"
-    assert 2 == zero_stage(shared.training.trainer["deepspeed"]), "by its name in ms-swift"
+    sharded = read_command("swift", [*words[1:], *shards], world_size=2)
+    assert 2 == zero_stage(sharded.training.trainer["deepspeed"]), "by its name in ms-swift"
+    for others in (shards, ["--task_type", "embedding"]):
+        with pytest.raises(ConfigError, match=f"{others[0]}: .*--sequence_parallel_size"):
+            read_command("swift", [*words[1:], *shares, *others], world_size=2)
 
 
 def test_memory_is_traced_for_a_command(command, run):

@@ -147,6 +147,25 @@ def test_a_step_is_the_trainers_own(host, tmp_path):
     assert counts.steps == len(LOSSES[host]) < counts.microbatches / 2
 
 
+def test_a_step_whose_answers_are_all_cut_off_is_the_trainers_own(tmp_path):
+    """As `mask_truncated_completions` masks them: loss and logged values, which may be nan."""
+    trainer, batches = trainer_of("GRPOTrainer", tmp_path), [batch_of(0), batch_of(1)]
+    for batch in batches:
+        batch |= {"completion_mask": 0 * batch["completion_mask"], "num_items_in_batch": torch.tensor(0)}
+    found = []
+    for balances in (False, True):
+        if balances:
+            balance(trainer, max_tokens=MAX_TOKENS)
+        for loss in LOSSES["GRPOTrainer"]:
+            trainer.loss_type = trainer.args.loss_type = loss
+            step = step_of(trainer, batches)
+            extremes = ("clip_ratio/low_min", "clip_ratio/high_max")  # of no token: any number
+            logged = {name: value for name, value in step["logged"].items() if name not in extremes}
+            found.append({"loss": float(step["loss"]), **logged})
+    for own, new in zip(found[: len(found) // 2], found[len(found) // 2 :], strict=True):
+        assert own == pytest.approx(new, nan_ok=True)
+
+
 @pytest.mark.parametrize("adapters", [None, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)])
 def test_padded_microbatches_in_float32(adapters, tmp_path):
     """Rows times the longest are within the limit, of batches of several widths; LoRA too."""
