@@ -45,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--any-version", action="store_true", help="let the plugin run with untested versions of the tool"
     )
+    parser.add_argument("--no-check", action="store_true", help="do not compare the first pack with its samples alone")
     parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="ranks (default: those of the command)")
     add_logging_options(parser)
     own, words = split_command(arguments, skip=1)
@@ -57,6 +58,8 @@ def main(arguments: list[str] | None = None) -> int:
             given["checksum"] = plan_command(read_command(options.source, words, world_size=options.world_size))
         if options.any_version:
             given["any_version"] = True
+        if options.no_check:
+            given["check"] = False
         called = ", ".join(f"{name}={value!r}" for name, value in given.items())
         write_new_file(output, _TEXT.format(name=output.name, options=called))
         print(f"{output}: add --packing true --external_plugins {output} to a command of swift sft, pt, or rlhf (dpo)")

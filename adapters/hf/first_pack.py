@@ -1,119 +1,157 @@
 """
-Comparison of the first pack that a trainer trains with its samples, one by one.
+Comparison of a pack of a trainer's first step with its samples alone, by the trainer's own loss.
 
-The trainer's own loader, collator and loss compute both, so what they add to a plan is compared
-too: a divisor that counts rows, positions that a collator forgets, labels across a border. Dropout
-and noise are off meanwhile. Afterwards gradients, buffers, random state and the trainer are as
+The pack and each of its samples pass the collator, the trainer's preparation, the model and the
+loss. Losses are compared, and gradients with respect to the embeddings of each token id. The
+samples are computed with hooks paused, by transformers' own attention, each rank whole rows.
+Dropout and noise are off. Afterwards random state, gradients, buffers, counts and metrics are as
 before, so that training goes on bit by bit as without the comparison.
 """
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import cycle, islice
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+import torch.distributed as dist
+from accelerate.utils import gather_object, send_to_device
 from torch.utils.checkpoint import checkpoint
 
-from packplan.adapters.loaders.rows import PACK, PackOfRows, count_supervised
-from packplan.adapters.models import replace_attributes
-from packplan.adapters.proof.comparison import compare_values, difference_limit, experts_may_differ
+from packplan.adapters.loaders.rows import count_supervised
+from packplan.adapters.models import Gradients, add_gradients, replace_attributes
+from packplan.adapters.probe.small_model import error_text
+from packplan.adapters.proof.comparison import Outcome, compare, difference_limit
 from packplan.adapters.proof.steps import restoring_attributes, restoring_training_state
-from packplan.core.equality import loss_difference
 from packplan.core.errors import MismatchError, counted
 
 log = logging.getLogger(__name__)
 
-Inputs = Mapping[str, Any]
-"""Inputs of the model for a batch, as the trainer's loader gives them."""
+_EMBEDDINGS = "embeddings"
+
+_MOST_IDS = 2**31
+"""Above every token id: the length of a sparse axis, which takes no memory."""
+
+Source = tuple[torch.Tensor, torch.Tensor]
+"""Token ids of a call of the embeddings, and its result."""
 
 
-def require_equal_to_samples(trainer: Any, batch: Inputs, rows: PackOfRows, collate: Any) -> None:
+def require_pack_as_alone(trainer: Any, batches: list[Mapping[str, Any]], num_items: Any) -> None:
     """
-    Require that a pack has the loss of its samples alone, and their gradients of embeddings.
-
-    Every rank calls this, with a pack of its own, so that all ranks raise the same error.
+    Compare the batch of the most samples of a step with these samples alone; all ranks call this.
 
     Args:
-        trainer: Trainer of transformers, TRL or ms-swift.
-        batch: Batch of the pack.
-        rows: Rows of the pack.
-        collate: Collator that makes the batch of a pack.
+        trainer: Trainer of packs, a `ServesPacks`.
+        batches: Batches of the step.
+        num_items: Divisor of the step's loss.
 
     Raises:
-        MismatchError: A rank's pack differs.
+        MismatchError: The batch trains otherwise, on this rank or another one.
     """
-    lengths = [dict([one]) for one in rows.lengths.items()] or [{}] * len(rows)
-    pairs = zip(rows, lengths, strict=True)
-    alone = [collate([PackOfRows([row], rows.pack, planned)]) for row, planned in pairs]
-    facts = gather_object([_difference_text(trainer, batch, alone, most=max(gather_object([len(alone)])))])
-    for rank, fact in enumerate(facts):
-        if fact is not None:
-            of = f" of rank {rank}" if len(facts) > 1 else ""
-            raise MismatchError("unlike_alone", f"pack {rows.pack if not of else ''}{of} {fact}")
+    why = None if trainer.loss_of_samples else "its loss compares samples"
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        why = "ranks share the weights"
+    if why is not None:
+        log.warning("no pack of the first step is compared with its samples alone: %s", why)
+        return
+    batch, fault, fact = max(batches, key=trainer.count_samples), None, None
+    # Trainers gather counts over ranks in their loss, so all ranks compute equally many.
+    num_passes = max(gather_object([trainer.count_samples(batch)]))
+    try:
+        fact = _find_difference(trainer, batch, num_items, scale=len(batches), num_passes=num_passes)
+    except Exception as error:  # noqa: BLE001  # raised again, once the other ranks know
+        fault, fact = error, f"a pack and its samples cannot be compared: {error_text(error)}"
+    for rank, found in enumerate(gather_object([fact])):
+        if found is not None:
+            message = f"{found}, on rank {rank}" if dist.is_initialized() else found
+            raise fault or MismatchError("unlike_alone", message)
 
 
-def _difference_text(trainer: Any, batch: Inputs, alone: Sequence[Inputs], *, most: int) -> str | None:
+def _find_difference(
+    trainer: Any, batch: Mapping[str, Any], num_items: Any, *, scale: int, num_passes: int
+) -> str | None:
     """
-    Return how a pack differs from its samples, as a clause; None if it does not.
+    Return how a batch differs from its samples alone, as a clause; None if it does not.
 
     Args:
-        trainer: Trainer whose loss is computed.
-        batch: Batch of the pack.
-        alone: Batch of each sample.
-        most: Samples of any rank's pack: losses of TRL gather numbers, so ranks compute as many.
+        trainer: See `require_pack_as_alone`.
+        batch: Batch of packs.
+        num_items: See `require_pack_as_alone`.
+        scale: Batches of the step, by which its loss was divided.
+        num_passes: Passes of samples; those beyond the batch's own repeat the last one.
     """
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    num_items = torch.as_tensor(max(1, count_supervised(batch["labels"])), device=trainer.args.device)
+    total: Gradients = {}
+    loss, norms, model = 0.0, 0.0, trainer.model
     with ExitStack() as stack:
         stack.enter_context(restoring_training_state(model))
         stack.enter_context(restoring_attributes(trainer))
-        vars(trainer).update(_metrics=copy.deepcopy(getattr(trainer, "_metrics", None)))  # TRL's, which grow in place
-        text = model.config.get_text_config()
-        if getattr(text, "output_router_logits", False):
-            log.info("the loss of routers, which compares the tokens of a batch, is left out of the first comparison")
-            stack.enter_context(replace_attributes(text, output_router_logits=False))
-        embeddings = model.get_input_embeddings()
-        if hasattr(embeddings, "neftune_noise_alpha"):
-            stack.enter_context(replace_attributes(embeddings, neftune_noise_alpha=0.0))
-        for one in model.modules():
-            if getattr(one, "gradient_checkpointing", False):  # reentrant ones give no gradients of inputs
-                exact = partial(checkpoint, use_reentrant=False)
-                stack.enter_context(replace_attributes(one, _gradient_checkpointing_func=exact))
+        grown = {name: held for name, held in vars(trainer).items() if "metrics" in name and isinstance(held, dict)}
+        vars(trainer).update(copy.deepcopy(grown), current_gradient_accumulation_steps=scale)
+        if getattr(config := model.config.get_text_config(), "output_router_logits", False):
+            # The router's loss compares the tokens of a batch.
+            stack.enter_context(replace_attributes(config, output_router_logits=False))
+            vars(trainer).update(aux_loss_enabled=False)
         model.train()
-        found, gradients, limit = _run(trainer, model, batch, num_items)
-        each = [_run(trainer, model, one, num_items)[:2] for one in islice(cycle(alone), most)][: len(alone)]
-    due, expected = sum(loss for loss, _ in each), torch.cat([one for _, one in each])
-    if not loss_difference(found, due, term_size=abs(due)) <= limit:
-        return f"has a loss of {found:.6g}, where its {counted(len(alone), 'sample')} alone have {due:.6g} together"
-    if gradients.shape != expected.shape:
-        return f"computes {len(gradients):,} tokens, where its samples have {len(expected):,}"
-    (apart,) = compare_values([gradients], [expected], median=experts_may_differ(model))
-    if not apart <= limit:
-        fact = f"gradients of its embeddings that differ from its samples' by {apart:.2g}"
-        return f"has {fact}, where {limit:.0e} is allowed"
-    return None
+        rows = [*trainer.rows_of(batch)]
+        packed = _run(trainer, batch, num_items, scale)
+        if trainer.row_group is not None:  # a rank has a part of the row's gradient
+            for one in packed[1].values():
+                dist.all_reduce(one.values().div_(trainer.row_group.size()), group=trainer.row_group)
+        stack.enter_context(trainer.reference())
+        weight = scale / (len(rows) if trainer.loss_of_samples == "mean" else 1)
+        for number in range(num_passes):
+            alone = trainer.collate(rows[min(number, len(rows) - 1)])
+            own, gradients = _run(trainer, send_to_device(alone, trainer.args.device), num_items, weight)
+            # Losses of nothing to learn are 0 or no number.
+            learns = trainer.loss_of_samples == "mean" or count_supervised(alone["labels"])
+            if number < len(rows) and learns:
+                loss, norms = loss + own, norms + add_gradients(total, gradients)
+        with trainer.accelerator.autocast():
+            limit = difference_limit(model)
+    apart = compare(Outcome(*packed), Outcome(loss, total, norms))
+    if max(apart.loss, apart.gradients) <= limit:
+        return None
+    return (
+        f"pack {rows[0][0].pack} is not its {counted(len(rows), 'sample')} alone: its loss is {packed[0]:.6g} where "
+        f"{loss:.6g} is due, and gradients of its embeddings differ by {apart.gradients:.2g} of their norm, where "
+        f"{limit:.0e} is allowed"
+    )
 
 
-def _run(trainer: Any, model: Any, batch: Inputs, num_items: torch.Tensor) -> tuple[float, torch.Tensor, float]:
-    """Return the loss of a batch, its gradient by embedded token, and the difference allowed."""
-    embedded: list[torch.Tensor] = []
-    limits: list[float] = []
+def _run(trainer: Any, batch: Mapping[str, Any], num_items: Any, factor: float) -> tuple[float, Gradients]:
+    """Return a batch's loss by the trainer, and its gradient by token id, both times *factor*."""
+    with ExitStack() as inside:
+        for module in trainer.model.modules():
+            if getattr(module, "gradient_checkpointing", False):  # reentrant ones give no gradients of inputs
+                exact = partial(checkpoint, use_reentrant=False)
+                inside.enter_context(replace_attributes(module, _gradient_checkpointing_func=exact))
+        sources = inside.enter_context(_watching_embeddings(trainer.model.get_input_embeddings()))
+        inputs = inside.enter_context(trainer.prepared(dict(batch)))
+        inside.enter_context(trainer.compute_loss_context_manager())
+        loss = factor * trainer.compute_loss(trainer.model, inputs, num_items_in_batch=num_items)
+        found = torch.autograd.grad(loss, [one for _, one in sources], allow_unused=True)
+    gradients: Gradients = {}
+    for (ids, embedded), gradient in zip(sources, found, strict=True):
+        values = torch.zeros_like(embedded) if gradient is None else gradient
+        size, values = (_MOST_IDS, values.shape[-1]), values.flatten(0, -2).float()
+        by_id = torch.sparse_coo_tensor(ids.reshape(1, -1), values, size, check_invariants=False)
+        add_gradients(gradients, {_EMBEDDINGS: by_id.coalesce()})
+    return float(loss.detach()), gradients
 
-    def note(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
-        embedded.append(output if output.requires_grad else output.detach().requires_grad_())
-        limits.append(difference_limit(model))  # under autocast, if that is on
-        return embedded[-1].clone()  # what follows may write into it
 
-    inputs = trainer._prepare_inputs({key: value for key, value in batch.items() if key != PACK})  # noqa: SLF001  # has no public name
-    mask = inputs.get("attention_mask")
-    with model.get_input_embeddings().register_forward_hook(note), trainer.compute_loss_context_manager():
-        loss = trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
-        (gradient,) = torch.autograd.grad(loss, embedded[-1:], allow_unused=True)
-    gradient = torch.zeros_like(embedded[-1]) if gradient is None else gradient
-    is_padded = mask is not None and gradient.shape[:2] == mask.shape
-    return float(loss.detach()), (gradient[mask != 0] if is_padded else gradient.flatten(0, 1)).float(), limits[-1]
+@contextmanager
+def _watching_embeddings(module: torch.nn.Module) -> Iterator[list[Source]]:
+    """Inside the block, list the token ids and the results of each call of the embeddings."""
+    sources: list[Source] = []
+
+    def note(_: Any, args: Any, embedded: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return embedded
+        source = embedded if embedded.requires_grad else embedded.detach().requires_grad_()
+        sources.append((args[0], source))
+        return source.clone()  # what follows may write into it
+
+    with module.register_forward_hook(note):
+        yield sources

@@ -11,26 +11,38 @@ step of `packplan sft` calls.
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from packplan.adapters.hf.first_pack import require_equal_to_samples
+from packplan.adapters.attention import using_native_attention
+from packplan.adapters.attention.rows import RealTokens, read_row
+from packplan.adapters.attention.shared_rows import computing_whole_rows
+from packplan.adapters.hf.first_pack import require_pack_as_alone
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches, read_saved_progress
-from packplan.adapters.loaders.rows import NORMALISER, PACK, PackLoader, count_supervised, refuse_other_packs
+from packplan.adapters.loaders.rows import (
+    NORMALISER,
+    PACK,
+    PackLoader,
+    PackOfRows,
+    count_supervised,
+    refuse_other_packs,
+)
 from packplan.adapters.model_folder import model_file_facts
 from packplan.adapters.models import replace_attributes
 from packplan.adapters.trainer_state import add_digest_on_save
 from packplan.core.config.identity import FIXED_ARGUMENTS, flat_values
-from packplan.core.errors import MismatchError
+from packplan.core.equality import NATIVE
+from packplan.core.errors import MismatchError, counted
 from packplan.core.fingerprint import Fingerprint, RunIdentity
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
@@ -56,6 +68,45 @@ class PackplanProgress(TrainerCallback, ExportableState):
             total = start.epoch_step * window + schedule.num_remaining_batches(start.epoch)
             done = min((start.epoch_step + self.step - start.step) * window, total)
             state.epoch = start.epoch + done / total
+
+
+@contextmanager
+def noise_by_sample(trainer: Any) -> Iterator[None]:
+    """
+    Inside the block, scale the noise of NEFTune by the tokens of each sample, not of its row.
+
+    Args:
+        trainer: Trainer that has added transformers' own hook, which is removed, if it adds noise.
+    """
+    alpha: float | None = trainer.neftune_noise_alpha
+    noted: dict[str, Any] = {}
+    if alpha is None:
+        yield
+        return
+    trainer.neftune_hook_handle.remove()
+
+    def note_samples(_: Any, __: Any, given: dict[str, Any]) -> None:
+        row, places = read_row(given.get("position_ids"), given.get("attention_mask")), None
+        if row is None:
+            tokens = RealTokens.from_mask(given["attention_mask"])
+            row, places = tokens.row, tokens.places
+        noted["lengths"], noted["places"] = row.boundaries.diff()[row.sample_ids], places
+
+    def add_noise(module: Any, _: Any, embedded: torch.Tensor) -> torch.Tensor:
+        if not (module.training and module.neftune_noise_alpha):
+            return embedded
+        lengths, places = noted["lengths"], noted["places"]
+        if places is not None and len(places) != embedded.shape[:2].numel():  # padded
+            lengths = lengths.new_ones(embedded.shape[:2].numel()).index_copy(0, places, lengths)
+        scale = alpha / (lengths.reshape(embedded.shape[:2]) * embedded.shape[-1]).sqrt()
+        noise: torch.Tensor = torch.empty_like(embedded).uniform_(-1, 1) * scale[..., None].to(embedded.dtype)
+        return embedded + noise
+
+    with (
+        trainer.model.register_forward_pre_hook(note_samples, prepend=True, with_kwargs=True),
+        trainer.model.get_input_embeddings().register_forward_hook(add_noise),
+    ):
+        yield
 
 
 class FollowsSchedule:
@@ -99,7 +150,8 @@ class FollowsSchedule:
         else:
             self.follower.load_state_dict(read_saved_progress(Path(folder)))
         self._progress.step = self.schedule.start.step
-        return super()._inner_training_loop(*args, **options)  # type: ignore[misc]  # of the trainer's class
+        with noise_by_sample(self):
+            return super()._inner_training_loop(*args, **options)  # type: ignore[misc]  # of the trainer's class
 
     def set_initial_training_values(self, *args: Any) -> Any:
         """
@@ -211,10 +263,16 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
 
     model: Any
     eval_dataset: Any
-    is_fsdp_enabled: bool
-    is_deepspeed_enabled: bool
-
     _checks_first_pack = False
+
+    native: str = NATIVE
+    """Attention of transformers that computes samples alone."""
+
+    row_group: Any = None
+    """Ranks that share each row; None if each has its own."""
+
+    loss_of_samples: str = "sum"
+    """Loss of a batch, made of its samples' losses: "sum", "mean", or "" if of neither."""
 
     def serve(
         self,
@@ -225,7 +283,7 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
         packs: Any,
         collator: Any,
         eval_packs: Any,
-        check: bool = False,
+        check: bool = True,
     ) -> None:
         """
         Serve the packs of a plan from now on.
@@ -239,24 +297,51 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
                 index, or a list of pack indices, under `PACK`.
             eval_packs: Data set of evaluation packs, whose loss is the mean over their supervised
                 tokens; None leaves evaluation as it is.
-            check: Whether the first pack is compared with its samples, one by one.
+            check: Compare a pack of the first step with its samples alone, before the step.
         """
-        self._train_packs, self._eval_packs, self._collator = packs, eval_packs, collator
-        shares = self.is_fsdp_enabled or self.is_deepspeed_enabled or schedule.world_size < self.args.world_size
-        if check and shares:
-            log.warning("the first pack is not compared with its samples: ranks share the weights, or rows")
-        self._checks_first_pack = check and not shares
+        self._train_packs, self._eval_packs, self.collate = packs, eval_packs, collator
+        self._plan, self._checks_first_pack = plan, check
         # Consecutive ranks share rows where the schedule has fewer ranks than were started.
         rank, size = self.args.process_index // (self.args.world_size // schedule.world_size), schedule.world_size
-        identity = self._identity(plan.raw.packing_length)
-        self.follow(PackBatches(schedule, rank, size, plan=plan.checksum, data=digest, identity=identity))
+        told: dict[str, Any] = {"inputs": {"packing_length": plan.raw.packing_length}, "identity": self._identity()}
+        self.follow(PackBatches(schedule, rank, size, plan=plan.checksum, data=digest, **told))
 
-    def _identity(self, packing_length: int) -> RunIdentity:
+    def _identity(self) -> RunIdentity:
         """Return the settings and the model's files that a resumed run has to share."""
         settings = {name: getattr(self.args, name) for name in FIXED_ARGUMENTS if hasattr(self.args, name)}
         name = getattr(self.model.config, "name_or_path", "")
         model = (model_file_facts(Path(name)) or {"model.model": name}) if name else {}  # a folder, or a name of a hub
-        return RunIdentity(Fingerprint(flat_values(settings) | model | {"packing_length": packing_length}))
+        return RunIdentity(Fingerprint(flat_values(settings) | model))
+
+    def get_batch_samples(self, *args: Any) -> Any:
+        """Return a step's batches and loss divisor; compare a pack of the first step before."""
+        batches, num_items = super().get_batch_samples(*args)
+        if self._checks_first_pack and batches:
+            require_pack_as_alone(self, batches, num_items)
+            self._checks_first_pack = False
+        return batches, num_items
+
+    def count_samples(self, batch: Mapping[str, Any]) -> int:
+        """Return the number of samples in a batch of packs."""
+        return sum(len(self._plan.packs[pack]) for pack in np.atleast_1d(batch[PACK]).tolist())
+
+    def rows_of(self, batch: Mapping[str, Any]) -> Iterator[list[PackOfRows]]:
+        """Yield each sample of a batch of packs, as a batch of one pack, which `collate` takes."""
+        for pack in np.atleast_1d(batch[PACK]).tolist():
+            rows = self._train_packs[pack]
+            for place, row in enumerate(rows):
+                yield [PackOfRows([row], pack, dict([*rows.lengths.items()][place : place + 1]))]
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Let samples be computed alone: each rank by itself, by transformers' own attention."""
+        with computing_whole_rows(), using_native_attention(self.model, self.native):
+            yield
+
+    @contextmanager
+    def prepared(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield inputs as the trainer prepares them, inside of what it wraps around a step."""
+        yield self._prepare_inputs(inputs)  # type: ignore[attr-defined]  # of the trainer's class
 
     def get_train_dataloader(self, *_: Any, **__: Any) -> Any:
         """Return the loader of this rank's packs."""
@@ -270,7 +355,7 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
         return self._make_loader(self._eval_packs, EvalBatches(len(self._eval_packs), 1, **ranks))
 
     def _make_loader(self, packs: Any, batches: Any) -> PackLoader:
-        return PackLoader(packs, self.args, batch_sampler=batches, collate_fn=self._collator)
+        return PackLoader(packs, self.args, batch_sampler=batches, collate_fn=self.collate)
 
     def _get_num_items_in_batch(self, *args: Any, **options: Any) -> Any:
         """
@@ -282,29 +367,31 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
         num_items = super()._get_num_items_in_batch(*args, **options)  # type: ignore[misc]
         return None if num_items is None else torch.as_tensor(num_items).clamp(min=1)
 
-    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
-        """Train a batch; the first one is compared with its samples before."""
-        if self._checks_first_pack:
-            require_equal_to_samples(self, inputs, self._train_packs[_pack_index(inputs)], self._collator)
-            self._checks_first_pack = False
-        return super().training_step(model, inputs, *args, **options)  # type: ignore[misc]
-
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
         """Return the loss of a batch, without passing its pack indices to the model."""
         inputs = {key: value for key, value in inputs.items() if key != PACK}
         return super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]
 
 
-def _pack_index(inputs: dict[str, Any]) -> int:
-    """Return the index of a batch's pack, or of the first of its packs."""
-    index = inputs[PACK]
-    return int(index[0] if isinstance(index, list) else index)
-
-
 def insert_base_class(trainer: Any, base: type) -> None:
     """Give a trainer a new class of the same name, which derives from *base* and its old class."""
     kind = type(trainer)
     trainer.__class__ = type(kind.__name__, (base, kind), {})
+
+
+def describe_training(plan: Plan, schedule: EpochSchedule, unit: str = "rank") -> str:
+    """
+    Return one line of what a plan trains: samples, tokens, packs and steps.
+
+    Args:
+        plan: The plan.
+        schedule: Schedule of the plan.
+        unit: Name of what takes a pack: a rank, or a group of ranks.
+    """
+    size = f"{counted(plan.raw.num_samples, 'sample')} of {counted(plan.raw.num_tokens, 'token')}"
+    packs = f"{counted(len(plan.packs), 'pack')} ({plan.raw.fill:.2%} full, plan {plan.checksum[:12]})"
+    steps = f"{counted(schedule.steps_per_epoch, 'step')} an epoch, {schedule.total_steps:,} in all"
+    return f"{size} in {packs}; {steps} on {counted(schedule.world_size, unit)}"
 
 
 def require_same_rows(plan: Plan, data: str) -> None:

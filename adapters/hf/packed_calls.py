@@ -13,6 +13,7 @@ rows that are packed already.
 from __future__ import annotations
 
 import inspect
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -23,12 +24,15 @@ from weakref import WeakKeyDictionary
 
 import attrs
 import torch
+from torch.distributed import ProcessGroup
 from transformers import Cache
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from packplan.adapters.attention.rows import Padding, RealTokens, using_row
 from packplan.adapters.models import replace_attributes
+from packplan.adapters.proof.steps import NOISE
 from packplan.core.batch import IGNORED_LABEL
+from packplan.core.equality import NATIVE
 from packplan.core.errors import PackplanError
 
 Positions = Literal["columns", "counted", "ids"]
@@ -248,6 +252,12 @@ class Unpadding:
         self.omits_eval_logits = False
         """Whether evaluation, like training, omits logits of padding if `logits` is False."""
 
+        self.native = NATIVE
+        """Attention of transformers that computes padded calls."""
+
+        self.group: ProcessGroup | None = None
+        """Ranks that share each packed row."""
+
         self._stack, self._paused = stack, False
         self._open: dict[int, list[tuple[RealTokens | None, ExitStack]]] = defaultdict(list)  # of each thread
         self._logits = logits or getattr(model, "loss_function", None) is not ForCausalLMLoss
@@ -285,6 +295,10 @@ class Unpadding:
         if tokens is None:
             return None
         inside.enter_context(using_row(tokens.row))
+        embeddings = self._stack.module.get_input_embeddings()
+        if hasattr(embeddings, NOISE):  # NEFTune's noise shrinks with the positions of a row
+            alpha = getattr(embeddings, NOISE) * math.sqrt(len(tokens.places) / tokens.shape[1])
+            inside.enter_context(replace_attributes(embeddings, **{NOISE: alpha}))
         self.counts.calls += 1
         self.counts.real += len(tokens.places)
         self.counts.padded += tokens.shape[0] * tokens.shape[1]

@@ -27,10 +27,10 @@ def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
         ArgumentError: One of them; the message says what to give.
     """
     fact = None
-    named = {kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")}
+    named = [kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
     if not hasattr(trainer, "get_train_dataloader"):
         fact = f"use_plan(trainer, plan) takes a Trainer or SFTTrainer first, not a {type(trainer).__name__}"
-    elif named and "SFTTrainer" not in named:
+    elif named and named[0] != "SFTTrainer":
         fact = f"{type(trainer).__name__} trains no rows of a plan: packplan.hf.unpad(trainer.model) skips its padding"
     elif isinstance(trainer.eval_dataset, dict) and eval_plan is not None:
         fact = "eval_dataset is a dict of data sets, which one plan cannot be of: leave eval_plan out"

@@ -1,6 +1,8 @@
 """`use_plan`: a trainer of transformers or TRL trains the packs of a plan by its schedule."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -9,8 +11,8 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 from transformers import DataCollatorWithPadding, Trainer, default_data_collator
 
 from packplan.adapters.attention.shared_rows import new_row_group
-from packplan.adapters.hf.following import ServesPacks, insert_base_class, require_same_rows
-from packplan.adapters.hf.packed_calls import HOOKED, Unpadding
+from packplan.adapters.hf.following import ServesPacks, describe_training, insert_base_class, require_same_rows
+from packplan.adapters.hf.packed_calls import HOOKED, UnpadCounts, Unpadding
 from packplan.adapters.hf.refusals import changed_meanings, refuse_misuse, refuse_plan_conflicts
 from packplan.adapters.hf.unpad import is_bidirectional, unpad, unwrap
 from packplan.adapters.loaders.rows import (
@@ -23,7 +25,7 @@ from packplan.adapters.loaders.rows import (
 )
 from packplan.adapters.models import replace_attributes
 from packplan.core.batch import IGNORED_LABEL, count_row_groups, resolve_accumulation
-from packplan.core.errors import ArgumentError, ModelError, counted
+from packplan.core.errors import ArgumentError, ModelError
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
 
@@ -57,15 +59,15 @@ def use_plan(
         eval_plan: Plan of the lengths of `trainer.eval_dataset`. Evaluation then gives the mean
             over its supervised tokens. None leaves evaluation as it is.
         sequence_parallel_size: Ranks that share each row of packed samples, one after the other.
-        check: Compare the first pack with its samples, one by one: its loss, and the gradient of
-            its embeddings. It costs about two passes over one pack.
+        check: Compare the first pack with its samples alone, before the first step: the trainer's
+            loss, and gradients of embeddings. Training goes on bit by bit as without.
 
     Raises:
         ArgumentError: The trainer trains no rows of a plan, a setting contradicts the plan, or a
             row is not one sample.
         StaleError: A row has another length than planned.
-        MismatchError: Ranks have different plans or rows. `train` raises it too, before weights
-            change, if the first pack differs from its samples.
+        MismatchError: Ranks have different plans or rows. In training: the first pack trains
+            otherwise than its samples alone.
         ModelError: The probe of `unpad` fails.
     """
     if isinstance(trainer, _PlannedTraining):
@@ -103,10 +105,9 @@ def use_plan(
     args.gradient_accumulation_steps = batch.gradient_accumulation_steps
     insert_base_class(trainer, _PlannedTraining)
     collator = PackInputs(collate or partial(pad_rows, types=token_type_columns(trainer.model)))
-    trainer.unpadding = unpadding
+    trainer.unpadding, trainer.native, trainer.row_group = unpadding, unpadding.native, unpadding.group
     trainer.serve(schedule, plan, data, packs=train_rows, collator=collator, eval_packs=eval_rows, check=check)
-    log.info("%s of %s, fill %.4f: %s", counted(len(plan.packs), "pack"), counted(plan.raw.num_samples, "sample"),
-             plan.raw.fill, counted(schedule.total_steps, "step"))  # fmt: skip
+    log.info("%s", describe_training(plan, schedule))
     return schedule
 
 
@@ -153,6 +154,18 @@ class _PlannedTraining(ServesPacks):
     """Methods of a trainer of transformers or TRL that trains planned packs."""
 
     unpadding: Unpadding
+
+    @contextmanager
+    def prepared(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield inputs as the trainer prepares them; calls inside the block are not counted."""
+        with replace_attributes(self.unpadding, counts=UnpadCounts()), super().prepared(inputs) as prepared:
+            yield prepared
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Let samples be computed alone, without hooks."""
+        with self.unpadding.paused(), super().reference():
+            yield
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
         """Return the loss of a batch, computed without a cache, which would mix its samples."""

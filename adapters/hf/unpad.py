@@ -70,7 +70,9 @@ def unpad(model: Any, *, logits: bool = True, group: ProcessGroup | None = None)
         set_attention(inner, attention)
     else:
         attention = set_isolating_attention(inner, named=NAME, group=group)
-    return _hook_model(inner, native=attention.native, logits=logits)
+    hooks = _hook_model(inner, native=attention.native, logits=logits)
+    hooks.native, hooks.group = attention.native, group
+    return hooks
 
 
 def separate_samples(

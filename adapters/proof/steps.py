@@ -35,6 +35,10 @@ _SHARING = ("tp_size", "cp_size", "sp_size")
 """Settings of accelerate by which ranks share rows."""
 
 
+NOISE = "neftune_noise_alpha"
+"""Attribute of embeddings by which transformers adds noise to them (NEFTune)."""
+
+
 @attrs.frozen
 class StepLoss:
     """An optimizer step, compared with the mean over its supervised tokens."""
@@ -236,8 +240,8 @@ def _gather_from_ranks(value: Any) -> list[Any]:
 @contextmanager
 def restoring_training_state(model: torch.nn.Module) -> Iterator[None]:
     """
-    Inside the block, turn dropout off in training too, and start without gradients; at its end,
-    restore gradients, buffers, modes and random state.
+    Inside the block, turn dropout and noise off in training too, and start without gradients; at
+    its end, restore gradients, buffers, modes and random state.
     """
     with ExitStack() as stack:
         for weight in model.parameters():
@@ -245,6 +249,7 @@ def restoring_training_state(model: torch.nn.Module) -> Iterator[None]:
             weight.grad = None
         for module in model.modules():
             names = [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
+            names += [NOISE] * hasattr(module, NOISE)
             if isinstance(module, torch.nn.modules.dropout._DropoutNd):  # noqa: SLF001  # base of all of them
                 names.append("p")
             stack.enter_context(replace_attributes(module, training=module.training, **dict.fromkeys(names, 0.0)))

@@ -10,16 +10,16 @@ from swift.arguments import SftArguments
 from swift.pipelines.train import sft
 from swift.utils import is_master
 
+from packplan.adapters.hf.following import describe_training
 from packplan.adapters.loaders.rows import require_supervised_rows
 from packplan.adapters.swift.command import prepare_arguments, refuse_untested_version, row_ranks, unplanned_rlhf
 from packplan.adapters.swift.packs import PlannedPacks, RowFactsPreprocessor
 from packplan.adapters.swift.training import follow_plan, unpad_models
 from packplan.core.checksum import plan_checksum
 from packplan.core.errors import DataSetError, PackplanError, counted
-from packplan.core.surface import Plan
 
 
-def install(*, checksum: str | None = None, any_version: bool = False) -> None:
+def install(*, checksum: str | None = None, any_version: bool = False, check: bool = True) -> None:
     """
     Make `swift sft`, `swift pt` and `swift rlhf --rlhf_type dpo` train planned packs.
 
@@ -31,6 +31,7 @@ def install(*, checksum: str | None = None, any_version: bool = False) -> None:
         checksum: Checksum of the only plan that may be trained, as `packplan plugin swift` writes
             it. None allows any plan.
         any_version: Whether to go on with a version of ms-swift that was not tested.
+        check: Whether the first pack is compared with its samples alone, before the first step.
 
     Raises:
         ConfigError: The version of ms-swift was not tested.
@@ -40,7 +41,7 @@ def install(*, checksum: str | None = None, any_version: bool = False) -> None:
     if sft.PackingDataset is PlannedPacks:
         return
     pipeline: Any = sft.SwiftSft
-    steps = _PlannedPipeline(checksum, pipeline.train, pipeline._encode_dataset, pipeline._post_process_datasets)  # noqa: SLF001  # no public names
+    steps = _PlannedPipeline(checksum, check, pipeline.train, pipeline._encode_dataset, pipeline._post_process_datasets)  # noqa: SLF001  # no public names
     sft.PackingDataset, sft.AddLengthPreprocessor = PlannedPacks, RowFactsPreprocessor
     SftArguments._check_padding_free = _as_method(prepare_arguments)  # noqa: SLF001
     SftArguments._init_stream = _as_method(partial(_replace_padding_free, SftArguments._init_stream))  # noqa: SLF001
@@ -85,7 +86,9 @@ class _PlannedPipeline:
     """Steps for ms-swift's training pipeline that plan and train packs, or only skip padding."""
 
     checksum: str | None
-    """See `install`."""
+    """See `install`; so is the next one."""
+
+    check: bool
 
     _train: Callable[[Any, Any], Any]
     """ms-swift's own step `train`; the next two are its steps that encode rows and pack them."""
@@ -132,10 +135,8 @@ class _PlannedPipeline:
         if not pipeline.args.packing:
             return self._train_unpadded(pipeline, trainer)
         size = row_ranks(pipeline.args)
-        schedule = follow_plan(trainer, attn_impl=pipeline.args.attn_impl, row_ranks=size)
-        steps = f"{counted(schedule.steps_per_epoch, 'step')} an epoch, {schedule.total_steps:,} in all"
-        ranks = counted(schedule.world_size, "rank" if size == 1 else "group")
-        report(f"{summarize_plan(trainer.train_dataset.plan)}; {steps} on {ranks}")
+        schedule = follow_plan(trainer, attn_impl=pipeline.args.attn_impl, row_ranks=size, check=self.check)
+        report(describe_training(trainer.train_dataset.plan, schedule, "rank" if size == 1 else "group"))
         return self._train(pipeline, trainer)
 
     def _train_unpadded(self, pipeline: Any, trainer: Any) -> Any:
@@ -147,12 +148,6 @@ class _PlannedPipeline:
         real, padded = sum(one.real for one in counts), sum(one.padded for one in counts)
         report(f"rank 0 computed {real:,} of {counted(padded, 'position')}; the others were padding")
         return result
-
-
-def summarize_plan(plan: Plan) -> str:
-    """Return one line with the samples, packs, fill and checksum of a plan."""
-    packs, fill = counted(len(plan.packs), "pack"), f"{plan.raw.fill:.2%} full"
-    return f"{counted(plan.raw.num_samples, 'sample')} in {packs} ({fill}, plan {plan.checksum[:12]})"
 
 
 def report(text: str) -> None:

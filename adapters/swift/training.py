@@ -1,5 +1,7 @@
 """Trainers of ms-swift that train the packs of a plan, or their own batches without padding."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from swift.trainers import Seq2SeqTrainer
@@ -26,7 +28,7 @@ _MODELS = ("model", "ref_model", "reward_model", "value_model", "teacher_model")
 _SPLITS = "splits the weights, but a model is probed with all of them: use zero2, or leave the plugin out"
 
 
-def follow_plan(trainer: Any, *, attn_impl: str | None, row_ranks: int) -> EpochSchedule:
+def follow_plan(trainer: Any, *, attn_impl: str | None, row_ranks: int, check: bool = True) -> EpochSchedule:
     """
     Make a trainer of ms-swift train the packs of its data set, and return their epoch schedule.
 
@@ -35,10 +37,12 @@ def follow_plan(trainer: Any, *, attn_impl: str | None, row_ranks: int) -> Epoch
         attn_impl: `--attn_impl` of the command. None takes the fastest attention that passes the
             probe.
         row_ranks: Consecutive ranks that share each row.
+        check: Compare the first pack with its samples alone, before the first step.
 
     Raises:
         ArgumentError: A setting contradicts the plan.
-        MismatchError: Ranks have different plans or rows.
+        MismatchError: Ranks have different plans or rows. In training: the first pack trains
+            otherwise than its samples alone.
         ModelError: The probe fails, since samples of a row influence each other.
     """
     refuse_plan_conflicts(trainer, row_ranks=row_ranks, evaluates=_eval_packs(trainer) is not None)
@@ -49,17 +53,19 @@ def follow_plan(trainer: Any, *, attn_impl: str | None, row_ranks: int) -> Epoch
     group = new_row_group(row_ranks, trainer.args.ddp_timeout_delta) if row_ranks > 1 else None
     # Heads of other tasks pool each sample of a row, so no logits of tokens can be compared.
     whole = trainer.task_type == "causal_lm" and not (trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled())
-    for model in (trainer.model, getattr(trainer, "ref_model", None)):
+    for model in (getattr(trainer, "ref_model", None), trainer.model):
         if model is not None:
-            separate_samples(
+            attention = separate_samples(
                 trainer.accelerator.unwrap_model(model),
                 named=NAME if attn_impl is None else None,
                 whole=whole,
                 group=group,
             )
     insert_base_class(trainer, _PlannedSwiftTraining)
+    trainer.native, trainer.row_group = attention.native, group
+    trainer.loss_of_samples = {"causal_lm": "sum", "seq_cls": "mean"}.get(trainer.task_type, "")
     collator, eval_packs = PackCollator(trainer.data_collator), _eval_packs(trainer)
-    trainer.serve(schedule, packs.plan, digest, packs=packs, collator=collator, eval_packs=eval_packs)
+    trainer.serve(schedule, packs.plan, digest, packs=packs, collator=collator, eval_packs=eval_packs, check=check)
     return schedule
 
 
@@ -113,8 +119,18 @@ def _eval_packs(trainer: Any) -> PlannedPacks | None:
 class _PlannedSwiftTraining(ServesPacks):
     """Methods of a trainer of ms-swift that serves planned packs."""
 
+    is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
+    template: Any
+
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return prepend_text_positions(super()._prepare_inputs(inputs))  # type: ignore[misc]  # of the trainer's class
+
+    @contextmanager
+    def prepared(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield inputs as the trainer prepares them, with the hooks that its template needs."""
+        with self.template.forward_context(self.model, inputs), super().prepared(inputs) as prepared:
+            yield prepared
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         plain = self.accelerator.unwrap_model(model or self.model)

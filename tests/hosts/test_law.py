@@ -5,21 +5,24 @@ from contextlib import nullcontext
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import packplan as pp
 from packplan.adapters.hf import following, training
-from packplan.adapters.loaders.rows import pad_rows
+from packplan.adapters.loaders.rows import PackInputs, pad_rows
 from packplan.core.errors import ArgumentError, CorruptArtefactError, MismatchError, ModelError, StaleError
 from packplan.hf import unpad, use_plan
-from tests.hosts.law import CELLS, PACKING_LENGTH, cell_of, main, model_of, rows_of, trainer_of
+from tests.hosts.law import CELLS, CONFIGS, PACKING_LENGTH, cell_of, fork_ranks, main, model_of, rows_of, trainer_of
 from tests.hosts.pages import PAGES
 
 # isort: split
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback
+from transformers.integrations.neftune import activate_neftune
 from trl import DPOTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -225,12 +228,13 @@ FAULTY = {
 """Fault of a trainer that the probe of its model cannot see -> attributes that make it."""
 
 
+@pytest.mark.parametrize("host", ["transformers", "trl"])
 @pytest.mark.parametrize("fault", FAULTY)
-def test_the_first_pack_is_compared_with_its_samples(tmp_path, fault):
+def test_the_first_pack_is_compared_with_its_samples(tmp_path, fault, host):
     """Before weights change, unless the user leaves it out; training goes on as without."""
     weights = []
     for check in (True, False):
-        trainer = trainer_with(tmp_path, model=model_of("qwen2", "packplan"), max_steps=1)
+        trainer = trainer_with(tmp_path, host=host, model=model_of("qwen2", "packplan"), max_steps=1)
         vars(trainer).update(FAULTY[fault])
         before = [one.clone() for one in trainer.model.parameters()]
         use_plan(trainer, PLAN, check=check)
@@ -238,6 +242,28 @@ def test_the_first_pack_is_compared_with_its_samples(tmp_path, fault):
             trainer.train()
         weights.append(not all(map(torch.equal, before, trainer.model.parameters())))
     assert [False, True] == weights
+
+
+def train_with_a_fault_on_one_rank(rank, out):
+    """Train on this rank, as both ranks have to end; the second one's labels are another row's."""
+    trainer = follow_plan(out, model=model_of("qwen2", "packplan"))
+    if rank == 1:
+        trainer.collate = PackInputs(collate_across)
+    with pytest.raises(MismatchError, match=r"pack \d+ is not its \d+ samples alone: .*, on rank 1"):
+        trainer.train()
+    (out / f"ended{rank}").touch()
+
+
+def on_two_ranks(folder):
+    """Train with a fault on one of two ranks."""
+    fork_ranks(2, train_with_a_fault_on_one_rank, Path(folder))
+
+
+def test_a_fault_of_one_rank_ends_all(apart, tmp_path):
+    """With the rank's name, though the ranks have packs of other numbers of samples."""
+    apart(on_two_ranks, str(tmp_path), folder=tmp_path)
+
+    assert 2 == len([*tmp_path.glob("ended*")])
 
 
 def test_the_comparison_changes_nothing_of_the_training(tmp_path):
@@ -253,6 +279,80 @@ def test_the_comparison_changes_nothing_of_the_training(tmp_path):
     assert found[0][0] == found[1][0]
     assert torch.equal(found[0][1], found[1][1])
     assert all(map(torch.equal, found[0][2], found[1][2]))
+
+
+ALPHA = 5.0
+
+
+def noise_of(model):
+    """Return a list of the largest noise that embeddings add to each token, by call."""
+    found = []
+
+    def note(module, args, output):
+        if module.neftune_noise_alpha:  # the comparison of the first pack adds none
+            found.append((output - module.weight[args[0]]).abs().amax(-1).flatten().detach())
+
+    model.get_input_embeddings().register_forward_hook(note)
+    return found
+
+
+def noise_due(lengths):
+    """Return the bound of noise of each token, given the tokens by which it is scaled."""
+    lengths = torch.as_tensor(lengths)
+    return (ALPHA / (lengths * CONFIGS["qwen2"]["hidden_size"]).sqrt()).repeat_interleave(lengths)
+
+
+def near_bound(found, due):
+    """Whether noise stays below its bounds, and most of them are nearly reached."""
+    return bool((found <= 1.0001 * due).all()) and float((found / due).mean()) > 0.93
+
+
+@pytest.mark.parametrize("host", ["transformers", "trl"])
+def test_noise_is_that_of_each_sample_alone(host, tmp_path):
+    """NEFTune's, which shrinks with the tokens of a row, is scaled by those of the sample."""
+    trainer = trainer_with(tmp_path, host=host, model=model_of("qwen2", "packplan"), max_steps=2)
+    trainer.neftune_noise_alpha = ALPHA
+    use_plan(trainer, PLAN)
+    watch, found = TrainerCallback(), []
+    watch.on_train_begin = lambda *_, **__: found.append(noise_of(trainer.model))
+    trainer.add_callback(watch)
+
+    trainer.train()
+
+    packs = [pack for step in [*trainer.schedule.steps()][:2] for (pack,) in step.batches]
+    assert len(packs) == len(found[0])
+    for pack, noise in zip(packs, found[0], strict=True):
+        assert near_bound(noise, noise_due([int(PLAN.lengths[index]) for index in PLAN.packs[pack]]))
+
+
+def test_noise_of_a_row_is_scaled_by_its_samples():
+    """Where positions tell the samples, as in `packplan sft` and the plugin."""
+    model = model_of("qwen2").train()
+    trainer = SimpleNamespace(
+        model=model, neftune_noise_alpha=ALPHA, neftune_hook_handle=activate_neftune(model, ALPHA)
+    )
+    ids, positions = torch.arange(20, 60)[None], torch.cat([torch.arange(8), torch.arange(32)])[None]
+
+    with following.noise_by_sample(trainer):
+        found = noise_of(model)
+        model(input_ids=ids, position_ids=positions)
+
+    assert near_bound(found[0], noise_due([8, 32]))
+
+
+def test_noise_without_padding_is_that_of_the_padded_call():
+    """By the width of the batch, and not by the tokens of the row that is computed."""
+    model = model_of("qwen2").train()
+    unpad(model)
+    activate_neftune(model, ALPHA)
+    mask = torch.arange(40) < torch.tensor([[40], [7], [25]])
+    ids = torch.arange(20, 140).view(3, 40) * mask
+
+    found = noise_of(model)
+    model(input_ids=ids, attention_mask=mask.long())
+
+    (noise,) = (one for one in found if len(one) == mask.sum())
+    assert near_bound(noise, noise_due([40])[:1])
 
 
 def test_an_epoch_that_is_stopped_early_is_followed_by_the_next(tmp_path):
