@@ -5,6 +5,9 @@ Answers differ in length: `policy.sequence_packing` or `policy.dynamic_batching`
 microbatches. Everything else, as resuming, adapters, FSDP or vLLM, is TRL's, by `grpo.`.
 """
 
+import sys
+from pathlib import Path
+
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import (
     add_config_arguments,
@@ -27,6 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     def command() -> None:
         with raising_on_all_ranks():
             config = read_rl_config(options.config, options.overrides)
+            sys.path.append(str(Path(options.config).resolve().parent))  # where reward functions may stand
             require_inputs(config, loads=True)
             with loading_libraries():
                 from packplan.app.wiring import grpo

@@ -18,6 +18,11 @@ from packplan.core.samples.values import fail
 
 _TAG = "<image>"
 
+_PROMPT = "prompt"
+
+_ANSWERS = {"answer", "completion", "messages", "output", "response", "solution"}
+"""Columns of which one makes a record with a prompt a whole sample."""
+
 _ROLES = frozenset({"system", "user", "assistant"})
 
 
@@ -27,7 +32,8 @@ class Prompts:
 
     An item has the `prompt`, all messages of a record but the last; the `answer`, the text of the
     last message; the `record` as it was read; and, for a vision model, `images`. Reward functions
-    get all but the prompt as arguments.
+    get all but the prompt as arguments. Of a record that has only a `prompt`, as TRL knows them, a
+    text or messages, all is asked, and the answer is empty.
     """
 
     def __init__(self, records: FileRecords, custom: CustomConfig, *, system: str | None, sees: bool) -> None:
@@ -52,9 +58,10 @@ class Prompts:
         """Return the item of record *index*; RecordError if the record has no prompt."""
         record = self._records[index]
         with self._records.wrap_errors(index, "the record "):
-            sample = to_messages(to_shape(record, self._columns), self._options)
+            whole = _with_answer(record) if _PROMPT in record and not _ANSWERS & set(record) else record
+            sample = to_messages(to_shape(whole, self._columns), self._options)
             messages, answer = self._split_answer(sample)
-        found = {"prompt": messages, "answer": answer, "record": record}
+        found = {"prompt": messages, "answer": answer if whole is record else "", "record": record}
         if not self._sees:
             return found
         with self._records.wrap_errors(index):
@@ -81,6 +88,14 @@ class Prompts:
         path = fetch_medium(image, self._records.media_folder(index), self._media)
         read_image_size(path)
         return PIL.Image.open(io.BytesIO(path) if isinstance(path, bytes) else path).convert("RGB")
+
+
+def _with_answer(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record of a prompt alone, as TRL has them, with an answer, which nothing reads."""
+    prompt = record[_PROMPT]
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    media = {name: record[name] for name in ("images", "image", "videos", "tools") if name in record}
+    return {**media, "messages": [*asked, {"role": "assistant", "content": "-"}]}
 
 
 def _split_text(text: str, *, tagged: bool) -> list[dict[str, str]]:

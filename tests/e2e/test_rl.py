@@ -69,7 +69,8 @@ def on_rank(*words):
 
 def test_two_ranks_train_one_policy(server, write_rl, tmp_path):
     """Each draws for its own prompts; loss and reward are of both, and rank 0 saves the policy."""
-    path = write_rl(policy=PACKED, use_cpu=True)
+    path = write_rl(policy=PACKED, use_cpu=True, reward_funcs="rewards_beside:of_words")
+    path.with_name("rewards_beside.py").write_text("from packplan.app.rewards import character_overlap as of_words\n")
 
     assert [0, 0] == finished(server.ranks(2, on_rank, str(path), "--quiet", folder=tmp_path / "logs"))
     assert 2 == len(logged(tmp_path / "rl"))

@@ -35,6 +35,17 @@ def test_a_prompt_is_what_comes_before_the_answer(open_prompts):
     assert "images" not in first
 
 
+def test_a_prompt_alone_is_a_record(open_prompts):
+    """As TRL has them for GRPO: text or messages, beside columns that a reward reads."""
+    own = [{"role": "system", "content": "Add."}, QUESTION]
+    records = [{"prompt": QUESTION["content"]}, {"prompt": own, "ground_truth": "4", "level": 3}]
+
+    first, second = open_prompts(*records, system="Count.")
+
+    assert [{"role": "system", "content": "Count."}, QUESTION] == first["prompt"]
+    assert (own, "", records[1]) == (second["prompt"], second["answer"], second["record"])
+
+
 def test_images_stand_at_their_tags(open_prompts):
     """From files beside the data, or held by the record; without one, a tag may be text."""
     records = asked("a<image>b<image>", images=["one.png", "one.png"]), asked("say")
