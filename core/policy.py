@@ -7,11 +7,14 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import attrs
+import numpy as np
+from numpy.typing import NDArray
 
 from packplan.core.fingerprint import Fingerprint, Value
 from packplan.core.lengths import as_whole_number, exact_share
 from packplan.core.packers import as_seed, find_algorithm
 from packplan.core.packers.drawing import REDRAW_VERSION
+from packplan.core.shuffling import seeded_permutation
 
 if TYPE_CHECKING:
     from packplan.core.work.model import WorkModel
@@ -23,6 +26,29 @@ def _packing_length(value: int) -> int:
 
 def _decimal_text(value: float | str | Decimal | Fraction) -> str:
     return str(value)
+
+
+@attrs.frozen(kw_only=True)
+class Part:
+    """
+    Records of a data set that a plan takes: those held out for evaluation, or the others.
+
+    >>> [Part(val_share="0.3", seed=7, held_out=out).selects(4).tolist() for out in (False, True)]
+    [[True, False, True, True], [False, True, False, False]]
+    """
+
+    val_share: str
+    """Share of the records that are held out, above 0 and below 1; at least one record is."""
+
+    seed: int
+    """Seed of the draw, from 0."""
+
+    held_out: bool
+
+    def selects(self, num: int) -> NDArray[np.bool_]:
+        """Return whether each of *num* records is in this part; shape (num,)."""
+        drawn = seeded_permutation(num, seed=(self.seed, 1))[: max(int(Fraction(self.val_share) * num), 1)]
+        return np.isin(np.arange(num), drawn, invert=not self.held_out)
 
 
 @attrs.frozen(kw_only=True)
@@ -84,6 +110,9 @@ class PlanPolicy:
     full.
     """
 
+    part: Part | None = None
+    """Part of the records that is planned; None takes all. Packs of given lengths are the same."""
+
     work: WorkModel | None = None
     """Work of samples, for algorithms whose packs depend on it. None derives it from lengths."""
 
@@ -120,6 +149,8 @@ class PlanPolicy:
             "packing": self.packing,
             "packing_length": self.packing_length,
         }
+        if self.part is not None:
+            inputs["part"] = str(self.part)
         if self.packing:
             algorithm = find_algorithm(self.algorithm)
             inputs |= {

@@ -42,8 +42,8 @@ def works_of_records(model: WorkModel, table: Table) -> SampleWorks:
 
 def lengths_of_records(policy: PlanPolicy, table: Table, files: Sequence[DataFile] = ()) -> RecordLengths:
     """
-    Return the lengths of measured records, and their works and images if *policy* packs by them;
-    DataSetError if a sample has no token.
+    Return the lengths of measured records, 0 outside the policy's part, and their works and images
+    if *policy* packs by them; DataSetError if a sample has no token.
 
     Args:
         policy: Settings of planning.
@@ -56,6 +56,8 @@ def lengths_of_records(policy: PlanPolicy, table: Table, files: Sequence[DataFil
         fact = f"{counted(empty.size, 'sample')} of {len(lengths):,} {verb_for(empty.size, 'has', 'have')} no token"
         message = f"{fact}, the first is sample {empty[0]:,}: remove such records"
         raise DataSetError(message)
+    if policy.part is not None:
+        lengths = np.where(policy.part.selects(len(lengths)), lengths, 0)
     images = column(table, "images").astype(np.int64) if policy.max_images is not None else None
     sizes = tuple(size for _, size in source_sizes(files))
     return RecordLengths(lengths=lengths, sizes=sizes, works=works, images=images)

@@ -82,7 +82,9 @@ def resolve_inputs(config: Run) -> Run:
             raise ConfigError(config.source, faults)
     custom = _copy_remote_data(custom, records_cache(config), config.source)
     media_dir = custom.media_dir or os.environ.get("ROOT_IMAGE_DIR")
-    return attrs.evolve(config, model=model, template=template, custom=attrs.evolve(custom, media_dir=media_dir))
+    val = custom.train_jsonl if custom.val_share else custom.val_jsonl
+    custom = attrs.evolve(custom, media_dir=media_dir, val_jsonl=val)
+    return attrs.evolve(config, model=model, template=template, custom=custom)
 
 
 def _read_system(system: str | None) -> str | None:

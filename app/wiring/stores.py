@@ -22,8 +22,10 @@ def open_stores(config: RunConfig, split: str) -> Stores:
     """Return the stores of a run's split."""
     training = config.training
     folder, known = artefacts_folder(training.output_dir) / split, training.packing_lengths_from
-    lengths = DiskLengthStore(folder, lengths_from=artefacts_folder(known) / split if known else None)
-    return Stores(lengths, DiskPlanStore(folder), FolderLock(folder))
+    source = artefacts_folder(known) / split if known else None
+    if split == "eval" and config.custom.val_share:
+        source = folder.with_name("train")  # which has measured the same records
+    return Stores(DiskLengthStore(folder, lengths_from=source), DiskPlanStore(folder), FolderLock(folder))
 
 
 def records_cache(config: RunConfig) -> Path:

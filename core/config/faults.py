@@ -92,7 +92,7 @@ def evaluation_faults(config: RunConfig, section: str, settings: Mapping[str, An
         section: Section of the trainer's settings.
         settings: Settings of the trainer.
     """
-    for name, values in _EVALUATES.items() if not config.custom.val_jsonl else ():
+    for name, values in _EVALUATES.items() if not (config.custom.val_jsonl or config.custom.val_share) else ():
         if settings.get(name) in values:
             reason = (
                 f"is {str(settings[name]).lower()}, but the run has no evaluation: set custom.val_jsonl, or remove it"
@@ -102,6 +102,8 @@ def evaluation_faults(config: RunConfig, section: str, settings: Mapping[str, An
 
 def _source_faults(custom: CustomConfig) -> Iterator[Fault]:
     """Yield faults of data that are named twice, and of `source_names`."""
+    if custom.val_share and custom.val_jsonl:
+        yield Fault("custom.val_share", "and custom.val_jsonl both name the evaluation: remove one")
     if custom.fusion_config is None:
         yield from source_name_faults(custom)
     elif custom.train_jsonl:

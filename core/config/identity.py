@@ -19,7 +19,7 @@ from packplan.core.config.keys import key_facts, yield_keys
 from packplan.core.config.run import LOADS, TRAINS, TUNES, CustomConfig, PathText, RunConfig, TemplateConfig
 from packplan.core.errors import RankDifference
 from packplan.core.fingerprint import Fingerprint, RunIdentity, Value
-from packplan.core.policy import PlanPolicy
+from packplan.core.policy import Part, PlanPolicy
 from packplan.core.work.model import WorkModel
 
 
@@ -32,7 +32,7 @@ def plan_policy(config: RunConfig, split: str, *, work: WorkModel | None = None)
         split: `train` or `eval`.
         work: Cost of samples, for algorithms whose packs depend on it.
     """
-    training, is_train = config.training, split == "train"
+    training, is_train, share = config.training, split == "train", config.custom.val_share
     return PlanPolicy(
         packing_length=config.packing_length,
         packing=training.packing if is_train else config.eval_packing,
@@ -45,6 +45,7 @@ def plan_policy(config: RunConfig, split: str, *, work: WorkModel | None = None)
         replanned=training.packing_epochs == "replanned" and is_train,
         refuse_longer=config.template.truncation_strategy == "raise",
         max_images=training.packing_max_images,
+        part=Part(val_share=str(share), seed=training.seed, held_out=not is_train) if share else None,
         work=work,
     )
 

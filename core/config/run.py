@@ -191,6 +191,9 @@ class CustomConfig:
     val_jsonl: tuple[PathText, ...] = key((), lengths="otherwise")
     """Data files of the evaluation."""
 
+    val_share: Decimal = key(Decimal(0), plan=True, check=from_0_below_1, stream="refused")
+    """Share of the records that is held out for the evaluation, drawn by `seed`."""
+
     source_names: dict[PathText, str] = key(
         attrs.Factory(dict),
         neither="names sources in what is shown",

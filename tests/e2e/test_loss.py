@@ -191,6 +191,23 @@ def test_an_evaluation_is_the_token_mean_once(prepared, model, weighed):
     assert accuracies == pytest.approx([accuracies[0]] * 3)
 
 
+def test_a_share_of_the_records_is_evaluated_as_a_file_of_them(write_run, ready, text_jsonl, tmp_path, shortcuts):
+    """The others are trained, under their indices in the data; each record is measured once."""
+    keep = {"packing_drop_last": False, **QUIET}
+    share = ready(write_run("qwen2", name="share", custom={"val_share": 0.2}, training=keep))
+    assert [*range(30)] == sorted(shortcuts)
+    trained, held_out = (sorted(share.planned[split].raw.packs.indices.tolist()) for split in ("train", "eval"))
+    lines, apart = text_jsonl.read_text().splitlines(), tmp_path / "held_out.jsonl"
+    apart.write_text("".join(f"{lines[index]}\n" for index in held_out))
+    file = ready(write_run("qwen2", name="file", custom={"val_jsonl": str(apart)}, training=keep))
+
+    assert [*range(30)] == sorted(trained + held_out)
+    assert 6 == len(held_out)
+    first, second = share.trainer.evaluate(), file.trainer.evaluate()
+    for key in ("eval_loss", "eval_token_acc"):
+        assert first[key] == pytest.approx(second[key], rel=FLOAT32)
+
+
 @pytest.mark.parametrize("served", [slice(1, None), slice(None, -1)])
 def test_a_pack_that_evaluation_leaves_out_is_found(prepared, monkeypatch, served):
     """Each batch is compared with that of the plan, and none may be left."""

@@ -17,6 +17,7 @@ from packplan.app.planning.split import KnownTable, align_options
 from packplan.core.config.identity import plan_policy
 from packplan.core.errors import ArgumentError, DataSetError, MismatchError, RecordError, StaleError
 from packplan.core.plan import build_raw_plan
+from packplan.core.policy import Part
 from packplan.core.samples.tables import KnownLengths, column, identity_with_media, to_tables
 from packplan.core.work.model import SampleWorks, WorkModel
 from packplan.core.work.vision import VisionWork
@@ -66,6 +67,18 @@ def test_packs_of_equal_work_are_planned_from_what_was_measured():
     assert 1 == desk.plans.saves
     desk.plan(algorithm="balanced", work=work.trained())
     assert 2 == desk.plans.saves
+
+
+def test_a_share_of_the_records_is_planned_for_the_evaluation_alone():
+    """Under the indices of the data; bad records are in neither part."""
+    desk, options = Desk(source=ListSource([5, -1, *range(6, 44)])), {"max_bad_share": Decimal(1), "drop_last": False}
+    parts = [Part(val_share="0.25", seed=1, held_out=held_out) for held_out in (False, True)]
+
+    train, held_out = (desk.plan(part=part, **options).raw for part in parts)
+
+    assert [0, *range(2, 40)] == sorted([*train.packs.indices, *held_out.packs.indices])
+    assert {*held_out.packs.indices} == {*np.flatnonzero(parts[1].selects(40))} - {1}
+    assert 39 == train.num_samples + held_out.num_samples
 
 
 def test_a_limit_of_images_counts_the_images_that_were_measured():

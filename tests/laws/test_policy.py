@@ -1,5 +1,6 @@
 """A plan policy is checked when it is made; all fields that change packs are fingerprinted."""
 
+import math
 from decimal import Decimal
 
 import attrs
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from packplan.core.packers import ALGORITHMS
 from packplan.core.plan import build_raw_plan
-from packplan.core.policy import PlanPolicy
+from packplan.core.policy import Part, PlanPolicy
 from packplan.core.work.model import WorkModel
 from tests.strategies import raw_lengths
 
@@ -29,7 +30,8 @@ DECIDES = {
     "algorithm": ("certified", PACKED), "drop_last": (None, PACKED), "replanned": (None, PACKED),
     "min_fill_ratio": ("0.6", PACKED - {"kept"}), "seed": (7, {"drawn", "redrawn"}),
     "work": (WorkModel(per_position=5, per_pair=3), {"weighed"}),
-    "max_images": (9, PACKED), "max_dropped_share": ("0.5", set()), "refuse_longer": (None, set()),
+    "max_images": (9, PACKED), "part": (Part(val_share="0.1", seed=3, held_out=True), {*POLICIES}),
+    "max_dropped_share": ("0.5", set()), "refuse_longer": (None, set()),
 }  # fmt: skip
 """Field -> another value of it (None: the opposite), and the policies whose packs it decides."""
 
@@ -52,7 +54,7 @@ def test_a_field_enters_the_fingerprint_exactly_where_it_decides_packs(name):
         assert policy.fingerprint("e") != policy.fingerprint("d")
         changed |= {kind} if packs(policy) != packs(other) else set()
     assert changed <= deciding
-    assert bool(changed) == bool(deciding) or name == "work", "build_raw_plan does not obey the field"
+    assert bool(changed) == bool(deciding) or name in {"work", "part"}, "build_raw_plan does not obey the field"
 
 
 def test_stored_plans_are_found_again():
@@ -65,6 +67,17 @@ def test_stored_plans_are_found_again():
         "fixed": "fa534e61", "kept": "d602e9e4", "redrawn": "1b026678", "drawn": "948f8428",
         "weighed": "9f3029f1", "alone": "d5b8f7cc", "alone, none long": "78a5e987",
     }  # fmt: skip
+
+
+@given(st.integers(1, 200), st.decimals("0.01", "0.99", places=2), st.integers(0, 99))
+def test_a_share_of_the_records_is_held_out_and_the_others_are_trained(num, share, seed):
+    """Rounded down, but at least one; another seed draws others; every record is in one part."""
+    held_out, trained = (Part(val_share=str(share), seed=seed, held_out=part).selects(num) for part in (True, False))
+
+    assert max(math.floor(share * num), 1) == held_out.sum()
+    assert (held_out != trained).all()
+    seeds = {tuple(Part(val_share="0.5", seed=one, held_out=True).selects(40)) for one in range(9)}
+    assert 9 == len(seeds)
 
 
 def test_every_algorithm_has_its_own_fingerprint():

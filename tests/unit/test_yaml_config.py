@@ -157,6 +157,9 @@ LORA, MIX = {"training.tuner_type": "lora"}, {"custom.fusion_config": "mix.yaml"
          "training.eval_on_start training.eval_strategy training.save_strategy"),
         # What a default would contradict is said when the key with a fault is corrected.
         ({"custom.trainer_variant": "rollouts", "training.packing_mode": "dynamic"}, "custom.trainer_variant"),
+        ({"custom.val_share": 0.1, "custom.val_jsonl": "b.jsonl"}, "custom.val_share"),
+        ({"custom.val_share": 1}, "custom.val_share"),
+        ({**ROLLOUT, "custom.val_share": 0.1}, "custom.val_share"),
         ({"custom": 3}, "custom"),
         ({"template.max_length": 80.5}, "template.max_length"),
     ],
@@ -174,6 +177,7 @@ def test_values_that_cannot_be_are_refused_by_their_keys(keys, refused):
         {**ROLLOUT, "training.train_dataloader_shuffle": False, "training.dataloader_drop_last": False},
         {"training.num_train_epochs": 1e6, "training.max_steps": 3, "training.optimizer": "muon"},
         {**ENDLESS, "training.save_steps": 1},
+        {"custom.val_share": 0.1, "training.eval_strategy": "epoch"},
         {"training.eval_on_start": False, "training.eval_strategy": "no", "training.load_best_model_at_end": False},
         {"training.eval_on_start": True, "training.load_best_model_at_end": True, "custom.val_jsonl": "b.jsonl"},
         {"training.packing": False, "training.packing_buffer": 16, "training.packing_mode": "dynamic"},
