@@ -13,11 +13,12 @@ rows that are packed already.
 from __future__ import annotations
 
 import inspect
+import logging
 import math
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from threading import get_ident
+from functools import cache
+from threading import local
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
@@ -34,6 +35,8 @@ from packplan.adapters.proof.steps import NOISE
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.equality import NATIVE
 from packplan.core.errors import PackplanError
+
+log = logging.getLogger(__name__)
 
 Positions = Literal["columns", "counted", "ids"]
 """
@@ -233,6 +236,28 @@ HOOKED: WeakKeyDictionary[torch.nn.Module, Unpadding] = WeakKeyDictionary()
 """Module of a hooked text stack -> its hooks."""
 
 
+class _Thread(local):
+    """Calls of a hooked model in one thread."""
+
+    outermost: Any = None
+    """Module whose call came first, of those that pack now."""
+
+    headed: RealTokens | None = None
+    """Tokens of a call whose labels are packed too."""
+
+    reads_padding = False
+    """Whether the call has results of padding, and so runs padded."""
+
+    trial: UnpadCounts | None = None
+    """Counts of a trial."""
+
+    is_padded = False
+    """Whether the trial runs padded."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[RealTokens | None, ExitStack]] = []
+
+
 class Unpadding:
     """
     Hooks that leave padding out of a model's calls; `unpad` returns them.
@@ -241,7 +266,14 @@ class Unpadding:
     """
 
     def __init__(
-        self, model: Any, stack: TextStack, *, logits: bool, unpacked_sides: Mapping[str, str] = MappingProxyType({})
+        self,
+        model: Any,
+        stack: TextStack,
+        *,
+        logits: bool,
+        heads: Collection[Any] = (),
+        compare: Callable[..., None] | None = None,
+        unpacked_sides: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.counts = UnpadCounts()
         """Calls packed, and positions given and computed, so far."""
@@ -258,81 +290,144 @@ class Unpadding:
         self.group: ProcessGroup | None = None
         """Ranks that share each packed row."""
 
-        self._stack, self._paused = stack, False
-        self._open: dict[int, list[tuple[RealTokens | None, ExitStack]]] = defaultdict(list)  # of each thread
-        self._logits = logits or getattr(model, "loss_function", None) is not ForCausalLMLoss
-        self._headed: dict[int, RealTokens] = {}  # of each thread, in calls whose labels are packed too
+        self.model, self.stack = model, stack
+        self.is_paused = False
+        """Whether calls run padded."""
+
+        self._compare, self._thread = compare, _Thread()
+        self._loss = getattr(model, "loss_function", None)
+        self._logits = logits or self._loss is not ForCausalLMLoss
+        self._callers = {one: TextStack(one) for one in (*heads, stack.module)}
         hooked = [(stack.module, self._pack, self._put_back)]
-        if not stack.by_positions and model is not stack.module:
-            self._head = TextStack(model)
-            hooked.append((model, self._pack_labels, self._put_scores_back))
+        hooked += [(one, self._enter, self._leave) for one in self._callers]
         uncompiled: Any = torch.compiler.disable  # rows would each need a program of their own
-        self._hooks = []
+        self.handles: list[Any] = []
+        """Handles of all hooks, which `remove` takes off."""
+
         for module, before, after in hooked:
             # Before the hook of `shared_rows`, which cuts the packed row.
-            self._hooks.append(module.register_forward_pre_hook(uncompiled(before), prepend=True, with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(uncompiled(after), with_kwargs=True, always_call=True))
+            self.handles.append(module.register_forward_pre_hook(uncompiled(before), prepend=True, with_kwargs=True))
+            self.handles.append(module.register_forward_hook(uncompiled(after), with_kwargs=True, always_call=True))
         HOOKED[stack.module] = self
 
     def remove(self) -> None:
         """Take the hooks off; the model keeps its attention."""
-        for hook in self._hooks:
-            hook.remove()
-        HOOKED.pop(self._stack.module, None)
+        for handle in self.handles:
+            handle.remove()
+        HOOKED.pop(self.stack.module, None)
 
     def paused(self) -> AbstractContextManager[None]:
         """Return a context in which calls run padded."""
-        return replace_attributes(self, _paused=True)
+        return replace_attributes(self, is_paused=True)
+
+    def trial(self, counts: UnpadCounts | None = None, *, padded: bool = False) -> AbstractContextManager[None]:
+        """Return a context in which *counts* count this thread's calls; they may run padded."""
+        return replace_attributes(self._thread, trial=counts or UnpadCounts(), is_padded=padded)
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether calls of this thread compare, inside of `trial`, and train nothing."""
+        return self._thread.trial is not None
 
     def _pack(self, module: Any, args: Any, kwargs: Any) -> Any:
-        if module is not self._stack.module:
+        if module is not self.stack.module:
             message = "this is a copy of a model without padding: `remove` its hooks before copying, then `unpad` both"
             raise PackplanError(message)
-        given = self._stack.bind_arguments(args, kwargs)
-        tokens = None if self._paused else self._stack.find_real_tokens(given)
+        given, now = self.stack.bind_arguments(args, kwargs), self._thread
+        tokens = None if self._runs_padded else self.stack.find_real_tokens(given)
         inside = ExitStack()
-        self._open[get_ident()].append((tokens, inside))
+        now.open.append((tokens, inside))
         if tokens is None:
             return None
         inside.enter_context(using_row(tokens.row))
-        embeddings = self._stack.module.get_input_embeddings()
+        embeddings = self.stack.module.get_input_embeddings()
         if hasattr(embeddings, NOISE):  # NEFTune's noise shrinks with the positions of a row
             alpha = getattr(embeddings, NOISE) * math.sqrt(len(tokens.places) / tokens.shape[1])
             inside.enter_context(replace_attributes(embeddings, **{NOISE: alpha}))
-        self.counts.calls += 1
-        self.counts.real += len(tokens.places)
-        self.counts.padded += tokens.shape[0] * tokens.shape[1]
-        return (), self._stack.pack(given, tokens)
+        counts = now.trial or self.counts
+        counts.calls += 1
+        counts.real += len(tokens.places)
+        counts.padded += tokens.shape[0] * tokens.shape[1]
+        return (), self.stack.pack(given, tokens)
+
+    @property
+    def _runs_padded(self) -> bool:
+        return self.is_paused or self._thread.is_padded or self._thread.reads_padding
 
     def _put_back(self, module: Any, args: Any, kwargs: Any, output: Any) -> Any:  # noqa: ARG002  # torch passes them
-        if not self._open[get_ident()]:  # the call was refused
+        if not self._thread.open:  # the call was refused
             return None
-        tokens, inside = self._open[get_ident()].pop()
+        tokens, inside = self._thread.open.pop()
         inside.close()
         if tokens is None or output is None:  # None: the call raised an error
             return None
-        return self._stack.put_results_back(output, tokens, keep_packed=get_ident() in self._headed)
+        return self.stack.put_results_back(output, tokens, keep_packed=self._thread.headed is not None)
 
-    def _pack_labels(self, module: Any, args: Any, kwargs: Any) -> Any:
-        given = self._head.bind_arguments(args, kwargs)
-        labels, keeps = (given.get(name) for name in ("labels", "logits_to_keep"))
+    def _enter(self, module: Any, args: Any, kwargs: Any) -> Any:
+        if self.is_paused or self._thread.outermost is not None or module not in self._callers:
+            return None
+        given = self._callers[module].bind_arguments(args, kwargs)
+        tokens = self.stack.find_real_tokens(given)
+        if tokens is None:
+            return None
+        if self._compare is not None and not self.is_trial:
+            self._compare(self, module, given, tokens)
+        self._thread.outermost = module
+        return None if module is self.stack.module else self._pack_labels(module, given, tokens)
+
+    def _pack_labels(self, module: Any, given: dict[str, Any], tokens: RealTokens) -> Any:
+        """Return arguments without labels that nothing predicts, perhaps with packed labels."""
+        labels, mask, now = given.get("labels"), given["attention_mask"] != 0, self._thread
+        if _pools_padding(self.model, given, mask):
+            now.reads_padding = True
+            log_once("calls whose scores are read at padding are computed padded: the mask is 0 at the last id")
+        if labels is None or labels.shape != tokens.shape or given.get("shift_labels") is not None:
+            return None
+        learned, shifts = labels != IGNORED_LABEL, bool(self._loss is ForCausalLMLoss or given.get(_SCORES))
+        firsts = mask & (mask.cumsum(1) == 1) & shifts
+        lost = learned[:, 1:] & ~firsts[:, 1:] & ~mask[:, :-1] if shifts else learned & ~mask
+        facts = (lost, learned & ~mask, (learned & firsts)[:, 1:])
+        is_lost, is_hidden, is_first = torch.stack([one.any() for one in facts]).tolist()
+        now.reads_padding |= is_lost
+        if is_lost:
+            log_once("calls with labels that padding predicts are computed padded: set labels of padding to -100")
+        if is_first:
+            log_once("labels of first tokens after left padding are left out of the loss, as in the samples alone")
+        labels, keeps = labels.masked_fill(firsts, IGNORED_LABEL), given.get("logits_to_keep")
         reads_logits = isinstance(keeps, torch.Tensor) or keeps or not (module.training or self.omits_eval_logits)
         asked = given.get(_SCORES) or not (self._logits or reads_logits)
-        tokens = self._stack.find_real_tokens(given) if asked and not self._paused else None
-        if tokens is None or labels is None or labels.shape != tokens.shape or given.get("shift_labels") is not None:
-            return None
-        labels, columns = tokens.take(labels), tokens.places % tokens.shape[1]
-        predicted = tokens.places.diff(prepend=tokens.places[:1]) == 1
-        if (labels[0][~predicted & (columns > 0)] != IGNORED_LABEL).any():  # padding predicts these
-            return None
-        self._headed[get_ident()] = tokens
-        return (), {**given, "labels": labels.masked_fill(columns == 0, IGNORED_LABEL)}
+        if asked and not (is_hidden or self.stack.by_positions or self._runs_padded):
+            now.headed, labels = tokens, tokens.take(labels)
+        return (), {**given, "labels": labels}
 
-    def _put_scores_back(self, module: Any, args: Any, kwargs: Any, output: Any) -> Any:  # noqa: ARG002  # torch passes them
-        tokens = self._headed.pop(get_ident(), None)
+    def _leave(self, module: Any, args: Any, kwargs: Any, output: Any) -> Any:  # noqa: ARG002  # torch passes them
+        now = self._thread
+        if now.outermost is not module:
+            return None
+        tokens, now.outermost, now.headed, now.reads_padding = now.headed, None, None, False
         if tokens is None or output is None or not kwargs.get(_SCORES):
             return None
         for name, value in list(output.items()):
             if isinstance(value, torch.Tensor) and value.shape == (1, len(tokens.places) - 1):
                 output[name] = tokens.put_back(torch.nn.functional.pad(value, (0, 1)))[:, :-1]
         return output
+
+
+@cache
+def log_once(fact: str) -> None:
+    """Log a warning once in this process."""
+    log.warning("%s", fact)
+
+
+def _pools_padding(model: Any, given: dict[str, Any], mask: torch.Tensor) -> bool:
+    """Return whether a classifier reads a row where the mask is 0: it goes by the ids alone."""
+    if not hasattr(model, "score"):
+        return False
+    ids, padding, columns = (
+        given.get("input_ids"),
+        getattr(model.config.get_text_config(), "pad_token_id", None),
+        mask.shape[1],
+    )
+    real = torch.ones_like(mask) if ids is None or padding is None else ids != padding
+    last = (torch.arange(columns, device=mask.device) * real).argmax(1, keepdim=True)
+    return bool((~mask.gather(1, last)[:, 0] & mask.any(1)).any())

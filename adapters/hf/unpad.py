@@ -16,19 +16,20 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
-from packplan.adapters.attention import NAME, set_attention, using_native_attention
-from packplan.adapters.attention.rows import PADDINGS
+from packplan.adapters.attention import NAME, set_attention
+from packplan.adapters.attention.rows import PADDINGS, RealTokens
 from packplan.adapters.attention.shared_rows import attention_for_shared_rows, share_rows
 from packplan.adapters.families import trained_config, trained_part
+from packplan.adapters.hf.first_calls import FirstCalls, find_difference
 from packplan.adapters.hf.packed_calls import HOOKED, POSITIONS, TextStack, Unpadding
 from packplan.adapters.models import evaluation_mode
 from packplan.adapters.probe.probe import probe_small_copy
 from packplan.adapters.probe.rows import draw_token_types, ordinary_token_ids, probe_ready_model
-from packplan.adapters.proof.batches import PackedBatch
-from packplan.adapters.proof.comparison import compare_values, difference_limit, experts_may_differ, run_watched
-from packplan.core.equality import AUTO, VARLEN, AttentionChoice, ProbeResult, choose_attention
+from packplan.adapters.probe.small_model import error_text
+from packplan.core.equality import AUTO, VARLEN, AttentionChoice, choose_attention
 from packplan.core.errors import ArgumentError, ModelError
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ _LONGEST = 29
 _SEED = 5
 
 
-def unpad(model: Any, *, logits: bool = True, group: ProcessGroup | None = None) -> Unpadding:
+def unpad(model: Any, *, logits: bool = True, group: ProcessGroup | None = None, check: bool = True) -> Unpadding:
     """
     Hook a model so that it computes no padding: the real tokens of a batch run as one packed row.
 
@@ -57,9 +58,12 @@ def unpad(model: Any, *, logits: bool = True, group: ProcessGroup | None = None)
             real tokens, vocabulary).
         group: Ranks that share each packed row, which are given the same batches (see
             `adapters.attention.shared_rows`); None if each rank computes its own rows.
+        check: Whether the first call of each kind is computed twice more, with and without padding,
+            and compared (see `first_calls`).
 
     Raises:
         ModelError: The probe fails: results differ from those of the padded pass.
+        MismatchError: Later, in a first call: it differs from its padded pass.
         ArgumentError: The model is hooked already, or is none of transformers.
     """
     inner = unwrap(model)
@@ -70,7 +74,15 @@ def unpad(model: Any, *, logits: bool = True, group: ProcessGroup | None = None)
         set_attention(inner, attention)
     else:
         attention = set_isolating_attention(inner, named=NAME, group=group)
-    hooks = _hook_model(inner, native=attention.native, logits=logits)
+    stack, why_not = _find_stack(inner, native=attention.native, logits=logits)
+    first_calls = FirstCalls(attention.native) if check and group is None else None
+    if check and first_calls is None:
+        log.warning("first calls are not compared with their padded passes, since ranks share rows")
+    wrapper = model.module if isinstance(model, DistributedDataParallel) else model
+    compare, heads = getattr(first_calls, "compare", None), dict.fromkeys((wrapper, inner))
+    hooks = Unpadding(inner, stack, logits=logits, heads=heads, compare=compare, unpacked_sides=why_not)
+    if first_calls is not None:
+        hooks.handles.append(register_optimizer_step_pre_hook(first_calls.refuse_step))
     hooks.native, hooks.group = attention.native, group
     return hooks
 
@@ -165,9 +177,10 @@ def unwrap(model: Any) -> Any:
     return inner
 
 
-def _hook_model(model: Any, *, native: str, logits: bool) -> Unpadding:
+def _find_stack(model: Any, *, native: str, logits: bool) -> tuple[TextStack, dict[str, str]]:
     """
-    Hook a model at the first module, and way to count positions, that keep results of padded rows.
+    Return the first module, and way to count positions, whose hooks keep results of padded rows,
+    and each side of padding that is computed padded, with the reason.
 
     Args:
         model: Model of transformers without wrappers, set to keep samples of a row apart.
@@ -180,7 +193,7 @@ def _hook_model(model: Any, *, native: str, logits: bool) -> Unpadding:
     tried: list[tuple[TextStack, dict[str, str]]] = []
     for stack in _candidate_stacks(model):
         hooks = Unpadding(model, stack, logits=logits)
-        reasons = {side: _hook_fault(model, hooks, stack, mask, native=native) for side, mask in _trial_masks(model)}
+        reasons = {side: _hook_fault(model, hooks, mask, native=native) for side, mask in _trial_masks(model)}
         hooks.remove()
         tried.append((stack, {side: reason for side, reason in reasons.items() if reason is not None}))
         if not tried[-1][1]:
@@ -193,7 +206,7 @@ def _hook_model(model: Any, *, native: str, logits: bool) -> Unpadding:
     for side, reason in why_not.items():
         level = logging.WARNING if side == "left of" else logging.INFO
         log.log(level, "calls with padding %s real tokens are computed padded: %s", side, reason)
-    return Unpadding(model, best, logits=logits, unpacked_sides=why_not)
+    return best, why_not
 
 
 def _candidate_stacks(model: Any) -> Iterator[TextStack]:
@@ -206,53 +219,17 @@ def _candidate_stacks(model: Any) -> Iterator[TextStack]:
             yield TextStack(module, positions, padding, text_row, by_positions)
 
 
-def _hook_fault(model: Any, hooks: Unpadding, stack: TextStack, mask: torch.Tensor, *, native: str) -> str | None:
+def _hook_fault(model: Any, hooks: Unpadding, mask: torch.Tensor, *, native: str) -> str | None:
     """Return a text on how hooks change results at *mask*, or which error they raise, or None."""
-    ids, real = _draw_ids(model), mask.bool()
-    batch = {"input_ids": ids, "attention_mask": mask, **draw_token_types(model, ids)}
-    with evaluation_mode(model):
+    padding = getattr(trained_config(model.config).get_text_config(), "pad_token_id", None) or 0
+    ids = _draw_ids(model).where(mask > 0, padding)
+    batch = {"input_ids": ids, "attention_mask": mask, **draw_token_types(model, ids), "use_cache": False}
+    is_sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
+    with evaluation_mode(model), torch.set_grad_enabled(not is_sharded):
         try:
-            calls = hooks.counts.calls
-            with torch.no_grad():
-                found, limit, median = _hidden_state_and_limit(model, stack.module, batch)
-                if hooks.counts.calls == calls:
-                    return "it is given no mask of rows and positions"
-                with using_native_attention(model, native), hooks.paused():
-                    expected, *_ = _hidden_state_and_limit(model, stack.module, batch)
-            is_sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
-            isolation = 0.0 if is_sharded else _measure_isolation(stack.module, ids, mask)
+            return find_difference(hooks, model, batch, RealTokens.from_mask(mask), native=native)
         except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
-            return " ".join(f"it raises {type(error).__name__}: {error}".split())[:300]
-    kept = ([row[kept] for row, kept in zip(states.float(), real, strict=True)] for states in (found, expected))
-    worst = max(compare_values(*kept, median=median))
-    return ProbeResult(isolation, worst).reason_against_packing(limit=limit)
-
-
-def _hidden_state_and_limit(model: Any, module: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, float, bool]:
-    """
-    Return the last hidden state of *module* for a batch, the allowed difference of two passes, and
-    whether the median token is compared instead of the worst one.
-
-    The allowed difference is read during the call, since accelerate turns on autocast there.
-    """
-    run: list[tuple[torch.Tensor, float, bool]] = []
-
-    def note(_: Any, __: Any, output: Any) -> None:
-        run.append((output[0], difference_limit(model), experts_may_differ(model)))
-
-    with module.register_forward_hook(note):
-        model(**batch, use_cache=False)
-    return run[-1]
-
-
-def _measure_isolation(module: Any, ids: torch.Tensor, mask: torch.Tensor) -> float:
-    """Return the largest gradient between rows of a packed call, relative to those within a row."""
-    inputs = {"inputs_embeds": module.get_input_embeddings()(ids), "attention_mask": mask}
-    places = tuple((row, slice(0, ids.shape[1])) for row in range(len(ids)))
-    packed = PackedBatch(inputs, None, (ids.shape[0], ids.shape[1]), places)
-    with torch.enable_grad():
-        watched, states = run_watched(module, packed, call=lambda **all_: module(**all_)[0])
-    return max(one.isolation for one in watched.logit_dependences(states))
+            return f"it raises {error_text(error)}"
 
 
 def _draw_ids(model: Any) -> torch.Tensor:

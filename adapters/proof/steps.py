@@ -12,13 +12,16 @@ trainer's own loss. Whether samples of a batch are apart is tested by `checks`.
 """
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import attrs
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from packplan.adapters.attention.shared_rows import computing_whole_rows
 from packplan.adapters.models import Gradients, hold_buffers_and_rng, replace_attributes
@@ -30,6 +33,9 @@ from packplan.core.errors import ArgumentError, MismatchError, ModelError, count
 
 _ENGINES = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
 """Distributed types of accelerate in which ranks share a model."""
+
+_RANDOM = re.compile("drop|noise")
+"""Part of the names of rates by which modules and configurations say how random training is."""
 
 _SHARING = ("tp_size", "cp_size", "sp_size")
 """Settings of accelerate by which ranks share rows."""
@@ -240,19 +246,25 @@ def _gather_from_ranks(value: Any) -> list[Any]:
 @contextmanager
 def restoring_training_state(model: torch.nn.Module) -> Iterator[None]:
     """
-    Inside the block, turn dropout and noise off in training too, and start without gradients; at
-    its end, restore gradients, buffers, modes and random state.
+    Inside the block, turn dropout and noise off in training too, let gradients of inputs pass
+    checkpoints, and start without gradients; at its end, restore gradients, buffers, modes and
+    random state.
     """
     with ExitStack() as stack:
         for weight in model.parameters():
             stack.callback(setattr, weight, "grad", weight.grad)
             weight.grad = None
-        for module in model.modules():
-            names = [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
-            names += [NOISE] * hasattr(module, NOISE)
-            if isinstance(module, torch.nn.modules.dropout._DropoutNd):  # noqa: SLF001  # base of all of them
-                names.append("p")
-            stack.enter_context(replace_attributes(module, training=module.training, **dict.fromkeys(names, 0.0)))
+        owners = {id(one): one for module in model.modules() for one in (module, getattr(module, "config", None))}
+        for owner in owners.values():
+            rates = (name for name, one in getattr(owner, "__dict__", {}).items() if type(one) in (int, float))
+            values: dict[str, Any] = dict.fromkeys(filter(_RANDOM.search, rates), 0.0)
+            if isinstance(owner, torch.nn.modules.dropout._DropoutNd):  # noqa: SLF001  # base of all of them
+                values["p"] = 0.0
+            if isinstance(owner, torch.nn.Module):
+                values["training"] = owner.training
+                if getattr(owner, "gradient_checkpointing", False):  # reentrant ones give no gradients of inputs
+                    values["_gradient_checkpointing_func"] = partial(checkpoint, use_reentrant=False)
+            stack.enter_context(replace_attributes(owner, **values))
         stack.enter_context(hold_buffers_and_rng(model))
         yield
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from packplan.adapters.attention.rows import RealTokens, read_row
-from packplan.adapters.hf.packed_calls import TextStack
+from packplan.adapters.hf.packed_calls import TextStack, log_once
 from packplan.core.errors import ArgumentError, ModelError, PackplanError
 from packplan.hf import unpad
 from tests.e2e import unpad_rank
@@ -242,6 +242,8 @@ def test_threads_share_a_model(logits):
     model, hooks = hooked(logits=logits)
     batches = [batch_of(padded()), batch_of(padded(left=(0, 0, 0, 0)))]
     begun, met = Event(), Event()
+    for batch in batches:  # whose kinds are compared here
+        model.train()(**batch)
 
     def wait(*_):
         if begun.is_set():
@@ -280,6 +282,84 @@ def test_a_removed_hook_leaves_the_model_alone():
     model(**batch)
     assert calls == hooks.counts.calls
     assert_same(model, unpad(model), batch)
+
+
+END = 2
+"""Token that ends a text."""
+
+
+def ended_batch(labels_of):
+    """Return rows padded with their end token, under a mask of what is not that token."""
+    lengths = torch.tensor([9, 24, 13, 4])[:, None]
+    ids = batch_of(torch.ones(ROWS, POSITIONS).long())["input_ids"].where(torch.arange(POSITIONS) < lengths - 1, END)
+    labels = ids.where(torch.arange(POSITIONS) < lengths, -100) if labels_of == "the end" else ids.clone()
+    return {"input_ids": ids, "attention_mask": (ids != END).long(), "labels": labels}
+
+
+@pytest.mark.parametrize("logits", [True, False])
+@pytest.mark.parametrize(("labels_of", "packs"), [("the end", True), ("padding", False)])
+def test_labels_where_the_mask_is_zero_count_as_in_the_padded_pass(labels_of, packs, logits, caplog):
+    """Where pad is eos the mask hides the end of each text; labels left at padding count too."""
+    log_once.cache_clear()
+    model = build("qwen2", pad_token_id=END).train()
+    hooks = unpad(model, logits=logits)
+
+    loss, batch = model(**ended_batch(labels_of)).loss, ended_batch(labels_of)
+
+    with hooks.paused():
+        torch.testing.assert_close(loss, model(**batch).loss)
+    assert packs == bool(hooks.counts.calls)
+    assert packs == ("labels that padding predicts" not in caplog.text)
+
+
+@pytest.mark.parametrize("logits", [True, False])
+def test_first_tokens_after_left_padding_are_not_learned(logits, caplog):
+    """As in the samples alone, where nothing predicts them."""
+    log_once.cache_clear()
+    model = build("qwen2").train()
+    mask = padded(right=(0, 0, 0, 0))
+    batch = batch_of(mask)
+    batch["labels"] = batch["input_ids"].masked_fill(mask == 0, -100)
+    alone = [
+        model(input_ids=row[own.bool()][None]).logits[0, :-1].log_softmax(-1).gather(1, row[own.bool()][1:, None])
+        for row, own in zip(batch["input_ids"], mask, strict=True)
+    ]
+
+    hooks = unpad(model, logits=logits)
+
+    torch.testing.assert_close(model(**batch).loss, -torch.cat(alone).mean())
+    assert hooks.counts.calls
+    assert "first tokens" in caplog.text
+
+
+def test_a_score_that_is_read_at_padding_is_that_of_the_padded_pass(caplog):
+    """The head takes the last token that is not padding by its id, which the mask hides."""
+    model = build("qwen2", AutoModelForSequenceClassification, num_labels=1)
+    hooks = unpad(model)
+    batch = {name: value for name, value in batch_of(padded(left=(0, 0, 0, 0))).items() if name != "labels"}
+    assert_scores(model, hooks, batch)
+    assert 1 == hooks.counts.calls
+
+    hidden = batch["attention_mask"] * (torch.arange(POSITIONS) < 9)
+    assert_scores(model, hooks, batch | {"attention_mask": hidden})
+    assert "scores are read at padding" in caplog.text
+
+
+def assert_scores(model, hooks, batch):
+    found = model(**batch).logits
+    with hooks.paused():
+        torch.testing.assert_close(found, model(**batch).logits)
+
+
+def test_adapters_leave_logits_of_padding_out_too():
+    """Calls of a model with adapters pass by the hooks of the model inside."""
+    model = adapted()
+    hooks = unpad(model, logits=False)
+    batch = batch_of(padded())
+
+    found, _ = assert_same(model, hooks, batch)
+
+    assert (1, int(batch["attention_mask"].sum())) == found.logits.shape[:2]
 
 
 REFUSED = {

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -9,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from packplan.core.errors import MismatchError
 from packplan.hf import unpad
 
 _SIZES = {
@@ -114,3 +116,26 @@ CASES = {
     "fsdp, hooked before, of experts": (shard, "qwen3_moe", True),
 }
 """Case -> how ranks share the model, its family, and whether it is hooked before."""
+
+
+def end_together() -> None:
+    """Train with a fault that the last rank alone has: every rank ends with its words."""
+    dist.init_process_group("gloo")
+    model = build("qwen2").train()
+
+    def roll(module: Any, _: Any, output: Any) -> None:
+        if dist.get_rank() and module.training and len(output[0]) == 1:
+            output["last_hidden_state"] = output[0].roll(1, 1)
+
+    model.model.register_forward_hook(roll)
+    hooks = unpad(model)
+    model, batch = DistributedDataParallel(model), batch_of(padded() if dist.get_rank() else padded() | 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    before = model.module.lm_head.weight.clone()
+    for _ in range(2):  # batches of a step
+        model(**batch).loss.backward()
+    with pytest.raises(MismatchError, match="rank 1: the first call"):
+        optimizer.step()
+    assert torch.equal(before, model.module.lm_head.weight)
+    assert hooks.counts.calls == 0, "calls go on with padding"
+    dist.destroy_process_group()

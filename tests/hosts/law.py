@@ -128,7 +128,7 @@ class Watch(Gradients):
         trainer.model.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def _note(self, model: Any, _: Any, given: dict[str, Any]) -> None:
-        if model.training and not self._trainer._checks_first_pack:
+        if model.training and not (self._trainer._checks_first_pack or self._trainer.unpadding.is_trial):
             self.batches.append(given["input_ids"][given["attention_mask"] != 0].tolist())
 
     def on_step_begin(self, args, state, control, *, model, **_):
