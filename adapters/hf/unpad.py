@@ -23,12 +23,12 @@ from packplan.adapters.attention import NAME, set_attention
 from packplan.adapters.attention.rows import PADDINGS, RealTokens
 from packplan.adapters.attention.shared_rows import attention_for_shared_rows, share_rows
 from packplan.adapters.families import trained_config, trained_part
-from packplan.adapters.hf.first_calls import FirstCalls, find_difference
 from packplan.adapters.hf.packed_calls import HOOKED, POSITIONS, TextStack, Unpadding
 from packplan.adapters.models import evaluation_mode
 from packplan.adapters.probe.probe import probe_small_copy
 from packplan.adapters.probe.rows import draw_token_types, ordinary_token_ids, probe_ready_model
 from packplan.adapters.probe.small_model import error_text
+from packplan.adapters.proof.first_calls import FirstCalls, find_difference
 from packplan.core.equality import AUTO, VARLEN, AttentionChoice, choose_attention
 from packplan.core.errors import ArgumentError, ModelError
 

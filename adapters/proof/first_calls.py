@@ -24,8 +24,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from packplan.adapters.attention import using_native_attention
 from packplan.adapters.attention.rows import RealTokens
-from packplan.adapters.hf.packed_calls import UnpadCounts, Unpadding
-from packplan.adapters.probe.small_model import error_text
 from packplan.adapters.proof.passes import Pass, difference_text, run_pass
 from packplan.core.errors import MismatchError, ModelError
 
@@ -49,12 +47,12 @@ class FirstCalls:
         self._native, self._key = native, f"packplan/unlike_padded/{next(_NUMBERS)}"
         self._kinds: set[Any] = set()
 
-    def compare(self, hooks: Unpadding, module: Any, given: dict[str, Any], tokens: RealTokens) -> None:
+    def compare(self, hooks: Any, module: Any, given: dict[str, Any], tokens: RealTokens) -> None:
         """
         Compare a call with its padded pass if it is the first of its kind.
 
         Args:
-            hooks: Hooks of the model.
+            hooks: `Unpadding` of the model.
             module: The model, its wrapper or its text stack.
             given: Arguments of the call by name.
             tokens: Real tokens of the batch.
@@ -76,7 +74,7 @@ class FirstCalls:
         try:
             fact = find_difference(hooks, module, given, tokens, native=self._native)
         except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
-            log.warning("%s is not compared with its padded pass: %s", words, error_text(error))
+            log.warning("%s is not compared with its padded pass: %s: %s", words, type(error).__name__, error)
             return
         if fact is NOT_PACKED:
             log.warning("%s is computed padded", words)
@@ -88,7 +86,7 @@ class FirstCalls:
             hooks.is_paused = True
             _get_default_store().compare_set(self._key, "", f"rank {dist.get_rank()}: {fact}")
 
-    def _deciding_input(self, hooks: Unpadding, module: Any, given: dict[str, Any], tokens: RealTokens) -> str:
+    def _deciding_input(self, hooks: Any, module: Any, given: dict[str, Any], tokens: RealTokens) -> str:
         """Return a clause on the first input without which a call is that of its padded pass."""
         for name in sorted(given.keys() - _NEEDED):
             with suppress(Exception):
@@ -110,20 +108,18 @@ def _has_ranks() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
-def find_difference(
-    hooks: Unpadding, module: Any, given: dict[str, Any], tokens: RealTokens, *, native: str
-) -> str | None:
+def find_difference(hooks: Any, module: Any, given: dict[str, Any], tokens: RealTokens, *, native: str) -> str | None:
     """
     Return how a packed call differs from its padded pass, as a clause; None if it does not.
 
     Args:
-        hooks: Hooks of the model.
+        hooks: `Unpadding` of the model.
         module: The model, its wrapper or its text stack.
         given: Arguments of the call by name.
         tokens: Real tokens of the batch.
         native: Attention of transformers that computes the padded pass.
     """
-    call, counts = partial(module, **given), UnpadCounts()
+    call, counts = partial(module, **given), type(hooks.counts)()
 
     def call_with_another_seed() -> Any:
         torch.manual_seed(0)
@@ -139,7 +135,7 @@ def find_difference(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
-        return f"it raises {error_text(error)}"
+        return f"it raises {type(error).__name__}: {error}"
     fact = difference_text(found, expected) if counts.calls else NOT_PACKED
     if fact is not None and difference_text(run_padded(call_with_another_seed), expected) is not None:
         raise ModelError("probe", "its results change with the random state, without dropout and noise too")
