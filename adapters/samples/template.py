@@ -17,8 +17,10 @@ from swift.arguments import SftArguments, TemplateArguments
 from swift.loss_scale import ALL_BASE_STRATEGY, loss_scale_map
 from swift.model import MODEL_MAPPING, get_matched_model_meta
 from swift.template import StdTemplateInputs, Template
+from swift.template.register import _read_args_json_template_type
 
 from packplan.adapters.families import default_swift_types, leaves_images_to_model, may_probe_template
+from packplan.adapters.files import wrap_load_errors
 from packplan.adapters.model_folder import PROCESSING_FILES, config_architecture, config_content, damaged_json_reason
 from packplan.adapters.samples.video_reading import set_video_sampling
 from packplan.adapters.versions import installed_version
@@ -122,16 +124,18 @@ def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | Non
     """
     Return ms-swift's model type and template type of a model; no file of its folder states them.
 
-    The run's own keys come first; then the entry of ms-swift's registry for the folder's name; then
-    the defaults of the architecture (`families.json`), or its only entry in the registry. The type
-    is None for text models without an entry: ms-swift loads them as transformers does.
+    The run's own keys come first; then the template that ms-swift has saved there (`args.json`);
+    then the entry of ms-swift's registry for the folder's name; then the defaults of the
+    architecture (`families.json`), or its only entry in the registry. The type is None for text
+    models without an entry: ms-swift loads them as transformers does.
 
     Raises:
         ConfigError: The registry has no entry, or several to choose from.
     """
     types, templates = _candidate_types(model)
-    if template.template:
-        templates = [template.template]
+    with wrap_load_errors("model.model", f"{model.model}/args.json cannot be read"):
+        if asked := template.template or _read_args_json_template_type(model.model):
+            templates = [asked]
     choices = (("model.model_type", "model types", types), ("template.template", "templates", templates))
     faults = [_choice_fault(model, *one) for one in choices if len(one[2]) != 1]
     if faults:

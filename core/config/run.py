@@ -109,8 +109,8 @@ class TemplateConfig:
 
     template: str | None = key(None, lengths="otherwise")
     """
-    ms-swift's name of the chat template; unset, the only one of its registry. Templates that do not
-    declare packing need `training.packing: false`.
+    ms-swift's name of the chat template; unset, that of the model's `args.json`, else the only one
+    of its registry. Templates that do not declare packing need `training.packing: false`.
     """
 
     max_length: int | None = key(None, lengths="otherwise", plan=True, check=at_least(1))

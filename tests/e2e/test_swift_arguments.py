@@ -11,7 +11,14 @@ from swift import get_model_processor, get_template
 from swift.template import TEMPLATE_MAPPING
 
 from packplan.adapters.samples.measurer import SwiftMeasurer
-from packplan.adapters.samples.template import _stop_clock, length_inputs, open_template, render_prompt
+from packplan.adapters.samples.template import (
+    _stop_clock,
+    length_inputs,
+    open_template,
+    render_prompt,
+    swift_types,
+)
+from packplan.adapters.swift.command import read_command
 from packplan.app.wiring.runs import read_config
 from packplan.core.config.run import ModelConfig, TemplateConfig
 from packplan.core.errors import ConfigError, DataSetError
@@ -46,6 +53,23 @@ def test_a_system_prompt_that_is_no_file_is_refused(write_run):
     path = write_run("qwen2", template={"system": "gone.txt"})
     with pytest.raises(ConfigError, match=r"template\.system: gone\.txt cannot be read"):
         read_config(path)
+
+
+def test_a_folder_of_ms_swift_names_its_template(demo, tmp_path):
+    """In its `args.json`; the run's own key comes first, and damage is named."""
+    shutil.copytree(demo / "models" / "qwen3", folder := tmp_path / "saved")
+    (folder / "args.json").write_text(
+        '{"model_type": "qwen3", "template": "qwen3_nothinking", "swift_version": "4.6.0"}'
+    )
+    saved = ModelConfig(model=str(folder))
+
+    assert ("qwen3", "qwen3_nothinking") == swift_types(saved, TemplateConfig())
+    words = ["--model", str(folder), "--dataset", "a.jsonl", "--max_length", "80"]
+    assert "qwen3_nothinking" == read_command("sft", words, started=1).arguments.template
+    assert ("qwen3", "qwen3") == swift_types(saved, TemplateConfig(template="qwen3"))
+    (folder / "args.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"model\.model: .*args\.json cannot be read"):
+        swift_types(saved, TemplateConfig())
 
 
 @pytest.fixture
