@@ -105,7 +105,7 @@ _PLACES = {
     "packed": "in a pack with others, or a pack by itself, as no other fits",
     "long": "a long sample, in a pack of its own",
     "dropped": "in no pack: the pack that it would be in is filled below the ratio (training.packing_min_fill_ratio)",
-    "absent": "in no pack of this epoch, which does not draw it",
+    "absent": "in no pack: this epoch does not draw it, or the other split has it (custom.val_share)",
     "skipped": "in no pack: it is long (training.packing_allow_single_long: true gives it a pack of its own)",
 }
 
