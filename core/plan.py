@@ -182,7 +182,7 @@ def build_raw_plan(
     proves = policy.algorithm == "certified" and policy.max_images is None
     effort = 0 if quick_bound else inf if proves else effort_for_bound(array.size)
     bound = _find_plan_bound(tokens, policy, known=len(grouped), effort=effort, report=report)
-    saves = policy.counts_lengths and not policy.replanned and (len(grouped) - bound.best) * _SAVED > len(grouped)
+    saves = policy.counts_lengths and not policy.replanned and (len(packs) - bound.best) * _SAVED > len(packs)
     of_dropped, of_skipped, of_all = (int(part.sum()) for part in (array[dropped.indices], array[skipped], array))
     return RawPlan(
         packs=packs,

@@ -184,7 +184,7 @@ def _describe_packs(planned: Split) -> Iterator[Line]:
         return
     raw, lengths = planned.raw, column(planned.table, "length")
     if raw.auto_packs:
-        instead = f"{counted(raw.auto_packs, 'pack')} instead of {len(raw.packs) + len(raw.dropped_packs):,}"
+        instead = f"{counted(raw.auto_packs, 'pack')} instead of {len(raw.packs):,}"
         yield _info_line(f"training.packing_algorithm: auto needs at most {instead}")
     if number := len(raw.single_long):
         long = lengths[list(raw.single_long)].astype(np.int64)

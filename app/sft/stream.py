@@ -25,6 +25,7 @@ from packplan.app.wiring.trainers import (
     match_checkpoint,
     open_arguments,
     open_checkpoint,
+    warn_of_overwriting,
 )
 from packplan.app.wiring.verdicts import decide_attention
 from packplan.core.config.faults import DROP_LESS_REMEDY
@@ -61,6 +62,7 @@ def train_stream(config: RunConfig, trainer: StreamTrainer) -> None:
 def prepare_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
     """Decide the attention, plan the evaluation, and build the trainer."""
     training = config.training
+    warn_of_overwriting(training, group)
     checkpoint = open_checkpoint(config, group, StreamState)
     attention = decide_attention(config, isolated=training.packing)
     splits = open_splits(config)

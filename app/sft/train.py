@@ -26,7 +26,14 @@ from packplan.app.planning.split import Split
 from packplan.app.wiring.policies import work_of_run
 from packplan.app.wiring.ranks import hold_output_lock
 from packplan.app.wiring.splits import open_splits
-from packplan.app.wiring.trainers import build_trainer, match_checkpoint, open_arguments, open_checkpoint, open_follower
+from packplan.app.wiring.trainers import (
+    build_trainer,
+    match_checkpoint,
+    open_arguments,
+    open_checkpoint,
+    open_follower,
+    warn_of_overwriting,
+)
 from packplan.app.wiring.verdicts import decide_attention
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import counted, verb_for
@@ -48,6 +55,7 @@ def train(config: RunConfig, group: RankGroup) -> tuple[PlanTrainer, dict[str, S
     Raises:
         PackplanError: Something the user can fix, or something stored that is damaged.
     """
+    warn_of_overwriting(config.training, group)
     trainer, splits = prepare(config, group)
     if splits["train"].epochs is not None:
         # While an epoch is trained, its plan and the next one are held, and no other.

@@ -32,7 +32,7 @@ from packplan.app.planning.split import Split
 from packplan.app.wiring.ranks import read_settings_files, require_same_run, require_same_weights
 from packplan.app.wiring.verdicts import probe_loaded_model
 from packplan.core.config.identity import flat_values, run_identity
-from packplan.core.config.run import RunConfig
+from packplan.core.config.run import RunConfig, TrainingConfig
 from packplan.core.equality import AttentionChoice
 from packplan.core.errors import ConfigError, Difference, counted
 from packplan.core.fingerprint import RunIdentity
@@ -53,6 +53,18 @@ def hide_trainer_progress(config: RunConfig) -> RunConfig:
     return attrs.evolve(config, training=attrs.evolve(config.training, trainer=trainer))
 
 
+def warn_of_overwriting(training: TrainingConfig, group: RankGroup) -> None:
+    """Warn that training from the beginning writes over checkpoints of an earlier run."""
+    if training.resume_from_checkpoint is not None or group.rank != 0:
+        return
+    if (newest := newest_checkpoint(training.output_dir)) is not None:
+        log.warning(
+            "%s is there, but this run starts from the beginning, and writes over the checkpoints that it meets: "
+            "training.resume_from_checkpoint: last goes on from the newest whole one",
+            newest,
+        )
+
+
 def open_checkpoint(config: RunConfig, group: RankGroup, kind: type[State]) -> Checkpoint[State] | None:
     """
     Return the checkpoint that a run resumes from, None if it starts from the beginning. Its model,
@@ -70,12 +82,6 @@ def open_checkpoint(config: RunConfig, group: RankGroup, kind: type[State]) -> C
     """
     training = config.training
     if training.resume_from_checkpoint is None:
-        if group.rank == 0 and (newest := newest_checkpoint(training.output_dir)) is not None:
-            log.warning(
-                "%s is there, but this run starts from the beginning, and writes over the checkpoints that it meets: "
-                "training.resume_from_checkpoint: last goes on from the newest whole one",
-                newest,
-            )
         return None
     now = identity_of_run(config)
     return _find_checkpoint(config, group, kind, lambda state: state.identity.fixed.differences(now.fixed))

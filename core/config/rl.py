@@ -106,5 +106,8 @@ def rl_faults(config: RlConfig) -> Iterator[Fault]:
     if config.policy.sequence_packing.enabled and config.policy.dynamic_batching.enabled:
         reason = "and policy.sequence_packing exclude each other: disable one; packing computes no padding"
         yield Fault("policy.dynamic_batching", reason)
+    if config.policy.dynamic_batching.enabled and config.grpo.get("torch_compile"):
+        reason = "compiles a program for each width, and policy.dynamic_batching has many: remove it"
+        yield Fault("grpo.torch_compile", f"{reason}, or take policy.sequence_packing")
     if not config.grpo.get("reward_funcs"):
         yield Fault("grpo.reward_funcs", "is not set: name a function, as module:function, or a list of them")

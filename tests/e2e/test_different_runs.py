@@ -19,7 +19,7 @@ from packplan.app.sft import stream
 from packplan.app.wiring import ranks
 from packplan.app.wiring.ranks import join_ranks
 from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.trainers import open_checkpoint
+from packplan.app.wiring.trainers import open_checkpoint, warn_of_overwriting
 from packplan.core.config.identity import rank_differences
 from packplan.core.errors import MismatchError, RunError
 from packplan.core.schedule import ResumeState
@@ -139,6 +139,7 @@ def test_ranks_that_go_on_from_different_checkpoints_are_refused(write_run, exec
     execute(path)
     for rank in (0, 1):
         caplog.clear()
+        warn_of_overwriting(read_config(path).training, ScriptedGroup(rank=rank))
         assert open_checkpoint(read_config(path), ScriptedGroup(rank=rank), ResumeState) is None
         assert (rank == 0) == ("checkpoint-2 is there, but" in caplog.text)
     config = read_config(path, ["training.resume_from_checkpoint=last"])

@@ -29,9 +29,14 @@ def test_steps_evaluations_and_checkpoints_are_timed_and_counted(write_run, unev
     path = write_run("qwen2", training=keys, custom={"train_jsonl": uneven, "val_jsonl": uneven})
     monkeypatch.setattr("packplan.app.wiring.forecasts.REPEATS", 1)
 
-    assert 0 == plan.main(["time", str(path), "--json", "--quiet"])
-    told = json.loads(capfd.readouterr().out)
+    (earlier := path.parent / "run" / "checkpoint-2").mkdir(parents=True)
 
+    assert 0 == plan.main(["time", str(path), "--json", "--quiet"])
+    printed = capfd.readouterr()
+    told = json.loads(printed.out)
+    earlier.rmdir()
+
+    assert "writes over" not in printed.err
     epoch, total = len(told["steps_of_epoch"]), told["steps"]
     assert told["epoch_seconds"] == pytest.approx(sum(told["steps_of_epoch"]))
     assert (epoch, math.ceil(total / 2)) == (told["evaluation_every"], told["checkpoint_every"])

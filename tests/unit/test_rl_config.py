@@ -46,6 +46,7 @@ def test_each_mode_is_accepted(parsed, policy):
         ({"grpo": {"max_step": 3}}, "grpo.max_step", "did you mean max_steps"),
         ({"grpo": {"num_generations": 2.5}}, "grpo.num_generations", "is 2.5, but has to be a whole number"),
         ({"grpo": {"reward_weights": ["a"]}}, "grpo.reward_weights", "has to be a list of numbers"),
+        ({"policy": DYNAMIC, "grpo": {"torch_compile": True}}, "grpo.torch_compile", "a program for each width"),
         ({"grpo": {"reward_funcs": None}}, "grpo.reward_funcs", "is not set: name a function"),
         ({"grpo": {"output_dir": None}}, "grpo.output_dir", "is not set: name a folder"),
         ({"grpo": {"eval_on_start": True}}, "grpo.eval_on_start", "but the run has no evaluation: set custom.val_"),
