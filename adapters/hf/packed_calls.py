@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import cache
 from threading import local
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 from weakref import WeakKeyDictionary
 
 import attrs
@@ -29,6 +29,7 @@ from torch.distributed import ProcessGroup
 from transformers import Cache
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from packplan.adapters.attention import attention_names, using_native_attention
 from packplan.adapters.attention.rows import Padding, RealTokens, using_row
 from packplan.adapters.models import replace_attributes
 from packplan.adapters.proof.steps import NOISE
@@ -196,8 +197,7 @@ class TextStack:
 
 def _is_generation(given: dict[str, Any]) -> bool:
     """Return whether a call generates: it has a cache, or asks for one without gradients."""
-    has_cache = any(_is_cache(value) for value in given.values())
-    return has_cache or bool(given.get("use_cache") and not torch.is_grad_enabled())
+    return any(map(_is_cache, given.values())) or bool(given.get("use_cache") and not torch.is_grad_enabled())
 
 
 def _is_cache(value: Any) -> bool:
@@ -291,6 +291,7 @@ class Unpadding:
         """Ranks that share each packed row."""
 
         self.model, self.stack = model, stack
+        self._attention = attention_names(model.config)  # under which rows are proven apart
         self.is_paused = False
         """Whether calls run padded."""
 
@@ -308,12 +309,17 @@ class Unpadding:
             # Before the hook of `shared_rows`, which cuts the packed row.
             self.handles.append(module.register_forward_pre_hook(uncompiled(before), prepend=True, with_kwargs=True))
             self.handles.append(module.register_forward_hook(uncompiled(after), with_kwargs=True, always_call=True))
+        for one in self._callers:
+            vars(one).update(__reduce_ex__=_refuse_copy, generate_batch=self._generate_batch)
         HOOKED[stack.module] = self
 
     def remove(self) -> None:
         """Take the hooks off; the model keeps its attention."""
         for handle in self.handles:
             handle.remove()
+        for one in self._callers:
+            for name in ("__reduce_ex__", "generate_batch"):
+                vars(one).pop(name, None)
         HOOKED.pop(self.stack.module, None)
 
     def paused(self) -> AbstractContextManager[None]:
@@ -331,9 +337,12 @@ class Unpadding:
 
     def _pack(self, module: Any, args: Any, kwargs: Any) -> Any:
         if module is not self.stack.module:
-            message = "this is a copy of a model without padding: `remove` its hooks before copying, then `unpad` both"
-            raise PackplanError(message)
+            _refuse_copy()
         given, now = self.stack.bind_arguments(args, kwargs), self._thread
+        if now.outermost is not None:  # whose caller gave no cache: the model made it
+            given = {name: one for name, one in given.items() if name != "use_cache" and not _is_cache(one)}
+        if given.get("output_attentions") and not self._runs_padded:
+            raise PackplanError("attention without padding keeps no weights: for output_attentions `remove` the hooks")
         tokens = None if self._runs_padded else self.stack.find_real_tokens(given)
         inside = ExitStack()
         now.open.append((tokens, inside))
@@ -352,7 +361,17 @@ class Unpadding:
 
     @property
     def _runs_padded(self) -> bool:
-        return self.is_paused or self._thread.is_padded or self._thread.reads_padding
+        if self.is_paused or self._thread.is_padded or self._thread.reads_padding:
+            return True
+        now = attention_names(self.model.config)
+        if now != self._attention:
+            log_once(f"calls are computed padded under attention {now}: rows are proven apart under {self._attention}")
+        return now != self._attention
+
+    def _generate_batch(self, *args: Any, **options: Any) -> Any:
+        """Generate in continuous batches, which run under attentions of transformers alone."""
+        with using_native_attention(self.model, self.native), self.paused():
+            return type(self.model).generate_batch(self.model, *args, **options)
 
     def _put_back(self, module: Any, args: Any, kwargs: Any, output: Any) -> Any:  # noqa: ARG002  # torch passes them
         if not self._thread.open:  # the call was refused
@@ -411,6 +430,10 @@ class Unpadding:
             if isinstance(value, torch.Tensor) and value.shape == (1, len(tokens.places) - 1):
                 output[name] = tokens.put_back(torch.nn.functional.pad(value, (0, 1)))[:, :-1]
         return output
+
+
+def _refuse_copy(*_: int) -> NoReturn:
+    raise PackplanError("a model without padding has hooks: `remove` them before copying or pickling it")
 
 
 @cache

@@ -79,7 +79,7 @@ def unpad(model: Any, *, logits: bool = True, group: ProcessGroup | None = None,
     if check and first_calls is None:
         log.warning("first calls are not compared with their padded passes, since ranks share rows")
     wrapper = model.module if isinstance(model, DistributedDataParallel) else model
-    compare, heads = getattr(first_calls, "compare", None), dict.fromkeys((wrapper, inner))
+    compare, heads = getattr(first_calls, "compare", None), dict.fromkeys((wrapper, inner, inner.base_model))
     hooks = Unpadding(inner, stack, logits=logits, heads=heads, compare=compare, unpacked_sides=why_not)
     if first_calls is not None:
         hooks.handles.append(register_optimizer_step_pre_hook(first_calls.refuse_step))

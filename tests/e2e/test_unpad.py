@@ -3,6 +3,7 @@
 import copy
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from io import BytesIO
 from threading import Event
 
 import pytest
@@ -16,7 +17,9 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoProcessor,
+    ContinuousBatchingConfig,
     DynamicCache,
+    GenerationConfig,
 )
 
 from packplan.adapters.attention.rows import RealTokens, read_row
@@ -39,7 +42,7 @@ def assert_same(model, hooks, batch, **options):
     with hooks.paused():
         due, expected = computed(model, batch, **options)
     torch.testing.assert_close(found.loss, due.loss, atol=2e-6, rtol=2e-6)
-    assert due.keys() - found.keys() <= {"past_key_values"}
+    assert due.keys() - found.keys() <= {"past_key_values", "cache"}
     for name in found.keys() - {"loss", "logits" if found.logits.shape != due.logits.shape else ""}:
         assert_same_values(found[name], due[name], batch["attention_mask"].bool())
     torch.testing.assert_close(gradients, expected, atol=2e-6, rtol=1e-4)
@@ -48,7 +51,9 @@ def assert_same(model, hooks, batch, **options):
 
 def assert_same_values(found, due, own):
     """Outputs of each token, of all layers or of each row are the same, but for padding."""
-    if isinstance(found, tuple):
+    if isinstance(found, dict):  # of images
+        found, due = (tuple(one.values()) for one in (found, due))
+    if isinstance(found, (tuple, list)):
         for one, other in zip(found, due, strict=True):
             assert_same_values(one, other, own)
     else:
@@ -156,7 +161,7 @@ def test_rows_that_are_packed_or_could_not_be_told_apart_pass_through():
     batch = batch_of(torch.cat([columns < 9, columns >= 9]).long())
     calls = hooks.counts.calls
     model(**batch)
-    assert calls == hooks.counts.calls
+    assert calls + (not hooks.stack.by_positions) == hooks.counts.calls
     assert_same(model, hooks, batch_of(padded()))
 
 
@@ -233,6 +238,13 @@ def test_generation_passes_through():
     assert (ROWS, POSITIONS + 4, calls) == (*answers.shape, hooks.counts.calls)
     assert torch.equal(answers, model.generate(**given, max_new_tokens=4, do_sample=False, use_cache=False))
     assert calls + 4 == hooks.counts.calls  # without a cache, each pass is packed
+    rows = [given["input_ids"][0, :length].tolist() for length in (9, POSITIONS)]
+    answering = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=[])
+    small = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32)
+    several = model.eval().generate_batch(rows, answering, continuous_batching_config=small)
+    for row, answer in zip(rows, several.values(), strict=True):
+        plain = model.generate(torch.tensor([row]), max_new_tokens=4, do_sample=False)
+        assert plain[0, len(row) :].tolist() == answer.generated_tokens
     model.eval()
 
 
@@ -274,14 +286,34 @@ def test_a_removed_hook_leaves_the_model_alone():
     assert_same(model, hooks, batch)
     calls = hooks.counts.calls
 
-    with pytest.raises(PackplanError, match="copy"):
-        copy.deepcopy(model)(**batch)
+    with pytest.raises(PackplanError, match="before copying"):
+        copy.deepcopy(model)
+    with pytest.raises(PackplanError, match="before copying"):
+        torch.save(model, BytesIO())
+    with pytest.raises(PackplanError, match="output_attentions"):
+        model(input_ids=as_long, output_attentions=True)
     with pytest.raises(ArgumentError, match="already"):
         unpad(model)
     hooks.remove()
     model(**batch)
     assert calls == hooks.counts.calls
     assert_same(model, unpad(model), batch)
+
+
+def test_calls_under_another_attention_are_padded(caplog):
+    """Rows are proven apart under one attention: others do not know where a row begins."""
+    model, hooks = hooked()
+    batch, calls = batch_of(padded()), hooks.counts.calls
+    due = build("qwen2")(**batch).logits
+    model.set_attn_implementation("sdpa")
+
+    found = [model(**batch).logits for _ in range(2)]
+
+    assert calls == hooks.counts.calls
+    torch.testing.assert_close(found, [due] * 2)
+    assert 1 == caplog.text.count("computed padded under attention")
+    model.set_attn_implementation("packplan")
+    assert_same(model, hooks, batch)
 
 
 END = 2
@@ -431,12 +463,10 @@ def test_a_model_that_sees_trains_the_same(family, tmp_path):
         assert batch["attention_mask"].sum(1).tolist() == [*rows[-2].lengths], "by their positions too"
 
 
-@pytest.mark.parametrize("family", ["paligemma", "gemma3"])
+@pytest.mark.parametrize("family", ["paligemma", "idefics3"])
 def test_prefixes_and_images_attend_within_their_row(family):
-    """Token types let them attend both ways; an image changes no logit of another row."""
+    """Token types let them attend both ways, in models of which some make a cache of their own."""
     model = build(family, AutoModelForImageTextToText)
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, std=0.1)  # the projection of Gemma begins at 0
     hooks = unpad(model)
     batch = seeing_batch(family, padded())
     found, _ = assert_same(model, hooks, batch)
@@ -448,14 +478,15 @@ def test_prefixes_and_images_attend_within_their_row(family):
 
 
 def seeing_batch(family: str, mask):
-    """Return a batch of rows that begin with an image of four tokens; its types are by token."""
+    """Return a batch of rows that begin with an image of four tokens, of a prefix of nine."""
     batch, own = batch_of(mask), mask.cumsum(1)
     is_image = mask.bool() & (own <= 4)
     batch["input_ids"].clamp_(max=298)[is_image] = 299
-    types = (own > 9).long() if family == "paligemma" else is_image.long()
     pixels = torch.randn(ROWS, 3, 28, 28, generator=torch.Generator().manual_seed(1))
-    labels = batch["labels"].clamp(max=298).masked_fill(is_image, -100)
-    return {**batch, "labels": labels, "token_type_ids": types, "pixel_values": pixels}
+    batch["labels"] = batch["labels"].clamp(max=298).masked_fill(is_image, -100)
+    if family == "idefics3":  # several images a row, and no types
+        return {**batch, "pixel_values": pixels[:, None]}
+    return {**batch, "token_type_ids": (own > 9).long(), "pixel_values": pixels}
 
 
 def test_arguments_and_outputs_are_packed_by_their_names():

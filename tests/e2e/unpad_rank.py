@@ -37,9 +37,9 @@ _OWN = {
         "text_config": _SIZES | {"model_type": "gemma"}, "vision_config": _TOWER, "image_token_id": 299,
         "projection_dim": 32, "hidden_size": 32,
     },
-    "gemma3": {
-        "text_config": _SIZES | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
-        "vision_config": _TOWER, "image_token_index": 299, "mm_tokens_per_image": 4,
+    "idefics3": {
+        "text_config": _SIZES | {"model_type": "llama"}, "image_token_id": 299, "scale_factor": 2,
+        "vision_config": {name: size for name, size in _TOWER.items() if name != "model_type"} | {"patch_size": 7},
     },
     "xlm-roberta": _SIZES | {"pad_token_id": 1},
 }  # fmt: skip
