@@ -1,6 +1,7 @@
 """Assertion that `unpad` does not change a trainer's loss and gradients."""
 
 import copy
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -87,6 +88,6 @@ def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> Unpadd
 
 def _loss_and_gradients(trainer: Any, inputs: Any) -> tuple[float, Gradients]:
     """Return the trainer's loss of a batch, and its gradients."""
-    given = dict(inputs) if isinstance(inputs, dict) else inputs  # trainers take labels out
+    given = dict(inputs) if isinstance(inputs, Mapping) else inputs  # trainers take labels out
     loss = trainer.compute_loss(trainer.model, given)
     return float(loss.detach()), weight_gradients(trainer.model, loss)
