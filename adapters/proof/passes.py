@@ -168,5 +168,5 @@ def difference_text(found: Pass, expected: Pass) -> str | None:
             differences[name] = loss_difference(found.scalars.get(name, math.inf), number, term_size=largest)
     beyond = {name: size for name, size in differences.items() if not size <= expected.limit}
     worst = sorted(beyond, key=beyond.__getitem__, reverse=True)[:3]
-    texts = [f"{name} by {beyond[name]:.2g} of its largest value" for name in worst]
-    return f"{' and '.join(texts)}, where {expected.limit:.0e} is allowed" if texts else None
+    texts = ", ".join(f"{name} by {beyond[name]:.2g}" for name in worst)
+    return f"{texts} of the largest value, where {expected.limit:.0e} is allowed" if texts else None
