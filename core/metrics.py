@@ -1,5 +1,7 @@
 """Utilisation, waste, balance, efficiency and gap of packs."""
 
+from __future__ import annotations
+
 from fractions import Fraction
 from math import exp, lgamma, sqrt
 
@@ -58,6 +60,10 @@ class PackingMetrics:
     def gap(self) -> float:
         """Packs beyond the lower bound, over the bound. 0 proves that no packing is better."""
         return (self.num_packs - self.lower_bound) / self.lower_bound
+
+    def __add__(self, other: PackingMetrics) -> PackingMetrics:
+        """Return the metrics of both sets of packs, which were packed apart."""
+        return PackingMetrics(*(a + b for a, b in zip(attrs.astuple(self), attrs.astuple(other), strict=True)))
 
 
 def packing_metrics(lengths: Lengths, packs: AnyPacks, *, capacity: int, bound: int | None = None) -> PackingMetrics:

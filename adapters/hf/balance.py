@@ -28,6 +28,7 @@ from packplan.adapters.hf.refusals import is_old_trl, refuse_balance_conflicts
 from packplan.adapters.hf.rows import BatchCounts, BatchRows, Row, join_rows, split_batch
 from packplan.core.errors import ArgumentError, ModelError
 from packplan.core.lengths import as_whole_number
+from packplan.core.metrics import PackingMetrics, packing_metrics
 from packplan.core.shard import Sharding, shard_dynamic, shard_packed
 from packplan.core.work.model import WorkModel
 
@@ -53,6 +54,17 @@ class BalanceCounts:
 
     moved: int = 0
     """Rows that this rank trained and received from other ranks."""
+
+    metrics: PackingMetrics | None = None
+    """Packing metrics of this rank's microbatches, fillers left out; None before the first."""
+
+    def add_microbatches(self, loads: Sequence[int], max_tokens: int) -> None:
+        """Add the microbatches of a step, of *loads* tokens, to the metrics."""
+        if loads:
+            bound = -(-sum(min(load, max_tokens) for load in loads) // max_tokens)
+            packs = [[index] for index in range(len(loads))]
+            found = packing_metrics(loads, packs, capacity=max_tokens, bound=bound)
+            self.metrics = found if self.metrics is None else self.metrics + found
 
 
 def balance(
@@ -313,6 +325,8 @@ class _BalancedTraining:
                 step.counts.tokens += int(counts.attended)
         step.counts.steps += 1
         step.counts.microbatches += len(found)
+        loads = [max(int(held.attended), 1) for _, _, held in found if held.rows]
+        step.counts.add_microbatches(loads, step.max_tokens)
         return found
 
     def _exchange_microbatches(self, lengths: list[list[int]], rows: list[Row]) -> list[list[Row]]:

@@ -17,6 +17,8 @@ from trl import GRPOConfig, GRPOTrainer, ModelConfig, get_peft_config
 from packplan.adapters.config.trainer_keys import TrainerKey, argument_keys
 from packplan.adapters.families import trained_config
 from packplan.adapters.files import wrap_save_errors
+from packplan.adapters.hf.balance import BalanceCounts
+from packplan.adapters.hf.packed_calls import Unpadding
 from packplan.adapters.samples.data_files import open_records
 from packplan.adapters.samples.prompts import Prompts
 from packplan.app.wiring.stores import records_cache
@@ -57,7 +59,7 @@ def train(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
         raise ConfigError.for_key("grpo.resume_from_checkpoint", reason)
     if quiet or not sys.stderr.isatty():
         disable_progress_bar()
-    trainer = open_trainer(config, quiet=quiet)
+    trainer, hooks, counts = open_trainer(config, quiet=quiet)
     with wrap_save_errors(Path(folder)):
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model()
@@ -65,12 +67,18 @@ def train(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     if rewards and trainer.is_world_process_zero():
         log.info("reward %.3f -> %.3f; the policy is in %s", rewards[0], rewards[-1], folder)
+    if counts is not None and counts.metrics is not None and trainer.is_world_process_zero():
+        found = counts.metrics
+        figures = (found.utilisation, found.waste_ratio, found.balance, found.efficiency)
+        log.info("microbatches of rank 0: utilisation %.4f, waste %.4f, balance %.4f, efficiency %.4f", *figures)
+        for name, one in zip(("policy", "reference model"), hooks, strict=False):
+            log.info("the %s computed %s of %s positions", name, f"{one.counts.real:,}", f"{one.counts.padded:,}")
     return trainer
 
 
-def open_trainer(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
+def open_trainer(config: RlConfig, *, quiet: bool = False) -> tuple[GRPOTrainer, list[Unpadding], BalanceCounts | None]:
     """
-    Load the model, and build its trainer.
+    Load the model; return its trainer, the hooks of its models, and the counts of its microbatches.
 
     Args:
         config: The run.
@@ -100,12 +108,11 @@ def open_trainer(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
         raise
     except (ValueError, TypeError, NotImplementedError, ImportError, OSError) as error:
         raise ConfigError.for_key("grpo", f"is refused by TRL: {error}") from error
-    if packing.enabled:
-        for one in filter(None, (trainer.model, trainer.ref_model)):
-            unpad(one)
+    models = filter(None, (trainer.model, trainer.ref_model)) if packing.enabled else ()
+    hooks, counts = [unpad(one) for one in models], None
     cut = packing if packing.enabled else dynamic
     if cut.enabled:
-        balance(
+        counts = balance(
             trainer,
             max_tokens=cut.train_mb_tokens,
             logprob_max_tokens=cut.logprob_mb_tokens,
@@ -113,7 +120,7 @@ def open_trainer(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
             algorithm=packing.algorithm,
             length_multiple=cut.sequence_length_round,
         )
-    return trainer
+    return trainer, hooks, counts
 
 
 def _grpo_arguments(config: RlConfig, *, quiet: bool) -> dict[str, Any]:

@@ -67,6 +67,21 @@ def on_rank(*words):
         return rl.main([*words])
 
 
+@pytest.mark.parametrize("policy", [PACKED, DYNAMIC])
+def test_the_metrics_of_packing_and_the_counts_of_positions_are_logged(policy, write_rl, caplog):
+    """At the end, of all steps: specification 004's four metrics, and what `unpad` left out."""
+    caplog.set_level("INFO")
+    train(write_rl(policy=policy))
+
+    told = re.search(r"rank 0: utilisation (.+), waste (.+), balance (.+), efficiency (.+)", caplog.text)
+    used, waste, balance, efficiency = map(float, told.groups())
+    assert 1 == pytest.approx(used + waste, abs=1e-4)
+    assert 0 < used <= efficiency
+    assert balance <= 1
+    counted = re.search(r"policy computed ([\d,]+) of ([\d,]+) positions", caplog.text)
+    assert (policy is PACKED) == bool(counted)
+
+
 def test_two_ranks_train_one_policy(server, write_rl, tmp_path):
     """Each draws for its own prompts; loss and reward are of both, and rank 0 saves the policy."""
     path = write_rl(policy=PACKED, use_cpu=True, reward_funcs="rewards_beside:of_words")

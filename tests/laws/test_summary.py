@@ -77,6 +77,9 @@ def test_packing_efficiency_metrics_are_as_the_specification_defines_them(case):
     assert len(packs) / lower_bound(lengths, capacity=capacity) - 1 == pytest.approx(found.gap)
     again = packing_metrics(lengths, Packs.from_lists(packs), capacity=capacity, bound=found.lower_bound)
     assert found == again
+    twice, both = found + found, packing_metrics(lengths * 2, packs * 2, capacity=capacity, bound=1)
+    assert (2 * len(packs), found.gap) == (twice.num_packs, pytest.approx(twice.gap))
+    assert (both.fill, both.fill_squared, both.num_tokens) == (twice.fill, twice.fill_squared, twice.num_tokens)
 
 
 @pytest.mark.parametrize(
