@@ -94,10 +94,8 @@ def evaluation_faults(config: RunConfig, section: str, settings: Mapping[str, An
     """
     for name, values in _EVALUATES.items() if not (config.custom.val_jsonl or config.custom.val_share) else ():
         if settings.get(name) in values:
-            reason = (
-                f"is {str(settings[name]).lower()}, but the run has no evaluation: set custom.val_jsonl, or remove it"
-            )
-            yield Fault(f"{section}.{name}", reason)
+            reason = f"is {str(settings[name]).lower()}, but the run has no evaluation"
+            yield Fault(f"{section}.{name}", f"{reason}: set custom.val_jsonl, or remove it")
 
 
 def _source_faults(custom: CustomConfig) -> Iterator[Fault]:
