@@ -8,12 +8,13 @@ import hashlib
 import json
 import os
 import re
+import stat
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -22,6 +23,8 @@ from numpy.typing import NDArray
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.core.errors import ConfigError, CorruptArtefactError, OutputError, PackplanError, counted
 from packplan.core.fingerprint import json_digest
+
+T = TypeVar("T")
 
 _DIGEST = "manifest_sha256"
 
@@ -38,6 +41,61 @@ _UNPUBLISHED = ".tmp"
 
 POLL_S = 0.5
 """Seconds between two attempts to take a lock."""
+
+
+MOST_BYTES = 2**22
+"""Most bytes of a YAML, or of a file of settings."""
+
+
+def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
+    """
+    Return the text of a file that describes a run or a model.
+
+    Args:
+        path: Regular file of UTF-8 text.
+        most: Most bytes that the file may have.
+
+    Raises:
+        ValueError: The file cannot be read, is too large, or is no regular file of UTF-8.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ValueError("is a folder, a pipe or a device: name a regular file")
+        with path.open("rb") as file:
+            text = file.read(most + 1)
+    except OSError as error:
+        message = f"cannot be read ({error.strerror}): name an existing file"
+        raise ValueError(message) from None
+    if len(text) > most:
+        message = f"has more than {most:,} bytes: name a file of settings"
+        raise ValueError(message)
+    return text.decode()
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of JSON text; ValueError if it is invalid or nested too deeply."""
+    try:
+        return require_shallow(json.loads(text))
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+
+
+_DEEPEST, _MOST_VALUES = 64, 10**6
+
+_TOO_DEEP = f"is nested more than {_DEEPEST} deep, or has more than {_MOST_VALUES:,} values: write fewer"
+
+
+def require_shallow(value: T) -> T:
+    """Return a value of lists and mappings; ValueError if it is too deep or too large."""
+    left: list[tuple[Any, int]] = [(value, 0)]
+    number = 0
+    while left:
+        (held, depth), number = left.pop(), number + 1
+        if depth > _DEEPEST or number > _MOST_VALUES:
+            raise ValueError(_TOO_DEEP)
+        inside = held.values() if isinstance(held, dict) else held if isinstance(held, list) else ()
+        left.extend((one, depth + 1) for one in inside)
+    return value
 
 
 @contextmanager
@@ -197,7 +255,7 @@ def read_manifest(path: Path, schema: str) -> dict[str, Any] | None:
         text = path.read_bytes()
         content = json.loads(text)
         found = content.pop(_DIGEST)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CorruptArtefactError(str(path), "it is no manifest of this project") from None

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from packplan.adapters.files import wrap_load_errors
+from packplan.adapters.files import parse_json, read_text, wrap_load_errors
 from packplan.core.config.run import ModelConfig
 from packplan.core.errors import ConfigError, Fault, counted
 
@@ -140,9 +140,9 @@ def config_content(model: ModelConfig) -> Mapping[str, Any]:
     """Return the content of the model's config.json; ConfigError if it names no `model_type`."""
     path = Path(model.model) / "config.json"
     try:
-        sizes: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        sizes: Mapping[str, Any] = parse_json(read_text(path))
         sizes["model_type"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         if is_hub_id(model.model):
             reason = (
                 f"is {model.model}, which is no folder here, and no local cache holds it: download it with "
@@ -239,10 +239,14 @@ def _damage_error(path: Path, fact: str, remedy: str = "copy or download it agai
     return ConfigError.for_key("model.model", f"{path} {fact}: {remedy}")
 
 
+_MOST_JSON = 2**28
+"""Most bytes of a JSON file of a model: those of tokenizers have tens of MiB."""
+
+
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return parse_json(read_text(path, most=_MOST_JSON))
+    except ValueError as error:
         raise _damage_error(path, f"cannot be read ({error})") from error
 
 

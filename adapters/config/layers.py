@@ -6,47 +6,52 @@ overrides both.
 import os
 import re
 from collections.abc import Iterable, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from packplan.adapters.files import read_text, require_shallow
 from packplan.core.errors import ConfigError, Fault
+from packplan.core.samples.urls import is_url
 
 _VARIABLE = re.compile(r"\$\{([^}]*)\}")
 
+_LONGEST_NAME, _MOST_BITS = 255, 64
+"""Most bytes of the name of a file, and most bits of a number."""
 
-def read_document(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+
+def read_document(path: Path) -> dict[str, Any]:
     """
     Read a YAML file, merged over the files that it extends.
 
     Args:
         path: YAML file.
-        above: Resolved paths of the files that extend *path*, to refuse a circle.
 
     Raises:
         ConfigError: A file cannot be read, its YAML is not a mapping, or it extends itself.
     """
-    if path.resolve() in above:
-        raise _refusal(path, "comes back to a file that extends this one: break the circle", key="extends")
-    try:
-        document = _parse_yaml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise _refusal(path, f"cannot be read ({error.strerror}): name an existing YAML") from None
-    except ValueError as error:
-        raise _refusal(path, str(error)) from None
-    if not isinstance(document, dict):
-        raise _refusal(path, "has to hold sections, or keys and their values, but holds none")
-    base = document.pop("extends", None)
-    if base is None:
-        return document
-    if not isinstance(base, str):
-        raise _refusal(path, f"is {base!r}, but has to be the path of a YAML", key="extends")
-    try:
-        below = path.parent / expand_path(base)
-    except ValueError as error:
-        raise _refusal(path, str(error), key="extends") from None
-    return merge_sections(read_document(below, (*above, path.resolve())), document)
+    documents: dict[Path, dict[str, Any]] = {}
+    below: Path | None = path
+    while below is not None:
+        path = below
+        try:
+            document = _parse_yaml(read_text(path))
+        except ValueError as error:
+            raise _refusal(path, str(error)) from None
+        if not isinstance(document, dict):
+            raise _refusal(path, "has to hold sections, or keys and their values, but holds none")
+        if path.resolve() in documents:
+            raise _refusal(path, "comes back to a file that extends this one: break the circle", key="extends")
+        base, documents[path.resolve()] = document.pop("extends", None), document
+        if base is not None and not isinstance(base, str):
+            raise _refusal(path, f"is {base!r}, but has to be the path of a YAML", key="extends")
+        try:
+            below = None if base is None else path.parent / expand_path(base)
+        except ValueError as error:
+            raise _refusal(path, str(error), key="extends") from None
+    return reduce(merge_sections, reversed(documents.values()))
 
 
 def _refusal(source: Path, reason: str, *, key: str = "") -> ConfigError:
@@ -98,6 +103,9 @@ def expand_path(path: str) -> str:
         )
         raise ValueError(message)
     path = home if path.startswith("~") else path
+    if "\0" in path or (not is_url(path) and any(len(os.fsencode(part)) > _LONGEST_NAME for part in path.split("/"))):
+        message = f"is {path!r}, but a name in it has a NUL, or more than {_LONGEST_NAME} bytes: shorten it"
+        raise ValueError(message)
     for name in _VARIABLE.findall(path):
         if name not in os.environ:
             message = f"is {path!r}, but the environment has no {name}: set it, or write the path out"
@@ -112,7 +120,11 @@ class _Loader(yaml.SafeLoader):
 def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: dict[Any, int] = {}
     for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)
+        is_scalar = isinstance(key_node, yaml.ScalarNode)
+        key = loader.construct_object(key_node, deep=True) if is_scalar else None
+        if not isinstance(key, str):
+            problem = f"the key {key_node.value if is_scalar else '{ } or [ ]'} is no text: put it in quotes"
+            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
         if key in seen and key != "<<":
             problem = f"the key {key!r} is written twice (first in line {seen[key]})"
             raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
@@ -121,14 +133,26 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any
     return loader.construct_mapping(node, deep=True)
 
 
+def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    number: int = loader.construct_yaml_int(node)
+    if number.bit_length() > _MOST_BITS:
+        problem = f"the number {node.value:.40} has more than {_MOST_BITS} bits: write a smaller one"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+    return number
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)
 
 
 def _parse_yaml(text: str) -> Any:
     """Return the parsed value of YAML text; ValueError with the parser's reason."""
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506  # a SafeLoader
-    except (yaml.YAMLError, ValueError) as error:  # the latter of dates, and of numbers of thousands of digits
+        return require_shallow(yaml.load(text, Loader=_Loader))  # noqa: S506  # a SafeLoader
+    except RecursionError:
+        raise ValueError("is no valid YAML: it is nested too deeply") from None
+    # The latter two of dates, and of numbers of thousands of digits.
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
         message = f"is no valid YAML: {error}"
         raise ValueError(message) from None
 

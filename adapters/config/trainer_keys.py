@@ -22,6 +22,7 @@ import attrs
 import cattrs
 
 from packplan.adapters.config.values import TOO_LARGE
+from packplan.adapters.files import parse_json, read_text
 from packplan.adapters.versions import installed_version
 from packplan.core.config.faults import ForeignKey
 from packplan.core.errors import Fault
@@ -104,7 +105,7 @@ class TrainerKey:
         if kind == "str" and "dict" in self.types and not self.path:
             # ms-swift takes a section as JSON too.
             with contextlib.suppress(ValueError):
-                value = json.loads(value)
+                value = parse_json(value)
             kind = "dict" if isinstance(value, dict) else ""
         if kind == "list" and "numbers" in self.types and all(type(one) in {int, float} for one in value):
             kind = "numbers"
@@ -215,9 +216,8 @@ def read_nested_settings(value: Any) -> Mapping[str, Any]:
     of a JSON file. They are empty if a file cannot be read; the trainer then refuses it.
     """
     if isinstance(value, (str, Path)):
-        with contextlib.suppress(OSError, ValueError):
-            text = str(value) if str(value).startswith("{") else Path(value).read_text(encoding="utf-8")
-            value = json.loads(text)
+        with contextlib.suppress(ValueError):
+            value = parse_json(str(value) if str(value).startswith("{") else read_text(Path(value)))
     return value if isinstance(value, Mapping) else {}
 
 

@@ -121,8 +121,9 @@ def _require_data_path(path: Path) -> None:
             pass
     except ValueError:
         raise DataSetError(f"{path} has a name or a folder that is no text of UTF-8: rename it") from None
-    except OSError as error:
-        raise DataSetError(f"{path} cannot be read ({error.strerror}): name an existing data file") from None
+    except (OSError, RuntimeError) as error:  # the latter of a loop of links
+        reason = getattr(error, "strerror", None) or error
+        raise DataSetError(f"{path} cannot be read ({reason}): name an existing data file") from None
 
 
 def _match_files(path: str) -> list[Path]:

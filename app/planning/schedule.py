@@ -81,7 +81,7 @@ def zero_stage(deepspeed: Any) -> int:
     if isinstance(deepspeed, (str, Path)):
         try:
             deepspeed = json.loads(Path(deepspeed).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return 0  # the trainer refuses it, and says why
     zero = deepspeed.get("zero_optimization") if isinstance(deepspeed, Mapping) else None
     stage = zero.get("stage") if isinstance(zero, Mapping) else None

@@ -1,12 +1,15 @@
 """YAML becomes a frozen configuration, or all its faults at once, each with its path and remedy."""
 
 import math
+import tempfile
 from decimal import Decimal
 from pathlib import Path
 
 import attrs
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from packplan.adapters.config.values import structure_document
 from packplan.app.wiring.runs import read_config
@@ -243,6 +246,18 @@ def test_one_yaml_builds_on_another(tmp_path: Path):
         ("a: \0b", r"is no valid YAML: unacceptable character #x0000"),
         (b"\xff\xfe\0", "'utf-8' codec can't decode byte 0xff"),
         (None, r"run\.yaml has 1 fault:\n  cannot be read"),
+        ("a: " + "[" * 500 + "]" * 500, "nested too deeply"),
+        ("a: " + "{a: " * 100 + "1" + "}" * 100, "nested more than 64 deep"),
+        ("a: &a [x]\n" + "".join(f"b{n}: &b{n} [{f'*b{n - 1}, ' * 9 if n else '*a'}]\n" for n in range(9)), "values"),
+        ("template: {{ jinja }}\n", "the key { } or .* is no text: put it in quotes"),
+        ("[a, b]: 3\n", "is no text: put it in quotes"),
+        ("1: 3\n", "the key 1 is no text"),
+        ("seed: 9:" + "9:" * 300 + "9\n", "more than 64 bits"),
+        ("seed: 9:" + "9:" * 300 + "9.5\n", "no valid YAML"),
+        ('extends: "a\\0b"\n', "has a NUL, or more than 255 bytes"),
+        (f"extends: {'n' * 300}\n", "has a NUL, or more than 255 bytes"),
+        ("extends: /dev/zero\n", "is a folder, a pipe or a device"),
+        pytest.param("x" * 2**23, "has more than 4,194,304 bytes", id="large"),
     ],
 )
 def test_files_that_are_no_configuration_say_why(tmp_path: Path, text, says):
@@ -252,6 +267,39 @@ def test_files_that_are_no_configuration_say_why(tmp_path: Path, text, says):
 
     with pytest.raises(ConfigError, match=says):
         read_config(tmp_path / "run.yaml")
+
+
+def test_a_chain_of_files_may_be_long(tmp_path: Path):
+    """Each file is read once, and none waits for those below it; a loop of links is refused."""
+    (tmp_path / "0.yaml").write_text(yaml.safe_dump(document(seed=1)))
+    for number in range(1, 1200):
+        (tmp_path / f"{number}.yaml").write_text(f"extends: {number - 1}.yaml\ntraining: {{seed: {number}}}\n")
+    (tmp_path / "loop.yaml").symlink_to(tmp_path / "loop.yaml")
+
+    assert 1199 == read_config(tmp_path / "1199.yaml").training.seed
+    with pytest.raises(ConfigError, match="symbolic links"):
+        read_config(tmp_path / "loop.yaml")
+
+
+_WORDS = ["model", "training", "seed", "extends", "<<", "{{x}}", "1", "~", "9:9:9", "\x00", "*a", "&a", "!!set"]
+
+_VALUES = st.recursive(
+    st.sampled_from(_WORDS),
+    lambda below: (
+        st.lists(below, max_size=3).map(lambda items: f"[{', '.join(items)}]")
+        | st.tuples(below, below).map(lambda pair: f"{{{pair[0]}: {pair[1]}}}")
+    ),
+)
+
+
+@given(_VALUES, st.sampled_from(_WORDS))
+def test_no_text_is_a_traceback(value, key):
+    """Whatever a YAML holds, it is a configuration, or its faults are named."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "run.yaml")
+        path.write_text(f"{key}: {value}\n")
+        with pytest.raises(ConfigError):
+            read_config(path)
 
 
 def test_runs_of_every_class_refuse_a_list_for_pairs():
