@@ -22,13 +22,12 @@ from transformers import (
     GenerationConfig,
 )
 
-from packplan.adapters.attention.rows import RealTokens, read_row
+from packplan.adapters.attention.rows import PackedRow, RealTokens, read_row
 from packplan.adapters.hf.packed_calls import TextStack, log_once
 from packplan.core.errors import ArgumentError, ModelError, PackplanError
 from packplan.hf import unpad
 from tests.e2e import unpad_rank
 from tests.e2e.unpad_rank import POSITIONS, ROWS, batch_of, build, computed, padded
-from tests.made.vision_models import VISION_FAMILIES, write_vision_model
 from tests.processes import finished
 
 pytestmark = pytest.mark.slow
@@ -141,6 +140,33 @@ def test_heads_that_pool_read_the_same(family):
     with hooks.paused():
         due = model.base_model(**batch, return_dict=False)
     assert_same_values(found, due[: len(found)], batch["attention_mask"].bool())
+
+
+def test_masks_that_number_samples_are_of_packed_rows():
+    """Values above 1 number the samples of a row; other values but 0 are real tokens."""
+    stack, batch = TextStack(hooked()[0]), batch_of(padded())
+    numbers = batch["attention_mask"] * (1 + torch.arange(POSITIONS) // 7)
+    assert stack.find_real_tokens({**batch, "attention_mask": numbers}) is None
+    for mask in (padded(), padded().bool(), padded() * 2.0):
+        assert torch.equal(
+            padded().flatten().nonzero()[:, 0], stack.find_real_tokens({**batch, "attention_mask": mask}).places
+        )
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 5), st.integers(0, 3))
+def test_chunks_are_counted_from_the_start_of_each_sample(lengths, size, gap):
+    """Chunks are those of the sample alone; columns of a padded batch count padding too."""
+    ids = torch.tensor([number for number, length in enumerate(lengths) for _ in range(length)])
+    offsets = torch.cat([torch.arange(length) for length in lengths])
+    tokens = torch.arange(len(ids))
+    for columns, place in ((None, offsets), (7 + (1 + gap) * offsets, (1 + gap) * offsets)):
+        row = PackedRow(ids, columns)
+
+        found = row.same_chunk(size)(None, None, tokens[:, None], tokens[None])
+
+        due = place[:, None] // size == place[None] // size
+        within = ids[:, None] == ids[None]
+        assert torch.equal(due[within], found[within])
 
 
 def test_rows_that_are_packed_or_could_not_be_told_apart_pass_through():
@@ -451,6 +477,9 @@ def test_a_packed_call_with_a_fault_is_found_by_its_probe(fault):
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "internvl"])
 def test_a_model_that_sees_trains_the_same(family, tmp_path):
     """Images keep their tokens, positions and features, whichever side is padded."""
+    pytest.importorskip("torchvision")
+    from tests.made.vision_models import write_vision_model
+
     write_vision_model(tmp_path, family, ["a red circle, a blue bar"] * 4, seed=0)
     model = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
     hooks, processor, rows = unpad(model), AutoProcessor.from_pretrained(tmp_path), []
@@ -505,6 +534,8 @@ def test_arguments_and_outputs_are_packed_by_their_names():
 def pictures_batch(processor, family: str, side: str):
     """Return a batch of rows with and without an image."""
     from PIL import Image
+
+    from tests.made.vision_models import VISION_FAMILIES
 
     processor.tokenizer.padding_side = side
     media = VISION_FAMILIES[family].media
