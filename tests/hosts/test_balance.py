@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from functools import partial
+from unittest import mock
 
 import pytest
 
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig
 
-from packplan.adapters.hf.balance import split_microbatches
+from packplan.adapters.hf.balance import _BalanceState, split_microbatches
 from packplan.adapters.hf.refusals import _LOSSES, is_old_trl
 from packplan.adapters.hf.rows import BatchCounts, join_rows, split_batch
 from packplan.core.errors import ArgumentError
@@ -145,6 +146,34 @@ def test_a_step_is_the_trainers_own(host, tmp_path):
             assert new["logged"][name] == pytest.approx(value, rel=1e-6, abs=1e-6), (loss, name)
     assert all(tokens <= MAX_TOKENS or rows == 1 for tokens, _, rows in calls)
     assert counts.steps == len(LOSSES[host]) < counts.microbatches / 2
+
+
+def test_microbatches_without_rows_weigh_nothing(tmp_path):
+    """A rank with fewer rows computes fillers, which change neither loss nor what is logged."""
+    trainer, batches, own = trainer_of("GRPOTrainer", tmp_path), [batch_of(0), batch_of(1)], {}
+    for loss in LOSSES["GRPOTrainer"]:
+        trainer.loss_type = trainer.args.loss_type = loss
+        own[loss] = step_of(trainer, batches)
+    counts, divide = balance(trainer, max_tokens=MAX_TOKENS), _BalanceState.microbatches
+    with mock.patch.object(_BalanceState, "microbatches", lambda *given: [*divide(*given), []]):
+        for loss in LOSSES["GRPOTrainer"]:
+            trainer.loss_type = trainer.args.loss_type = loss
+            assert nearness(own[loss], step_of(trainer, batches)) < NEAR, loss
+    assert counts.tokens == counts.steps * int(sum(BatchCounts.from_batch(one).attended for one in batches))
+
+
+def test_ratios_of_importance_are_one_at_padding():
+    """The ratio of two equal probabilities, whose logarithm is 0: losses sum it over a row."""
+    batch = batch_of(0)
+    batch["importance_sampling_ratio"] = batch["completion_mask"] * 0.5
+    rows = split_batch(batch).rows
+
+    joined_again = join_rows(rows, pad_token_id=0)
+
+    ratios, own = joined_again["importance_sampling_ratio"], joined_again["completion_mask"].bool()
+    assert not own.all()
+    assert {0.5} == {*ratios[own].tolist()}
+    assert {1.0} == {*ratios[~own].tolist()}
 
 
 def test_a_step_whose_answers_are_all_cut_off_is_the_trainers_own(tmp_path):
