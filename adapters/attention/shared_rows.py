@@ -143,8 +143,8 @@ def new_row_group(size: int, timeout: timedelta) -> dist.ProcessGroup:
 
 def _asks_for_usual_loss(model: Any, given: dict[str, Any]) -> bool:
     """Return whether a call asks for the mean of its tokens' cross-entropies, and nothing else."""
-    if given.get("labels") is None or given.get("shift_labels") is not None:
-        return False
+    if given.get("labels") is None or given.get("shift_labels") is not None or hasattr(model, "score"):
+        return False  # a head named `score` has a label for each sample
     routes = given.get("output_router_logits") or getattr(model.config.get_text_config(), "output_router_logits", False)
     keeps = given.get("logits_to_keep")
     is_known = keeps.dtype == torch.bool if isinstance(keeps, torch.Tensor) else not keeps
@@ -198,12 +198,15 @@ class SharedRows:
         """
         self._decoder, self._divide, self._joins = decoder, divide, joins
         self._signature = signature(decoder.forward)
-        self._open: dict[int, list[tuple[RowShare | None, ExitStack]]] = defaultdict(list)  # of each thread
+        # Of each thread: the rank's part, what it needs open, and the arguments of the whole row.
+        self._open: dict[int, list[tuple[RowShare | None, ExitStack, dict[str, Any]]]] = defaultdict(list)
         uncompiled: Any = torch.compiler.disable  # rows would each need a program of their own
         self._hooks = [
             decoder.register_forward_pre_hook(uncompiled(self._cut_inputs), with_kwargs=True),
             # Before hooks that put back padding, which take the whole row.
-            decoder.register_forward_hook(uncompiled(self._join_output), prepend=True, always_call=True),
+            decoder.register_forward_hook(
+                uncompiled(self._join_output), prepend=True, with_kwargs=True, always_call=True
+            ),
         ]
 
     @property
@@ -220,7 +223,7 @@ class SharedRows:
     def _cut_inputs(self, _: Any, args: Any, kwargs: Any) -> Any:
         divided, inside = self._divide() if self.is_active else None, ExitStack()
         if divided is None:
-            self._open[get_ident()].append((None, inside))
+            self._open[get_ident()].append((None, inside, {}))
             return None
         row, share = divided
         given = {**self._signature.bind_partial(*args).arguments, **kwargs}
@@ -230,16 +233,17 @@ class SharedRows:
         options = _cut_arguments(given, row, share)
         restore_rows_on_recompute(self._decoder.modules())
         inside.enter_context(using_row(row))
-        self._open[get_ident()].append((share, inside))
+        self._open[get_ident()].append((share, inside, given))
         return (), options
 
-    def _join_output(self, _: Any, __: Any, output: Any) -> Any:
+    def _join_output(self, _: Any, __: Any, kwargs: dict[str, Any], output: Any) -> Any:
         if not self._open[get_ident()]:  # the call was refused
             return None
-        share, inside = self._open[get_ident()].pop()
+        share, inside, given = self._open[get_ident()].pop()
         inside.close()
         if share is None or output is None or not self._joins or _KEEPS_PART.get():
             return None
+        kwargs.update(given)  # hooks that come next, as ms-swift's for classifiers, read positions of the whole row
         return _join_parts(output, share)
 
 

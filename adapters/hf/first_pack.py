@@ -11,16 +11,17 @@ before, so that training goes on bit by bit as without the comparison.
 import copy
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object, send_to_device
 from torch.utils.checkpoint import checkpoint
 
-from packplan.adapters.loaders.rows import count_supervised
+from packplan.adapters.loaders.rows import PACK, PackOfRows, count_supervised
 from packplan.adapters.models import Gradients, add_gradients, replace_attributes
 from packplan.adapters.probe.small_model import error_text
 from packplan.adapters.proof.comparison import Outcome, compare, difference_limit
@@ -29,13 +30,8 @@ from packplan.core.errors import MismatchError, counted
 
 log = logging.getLogger(__name__)
 
-_EMBEDDINGS = "embeddings"
-
 _MOST_IDS = 2**31
 """Above every token id: the length of a sparse axis, which takes no memory."""
-
-Source = tuple[torch.Tensor, torch.Tensor]
-"""Token ids of a call of the embeddings, and its result."""
 
 
 def require_pack_as_alone(trainer: Any, batches: list[Mapping[str, Any]], num_items: Any) -> None:
@@ -50,15 +46,13 @@ def require_pack_as_alone(trainer: Any, batches: list[Mapping[str, Any]], num_it
     Raises:
         MismatchError: The batch trains otherwise, on this rank or another one.
     """
-    why = None if trainer.loss_of_samples else "its loss compares samples"
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        why = "ranks share the weights"
-    if why is not None:
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or not trainer.loss_of_samples:
+        why = "ranks share the weights" if trainer.loss_of_samples else "its loss compares samples"
         log.warning("no pack of the first step is compared with its samples alone: %s", why)
         return
-    batch, fault, fact = max(batches, key=trainer.count_samples), None, None
+    batch, fault, fact = max(batches, key=partial(_count_samples, trainer)), None, None
     # Trainers gather counts over ranks in their loss, so all ranks compute equally many.
-    num_passes = max(gather_object([trainer.count_samples(batch)]))
+    num_passes = max(gather_object([_count_samples(trainer, batch)]))
     try:
         fact = _find_difference(trainer, batch, num_items, scale=len(batches), num_passes=num_passes)
     except Exception as error:  # noqa: BLE001  # raised again, once the other ranks know
@@ -67,6 +61,19 @@ def require_pack_as_alone(trainer: Any, batches: list[Mapping[str, Any]], num_it
         if found is not None:
             message = f"{found}, on rank {rank}" if dist.is_initialized() else found
             raise fault or MismatchError("unlike_alone", message)
+
+
+def _count_samples(trainer: Any, batch: Mapping[str, Any]) -> int:
+    packs = getattr(trainer.train_packs, "plan", trainer.train_packs).packs
+    return sum(len(packs[pack]) for pack in np.atleast_1d(batch[PACK]).tolist())
+
+
+def _samples_of(trainer: Any, batch: Mapping[str, Any]) -> Iterator[list[PackOfRows]]:
+    """Yield each sample of a batch of packs, as a batch of one pack."""
+    for pack in np.atleast_1d(batch[PACK]).tolist():
+        rows = trainer.train_packs[pack]
+        for place, row in enumerate(rows):
+            yield [PackOfRows([row], pack, dict([*rows.lengths.items()][place : place + 1]))]
 
 
 def _find_difference(
@@ -94,7 +101,7 @@ def _find_difference(
             stack.enter_context(replace_attributes(config, output_router_logits=False))
             vars(trainer).update(aux_loss_enabled=False)
         model.train()
-        rows = [*trainer.rows_of(batch)]
+        rows = [*_samples_of(trainer, batch)]
         packed = _run(trainer, batch, num_items, scale)
         if trainer.row_group is not None:  # a rank has a part of the row's gradient
             for one in packed[1].values():
@@ -122,36 +129,29 @@ def _find_difference(
 
 def _run(trainer: Any, batch: Mapping[str, Any], num_items: Any, factor: float) -> tuple[float, Gradients]:
     """Return a batch's loss by the trainer, and its gradient by token id, both times *factor*."""
+    ids: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+
+    def note(_: Any, args: Any, embedded: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return embedded
+        ids.append(args[0].reshape(1, -1))
+        sources.append(embedded if embedded.requires_grad else embedded.detach().requires_grad_())
+        return sources[-1].clone()  # what follows may write into it
+
     with ExitStack() as inside:
         for module in trainer.model.modules():
             if getattr(module, "gradient_checkpointing", False):  # reentrant ones give no gradients of inputs
                 exact = partial(checkpoint, use_reentrant=False)
                 inside.enter_context(replace_attributes(module, _gradient_checkpointing_func=exact))
-        sources = inside.enter_context(_watching_embeddings(trainer.model.get_input_embeddings()))
+        inside.enter_context(trainer.model.get_input_embeddings().register_forward_hook(note))
         inputs = inside.enter_context(trainer.prepared(dict(batch)))
         inside.enter_context(trainer.compute_loss_context_manager())
         loss = factor * trainer.compute_loss(trainer.model, inputs, num_items_in_batch=num_items)
-        found = torch.autograd.grad(loss, [one for _, one in sources], allow_unused=True)
+        found = torch.autograd.grad(loss, sources, allow_unused=True)
     gradients: Gradients = {}
-    for (ids, embedded), gradient in zip(sources, found, strict=True):
-        values = torch.zeros_like(embedded) if gradient is None else gradient
-        size, values = (_MOST_IDS, values.shape[-1]), values.flatten(0, -2).float()
-        by_id = torch.sparse_coo_tensor(ids.reshape(1, -1), values, size, check_invariants=False)
-        add_gradients(gradients, {_EMBEDDINGS: by_id.coalesce()})
+    for own, source, gradient in zip(ids, sources, found, strict=True):
+        values = (torch.zeros_like(source) if gradient is None else gradient).flatten(0, -2).float()
+        by_id = torch.sparse_coo_tensor(own, values, (_MOST_IDS, values.shape[-1]), check_invariants=False)
+        add_gradients(gradients, {"embeddings": by_id.coalesce()})
     return float(loss.detach()), gradients
-
-
-@contextmanager
-def _watching_embeddings(module: torch.nn.Module) -> Iterator[list[Source]]:
-    """Inside the block, list the token ids and the results of each call of the embeddings."""
-    sources: list[Source] = []
-
-    def note(_: Any, args: Any, embedded: torch.Tensor) -> torch.Tensor:
-        if not torch.is_grad_enabled():
-            return embedded
-        source = embedded if embedded.requires_grad else embedded.detach().requires_grad_()
-        sources.append((args[0], source))
-        return source.clone()  # what follows may write into it
-
-    with module.register_forward_hook(note):
-        yield sources

@@ -11,14 +11,13 @@ step of `packplan sft` calls.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import attrs
-import numpy as np
 import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
@@ -29,14 +28,7 @@ from packplan.adapters.attention.rows import RealTokens, read_row
 from packplan.adapters.attention.shared_rows import computing_whole_rows
 from packplan.adapters.hf.first_pack import require_pack_as_alone
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches, read_saved_progress
-from packplan.adapters.loaders.rows import (
-    NORMALISER,
-    PACK,
-    PackLoader,
-    PackOfRows,
-    count_supervised,
-    refuse_other_packs,
-)
+from packplan.adapters.loaders.rows import NORMALISER, PACK, PackLoader, count_supervised, refuse_other_packs
 from packplan.adapters.model_folder import model_file_facts
 from packplan.adapters.models import replace_attributes
 from packplan.adapters.trainer_state import add_digest_on_save
@@ -48,6 +40,9 @@ from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
 
 log = logging.getLogger(__name__)
+
+_ROUTER = "router_aux_loss_coef"
+"""Attribute of models and configurations: weight of the loss by which routers balance experts."""
 
 
 class PackplanProgress(TrainerCallback, ExportableState):
@@ -299,8 +294,8 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
                 tokens; None leaves evaluation as it is.
             check: Compare a pack of the first step with its samples alone, before the step.
         """
-        self._train_packs, self._eval_packs, self.collate = packs, eval_packs, collator
-        self._plan, self._checks_first_pack = plan, check
+        self.train_packs, self._eval_packs, self.collate = packs, eval_packs, collator
+        self._checks_first_pack = check
         # Consecutive ranks share rows where the schedule has fewer ranks than were started.
         rank, size = self.args.process_index // (self.args.world_size // schedule.world_size), schedule.world_size
         told: dict[str, Any] = {"inputs": {"packing_length": plan.raw.packing_length}, "identity": self._identity()}
@@ -321,17 +316,6 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
             self._checks_first_pack = False
         return batches, num_items
 
-    def count_samples(self, batch: Mapping[str, Any]) -> int:
-        """Return the number of samples in a batch of packs."""
-        return sum(len(self._plan.packs[pack]) for pack in np.atleast_1d(batch[PACK]).tolist())
-
-    def rows_of(self, batch: Mapping[str, Any]) -> Iterator[list[PackOfRows]]:
-        """Yield each sample of a batch of packs, as a batch of one pack, which `collate` takes."""
-        for pack in np.atleast_1d(batch[PACK]).tolist():
-            rows = self._train_packs[pack]
-            for place, row in enumerate(rows):
-                yield [PackOfRows([row], pack, dict([*rows.lengths.items()][place : place + 1]))]
-
     @contextmanager
     def reference(self) -> Iterator[None]:
         """Let samples be computed alone: each rank by itself, by transformers' own attention."""
@@ -345,7 +329,7 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
 
     def get_train_dataloader(self, *_: Any, **__: Any) -> Any:
         """Return the loader of this rank's packs."""
-        return self._make_loader(self._train_packs, self.follower)
+        return self._make_loader(self.train_packs, self.follower)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return the loader of the evaluation packs; for other data, the trainer's own loader."""
@@ -370,7 +354,15 @@ class ServesPacks(EvaluatesPacks, FollowsSchedule):
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
         """Return the loss of a batch, without passing its pack indices to the model."""
         inputs = {key: value for key, value in inputs.items() if key != PACK}
-        return super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]
+        num_items, config = options.get("num_items_in_batch"), self.model.config.get_text_config()
+        with ExitStack() as stack:
+            if getattr(config, "output_router_logits", False) and num_items is not None:
+                # Models add the loss of routers in each batch on each rank, where a step has one.
+                share = count_supervised(inputs["labels"]) / float(num_items)
+                for owner in [config, *(one for one in self.model.modules() if _ROUTER in vars(one))]:
+                    weight = share * getattr(owner, _ROUTER, 0.0)
+                    stack.enter_context(replace_attributes(owner, **{_ROUTER: weight}))
+            return super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]
 
 
 def insert_base_class(trainer: Any, base: type) -> None:

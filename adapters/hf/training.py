@@ -12,7 +12,7 @@ from transformers import DataCollatorWithPadding, Trainer, default_data_collator
 
 from packplan.adapters.attention.shared_rows import new_row_group
 from packplan.adapters.hf.following import ServesPacks, describe_training, insert_base_class, require_same_rows
-from packplan.adapters.hf.packed_calls import HOOKED, UnpadCounts, Unpadding
+from packplan.adapters.hf.packed_calls import HOOKED, Unpadding
 from packplan.adapters.hf.refusals import changed_meanings, refuse_misuse, refuse_plan_conflicts
 from packplan.adapters.hf.unpad import is_bidirectional, unpad, unwrap
 from packplan.adapters.loaders.rows import (
@@ -60,7 +60,8 @@ def use_plan(
             over its supervised tokens. None leaves evaluation as it is.
         sequence_parallel_size: Ranks that share each row of packed samples, one after the other.
         check: Compare the first pack with its samples alone, before the first step: the trainer's
-            loss, and gradients of embeddings. Training goes on bit by bit as without.
+            loss, and gradients of embeddings. `unpad` compares first calls too. Training goes on
+            bit by bit as without.
 
     Raises:
         ArgumentError: The trainer trains no rows of a plan, a setting contradicts the plan, or a
@@ -96,7 +97,7 @@ def use_plan(
         drop_last=args.dataloader_drop_last,
         seed=args.seed if args.data_seed is None else args.data_seed,
     )
-    unpadding = _unpad_for_loss(trainer, row_ranks=sequence_parallel_size)
+    unpadding = _unpad_for_loss(trainer, row_ranks=sequence_parallel_size, check=check)
     if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
         trainer.compute_loss_func = token_mean
     for line in changed_meanings(args, plan, schedule):
@@ -134,7 +135,7 @@ def _find_row_collator(trainer: Any) -> Collate | None:
     return trainer._get_collator_with_removed_columns(collator, description="training")  # type: ignore[no-any-return]  # noqa: SLF001  # has no public name
 
 
-def _unpad_for_loss(trainer: Any, *, row_ranks: int) -> Unpadding:
+def _unpad_for_loss(trainer: Any, *, row_ranks: int, check: bool) -> Unpadding:
     """
     Return a trainer's hooks, or new ones, which omit logits of padding for transformers' own loss.
 
@@ -147,7 +148,7 @@ def _unpad_for_loss(trainer: Any, *, row_ranks: int) -> Unpadding:
     group = new_row_group(row_ranks, trainer.args.ddp_timeout_delta) if row_ranks > 1 else None
     default_loss = type(trainer).compute_loss is Trainer.compute_loss
     hooked = (HOOKED[module] for module in model.modules() if module in HOOKED)
-    return next(hooked, None) or unpad(model, logits=not default_loss, group=group)
+    return next(hooked, None) or unpad(model, logits=not default_loss, group=group, check=check)
 
 
 class _PlannedTraining(ServesPacks):
@@ -158,7 +159,7 @@ class _PlannedTraining(ServesPacks):
     @contextmanager
     def prepared(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield inputs as the trainer prepares them; calls inside the block are not counted."""
-        with replace_attributes(self.unpadding, counts=UnpadCounts()), super().prepared(inputs) as prepared:
+        with self.unpadding.trial(), super().prepared(inputs) as prepared:
             yield prepared
 
     @contextmanager

@@ -54,6 +54,7 @@ ON_TWO_RANKS = {
     "shared": ("sft", "qwen2_5_vl", f"{TWICE} {TOGETHER}"),
     "shared-resumed": ("sft", "qwen2_5_vl", f"{TWICE} {TOGETHER} {LAST.format('shared')}"),
     "pairs-shared": ("rlhf", "qwen2_5_vl_pairs", f"{DPO} --gradient_accumulation_steps 8 --sequence_parallel_size 2"),
+    "labels-shared": ("sft", "labels", f"{LABELS} --gradient_accumulation_steps 4 --sequence_parallel_size 2"),
     "several": ("sft", "qwen2", f"{ONE} --per_device_train_batch_size 4"),
     "fewer": ("sft", "qwen2", ONE),
 }  # fmt: skip
@@ -97,6 +98,7 @@ REFUSED = {
                    ["ConfigError", "--sequence_parallel_size"]),
     "no-row": ("sft", "qwen2", f"{ONE} --max_length 20", ["DataSetError", ""]),
     "no-label": ("sft", "qwen2", f"{ONE} --max_length 20 --truncation_strategy right", ["ArgumentError", "host"]),
+    "unlike": ("sft", "qwen2", ONE, ["MismatchError", "unlike_alone"]),
     "longer": ("sft", "changed_vl", f"{ONE} --max_length 900", ["StaleError", "changed_sample"]),
     "gone": ("sft", "changed_vl", f"{ONE} --max_length 900", ["DataSetError", ""]),
 }  # fmt: skip
@@ -273,9 +275,13 @@ def test_both_halves_of_a_pair_are_in_one_pack(name, attention, ran):
     assert alone.losses[-1] < math.log(2) - 1e-3, "it has learned"
 
 
-def test_classifiers_learn_from_packs_as_from_samples(ran):
-    """Where packs have equally many samples: ms-swift averages the means of packs."""
-    run = ran("labels")
+@pytest.mark.parametrize("name", ["labels", "labels-shared"])
+def test_classifiers_learn_from_packs_as_from_samples(name, ran):
+    """
+    Where packs have equally many samples: ms-swift averages the means of packs, also where two
+    ranks share each row.
+    """
+    run = ran(name)
 
     found = run.plan(LENGTH["qwen2"])
     assert {3} == set(map(len, found.packs))
@@ -338,7 +344,10 @@ def test_other_types_train_the_same_without_padding(kind, ran):
 
 @pytest.mark.parametrize("name", [*REFUSED, "fewer", "replanned"])
 def test_what_cannot_be_trained_as_planned_is_refused(name, ran):
-    """By flag, before a row is read; rows that changed, on any rank, before they are trained."""
+    """
+    By flag, before a row is read; rows that changed, on any rank, before they are trained; a pack
+    whose samples see each other, before the first step.
+    """
     due = REFUSED.get(name, [["DataSetError", ""] if name == "replanned" else ["MismatchError", "ranks_disagree"]])[-1]
     folder = ran(name).folder
 
@@ -349,14 +358,14 @@ def test_what_cannot_be_trained_as_planned_is_refused(name, ran):
 
 
 def test_split_weights_and_another_version_are_refused(tmp_path):
-    """A model is asked with all of its weights; `--any-version` writes what tries any."""
+    """A model is asked with all of its weights; options of the plugin are written into it."""
     with pytest.raises(ConfigError, check=lambda error: ["--fsdp"] == [one.path for one in error.faults]):
         unpad_models(SimpleNamespace(), SimpleNamespace(is_fsdp_enabled=True))
     with pytest.raises(ConfigError, match=r"4\.7\.0 .* \(4\.6\.0\)"):
         refuse_untested_version("4.7.0")
 
-    assert 0 == plugin.main(["swift", "--any-version", "-o", str(tmp_path / "any.py")])
-    assert "install(any_version=True)" in (tmp_path / "any.py").read_text()
+    assert 0 == plugin.main(["swift", "--any-version", "--no-check", "-o", str(tmp_path / "any.py")])
+    assert "install(any_version=True, check=False)" in (tmp_path / "any.py").read_text()
 
 
 ENCODED = [

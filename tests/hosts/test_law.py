@@ -12,7 +12,7 @@ import pytest
 
 import packplan as pp
 from packplan.adapters.hf import following, training
-from packplan.adapters.loaders.rows import PackInputs, pad_rows
+from packplan.adapters.loaders.rows import PackInputs, flatten, pad_rows
 from packplan.core.errors import ArgumentError, CorruptArtefactError, MismatchError, ModelError, StaleError
 from packplan.hf import unpad, use_plan
 from tests.hosts.law import CELLS, CONFIGS, PACKING_LENGTH, cell_of, fork_ranks, main, model_of, rows_of, trainer_of
@@ -353,6 +353,52 @@ def test_noise_without_padding_is_that_of_the_padded_call():
 
     (noise,) = (one for one in found if len(one) == mask.sum())
     assert near_bound(noise, noise_due([40])[:1])
+
+
+def experts_that_balance(weight):
+    """Return a tiny mixture of experts whose routers have a loss of this weight."""
+    sizes = CONFIGS["qwen2"] | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3_moe", **sizes, output_router_logits=True, router_aux_loss_coef=weight)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="packplan")
+
+
+def routed_losses(out, weight, row_ranks=1):
+    """Train a step of three packs; return its loss."""
+    trainer = trainer_with(out, model=experts_that_balance(weight), gradient_accumulation_steps=3, max_steps=1)
+    trainer.eval_dataset = None
+    use_plan(trainer, PLAN, sequence_parallel_size=row_ranks)
+    trainer.train()
+    return trainer, next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+
+
+def share_rows_of_experts(rank, out):
+    """Write the loss of a step on ranks that share each row."""
+    _, loss = routed_losses(out, 0.5, row_ranks=2)
+    (out / f"loss{rank}").write_text(str(loss))
+
+
+def train_experts_on_two_ranks(folder):
+    """Train on two ranks that share rows."""
+    assert fork_ranks(2, share_rows_of_experts, Path(folder))
+
+
+def test_the_loss_of_routers_counts_once_in_a_step(apart, tmp_path):
+    """As the mean over its packs by their supervised tokens, also where two ranks share a row."""
+    trainer, loss = routed_losses(tmp_path, 0.5)
+    _, plain = routed_losses(tmp_path, 0.0)
+    model, each = experts_that_balance(0.5), []
+    for (pack,) in next(iter(trainer.schedule.steps())).batches:
+        batch = trainer.collate([trainer.train_packs[pack]])
+        tokens = int((batch["labels"][:, 1:] != -100).sum())
+        row = flatten(trainer.train_packs[pack])
+        each.append((tokens, float(model(**row).aux_loss.detach())))
+    due = sum(tokens * aux for tokens, aux in each) / sum(tokens for tokens, _ in each)
+
+    apart(train_experts_on_two_ranks, str(tmp_path), folder=tmp_path)
+
+    assert loss - plain == pytest.approx(0.5 * due, rel=1e-3)
+    assert [loss] * 2 == pytest.approx([float((tmp_path / f"loss{rank}").read_text()) for rank in range(2)], rel=1e-5)
 
 
 def test_an_epoch_that_is_stopped_early_is_followed_by_the_next(tmp_path):
