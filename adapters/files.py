@@ -102,12 +102,12 @@ def require_shallow(value: T) -> T:
 def wrap_write_errors(path: Path) -> Iterator[None]:
     """
     Raise OutputError in place of an OSError in this context, as on a full disk; its message names
-    *path*. Out-of-memory errors pass unchanged.
+    *path*. Errors of a lack of memory, or of too many open files, pass unchanged.
     """
     try:
         yield
     except OSError as error:
-        if _lacks_memory(error):
+        if _lacks_memory(error) or error.errno in {errno.EMFILE, errno.ENFILE}:
             raise
         raise OutputError(str(path), error.strerror or str(error)) from error
 

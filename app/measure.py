@@ -71,10 +71,14 @@ def run(options: argparse.Namespace) -> None:
         require_inputs(config)
 
         with loading_libraries():
-            from packplan.app.wiring.ranks import join_ranks
+            from packplan.app.wiring.ranks import hold_output_lock, join_ranks
             from packplan.app.wiring.splits import open_splits
 
-    with length_tables.wrap_output_errors(output), join_ranks(config, use_cpu=True) as group:
+    with (
+        length_tables.wrap_output_errors(output),
+        join_ranks(config, use_cpu=True) as group,
+        hold_output_lock(config, group, key="--output"),  # who ends removes the folder that others would wait for
+    ):
         split = open_splits(config)["train"]
         split.name = "data"
         if output.exists():

@@ -4,6 +4,7 @@ import argparse
 import errno
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -29,6 +30,12 @@ _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """
 Error numbers of a full disk, a used-up quota, and a file that must not grow.
 """
+
+_TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
+"""Error numbers of a process, or a machine, that may open no more files."""
+
+_LEAST_FILES, _MOST_FILES = 256, 2**16
+"""Open files that a process needs, and those for which the limit is raised."""
 
 _ELSEWHERE = "make room, or write elsewhere"
 
@@ -102,6 +109,7 @@ def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = Fal
     progress.hide(hidden=quiet)
     _set_up_logging(verbose=verbose, quiet=quiet)
     try:
+        _raise_file_limit()
         command()
         _flush()
     except PackplanError as error:
@@ -116,10 +124,24 @@ def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = Fal
     except BrokenPipeError as error:
         return _report_output_error(error)
     except OSError as error:
+        if error.errno in _TOO_MANY_FILES:
+            _print_error(f"error: {error.strerror}: raise the limit of open files, as by ulimit -n {_MOST_FILES}")
+            return USER_ERROR
         if error.errno not in _FULL_DISK:
             raise
         return _report_full_disk(error)
     return 0
+
+
+def _raise_file_limit() -> None:
+    """Raise the soft limit of open files as far as the hard one; OSError if too few remain."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if 0 <= soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        soft = allowed
+    if 0 <= soft < _LEAST_FILES:
+        raise OSError(errno.EMFILE, f"a process may open {soft} files here, and {_LEAST_FILES} are needed")
 
 
 def run_program(main: Callable[[], int]) -> int:

@@ -163,8 +163,8 @@ def require_same_weights(group: RankGroup, model: torch.nn.Module) -> None:
 @contextlib.contextmanager
 def hold_output_lock(config: RunConfig, group: RankGroup, *, key: str = "training.output_dir") -> Iterator[None]:
     """
-    Make the folder that a run trains into, and keep other runs from training into it until the
-    block ends; every rank calls this.
+    Make the folder that a run writes, and keep other runs from writing it until the block ends;
+    every rank calls this.
 
     Args:
         config: The run.
@@ -172,14 +172,14 @@ def hold_output_lock(config: RunConfig, group: RankGroup, *, key: str = "trainin
         key: Key that names the folder.
 
     Raises:
-        ConfigError: Another run trains into the folder now.
+        ConfigError: Another run writes the folder now.
         OutputError: Rank 0 cannot write the folder; the other ranks raise ConfigError.
     """
     folder = Path(config.training.output_dir)
     failure: UserError | None = None
 
     def refuse() -> str:
-        reason = f"is {folder}, which another run trains into: both would write its checkpoints; name another folder"
+        reason = f"is {folder}, which another run writes now: wait for its end, or name another folder"
         raise ConfigError.for_key(key, reason)
 
     with contextlib.ExitStack() as lock:

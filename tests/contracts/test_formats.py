@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import re
+import resource
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -562,6 +563,20 @@ def test_a_long_line_is_never_in_memory_whole(tmp_path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < (tmp_path / "a.jsonl").stat().st_size / 4
+
+
+def test_more_files_than_may_be_open_are_read(tmp_path):
+    """Some stay open; the others are opened for each record."""
+    records = []
+    for number in range(80):
+        (path := tmp_path / f"{number}.jsonl").write_text(f'{{"query": "{number}", "response": "so"}}\n')
+        records.append(opened(path))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len([*Path("/proc/self/fd").iterdir()]) + 40, hard))
+    try:
+        assert [f"{number}" for number in range(80)] * 2 == [one[0]["query"] for one in records * 2]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def resident_bytes(path: Path) -> int:

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from packplan.adapters.files import hold_lock
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.app import measure
 from packplan.app.plan import __main__ as plan
@@ -83,6 +84,17 @@ def test_ranks_write_the_table_that_one_process_writes(server, run, demo, few_sc
     assert [0, 0] == finished(ranks)
     assert (tmp_path / "alone.parquet").read_bytes() == (tmp_path / "two.parquet").read_bytes()
     assert not (tmp_path / "two.parquet.measuring").exists()
+
+
+def test_a_table_that_another_command_measures_is_refused(demo, text_jsonl, tmp_path, capfd):
+    """By its name, before anything is measured: who ends removes what others would wait for."""
+    output = tmp_path / "lengths.parquet"
+    (folder := output.with_name("lengths.parquet.measuring")).mkdir()
+    with hold_lock(folder / "train.lock", "to test"):
+        assert 2 == measure.main([str(text_jsonl), "--model", str(demo / "models" / "qwen2"), "-o", str(output)])
+
+    assert "--output: is" in (said := capfd.readouterr().err)
+    assert "which another run writes now: wait for its end" in said
 
 
 def test_what_cannot_be_measured_is_named(write_run, run, demo, text_jsonl, tmp_path, capfd):  # noqa: PLR0917  # fixtures

@@ -1,6 +1,7 @@
 """`packplan COMMAND …` is the command's module, loaded when it is called."""
 
 import ast
+import errno
 import subprocess
 import sys
 from importlib import import_module
@@ -10,7 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 import packplan
+from packplan.adapters import files
 from packplan.app.__main__ import COMMANDS, main
+from packplan.app.cli import command
 from tests.stored import store_run
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +49,32 @@ def test_help_calls_a_command_by_its_one_name(capsys, name):
     assert 0 == ended.value.code
     assert capsys.readouterr().out.startswith(f"usage: packplan {name} ")
     assert f"packplan.app.{name}" == COMMANDS[name][0].removesuffix(".__main__")
+
+
+def test_a_limit_of_open_files_is_raised_or_named(monkeypatch, capsys):
+    """As far as the machine allows; where that is too little, nothing is begun."""
+    limits, begun = [(300, 1024)], []
+    monkeypatch.setattr(command.resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(command.resource, "setrlimit", lambda _, limit: limits.append(limit))
+
+    assert 0 == command.run_command(lambda: begun.append(1), verbose=False)
+    assert (1024, 1024) == limits[-1]
+    limits.append((24, 24))
+    assert 2 == command.run_command(lambda: begun.append(1), verbose=False)
+
+    assert [1] == begun
+    assert "may open 24 files here, and 256 are needed: raise the limit of open files" in capsys.readouterr().err
+
+
+def test_too_many_open_files_are_no_full_disk(monkeypatch, capsys, tmp_path):
+    """Also while a file is written."""
+
+    def open_too_many():
+        with files.wrap_write_errors(tmp_path):
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    assert 2 == command.run_command(open_too_many, verbose=False)
+    assert "error: Too many open files: raise the limit of open files, as by ulimit -n" in capsys.readouterr().err
 
 
 CHECKOUT = """

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 import weakref
 from array import array
 from collections import Counter
@@ -115,11 +116,34 @@ class LinesFile(RecordFile):
 
     def _read_bytes(self, start: int, end: int) -> bytes:
         """Return the bytes from *start* to before *end*, read without mapping the file."""
-        if self._descriptor is None:
-            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            weakref.finalize(self, os.close, self._descriptor)
-        # At a place, since processes that were forked share the file's own position.
-        return os.pread(self._descriptor, end - start, start)
+        descriptor = self._descriptor
+        if descriptor is None:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            if len(_KEPT) < _most_kept():
+                self._descriptor = descriptor
+                _KEPT.add(descriptor)
+                weakref.finalize(self, _close_kept, descriptor)
+        try:
+            # At a place, since processes that were forked share the file's own position.
+            return os.pread(descriptor, end - start, start)
+        finally:
+            if descriptor != self._descriptor:
+                os.close(descriptor)
+
+
+_KEPT: set[int] = set()
+"""Descriptors that stay open; files beyond `_most_kept` are opened for each read."""
+
+
+def _most_kept() -> int:
+    """Return how many files may stay open: a quarter of those that the process may open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+
+
+def _close_kept(descriptor: int) -> None:
+    """Close a descriptor that stayed open."""
+    _KEPT.discard(descriptor)
+    os.close(descriptor)
 
 
 def parse_record(text: bytes, where: str) -> Any:
