@@ -137,7 +137,13 @@ def model_faults(model: ModelConfig, *, loads: bool = False) -> tuple[Fault, ...
 
 
 def config_content(model: ModelConfig) -> Mapping[str, Any]:
-    """Return the content of the model's config.json; ConfigError if it names no `model_type`."""
+    """
+    Return the content of the model's config.json.
+
+    Raises:
+        ConfigError: It names no `model_type`, or the generation_config.json beside it has an end
+            token that is no number.
+    """
     path = Path(model.model) / "config.json"
     try:
         sizes: Mapping[str, Any] = parse_json(read_text(path))
@@ -153,7 +159,22 @@ def config_content(model: ModelConfig) -> Mapping[str, Any]:
         if (path.parent / "adapter_config.json").is_file():
             reason = f"{model.model} holds adapters and no model: merge them into their model, and name its folder"
         raise ConfigError.for_key("model.model", reason) from None
+    _require_end_tokens(path.with_name("generation_config.json"))
     return sizes
+
+
+def _require_end_tokens(path: Path) -> None:
+    """Refuse a generation_config.json whose end tokens are no numbers, which trainers extend."""
+    if not path.is_file():
+        return
+    try:
+        content = parse_json(read_text(path))
+    except ValueError as error:
+        raise ConfigError.for_key("model.model", f"{path} cannot be read ({error}): copy it again") from None
+    ends = content.get("eos_token_id") if isinstance(content, Mapping) else content
+    if ends is not None and not all(type(end) is int for end in (ends if isinstance(ends, list) else [ends])):
+        reason = f"{path} has eos_token_id {str(ends)[:40]}, which is no number of a token, nor a list of them"
+        raise ConfigError.for_key("model.model", reason)
 
 
 def config_architecture(model: ModelConfig) -> str:

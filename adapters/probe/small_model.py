@@ -50,11 +50,16 @@ def error_text(error: Exception) -> str:
 def open_model_config(model: ModelConfig) -> Any:
     """Return transformers' configuration of a model's folder; ConfigError if it is refused."""
     try:
-        return AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code)
+        config = AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code)
     except Exception as error:
         reason = " ".join(f"{error}".split())[:300]
         fact = f"{model.model} has a config.json that transformers refuses: {reason}"
         raise ConfigError.for_key("model.model", fact) from error
+    for part in (config, config.get_text_config()):
+        if not isinstance(part.dtype, torch.dtype | None):
+            fact = f"{model.model} has a config.json with dtype {str(part.dtype)[:40]}, which is no dtype of torch"
+            raise ConfigError.for_key("model.model", fact)
+    return config
 
 
 @attrs.define(eq=False)

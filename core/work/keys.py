@@ -1,5 +1,6 @@
 """Reader of the keys of a model's config.json, which remembers the keys it has read."""
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -66,7 +67,7 @@ class ConfigKeys:
         found = self.find(*names)
         if found is None:
             return None
-        if isinstance(found, bool) or not isinstance(found, (int, float)) or not found >= 0:
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found < math.inf:
             text = str(found)[:40]
             reason = f"config.json has {names[0]} {text}, where the work of a sample depends on a whole number"
             raise ModelError("work", reason)

@@ -1,6 +1,7 @@
 """Mistakes of users: one message with place and remedy, status 2, nothing trained."""
 
 import json
+import math
 import os
 import shutil
 import struct
@@ -128,10 +129,11 @@ def rename_tensors(model: Path, rename: Callable[[str], str | None]) -> None:
     save_file(named, model / "model.safetensors", metadata={"format": "pt"})
 
 
-def change_config(model: Path, **keys: int) -> None:
-    """Change keys of a model's configuration."""
-    path = model / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+def change_config(model: Path, *, file: str = "config.json", **keys: object) -> None:
+    """Change keys of a model's configuration, or of another file."""
+    path = model / file
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**content, **keys}))
 
 
 MISSING = "model.layers.1.mlp.up_proj.weight"
@@ -153,6 +155,12 @@ MISSING = "model.layers.1.mlp.up_proj.weight"
         ("qwen2", lambda model: change_config(model, intermediate_size=24),
          "{} has a config.json of other sizes than the weights beside it: take"),
         ("qwen2", lambda model: change_config(model, vocab_size=9), "{} cannot be loaded by ms-swift: Padding_idx"),
+        *(("qwen2", lambda model, dtype=dtype: change_config(model, dtype=dtype),
+           f"{{}} has a config.json with dtype {dtype}, which is no dtype of torch")
+          for dtype in ([], [1], 1e308, math.nan, {"a": 1})),
+        *(("qwen2", lambda model, end=end: change_config(model, file="generation_config.json", eos_token_id=end),
+           f"{{}}/generation_config.json has eos_token_id {end}, which is no number of a token")
+          for end in (1.5, "end", {"a": 1}, [1, "a"])),
         ("qwen2_5_vl", lambda model: (model / "processor_config.json").unlink(),
          "has no processor of images: copy its processor_config.json"),
     ],

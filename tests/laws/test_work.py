@@ -195,6 +195,8 @@ WIDE = {"attention_bias": False, "out_hidden_size": 8, "image_size": 8}
         ({key: size for key, size in TEXT.items() if key != "vocab_size"}, "no vocab_size"),
         ({**TEXT, "intermediate_size": [16, 16, 8]}, r"has intermediate_size \[16, 16, 8\], where"),
         ({**TEXT, "num_hidden_layers": -1}, "has num_hidden_layers -1, where"),
+        ({**TEXT, "num_hidden_layers": float("inf")}, "has num_hidden_layers inf, where"),
+        ({**TEXT, "num_attention_heads": 0}, "has num_attention_heads 0, where"),
         ({**TEXT, "num_streams_size": 4}, "what num_streams_size of its config.json adds"),
         ({**TEXT, "layer_types": ["sliding_attention"] * 3, "sliding_window": 4, "swa_head_dim": 4}, "swa_head_dim"),
         ({**TEXT, "num_experts": 4}, "no num_experts_per_tok"),
