@@ -7,6 +7,7 @@ read where they are, all other formats from a copy.
 """
 
 import glob
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -145,12 +146,20 @@ def _match_files(path: str) -> list[Path]:
     return found
 
 
+_MOST_ENTRIES = 10**5
+"""Most files and folders inside a folder that is searched for data files."""
+
+
 def _find_shards(folder: Path) -> list[Path]:
     """
     Return the Parquet or Arrow files in a folder, sorted by name, or the folder if it has none;
-    DataSetError if they belong to several splits.
+    DataSetError if they belong to several splits, or if the folder is too large to search.
     """
-    found = sorted(path for path in folder.rglob("*") if path.suffix in {".parquet", ".arrow"} and path.is_file())
+    entries = list(itertools.islice(folder.rglob("*"), _MOST_ENTRIES + 1))
+    if len(entries) > _MOST_ENTRIES:
+        reason = f"holds more than {_MOST_ENTRIES:,} files and folders, which are too many to search"
+        raise DataSetError(f"{folder} {reason}: name its data files, or a pattern of them")
+    found = sorted(path for path in entries if path.suffix in {".parquet", ".arrow"} and path.is_file())
     kinds = {str(path.relative_to(folder).parent / _SHARD.sub("", path.stem)) + f"*{path.suffix}" for path in found}
     if len(kinds) > 1:
         raise DataSetError(f"{folder} holds several data sets: name one of them, {', '.join(sorted(kinds)[:9])}")

@@ -269,7 +269,7 @@ def test_a_damaged_file_is_refused_by_name_or_gives_records(tmp_path, name):
             assert len(found) < len(RECORDS) or name == "a.arrow"
 
 
-def test_a_folder_is_a_data_set(tmp_path):
+def test_a_folder_is_a_data_set(tmp_path, monkeypatch):
     """What `save_to_disk` wrote, in several files, or shards by name; one of several names them."""
     import datasets
 
@@ -290,6 +290,9 @@ def test_a_folder_is_a_data_set(tmp_path):
     assert "both holds several splits: name one of its folders, test, train" in reason
     (shards / "test-00000-of-00001.parquet").write_bytes(parquet(RECORDS))
     with pytest.raises(DataSetError, match=r"several data sets: name one of them, data/test\*.parquet, data/train\*"):
+        opened(tmp_path / "hub")
+    monkeypatch.setattr(data_files, "_MOST_ENTRIES", 3)
+    with pytest.raises(DataSetError, match=r"hub holds more than 3 files and folders, .*: name its data files"):
         opened(tmp_path / "hub")
     outside = '{"_data_files": [{"filename": "../set.jsonl"}]}'
     for state, says in ((outside, "names files outside of its folder"), ("[]", "none that datasets")):
