@@ -22,6 +22,10 @@ weights from 3 on.
 """
 
 
+MOST_BYTES = 2**22
+"""Most bytes of a file of DeepSpeed's settings that is read."""
+
+
 def refuse_stream(config: RunConfig) -> None:
     """Refuse a run that packs a stream while it trains, and so has no plan; ConfigError."""
     if config.custom.trainer_variant != "sft":
@@ -80,7 +84,10 @@ def zero_stage(deepspeed: Any) -> int:
     """Return the ZeRO stage of `training.deepspeed`, settings or their file; 0 if it names none."""
     if isinstance(deepspeed, (str, Path)):
         try:
-            deepspeed = json.loads(Path(deepspeed).read_text(encoding="utf-8"))
+            path = Path(deepspeed)
+            if not path.is_file() or path.stat().st_size > MOST_BYTES:
+                return 0
+            deepspeed = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             return 0  # the trainer refuses it, and says why
     zero = deepspeed.get("zero_optimization") if isinstance(deepspeed, Mapping) else None

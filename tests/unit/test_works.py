@@ -59,10 +59,13 @@ def test_the_trainers_strategy_says_where_ranks_meet(tmp_path, training, meeting
     assert meeting == balanced_sync_point(run(**training))
 
 
-def test_settings_of_deepspeed_that_name_no_stage_are_of_stage_zero():
-    settings = None, "no such file.json", {"train_batch_size": 8}, {"zero_optimization": {}}
+def test_settings_of_deepspeed_that_name_no_stage_are_of_stage_zero(tmp_path):
+    """Nor are those of a file of more than some MiB, which is not read."""
+    (tmp_path / "large.json").write_text(" " * 2**22 + json.dumps({"zero_optimization": {"stage": 3}}))
+    files = "no such file.json", str(tmp_path / "large.json")
+    settings = None, *files, {"train_batch_size": 8}, {"zero_optimization": {}}
 
-    assert [0] * 4 == list(map(zero_stage, settings))
+    assert [0] * len(settings) == list(map(zero_stage, settings))
     assert 1 == zero_stage({"zero_optimization": {"stage": 1}})
 
 
