@@ -44,6 +44,6 @@ def open_split_records(config: RunConfig, split: str) -> FileRecords:
 
 def write_new_file(path: Path, text: str) -> None:
     """Write the file of --output; ConfigError if it exists with another content."""
-    if path.exists() and (not path.is_file() or path.read_text(encoding="utf-8") != text):
+    if path.exists() and (not path.is_file() or path.read_bytes() != text.encode()):
         raise ConfigError.for_key("--output", f"{path} exists and holds something else: name another file or remove it")
     files.write_bytes(path, text.encode())

@@ -270,7 +270,8 @@ def test_a_new_file_replaces_no_other(tmp_path):
     """The same content may be written again."""
     for _ in range(2):
         write_new_file(path := tmp_path / "a.py", "one")
-    for there, text in ((path, "two"), (tmp_path, "one")):
+    (binary := tmp_path / "b.py").write_bytes(b"\xff")
+    for there, text in ((path, "two"), (binary, "one"), (tmp_path, "one")):
         with pytest.raises(ConfigError, match="--output"):
             write_new_file(there, text)
     assert "one" == path.read_text()
