@@ -8,7 +8,7 @@ import attrs
 from packplan.app.planning.epochs import EpochPlanner, lengths_of_records, plan_first_epoch
 from packplan.app.planning.log_lines import plan_lines
 from packplan.app.planning.measure import bad_records_line
-from packplan.app.planning.schedule import partial_window_warning, refuse_stream, schedule_of_split
+from packplan.app.planning.schedule import partial_window_line, refuse_stream, schedule_of_split
 from packplan.app.planning.split import Split, Stores, align_options
 from packplan.app.planning.stored_lengths import open_lengths, yield_refusals, yield_stale_inputs
 from packplan.app.wiring.policies import epoch_recipe, policy_of_split, work_of_run
@@ -182,7 +182,8 @@ def _warnings(config: RunConfig, opened: StoredSplit) -> Iterator[str]:
     ratio = str(plan.key.inputs.get("min_fill_ratio") or split.policy.min_fill_ratio)
     as_stored = attrs.evolve(split, policy=attrs.evolve(split.policy, packing=opened.packed, min_fill_ratio=ratio))
     yield from (line for level, line in plan_lines(as_stored) if level >= logging.WARNING)
-    if split.name == "train" and (window := partial_window_warning(opened.epochs or opened.schedule)):
-        yield window
+    window = partial_window_line(opened.epochs or opened.schedule) if split.name == "train" else None
+    if window is not None and window[0] >= logging.WARNING:
+        yield window[1]
     if opened.estimated:
         yield f"work is estimated from tokens and their squares: {opened.estimated}"

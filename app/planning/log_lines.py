@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from packplan.app.planning.schedule import forced_batch_lines, partial_window_warning
+from packplan.app.planning.schedule import forced_batch_lines, partial_window_line
 from packplan.app.planning.split import Split
 from packplan.core.checksum import plan_checksum
 from packplan.core.config.run import RunConfig
@@ -83,8 +83,8 @@ def log_schedule(config: RunConfig, train: Split, schedule: EpochSchedule) -> No
         per_rank = f"{counted(schedule.batches_per_epoch, 'batch')} per rank and epoch"
         steps = f"{schedule.steps_per_epoch:,} per epoch, {schedule.total_steps:,} in total, each of {each}; {per_rank}"
     log.info("optimizer steps: %s", steps)
-    if window := partial_window_warning(schedule):
-        log.warning("%s", window)
+    if window := partial_window_line(schedule):
+        log.log(window[0], "%s", window[1])
 
 
 def _log_epochs(split: Split, schedule: EpochSchedule) -> None:

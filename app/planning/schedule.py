@@ -1,6 +1,7 @@
 """Aligned plan -> epoch schedule: the batches of an optimizer step, and the order of training."""
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -128,19 +129,23 @@ def schedule_of_split(
     )
 
 
-def partial_window_warning(schedule: EpochSchedule) -> str | None:
-    """Return the warning that the last step of an epoch is smaller; None if it is not."""
+def partial_window_line(schedule: EpochSchedule) -> tuple[int, str] | None:
+    """
+    Return the line that the last step of an epoch is smaller, and its level; None if it is not.
+
+    It is a warning where another batch size gives even steps, else a note.
+    """
     if not isinstance(schedule.num_packs, int):
         window, epochs = schedule.gradient_accumulation_steps, len(schedule.num_packs)
         ragged = sum(schedule.num_epoch_batches(epoch) % window > 0 for epoch in range(epochs))
         told = f"the last optimizer step of {ragged:,} of {counted(epochs, 'epoch')} sees fewer than {window:,} "
-        return f"{told}batches per rank" if ragged else None
+        return (logging.INFO, f"{told}batches per rank") if ragged else None
     partial = partial_window(
         per_rank_batches=schedule.batches_per_epoch, gradient_accumulation_steps=schedule.gradient_accumulation_steps
     )
     if partial is None:
         return None
     if (even := partial.even_accumulation) is None:
-        return str(partial)
+        return logging.INFO, str(partial)
     size = schedule.world_size * schedule.batch_size * even
-    return f"{partial}; training.effective_batch_size: {size:,} gives even steps"
+    return logging.WARNING, f"{partial}; training.effective_batch_size: {size:,} gives even steps"

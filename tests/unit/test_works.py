@@ -1,13 +1,14 @@
 """Work of a run's samples, and the point where its ranks meet, as its YAML and its model say."""
 
 import json
+import logging
 
 import attrs
 import numpy as np
 import pytest
 
 from packplan.app.planning.epochs import works_of_records
-from packplan.app.planning.schedule import balanced_sync_point, partial_window_warning, zero_stage
+from packplan.app.planning.schedule import balanced_sync_point, partial_window_line, zero_stage
 from packplan.app.wiring.policies import policy_of_split, work_of_run
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.work.model import WorkModel
@@ -110,9 +111,17 @@ def test_only_packs_that_weigh_work_are_planned_by_it(tmp_path):
         assert uses == attrs.evolve(balanced, **keys).uses_works
 
 
-@pytest.mark.parametrize(("packs", "says"), [((4, 3, 5), "2 of 3 epochs"), ((3,), "1 of 1 epoch "), ((4, 2), "")])
-def test_epochs_whose_last_step_is_smaller_are_counted(packs, says):
-    schedule = plain_schedule(packs, gradient_accumulation_steps=2, num_train_epochs=len(packs))
+@pytest.mark.parametrize(
+    ("packs", "steps", "level", "says"),
+    [((4, 3, 5), 2, "INFO", "2 of 3 epochs"), ((3,), 2, "INFO", "1 of 1 epoch "), ((4, 2), 2, None, ""),
+     (11, 4, "INFO", "sees 3 of 4 batches"), (12, 5, "WARNING", "effective_batch_size: 4 gives even steps")],
+)  # fmt: skip
+def test_epochs_whose_last_step_is_smaller_are_counted(packs, steps, level, says):
+    """It is a warning where another batch gives even steps; where none does, it is a note."""
+    epochs = 1 if isinstance(packs, int) else len(packs)
+    schedule = plain_schedule(packs, gradient_accumulation_steps=steps, num_train_epochs=epochs)
 
-    assert says in (partial_window_warning(schedule) or "")
-    assert bool(says) == (partial_window_warning(schedule) is not None)
+    found, line = partial_window_line(schedule) or (None, "")
+
+    assert level == (found and logging.getLevelName(found))
+    assert says in line
