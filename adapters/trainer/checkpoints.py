@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -16,7 +16,7 @@ import attrs
 from packplan.adapters.loaders.batches import PROGRESS, find_progress
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.trainer_state import STATE, read_trainer_state, require_same_step
-from packplan.core.errors import ConfigError, CorruptArtefactError, Difference, StaleError, counted
+from packplan.core.errors import ConfigError, CorruptArtefactError, Difference, StaleError, counted, verb_for
 from packplan.core.fingerprint import from_plain, seal, to_plain, unseal
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import ResumeState
@@ -98,6 +98,7 @@ def find_checkpoint(
     """
     candidates = _list_newest_first(Path(output_dir)) if checkpoint == "last" else iter([Path(checkpoint)])
     stale: StaleError | None = None
+    passed = dict[str, list[Path]]()  # reason -> folders
     for folder in candidates:
         found = _read_checkpoint(folder, state_class)
         reason = found if isinstance(found, str) else None
@@ -106,17 +107,30 @@ def find_checkpoint(
             reason = f"of another run: {'; '.join(map(str, others[:_MOST_NAMED]))}"
         reason = reason or _find_damage(folder, group)
         if not group.any(reason is not None) and isinstance(found, Checkpoint):
+            _warn_of_passed(passed)
             return found
         if stale is not None and checkpoint != "last":
             raise stale
         reason = reason or "but another rank cannot read it as it was saved: see its message"
         if checkpoint != "last":
             raise ConfigError.for_key(CHECKPOINT_KEY, f"is {checkpoint}, {reason}")
-        log.warning("%s is passed over: it is a folder %s", folder, reason)
+        passed.setdefault(reason, []).append(folder)
+    _warn_of_passed(passed)
     if stale is not None:
         raise stale
     reason = f"finds no whole checkpoint in {output_dir}: remove it to start again"
     raise ConfigError.for_key(CHECKPOINT_KEY, reason)
+
+
+def _warn_of_passed(passed: Mapping[str, list[Path]]) -> None:
+    """Name the checkpoints that `last` passes over in one warning, the newest for each reason."""
+    told = (
+        f"{folders[0]}{f' and {len(folders) - 1:,} older' * (len(folders) > 1)} "
+        f"{verb_for(len(folders), 'is passed over: it', 'are passed over: each')} is a folder {reason}"
+        for reason, folders in passed.items()
+    )
+    if line := "; ".join(told):
+        log.warning("%s", line)
 
 
 def progress_entry(state: ResumeState | StreamState) -> dict[str, Any]:

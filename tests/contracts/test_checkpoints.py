@@ -181,19 +181,26 @@ def test_a_torn_or_foreign_checkpoint_is_no_checkpoint(tmp_path: Path, name, dam
     assert str(whole) == find("last", tmp_path).folder
 
 
-def test_last_is_the_newest_whole_checkpoint_of_the_run(tmp_path: Path):
-    """By any difference; where all are of other runs, the newest says what differs."""
+def test_last_is_the_newest_whole_checkpoint_of_the_run(tmp_path: Path, caplog):
+    """
+    By any difference. One warning names those that are passed over; where all are of other runs,
+    the newest says what differs.
+    """
     mine = attrs.evolve(PLANNED, identity=RunIdentity(Fingerprint({"training.optim": '"adamw"'})))
     save(tmp_path / "checkpoint-3", mine)
-    save(tmp_path / "checkpoint-4", PLANNED)
+    for newer in (4, 5):
+        save(tmp_path / f"checkpoint-{newer}", PLANNED)
 
     def found(now: ResumeState, wanted: object = "last") -> str:
         return find(wanted, tmp_path, differences=partial(ResumeState.differences, now=now)).folder
 
     assert str(tmp_path / "checkpoint-3") == found(mine)
-    assert str(tmp_path / "checkpoint-4") == found(attrs.evolve(PLANNED, identity=RunIdentity(IDENTITY.fixed)))
+    (said,) = caplog.messages
+    assert "checkpoint-5 and 1 older are passed over: each is a folder of another run: training.optim" in said
+    assert str(tmp_path / "checkpoint-5") == found(attrs.evolve(PLANNED, identity=RunIdentity(IDENTITY.fixed)))
     with pytest.raises(StaleError, match="checkpoint-4 was trained from another plan"):
         found(mine, tmp_path / "checkpoint-4")
     with pytest.raises(StaleError, match="plan: stored 'a1', now 'b2'") as raised:
         found(attrs.evolve(mine, plan="b2"))
-    assert "checkpoint-4" in str(raised.value)
+    assert "checkpoint-5" in str(raised.value)
+    assert 2 == len(caplog.messages)
