@@ -13,15 +13,10 @@ from packplan.adapters.samples.media_files import read_image_size
 from packplan.core.config.run import CustomConfig
 from packplan.core.samples.media import Image
 from packplan.core.samples.records import to_messages
-from packplan.core.samples.shapes import to_shape
-from packplan.core.samples.values import fail
+from packplan.core.samples.shapes import MESSAGE_KEYS, RESPONSE_KEYS, rename_keys, to_shape
+from packplan.core.samples.values import fail, has
 
 _TAG = "<image>"
-
-_PROMPT = "prompt"
-
-_ANSWERS = {"answer", "completion", "messages", "output", "response", "solution"}
-"""Columns of which one makes a record with a prompt a whole sample."""
 
 _ROLES = frozenset({"system", "user", "assistant"})
 
@@ -58,10 +53,12 @@ class Prompts:
         """Return the item of record *index*; RecordError if the record has no prompt."""
         record = self._records[index]
         with self._records.wrap_errors(index, "the record "):
-            whole = _with_answer(record) if _PROMPT in record and not _ANSWERS & set(record) else record
-            sample = to_messages(to_shape(whole, self._columns), self._options)
+            asked = rename_keys(record, self._columns) if isinstance(record, Mapping) else {}
+            is_prompt = has(asked, "prompt") and not any(has(asked, name) for name in (*MESSAGE_KEYS, *RESPONSE_KEYS))
+            shaped = to_shape(_with_answer(asked) if is_prompt else record, self._columns)
+            sample = to_messages(shaped, self._options)
             messages, answer = self._split_answer(sample)
-        found = {"prompt": messages, "answer": answer if whole is record else "", "record": record}
+        found = {"prompt": messages, "answer": "" if is_prompt else answer, "record": record}
         if not self._sees:
             return found
         with self._records.wrap_errors(index):
@@ -92,7 +89,7 @@ class Prompts:
 
 def _with_answer(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return a record of a prompt alone, as TRL has them, with an answer, which nothing reads."""
-    prompt = record[_PROMPT]
+    prompt = record["prompt"]
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     media = {name: record[name] for name in ("images", "image", "videos", "tools") if name in record}
     return {**media, "messages": [*asked, {"role": "assistant", "content": "-"}]}

@@ -110,7 +110,7 @@ def to_shape(record: object, columns: Mapping[str, str | None] | None = None) ->
     """
     if not isinstance(record, Mapping):
         fail("is not a JSON object: write {…} with 'messages', or another shape of docs/records.md")
-    record = _rename_keys(record, columns or {})
+    record = rename_keys(record, columns or {})
     for names in (SYSTEM_KEYS, IMAGE_KEYS, VIDEO_KEYS, MESSAGE_KEYS):
         record = _merge_synonyms(record, names)
     if ignored := {name for name, known in (columns or {}).items() if known is None}:
@@ -141,7 +141,7 @@ def _refuse_unknown_shape(record: Mapping[str, Any]) -> NoReturn:
     fail(f"is of no known shape: {_describe_keys(record)}", argument="columns")
 
 
-def _rename_keys(record: Mapping[str, Any], columns: Mapping[str, str | None]) -> Mapping[str, Any]:
+def rename_keys(record: Mapping[str, Any], columns: Mapping[str, str | None]) -> Mapping[str, Any]:
     """Return a record with keys renamed by *columns*, known ones in lower case; refuse a second."""
     renamed: dict[str, Any] = {}
     for name, held in record.items():

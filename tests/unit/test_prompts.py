@@ -44,6 +44,16 @@ def test_a_prompt_alone_is_a_record(open_prompts):
 
     assert [{"role": "system", "content": "Count."}, QUESTION] == first["prompt"]
     assert (own, "", records[1]) == (second["prompt"], second["answer"], second["record"])
+    (mapped,) = open_prompts({"q": QUESTION["content"]}, columns={"q": "prompt"})
+    assert ([QUESTION], "") == (mapped["prompt"], mapped["answer"])
+
+
+@pytest.mark.parametrize(("key", "columns"), [("target", {}), ("Answer", {}), ("gold", {"gold": "response"})])
+def test_a_prompt_keeps_an_answer_of_any_name(open_prompts, key, columns):
+    """Rewards get the answer of each column that is one in training, also of a mapped one."""
+    (item,) = open_prompts({"prompt": QUESTION["content"], key: "4"}, columns=columns)
+
+    assert ([QUESTION], "4") == (item["prompt"], item["answer"])
 
 
 def test_images_stand_at_their_tags(open_prompts):
