@@ -116,18 +116,17 @@ class LinesFile(RecordFile):
 
     def _read_bytes(self, start: int, end: int) -> bytes:
         """Return the bytes from *start* to before *end*, read without mapping the file."""
-        descriptor = self._descriptor
-        if descriptor is None:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            if len(_KEPT) < _most_kept():
-                self._descriptor = descriptor
-                _KEPT.add(descriptor)
-                weakref.finalize(self, _close_kept, descriptor)
+        kept = self._descriptor
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC) if kept is None else kept
+        if kept is None and len(_KEPT) < _most_kept():
+            self._descriptor = kept = descriptor
+            _KEPT.add(descriptor)
+            weakref.finalize(self, _close_kept, descriptor)
         try:
             # At a place, since processes that were forked share the file's own position.
             return os.pread(descriptor, end - start, start)
         finally:
-            if descriptor != self._descriptor:
+            if kept is None:
                 os.close(descriptor)
 
 
