@@ -19,7 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object, send_to_device
-from torch.utils.checkpoint import checkpoint
 
 from packplan.adapters.loaders.rows import PACK, PackOfRows, count_supervised
 from packplan.adapters.models import Gradients, add_gradients, replace_attributes
@@ -140,10 +139,6 @@ def _run(trainer: Any, batch: Mapping[str, Any], num_items: Any, factor: float) 
         return sources[-1].clone()  # what follows may write into it
 
     with ExitStack() as inside:
-        for module in trainer.model.modules():
-            if getattr(module, "gradient_checkpointing", False):  # reentrant ones give no gradients of inputs
-                exact = partial(checkpoint, use_reentrant=False)
-                inside.enter_context(replace_attributes(module, _gradient_checkpointing_func=exact))
         inside.enter_context(trainer.model.get_input_embeddings().register_forward_hook(note))
         inputs = inside.enter_context(trainer.prepared(dict(batch)))
         inside.enter_context(trainer.compute_loss_context_manager())
