@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from packplan.adapters.attention import using_native_attention
 from packplan.adapters.attention.rows import RealTokens
@@ -68,7 +68,7 @@ class FirstCalls:
         self._kinds.add(kind)
         words = f"the first call of {type(module).__name__} in {'training' if mode else 'evaluation'} with"
         words = f"{words} {', '.join(sorted(shapes))}, padded {sides} tokens,"
-        if any(isinstance(one, FSDPModule) for one in module.modules()):
+        if any(isinstance(one, (FSDPModule, FullyShardedDataParallel)) for one in module.modules()):
             log.warning("%s is not compared with its padded pass: ranks share the weights", words)
             return
         try:
