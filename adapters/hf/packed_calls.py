@@ -446,11 +446,7 @@ def _pools_padding(model: Any, given: dict[str, Any], mask: torch.Tensor) -> boo
     """Return whether a classifier reads a row where the mask is 0: it goes by the ids alone."""
     if not hasattr(model, "score"):
         return False
-    ids, padding, columns = (
-        given.get("input_ids"),
-        getattr(model.config.get_text_config(), "pad_token_id", None),
-        mask.shape[1],
-    )
+    ids, padding = given.get("input_ids"), getattr(model.config.get_text_config(), "pad_token_id", None)
     real = torch.ones_like(mask) if ids is None or padding is None else ids != padding
-    last = (torch.arange(columns, device=mask.device) * real).argmax(1, keepdim=True)
+    last = (torch.arange(mask.shape[1], device=mask.device) * real).argmax(1, keepdim=True)
     return bool((~mask.gather(1, last)[:, 0] & mask.any(1)).any())
