@@ -80,7 +80,9 @@ def noise_by_sample(trainer: Any) -> Iterator[None]:
         return
     trainer.neftune_hook_handle.remove()
 
-    def note_samples(_: Any, __: Any, given: dict[str, Any]) -> None:
+    def note_samples(module: Any, _: Any, given: dict[str, Any]) -> None:
+        if not module.training:
+            return
         row, places = read_row(given.get("position_ids"), given.get("attention_mask")), None
         if row is None:
             tokens = RealTokens.from_mask(given["attention_mask"])
