@@ -67,11 +67,14 @@ def step_alone(model: Any, samples: list[dict[str, Any]], reduction: str = "toke
 
 def silence(setattr_: Callable[[Any, str, Any], None] = setattr) -> None:
     """Let records whose first message is `silent` have no supervised token."""
+    from packplan.adapters.samples import encoder
     from packplan.adapters.samples.encoder import SwiftEncoder
     from packplan.adapters.samples.measurer import SwiftMeasurer
 
     # Counting texts would not see it.
     setattr_(SwiftMeasurer, "_piece_counter", None)
+    # ms-swift would learn from it.
+    setattr_(encoder, "find_difference", lambda *_, **__: "")
     encode = SwiftEncoder.apply_template
 
     def without_labels(samples: Any, index: int, sample: dict[str, Any]) -> dict[str, Any]:
