@@ -128,7 +128,7 @@ def find_difference(hooks: Any, module: Any, given: dict[str, Any], tokens: Real
     def run_padded(one: Callable[[], Any]) -> Pass:
         return run(one, tokens, hooks.trial(padded=True), using_native_attention(hooks.model, native))
 
-    run = partial(run_pass, hooks.model, hooks.stack.module)
+    run = partial(run_pass, hooks.model, hooks.stack.module, keeps=given.get("logits_to_keep"))
     expected = run_padded(call)
     try:
         found = run(call, tokens, hooks.trial(counts))

@@ -50,7 +50,12 @@ class Pass:
 
 
 def run_pass(
-    model: Any, stack: Any, call: Callable[[], Any], tokens: RealTokens, *contexts: AbstractContextManager[Any]
+    model: Any,
+    stack: Any,
+    call: Callable[[], Any],
+    tokens: RealTokens,
+    *contexts: AbstractContextManager[Any],
+    keeps: Any = None,
 ) -> Pass:
     """
     Compute a call and the gradient of its loss, or else of a fixed sum of its outputs.
@@ -61,6 +66,8 @@ def run_pass(
         call: Function that calls the model, its wrapper, or the stack.
         tokens: Real tokens of the batch.
         contexts: Contexts of the call.
+        keeps: `logits_to_keep` of the call: the number of last columns that have logits, or
+            columns; None or 0 for all.
     """
     run, outputs = Pass(), {}
     sources: list[GradientEdge] = []
@@ -84,18 +91,33 @@ def run_pass(
         leaves, _ = tree_flatten_with_path(call())
         named = {keystr(path).strip("[]'"): one for path, one in leaves if isinstance(one, torch.Tensor)}
         outputs |= {name: one for name, one in named.items() if one.is_floating_point() and not _SKIPPED.match(name)}
-        _read_outputs(run, outputs, sources[-1:], tokens)
+        columns = torch.arange(tokens.shape[1], device=tokens.places.device)
+        kept = columns[-keeps:] if isinstance(keeps, int) else columns if keeps is None else columns[keeps]
+        _read_outputs(run, outputs, sources[-1:], tokens, kept)
     return run
 
 
 def _read_outputs(
-    run: Pass, outputs: Mapping[str, torch.Tensor], sources: list[GradientEdge], tokens: RealTokens
+    run: Pass,
+    outputs: Mapping[str, torch.Tensor],
+    sources: list[GradientEdge],
+    tokens: RealTokens,
+    kept: torch.Tensor,
 ) -> None:
-    """Read values by sample off the outputs, their gradient, and gradients between samples."""
+    """
+    Read values by sample off the outputs, their gradient, and gradients between samples.
+
+    Args:
+        run: Pass that gets them.
+        outputs: Name -> output of the call.
+        sources: Embedded tokens of the call, or nothing without gradients.
+        tokens: Real tokens of the batch.
+        kept: Columns of the batch that have logits.
+    """
     terms, owners, draw = [], [], torch.Generator().manual_seed(_SEED)
     run.scalars = {name: float(one.detach()) for name, one in outputs.items() if one.dim() == 0}
     for name, value in outputs.items():
-        values, samples = _by_sample(value, tokens)
+        values, samples = _by_sample(value, tokens, kept)
         if samples is not None:
             run.values[name] = _split(values.detach(), samples)
         if samples is not None and values.requires_grad:
@@ -120,15 +142,23 @@ def _read_outputs(
                 run.isolation = max(run.isolation, float(sizes[~own].abs().max() / sizes[own].abs().max()))
 
 
-def _by_sample(value: torch.Tensor, tokens: RealTokens) -> Any:
+def _by_sample(value: torch.Tensor, tokens: RealTokens, kept: torch.Tensor | None = None) -> Any:
     """
     Return the values of real tokens, or of rows, and the sample of each; None for others.
 
     Args:
-        value: Shape (rows, positions, …), (1, tokens, …), the same as one axis, or (rows, …).
+        value: Shape (rows, positions, …), (1, tokens, …), the same as one axis, (rows, kept
+            columns, …), or (rows, …).
         tokens: Real tokens of the batch.
+        kept: Columns of the batch that have logits.
     """
     places, (rows, columns), samples = tokens.places, tokens.shape, tokens.row.sample_ids
+    if kept is not None and len(kept) < columns and value.dim() > 2 and tuple(value.shape[:2]) == (rows, len(kept)):
+        order = torch.full((columns,), -1, device=kept.device).index_copy(0, kept, torch.arange(len(kept)).to(kept))
+        at = order[places % columns]
+        inside = at >= 0
+        own = (places // columns * len(kept) + at)[inside]
+        return value.flatten(0, 1)[own].reshape(len(own), -1), samples[inside]
     if tuple(value.shape) == (rows, columns - 1):  # of the next token
         value = pad(value, (0, 1))
     if tuple(value.shape[:2]) in ((rows, columns), (1, len(places))):

@@ -197,6 +197,8 @@ def test_each_kind_is_compared_once(mode):
     assert [3, 1, 3, 1] == [passes(one) for one in (batch_of(padded()), batch, right, right)]
     assert [3, 1] == [passes({**batch, "labels": None}) for _ in range(2)]
     assert 1 == passes(batch_of(padded() | 1)), "nothing is padded"
+    for keeps in (3, torch.tensor([0, 5, 2])):  # with logits at padding
+        passes({**batch, "labels": None}, logits_to_keep=keeps)
 
 
 def test_what_changes_with_the_random_state_is_not_compared(caplog):
