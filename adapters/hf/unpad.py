@@ -7,6 +7,7 @@ pair with which padded rows have the same results with and without the hooks of 
 """
 
 import logging
+import weakref
 from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import product
@@ -83,6 +84,7 @@ def unpad(model: Any, *, logits: bool = True, group: ProcessGroup | None = None,
     hooks = Unpadding(inner, stack, logits=logits, heads=heads, compare=compare, unpacked_sides=why_not)
     if first_calls is not None:
         hooks.handles.append(register_optimizer_step_pre_hook(first_calls.refuse_step))
+        weakref.finalize(inner, hooks.handles[-1].remove)  # torch keeps it for all optimizers
     hooks.native, hooks.group = attention.native, group
     return hooks
 

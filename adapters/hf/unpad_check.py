@@ -76,7 +76,9 @@ def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> Unpadd
         raise ArgumentError("packed_batch", "the trainer's batch has no padding, so there is nothing to compare")
     apart = compare(Outcome(loss, gradients), Outcome(due, expected, add_gradients({}, expected)))
     found = UnpaddedStep(loss, due, apart.gradients, real, padded)
-    limit = difference_limit(model) if limit is None else limit
+    if limit is None:
+        with trainer.accelerator.autocast():
+            limit = difference_limit(model)
     if not max(apart.loss, apart.gradients) <= limit:
         fact = (
             f"without padding the loss is {loss:.7g} where {due:.7g} is due, and gradients differ by "
