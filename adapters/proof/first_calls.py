@@ -105,7 +105,8 @@ class FirstCalls:
 
 
 def _has_ranks() -> bool:
-    return dist.is_initialized() and dist.get_world_size() > 1
+    """Return whether other ranks run; those of a traced step are fake."""
+    return dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
 
 
 def find_difference(hooks: Any, module: Any, given: dict[str, Any], tokens: RealTokens, *, native: str) -> str | None:
