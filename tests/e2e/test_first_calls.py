@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def before(name, change):
-    """Return what changes the arguments of a packed call of a module in training."""
+    """Return a hook that changes the arguments of a packed call of a module in training."""
 
     def plant(model):
         def hook(module, args, given):
@@ -29,7 +29,7 @@ def before(name, change):
 
 
 def after(name, change):
-    """Return what changes the result of a packed call of a module in training."""
+    """Return a hook that changes the result of a packed call of a module in training."""
 
     def plant(model):
         def hook(module, _, output):

@@ -208,7 +208,7 @@ def test_a_record_that_would_lose_something_is_refused(record, says):
     ],
 )  # fmt: skip
 def test_a_text_of_the_question_is_read_only_under_a_name_and_never_lost(record, columns, question):
-    """Its refusal has the mapping by which it is read, and the one by which it is ignored."""
+    """The refusal names two mappings: one reads the text, the other ignores it."""
     lost, mapping = [*columns][-1], ", ".join(f"{name}: {known}" for name, known in columns.items())
     with pytest.raises(UnusableRecordError) as refused:
         to_messages(record)
