@@ -24,6 +24,8 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARAL
 # Ray asks for a token from its first start on, which a process forked after it was imported lacks.
 # Its workers would yield to all other processes.
 os.environ.update(RAY_AUTH_MODE="disabled", RAY_worker_niceness="0")
+# DeepSpeed asks torch for a GPU unless it is told.
+os.environ.update(DS_ACCELERATOR="cpu")
 
 # The same examples on every machine; what is random is `make explore`, which says how to reproduce
 # what it finds.

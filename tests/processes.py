@@ -278,16 +278,3 @@ def _packplan(*words: str) -> int:
 
     sys.argv = ["packplan", *words]
     return main(list(words))
-
-
-def train_under_torchrun(config: Path, out: Path) -> subprocess.CompletedProcess[str]:
-    """Train a run of DeepSpeed on two ranks that torchrun starts; see `tests.e2e.rank_main`."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
-    # It compiles what it keeps: two minutes that count against no run's deadline.
-    code = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load()"
-    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=4 * DEADLINE_S)
-    return subprocess.run(
-        [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
-         "--master-port", str(free_port()), "-m", "tests.e2e.rank_main", config, out],
-        env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
-    )  # fmt: skip

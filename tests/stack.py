@@ -7,6 +7,7 @@ import importlib
 # Looking at a million objects again and again that live as long as the process costs 1.3 s of 8.
 gc.disable()
 
+import deepspeed  # noqa: E402
 import PIL.Image  # noqa: E402
 from swift.model import model_meta  # noqa: E402
 from transformers.configuration_utils import PreTrainedConfig  # noqa: E402
@@ -26,6 +27,8 @@ for family in ("qwen2", "qwen2_5_vl", "qwen3", "qwen3_vl", "qwen3_vl_moe"):
 for name in ("Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor"):
     video_processor_class_from_name(name)
 PIL.Image.init()
+# It would compile an extension for two minutes, once on each machine; gloo does the same.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 # ms-swift compares a model's name with all that it knows: a twentieth of a run's time.
 model_meta.get_matched_model_meta = functools.cache(model_meta.get_matched_model_meta)
 # transformers writes each configuration out, for a log that is off: an eighth of a run's time.

@@ -26,7 +26,8 @@ with loading_libraries():
 
 def main(config: str, out: str, fault: str = "") -> int:
     """Return the exit status; this process leads a group, with its workers."""
-    os.setpgrp()
+    if os.getpgrp() != os.getpid():  # what leads a session leads a group already
+        os.setpgrp()
     fetched: list[int] = []
     samples: list[list[int]] = []
     plain = loader.PackedDataset.__getitem__
