@@ -12,9 +12,11 @@ import attrs
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.integrations import deepspeed
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import logging as transformers_logging
 
+from packplan.adapters.models import replace_attributes
 from packplan.adapters.probe.shrink import NewValues, replace_values, shrink_config
 from packplan.core.config.run import ModelConfig
 from packplan.core.errors import ConfigError, ModelError
@@ -131,9 +133,11 @@ def model_class(config: Any) -> Any:
 def _instantiate(kind: Any, small: Any, *, attention: str, trust_remote_code: bool) -> Any:
     """Return a model of class *kind*, built from a copy of the configuration *small*."""
     small = copy.deepcopy(small)
-    if issubclass(kind, transformers.PreTrainedModel):
-        return kind._from_config(small, attn_implementation=attention)  # noqa: SLF001  # from_config calls it
-    return kind.from_config(small, attn_implementation=attention, trust_remote_code=trust_remote_code)
+    # Under ZeRO 3 transformers would share the copy's weights out to all ranks.
+    with replace_attributes(deepspeed, _hf_deepspeed_config_weak_ref=None):
+        if issubclass(kind, transformers.PreTrainedModel):
+            return kind._from_config(small, attn_implementation=attention)  # noqa: SLF001  # from_config calls it
+        return kind.from_config(small, attn_implementation=attention, trust_remote_code=trust_remote_code)
 
 
 def diversify_weights(model: torch.nn.Module) -> None:
