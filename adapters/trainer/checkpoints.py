@@ -96,10 +96,9 @@ def find_checkpoint(
         ConfigError: There is no such checkpoint, it is damaged, or it has no resume state.
         StaleError: The checkpoint is of another run; with `last`, no intact one is of this run.
     """
-    candidates = _list_newest_first(Path(output_dir)) if checkpoint == "last" else iter([Path(checkpoint)])
     stale: StaleError | None = None
     passed = dict[str, list[Path]]()  # reason -> folders
-    for folder in candidates:
+    for folder in _candidates(checkpoint, output_dir):
         found = _read_checkpoint(folder, state_class)
         reason = found if isinstance(found, str) else None
         if isinstance(found, Checkpoint) and differences and (others := differences(found.resume_state)):
@@ -120,6 +119,22 @@ def find_checkpoint(
         raise stale
     reason = f"finds no whole checkpoint in {output_dir}: remove it to start again"
     raise ConfigError.for_key(CHECKPOINT_KEY, reason)
+
+
+def plans_of_checkpoints(checkpoint: str, output_dir: str) -> frozenset[str]:
+    """
+    Return the names of the plans of the checkpoints that `find_checkpoint` chooses from.
+
+    Args:
+        checkpoint: Folder of a checkpoint, or `last`.
+        output_dir: Output folder of the run.
+    """
+    found = (_read_checkpoint(folder, ResumeState) for folder in _candidates(checkpoint, output_dir))
+    return frozenset(one.resume_state.plan for one in found if isinstance(one, Checkpoint))
+
+
+def _candidates(checkpoint: str, output_dir: str) -> Iterator[Path]:
+    return _list_newest_first(Path(output_dir)) if checkpoint == "last" else iter([Path(checkpoint)])
 
 
 def _warn_of_passed(passed: Mapping[str, list[Path]]) -> None:

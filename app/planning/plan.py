@@ -137,7 +137,7 @@ def _build_plan(split: Split, world_size: int, report: ReportProgress) -> dict[s
 
     report(f"planning {name}")
     key = split.plan_key(stores.lengths.digest())
-    raw = stores.plans.load(key)
+    raw = stored = stores.plans.load(key)
     if raw is not None:
         log.info("%s: the stored plan fits and is used again", name)
     else:
@@ -145,11 +145,14 @@ def _build_plan(split: Split, world_size: int, report: ReportProgress) -> dict[s
         _require_drawable(split.recipe, policy, samples)
         log.info("%s: planning %s", name, counted(int(np.count_nonzero(samples.lengths)), "sample"))
         raw = plan_first_epoch(name, policy, samples, recipe=split.recipe, report=report)
+    is_kept = split.resumable is None or split.plan_name(key, raw) in split.resumable
+    if stored is None and is_kept:
         stores.plans.save(key, raw)
     refuse_dropped(raw, lengths, policy)
     if name == "train":
         require_supervised(raw, column(table, "supervised"))
-    stores.plans.save_aligned(key, align_plan(raw, world_size=world_size, **split.align_options))
+    if is_kept:
+        stores.plans.save_aligned(key, align_plan(raw, world_size=world_size, **split.align_options))
     inputs = np.frombuffer(json.dumps(dict(key.inputs)).encode(), dtype=np.uint8)
     return {"table": table, "key": inputs, **plan_to_arrays(raw)}
 

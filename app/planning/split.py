@@ -80,6 +80,12 @@ class Split:
     recipe: EpochRecipe | None = None
     """Samples of each epoch, where each has a plan of its own; None plans all samples once."""
 
+    resumable: frozenset[str] | None = None
+    """
+    Names of the plans that checkpoints of the run were trained by: a resume stores no other plan.
+    None, the default, for a run from the beginning, which stores any.
+    """
+
     max_bad_share: Decimal | None = None
     """Largest share of records that may be bad; None, the default, stops at the first bad one."""
 
@@ -134,6 +140,10 @@ class Split:
     def plan_key(self, lengths_digest: str) -> Fingerprint:
         """Return the fingerprint of the plan, or of all epochs' plans, for these lengths."""
         return plan_fingerprint(self.recipe, self.policy, lengths_digest)
+
+    def plan_name(self, key: Fingerprint, raw: RawPlan) -> str:
+        """Return the digest by which a checkpoint knows a plan, or all epochs' plans."""
+        return key.digest if self.recipe else plan_checksum(raw.packs)
 
     def align(self, world_size: int) -> AlignedPlan:
         """Return the plan for a number of ranks; ArgumentError if they would get no batch."""

@@ -32,6 +32,7 @@ from packplan.app.wiring.trainers import (
     open_arguments,
     open_checkpoint,
     open_follower,
+    resumable_plans,
     warn_of_overwriting,
 )
 from packplan.app.wiring.verdicts import decide_attention
@@ -88,9 +89,11 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> t
 
     splits = open_splits(config)  # records, and their encoder
     ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
-    for split in splits.values():
-        measure_and_plan(split, ranks, world_size=world_size)  # lengths, raw plan, aligned plan
+    splits["train"].resumable = resumable_plans(config)
+    measure_and_plan(splits["train"], ranks, world_size=world_size)  # lengths, raw plan, aligned plan
     follower, checkpoint = _schedule_packs(config, splits["train"], checkpoint, ranks)
+    for name in splits.keys() - {"train"}:  # only now, since a resume may be refused before
+        measure_and_plan(splits[name], ranks, world_size=world_size)
     arguments.resume_from_checkpoint = checkpoint and checkpoint.folder
     group.stop_heartbeat()
     if group.rank == 0:

@@ -20,7 +20,13 @@ from packplan.adapters.trainer.arguments import (
     shards_weights,
     yield_setting_faults,
 )
-from packplan.adapters.trainer.checkpoints import Checkpoint, State, find_checkpoint, newest_checkpoint
+from packplan.adapters.trainer.checkpoints import (
+    Checkpoint,
+    State,
+    find_checkpoint,
+    newest_checkpoint,
+    plans_of_checkpoints,
+)
 from packplan.adapters.trainer.loader import PackedDataset
 from packplan.adapters.trainer.model import open_model
 from packplan.adapters.trainer.streams.dataset import StreamDataset
@@ -87,6 +93,12 @@ def open_checkpoint(config: RunConfig, group: RankGroup, kind: type[State]) -> C
     return _find_checkpoint(config, group, kind, lambda state: state.identity.fixed.differences(now.fixed))
 
 
+def resumable_plans(config: RunConfig) -> frozenset[str] | None:
+    """Return the names of plans that a run may resume; None if it starts from the beginning."""
+    asked = config.training.resume_from_checkpoint
+    return None if asked is None else plans_of_checkpoints(str(asked), config.training.output_dir)
+
+
 def match_checkpoint(
     config: RunConfig, group: RankGroup, checkpoint: Checkpoint[State], differences: Differences[State]
 ) -> Checkpoint[State]:
@@ -144,7 +156,7 @@ def open_follower(config: RunConfig, train: Split, schedule: EpochSchedule, grou
         schedule,
         group.rank // config.training.sequence_parallel_size,
         schedule.world_size,
-        plan=train.key.digest if train.recipe else train.raw_checksum,
+        plan=train.plan_name(train.key, train.raw),
         data=train.data_digest,
         identity=identity_of_run(config),
         tuner=config.training.tuner_type,

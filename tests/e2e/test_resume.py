@@ -122,8 +122,8 @@ def test_a_checkpoint_resumes_the_run_of_its_plan_model_and_settings_alone(  # n
     trained, resume, write_run, execute, demo, tmp_path, caplog
 ):
     """
-    A moved model and another attention, which is logged; else refused, before a step. `last` takes
-    the newest of this run.
+    A moved model and another attention, which is logged; else refused, before a step and with the
+    stored plan as it was. `last` takes the newest of this run.
     """
     sections, folder, first = trained
     state = json.loads((folder / "checkpoint-1" / "trainer_state.json").read_text())
@@ -142,6 +142,9 @@ def test_a_checkpoint_resumes_the_run_of_its_plan_model_and_settings_alone(  # n
     tensors = load_file(tmp_path / "moved" / "model.safetensors")
     tensors[min(tensors)] += 1
     save_file(tensors, tmp_path / "moved" / "model.safetensors", {"format": "pt"})
+    plans = (tmp_path / "run" / "static_packing" / "train").glob("*plan*")
+    stored = {path: path.read_bytes() for path in plans if path.is_file()}
+    assert stored
     for changed, keys, error, says in (
         ({"model": moved}, {}, StaleError, r"model\.model model\.safetensors: stored '"),
         ({"template": {"max_length": 200}}, {}, StaleError,
@@ -155,6 +158,7 @@ def test_a_checkpoint_resumes_the_run_of_its_plan_model_and_settings_alone(  # n
             resume(
                 {name: own | changed.get(name, {}) for name, own in sections.items()}, folder / "checkpoint-1", **keys
             )
+        assert stored == {path: path.read_bytes() for path in stored}, says
 
 
 def test_what_is_left_is_trained_by_the_settings_of_the_resumed_run(trained, resume, fetched, tmp_path):
