@@ -2,8 +2,9 @@
 Mixins for trainers that follow the schedule of a plan; `insert_base_class` adds them.
 
 `FollowsSchedule` fits every trainer of transformers, TRL, ms-swift and `packplan sft`: steps,
-epochs, checked batches, resumed runs. `EvaluatesPacks` makes the evaluation loss the mean over
-tokens. `ServesPacks` adds loaders of packs, for trainers of other projects.
+epochs, checked batches, resumed runs. `ComputesPacks` makes noise that of each sample, and the
+evaluation loss the mean over tokens; streams, which follow no schedule, have it too. `ServesPacks`
+adds loaders of packs, for trainers of other projects.
 
 A mixin stands before the class of the trainer, so its `super()` is the trainer's own method: of
 transformers, unless TRL or ms-swift has another. `adapters/trainer/trainer.py` lists those that a
@@ -68,39 +69,48 @@ class PackplanProgress(TrainerCallback, ExportableState):
 @contextmanager
 def noise_by_sample(trainer: Any) -> Iterator[None]:
     """
-    Inside the block, scale the noise of NEFTune by the tokens of each sample, not of its row.
+    Give each sample the noise of NEFTune that it has when it is computed alone, inside the block.
+
+    In training, NEFTune adds noise to embeddings: at most `neftune_noise_alpha` divided by the root
+    of tokens times hidden size. transformers counts the tokens of the row. In a row of samples of 8
+    and 32 tokens, it divides by the root of 40 times the hidden size. Here it is 8 and 32 times.
+
+    Two hooks replace that of transformers. The first reads samples off the positions or the mask of
+    the model's call. The second adds the noise. Without `neftune_noise_alpha`, nothing changes.
 
     Args:
-        trainer: Trainer that has added transformers' own hook, which is removed, if it adds noise.
+        trainer: Trainer in its training loop, so that transformers has added its hook.
     """
     alpha: float | None = trainer.neftune_noise_alpha
-    noted: dict[str, Any] = {}
     if alpha is None:
         yield
         return
     trainer.neftune_hook_handle.remove()
+    call: dict[str, Any] = {}
 
-    def note_samples(module: Any, _: Any, given: dict[str, Any]) -> None:
-        if not module.training:
+    def read_samples(model: Any, _: Any, given: dict[str, Any]) -> None:
+        if not model.training:
             return
         row, places = read_row(given.get("position_ids"), given.get("attention_mask")), None
-        if row is None:
+        if row is None:  # padded: each row of the batch is a sample
             tokens = RealTokens.from_mask(given["attention_mask"])
             row, places = tokens.row, tokens.places
-        noted["lengths"], noted["places"] = row.boundaries.diff()[row.sample_ids], places
+        # Of each real token: the tokens of its sample, and its place in a padded batch.
+        call["lengths"], call["places"] = row.boundaries.diff()[row.sample_ids], places
 
-    def add_noise(module: Any, _: Any, embedded: torch.Tensor) -> torch.Tensor:
-        if not (module.training and module.neftune_noise_alpha):
+    def add_noise(embeddings: Any, _: Any, embedded: torch.Tensor) -> torch.Tensor:
+        if not (embeddings.training and embeddings.neftune_noise_alpha):
             return embedded
-        lengths, places = noted["lengths"], noted["places"]
-        if places is not None and len(places) != embedded.shape[:2].numel():  # padded
+        lengths, places = call["lengths"], call["places"]
+        # Padding has noise too, which changes nothing; `unpad` may have left it out before.
+        if places is not None and len(places) != embedded.shape[:2].numel():
             lengths = lengths.new_ones(embedded.shape[:2].numel()).index_copy(0, places, lengths)
-        scale = alpha / (lengths.reshape(embedded.shape[:2]) * embedded.shape[-1]).sqrt()
-        noise: torch.Tensor = torch.empty_like(embedded).uniform_(-1, 1) * scale[..., None].to(embedded.dtype)
+        bounds = alpha / (lengths.reshape(embedded.shape[:2]) * embedded.shape[-1]).sqrt()
+        noise: torch.Tensor = torch.empty_like(embedded).uniform_(-1, 1) * bounds[..., None].to(embedded.dtype)
         return embedded + noise
 
     with (
-        trainer.model.register_forward_pre_hook(note_samples, prepend=True, with_kwargs=True),
+        trainer.model.register_forward_pre_hook(read_samples, prepend=True, with_kwargs=True),
         trainer.model.get_input_embeddings().register_forward_hook(add_noise),
     ):
         yield
@@ -147,8 +157,7 @@ class FollowsSchedule:
         else:
             self.follower.load_state_dict(read_saved_progress(Path(folder)))
         self._progress.step = self.schedule.start.step
-        with noise_by_sample(self):
-            return super()._inner_training_loop(*args, **options)  # type: ignore[misc]  # of the trainer's class
+        return super()._inner_training_loop(*args, **options)  # type: ignore[misc]  # of the trainer's class
 
     def set_initial_training_values(self, *args: Any) -> Any:
         """
@@ -216,12 +225,22 @@ class _LossSums:
         self.num_evaluated += 1
 
 
-class EvaluatesPacks:
-    """Evaluation on packs of `EvalBatches`: mean loss over supervised tokens, each pack once."""
+class ComputesPacks:
+    """
+    Passes of packs through the model, by sample and by token.
+
+    Training adds the noise of each sample alone. Evaluation on `EvalBatches` returns the mean loss
+    over supervised tokens, each pack once.
+    """
 
     accelerator: Any
     args: Any
     _evaluated: _LossSums | None = None
+
+    def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
+        """Train, with the noise of NEFTune scaled by sample."""
+        with noise_by_sample(self):
+            return super()._inner_training_loop(*args, **options)  # type: ignore[misc]  # of the trainer's class
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
         """Evaluate packs by the mean loss over tokens, and other data sets as the trainer does."""
@@ -255,7 +274,7 @@ class EvaluatesPacks:
         return outputs
 
 
-class ServesPacks(EvaluatesPacks, FollowsSchedule):
+class ServesPacks(ComputesPacks, FollowsSchedule):
     """Loaders and evaluation of packs, for a trainer of another project."""
 
     model: Any

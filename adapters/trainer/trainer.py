@@ -5,6 +5,7 @@ It adds fixes without which training goes wrong silently:
 
 - the fourth row of position ids, which keeps samples apart
 - a loss normaliser over all ranks
+- noise of NEFTune that is scaled by each sample, not by its row
 - an evaluation that weighs tokens instead of packs
 - weights that resume exactly as they were saved
 - errors that reach the caller
@@ -12,13 +13,15 @@ It adds fixes without which training goes wrong silently:
 - an end before saving, once a loss, gradient or weight is not finite
 
 With a plan, the packs of a step pass these methods, from top to bottom. `PlanTrainer`,
-`FollowsSchedule`, `CheckedTrainer` and `EvaluatesPacks` are the classes of a trainer. None has a
-method of another but `__init__`, so `super()` is ms-swift's method, or else transformers' own.
+`FollowsSchedule`, `CheckedTrainer` and `ComputesPacks` are the classes of a trainer. None has a
+method of another but `__init__` and `_inner_training_loop`, so every other `super()` is ms-swift's
+method, or else transformers' own.
 
 | method | class | does |
 |---|---|---|
 | `train` | `CheckedTrainer` | names lost processes of loaders |
 | `_inner_training_loop` | `FollowsSchedule` | starts, or goes on from a checkpoint |
+| `_inner_training_loop` | `ComputesPacks` | scales noise by sample while the loop runs |
 | `get_train_dataloader` | `PlanTrainer` | serves `PackedDataset` in the order of `PackBatches` |
 | `set_initial_training_values` | `FollowsSchedule` | counts steps and epochs by the schedule |
 | `_init_training_state` | `FollowsSchedule` | returns the epoch at which the schedule starts |
@@ -55,7 +58,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from packplan.adapters.attention.rows import prepend_text_positions
 from packplan.adapters.files import wrap_load_errors, wrap_save_errors
-from packplan.adapters.hf.following import EvaluatesPacks, FollowsSchedule
+from packplan.adapters.hf.following import ComputesPacks, FollowsSchedule
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches
 from packplan.adapters.loaders.rows import NORMALISER, PACK, PackLoader
 from packplan.adapters.models import is_ruined, load_by_model_class, replace_attributes, root_mean_square
@@ -136,7 +139,7 @@ class SaveOnSigterm(TrainerCallback):
         self.received = True
 
 
-class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
+class CheckedTrainer(ComputesPacks, Seq2SeqTrainer):
     """
     ms-swift's trainer on packs, with the fixes that the module's docstring lists.
 
@@ -343,7 +346,7 @@ class CheckedTrainer(EvaluatesPacks, Seq2SeqTrainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
         """Return the sum of a step's token weights over ranks; `compute_loss` divides by it."""
-        if self._evaluated is not None:  # inside of `EvaluatesPacks.evaluation_loop`
+        if self._evaluated is not None:  # inside of `ComputesPacks.evaluation_loop`
             return torch.tensor(self._evaluated.weight or 1.0, device=device)
         weights = sum(batch[NORMALISER] for batch in batch_samples)
         total = self.sum_over_ranks(torch.tensor(weights, dtype=torch.float64))

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from packplan.adapters.loaders.rows import NORMALISER
 from packplan.adapters.ranks.torch_group import OneRank
@@ -156,6 +157,40 @@ def test_a_stream_is_trained_epoch_after_epoch(write_rollout, text_jsonl):
         for epoch in (0, 1)
     )
     assert first[0] != second[0]
+
+
+class NoiseOfSamples:
+    """Adds to the embeddings of each sample the noise that NEFTune gives it alone."""
+
+    def __init__(self, alpha):
+        self.alpha, self.lengths = alpha, ()
+
+    def __call__(self, trainer):
+        plain = trainer.training_step
+        trainer.model.get_input_embeddings().register_forward_hook(self.add)
+
+        def step(model, inputs, *arguments, **options):
+            self.lengths = inputs["sample_lengths"]
+            return plain(model, inputs, *arguments, **options)
+
+        trainer.training_step = step
+
+    def add(self, module, _, embedded):
+        noise, width = torch.rand_like(embedded) * 2 - 1, embedded.shape[-1]
+        alone = [part / (part.shape[1] * width) ** 0.5 for part in noise.split(self.lengths, dim=1)]
+        return embedded + self.alpha * torch.cat(alone, dim=1) if module.training else embedded
+
+
+def test_noise_of_a_stream_is_that_of_each_sample_alone(write_rollout):
+    """NEFTune's, by the tokens of the sample, not of its pack: losses are those of such noise."""
+    keys = {"max_steps": 2, "effective_batch_size": 1}
+    with_noise, by_hand, without = (
+        [entry["loss"] for entry in run(write_rollout(**keys, **noise), on_ready)[2] if "loss" in entry]
+        for noise, on_ready in (({"neftune_noise_alpha": 40}, id), ({}, NoiseOfSamples(40)), ({}, id))
+    )
+
+    assert by_hand == pytest.approx(with_noise, rel=1e-5)
+    assert abs(by_hand[0] - without[0]) > 0.01
 
 
 @pytest.mark.parametrize(

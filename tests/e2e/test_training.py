@@ -108,9 +108,9 @@ def test_the_schedule_is_ordered_as_the_trainers_arguments_say(write_run):
 
 
 def test_no_method_of_the_trainer_is_overridden_twice():
-    """So `super()` in each of its classes is ms-swift's method, or transformers' own."""
+    """So `super()` is ms-swift's method, or transformers' own; two classes enclose the loop."""
     own = [kind for kind in PlanTrainer.__mro__ if kind.__module__.startswith("packplan.")]
-    names = [name for kind in own for name in vars(kind) if not name.startswith("__")]
+    names = [name for kind in own for name in {*vars(kind)} - {"_inner_training_loop"} if not name.startswith("__")]
 
     assert 4 == len(own)
     assert len(set(names)) == len(names)
