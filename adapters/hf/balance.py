@@ -23,6 +23,7 @@ from accelerate.utils import gather_object, recursively_apply, send_to_device
 from torch.nn.functional import pad
 from transformers import Trainer
 
+from packplan.adapters.hf.first_pack import LocalAccelerator
 from packplan.adapters.hf.following import insert_base_class
 from packplan.adapters.hf.refusals import is_old_trl, refuse_balance_conflicts
 from packplan.adapters.hf.rows import BatchCounts, BatchRows, Row, join_rows, split_batch
@@ -203,21 +204,6 @@ class _BalanceState:
         ]
 
 
-class _LocalAccelerator:
-    """An accelerator whose `gather` and `reduce` return this rank's values alone."""
-
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
-
-    def gather(self, tensor: Any, **_: Any) -> Any:
-        return tensor
-
-    gather_for_metrics = reduce = gather
-
-
 class _BalancedTraining:
     """Methods of a trainer of TRL that cut an optimizer step into microbatches by tokens."""
 
@@ -257,7 +243,7 @@ class _BalancedTraining:
         batches, step.pending_batches = step.pending_batches, []
         model, num_items = step.call
         *others, last = self._make_microbatches(batches)
-        self.accelerator = _LocalAccelerator(self.accelerator)  # ranks are joined once a step
+        self.accelerator = LocalAccelerator(self.accelerator)  # ranks are joined once a step
         for microbatch in others:
             given = self._start_microbatch(*microbatch)
             with self.accelerator.no_sync(model):

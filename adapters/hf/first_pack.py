@@ -33,6 +33,22 @@ _MOST_IDS = 2**31
 """Above every token id: the length of a sparse axis, which takes no memory."""
 
 
+class LocalAccelerator:
+    """An accelerator whose `gather` and `reduce` return this rank's values alone."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def gather(self, tensor: Any, **_: Any) -> Any:
+        """Return what is given."""
+        return tensor
+
+    gather_for_metrics = reduce = gather
+
+
 def require_pack_as_alone(trainer: Any, batches: list[Mapping[str, Any]], num_items: Any) -> None:
     """
     Compare the batch of the most samples of a step with these samples alone; all ranks call this.
@@ -49,17 +65,17 @@ def require_pack_as_alone(trainer: Any, batches: list[Mapping[str, Any]], num_it
         why = "ranks share the weights" if trainer.loss_of_samples else "its loss compares samples"
         log.warning("no pack of the first step is compared with its samples alone: %s", why)
         return
-    batch, fault, fact = max(batches, key=partial(_count_samples, trainer)), None, None
-    # Trainers gather counts over ranks in their loss, so all ranks compute equally many.
-    num_passes = max(gather_object([_count_samples(trainer, batch)]))
+    batch, fact = max(batches, key=partial(_count_samples, trainer)), None
     try:
-        fact = _find_difference(trainer, batch, num_items, scale=len(batches), num_passes=num_passes)
-    except Exception as error:  # noqa: BLE001  # raised again, once the other ranks know
-        fault, fact = error, f"a pack and its samples cannot be compared: {error_text(error)}"
+        fact = _find_difference(trainer, batch, num_items, scale=len(batches))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001  # what also fails in training fails there, where its place is seen
+        log.warning("no pack of the first step is compared with its samples alone: %s", error_text(error))
     for rank, found in enumerate(gather_object([fact])):
         if found is not None:
             message = f"{found}, on rank {rank}" if dist.is_initialized() else found
-            raise fault or MismatchError("unlike_alone", message)
+            raise MismatchError("unlike_alone", message)
 
 
 def _count_samples(trainer: Any, batch: Mapping[str, Any]) -> int:
@@ -75,9 +91,7 @@ def _samples_of(trainer: Any, batch: Mapping[str, Any]) -> Iterator[list[PackOfR
             yield [PackOfRows([row], pack, dict([*rows.lengths.items()][place : place + 1]))]
 
 
-def _find_difference(
-    trainer: Any, batch: Mapping[str, Any], num_items: Any, *, scale: int, num_passes: int
-) -> str | None:
+def _find_difference(trainer: Any, batch: Mapping[str, Any], num_items: Any, *, scale: int) -> str | None:
     """
     Return how a batch differs from its samples alone, as a clause; None if it does not.
 
@@ -86,7 +100,6 @@ def _find_difference(
         batch: Batch of packs.
         num_items: See `require_pack_as_alone`.
         scale: Batches of the step, by which its loss was divided.
-        num_passes: Passes of samples; those beyond the batch's own repeat the last one.
     """
     total: Gradients = {}
     loss, norms, model = 0.0, 0.0, trainer.model
@@ -95,6 +108,8 @@ def _find_difference(
         stack.enter_context(restoring_attributes(trainer))
         grown = {name: held for name, held in vars(trainer).items() if "metrics" in name and isinstance(held, dict)}
         vars(trainer).update(copy.deepcopy(grown), current_gradient_accumulation_steps=scale)
+        # Trainers gather metrics in their loss: no rank is to wait for one that has failed.
+        vars(trainer).update(accelerator=LocalAccelerator(trainer.accelerator))
         if getattr(config := model.config.get_text_config(), "output_router_logits", False):
             # The router's loss compares the tokens of a batch.
             stack.enter_context(replace_attributes(config, output_router_logits=False))
@@ -107,22 +122,23 @@ def _find_difference(
                 dist.all_reduce(one.values().div_(trainer.row_group.size()), group=trainer.row_group)
         stack.enter_context(trainer.reference())
         weight = scale / (len(rows) if trainer.loss_of_samples == "mean" else 1)
-        for number in range(num_passes):
-            alone = trainer.collate(rows[min(number, len(rows) - 1)])
+        for row in rows:
+            alone = trainer.collate(row)
             own, gradients = _run(trainer, send_to_device(alone, trainer.args.device), num_items, weight)
             # Losses of nothing to learn are 0 or no number.
             learns = trainer.loss_of_samples == "mean" or count_supervised(alone["labels"])
-            if number < len(rows) and learns:
+            if learns:
                 loss, norms = loss + own, norms + add_gradients(total, gradients)
         with trainer.accelerator.autocast():
             limit = difference_limit(model)
     apart = compare(Outcome(*packed), Outcome(loss, total, norms))
     if max(apart.loss, apart.gradients) <= limit:
         return None
+    hint = "" if trainer.compute_loss_func is None else ": compute_loss_func has to divide by num_items_in_batch"
     return (
         f"pack {rows[0][0].pack} is not its {counted(len(rows), 'sample')} alone: its loss is {packed[0]:.6g} where "
         f"{loss:.6g} is due, and gradients of its embeddings differ by {apart.gradients:.2g} of their norm, where "
-        f"{limit:.0e} is allowed"
+        f"{limit:.0e} is allowed{hint}"
     )
 
 

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Trainer, TrainingArguments
 
 PACKING_LENGTH, EPOCHS = 64, 2
+
+DEADLINE_S = 240
 
 IMAGE, FIRST, LAST = 290, 20, 280
 """Id of the token of an image, and the range of ids of text."""
@@ -226,7 +229,7 @@ def train(rank: int, cell: Cell, out: Path) -> None:
 def fork_ranks(num: int, run: Any, *given: Any) -> bool:
     """
     Call *run* with the rank and what is given, on ranks as torchrun starts them; return whether all
-    ended well.
+    ended well, and in time.
 
     Their store is kept here, so that no other process can take its port first.
     """
@@ -247,7 +250,10 @@ def fork_ranks(num: int, run: Any, *given: Any) -> bool:
     ranks = [multiprocessing.get_context("fork").Process(target=start, args=(rank,)) for rank in range(num)]
     for one in ranks:
         one.start()
+    deadline = time.monotonic() + DEADLINE_S
     for one in ranks:
+        one.join(max(deadline - time.monotonic(), 0))
+        one.kill()
         one.join()
     return not any(one.exitcode for one in ranks)
 
