@@ -99,7 +99,8 @@ class Spy:
         def training_step(trainer: Any, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
             if self.packs:
                 last = getattr(trainer, "ref_model", None) or trainer.model
-                (self.folder / "attention").write_text(last.config._attn_implementation)
+                plain = getattr(last, "module", last)  # inside DeepSpeed's engine
+                (self.folder / "attention").write_text(plain.config._attn_implementation)
                 with (self.folder / f"trained{self.rank}.jsonl").open("a") as file:
                     file.write(json.dumps([trainer.state.global_step + 1, list(samples_of(inputs))]) + "\n")
             return step(trainer, model, inputs, *args, **options)
