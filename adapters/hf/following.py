@@ -359,6 +359,11 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
         ranks = {"rank": self.follower.rank, "world_size": self.schedule.world_size}
         return self._make_loader(self._eval_packs, EvalBatches(len(self._eval_packs), 1, **ranks))
 
+    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        """Log values as the trainer does, without rates of packs."""
+        logs = drop_pack_rates(logs, of_evaluation=self._eval_packs is not None)
+        super().log(logs, *args, **options)  # type: ignore[misc]  # of the trainer's class
+
     def _make_loader(self, packs: Any, batches: Any) -> PackLoader:
         return PackLoader(packs, self.args, batch_sampler=batches, collate_fn=self.collate)
 
@@ -384,6 +389,21 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
                     weight = share * getattr(owner, _ROUTER, 0.0)
                     stack.enter_context(replace_attributes(owner, **{_ROUTER: weight}))
             return super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]
+
+
+def drop_pack_rates(logs: dict[str, float], *, of_evaluation: bool = True) -> dict[str, float]:
+    """
+    Remove samples per second from *logs*, since trainers count packs as samples; return the same
+    dict.
+
+    Args:
+        logs: Values to log.
+        of_evaluation: Whether evaluation counts packs too.
+    """
+    for name in [name for name in logs if name.endswith("_samples_per_second")]:
+        if of_evaluation or name.startswith("train_"):
+            del logs[name]
+    return logs
 
 
 def insert_base_class(trainer: Any, base: type) -> None:

@@ -181,16 +181,6 @@ def with_zero_weights(batch: Batch) -> Batch:
     return {**batch, "labels": labels, "loss_scale": weights, NORMALISER: 0.0}
 
 
-def drop_pack_rates(logs: dict[str, float]) -> dict[str, float]:
-    """
-    Remove samples per second from *logs*, since ms-swift counts packs as samples; return the same
-    dict.
-    """
-    for name in [name for name in logs if name.endswith("_samples_per_second")]:
-        del logs[name]
-    return logs
-
-
 def prepare_worker(number: int, *, num_workers: int, rank: int) -> None:
     """
     Make this worker process of a loader end with its rank, and set its random seed.

@@ -58,7 +58,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from packplan.adapters.attention.rows import prepend_text_positions
 from packplan.adapters.files import wrap_load_errors, wrap_save_errors
-from packplan.adapters.hf.following import ComputesPacks, FollowsSchedule
+from packplan.adapters.hf.following import ComputesPacks, FollowsSchedule, drop_pack_rates
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches
 from packplan.adapters.loaders.rows import NORMALISER, PACK, PackLoader
 from packplan.adapters.models import is_ruined, load_by_model_class, replace_attributes, root_mean_square
@@ -68,7 +68,6 @@ from packplan.adapters.trainer.loader import (
     Collator,
     PackedDataset,
     Reduction,
-    drop_pack_rates,
     prepare_worker,
     with_zero_weights,
 )

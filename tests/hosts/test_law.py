@@ -177,9 +177,12 @@ def test_no_run_goes_on_with_another_one(tmp_path):
 
 
 def test_a_step_has_as_many_packs_as_it_had_rows(tmp_path, caplog):
-    """The effective batch stays, one pack after the other, and what changes its meaning is told."""
+    """
+    The effective batch stays, one pack after the other, and what changes its meaning is told. No
+    rate of packs is logged as one of samples.
+    """
     settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "save_strategy": "steps"}
-    trainer = trainer_with(tmp_path, eval_steps=5, warmup_steps=99, **settings)
+    trainer = trainer_with(tmp_path, eval_steps=5, warmup_steps=99, save_steps=400, **settings)
     trainer.args.max_length = max(PLAN.lengths)  # as TRL has it
 
     schedule = use_plan(trainer, PLAN)
@@ -188,8 +191,10 @@ def test_a_step_has_as_many_packs_as_it_had_rows(tmp_path, caplog):
     assert (1, 12) == (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps)
     told = ("per_device_train_batch_size is 4", "save_steps", "eval_steps", "warmup_steps", "max_length")
     assert all(name in caplog.text for name in told)
-    trainer.train()
+    metrics = trainer.train().metrics
     assert schedule.total_steps == trainer.state.global_step
+    assert "train_steps_per_second" in metrics
+    assert not [name for entry in (metrics, *trainer.state.log_history) for name in entry if "samples_per" in name]
 
 
 def mean_of_batch(outputs, labels, num_items_in_batch=None):

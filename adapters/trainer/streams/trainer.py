@@ -23,9 +23,10 @@ import attrs
 import torch
 from transformers import Trainer
 
+from packplan.adapters.hf.following import drop_pack_rates
 from packplan.adapters.loaders.rows import PackLoader
 from packplan.adapters.trainer.checkpoints import progress_entry
-from packplan.adapters.trainer.loader import Batch, drop_pack_rates, with_zero_weights
+from packplan.adapters.trainer.loader import Batch, with_zero_weights
 from packplan.adapters.trainer.streams.dataset import LENGTHS, PROGRESS, ShardEnd, ShardProgress, StreamCollator
 from packplan.adapters.trainer.trainer import CheckedTrainer
 from packplan.adapters.trainer_state import add_digest_on_save
