@@ -1,5 +1,6 @@
 """Checks for settings and losses with which a trainer cannot follow a plan, or use `balance`."""
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -45,7 +46,8 @@ def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
 
 def changed_meanings(args: Any, plan: Plan, schedule: EpochSchedule) -> Iterator[str]:
     """
-    Yield a sentence for each setting of a trainer that means something else under a plan.
+    Yield a sentence for each setting of a trainer that means something else under a plan. Numbers
+    of steps are left out if they have their default, which nobody chose.
 
     Args:
         args: Training arguments, as the user gave them.
@@ -63,9 +65,11 @@ def changed_meanings(args: Any, plan: Plan, schedule: EpochSchedule) -> Iterator
         yield f"max_length is {limit:,}, and {counted(at_limit, 'row')} have just as many tokens: TRL may have cut them"
     if args.eval_strategy == "no" and args.eval_steps:
         yield f"eval_steps is {args.eval_steps}, but eval_strategy is 'no', so nothing is evaluated"
+    defaults = {one.name: one.default for one in dataclasses.fields(args)}
+    defaults["eval_steps"] = defaults["logging_steps"]  # which takes its place
     when = {"save_steps": args.save_strategy, "eval_steps": args.eval_strategy, "warmup_steps": "steps"}
     for name, number in ((name, getattr(args, name) or 0) for name in when if when[name] == "steps"):
-        if number > steps:
+        if number > steps and number != defaults[name]:
             yield f"{name} is {number:,}, but the plan has {counted(steps, 'step')}"
 
 

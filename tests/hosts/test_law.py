@@ -197,6 +197,15 @@ def test_a_step_has_as_many_packs_as_it_had_rows(tmp_path, caplog):
     assert not [name for entry in (metrics, *trainer.state.log_history) for name in entry if "samples_per" in name]
 
 
+def test_numbers_of_steps_that_nobody_chose_are_not_warned_of(tmp_path, caplog):
+    """Neither of saving nor of evaluating, which takes the number of logging by default."""
+    settings = {"save_strategy": "steps", "eval_strategy": "steps", "logging_steps": 500}  # by default, too
+    use_plan(trainer := trainer_with(tmp_path, max_steps=1, **settings), PLAN)
+
+    assert (500, 500) == (trainer.args.save_steps, trainer.args.eval_steps)
+    assert not re.search("save_steps|eval_steps", caplog.text)
+
+
 def mean_of_batch(outputs, labels, num_items_in_batch=None):
     """Return the mean over the tokens of a batch, whatever the step has."""
     return training.token_mean(outputs, labels)
