@@ -3,6 +3,7 @@
 import copy
 import gc
 import json
+import logging
 import re
 import shutil
 import weakref
@@ -17,6 +18,7 @@ from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app.plan.__main__ import main as plan_main
 from packplan.app.plan.stored import open_split
 from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs, lengths_of_records
+from packplan.app.planning.schedule import partial_window_line
 from packplan.app.planning.stored_lengths import open_lengths
 from packplan.app.wiring.policies import epoch_recipe, policy_of_split
 from packplan.app.wiring.runs import read_config
@@ -166,7 +168,9 @@ def test_show_tells_every_epoch(write_mix, write_run, capsys, monkeypatch):
     assert re.search(r"fill .* sources .*chat\.jsonl 2.*of the tokens\)", show(path, "--epoch", "1"), re.DOTALL)
     fewer = open_split(read_config(path, ["training.num_train_epochs=2"]), "train", world_size=1)
     assert 2 == len(fewer.plan.epochs)
-    assert any(re.search(r"last optimizer step of \d of 2 epochs sees fewer", line) for line in fewer.warnings)
+    level, note = partial_window_line(fewer.epochs)
+    assert logging.INFO == level, "no batch size would help each epoch"
+    assert re.match(r"the last optimizer step of \d of 2 epochs sees fewer", note)
     with pytest.raises(NotBuiltError):
         open_split(read_config(path, ["training.num_train_epochs=4"]), "train", world_size=1)
     with pytest.raises(ConfigError, match="--epoch: is 3"):
