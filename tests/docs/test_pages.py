@@ -140,7 +140,7 @@ def lost_names(page: Path) -> list[str]:
         elif re.fullmatch(r"(packplan\.)?(core|adapters|app)(\.\w+)+", word):
             found = is_defined(word)
         elif key := re.match(r"(?:model|template|custom|training)\.\w+(?=$|[: =])", word):
-            found = key[0] in KEYS or page.name == "CHANGELOG.md"  # has what left
+            found = key[0] in KEYS or page.name == "CHANGELOG.md"  # names removed keys too
         else:
             found = not re.fullmatch(r"test_\w+", word) or word in names_of_tests()
         lost += [word] * (not found)
@@ -176,7 +176,7 @@ def test_what_pages_name_exists(wrong):
 
 
 def test_lists_are_whole():
-    """Of rooms, of pages, of keys, of options; and of pages in the code."""
+    """Of rooms, of pages, of decisions, of keys, of options; and of pages in the code."""
     rooms = {path.parent for path in MODULES if path.name == "__init__.py" and path.parent.parent.parent == ROOT}
     rooms_page, index = text_of(ROOT / "CONTRIBUTING.md"), text_of(ROOT / "README.md")
     named = {name for path in MODULES for name in re.findall(r"docs/[\w/-]+\.md", text_of(path))}
@@ -186,6 +186,8 @@ def test_lists_are_whole():
     assert len(rooms) > 20
     assert [] == [room.name for room in rooms if f"`{room.relative_to(ROOT)}/`" not in rooms_page]
     assert [] == [page for page in PAGES if f"({page.relative_to(ROOT)})" not in index and "docs" in page.parts]
+    listed = re.findall(r"\]\((\d{4}-[a-z0-9-]+\.md)\)", text_of(ROOT / "ADR/README.md"))
+    assert sorted(listed) == sorted(path.name for path in ROOT.glob("ADR/0*.md")), "list the decision in ADR/README.md"
     assert ("ddp", "fsdp2") == get_args(ModelSharding), "StepTracer and open_step_tracer ask for fsdp2: trace it, too"
     assert {*get_args(Host)} == {*HOSTS}, "name the host in HOSTS of tools/configuration.py"
     assert [] == [page for page in PAGES if text_of(page) != rewrite_lists(text_of(page))], "run make reference"
