@@ -268,10 +268,14 @@ class ComputesPacks:
         if self._evaluated is None:
             return super().prediction_step(model, inputs, *args, **options)  # type: ignore[misc]
         refuse_other_packs([inputs], islice(self._evaluated.expected, 1))
-        self._evaluated.weight = inputs[NORMALISER] if NORMALISER in inputs else count_supervised(inputs["labels"])
+        self._evaluated.weight = self.count_learned(inputs)
         outputs = super().prediction_step(model, inputs, *args, **options)  # type: ignore[misc]
         self._evaluated.add(outputs[0])
         return outputs
+
+    def count_learned(self, inputs: dict[str, Any]) -> float:
+        """Return the supervised tokens of a batch, or the sum of their weights."""
+        return float(inputs[NORMALISER]) if NORMALISER in inputs else count_supervised(inputs["labels"])
 
 
 class ServesPacks(ComputesPacks, FollowsSchedule):

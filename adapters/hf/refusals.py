@@ -15,6 +15,29 @@ _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 """Losses of GRPO that are sums or means over rows or tokens."""
 
 
+_PREFERENCE = ("DPOTrainer", "KTOTrainer", "RewardTrainer")
+"""Trainers of TRL whose loss is a mean over pairs, or over rows, of preference data."""
+
+_COMPARING = {
+    "kto": "compares each answer with one of another row (its KL term): loss_type='apo_zero_unpaired' does not",
+    "aot": "sorts the pairs of a batch: take another one",
+    "aot_unpaired": "sorts the pairs of a batch: take another one",
+    "sft": "is a mean over the tokens of a batch, not over its pairs: take another one",
+}
+"""Losses of preference data that are no mean over samples -> the fact, and the remedy."""
+
+
+def _name_in_trl(trainer: Any) -> str | None:
+    """Return the name of TRL's class from which a trainer derives; None of another trainer."""
+    named = (kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl."))
+    return next(named, None)
+
+
+def is_preference_trainer(trainer: Any) -> bool:
+    """Return whether a trainer is one of TRL for preference data."""
+    return _name_in_trl(trainer) in _PREFERENCE
+
+
 def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
     """
     Refuse arguments of `use_plan` that are no trainer of rows, or no plans of its data sets.
@@ -27,11 +50,10 @@ def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
     Raises:
         ArgumentError: One of them; the message says what to give.
     """
-    fact = None
-    named = [kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
+    fact, named = None, _name_in_trl(trainer)
     if not hasattr(trainer, "get_train_dataloader"):
         fact = f"use_plan(trainer, plan) takes a Trainer or SFTTrainer first, not a {type(trainer).__name__}"
-    elif named and named[0] != "SFTTrainer":
+    elif named not in {None, "SFTTrainer", *_PREFERENCE}:
         fact = f"{type(trainer).__name__} trains no rows of a plan: packplan.hf.unpad(trainer.model) skips its padding"
     elif isinstance(trainer.eval_dataset, dict) and eval_plan is not None:
         fact = "eval_dataset is a dict of data sets, which one plan cannot be of: leave eval_plan out"
@@ -86,7 +108,8 @@ def refuse_plan_conflicts(trainer: Any, *, row_ranks: int, evaluates: bool) -> N
         ArgumentError: Settings contradict the plan; all are named.
     """
     sharing = [*_parallelism_conflicts(trainer), *_row_sharing_conflicts(trainer, row_ranks, evaluates=evaluates)]
-    if reasons := [*_plan_conflicts(trainer), *sharing]:
+    own = _preference_conflicts(trainer, row_ranks) if is_preference_trainer(trainer) else _token_conflicts(trainer)
+    if reasons := [*_plan_conflicts(trainer), *own, *sharing]:
         raise ArgumentError("host", f"the trainer would not follow the plan: {'; '.join(reasons)}")
 
 
@@ -96,13 +119,30 @@ def _plan_conflicts(trainer: Any) -> Iterator[str]:
     for refusal in active_refusals(args, "trainer"):
         yield f"{refusal.setting} is set, which {refusal}"
     strategy = getattr(args, "train_sampling_strategy", "random")
-    if strategy != "random":
+    if strategy not in {"random", getattr(type(args), "train_sampling_strategy", "random")}:  # that of KTO is another
         yield f"train_sampling_strategy is {strategy!r}, which draws batches by itself"
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != args.world_size:
         yield f"{started} processes were started, but the trainer sees {args.world_size}: on a CPU, set use_cpu=True"
-    if args.world_size > 1 and not args.average_tokens_across_devices:
+
+
+def _token_conflicts(trainer: Any) -> Iterator[str]:
+    """Yield settings with which a loss is no mean over the tokens of all ranks."""
+    if trainer.args.world_size > 1 and not trainer.args.average_tokens_across_devices:
         yield "average_tokens_across_devices is off, so ranks with few tokens would weigh as much as others"
+
+
+def _preference_conflicts(trainer: Any, row_ranks: int) -> Iterator[str]:
+    """Yield settings of preference data with which a loss is no mean over samples, or not tried."""
+    losses = getattr(trainer.args, "loss_type", None) or []
+    for loss in [losses] if isinstance(losses, str) else losses:
+        if loss in _COMPARING:
+            yield f"loss_type is {loss!r}, which {_COMPARING[loss]}"
+    for name in ("use_liger_kernel", "generate_during_eval"):
+        if getattr(trainer.args, name, False):
+            yield f"{name} is set, which was not tried with plans of preference data: leave it out"
+    if row_ranks > 1:
+        yield "sequence_parallel_size is set, but no ranks share rows of preference data: leave it out"
 
 
 def _row_sharing_conflicts(trainer: Any, row_ranks: int, *, evaluates: bool) -> Iterator[str]:

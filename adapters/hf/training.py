@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,21 +10,31 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 from transformers import DataCollatorWithPadding, Trainer, default_data_collator
 
+from packplan.adapters.attention import using_native_attention
 from packplan.adapters.attention.shared_rows import new_row_group
 from packplan.adapters.hf.following import ServesPacks, describe_training, insert_base_class, require_same_rows
 from packplan.adapters.hf.packed_calls import HOOKED, Unpadding
-from packplan.adapters.hf.refusals import changed_meanings, refuse_misuse, refuse_plan_conflicts
+from packplan.adapters.hf.pairs import TrainsPairs
+from packplan.adapters.hf.refusals import (
+    changed_meanings,
+    is_preference_trainer,
+    refuse_misuse,
+    refuse_plan_conflicts,
+)
 from packplan.adapters.hf.unpad import is_bidirectional, unpad, unwrap
 from packplan.adapters.loaders.rows import (
     Collate,
     PackInputs,
+    PairInputs,
+    PairsOfPacks,
     RowsOfPacks,
     count_supervised,
     pad_rows,
+    sample_lengths,
     token_type_columns,
 )
 from packplan.adapters.models import replace_attributes
-from packplan.core.batch import IGNORED_LABEL, count_row_groups, resolve_accumulation
+from packplan.core.batch import IGNORED_LABEL, count_row_groups
 from packplan.core.errors import ArgumentError, ModelError
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
@@ -45,7 +55,9 @@ def use_plan(
     `dataloader_drop_last` decide the schedule, which has `steps_per_epoch` and `total_steps`.
     Settings that mean something else under a plan are logged as warnings.
 
-    The loss of a step is the mean over its supervised tokens, over all ranks and batches.
+    The loss of a step is the mean over its supervised tokens, over all ranks and batches. Of
+    preference data it is the mean over pairs of answers, or over rows of KTO.
+
     Checkpoints are the trainer's own, and resume in the middle of an epoch, also on another number
     of ranks. All rows are read once before the first step: a row that is not one sample is refused,
     and a resumed run has to have the same rows.
@@ -53,11 +65,13 @@ def use_plan(
     Call it on every rank, after the trainer is built: the model is probed first.
 
     Args:
-        trainer: `Trainer` of transformers, or `SFTTrainer` of TRL. Its data sets have tokenized
-            rows, or rows that its collator tokenizes.
-        plan: Plan of the lengths of `trainer.train_dataset`, as its collator makes them.
+        trainer: `Trainer` of transformers, or `SFTTrainer`, `DPOTrainer`, `RewardTrainer` or
+            `KTOTrainer` of TRL. Its data sets have tokenized rows, or rows that its collator
+            tokenizes.
+        plan: Plan of the lengths of `trainer.train_dataset`, as its collator makes them; see
+            `row_lengths`.
         eval_plan: Plan of the lengths of `trainer.eval_dataset`. Evaluation then gives the mean
-            over its supervised tokens. None leaves evaluation as it is.
+            over its supervised tokens, or over its pairs. None leaves evaluation as it is.
         sequence_parallel_size: Ranks that share each row of packed samples, one after the other.
         check: Compare the first pack with its samples alone, before the first step: the trainer's
             loss, and gradients of embeddings. `unpad` compares first calls too. Training goes on
@@ -75,41 +89,37 @@ def use_plan(
         raise ArgumentError("host", "the trainer follows a plan already")
     refuse_misuse(trainer, plan, eval_plan)
     refuse_plan_conflicts(trainer, row_ranks=sequence_parallel_size, evaluates=eval_plan is not None)
-    args, collate = trainer.args, _find_row_collator(trainer)
-    train_rows = RowsOfPacks(trainer.train_dataset, plan, collate=collate)
-    eval_rows = None
-    if eval_plan is not None:
-        eval_rows = RowsOfPacks(trainer.eval_dataset, eval_plan, collate=collate)
-    data = train_rows.inspect(num_workers=args.dataloader_num_workers).digest
-    require_same_rows(plan, data)
-    world_size = count_row_groups(args.world_size, sequence_parallel_size)
-    batch = resolve_accumulation(
-        effective_batch_size=None,
-        per_device_train_batch_size=args.per_device_train_batch_size,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        world_size=world_size,
-    )
-    schedule = plan.schedule(
-        world_size=world_size,
-        packs_per_step=batch.effective_batch_size,
-        epochs=args.num_train_epochs,
-        max_steps=args.max_steps,
-        drop_last=args.dataloader_drop_last,
-        seed=args.seed if args.data_seed is None else args.data_seed,
-    )
-    unpadding = _unpad_for_loss(trainer, row_ranks=sequence_parallel_size, check=check)
-    if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
+    pairs, args = is_preference_trainer(trainer), trainer.args
+    rows = _read_rows(trainer, plan, eval_plan, kind=PairsOfPacks if pairs else RowsOfPacks)
+    schedule = _make_schedule(args, plan, row_ranks=sequence_parallel_size)
+    trainer.unpaddings = unpaddings = _unpad_for_loss(trainer, row_ranks=sequence_parallel_size, check=check)
+    trainer.unpadding, trainer.native, trainer.row_group = unpaddings[0], unpaddings[0].native, unpaddings[0].group
+    if not (pairs or trainer.model_accepts_loss_kwargs) and trainer.compute_loss_func is None:
         trainer.compute_loss_func = token_mean
     for line in changed_meanings(args, plan, schedule):
         log.warning("%s", line)
     trainer._train_batch_size = args.per_device_train_batch_size = 1  # noqa: SLF001  # has no public name
-    args.gradient_accumulation_steps = batch.gradient_accumulation_steps
+    args.gradient_accumulation_steps = schedule.gradient_accumulation_steps
     insert_base_class(trainer, _PlannedTraining)
-    collator = PackInputs(collate or partial(pad_rows, types=token_type_columns(trainer.model)))
-    trainer.unpadding, trainer.native, trainer.row_group = unpadding, unpadding.native, unpadding.group
-    trainer.serve(schedule, plan, data, packs=train_rows, collator=collator, eval_packs=eval_rows, check=check)
+    if pairs:
+        insert_base_class(trainer, TrainsPairs)
+    trainer.serve(schedule, plan, **rows, check=check)
     log.info("%s", describe_training(plan, schedule))
     return schedule
+
+
+def row_lengths(trainer: Any, rows: Any = None) -> list[int]:
+    """
+    Return the tokens of each row as a trainer's collator makes them, for `packplan.plan`.
+
+    The tokens of a pair of answers are those of both rows that the model computes.
+
+    Args:
+        trainer: Trainer that `use_plan` takes.
+        rows: Rows by index; None takes `trainer.train_dataset`.
+    """
+    collate = _find_row_collator(trainer) or pad_rows
+    return [sample_lengths(collate([row]), 1)[0] for row in (trainer.train_dataset if rows is None else rows)]
 
 
 def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None) -> Any:
@@ -135,38 +145,78 @@ def _find_row_collator(trainer: Any) -> Collate | None:
     return trainer._get_collator_with_removed_columns(collator, description="training")  # type: ignore[no-any-return]  # noqa: SLF001  # has no public name
 
 
-def _unpad_for_loss(trainer: Any, *, row_ranks: int, check: bool) -> Unpadding:
+def _read_rows(trainer: Any, plan: Plan, eval_plan: Plan | None, *, kind: type[RowsOfPacks]) -> dict[str, Any]:
+    """Return packs of both plans, digest and collator: arguments of `ServesPacks.serve`."""
+    if getattr(trainer, "precompute_ref_log_probs", False):  # KTO of TRL before 1.0 does so when it makes loaders
+        trainer.get_train_dataloader()
+        if eval_plan is not None:
+            trainer.get_eval_dataloader()
+    collate = _find_row_collator(trainer)
+    packs = kind(trainer.train_dataset, plan, collate=collate)
+    eval_packs = None if eval_plan is None else kind(trainer.eval_dataset, eval_plan, collate=collate)
+    digest = packs.inspect(num_workers=trainer.args.dataloader_num_workers).digest
+    require_same_rows(plan, digest)
+    inputs = PairInputs if kind is PairsOfPacks else PackInputs
+    collator = inputs(collate or partial(pad_rows, types=token_type_columns(trainer.model)))
+    return {"packs": packs, "eval_packs": eval_packs, "digest": digest, "collator": collator}
+
+
+def _make_schedule(args: Any, plan: Plan, *, row_ranks: int) -> EpochSchedule:
+    """Return the schedule of a plan under a trainer's arguments."""
+    world_size = count_row_groups(args.world_size, row_ranks)
+    return plan.schedule(
+        world_size=world_size,
+        packs_per_step=world_size * args.per_device_train_batch_size * args.gradient_accumulation_steps,
+        epochs=args.num_train_epochs,
+        max_steps=args.max_steps,
+        drop_last=args.dataloader_drop_last,
+        seed=args.seed if args.data_seed is None else args.data_seed,
+    )
+
+
+def _unpad_for_loss(trainer: Any, *, row_ranks: int, check: bool) -> list[Unpadding]:
     """
-    Return a trainer's hooks, or new ones, which omit logits of padding for transformers' own loss.
+    Return hooks of a trainer's model, then of its reference model, if it has one.
+
+    Those that a model has are kept. New ones omit logits of padding for transformers' own loss.
 
     Raises:
         ModelError: The model is bidirectional, or the probe of `unpad` fails.
     """
-    model = unwrap(trainer.model)
-    if is_bidirectional(model.config):
-        raise ModelError("probe", f"{model.config.model_type} reads both ways, but a plan trains what follows")
+    models = [unwrap(one) for one in (trainer.model, getattr(trainer, "ref_model", None)) if one is not None]
+    if is_bidirectional(models[0].config) and not is_preference_trainer(trainer):
+        raise ModelError("probe", f"{models[0].config.model_type} reads both ways, but a plan trains what follows")
     group = new_row_group(row_ranks, trainer.args.ddp_timeout_delta) if row_ranks > 1 else None
-    default_loss = type(trainer).compute_loss is Trainer.compute_loss
-    hooked = (HOOKED[module] for module in model.modules() if module in HOOKED)
-    return next(hooked, None) or unpad(model, logits=not default_loss, group=group, check=check)
+    options: dict[str, Any] = {"logits": type(trainer).compute_loss is not Trainer.compute_loss, "group": group}
+    hooks = ((HOOKED[module] for module in one.modules() if module in HOOKED) for one in models)
+    return [next(own, None) or unpad(one, **options, check=check) for one, own in zip(models, hooks, strict=True)]
 
 
 class _PlannedTraining(ServesPacks):
     """Methods of a trainer of transformers or TRL that trains planned packs."""
 
     unpadding: Unpadding
+    """Hooks of the model that is trained."""
+
+    unpaddings: list[Unpadding]
+    """Hooks of all models."""
 
     @contextmanager
     def prepared(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield inputs as the trainer prepares them; calls inside the block are not counted."""
-        with self.unpadding.trial(), super().prepared(inputs) as prepared:
-            yield prepared
+        with ExitStack() as stack:
+            for one in self.unpaddings:
+                stack.enter_context(one.trial())
+            yield stack.enter_context(super().prepared(inputs))
 
     @contextmanager
     def reference(self) -> Iterator[None]:
         """Let samples be computed alone, without hooks."""
-        with self.unpadding.paused(), super().reference():
-            yield
+        with ExitStack() as stack:
+            for one in self.unpaddings:
+                stack.enter_context(one.paused())
+                stack.enter_context(using_native_attention(one.model, one.native))
+            yield stack.enter_context(super().reference())
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
         """Return the loss of a batch, computed without a cache, which would mix its samples."""

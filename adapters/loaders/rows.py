@@ -10,6 +10,9 @@ start again with every sample.
 
 Labels are used as they are. Without labels, each token is its label, unless a mask of TRL excludes
 it. `read_row` refuses a row that is not one sample.
+
+`PairsOfPacks` and `PairInputs` are the same for preference data: pairs of a chosen and a rejected
+answer, or rows of one answer. A collator of TRL makes 2 n rows of n pairs, the chosen ones first.
 """
 
 from __future__ import annotations
@@ -67,6 +70,12 @@ BY_TOKEN = {
     _TOKENS, _LABELS, _POSITIONS, _ATTENTION, *_MASKS, *_PACKED, *_NUMBERED, *TYPE_COLUMNS, "shift_labels",
 }  # fmt: skip
 """Columns with a value for each token or each sample of a pack; other columns may be media."""
+
+_ROW_MASKS = (_ATTENTION, "completion_attention_mask")
+"""Names of the mask of a batch's rows; the second is that of KTO in TRL before 1.0."""
+
+_DERIVED = "logps"
+"""Part of the names of columns that a reference model computes: the digest leaves them out."""
 
 _BLOCK = 256
 """Number of rows that `RowsOfPacks.inspect` reads at a time."""
@@ -145,7 +154,7 @@ class RowsOfPacks(Dataset[PackOfRows]):
                 supervised token.
             StaleError: A row has another length than planned.
         """
-        if _row_facts(self.row(0)) != _row_facts(self.row(0)):
+        if self.row_facts(self.rows[0], 0) != self.row_facts(self.rows[0], 0):
             fact = "row 0 is another one each time it is read, but a plan needs rows that stay: draw nothing in them"
             raise ArgumentError("host", fact, {"row": 0})
         read: dict[str, Any] = {
@@ -169,9 +178,13 @@ class RowsOfPacks(Dataset[PackOfRows]):
         several = getattr(self.rows, "__getitems__", None)  # of `datasets`, which is slow row by row
         rows = [self.rows[index] for index in indices] if several is None else several(list(indices))
         try:
-            return [_row_facts(self._prepare_row(row, index)) for row, index in zip(rows, indices, strict=True)]
+            return [self.row_facts(row, index) for row, index in zip(rows, indices, strict=True)]
         except PackplanError as error:
             return error
+
+    def row_facts(self, row: Row, index: int) -> tuple[bytes, int]:
+        """Return the digest of row *index* as it is trained, and its count of supervised tokens."""
+        return _row_facts(self._prepare_row(row, index))
 
     def _prepare_row(self, row: Row, index: int) -> Row:
         """Return a row as it is trained; StaleError if its length is not that of row *index*."""
@@ -181,6 +194,46 @@ class RowsOfPacks(Dataset[PackOfRows]):
             read = read_row(_without_padding(self._collate([row])), index)
         refuse_other_length(index, int(self.lengths[index]), read[_TOKENS].size)
         return read
+
+
+class PairsOfPacks(RowsOfPacks):
+    """Data set of packs of preference data: item k has the samples of pack k."""
+
+    def row_facts(self, row: Row, index: int) -> tuple[bytes, int]:
+        """Return the digest of sample *index*, and its tokens."""
+        batch, digest = self._collate([row]), blake2b(digest_size=16)  # type: ignore[misc]  # TRL's trainers have one
+        (length,) = sample_lengths(batch, 1)
+        refuse_other_length(index, int(self.lengths[index]), length)
+        for name, value in sorted(batch.items()):
+            if _DERIVED not in name:
+                is_tensor = isinstance(value, torch.Tensor)
+                digest.update(f"{name} {(value.dtype, *value.shape) if is_tensor else value}".encode())
+                digest.update(tensor_bytes(value) if is_tensor else b"")
+        return digest.digest(), length
+
+
+def sample_lengths(batch: Mapping[str, Any], num_samples: int) -> list[int]:
+    """
+    Return the tokens of each sample of a batch, padding left out; those of a pair together.
+
+    Args:
+        batch: Batch of a collator.
+        num_samples: Samples of the batch.
+
+    Raises:
+        ArgumentError: The batch has no mask, or has one or two rows for some samples alone.
+
+    >>> mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]])
+    >>> sample_lengths({"attention_mask": mask}, 2)
+    [5, 4]
+    """
+    mask = next((batch[name] for name in _ROW_MASKS if name in batch), None)
+    if mask is None or len(mask) not in {num_samples, 2 * num_samples}:
+        found = "no attention_mask" if mask is None else counted(len(mask), "row")
+        fact = f"the collator makes {found} of {counted(num_samples, 'sample')}, where each has one row, or is a pair"
+        raise ArgumentError("host", fact, {"samples": num_samples})
+    lengths: list[int] = mask.sum(1).view(-1, num_samples).sum(0).tolist()
+    return lengths
 
 
 def _without_padding(batch: Mapping[str, Any]) -> Row:
@@ -360,6 +413,14 @@ def pad_rows(rows: Sequence[Row], *, types: Sequence[str] = (MEDIA_TYPE_IDS,)) -
     return {**batch, _ATTENTION: mask, **join_media(rows)}
 
 
+def only_pack(packs: Sequence[PackOfRows]) -> PackOfRows:
+    """Return the one pack of a batch; ArgumentError if there are several."""
+    if len(packs) != 1:
+        fact = f"a batch is one pack, but the loader collates {len(packs)}: give it PackBatches as its batch_sampler"
+        raise ArgumentError("host", fact, {"packs": len(packs)})
+    return packs[0]
+
+
 @attrs.frozen(eq=False)
 class PackInputs:
     """
@@ -384,12 +445,7 @@ class PackInputs:
             ArgumentError: There are several packs, or the batch lacks a mask of its padding.
             StaleError: A row has another length than planned.
         """
-        if len(packs) != 1:
-            fact = (
-                f"a batch is one pack, but the loader collates {len(packs)}: give it PackBatches as its batch_sampler"
-            )
-            raise ArgumentError("host", fact, {"packs": len(packs)})
-        (pack,) = packs
+        pack = only_pack(packs)
         batch = dict(self.collate(list(pack)))
         tokens, mask = batch[_TOKENS], batch.get(_ATTENTION)
         if mask is None and len(tokens) > 1:
@@ -404,6 +460,28 @@ class PackInputs:
             fact = f"the collator makes {sum(found):,} tokens of pack {pack.pack}, of {sum(planned.values()):,} planned"
             raise ArgumentError("host", fact, {"pack": pack.pack})
         return {**batch, _LABELS: _supervised_labels(batch, mask), PACK: pack.pack}
+
+
+@attrs.frozen(eq=False)
+class PairInputs:
+    """Collator that turns one pack into a batch of its samples."""
+
+    collate: Collate
+    """Collator of the trainer."""
+
+    def __call__(self, packs: Sequence[PackOfRows]) -> dict[str, Any]:
+        """
+        Return the batch of one pack's samples, with the pack index under `PACK`.
+
+        Raises:
+            ArgumentError: There are several packs, or rows are no samples.
+            StaleError: A sample has another length than planned.
+        """
+        pack = only_pack(packs)
+        batch = self.collate(list(pack))
+        for (index, planned), length in zip(pack.lengths.items(), sample_lengths(batch, len(pack)), strict=True):
+            refuse_other_length(index, planned, length)
+        return {**batch, PACK: pack.pack}
 
 
 def _supervised_labels(batch: Mapping[str, Any], mask: torch.Tensor) -> torch.Tensor:

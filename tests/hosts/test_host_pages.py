@@ -40,6 +40,16 @@ def test_the_page_of_trl_leaves_padding_out(reader):
 
 
 @hosted
+def test_the_page_of_trl_plans_pairs(reader):
+    """By its own file, on two ranks, to the last of the steps that it prints."""
+    at = reader("transformers")
+
+    printed = at.run(next(words for words in at.commands if "pairs.py" in words))
+
+    assert int(re.search(r"(\d+) steps", printed).group(1)) == len(re.findall(r"'rewards/margins'", printed)) > 0
+
+
+@hosted
 def test_the_page_of_proofs_proves(reader):
     """A model by its name, a trainer's own batch and step, on ranks too, and the page's tests."""
     at = reader("prove")

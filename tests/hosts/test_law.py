@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback
 from transformers.integrations.neftune import activate_neftune
-from trl import DPOTrainer
+from trl import GRPOTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -140,7 +140,7 @@ REFUSED = {
     "plan is of type RawPlan": (ArgumentError, partial(follow_plan, plan=PLAN.raw)),
     "plan is of type int": (ArgumentError, partial(follow_plan, plan=4096)),
     "plan is of type Packs": (ArgumentError, partial(follow_plan, plan=PLAN.packs)),
-    "DPOTrainer trains no rows": (ArgumentError, lambda _: use_plan(object.__new__(DPOTrainer), PLAN)),
+    "GRPOTrainer trains no rows": (ArgumentError, lambda _: use_plan(object.__new__(GRPOTrainer), PLAN)),
     "evaluation has no plan": (ArgumentError, partial(follow_plan, row_ranks=2)),
     "sample 3": (StaleError, train_longer_row),
     "bloom": (ModelError, plan_leaking_model),
@@ -474,4 +474,4 @@ def test_the_page_has_the_methods_of_trainers_that_are_replaced():
         if name in classes:
             own = {one for one in vars(classes[name]) if hasattr(Trainer, one) and not one.startswith("__")}
             assert own == set(re.findall(r"`(\w+)`", methods)), name
-    assert 5 == len(table)
+    assert 6 == len(table)

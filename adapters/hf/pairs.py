@@ -1,0 +1,128 @@
+"""
+Steps of preference data (DPO, KTO, rewards) whose microbatches are packs of unequally many samples.
+
+TRL's loss of a batch is the mean over its samples. `TrainsPairs` weights it by the batch's share of
+the step's samples, over all ranks, so the step's loss is their mean. A value that TRL logs is the
+mean over the step's samples too, or over their tokens. TRL would gather each batch from all ranks,
+which have unequally many samples: each rank logs its own, and ranks exchange them once a step.
+"""
+
+from collections import defaultdict
+from contextlib import ExitStack
+from typing import Any
+
+import attrs
+import torch
+from accelerate.utils import gather_object
+
+from packplan.adapters.hf.following import ServesPacks
+from packplan.adapters.loaders.rows import PACK
+from packplan.adapters.models import replace_attributes
+
+_EXTREMES = {"min_reward": min, "max_reward": max}
+"""Name of a logged value that is an extreme, not a mean -> its reduction."""
+
+_BY_TOKEN = ("logits/chosen", "logits/rejected", "entropy", "mean_token_accuracy")
+"""Names of logged values that are means over tokens."""
+
+_IS_CHOSEN = {"chosen": True, "rejected": False, "mean_token_accuracy": True}
+"""Last part of a logged value's name -> side whose rows it counts; other values count all."""
+
+
+@attrs.define
+class _Step:
+    """Batches of an optimizer step, or of an evaluation."""
+
+    samples: int = 0
+    """Samples of the step on all ranks; 0 in an evaluation."""
+
+    batches_left: int = 0
+    """Batches of this rank that are not computed yet."""
+
+    logged: list[dict[str, tuple[float, float]]] = attrs.field(factory=list)
+    """Values that the trainer has logged of each batch, by name, and the weight of each."""
+
+
+class TrainsPairs(ServesPacks):
+    """Methods of a trainer of TRL that trains packs of preference data."""
+
+    loss_of_samples = "mean"
+    current_gradient_accumulation_steps: int
+    _total_train_tokens: int
+    _metrics: Any = None  # KTO of TRL before 1.0 has none: it gathers and logs sums
+    _step: _Step | None = None  # None in the comparison of the first pack too
+
+    def get_batch_samples(self, *args: Any) -> Any:
+        """Return a step's batches, whose samples are counted over all ranks."""
+        self._step = None
+        batches, num_items = super().get_batch_samples(*args)
+        own = torch.tensor(sum(map(self.count_learned, batches)), device=self.args.device)
+        self._step = _Step(int(self.accelerator.reduce(own)), len(batches))
+        return batches, num_items
+
+    def count_learned(self, inputs: dict[str, Any]) -> int:
+        """Return the number of samples of a batch."""
+        return len((self.train_packs if self._evaluated is None else self._eval_packs).packs[inputs[PACK]])
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
+        """Return the loss of a batch, weighted by its share of the samples of the step."""
+        step, logged = self._step, defaultdict[str, Any](lambda: defaultdict(list))
+        with ExitStack() as stack:
+            if PACK in inputs and self._metrics is not None:
+                stack.enter_context(replace_attributes(self, _metrics=logged))
+                stack.enter_context(replace_attributes(self.accelerator, gather=_keep, gather_for_metrics=_keep))
+            loss = super().compute_loss(model, inputs, *args, **options)
+        if step is None or PACK not in inputs:
+            return loss
+        if self._evaluated is None or not self._evaluated.next_is_repeated:
+            values = {name: held[-1] for own in logged.values() for name, held in own.items()}
+            step.logged.append(self._weigh(values, inputs))
+        if not step.samples:
+            return loss
+        step.batches_left -= 1
+        if not step.batches_left:
+            self._log_step(step)
+        batches = self.accelerator.num_processes * self.current_gradient_accumulation_steps
+        return loss * (batches * self.count_learned(inputs) / step.samples)
+
+    def _weigh(self, values: dict[str, float], inputs: dict[str, Any]) -> dict[str, tuple[float, float]]:
+        """Return each logged value of a batch with its weight, a number of rows or tokens."""
+        if not values:
+            return {}
+        mask = inputs.get("completion_mask", inputs["attention_mask"])  # rewards have no mean over tokens
+        if hasattr(self, "_truncate_inputs"):  # TRL before 1.0 truncates in the loss
+            mask = self._truncate_inputs(inputs["input_ids"], inputs["attention_mask"], mask)[2]
+        chosen = inputs.get("label", torch.arange(len(mask), device=mask.device) < self.count_learned(inputs))
+        counts = torch.stack([torch.ones(len(mask), device=mask.device), mask[:, 1:].sum(1)])
+        numbers = {None: counts.sum(1), True: counts[:, chosen].sum(1), False: counts[:, ~chosen].sum(1)}
+        sides = {name: _IS_CHOSEN.get(name.rpartition("/")[2]) for name in values}
+        return {name: (value, float(numbers[sides[name]][int(name in _BY_TOKEN)])) for name, value in values.items()}
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """Evaluate packs, whose logged values are means over all samples, each once."""
+        self._step = step = _Step()
+        output = super().evaluation_loop(*args, **options)
+        self._log_step(step)
+        self._step = None
+        return output
+
+    def _log_step(self, step: _Step) -> None:
+        """Log what the batches of all ranks have logged, as of one batch."""
+        if self._metrics is None:
+            return
+        ranks, found = gather_object([(step.logged, self._total_train_tokens)]), defaultdict(list)
+        for name, held in ((name, one) for logged, _ in ranks for batch in logged for name, one in batch.items()):
+            found[name].append(held)
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, held in found.items():
+            total = sum(weight for _, weight in held)
+            mean = sum(value * weight for value, weight in held if weight) / (total or 1)
+            metrics[name].append(_EXTREMES[name](held)[0] if name in _EXTREMES else mean)
+        if "rewards/margins" in found:  # KTO has one side alone in some batches
+            metrics["rewards/margins"][-1] = metrics["rewards/chosen"][-1] - metrics["rewards/rejected"][-1]
+        metrics["num_tokens"] = [sum(tokens for _, tokens in ranks)]
+
+
+def _keep(value: Any) -> Any:
+    """Return a value, in the place of accelerate's functions that gather it from all ranks."""
+    return value

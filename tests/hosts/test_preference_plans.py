@@ -1,0 +1,172 @@
+"""Plans of preference data in TRL: pairs for DPO and rewards, rows for KTO without its KL term."""
+
+import os
+import signal
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("trl")
+
+# isort: split
+import torch
+import trl
+from datasets import Dataset
+from transformers import AutoModelForSequenceClassification
+
+import packplan as pp
+from packplan.adapters.hf.refusals import is_old_trl
+from packplan.hf import row_lengths, use_plan
+from tests import nearness
+from tests.e2e.alone import Gradients
+from tests.hosts.law import PLAIN_STEPS, arguments, fork_ranks, model_of, tokenizer
+from tests.hosts.pages import HOSTED
+from tests.nearness import FLOAT32
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+_WORDS = ["red", "blue " * 3, "a circle of many words " * 4, "bars " * 9, "blue a " * 6]
+
+_NEAR = {"rel": FLOAT32, "abs": 2e-6}
+
+NUM = 13
+
+
+def columns(host):
+    """Return columns of texts whose lengths differ."""
+    draw = np.random.default_rng(0)
+    names = {"RewardTrainer": ["chosen", "rejected"], "KTOTrainer": ["prompt", "completion"]}
+    texts = {
+        name: [_WORDS[one] for one in draw.integers(0, len(_WORDS), NUM)]
+        for name in names.get(host, ["prompt", "chosen", "rejected"])
+    }
+    return texts | ({"label": draw.integers(0, 2, NUM).astype(bool).tolist()} if host == "KTOTrainer" else {})
+
+
+def trainer_of(host, out, model=None, **keys):
+    """Return a trainer as its users make it, whose reference is another model than its policy."""
+    build, given = partial(model_of, "qwen2", pad_token_id=0, eos_token_id=1), {}
+    keys = {"gradient_checkpointing": False, "learning_rate": 0.1, "max_length": None} | PLAIN_STEPS | keys
+    if host == "RewardTrainer":
+        build = partial(build, kind=AutoModelForSequenceClassification, num_labels=1)
+    else:
+        given["ref_model"] = build()
+        with torch.no_grad():
+            for one in given["ref_model"].parameters():
+                one.add_(0.02 * torch.randn(one.shape, generator=torch.Generator().manual_seed(1)))
+    if host == "KTOTrainer":
+        keys = {"loss_type": "apo_zero_unpaired", "remove_unused_columns": False} | keys
+    args = arguments(getattr(trl, host.replace("Trainer", "Config")), out, **keys)
+    data = Dataset.from_dict(columns(host))
+    sets = {"train_dataset": data, "eval_dataset": data, "processing_class": tokenizer(*_WORDS)}
+    return getattr(trl, host)(model or build(), args=args, **sets, **given)
+
+
+def plan_of(trainer):
+    """Return a plan of a trainer's samples in packs of one to several."""
+    lengths = row_lengths(trainer)
+    return pp.plan(lengths, max(lengths) + 9)
+
+
+class Watch(Gradients):
+    """Callback that keeps each step's weights and gradients, and kills the process after one."""
+
+    def __init__(self, kill_after):
+        super().__init__()
+        self.weights, self._kill_after = [], kill_after
+
+    def on_step_begin(self, args, state, control, *, model, **_):
+        self.weights.append({name: one.detach().clone() for name, one in model.state_dict().items()})
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_save = self._kill_after is not None
+
+    def on_save(self, args, state, control, **_):
+        if state.global_step == self._kill_after:
+            if torch.distributed.is_initialized():
+                torch.distributed.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(rank, out, cell, kill_after=None):
+    """Train and evaluate a plan on this rank; the first one writes what was trained."""
+    keys = {"gradient_accumulation_steps": cell[2], "num_train_epochs": 2}
+    trainer = trainer_of(cell[0], out / "run", **keys, restore_callback_states_from_checkpoint=True)
+    plan, watch = plan_of(trainer), Watch(kill_after)
+    schedule = use_plan(trainer, plan, eval_plan=plan)
+    trainer.add_callback(watch)
+    trainer.train(resume_from_checkpoint=kill_after == 0)
+    start = trainer.schedule.start.step
+    assert schedule.total_steps == trainer.state.global_step == start + len(watch.steps)
+    loss = trainer.evaluate()["eval_loss"]
+    ranks = [list(schedule.steps(rank=one)) for one in range(schedule.world_size)]
+    samples = [
+        [int(one) for step in steps for (pack,) in step.batches for one in plan.packs[pack]]
+        for steps in zip(*ranks, strict=True)
+    ]
+    if rank == 0:
+        assert any(len({len(plan.packs[pack]) for (pack,) in step.batches}) > 1 for step in ranks[0])
+        logs = [entry for entry in trainer.state.log_history if {"loss", "eval_loss"} & entry.keys()]
+        found = {"samples": samples[start:], "weights": watch.weights, "gradients": watch.steps, "logs": logs}
+        torch.save(found | {"eval_loss": loss, "model": trainer.model.state_dict()}, out / "found.pt")
+
+
+def run_cell(folder, *cell):
+    """Run on the ranks of a cell."""
+    host, ranks, accumulation = cell
+    assert fork_ranks(int(ranks), run, Path(folder), (host, int(ranks), int(accumulation)))
+
+
+def due(trainer, samples, weights, *, trains=True):
+    """Return loss, gradients and logs of samples as one batch of a trainer without a plan."""
+    trainer.model.load_state_dict(weights)
+    trainer.model.train(trains).zero_grad()
+    rows = trainer.train_dataset if trains else trainer.eval_dataset
+    collate = trainer._get_collator_with_removed_columns(trainer.data_collator)
+    loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(collate([rows[one] for one in samples])))
+    loss.backward()
+    gradients = {name: one.grad.clone() for name, one in trainer.model.named_parameters() if one.grad is not None}
+    trainer.log({"loss": 0.0})
+    return float(loss.detach()), gradients, trainer.state.log_history[-1]
+
+
+_SINCE_START = ("loss", "num_tokens", "epoch", "step")
+
+
+def assert_logged(host, found, expected):
+    """Assert that values of one batch are logged; older TRL sums some of KTO over padding."""
+    found, expected = ({name.removeprefix("eval_"): one for name, one in logs.items()} for logs in (found, expected))
+    over_padding = ("logits/chosen", "logits/rejected") if host == "KTOTrainer" and is_old_trl() else ()
+    names = expected.keys() - {*_SINCE_START, *over_padding}
+    assert ("margin" if host == "RewardTrainer" else "rewards/margins") in expected
+    assert {name: found[name] for name in names} == pytest.approx({name: expected[name] for name in names}, **_NEAR)
+
+
+_HOSTS = ("DPOTrainer", "KTOTrainer", "RewardTrainer")
+
+CELLS = [*product(_HOSTS, (1, 2), (1, 3))] if HOSTED else [("DPOTrainer", 2, 2)]
+"""Trainer, ranks, batches of a step on a rank."""
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
+def test_a_step_is_the_mean_over_its_samples(cell, apart, tmp_path):
+    """
+    Loss, gradients and logged values of a step, and of the evaluation, are those of the trainer
+    without a plan, with all samples of the step in one batch. The packs of ranks and batches have
+    unequally many samples.
+    """
+    apart(run_cell, str(tmp_path), *map(str, cell), folder=tmp_path)
+
+    found, trainer = torch.load(tmp_path / "found.pt"), trainer_of(cell[0], tmp_path)
+    *steps, evaluated = found["logs"]
+    for number, logged in enumerate(steps):
+        loss, gradients, logs = due(trainer, found["samples"][number], found["weights"][number])
+        assert logged["loss"] == pytest.approx(loss, rel=FLOAT32)
+        assert nearness.apart(found["gradients"][number], gradients) < FLOAT32
+        assert_logged(cell[0], logged, logs)
+    loss, _, logs = due(trainer, range(NUM), found["model"], trains=False)
+    assert found["eval_loss"] == pytest.approx(loss, rel=FLOAT32)
+    assert_logged(cell[0], evaluated, logs)
