@@ -310,7 +310,7 @@ def attend_within_blocks(
         fused: torch.Tensor = varlen_attn(**fused_arguments(query, key, value, layout, scaling=scaling))  # type: ignore[assignment]  # no lse is asked for
         return fused[None]
     if capability is not None:
-        _log_reason_once(why_not)
+        _log_reason_once(why_not, "this GPU" if query.is_cuda else "the GPU that is traced")
     return _attend_block_by_block(query, key, value, layout, dropout=dropout, scaling=scaling)
 
 
@@ -389,8 +389,8 @@ def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 @cache
-def _log_reason_once(why: str) -> None:
-    log.info("attention of variable length runs block by block on this GPU, since %s", why)
+def _log_reason_once(why: str, device: str) -> None:
+    log.info("attention of variable length runs block by block on %s, since %s", device, why)
 
 
 def _attend_block_by_block(

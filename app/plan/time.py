@@ -35,15 +35,16 @@ def run(options: argparse.Namespace) -> None:
             from packplan.app.wiring.trainers import hide_trainer_progress
     timed = hide_trainer_progress(config_to_time(config))
     with join_ranks(timed) as group, hold_output_lock(timed, group):
-        forecast = forecast_time(config, *prepare(timed, group), group)
+        trainer, splits = prepare(timed, group)
+        forecast = forecast_time(config, trainer, splits, group)
     if group.rank:
         return
-    ranks = config.plan_world_size(group.world_size)
+    ranks, device = config.plan_world_size(group.world_size), trainer.args.device.type
     if options.json:
-        print(json.dumps(as_document(forecast, world_size=ranks), indent=2))
+        print(json.dumps({**as_document(forecast, world_size=ranks), "device": device}, indent=2))
         return
     console = plain_console(100)
-    for name, value, remark in _forecast_rows(forecast, world_size=ranks):
+    for name, value, remark in _forecast_rows(forecast, f"{counted(ranks, 'rank')} ({device})"):
         console.print(f"{name:<22}{value:>12}  {remark}", soft_wrap=True, highlight=False)
 
 
@@ -66,11 +67,11 @@ def as_document(forecast: RunForecast, *, world_size: int) -> dict[str, Any]:
     }
 
 
-def _forecast_rows(forecast: RunForecast, *, world_size: int) -> Iterator[tuple[str, str, str]]:
-    """Yield the printed rows of a forecast: name, value and remark."""
+def _forecast_rows(forecast: RunForecast, ranks: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the printed rows of a forecast for *ranks*: name, value and remark."""
     sure = "" if forecast.uncertainty is None else f"+- {forecast.uncertainty:.1%} "
     basis = counted(forecast.timing.num_measured, "step")
-    remark = f"{sure}on {counted(world_size, 'rank')}, from {basis} measured here"
+    remark = f"{sure}on {ranks}, from {basis} measured here"
     yield "predicted time", time_text(forecast.seconds), remark
     yield "  tokens a second", f"{forecast.tokens_per_second:,.0f}", "without evaluations and checkpoints"
     steps = forecast.steps

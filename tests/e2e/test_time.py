@@ -41,6 +41,7 @@ def test_steps_evaluations_and_checkpoints_are_timed_and_counted(write_run, unev
     assert told["epoch_seconds"] == pytest.approx(sum(told["steps_of_epoch"]))
     assert (epoch, math.ceil(total / 2)) == (told["evaluation_every"], told["checkpoint_every"])
     assert told["measured_steps"] > 0 < told["checkpoint_seconds"]
+    assert "cpu" == told["device"]
     pauses = total / epoch * told["evaluation_seconds"] + 2 * told["checkpoint_seconds"]
     assert told["seconds"] == pytest.approx(total / epoch * told["epoch_seconds"] + pauses)
     kept = {file.name for file in (path.parent / "run").iterdir()}
@@ -73,5 +74,5 @@ def test_two_ranks_measure_together(write_run, server, uneven, tmp_path):
 
     printed = [(tmp_path / "measured" / f"rank{rank}.log").read_text() for rank in range(2)]
     assert ["predicted time" in text for text in printed] == [True, False]
-    assert "on 2 ranks, from" in printed[0]
+    assert "on 2 ranks (cpu), from" in printed[0]
     assert re.search("a checkpoint .*after each 2 steps", printed[0])
