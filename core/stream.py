@@ -21,6 +21,9 @@ Order = Callable[[int], IntArray]
 PACKER_VERSION = str(binpacking.__version__)
 """Version of binpacking. Another version may pack in another way, as 2.0 did after 1.5."""
 
+RULES_VERSION = 2
+"""Version of the rules by which buffers are packed. A run resumes under its own alone."""
+
 
 def _exact_ratio(value: float | str | Decimal | Fraction) -> Fraction:
     return exact_share("min_fill_ratio", value)
@@ -188,14 +191,27 @@ def admit_first(state: ShardState, length: int, *, options: StreamOptions) -> Sh
         counts += StreamCounts(skipped=skipped)
         return attrs.evolve(state, ahead=tuple(ahead), packs=(*state.packs, *packs), counts=counts)
     came = attrs.evolve(state, ahead=tuple(ahead), buffer=(*state.buffer, item), counts=counts)
-    if len(came.buffer) < options.packing_buffer:
-        return came
-    return _pack_buffer(came, options, most_carried=options.packing_buffer // 2, drop=False)
+    return came if _is_too_small(came.buffer, options) else _pack_buffer(came, options, at_end=False)
+
+
+def _is_too_small(buffer: Sequence[StreamItem], options: StreamOptions) -> bool:
+    """
+    Return whether a buffer waits for more samples, since it has too few or they fill no pack.
+
+    Samples of a buffer that do not reach the minimum fill would all stay in it. From then on it
+    waits for the tokens of a whole pack, so that every packing of a larger buffer trains a pack.
+    """
+    if len(buffer) < options.packing_buffer:
+        return True
+    tokens = sum(item.length for item in buffer)
+    return tokens < options.packing_length and (
+        len(buffer) > options.packing_buffer or not options.reaches_min_fill(tokens)
+    )
 
 
 def flush_buffer(state: ShardState, *, options: StreamOptions) -> ShardState:
     """Pack the rest of the buffer at the end of a shard, and return the new state."""
-    return _pack_buffer(state, options, most_carried=0, drop=options.drop_last)
+    return _pack_buffer(state, options, at_end=True)
 
 
 def take_pack(state: ShardState, *, options: StreamOptions) -> tuple[tuple[StreamItem, ...], ShardState]:
@@ -205,10 +221,12 @@ def take_pack(state: ShardState, *, options: StreamOptions) -> tuple[tuple[Strea
     return pack, attrs.evolve(state, packs=tuple(packs), counts=state.counts + counts)
 
 
-def _pack_buffer(state: ShardState, options: StreamOptions, *, most_carried: int, drop: bool) -> ShardState:
+def _pack_buffer(state: ShardState, options: StreamOptions, *, at_end: bool) -> ShardState:
     """
-    Pack the buffer; return the new state. The newest underfilled packs, up to *most_carried*
-    samples, stay in the buffer. The others are evicted: dropped if *drop*, else trained.
+    Pack the buffer; return the new state. The newest underfilled pack stays in the buffer, and
+    older ones as long as they are half a buffer in all. The others are evicted, and trained.
+
+    At the end of a shard none stays, and `drop_last` drops those that are evicted.
     """
     arrived = list(enumerate(state.buffer))
     bins = binpacking.to_constant_volume(arrived, options.packing_length, key=lambda one: one[1].length)
@@ -220,12 +238,14 @@ def _pack_buffer(state: ShardState, options: StreamOptions, *, most_carried: int
         else:
             underfilled.append(members)
     stays: list[tuple[int, StreamItem]] = []
-    # Packs are in the order of their oldest samples, so that the youngest are the last.
-    while underfilled and len(stays) + len(underfilled[-1]) <= most_carried:
-        stays += underfilled.pop()
+    # Packs are in the order of their oldest samples, so that the newest are the last.
+    if underfilled and not at_end:
+        stays = underfilled.pop()
+        while underfilled and len(stays) + len(underfilled[-1]) <= options.packing_buffer // 2:
+            stays += underfilled.pop()
     evicted = [tuple(item for _, item in members) for members in underfilled]
     counts = state.counts
-    if drop:
+    if at_end and options.drop_last:
         lost = [item.length for item in chain(*evicted)]
         counts += StreamCounts(dropped=len(lost), dropped_packs=len(evicted), dropped_tokens=sum(lost))
         evicted = []

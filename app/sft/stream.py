@@ -37,7 +37,7 @@ from packplan.core.mixes import draw_in_order
 from packplan.core.ports import RankGroup
 from packplan.core.samples.tables import DataFile, source_sizes
 from packplan.core.shuffling import seeded_permutation
-from packplan.core.stream import PACKER_VERSION, Order, StreamProgress, StreamState
+from packplan.core.stream import PACKER_VERSION, RULES_VERSION, Order, StreamProgress, StreamState
 
 if TYPE_CHECKING:
     from packplan.adapters.trainer.streams.trainer import StreamTrainer
@@ -72,7 +72,8 @@ def prepare_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
     inputs, data = train.fingerprint(), train.data_digest(len(train))
     ranks.require_same("what the train samples depend on", inputs.digest)
     ranks.require_same("the train data", data)
-    fixed = {**inputs.inputs, "the train data": data, **stream_inputs(config), "binpacking": PACKER_VERSION}
+    rules = {"binpacking": PACKER_VERSION, "the rules of packing": RULES_VERSION}
+    fixed = {**inputs.inputs, "the train data": data, **stream_inputs(config), **rules}
 
     identity = identity_of_run(config)
 

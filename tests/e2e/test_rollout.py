@@ -455,8 +455,10 @@ def test_a_stopped_stream_is_saved_and_resumed_as_itself_alone(
     for key, stored, now in (("packing_buffer", 8, 9), ("seed", 42, 1)):
         with pytest.raises(StaleError, match=rf"training\.{key}: stored {stored}, now {now}"):
             run(write_rollout(data, **{**keys, key: now}))
-    with monkeypatch.context() as patched, pytest.raises(StaleError, match=r"binpacking: stored '2.*', now 'other'"):
+    says = r"(?s)binpacking: stored '2.*', now 'other'.*the rules of packing: stored 2, now 3"
+    with monkeypatch.context() as patched, pytest.raises(StaleError, match=says):
         patched.setattr("packplan.app.sft.stream.PACKER_VERSION", "other")
+        patched.setattr("packplan.app.sft.stream.RULES_VERSION", 3)
         run(write_rollout(data, **keys))
     config = read_config(write_rollout(data, **keys))
     with pytest.raises(ConfigError, match=r"but it is of another custom\.trainer_variant: restore that"):
