@@ -34,7 +34,7 @@ from packplan.core.config.run import RunConfig
 from packplan.core.errors import DataSetError, RecordError, StaleError, counted
 from packplan.core.samples.media import Image, Video
 from packplan.core.samples.records import to_messages
-from packplan.core.samples.shapes import MIXABLE, to_shape
+from packplan.core.samples.shapes import MIXABLE, shape_name, to_shape
 from packplan.core.samples.tables import DataFile, Measurement, MediaFacts, Table, from_row
 from packplan.core.samples.tools import CALL, RESPONSE
 
@@ -331,13 +331,19 @@ class SwiftEncoder:
         return [self._first_shape(range(*place)) for place in zip(self.records.first_indices, ends, strict=True)]
 
     def _first_shape(self, indices: range) -> tuple[int, str]:
-        """Return index and shape of the first valid record; `unknown` if `_TRIED` are invalid."""
+        """
+        Return index and shape of the first valid record; if the first `_TRIED` are invalid, of the
+        first whose shape is known.
+        """
+        columns, known = self.config.custom.columns, None
         for index in indices[:_TRIED]:
             with contextlib.suppress(ValueError, RecordError):
-                shaped = to_shape(self.records[index], self.config.custom.columns)
+                record = self.records[index]
+                known = known or (index, shape_name(record, columns))
+                shaped = to_shape(record, columns)
                 to_messages(shaped, self._options)
                 return index, shaped.shape
-        return indices.start, "unknown"
+        return known or (indices.start, "unknown")
 
     def _refuse_mixed_shapes(self, index: int, shape: str) -> None:
         """

@@ -8,13 +8,14 @@ converted into messages here.
 
 import json
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, Literal
 
 import attrs
 
 from packplan.core.errors import counted
 from packplan.core.samples.media import VIDEO_TAG, to_images, to_videos
-from packplan.core.samples.shapes import IMAGE_TAG, NOTES, SYSTEM_KEYS, ShapedRecord, ignoring
+from packplan.core.samples.shapes import IMAGE_TAG, NOTES, SYSTEM_KEYS, ShapedRecord, ignoring, quoted
 from packplan.core.samples.tools import CALL, RESPONSE, WEIGHTS, to_tools
 from packplan.core.samples.values import fail, has, is_empty
 
@@ -163,9 +164,15 @@ def _add_tags(messages: list[dict[str, Any]], tag: str, name: str, number: int) 
 
 
 def _refuse_keys(record: Mapping[str, Any]) -> None:
-    """Refuse keys, in any letter case, that ms-swift knows but that would be ignored."""
-    if found := [name for name in record if name.lower() in REFUSED and has(record, name)]:
-        fail(f"has {found[0]!r}: {REFUSED[found[0].lower()]}{ignoring(found)}", argument="columns")
+    """Refuse keys of a record and its messages that ms-swift knows but that would be ignored."""
+    found = [name for name in record if name.lower() in REFUSED and has(record, name)]  # in any letter case
+    inner = [*dict.fromkeys(chain.from_iterable(map(_unread_keys, record.get("messages", ()))))]
+    also = f"a message with {quoted(inner)}, which would be ignored" if inner else ""
+    if found:
+        reason = f"has {quoted(found)}: {REFUSED[found[0].lower()]}{f'; and {also}' if inner else ''}"
+        fail(f"{reason}{ignoring([*found, *inner])}", argument="columns")
+    if inner:
+        fail(f"has {also}: {_REFUSED_IN_MESSAGES.get(inner[0], _OTHERWISE)}{ignoring(inner)}", argument="columns")
     if "messages" not in record and has(record, "videos"):
         fail("has 'videos' and 'objects', whose places are those of an image: write messages, or remove one")
     if "messages" in record and has(record, "objects"):
@@ -174,14 +181,15 @@ def _refuse_keys(record: Mapping[str, Any]) -> None:
         )
 
 
-def _refuse_keys_of_message(message: Mapping[str, Any]) -> None:
-    """Refuse keys of a message that ms-swift would read but are not supported here."""
-    role = message["role"]
-    known = _KNOWN_IN_MESSAGES | _KNOWN_OF_RESPONSES if role == RESPONSE else _KNOWN_IN_MESSAGES
-    if found := [name for name, held in message.items() if name not in known and not is_empty(held)]:
-        reason = f"which would be ignored: {_REFUSED_IN_MESSAGES.get(found[0], _OTHERWISE)}"
-        fail(f"has a message with {found[0]!r}, {reason}{ignoring(found)}", argument="columns")
-    loss, weight = message.get("loss"), message.get("loss_scale")
+def _unread_keys(message: Mapping[str, Any]) -> list[str]:
+    """Return keys of a message that say something and would be ignored."""
+    known = _KNOWN_IN_MESSAGES | _KNOWN_OF_RESPONSES if message.get("role") == RESPONSE else _KNOWN_IN_MESSAGES
+    return [name for name, held in message.items() if name not in known and not is_empty(held)]
+
+
+def _refuse_weights(message: Mapping[str, Any]) -> None:
+    """Refuse a loss or a weight of a message that would be ignored."""
+    role, loss, weight = message["role"], message.get("loss"), message.get("loss_scale")
     if loss not in (None, 0, 1):
         fail(f"has a message with the loss {loss!r}, which would be ignored: remove it, or write true or false")
     if role not in _TRAINED and (loss or weight is not None):
@@ -202,7 +210,7 @@ def _checked_messages(value: list[Any]) -> list[dict[str, Any]]:
             fail("has a message that is not an object with a text 'content'")
         if message.get("role") not in _KNOWN_ROLES:
             fail(f"has a message with the role {message.get('role')!r}; known are {', '.join(_KNOWN_ROLES)}")
-        _refuse_keys_of_message(message)
+        _refuse_weights(message)
         _refuse_order(messages, message)
         # `loss` and `loss_scale` steer what ms-swift trains, and pass through.
         read = (*_READ_OF_MESSAGES, "name") if message["role"] == RESPONSE else _READ_OF_MESSAGES

@@ -129,6 +129,13 @@ def to_shape(record: object, columns: Mapping[str, str | None] | None = None) ->
     return _refuse_unknown_shape(record)
 
 
+def shape_name(record: object, columns: Mapping[str, str | None]) -> str:
+    """Return the name of a record's shape, whatever keys it has beside; see `to_shape`."""
+    if isinstance(record, Mapping):
+        record = {name: held for name, held in record.items() if name in columns or name.lower() in RECORD_KEYS}
+    return to_shape(record, columns).shape
+
+
 def _refuse_unknown_shape(record: Mapping[str, Any]) -> NoReturn:
     """Refuse a record of no known shape; the message names missing or unmapped keys."""
     empty = [*((name, "message") for name in MESSAGE_KEYS), ("objects", "object")]
@@ -163,10 +170,15 @@ def _drop_keys(value: Any, name: str, ignored: Collection[str]) -> Any:
     return [{key: held for key, held in message.items() if key not in ignored} for message in messages]
 
 
+def quoted(names: Sequence[str]) -> str:
+    """Return names of keys for a message, the first ones if there are many."""
+    return ", ".join(repr(name[:40]) for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+
+
 def ignoring(names: Sequence[str]) -> str:
     """Return the end of a message that refuses keys: the mapping that ignores them."""
     listed = ", ".join(f"{name[:40]}: null" for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
-    return f"; or ignore it, as {{{listed}}}"
+    return f"; or ignore {'them' if len(names) > 1 else 'it'}, as {{{listed}}}"
 
 
 def _merge_synonyms(record: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
@@ -313,7 +325,8 @@ def _split_pair(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             )
         yield {"role": role, "content": message[found[0]]}
     if more := [name for name, held in message.items() if name not in asking and not is_empty(held)]:
-        fail(f"has a message with {more[0]!r}, which would be ignored: remove it{ignoring(more)}", argument="columns")
+        reason = f"has a message with {quoted(more)}, which would be ignored: remove such keys{ignoring(more)}"
+        fail(reason, argument="columns")
 
 
 # Columns that hold a question and its answer.
@@ -348,14 +361,15 @@ def _refuse_lost_texts(record: Mapping[str, Any], asked: str, answer: str) -> No
     """
     read = {*RECORD_KEYS, *NOTES} - {*RESPONSE_KEYS} | {answer}
     is_bare = not asked and answer != "text" and not has(record, "history") and not _is_chat(record[answer])
-    for name, held in record.items():
-        lost = name.lower() in _CONTEXTS if asked else is_bare and name not in read
-        if lost and isinstance(held, str) and held.strip():
-            first = "" if asked in {"", "instruction"} else f"{asked}: instruction, "
-            mapping = f"{{{first}{name[:40]}: {'input' if asked else 'query'}}}"
-            what = f"beside {asked!r}" if asked else f"and an answer in {answer!r} without a question"
-            reason = f"has {name[:40]!r} {what}, which would lose it: map it, as {mapping}"
-            fail(f"{reason}{ignoring([name])}", argument="columns")
+    texts = [name for name, held in record.items() if isinstance(held, str) and held.strip()]
+    lost = [name for name in texts if (name.lower() in _CONTEXTS if asked else is_bare and name not in read)]
+    if lost:
+        it, one = ("them", "one") if len(lost) > 1 else ("it", "it")
+        first = "" if asked in {"", "instruction"} else f"{asked}: instruction, "
+        mapping = f"{{{first}{lost[0][:40]}: {'input' if asked else 'query'}}}"
+        what = f"beside {asked!r}" if asked else f"and an answer in {answer!r} without a question"
+        reason = f"has {quoted(lost)} {what}, which would lose {it}: map {one}, as {mapping}{ignoring(lost)}"
+        fail(reason, argument="columns")
 
 
 def _read_alpaca_query(record: Mapping[str, Any]) -> tuple[str, str]:
@@ -422,8 +436,7 @@ def _describe_keys(record: Mapping[str, Any]) -> str:
     names = [name for name in record if isinstance(name, str) and has(record, name)]
     if not names:
         return "it has no keys that hold something"
-    keys = ", ".join(repr(name[:40]) for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
-    return f"it has {keys}. Give them names of docs/records.md, or map them, as {{{names[0][:40]}: query}}"
+    return f"it has {quoted(names)}. Give them names of docs/records.md, or map them, as {{{names[0][:40]}: query}}"
 
 
 _SHOWN = 8

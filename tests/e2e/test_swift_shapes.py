@@ -309,7 +309,11 @@ def test_two_shapes_in_one_file_are_refused_with_both_rows(encoder, tmp_path):
     for index, said in {3: r"line 4: .*instruction, output, but .*line 2", 0: "line 1: .*no known shape"}.items():
         with pytest.raises(RecordError, match=said):
             samples.encode(index)
-    shapes = {"a1.jsonl": "messages of role and content", "a2.jsonl": "instruction, output"}
+    write(tmp_path / "a3.jsonl", [ALPACA[0] | {"state": "Texas"}])  # refused, but its shape is known
+    shapes = {"a1.jsonl": "messages of role and content"} | dict.fromkeys(
+        ("a2.jsonl", "a3.jsonl"), "instruction, output"
+    )
+    samples = encoder("a*.jsonl")
     assert shapes == {Path(one.file).name: one.shape for one in samples.data_files()}
 
 

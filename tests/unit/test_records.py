@@ -142,31 +142,31 @@ NOTES = {
     "WildChat": (
         {"conversation": [{**QUESTION, "country": "US", "toxic": False, "header": {"a": 1}},
                           {**ANSWER, "country": None, "toxic": False}], "state": "Texas", "toxic": False},
-        ["state", "country toxic header"],
+        "state country toxic header",
     ),
-    "a classifier's data": (chat(label=0, options=["a", "b"], name="x", info="y"), ["label options"]),
+    "a classifier's data": (chat(label=0, options=["a", "b"], name="x", info="y"), "label options"),
     "OpenAI": (
-        chat({**QUESTION, "name": "Al"}, ANSWER, chat_template_kwargs={"a": 1}), ["chat_template_kwargs", "name"]
+        chat({**QUESTION, "name": "Al"}, {**ANSWER, "x": 3}, chat_template_kwargs={"a": 1}),
+        "chat_template_kwargs name x",
     ),
-    "messages as a text": ({"messages": repr([{**QUESTION, "info": 3}, ANSWER])}, ["info"]),
-    "messages in two columns": ({"prompt": [{**QUESTION, "info": 3}], "completion": [ANSWER]}, ["info"]),
-    "pairs": ({"conversation": [{"human": "why?", "gpt": "so.", "score": 3}]}, ["score"]),
+    "two passages": ({"query": "why?", "context": "a", "Article": "b", "answer": "so."}, "context Article"),
+    "messages as a text": ({"messages": repr([{**QUESTION, "info": 3}, ANSWER])}, "info"),
+    "messages in two columns": ({"prompt": [{**QUESTION, "info": 3}], "completion": [ANSWER]}, "info"),
+    "pairs": ({"conversation": [{"human": "why?", "gpt": "so.", "score": 3, "rank": 1}]}, "score rank"),
 }  # fmt: skip
-"""Data set -> a record, and the keys that each of its refusals names."""
+"""Data set -> a record, and the keys that its refusal names."""
 
 
-@pytest.mark.parametrize(("record", "refusals"), NOTES.values(), ids=NOTES)
-def test_a_refusal_names_the_columns_that_ignore_its_keys(record, refusals):
-    """All of a record, or of a message, at once; then what is left is what it says."""
-    columns: dict[str, None] = {}
-    for names in refusals:
-        with pytest.raises(UnusableRecordError, check=lambda one: one.argument == "columns") as raised:
-            to_messages(record, columns=columns)
-        found = re.findall(r"(\w+): null", str(raised.value))
-        assert names.split() == found
-        columns |= dict.fromkeys(found)
+@pytest.mark.parametrize(("record", "names"), NOTES.values(), ids=NOTES)
+def test_a_refusal_names_the_columns_that_ignore_its_keys(record, names):
+    """All of a record and its messages at once; then what is left is what it says."""
+    with pytest.raises(UnusableRecordError, check=lambda one: one.argument == "columns") as raised:
+        to_messages(record)
+    found = re.findall(r"(\w+): null", str(raised.value))
 
-    assert [QUESTION, ANSWER] == to_messages(record, columns=columns)["messages"]
+    assert names.split() == found
+    assert all(repr(name) in str(raised.value).partition("; or ignore ")[0] for name in found)
+    assert [QUESTION, ANSWER] == to_messages(record, columns=dict.fromkeys(found))["messages"]
 
 
 @pytest.mark.parametrize(("key", "off", "on"), [("weight", 0.0, 1.0), ("weight", 0, 1), ("train", False, True)])
