@@ -72,8 +72,13 @@ def prepare_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
     inputs, data = train.fingerprint(), train.data_digest(len(train))
     ranks.require_same("what the train samples depend on", inputs.digest)
     ranks.require_same("the train data", data)
-    rules = {"binpacking": PACKER_VERSION, "the rules of packing": RULES_VERSION}
-    fixed = {**inputs.inputs, "the train data": data, **stream_inputs(config), **rules}
+    fixed = {
+        **inputs.inputs,
+        "the train data": data,
+        **stream_inputs(config),
+        "binpacking": PACKER_VERSION,
+        "the rules of packing": RULES_VERSION,
+    }
 
     identity = identity_of_run(config)
 
