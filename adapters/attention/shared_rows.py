@@ -310,7 +310,8 @@ def context_parallel(model: Any, *, layout: PackedLayout, group: dist.ProcessGro
     inside too, since it runs the layers again.
 
     Args:
-        model: Model of transformers with causal attention.
+        model: Model of transformers with causal attention, perhaps inside DDP or an engine of
+            DeepSpeed, perhaps sharded by FSDP 2.
         layout: Layout of the whole row, the same on every rank.
         group: Ranks that share the row; all of them by default.
 
@@ -321,6 +322,7 @@ def context_parallel(model: Any, *, layout: PackedLayout, group: dist.ProcessGro
     ranks: Any = group or dist.group.WORLD
     if layout.cp_size != ranks.size():
         raise ValueError(f"the layout is for {layout.cp_size} ranks, but the group has {ranks.size()}")
+    model = getattr(model, "module", model)
     arrays = (layout.positions(ranks.rank()), layout.restore, layout.sequence)
     own, restore, sequence = (torch.as_tensor(array, device=model.device) for array in arrays)
     share = RowShare(ranks, own, layout.num_positions, restore)

@@ -147,8 +147,6 @@ def _preference_conflicts(trainer: Any, row_ranks: int) -> Iterator[str]:
 
 def _row_sharing_conflicts(trainer: Any, row_ranks: int, *, evaluates: bool) -> Iterator[str]:
     """Yield reasons why the ranks of a trainer cannot share rows."""
-    if row_ranks > 1 and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-        yield "the model is sharded, which was not tried with rows that ranks share"
     if row_ranks > 1 and trainer.eval_dataset is not None and not evaluates:
         yield "the evaluation has no plan, so ranks that share a row would be given different ones"
     if row_ranks > 1 and getattr(trainer, "compute_metrics", None) is not None:

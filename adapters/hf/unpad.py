@@ -27,7 +27,7 @@ from packplan.adapters.families import trained_config, trained_part
 from packplan.adapters.hf.packed_calls import HOOKED, POSITIONS, TextStack, Unpadding
 from packplan.adapters.models import evaluation_mode
 from packplan.adapters.probe.probe import probe_small_copy
-from packplan.adapters.probe.rows import draw_token_types, ordinary_token_ids, probe_ready_model
+from packplan.adapters.probe.rows import draw_token_types, ordinary_token_ids, probe_ready_model, probe_sharing_copy
 from packplan.adapters.probe.small_model import error_text
 from packplan.adapters.proof.first_calls import FirstCalls, find_difference
 from packplan.core.equality import AUTO, VARLEN, AttentionChoice, choose_attention
@@ -103,7 +103,7 @@ def separate_samples(
     Args:
         model: Model of transformers, perhaps with adapters.
         named: Name of the attention; None takes the one that the model was loaded with.
-        whole: Whether this process holds all weights. Otherwise only the small copy is probed.
+        whole: Whether this process holds all weights. Otherwise only small copies are probed.
         group: See `unpad`.
 
     Raises:
@@ -113,6 +113,8 @@ def separate_samples(
     choice = set_isolating_attention(model, named=named, group=group)
     if whole:
         probe_ready_model(model, native=choice.native, named=named)
+    elif group is not None:
+        probe_sharing_copy(model, choice, named=named, group=group, device=next(model.parameters()).device)
     return choice
 
 

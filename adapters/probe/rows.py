@@ -13,11 +13,13 @@ from typing import Any
 
 import attrs
 import torch
+import torch.distributed as dist
 
-from packplan.adapters.attention import using_native_attention
+from packplan.adapters.attention import set_attention, using_native_attention
+from packplan.adapters.attention.shared_rows import share_rows
 from packplan.adapters.families import trained_config, trained_part
 from packplan.adapters.models import evaluation_mode
-from packplan.adapters.probe.small_model import error_text
+from packplan.adapters.probe.small_model import SmallModels, error_text
 from packplan.adapters.proof.batches import PackedBatch, Sample, places_by_lengths
 from packplan.adapters.proof.comparison import (
     Outcome,
@@ -30,7 +32,7 @@ from packplan.adapters.proof.comparison import (
     run_alone,
     run_watched,
 )
-from packplan.core.equality import ProbeResult
+from packplan.core.equality import AttentionChoice, ProbeResult
 from packplan.core.errors import ModelError, PackplanError
 
 LOADED_LENGTHS = (17, 3, 29)
@@ -112,7 +114,7 @@ def compare_row(model: Any, row: ProbeRow, alone: Outcome, *, median: bool = Fal
     return ProbeResult(isolation, max(apart.logits), max(apart.losses, default=0.0), apart.gradients)
 
 
-def probe_ready_model(model: Any, *, native: str, named: str) -> ProbeResult:
+def probe_ready_model(model: Any, *, native: str, named: str, asked: str = "the loaded model") -> ProbeResult:
     """
     Compare a packed row of short samples with the samples alone, on a model that is ready to train.
 
@@ -120,6 +122,7 @@ def probe_ready_model(model: Any, *, native: str, named: str) -> ProbeResult:
         model: Model of transformers, perhaps with adapters; its mode is restored.
         native: Attention of transformers for samples alone.
         named: Value of `model.attn_impl`, for the message.
+        asked: Words for the model, for the message.
 
     Raises:
         ModelError: Samples are not apart, or not equal to themselves alone.
@@ -137,9 +140,34 @@ def probe_ready_model(model: Any, *, native: str, named: str) -> ProbeResult:
         except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
             why_not = f"it raises {error_text(error)}"
     if why_not is not None:
-        reason = f"the loaded model ({device_and_precision(model)}) was asked, and {why_not}"
+        reason = f"{asked} ({device_and_precision(model)}) was asked, and {why_not}"
         raise ModelError.for_leak(config.model_type, named, reason)
     return measured
+
+
+def probe_sharing_copy(
+    model: Any, choice: AttentionChoice, *, named: str, group: dist.ProcessGroup, device: Any
+) -> ProbeResult:
+    """
+    Probe a small copy of a model whose rows the ranks of a group share; all of them call this.
+
+    It stands for a model whose weights these ranks share too, so that none can be probed.
+
+    Args:
+        model: Model of transformers, perhaps with adapters.
+        choice: Attention of the model.
+        named: See `probe_ready_model`.
+        group: Ranks that share rows.
+        device: Device of the copy.
+
+    Raises:
+        ModelError: See `probe_ready_model`.
+    """
+    small = SmallModels(trained_config(model.config)).build(attention=choice.loaded_backend).to(device)
+    set_attention(small, choice)
+    share_rows(small, group)
+    asked = f"a small copy of the model, whose rows {group.size()} ranks share,"
+    return probe_ready_model(small, native=choice.native, named=named, asked=asked)
 
 
 def device_and_precision(model: torch.nn.Module) -> str:

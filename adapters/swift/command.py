@@ -250,11 +250,6 @@ def _plan_conflicts(arguments: Any) -> Iterator[Fault]:
         yield Fault("--packing", "is false, but packs are planned: say --packing true, or leave the plugin out")
     for refusal in active_refusals(arguments, "rlhf" if kind else "plugin"):
         yield Fault(f"--{refusal.setting}", str(refusal))
-    if arguments.packing and arguments.sequence_parallel_size > 1:
-        for flag in ("deepspeed", "fsdp"):
-            if getattr(arguments, flag, None):
-                yield Fault(
-                    f"--{flag}", "shards the model, which was not tried with --sequence_parallel_size: set it to 1"
-                )
-        if (task := arguments.task_type) not in {"causal_lm", "seq_cls"}:
-            yield Fault("--task_type", f"is {task}, whose rows ranks cannot share: set --sequence_parallel_size to 1")
+    shares = arguments.packing and arguments.sequence_parallel_size > 1
+    if shares and (task := arguments.task_type) not in {"causal_lm", "seq_cls"}:
+        yield Fault("--task_type", f"is {task}, whose rows ranks cannot share: set --sequence_parallel_size to 1")

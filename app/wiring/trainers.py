@@ -11,6 +11,7 @@ from transformers.utils.logging import disable_progress_bar
 from packplan.adapters.attention.shared_rows import new_row_group, share_rows
 from packplan.adapters.loaders.batches import PackBatches
 from packplan.adapters.model_folder import PROCESSING_FILES, model_file_facts
+from packplan.adapters.probe.rows import probe_sharing_copy
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.template import swift_types
 from packplan.adapters.samples.video_reading import has_separate_video_pass
@@ -201,7 +202,11 @@ def _open_model(
     if not shards_weights(arguments):
         require_same_weights(group, model)
     if config.training.sequence_parallel_size > 1:
-        share_rows(model, new_row_group(config.training.sequence_parallel_size, arguments.ddp_timeout_delta))
+        rows = new_row_group(config.training.sequence_parallel_size, arguments.ddp_timeout_delta)
+        share_rows(model, rows)
+        if shards_weights(arguments):
+            named, device = config.model.attn_impl, arguments.device
+            probe_sharing_copy(model, attention, named=named, group=rows, device=device)
     if config.training.packing and attention.verdict is not None:
         probe_loaded_model(config, model, attention.verdict, whole=not shards_weights(arguments), keep=group.rank == 0)
     template.model = plain_model(model)

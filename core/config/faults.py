@@ -129,21 +129,11 @@ def _training_faults(training: TrainingConfig) -> Iterator[Fault]:
     if training.max_steps < 1 and not 0 < training.num_train_epochs < MAX_EPOCHS:
         reason = f"is {training.num_train_epochs}, but has to be above 0 and below {MAX_EPOCHS:,}"
         yield Fault("training.num_train_epochs", reason)
-    if training.sequence_parallel_size > 1:
-        yield from _row_sharing_faults(training)
+    if training.sequence_parallel_size > 1 and not training.packing:
+        yield Fault("training.sequence_parallel_size", "shares packed rows, but training.packing is false: set it to 1")
     if training.packing and training.trainer.get("enable_channel_loss"):
         reason = "logs a loss per channel, but under packing only aggregate metrics are logged"
         yield Fault("training.enable_channel_loss", f"{reason}: remove it, or set training.packing: false")
-
-
-def _row_sharing_faults(training: TrainingConfig) -> Iterator[Fault]:
-    """Yield faults of a run whose ranks share rows."""
-    if not training.packing:
-        yield Fault("training.sequence_parallel_size", "shares packed rows, but training.packing is false: set it to 1")
-    for name in ("deepspeed", "fsdp"):
-        if training.trainer.get(name):
-            reason = "shards the model, which was not tried with rows that ranks share: remove one of both"
-            yield Fault(f"training.{name}", f"{reason} (training.sequence_parallel_size)")
 
 
 def _variant_faults(config: RunConfig) -> Iterator[Fault]:

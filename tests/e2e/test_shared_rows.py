@@ -3,12 +3,16 @@
 import json
 import math
 import os
+from functools import partial
 from pathlib import Path
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
+from deepspeed.utils import safe_get_full_grad
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from packplan.adapters.attention import set_attention
 from packplan.adapters.attention.shared_rows import (
@@ -17,7 +21,7 @@ from packplan.adapters.attention.shared_rows import (
     context_parallel,
     share_rows,
 )
-from packplan.adapters.probe.rows import probe_ready_model
+from packplan.adapters.probe.rows import probe_ready_model, probe_sharing_copy
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.equality import VARLEN, AttentionChoice
 from packplan.core.errors import MismatchError, ModelError
@@ -51,13 +55,43 @@ def distances(found, expected):
     return [*values, apart(found[2], expected[2], scale=expected[3])]
 
 
-def in_context(folder, *, dtype="float32", checkpointing=False, give_positions=True):
+def mean_over_ranks(weight):
+    """Return the gradient of a weight that each rank holds."""
+    dist.all_reduce(mean := weight.grad / dist.get_world_size())
+    return mean
+
+
+def fully_shard_layers(model):
+    """Share the weights of a model over all ranks, by FSDP 2."""
+    for layer in model.get_decoder().layers:
+        fully_shard(layer)
+    return fully_shard(model), torch.Tensor.backward, lambda weight: weight.grad.full_tensor()
+
+
+def open_engine(model, *, stage):
+    """Return DeepSpeed's engine of a model."""
+    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage},
+                "zero_allow_untested_optimizer": True}  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    return engine, engine.backward, safe_get_full_grad
+
+
+SHARDINGS = {
+    None: lambda model: (model, torch.Tensor.backward, mean_over_ranks),
+    "FSDP 2": fully_shard_layers,
+    **{f"ZeRO {stage}": partial(open_engine, stage=stage) for stage in (1, 2, 3)},
+}
+"""Way in which ranks share a model -> function that gives it, its backward pass, and gradients."""
+
+
+def in_context(folder, *, dtype="float32", checkpointing=False, give_positions=True, sharding=None):
     """Run a model on this rank's part of a row, as a loop of one's own does."""
     model, expected = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).train(), alone(folder, "float32")
     if checkpointing:
-        model.gradient_checkpointing_enable()
-    plain = model.config._attn_implementation
-    layout = PackedLayout.from_lengths(LENGTHS, cp_size=dist.get_world_size())
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    plain, size = model.config._attn_implementation, dist.get_world_size()
+    layout = PackedLayout.from_lengths(LENGTHS, cp_size=size)
     assert 1 == len(set(layout.causal_work()))
     row = torch.full((layout.num_positions,), 7)
     row[layout.is_token] = torch.cat(sequences())
@@ -66,19 +100,18 @@ def in_context(folder, *, dtype="float32", checkpointing=False, give_positions=T
     inputs = {"input_ids": row[None, positions]}
     if give_positions:
         inputs["position_ids"] = torch.as_tensor(layout.position_ids[positions])[None]
-    with context_parallel(model, layout=layout):
-        logits = model(**inputs).logits
+    wrapped, backward, gradient = SHARDINGS[sharding](model)
+    with context_parallel(wrapped, layout=layout):
+        logits = wrapped(**inputs).logits
         each = torch.nn.functional.cross_entropy(
             logits[0].float(), targets[positions], ignore_index=-1, reduction="sum"
         )
-        loss = each / int((targets >= 0).sum())
-        loss.backward()
+        loss = each * size / int((targets >= 0).sum())  # the mean over ranks is the row's
+        backward(loss)
     assert plain == model.config._attn_implementation
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    loss = loss.detach()
-    for part in (loss, *gradients.values()):
-        dist.all_reduce(part)
-    parts = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
+    gradients = {name: gradient(weight) for name, weight in model.named_parameters()}
+    dist.all_reduce(loss := loss.detach() / size)
+    parts = [torch.empty_like(logits) for _ in range(size)]
     dist.all_gather(parts, logits.detach())
     whole = torch.cat(parts, dim=1)[0, layout.restore][layout.is_token]
     limits = [FLOAT32] * 3
@@ -128,14 +161,49 @@ def in_model(*, family, checkpointing=False, **sizes):
     return [math.inf if isolation else 0.0, *(distance / FLOAT32 for distance in found)]
 
 
+def in_shards(folder, *, sharding):
+    """Train a step of text and an image, on ranks that share the row and the weights."""
+    model = AutoModelForImageTextToText.from_pretrained(folder).train()
+    set_attention(model, attention_for_shared_rows(AttentionChoice(VARLEN)))
+    share_rows(model, dist.group.WORLD)
+    ids, images = torch.cat(sequences())[None] + 5, torch.Generator().manual_seed(0)
+    ids[0, 20:24] = model.config.image_token_id  # of the third sample
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    batch = {
+        "input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions.expand(4, 1, -1),
+        "pixel_values": torch.randn(16, 1176, generator=images), "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "use_cache": False,
+    }  # fmt: skip
+    with computing_whole_rows():
+        due = model(**batch).loss
+        due.backward()
+    expected = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    model.zero_grad()
+    wrapped, backward, gradient = SHARDINGS[sharding](model)
+    backward(loss := wrapped(**batch).loss)
+    found = {name: gradient(weight) for name, weight in model.named_parameters()}
+    pairs = ({"": loss.detach()[None]}, {"": due.detach()[None]}), (found, expected)
+    return [apart(*pair) / FLOAT32 for pair in pairs]
+
+
+def in_copies():
+    """Probe small copies of models whose weights ranks share: one passes, one cannot share rows."""
+    choice = attention_for_shared_rows(AttentionChoice(VARLEN, native="eager"))
+    options = {"named": VARLEN, "group": dist.group.WORLD, "device": "cpu"}
+    with pytest.raises(ModelError, match=r"a small copy of the model, whose rows \d ranks share, .* and it raises"):
+        probe_sharing_copy(build("gpt_oss"), choice, **options)  # each head has a sink
+    return [probe_sharing_copy(build("qwen2"), choice, **options).isolation]
+
+
 def on_rank(out, models):
     """Be one rank; write the distances of each case, over their limits."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    found = {
-        name: in_model(**case) if "family" in case else in_context(f"{models}/{case.pop('folder')}", **case)
-        for name, case in SHARED.items()
-    }
+    found = {}
+    for name, case in SHARED.items():
+        run = in_model if "family" in case else in_shards if case["folder"].endswith("vl") else in_context
+        found[name] = run(**case | ({"folder": f"{models}/{case['folder']}"} if "folder" in case else {}))
+    found["copies"] = in_copies()
     Path(out, f"found{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -155,6 +223,8 @@ SHARED = {
     "a loop of one's own": {"folder": "qwen3", "checkpointing": True},
     "a loop that gives no positions": {"folder": "qwen2", "give_positions": False},
     "a loop in bfloat16": {"folder": "qwen2", "dtype": "bfloat16"},
+    **{f"a loop, {sharding}": {"folder": "qwen2", "sharding": sharding} for sharding in SHARDINGS if sharding},
+    **{f"images, {sharding}": {"folder": "qwen2_5_vl", "sharding": sharding} for sharding in SHARDINGS if sharding},
 }
 """Models that share rows, or in loops that give them a part."""
 
@@ -164,14 +234,15 @@ SHARED = {
 def test_ranks_that_share_a_row_get_what_each_sequence_gives_alone(server, demo, tmp_path, world_size):
     """
     The loss of labels, of those that ms-swift keeps, and logits; the gradients over the ranks;
-    nothing passes between samples; a call that is no packed row is each rank's own.
+    nothing passes between samples; a call that is no packed row is each rank's own. The same where
+    FSDP 2 or DeepSpeed share weights or gradients.
     """
     ranks = server.ranks(world_size, on_rank, str(tmp_path), str(demo / "models"), folder=tmp_path)
     assert [0] * world_size == finished(ranks)
 
     for rank in range(world_size):
         found = json.loads((tmp_path / f"found{rank}.json").read_text())
-        assert found.keys() == SHARED.keys()
+        assert found.keys() == {*SHARED, "copies"}
         assert {} == {case: differ for case, differ in found.items() if not max(differ) < 1}
 
 

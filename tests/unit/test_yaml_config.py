@@ -155,7 +155,6 @@ LORA, MIX = {"training.tuner_type": "lora"}, {"custom.fusion_config": "mix.yaml"
          "training.packing_epochs"),
         ({**ROLLOUT, "training.packing_epochs": "replanned"}, "training.packing_epochs"),
         ({**SHARED, "training.packing": False}, "training.sequence_parallel_size"),
-        ({**SHARED, "training.deepspeed": "zero3", "training.fsdp": "full_shard"}, "training.deepspeed training.fsdp"),
         ({"training.eval_on_start": True, "training.eval_strategy": "steps", "training.save_strategy": "best"},
          "training.eval_on_start training.eval_strategy training.save_strategy"),
         # What a default would contradict is said when the key with a fault is corrected.
@@ -175,6 +174,7 @@ def test_values_that_cannot_be_are_refused_by_their_keys(keys, refused):
 @pytest.mark.parametrize(
     "keys",
     [
+        *({**SHARED, f"training.{name}": value} for name, value in (("deepspeed", "zero3"), ("fsdp", "full_shard"))),
         {"model.attn_impl": "paged|sdpa", "training.packing_buffer": 512},  # kernels' names are left to transformers
         {"template.fps": 0.5, "template.video_min_pixels": 9000, "training.num_train_epochs": 999_999},
         {**ROLLOUT, "training.train_dataloader_shuffle": False, "training.dataloader_drop_last": False},
