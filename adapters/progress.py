@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
@@ -91,6 +92,10 @@ class _Bar(tqdm):  # type: ignore[misc]  # its library has no types
     """Bar without tqdm's monitor thread, since processes with threads should not fork."""
 
     monitor_interval = 0
+
+    # tqdm's own lock is one of all forked processes: one that is killed while it writes would let
+    # the others wait forever.
+    _lock = threading.RLock()
 
 
 class _LogLines(io.StringIO):

@@ -68,7 +68,8 @@ def hooked(family: str = "qwen2", *, logits: bool = True):
 
 def adapted():
     """Return a model with adapters, whose layers are computed again."""
-    model = get_peft_model(build("qwen2"), LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    lora = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(build("qwen2"), lora)
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()

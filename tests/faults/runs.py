@@ -22,6 +22,7 @@ from packplan.core.policy import PlanPolicy
 from packplan.core.ports import ReportProgress
 from packplan.core.samples.tables import Measurement
 from tests.fakes import ListSource, ScriptedGroup
+from tests.processes import DEADLINE_S
 
 FLUSH_EVERY = 7
 
@@ -87,8 +88,9 @@ class Forked(ForkProcess):
         self.call(self)
 
     def wait(self) -> int | None:
-        """Return the exit status, negative for a signal."""
-        self.join()
+        """Return the exit status, negative for a signal; None beyond a deadline."""
+        self.join(DEADLINE_S)
+        self.kill()
         return self.exitcode
 
 

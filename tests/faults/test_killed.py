@@ -19,7 +19,7 @@ import pytest
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.core.samples.tables import column
 from tests.faults.runs import FLUSH_EVERY, POLICY, FileSource, Forked, artefacts_of, at_each_line, execute, write_data
-from tests.processes import ROOT
+from tests.processes import DEADLINE_S, ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.seeded]
 
@@ -99,7 +99,7 @@ def main(start: str, seed: int, folder: Path) -> None:
 def test_a_run_killed_at_any_line_ends_as_one_that_was_not(start, tmp_path):
     """Killed twice: rows are a prefix, one flush is measured again, bytes are equal."""
     command = [sys.executable, "-m", "tests.faults.test_killed", start, SEED, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=DEADLINE_S)
 
     assert 0 == done.returncode, done.stderr
 

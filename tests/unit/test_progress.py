@@ -2,9 +2,12 @@
 
 import io
 import logging
+import os
 import re
+import signal
 from contextlib import nullcontext
 from itertools import product
+from multiprocessing import get_context
 
 import pytest
 
@@ -26,6 +29,25 @@ def test_progress_is_shown_on_a_terminal_unless_it_is_to_be_quiet(quiet, file):
     assert 0 == run_command(lambda: [*progress(range(3), desc="measuring", file=seen)], verbose=False, quiet=quiet)
     shown = file is Terminal and not quiet
     assert (shown, shown) == ("measuring" in seen.getvalue(), "00:00<" in seen.getvalue())
+
+
+class Deadly(Terminal):
+    def write(self, text):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_killed_while_it_shows_progress_holds_up_no_other():
+    """Processes forked from one that has shown progress itself."""
+    hide(hidden=False)
+    assert [0] == [*progress([0], file=Terminal())]
+
+    for file, status in ((Deadly, -signal.SIGKILL), (Terminal, 0)):
+        forked = get_context("fork").Process(target=lambda shown: [*progress([0], file=shown)], args=(file(),))
+        forked.start()
+        forked.join(60)
+        forked.kill()
+        forked.join()
+        assert status == forked.exitcode
 
 
 @pytest.mark.parametrize("quiet", [False, True])
