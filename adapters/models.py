@@ -57,9 +57,14 @@ def replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a `DTensor`, or any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def local_part(tensor: Any) -> torch.Tensor:
+    """Return this rank's part of a `DTensor` or a weight of ZeRO 3; any other tensor itself."""
+    if hasattr(tensor, "ds_tensor"):
+        part: torch.Tensor = tensor.ds_tensor.detach()
+        start = dist.get_rank(tensor.ds_process_group) * part.numel()
+        return part[: max(0, tensor.ds_numel - start)]  # what is left fills up the last part
+    whole: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return whole
 
 
 @contextmanager
@@ -111,8 +116,10 @@ def sum_of_squares(tensors: Iterable[torch.Tensor], *, sharded: bool) -> tuple[f
     return squares, number
 
 
-def _counted_share(tensor: torch.Tensor) -> float:
+def _counted_share(tensor: Any) -> float:
     """Return the weight of this rank's part in a sum over ranks, where copies count once."""
+    if hasattr(tensor, "ds_tensor"):
+        return dist.get_world_size(tensor.ds_process_group) / dist.get_world_size()
     if not isinstance(tensor, DTensor):
         return 1.0 / dist.get_world_size()
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)

@@ -1,12 +1,16 @@
-"""State of a transformers trainer in a checkpoint, with a digest that is checked on reading."""
+"""
+State of a transformers trainer in a checkpoint, with a digest that is checked on reading; parts of
+its optimizer that DeepSpeed keeps.
+"""
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from packplan.core.errors import CorruptArtefactError
+from packplan.core.errors import CorruptArtefactError, counted
 from packplan.core.fingerprint import json_digest
 from packplan.core.schedule import DAMAGED_STATE_REMEDY
 
@@ -68,3 +72,31 @@ def require_same_step(folder: Path, state: Mapping[str, Any], step: int) -> None
     if state.get("global_step") != step:
         reason = f"its global_step is {state.get('global_step')}, but that of its plan is {step}"
         raise CorruptArtefactError(str(folder / STATE), reason, DAMAGED_STATE_REMEDY)
+
+
+def find_other_parts(folder: Path, *, stage: int | None, num_ranks: int) -> str | None:
+    """
+    Return how a checkpoint keeps its optimizer, as a clause, if a run cannot take it; else None.
+
+    Args:
+        folder: Folder of the checkpoint.
+        stage: ZeRO stage of the run; None without DeepSpeed.
+        num_ranks: Ranks of the run.
+    """
+    engine, parts = [*folder.glob("global_step*")], [*folder.glob("global_step*/*zero_pp_rank_*optim_states.pt")]
+    then = (
+        (3 if any(folder.glob("global_step*/*zero_pp_rank_*model_states.pt")) else 2 if parts else 0)
+        if engine
+        else None
+    )
+    # Each node may have a folder of its own.
+    count = num_ranks if len(parts) == int(os.environ.get("LOCAL_WORLD_SIZE", "1")) else len(parts)
+    kept, taken = _optimizer_text(then, count), _optimizer_text(stage, num_ranks)
+    return None if kept == taken else f"its optimizer is kept {kept}, and this run keeps it {taken}"
+
+
+def _optimizer_text(stage: int | None, num_ranks: int) -> str:
+    """Return the form in which an optimizer is kept under a ZeRO stage, as text."""
+    if not stage:
+        return "as a whole" if stage is None else "as a whole by DeepSpeed"
+    return f"in {counted(num_ranks, 'part')} by ZeRO {'3' if stage == 3 else '1 or 2'}"

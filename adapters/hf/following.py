@@ -32,10 +32,10 @@ from packplan.adapters.loaders.batches import EvalBatches, PackBatches, read_sav
 from packplan.adapters.loaders.rows import NORMALISER, PACK, PackLoader, count_supervised, refuse_other_packs
 from packplan.adapters.model_folder import model_file_facts
 from packplan.adapters.models import replace_attributes
-from packplan.adapters.trainer_state import add_digest_on_save
+from packplan.adapters.trainer_state import add_digest_on_save, find_other_parts
 from packplan.core.config.identity import FIXED_ARGUMENTS, flat_values
 from packplan.core.equality import NATIVE
-from packplan.core.errors import MismatchError, counted
+from packplan.core.errors import ArgumentError, MismatchError, counted
 from packplan.core.fingerprint import Fingerprint, RunIdentity
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
@@ -119,6 +119,8 @@ def noise_by_sample(trainer: Any) -> Iterator[None]:
 class FollowsSchedule:
     """Methods of a trainer that trains the packs of a schedule, in its order."""
 
+    args: Any
+    accelerator: Any
     state: Any
     control: Any
     callback_handler: Any
@@ -156,6 +158,10 @@ class FollowsSchedule:
             self.follower.restart()  # at its start already, unless this trainer has trained before
         else:
             self.follower.load_state_dict(read_saved_progress(Path(folder)))
+            engine = self.accelerator.state.deepspeed_plugin
+            stage = None if engine is None else engine.hf_ds_config.get_value("zero_optimization.stage", 0)
+            if fact := find_other_parts(Path(folder), stage=stage, num_ranks=self.args.world_size):
+                raise ArgumentError("host", f"{folder} cannot be resumed from: {fact}")
         self._progress.step = self.schedule.start.step
         return super()._inner_training_loop(*args, **options)  # type: ignore[misc]  # of the trainer's class
 

@@ -22,6 +22,7 @@ from packplan.adapters.trainer.arguments import (
     yield_setting_faults,
 )
 from packplan.adapters.trainer.checkpoints import (
+    CHECKPOINT_KEY,
     Checkpoint,
     State,
     find_checkpoint,
@@ -34,7 +35,8 @@ from packplan.adapters.trainer.streams.dataset import StreamDataset
 from packplan.adapters.trainer.streams.trainer import StreamTrainer
 from packplan.adapters.trainer.trainer import PlanTrainer
 from packplan.adapters.trainer.vision import DummyImage, plain_model
-from packplan.app.planning.schedule import accumulation_of
+from packplan.adapters.trainer_state import find_other_parts
+from packplan.app.planning.schedule import accumulation_of, zero_stage
 from packplan.app.planning.split import Split
 from packplan.app.wiring.ranks import read_settings_files, require_same_run, require_same_weights
 from packplan.app.wiring.verdicts import probe_loaded_model
@@ -130,6 +132,11 @@ def _find_checkpoint(
         differences=differences,
     )
     require_same_run(group, flat_values({"checkpoint": attrs.asdict(checkpoint.resume_state)}))
+    engine = config.training.trainer.get("deepspeed")
+    stage = zero_stage(engine) if engine else None
+    if fact := find_other_parts(Path(checkpoint.folder), stage=stage, num_ranks=group.world_size):
+        reason = f"is {checkpoint.folder}, but {fact}: resume on as many ranks and with its training.deepspeed"
+        raise ConfigError.for_key(CHECKPOINT_KEY, reason)
     if group.rank == 0:
         for one in checkpoint.resume_state.identity.told.differences(identity_of_run(config).told):
             log.warning("%s had another value, and this run's is taken: %s", checkpoint.folder, one)
@@ -198,9 +205,10 @@ def _open_model(
     log.info("attention: %s", attention)
     device = None if shards_weights(arguments) else arguments.device
     model: Any = open_model(config.model, config.training, attention=attention, device=device)
-    # Where ranks share the weights, none holds them all, and they are rank 0's for all.
     if not shards_weights(arguments):
         require_same_weights(group, model)
+    elif group.rank == 0:
+        log.info("the weights of the ranks were not compared: they share those of rank 0, and none holds all")
     if config.training.sequence_parallel_size > 1:
         rows = new_row_group(config.training.sequence_parallel_size, arguments.ddp_timeout_delta)
         share_rows(model, rows)

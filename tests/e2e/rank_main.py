@@ -4,6 +4,8 @@ import json
 import math
 import os
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,15 @@ from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import run_command
 
 with loading_libraries():
+    import deepspeed
     import torch
 
     from packplan.adapters.trainer import loader
     from packplan.app.planning import measure
     from packplan.app.sft import train as way
-    from packplan.app.wiring.ranks import join_ranks
+    from packplan.app.wiring.ranks import join_ranks, open_rank_group
     from packplan.app.wiring.runs import read_config
+    from tests.e2e import plugin_run
     from tests.e2e.alone import Gradients, silence
     from tests.e2e.ready import train
 
@@ -67,6 +71,33 @@ def main(config: str, out: str, fault: str = "") -> int:
             torch.save(gradients.steps, Path(out, f"gradients{group.rank}.pt"))
 
     return run_command(command, verbose=False)
+
+
+def several(runs: list[tuple[str, str]], out: str, commands: Sequence[tuple[str, str, list[str]]] = ()) -> None:
+    """
+    Run commands of ms-swift, then runs of `packplan sft`, in one process group.
+
+    Args:
+        runs: Name and YAML of each run.
+        out: Folder, in which each run writes what `main` writes into a folder of its name.
+        commands: See `plugin_run.main`.
+    """
+    with open_rank_group({"use_cpu": True}) as group:
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False)  # on GPUs, accelerate does
+        stop, group.stop_heartbeat = group.stop_heartbeat, lambda: None  # the next run needs it
+
+        @contextmanager
+        def joined(_: object) -> Iterator[Any]:
+            yield group
+
+        globals().update(join_ranks=joined)
+        if commands:
+            plugin_run.main(commands, out)
+        for name, config in runs:
+            Path(out, name).mkdir(exist_ok=True)
+            status = main(config, str(Path(out, name)))
+            Path(out, name, f"status{group.rank}").write_text(str(status))
+        group.stop_heartbeat = stop
 
 
 def _told(result: Any) -> dict[str, Any]:

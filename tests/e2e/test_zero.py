@@ -1,62 +1,195 @@
 """Weights that DeepSpeed's ranks share: what they train is what ranks with whole weights train."""
 
 import json
+import os
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
 
+from packplan.adapters.models import root_mean_square
+from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app import plugin
-from tests.e2e import plugin_run
+from packplan.app.sft.train import prepare
+from packplan.app.wiring.runs import read_config
+from packplan.core.errors import ConfigError
+from tests.e2e import rank_main
 from tests.e2e.plugin_run import LENGTH, PLAIN, Ran, write_records
 from tests.processes import finished
 
 pytestmark = pytest.mark.slow
 
-PACKED = "--save_strategy no --gradient_accumulation_steps 2 --packing true"
+EVERY_CELL = "EVERY_CELL" in os.environ
+"""Whether all runs are made, as `make test-hosts` does; else a few."""
 
-OWN = {"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto",
-       "gradient_accumulation_steps": "auto"}  # fmt: skip
-"""Settings of a user's own file."""
+PACKED = "--gradient_accumulation_steps 2 --packing true --tuner_type full --save_strategy"
+
+RESUMED = "--save_strategy no --resume_from_checkpoint {runs}/text-zero3/out/checkpoint-2"
 
 SWIFT = {
-    "text": ("sft", "qwen2", f"{PACKED} --tuner_type full", ("own.json", "zero2", "zero3")),
-    "images": ("sft", "qwen2_5_vl", f"{PACKED} --tuner_type lora", ("zero3",)),
-    "pairs": ("rlhf", "qwen2_pairs", f"{PACKED} --tuner_type full --rlhf_type dpo --packing_length 1024",
-              ("zero3",)),
+    "text-": ("sft", "qwen2", f"{PACKED} no"),
+    "text-zero3": ("sft", "qwen2", f"{PACKED} steps --save_steps 2"),
+    "text-other-zero2": ("sft", "qwen2", f"{PACKED} no {RESUMED}"),
 }  # fmt: skip
-"""Run -> command, data, which name the model, words, and values of `--deepspeed`."""
+"""Run, whose name ends in `--deepspeed` -> command, data, which name the model, and words."""
+
+if EVERY_CELL:
+    SWIFT |= {
+        "text-again-zero3": ("sft", "qwen2", f"{PACKED} no {RESUMED}"),
+        "text-own": ("sft", "qwen2", f"{PACKED} no"),
+        "text-zero2": ("sft", "qwen2", f"{PACKED} no"),
+        **{f"images-{stage}": ("sft", "qwen2_5_vl", f"{PACKED} no --tuner_type lora") for stage in ("", "zero3")},
+        **{f"pairs-{stage}": ("rlhf", "qwen2_pairs", f"{PACKED} no --rlhf_type dpo --packing_length 1024")
+           for stage in ("", "zero2", "zero3")},
+    }  # fmt: skip
+
+
+def settings(stage: int) -> dict:
+    """Return settings of DeepSpeed as a user's file has them."""
+    gathered = {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
+    auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    return {"zero_optimization": {"stage": stage, **gathered}, **dict.fromkeys(auto, "auto")}
+
+
+LAST = "{runs}/%s/checkpoint-2"
+
+OURS = {
+    "two": {"deepspeed": settings(2)},
+    "three": {"deepspeed": settings(3)},
+    "three-again": {"deepspeed": settings(3), "resume_from_checkpoint": LAST % "three"},
+    "two-of-three": {"deepspeed": settings(2), "resume_from_checkpoint": LAST % "three"},
+    "ruined": {"deepspeed": settings(3), "learning_rate": 1e30, "max_steps": 1, "save_steps": 1},
+}
+"""Run of `packplan sft` -> keys of `training.`"""
+
+if EVERY_CELL:
+    OURS = {
+        "whole": {},
+        "adapters": {"tuner_type": "lora"},
+        **OURS,
+        "two-again": {"deepspeed": settings(2), "resume_from_checkpoint": LAST % "two"},
+        "adapters-three": {"tuner_type": "lora", "deepspeed": settings(3)},
+    }
 
 
 @pytest.fixture(scope="module")
 def ran(demo, server, tmp_path_factory) -> Callable[..., Ran]:
-    """Train each command without and with DeepSpeed, all in one process group of two ranks."""
+    """Train all runs in one process group of two ranks, those with whole weights first."""
     runs = tmp_path_factory.mktemp("runs")
     write_records(runs, demo)
-    (runs / "own.json").write_text(json.dumps(OWN))
+    (runs / "own.json").write_text(json.dumps(settings(1)))
     assert 0 == plugin.main(["swift", "-o", str(runs / "plugin.py")])
     commands = []
-    for name, (task, data, more, stages) in SWIFT.items():
-        of = "qwen2_5_vl" if "_vl" in data else "qwen2"
+    for name, (task, data, more) in sorted(SWIFT.items(), key=lambda one: not one[0].endswith("-")):
+        of, stage = (
+            "qwen2_5_vl" if "_vl" in data else "qwen2",
+            name.rpartition("-")[2].replace("own", f"{runs}/own.json"),
+        )
         given = f"--model {demo / 'models' / of} --model_type {of} --template {'qwen2_5' if of == 'qwen2' else of} "
-        given += f"--max_length {LENGTH[of]} --dataset {runs / f'{data}.jsonl'} --external_plugins {runs}/plugin.py"
-        for stage in ("", *stages):
-            shared = stage and f"--deepspeed {runs / stage if stage == 'own.json' else stage}"
-            words = f"{given} --output_dir {runs / 'out'} {PLAIN} --num_train_epochs 1 {more} {shared}".split()
-            commands.append((f"{name}-{stage}", task, words))
-    commands.sort(key=lambda one: not one[0].endswith("-"))  # those without DeepSpeed first, which leaves variables
-    assert [0, 0] == finished(server.ranks(2, plugin_run.main, commands, str(runs), folder=runs))
-    return lambda name, stage: Ran(runs / f"{name}-{stage}")
+        given += f"--max_length {LENGTH[of]} --dataset {runs}/{data}.jsonl --external_plugins {runs}/plugin.py {PLAIN} "
+        given += f"--output_dir {runs / name / 'out'} --num_train_epochs 1 {more} {stage and f'--deepspeed {stage}'}"
+        commands.append((name, task, given.format(runs=runs).split()))
+    sections = {"model": {"model": str(demo / "models" / "qwen2")}, "template": {"max_length": 256},
+                "custom": {"train_jsonl": str(runs / "qwen2.jsonl")}}  # fmt: skip
+    shared = {"max_steps": 4, "effective_batch_size": 4, "learning_rate": 1e-3, "save_steps": 2, "use_cpu": True,
+              "save_strategy": "steps", "logging_steps": 1, "report_to": [], "dataloader_num_workers": 0,
+              "packing_drop_last": False, "gradient_checkpointing": False}  # fmt: skip
+    for name, keys in OURS.items():
+        training = json.loads(
+            json.dumps({**shared, "output_dir": f"{{runs}}/{name}", **keys}).replace("{runs}", str(runs))
+        )
+        (runs / f"{name}.yaml").write_text(yaml.safe_dump({**sections, "training": training}))
+    paths = [(name, str(runs / f"{name}.yaml")) for name in OURS]
+    assert [0, 0] == finished(server.ranks(2, rank_main.several, paths, str(runs), commands, folder=runs))
+    return lambda name: Ran(runs / name)
 
 
-@pytest.mark.parametrize(("name", "stage"), [(name, stage) for name, (*_, stages) in SWIFT.items() for stage in stages])
-def test_commands_of_ms_swift_train_the_same(name, stage, ran):
+def steps(history: list[dict]) -> list[tuple[float, float]]:
+    """Return the loss and gradient norm of each step."""
+    return [(entry["loss"], entry["grad_norm"]) for entry in history if "loss" in entry]
+
+
+def assert_same(due: list[dict], found: list[dict]) -> None:
+    """Compare steps; ranks with whole weights sum the squares of gradients in float32."""
+    assert len(steps(due)) > 1
+    assert [(pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=2e-6)) for loss, norm in steps(due)] == steps(found)
+
+
+@pytest.mark.parametrize("name", [name for name in SWIFT if not re.search("-$|again|other", name)])
+def test_commands_of_ms_swift_train_the_same(name, ran):
     """Every loss and gradient norm of a plan is that of ranks with whole weights."""
-    whole, shared = ran(name, ""), ran(name, stage)
+    whole, shared = ran(f"{name.partition('-')[0]}-"), ran(name)
 
     assert whole.trained() == shared.trained(), "the same packs in the same steps"
-    due, found = ([(entry["loss"], entry["grad_norm"]) for entry in one.history if "loss" in entry]
-                  for one in (whole, shared))  # fmt: skip
-    assert len(due) > 1
-    # Ranks with whole weights sum squares of gradients in float32.
-    assert [(pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=2e-6)) for loss, norm in due] == found
+    assert_same(whole.history, shared.history)
     assert "packplan" == (shared.folder / "attention").read_text()
+
+
+def test_a_command_of_ms_swift_resumes_bit_for_bit_or_says_why_not(ran):
+    """From the parts that each rank has of the optimizer, with the same ZeRO alone."""
+    assert ["ArgumentError", "host"] == json.loads((ran("text-other-zero2").folder / "error1.json").read_text())
+    if EVERY_CELL:
+        whole, again = ran("text-zero3"), ran("text-again-zero3")
+        assert steps(whole.history) == steps(again.history)
+        assert whole.trained()[-len(again.trained()) :] == again.trained()
+
+
+def of_ours(ran, name: str) -> list[dict]:
+    """Return the log of a run of `packplan sft`, which both ranks have."""
+    first, second = rank_main.seen(ran(name).folder, 2)
+    assert [first["steps"], steps(first["history"])] == [second["steps"], steps(second["history"])]
+    return first["history"]
+
+
+@pytest.mark.parametrize(
+    ("due", "name"),
+    [("two", "three"), *[("whole", "two"), ("whole", "three"), ("adapters", "adapters-three")] * EVERY_CELL],
+)
+def test_runs_train_the_same(due, name, ran):
+    """Every loss and gradient norm of a run, in each way to share its weights."""
+    assert_same(of_ours(ran, due), of_ours(ran, name))
+
+
+@pytest.mark.parametrize("name", ["three", *["two"] * EVERY_CELL])
+def test_a_resume_ends_bit_for_bit_as_one_run_does(name, ran):
+    """Also its weights."""
+    assert steps(of_ours(ran, name)) == steps(of_ours(ran, f"{name}-again"))
+    whole, again = (
+        load_file(ran(one).folder / "checkpoint-4" / "model.safetensors") for one in (name, f"{name}-again")
+    )
+    assert whole.keys() == again.keys()
+    assert all(torch.equal(whole[key], again[key]) for key in whole)
+
+
+def test_other_parts_of_an_optimizer_are_refused_before_anything_is_loaded(ran):
+    """Another ZeRO, other ranks, and a run without DeepSpeed."""
+    log = (ran("").folder / "rank0.log").read_text()
+    asked = yaml.safe_load((ran("").folder / "two-of-three.yaml").read_text())
+
+    assert ["2", "2"] == [(ran("two-of-three").folder / f"status{rank}").read_text() for rank in range(2)]
+    assert re.search(
+        r"checkpoint-2, but its optimizer is kept in 2 parts by ZeRO 3, and .* parts by ZeRO 1 or 2: ", log
+    )
+    for stage, says in (
+        (3, "2 parts by ZeRO 3, and this run keeps it in 1 part by ZeRO 3"),
+        (None, "it as a whole: "),
+    ):
+        keys = asked["training"] | {"deepspeed": stage and settings(stage)}
+        (path := Path(ran("").folder, "refused.yaml")).write_text(yaml.safe_dump(asked | {"training": keys}))
+        with pytest.raises(ConfigError, match=says):
+            prepare(read_config(path), OneRank())
+
+
+def test_ruined_weights_end_a_run_before_a_save(ran, demo):
+    """Their size is that of all parts together, each counted once."""
+    weights = load_file(demo / "models" / "qwen2" / "model.safetensors").values()
+    before = root_mean_square([one.float().requires_grad_() for one in weights])
+
+    log = (ran("").folder / "rank0.log").read_text()
+    assert f"the trained weights after optimizer step 1 ({before:.3g} before the first) is " in log
+    assert ["2", "2"] == [(ran("ruined").folder / f"status{rank}").read_text() for rank in range(2)]
+    assert not [*ran("ruined").folder.glob("checkpoint-*")]
