@@ -146,9 +146,10 @@ def _part_lines(name: str) -> Iterator[str]:
 
 
 def _foreign_lines() -> Iterator[str]:
-    """Yield the table of keys of other programs, a row for each key here."""
-    rows = json.loads(FOREIGN_KEYS_FILE.read_text(encoding="utf-8"))
-    programs = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in {"here", "about"}]
+    """Yield the table of keys of named programs, a row for each key here that has some."""
+    programs = ("TRL", "axolotl", "LLaMA-Factory", "ms-swift")
+    read = json.loads(FOREIGN_KEYS_FILE.read_text(encoding="utf-8"))
+    rows = [row for row in read if row["here"] and row.keys() & {*programs}]
     yield from ("", f"| here | {' | '.join(programs)} | |", "|---" * (len(programs) + 2) + "|")
     for row in rows:
         theirs = (", ".join(f"`{name}`" for name in row.get(program, "").split()) for program in programs)

@@ -267,8 +267,8 @@ class ForeignKey:
     def advise(self, written: Sequence[str]) -> str:
         """Return the reason why the key is unknown, with the keys to write in its place, if any."""
         if not written:
-            remedy = "remove it, or train by swift sft with Packplan's plugin, which reads it"
-            return f"is a key of {self.programs} that has no counterpart here: {remedy}"
+            remedy = ", or train by swift sft with Packplan's plugin, which reads it" * ("ms-swift" in self.programs)
+            return f"is a key of {self.programs} that has no counterpart here: remove it{remedy}"
         about = f" ({self.about})" if self.about else ""
         return f"is a key of {self.programs}: write {_join_with_or(written)}{about}"
 
