@@ -33,15 +33,19 @@ def read_document(path: Path) -> dict[str, Any]:
         ConfigError: A file cannot be read, its YAML is not a mapping, or it extends itself.
     """
     documents: dict[Path, dict[str, Any]] = {}
+    extending: Path | None = None
     below: Path | None = path
     while below is not None:
         path = below
         try:
             document = _parse_yaml(read_text(path))
         except ValueError as error:
+            if extending is not None:
+                raise _refusal(extending, f"{path} {error}", key="extends") from None
             raise _refusal(path, str(error)) from None
         if not isinstance(document, dict):
             raise _refusal(path, "has to hold sections, or keys and their values, but holds none")
+        extending = path
         if path.resolve() in documents:
             raise _refusal(path, "comes back to a file that extends this one: break the circle", key="extends")
         base, documents[path.resolve()] = document.pop("extends", None), document
@@ -117,13 +121,21 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader that refuses a key written twice; PyYAML would silently take the last value."""
 
 
+_BRACKETS = {
+    "mapping": '{ } is a mapping, and no text: put quotes around it, as "{{ x }}"',
+    "sequence": "[ ] is a list, and no text: put quotes around it",
+}
+"""Kind of a node of YAML -> end of the message that refuses it as a key."""
+
+
 def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: dict[Any, int] = {}
     for key_node, _ in node.value:
         is_scalar = isinstance(key_node, yaml.ScalarNode)
         key = loader.construct_object(key_node, deep=True) if is_scalar else None
         if not isinstance(key, str):
-            problem = f"the key {key_node.value if is_scalar else '{ } or [ ]'} is no text: put it in quotes"
+            what = _BRACKETS.get(key_node.id, f"{key_node.value} is no text: put quotes around it")
+            problem = f"the key {what}"
             raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
         if key in seen and key != "<<":
             problem = f"the key {key!r} is written twice (first in line {seen[key]})"
@@ -134,7 +146,8 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any
 
 
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
-    number: int = loader.construct_yaml_int(node)
+    # Python reads no whole number of thousands of digits.
+    number: int = loader.construct_yaml_int(node) if len(node.value) <= 2 * _MOST_BITS else 2**_MOST_BITS
     if number.bit_length() > _MOST_BITS:
         problem = f"the number {node.value:.40} has more than {_MOST_BITS} bits: write a smaller one"
         raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
@@ -151,7 +164,7 @@ def _parse_yaml(text: str) -> Any:
         return require_shallow(yaml.load(text, Loader=_Loader))  # noqa: S506  # a SafeLoader
     except RecursionError:
         raise ValueError("is no valid YAML: it is nested too deeply") from None
-    # The latter two of dates, and of numbers of thousands of digits.
+    # The latter two of dates, and of sexagesimal fractions.
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         message = f"is no valid YAML: {error}"
         raise ValueError(message) from None

@@ -94,7 +94,9 @@ def _read_system(system: str | None) -> str | None:
     try:
         return Path(system).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError.for_key("template.system", f"{system} cannot be read as a text ({error})") from None
+        why = f"{Path(system).absolute()} cannot be read ({getattr(error, 'strerror', None) or error})"
+        reason = f"is {system}, a file by its ending, but {why}: name an existing file, or end a text otherwise"
+        raise ConfigError.for_key("template.system", reason) from None
 
 
 def _copy_remote_data(custom: CustomConfig, cache: Path, run: str) -> CustomConfig:

@@ -346,7 +346,10 @@ def test_json_of_anything_comes_back_as_the_json_module_wrote_it(tmp_path_factor
         (b'{"a": [{"b": 1, "c": 2, "b": 3}]}', "the key 'b' is written twice"),
         (b'{"a": "\\ud83d"}', r"has \\ud83d without its other half"),
         (b'{"\\uDC00": 1}', r"has \\udc00 without its other half"),
-        (b'{"a": -' + b"9" * 5000 + b"}", "no valid JSON: Exceeds the limit"),
+        (
+            b'{"a": -' + b"9" * 5000 + b"}",
+            "no valid JSON: the number of more than 4,300 digits is too large: write it as text",
+        ),
         (b'{"a": 1e999}', "the number 1e999 is too large: write it as text"),
     ],
     ids=["torn", "bytes", "nan", "deep", "twice", "half", "half of a key", "digits", "infinite"],

@@ -51,7 +51,9 @@ def test_a_system_prompt_is_read_as_ms_swift_reads_it(system, text, open_source,
 
 def test_a_system_prompt_that_is_no_file_is_refused(write_run):
     path = write_run("qwen2", template={"system": "gone.txt"})
-    with pytest.raises(ConfigError, match=r"template\.system: gone\.txt cannot be read"):
+    with pytest.raises(
+        ConfigError, match=r"template\.system: is gone\.txt, .* but /.*/gone\.txt cannot be read .*: name"
+    ):
         read_config(path)
 
 
