@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 HOSTS := .hosts
+DOCS := .docs
 READY := $(VENV)/.ready
 # uv takes a tenth of pip's time and unpacks once for both environments; pip may know a mirror that uv does not.
 LINKS = UV_FIND_LINKS=$$($(RUN) -m pip config get global.find-links 2> /dev/null)
@@ -16,7 +17,7 @@ export PYTHONUNBUFFERED = 1
 # Where compiled modules are not kept, every process of the tests compiles the project anew: 1 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test suite test-fast test-hosts explore lint reference models clean
+.PHONY: demo test suite test-fast test-hosts explore lint docs reference models clean
 
 demo: $(READY)
 	@$(RUN) -m tools.demo
@@ -53,6 +54,16 @@ lint: $(READY)
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --quiet
+	@echo 'Look at it: $(PYTHON) -m http.server --directory site'
+
+$(DOCS)/.ready: $(READY) pyproject.toml
+	@echo "Setting up $(DOCS), once."
+	$(PYTHON) -m venv --without-pip $(DOCS)
+	$(call install,$(DOCS),-e '.[docs]')
+	touch $(DOCS)/.ready
+
 reference: $(READY)
 	$(RUN) -m tools.configuration docs/configuration.md docs/mixing.md adapters/config/trainer_keys.json adapters/config/grpo_keys.json
 	$(RUN) -m tools.rooms
@@ -72,4 +83,4 @@ $(READY): constraints.txt pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) $(HOSTS) runs/demo
+	rm -rf $(VENV) $(HOSTS) $(DOCS) site runs/demo

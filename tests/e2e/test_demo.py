@@ -1,6 +1,8 @@
 """The demo's data and models: the same bytes from the same seed, of the kinds that it promises."""
 
 import json
+import os
+import re
 import shlex
 import shutil
 import sys
@@ -10,6 +12,7 @@ import pytest
 from PIL import Image
 
 from packplan.app.wiring.runs import read_config
+from tests.processes import finished
 from tools.demo.__main__ import main, make, make_videos
 
 pytestmark = pytest.mark.slow
@@ -49,6 +52,25 @@ def test_what_was_made_is_said_with_the_command_that_trains_on_it(tmp_path, caps
         assert tmp_path in Path(held).parents
         assert Path(held).is_file()
     assert str(tmp_path / "run") == config.training.output_dir
+
+
+def test_the_tutorial_shows_what_its_commands_print(server, tmp_path, monkeypatch, capsys):
+    """What is made, where the plan is, and its table, word by word; from another folder."""
+    root = Path(__file__).parents[2]
+    sections = (root / "docs" / "tutorial.md").read_text().split("\n## ")
+    shown = "".join(re.findall(r"```text\n(.*?)```", "".join(sections[2:4]), re.DOTALL)).splitlines()
+    (tmp_path / "app").symlink_to(root / "app")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+
+    assert 0 == main(["make"])
+    built = server.packplan("plan", "build", "app/demo.yaml")
+    table = server.packplan("plan", "show", "app/demo.yaml")
+
+    assert [0, 0] == finished([built, table])
+    said = f"{capsys.readouterr().out}\n{built.said}\n{table.printed}".replace(f"{root}/", "").splitlines()
+    assert len(shown) > 12
+    assert [] == [line for line in shown if line not in said]
 
 
 def test_records_have_no_image_one_and_several_and_many_sizes(demo):
