@@ -18,6 +18,7 @@ from transformers.models.auto.video_processing_auto import video_processor_class
 for module in (
     "packplan.app.sft.train", "packplan.adapters.trainer.equality", "packplan.adapters.ranks.ray",
     "swift.pipelines.train.tuner", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "deepspeed.runtime.zero.muon.original_muon",  # which brings torch's compiler, for 2 s in each rank
     "torch.utils.serialization", "transformers.models.qwen2_5_vl.processing_qwen2_5_vl",
     "transformers.models.qwen2_vl.image_processing_qwen2_vl", "transformers.models.qwen3_vl.processing_qwen3_vl",
 ):  # fmt: skip

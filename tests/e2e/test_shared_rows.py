@@ -288,23 +288,36 @@ def test_what_cannot_be_computed_is_refused(group_of_one):
 
 @pytest.mark.slow
 def test_a_run_goes_on_on_another_number_of_ranks_to_a_row(write_run, execute, start_ranks, few_scenes, tmp_path):
-    """With images and adapters: two ranks to a row take the steps of one, also after a resume."""
+    """
+    With images and adapters: two ranks to a row take the steps of one, also after a resume, and
+    where ZeRO 3 shares the weights out; gradients are clipped at the same norm.
+    """
     keys = {"effective_batch_size": 2, "tuner_type": "lora", "lora_dropout": 0, "max_steps": 3, "num_train_epochs": 2,
-            "save_strategy": "steps", "save_steps": 2, "packing_drop_last": False}  # fmt: skip
+            "save_strategy": "steps", "save_steps": 2, "packing_drop_last": False, "loss_reduction": "sample",
+            "use_cpu": True}  # fmt: skip
     custom = {"train_jsonl": str(few_scenes), "val_jsonl": str(few_scenes)}
     overlay = {"custom": custom, "template": {"max_length": 500}}
-    shared = write_run(training={**keys, "sequence_parallel_size": 2}, **overlay)
-    assert [0, 0] == finished(start_ranks(2, shared, tmp_path))
+    together = {**keys, "sequence_parallel_size": 2}
+    assert [0, 0] == finished(start_ranks(2, write_run(training=together, **overlay), tmp_path))
     ranks = rank_main.seen(tmp_path, 2)
     assert ranks[0]["samples"] == ranks[1]["samples"]
+    zero = {**dict.fromkeys(("gradient_clipping", "train_micro_batch_size_per_gpu"), "auto"),
+            "zero_optimization": {"stage": 3}}  # fmt: skip
+    shared = write_run(name="zero", training={**together, "deepspeed": zero, "save_strategy": "no"}, **overlay)
+    (out := tmp_path / "seen").mkdir()
+    assert [0, 0] == finished(start_ranks(2, shared, out))
 
     keys["resume_from_checkpoint"] = str(tmp_path / "run" / "checkpoint-2")
     resumed = execute(write_run(name="again", training=keys, **overlay))
     alone = execute(write_run(name="alone", training={**keys, "resume_from_checkpoint": None}, **overlay))
 
-    found, left, expected = (
-        [entry[key] for entry in history for key in ("loss", "eval_loss") if key in entry]
-        for history in (ranks[0]["history"], resumed.history, alone.history)
+    found, sharded, left, expected = (
+        [entry[key] for entry in history for key in ("loss", "eval_loss", "grad_norm") if key in entry]
+        for history in (ranks[0]["history"], rank_main.seen(out, 2)[0]["history"], resumed.history, alone.history)
+    )
+    assert max(entry.get("grad_norm", 0) for entry in alone.history) > 1, (
+        "above the norm at which gradients are clipped"
     )
     assert found == pytest.approx(expected, rel=FLOAT32)
+    assert sharded == pytest.approx(expected, rel=FLOAT32)
     assert left[-2:] == pytest.approx(expected[-2:], rel=FLOAT32)
