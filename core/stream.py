@@ -201,12 +201,9 @@ def _is_too_small(buffer: Sequence[StreamItem], options: StreamOptions) -> bool:
     Samples of a buffer that do not reach the minimum fill would all stay in it. From then on it
     waits for the tokens of a whole pack, so that every packing of a larger buffer trains a pack.
     """
-    if len(buffer) < options.packing_buffer:
-        return True
-    tokens = sum(item.length for item in buffer)
-    return tokens < options.packing_length and (
-        len(buffer) > options.packing_buffer or not options.reaches_min_fill(tokens)
-    )
+    needed = options.min_fill_ratio if len(buffer) == options.packing_buffer else 1
+    has_few = len(buffer) < options.packing_buffer
+    return has_few or sum(item.length for item in buffer) < needed * options.packing_length
 
 
 def flush_buffer(state: ShardState, *, options: StreamOptions) -> ShardState:
@@ -230,27 +227,22 @@ def _pack_buffer(state: ShardState, options: StreamOptions, *, at_end: bool) -> 
     """
     arrived = list(enumerate(state.buffer))
     bins = binpacking.to_constant_volume(arrived, options.packing_length, key=lambda one: one[1].length)
-    full: list[tuple[StreamItem, ...]] = []
+    full: list[list[tuple[int, StreamItem]]] = []
     underfilled: list[list[tuple[int, StreamItem]]] = []
+    # In the order of their oldest samples, so that the newest packs are the last.
     for members in sorted(sorted(one) for one in bins if one):
-        if options.reaches_min_fill(sum(item.length for _, item in members)):
-            full.append(tuple(item for _, item in members))
-        else:
-            underfilled.append(members)
-    stays: list[tuple[int, StreamItem]] = []
-    # Packs are in the order of their oldest samples, so that the newest are the last.
-    if underfilled and not at_end:
-        stays = underfilled.pop()
-        while underfilled and len(stays) + len(underfilled[-1]) <= options.packing_buffer // 2:
-            stays += underfilled.pop()
-    evicted = [tuple(item for _, item in members) for members in underfilled]
-    counts = state.counts
-    if at_end and options.drop_last:
-        lost = [item.length for item in chain(*evicted)]
-        counts += StreamCounts(dropped=len(lost), dropped_packs=len(evicted), dropped_tokens=sum(lost))
-        evicted = []
+        is_full = options.reaches_min_fill(sum(item.length for _, item in members))
+        (full if is_full else underfilled).append(members)
+    stays = underfilled.pop() if underfilled and not at_end else []
+    while stays and underfilled and len(stays) + len(underfilled[-1]) <= options.packing_buffer // 2:
+        stays += underfilled.pop()
+    dropped = underfilled if at_end and options.drop_last else []
+    lost = [item.length for _, item in chain(*dropped)]
+    counts = state.counts + StreamCounts(dropped=len(lost), dropped_packs=len(dropped), dropped_tokens=sum(lost))
+    trained = full if dropped else [*full, *underfilled]
+    packs = [tuple(item for _, item in members) for members in trained]
     buffer = tuple(item for _, item in sorted(stays))
-    return attrs.evolve(state, buffer=buffer, packs=(*state.packs, *full, *evicted), counts=counts)
+    return attrs.evolve(state, buffer=buffer, packs=(*state.packs, *packs), counts=counts)
 
 
 @attrs.frozen

@@ -32,7 +32,7 @@ from packplan.core.config.faults import DROP_LESS_REMEDY
 from packplan.core.config.identity import stream_inputs
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import Difference, counted
-from packplan.core.fingerprint import Fingerprint
+from packplan.core.fingerprint import Fingerprint, Value
 from packplan.core.mixes import draw_in_order
 from packplan.core.ports import RankGroup
 from packplan.core.samples.tables import DataFile, source_sizes
@@ -72,13 +72,8 @@ def prepare_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
     inputs, data = train.fingerprint(), train.data_digest(len(train))
     ranks.require_same("what the train samples depend on", inputs.digest)
     ranks.require_same("the train data", data)
-    fixed = {
-        **inputs.inputs,
-        "the train data": data,
-        **stream_inputs(config),
-        "binpacking": PACKER_VERSION,
-        "the rules of packing": RULES_VERSION,
-    }
+    versions: dict[str, Value] = {"binpacking": PACKER_VERSION, "the rules of packing": RULES_VERSION}
+    fixed = {**inputs.inputs, "the train data": data, **stream_inputs(config), **versions}
 
     identity = identity_of_run(config)
 

@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -235,6 +236,35 @@ def test_a_stream_that_its_steps_end_says_what_it_lost(write_rollout, caplog):
     assert end.endswith("training.packing_drop_last: false, or lower training.packing_min_fill_ratio")
     assert "packing forces training.per_device_train_batch_size from 2 to 1" in caplog.text
     assert "packing forces training.per_device_eval_batch_size from 3 to 1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("buffer", "known", "says"),
+    [
+        (4, 4, r"raise training\.packing_buffer \(now 4\)"),
+        (4, 512, r"raise template\.max_length \(now 50\)"),
+        (13, 13, None),
+    ],
+)
+def test_packs_underfilled_before_the_end_of_an_epoch_warn_once(write_rollout, tmp_path, caplog, buffer, known, says):  # noqa: PLR0917  # fixtures
+    """By number and share, and by the buffer if it is small; the last packs of an epoch do not."""
+    logging.getLogger("packplan").propagate = True
+    turns = ([("user", "say"), ("assistant", "red " * (1 + n % 6))] for n in range(12))  # 39 to 44 tokens of 50
+    custom = {"train_jsonl": write_turns(tmp_path / "turns.jsonl", *turns)}
+    keys = {"max_steps": -1, "num_train_epochs": 1, "effective_batch_size": 1, "packing_drop_last": False,
+            "packing_min_fill_ratio": "0.9"}  # fmt: skip
+
+    def say_buffer(trainer):
+        trainer.options = attrs.evolve(trainer.options, packing_buffer=known)
+
+    with caplog.at_level(logging.WARNING, logger="packplan"):
+        steps, _, history = run(write_rollout(custom, name="long", packing_buffer=buffer, **keys), say_buffer)
+
+    (end,) = (entry for entry in history if "epoch_samples" in entry)
+    assert 12 == steps == end["epoch_underfilled_packs"]
+    warned = [line for line in caplog.messages if "so far" in line]
+    assert bool(says) == len(warned)
+    assert all(re.search(rf"^2 of 2 packs so far \(100%\) were trained below .*{says}", line) for line in warned)
 
 
 def test_a_stream_that_teaches_nothing_is_an_error(write_run, tmp_path):

@@ -33,9 +33,12 @@ from packplan.adapters.trainer_state import add_digest_on_save
 from packplan.core.errors import DataSetError, counted, verb_for
 from packplan.core.fingerprint import from_plain, to_plain
 from packplan.core.packs import filled_tokens
-from packplan.core.stream import RankState, ShardState, StreamCounts, StreamProgress, StreamState
+from packplan.core.stream import RankState, ShardState, StreamCounts, StreamOptions, StreamProgress, StreamState
 
 log = logging.getLogger(__name__)
+
+_FEW_UNDERFILLED = 0.05
+"""Share of packs, trained underfilled before an epoch's end, above which a stream warns."""
 
 
 @attrs.frozen
@@ -89,6 +92,8 @@ class StreamTrainer(CheckedTrainer):
         self.options = options["train_dataset"].options
         self._earlier, self._trained = self._rank_start.earlier, self._rank_start.trained
         self._lengths: list[tuple[int, ...]] = []
+        # Packs of this rank that were evicted, and packs of all ranks, since this run's start.
+        self._evicted, self._num_packs, self._has_warned = 0, 0, False
         self._epoch, self._first_step = self.start.epoch, self.start.step - self.start.epoch_step
         self._left_over: list[tuple[int, ...]] = []
         self._served: tuple[ShardProgress, ...] = ()  # of each shard, the latest last
@@ -140,7 +145,7 @@ class StreamTrainer(CheckedTrainer):
     def _note_progress(self, items: Iterator[Batch | ShardEnd]) -> Iterator[Batch]:
         """Yield batches, and note the progress of the shards that they and the ends come from."""
         for item in items:
-            progress = item.progress if isinstance(item, ShardEnd) else item.pop(PROGRESS)
+            progress = item.progress if isinstance(item, ShardEnd) else item[PROGRESS]
             self._served = (*(one for one in self._served if one.shard != progress.shard), progress)
             if not isinstance(item, ShardEnd):
                 yield item
@@ -155,7 +160,7 @@ class StreamTrainer(CheckedTrainer):
         """Return a pack whose tokens weigh 0, for a rank that has no packs left."""
         # It follows from the window and the data, so that a resumed run draws the same dropout.
         batch = window[-1] if window else self.data_collator.collate([self.train_dataset.filler_pack()])
-        return {**with_zero_weights(batch), LENGTHS: ()}
+        return {**with_zero_weights(batch), LENGTHS: (), PROGRESS: ShardProgress(0, ShardState())}
 
     def _no_step_reason(self) -> str:
         packs = counted(self.args.gradient_accumulation_steps, "pack")
@@ -256,6 +261,9 @@ class StreamTrainer(CheckedTrainer):
         """Train on one pack, and record the lengths of its samples for the log."""
         self._lengths.append(lengths := inputs.pop(LENGTHS))
         self._trained += len(lengths)
+        # While a shard evicts packs, newer ones wait; none does at its end.
+        if inputs.pop(PROGRESS).state.buffer and not self.options.reaches_min_fill(sum(lengths)):
+            self._evicted += 1
         loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
         return loss
 
@@ -307,11 +315,26 @@ class StreamTrainer(CheckedTrainer):
     def _window_stats(self) -> dict[str, float]:
         length, packs = self.options.packing_length, [lengths for lengths in self._lengths if lengths]
         tokens = [sum(lengths) for lengths in packs]
-        numbers = [filled_tokens(tokens, length).sum() / length, sum(map(len, packs)), len(packs), sum(tokens)]
-        fill, samples, num_packs, total = self.sum_over_ranks(torch.tensor(numbers, dtype=torch.float64)).tolist()
-        self._lengths = []
+        filled = filled_tokens(tokens, length).sum() / length
+        numbers = [filled, sum(map(len, packs)), len(packs), sum(tokens), self._evicted]
+        summed = self.sum_over_ranks(torch.tensor(numbers, dtype=torch.float64))
+        fill, samples, num_packs, total, evicted = summed.tolist()
+        self._lengths, self._num_packs = [], self._num_packs + int(num_packs)
+        self._warn_of_evicted(int(evicted))
         return {
             "fill": fill / num_packs,
             "samples_per_pack": samples / num_packs,
             "tokens_per_second": total / self.lap_seconds(),
         }
+
+    def _warn_of_evicted(self, evicted: int) -> None:
+        """Warn once on the first rank if many packs of this run were evicted."""
+        if self.group.rank or self._has_warned or evicted <= max(1, _FEW_UNDERFILLED * self._num_packs):
+            return
+        self._has_warned, options = True, self.options
+        key = ("template.max_length", f"{options.packing_length:,}")
+        if options.packing_buffer < attrs.fields(StreamOptions).packing_buffer.default:
+            key = ("training.packing_buffer", f"{options.packing_buffer:,}")
+        numbers = f"{evicted:,} of {counted(self._num_packs, 'pack')} so far ({evicted / self._num_packs:.0%})"
+        fact = "were trained below training.packing_min_fill_ratio, since too few samples fit beside theirs"
+        log.warning("%s %s: raise %s (now %s)", numbers, fact, *key)
