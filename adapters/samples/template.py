@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,8 @@ headers to patches. Raise it with each change of a length.
 
 _ANSWER = {"role": "assistant", "content": "."}
 
-_DATES = ("%Y-%m-%d", "%d %b %Y")
-"""Notations of today's date in the prompts of ms-swift's templates."""
+_DATES = ("%Y-%m-%d", "%Y/%m/%d", "%d %b %Y", "%d %B %Y", "%b %d, %Y", "%B %d, %Y")
+"""Notations of a date that templates have written since they were imported."""
 
 
 class _TemplateArguments(SftArguments):  # type: ignore[misc]  # ms-swift has no types
@@ -281,7 +281,7 @@ def render_prompt(template: Template) -> str:
     try:
         template._preprocess_inputs(inputs)  # noqa: SLF001  # no public way
         template._swift_prepare_inputs(inputs)  # noqa: SLF001  # no public way
-        parts, *_ = template._swift_encode(inputs)  # noqa: SLF001  # no public way
+        parts, *_ = getattr(template, f"_{template.template_backend}_encode")(inputs)
     except Exception:  # noqa: BLE001  # whatever a template does not take is said of the records that have it
         return ""
     return "".join(map(str, parts))
@@ -297,16 +297,20 @@ def _stop_clock(opened: Template, template: TemplateConfig) -> None:
         ConfigError: The day is missing, is none, or the template writes no date.
     """
     modules = [sys.modules[kind.__module__] for kind in type(opened).__mro__]
-    for module in (dated := [one for one in modules if isinstance(getattr(one, "datetime", None), type)]):
-        module.datetime = datetime  # type: ignore[attr-defined]  # it imports this name
-    name, prompt, meta = opened.template_meta.template_type, render_prompt(opened), opened.template_meta
-    now = datetime.now()  # noqa: DTZ005  # as ms-swift
+    dated = [one for one in modules if isinstance(getattr(one, "datetime", None), type)]
+    name, meta, now = opened.template_meta.template_type, opened.template_meta, datetime.now()  # noqa: DTZ005  # as ms-swift
     try:
         day = datetime.fromisoformat(template.today or f"{now:%Y-%m-%d}")
     except ValueError:
         raise ConfigError.for_key("template.today", f"is no day: write one as {now:%Y-%m-%d}") from None
+    prompts = []
+    for then in (now - timedelta(days=1000), now):
+        _set_clock(dated, then)
+        prompts.append(render_prompt(opened))
+    _set_clock(dated, None)
     dates = {now.strftime(notation): day.strftime(notation) for notation in _DATES}
-    if writes := any(date in prompt and date not in (template.system or "") for date in dates):
+    rest = prompts[1].replace(template.system or "", "", 1)
+    if writes := prompts[0] != prompts[1] or any(date in rest for date in dates):
         reason = f"is not set, but {name} writes today's date into prompts, which each day changes: set it, as to "
         reason += f"{now:%Y-%m-%d}"
     else:
@@ -315,14 +319,19 @@ def _stop_clock(opened: Template, template: TemplateConfig) -> None:
         raise ConfigError.for_key("template.today", reason)
     if not writes:
         return
-    stopped = type("StoppedClock", (datetime,), dict.fromkeys(("now", "today"), staticmethod(lambda: day)))
-    for module in dated:
-        module.datetime = stopped  # type: ignore[attr-defined]
+    _set_clock(dated, day)
     for today, date in dates.items():
         for parts in filter(None, (meta.prefix, meta.system_prefix)):
             parts[:] = [one.replace(today, date) if isinstance(one, str) else one for one in parts]
         if template.system is None and meta.default_system:
             meta.default_system = meta.default_system.replace(today, date)
+
+
+def _set_clock(modules: Sequence[Any], day: datetime | None) -> None:
+    """Stop the clocks of *modules* on a day, or start them; they import `datetime` by this name."""
+    clock = dict.fromkeys(("now", "today", "utcnow"), staticmethod(lambda *_, **__: day))
+    for module in modules:
+        module.datetime = type("StoppedClock", (datetime,), clock) if day else datetime
 
 
 def length_inputs(config: RunConfig, template: Template) -> Fingerprint:

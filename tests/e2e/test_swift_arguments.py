@@ -2,13 +2,15 @@
 
 import contextlib
 import shutil
-from datetime import datetime
+import sys
+from dataclasses import replace
+from datetime import date, datetime
 from pathlib import Path
 
 import pytest
 import swift.template
 from swift import get_model_processor, get_template
-from swift.template import TEMPLATE_MAPPING
+from swift.template import TEMPLATE_MAPPING, Template
 
 from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.samples.template import (
@@ -113,6 +115,39 @@ def test_no_template_writes_another_date_tomorrow(dated_model):
         open_template(dated_model, TemplateConfig(template="qwen2_5", today="2020-02-03"), packing_length=80)
     with pytest.raises(ConfigError, match=r"template\.today: is no day: write one as 2"):
         open_template(dated_model, TemplateConfig(template="llama3_2", today="2020-02-30"), packing_length=80)
+
+
+class WritesDate(Template):
+    """Template that writes the date in a notation of its own."""
+
+    def _get_system(self, inputs):
+        return f"It is {datetime.now():%A, %d.%m.%y}."  # noqa: DTZ005  # as ms-swift
+
+
+@pytest.mark.parametrize("notation", ["%A, %d.%m.%y", "%d %B %Y", "%B %d, %Y", "%Y/%m/%d"])
+def test_a_date_is_found_in_any_notation(dated_model, monkeypatch, notation):
+    """The first is of each prompt, the others have been written since the template was imported."""
+    monkeypatch.setattr(sys.modules[__name__], "datetime", datetime)  # clocks go on after the test
+    opened = open_template(dated_model, TemplateConfig(template="qwen2_5"), packing_length=80)
+    if notation == "%A, %d.%m.%y":
+        opened.__class__ = type("Dated", (WritesDate, type(opened)), {"__module__": __name__})
+    else:
+        text = f"It is {datetime.now().strftime(notation)}."  # noqa: DTZ005  # as ms-swift
+        opened.template_meta = replace(opened.template_meta, default_system=text)
+
+    with pytest.raises(ConfigError, match=r"template\.today: is not set, but qwen2_5 writes today's date"):
+        _stop_clock(opened, TemplateConfig())
+    _stop_clock(opened, TemplateConfig(today="2020-02-03"))
+
+    assert f"It is {date(2020, 2, 3).strftime(notation)}." in render_prompt(opened)
+
+
+def test_the_prompt_of_a_chat_template_is_that_of_its_day(dated_model, monkeypatch):
+    """ms-swift's plugin renders by jinja where `template_backend` says so; a plan knows the day."""
+    opened = open_template(dated_model, TemplateConfig(template="qwen2_5"), packing_length=80)
+    opened.template_backend, opened.tokenizer.chat_template = "jinja", "It is {{ strftime_now('%d %B %Y') }}."
+
+    assert f"It is {datetime.now():%d %B %Y}." == render_prompt(opened)  # noqa: DTZ005  # as transformers
 
 
 @pytest.mark.usefixtures("dated_model")
