@@ -121,7 +121,7 @@ def find_checkpoint(
     raise ConfigError.for_key(CHECKPOINT_KEY, reason)
 
 
-def plans_of_checkpoints(checkpoint: str, output_dir: str) -> frozenset[str]:
+def saved_plans(checkpoint: str, output_dir: str) -> frozenset[str]:
     """
     Return the names of the plans of the checkpoints that `find_checkpoint` chooses from.
 

@@ -64,13 +64,7 @@ from packplan.adapters.loaders.rows import NORMALISER, PACK, PackLoader
 from packplan.adapters.models import is_ruined, load_by_model_class, replace_attributes, root_mean_square
 from packplan.adapters.processes import wrap_process_errors
 from packplan.adapters.trainer.checkpoints import CHECKPOINT_KEY, attention_entry, remove_digests, write_digests
-from packplan.adapters.trainer.loader import (
-    Collator,
-    PackedDataset,
-    Reduction,
-    prepare_worker,
-    with_zero_weights,
-)
+from packplan.adapters.trainer.loader import Collator, PackedDataset, Reduction, prepare_worker, with_zero_weights
 from packplan.core.equality import AttentionChoice, Precision
 from packplan.core.errors import ConfigError, RunError
 from packplan.core.ports import RankGroup

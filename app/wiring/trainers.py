@@ -27,7 +27,7 @@ from packplan.adapters.trainer.checkpoints import (
     State,
     find_checkpoint,
     newest_checkpoint,
-    plans_of_checkpoints,
+    saved_plans,
 )
 from packplan.adapters.trainer.loader import PackedDataset
 from packplan.adapters.trainer.model import open_model
@@ -99,7 +99,7 @@ def open_checkpoint(config: RunConfig, group: RankGroup, kind: type[State]) -> C
 def resumable_plans(config: RunConfig) -> frozenset[str] | None:
     """Return the names of plans that a run may resume; None if it starts from the beginning."""
     asked = config.training.resume_from_checkpoint
-    return None if asked is None else plans_of_checkpoints(str(asked), config.training.output_dir)
+    return None if asked is None else saved_plans(str(asked), config.training.output_dir)
 
 
 def match_checkpoint(
