@@ -69,11 +69,12 @@ class PackplanProgress(TrainerCallback, ExportableState):
 @contextmanager
 def noise_by_sample(trainer: Any) -> Iterator[None]:
     """
-    Give each sample the noise of NEFTune that it has when it is computed alone, inside the block.
+    Add NEFTune's noise to each sample of a row as if it were alone, inside the block.
 
-    In training, NEFTune adds noise to embeddings: at most `neftune_noise_alpha` divided by the root
-    of tokens times hidden size. transformers counts the tokens of the row. In a row of samples of 8
-    and 32 tokens, it divides by the root of 40 times the hidden size. Here it is 8 and 32 times.
+    NEFTune adds random noise to the embeddings of tokens in training. It is at most
+    `neftune_noise_alpha / sqrt(tokens * hidden_size)`, where transformers takes the tokens of the
+    whole row. In a row of two samples, of 8 and 32 tokens, these are 40 for both. Inside the block
+    they are 8 for the first sample, and 32 for the second.
 
     Two hooks replace that of transformers. The first reads samples off the positions or the mask of
     the model's call. The second adds the noise. Without `neftune_noise_alpha`, nothing changes.
