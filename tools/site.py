@@ -27,6 +27,9 @@ APIS = {
 PARTS = "api/parts.md"
 """Page of names that the guides import from deeper modules."""
 
+STYLE = ".md-grid { max-width: 76rem } .md-typeset pre > code { font-size: 0.78em }"
+"""Room for lines of code and of tables that commands print."""
+
 IMPORT = re.compile(r"^from (packplan\.(?:core|adapters)\.[\w.]+) import ([\w, ]+)$", re.MULTILINE)
 
 
@@ -35,7 +38,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     found = {path.relative_to(ROOT).as_posix(): path for place in PAGES for path in ROOT.glob(place)}
     chosen = [file for file in files if not (Path(config.docs_dir) / file.src_uri).exists()]  # the theme's
     chosen += [File.generated(config, name, abs_src_path=str(path)) for name, path in sorted(found.items())]
-    chosen += [File.generated(config, name, content=content) for name, content in yield_apis()]
+    made = [("api/site.css", STYLE), *yield_apis()]
+    chosen += [File.generated(config, name, content=content) for name, content in made]
     return Files(chosen)
 
 
