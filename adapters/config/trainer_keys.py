@@ -239,6 +239,11 @@ def machine_faults(settings: Mapping[str, Any], *, on_cpu: bool) -> Iterator[Fau
     if settings.get("fsdp") and on_cpu:
         reason = "would be dropped on a CPU, silently (by accelerate): remove it, or train on GPUs"
         yield Fault("training.fsdp", reason)
-    if "tensor_parallel" in read_nested_settings(settings.get("deepspeed")):
-        reason = "asks for tensor parallelism, under which several ranks are one learner; plans count every rank"
-        yield Fault("training.deepspeed", f"{reason}: remove tensor_parallel")
+    shared = read_nested_settings(settings.get("deepspeed"))
+    for name in ("tensor_parallel", "sequence_parallel_size"):
+        if name in shared:
+            reason = "makes several ranks one learner of DeepSpeed, but plans count every rank"
+            yield Fault("training.deepspeed", f"{reason}: remove {name}")
+    if shared and settings.get("max_grad_norm") and "gradient_clipping" not in shared:
+        reason = f"is {settings['max_grad_norm']}, but DeepSpeed clips gradients by its own settings alone"
+        yield Fault("training.max_grad_norm", f"{reason}: add gradient_clipping: auto to training.deepspeed")

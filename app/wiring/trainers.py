@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+from transformers.integrations.deepspeed import deepspeed_config
 from transformers.utils.logging import disable_progress_bar
 
 from packplan.adapters.attention.shared_rows import new_row_group, share_rows
@@ -188,6 +189,9 @@ def open_arguments(config: RunConfig, *, world_size: int) -> TrainingArguments:
     arguments = make_training_arguments(config, gradient_accumulation_steps=accumulation.gradient_accumulation_steps)
     if found := tuple(yield_setting_faults(arguments)):
         raise ConfigError("the section training", found)
+    if arguments.deepspeed and arguments.max_grad_norm and not deepspeed_config().get("gradient_clipping"):
+        log.warning("gradients are not clipped: training.deepspeed has no gradient_clipping, which auto takes from "
+                    "training.max_grad_norm (%s)", arguments.max_grad_norm)  # fmt: skip
     return arguments
 
 

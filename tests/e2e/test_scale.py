@@ -74,6 +74,11 @@ def test_deepspeed_reaches_ms_swift_as_it_was_written(arguments, monkeypatch):
         ({"fp16": True}, "training.fp16: computes in float32 on a CPU"),
         ({"fsdp": True}, "training.fsdp: would be dropped on a CPU, silently"),
         ({"deepspeed": {"tensor_parallel": {"autotp_size": 2}}}, "plans count every rank: remove tensor_parallel"),
+        ({"deepspeed": {"sequence_parallel_size": 2}}, "plans count every rank: remove sequence_parallel_size"),
+        (
+            {"deepspeed": {"zero_optimization": {"stage": 2}}, "max_grad_norm": 0.5},
+            "training.max_grad_norm: is 0.5, but .*: add gradient_clipping: auto",
+        ),
         ({"deepspeed": "ds.json"}, "remove tensor_parallel"),
         ({"deepspeed": "zero2"}, "training"),
         ({"parallelism_config": {"tp_size": 2}}, "lets ranks share rows"),
