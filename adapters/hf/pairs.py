@@ -110,16 +110,18 @@ class TrainsPairs(ServesPacks):
         """Log what the batches of all ranks have logged, as of one batch."""
         if self._metrics is None:
             return
-        ranks, found = gather_object([(step.logged, self._total_train_tokens)]), defaultdict(list)
-        for name, held in ((name, one) for logged, _ in ranks for batch in logged for name, one in batch.items()):
-            found[name].append(held)
+        ranks, held, found = gather_object([(step.logged, self._total_train_tokens)]), defaultdict(list), {}
+        for name, one in (pair for logged, _ in ranks for batch in logged for pair in batch.items()):
+            held[name].append(one)
+        for name, own in held.items():
+            total = sum(weight for _, weight in own)
+            mean = sum(value * weight for value, weight in own if weight) / (total or 1)
+            found[name] = _EXTREMES[name](own)[0] if name in _EXTREMES else mean
+        if {"rewards/chosen", "rewards/rejected"} <= found.keys():  # KTO has one side alone in some batches
+            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
         metrics = self._metrics["train" if self.model.training else "eval"]
-        for name, held in found.items():
-            total = sum(weight for _, weight in held)
-            mean = sum(value * weight for value, weight in held if weight) / (total or 1)
-            metrics[name].append(_EXTREMES[name](held)[0] if name in _EXTREMES else mean)
-        if "rewards/margins" in found:  # KTO has one side alone in some batches
-            metrics["rewards/margins"][-1] = metrics["rewards/chosen"][-1] - metrics["rewards/rejected"][-1]
+        for name, value in found.items():
+            metrics[name].append(value)
         metrics["num_tokens"] = [sum(tokens for _, tokens in ranks)]
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import AutoModelForSequenceClassification
 
 import packplan as pp
 from packplan.adapters.hf.refusals import is_old_trl
+from packplan.core.errors import ArgumentError, MismatchError, StaleError
 from packplan.hf import row_lengths, use_plan
 from tests import nearness
 from tests.e2e.alone import Gradients
@@ -99,6 +101,8 @@ def run(rank, out, cell, kill_after=None):
     schedule = use_plan(trainer, plan, eval_plan=plan)
     trainer.add_callback(watch)
     trainer.train(resume_from_checkpoint=kill_after == 0)
+    assert all(0 < one.counts.real < one.counts.padded for one in trainer.unpaddings)
+    assert len(trainer.unpaddings) == 1 + (cell[0] != "RewardTrainer"), "the reference computes no padding too"
     start = trainer.schedule.start.step
     assert schedule.total_steps == trainer.state.global_step == start + len(watch.steps)
     loss = trainer.evaluate()["eval_loss"]
@@ -108,16 +112,25 @@ def run(rank, out, cell, kill_after=None):
         for steps in zip(*ranks, strict=True)
     ]
     if rank == 0:
-        assert any(len({len(plan.packs[pack]) for (pack,) in step.batches}) > 1 for step in ranks[0])
+        steps = [[pack for own in step for (pack,) in own.batches] for step in zip(*ranks, strict=True)]
+        sizes = [{len(plan.packs[pack]) for pack in packs} for packs in steps]
+        assert cell[1] * cell[2] == 1 or max(map(len, sizes)) > 1, "batches of a step have unequally many samples"
         logs = [entry for entry in trainer.state.log_history if {"loss", "eval_loss"} & entry.keys()]
         found = {"samples": samples[start:], "weights": watch.weights, "gradients": watch.steps, "logs": logs}
         torch.save(found | {"eval_loss": loss, "model": trainer.model.state_dict()}, out / "found.pt")
 
 
-def run_cell(folder, *cell):
+def run_cell(folder, *cell, kill_after=None):
     """Run on the ranks of a cell."""
     host, ranks, accumulation = cell
-    assert fork_ranks(int(ranks), run, Path(folder), (host, int(ranks), int(accumulation)))
+    ended = fork_ranks(int(ranks), run, Path(folder), (host, int(ranks), int(accumulation)), kill_after)
+    assert ended != bool(kill_after)
+
+
+def run_killed_cell(folder, *cell):
+    """Run on the ranks of a cell, kill them after the second step, and go on."""
+    run_cell(folder, *cell, kill_after=2)
+    run_cell(folder, *cell, kill_after=0)
 
 
 def due(trainer, samples, weights, *, trains=True):
@@ -141,7 +154,7 @@ def assert_logged(host, found, expected):
     found, expected = ({name.removeprefix("eval_"): one for name, one in logs.items()} for logs in (found, expected))
     over_padding = ("logits/chosen", "logits/rejected") if host == "KTOTrainer" and is_old_trl() else ()
     names = expected.keys() - {*_SINCE_START, *over_padding}
-    assert ("margin" if host == "RewardTrainer" else "rewards/margins") in expected
+    assert names & {"margin", "rewards/chosen", "rewards/rejected"}
     assert {name: found[name] for name in names} == pytest.approx({name: expected[name] for name in names}, **_NEAR)
 
 
@@ -170,3 +183,87 @@ def test_a_step_is_the_mean_over_its_samples(cell, apart, tmp_path):
     loss, _, logs = due(trainer, range(NUM), found["model"], trains=False)
     assert found["eval_loss"] == pytest.approx(loss, rel=FLOAT32)
     assert_logged(cell[0], evaluated, logs)
+
+
+KILLED = [(host, ranks, 2) for host in _HOSTS for ranks in (1, 2)] if HOSTED else [("RewardTrainer", 1, 2)]
+
+
+@pytest.mark.parametrize("cell", KILLED, ids=lambda cell: "-".join(map(str, cell)))
+def test_a_killed_run_goes_on_to_the_same_weights(cell, apart, tmp_path):
+    """Bit for bit those of the run that was not killed, with the packs that were left."""
+    found = []
+    for function in (run_cell, run_killed_cell):
+        (folder := tmp_path / function.__name__).mkdir()
+        apart(function, str(folder), *map(str, cell), folder=folder)
+        found.append(torch.load(folder / "found.pt"))
+    whole, resumed = found
+    assert whole["samples"][2:] == resumed["samples"] != []
+    assert all(torch.equal(one, resumed["model"][name]) for name, one in whole["model"].items())
+
+
+def losses_of(trainer, **options):
+    """Return the losses of the steps of a plan."""
+    use_plan(trainer, plan_of(trainer), **options)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("host", ["DPOTrainer", "KTOTrainer"] if HOSTED else ["KTOTrainer"])
+def test_precomputed_references_stay_with_their_samples(host, tmp_path):
+    """In packs of another order: losses are those of a reference model that computes with them."""
+    keys = {"max_steps": 3, "gradient_accumulation_steps": 2}
+    computed, stored = (
+        losses_of(trainer_of(host, tmp_path, precompute_ref_log_probs=stored, **keys)) for stored in (False, True)
+    )
+
+    assert stored == pytest.approx(computed, **_NEAR)
+
+
+class Compares(trl.RewardTrainer):
+    """Trainer whose loss compares the pairs of a batch."""
+
+    def compute_loss(self, model, inputs, **_):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        return loss + 0.1 * outputs.logits.max()
+
+
+def test_the_first_pack_is_compared_with_its_pairs(tmp_path):
+    """A loss that compares pairs is found before weights change, unless the user leaves it out."""
+    for check in (True, False):
+        trainer = trainer_of("RewardTrainer", tmp_path, max_steps=1)
+        trainer.__class__ = Compares
+        before = [one.clone() for one in trainer.model.parameters()]
+        with pytest.raises(MismatchError, match=r"is not its \d samples alone") if check else nullcontext():
+            losses_of(trainer, check=check)
+        assert check == all(map(torch.equal, before, trainer.model.parameters()))
+
+
+REFUSED = {
+    "loss_type is 'kto'.* KL term.*apo_zero_unpaired": (
+        "KTOTrainer",
+        {"loss_type": "kto", "per_device_train_batch_size": 2},
+    ),
+    "loss_type is 'sft', which is a mean over the tokens": ("DPOTrainer", {"loss_type": ["sigmoid", "sft"]}),
+    "loss_type is 'aot', which sorts": ("DPOTrainer", {"loss_type": ["aot"]}),
+    "train_sampling_strategy": ("RewardTrainer", {"train_sampling_strategy": "group_by_length"}),
+}
+"""Message -> trainer and arguments."""
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_loss_that_is_no_mean_over_samples_is_refused(message, tmp_path):
+    """With its argument, before anything is probed."""
+    host, keys = REFUSED[message]
+    trainer = trainer_of(host, tmp_path, **keys)
+    with pytest.raises(ArgumentError, match=message):
+        use_plan(trainer, plan_of(trainer))
+
+
+def test_pairs_of_other_lengths_are_refused(tmp_path):
+    """And rows over ranks, which pairs have not."""
+    trainer = trainer_of("RewardTrainer", tmp_path)
+    lengths = row_lengths(trainer)
+    with pytest.raises(StaleError, match="sample 3"):
+        use_plan(trainer, pp.plan([*lengths[:3], lengths[3] + 1, *lengths[4:]], 100))
+    with pytest.raises(ArgumentError, match="sequence_parallel_size is set"):
+        use_plan(trainer, plan_of(trainer), sequence_parallel_size=2)
