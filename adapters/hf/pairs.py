@@ -74,9 +74,10 @@ class TrainsPairs(ServesPacks):
             loss = super().compute_loss(model, inputs, *args, **options)
         if step is None or PACK not in inputs:
             return loss
-        if self._evaluated is None or not self._evaluated.next_is_repeated:
-            values = {name: held[-1] for own in logged.values() for name, held in own.items()}
-            step.logged.append(self._weigh(values, inputs))
+        if logged and not self._repeats:
+            step.logged.append(
+                self._weigh({name: held[-1] for own in logged.values() for name, held in own.items()}, inputs)
+            )
         if not step.samples:
             return loss
         step.batches_left -= 1
@@ -87,16 +88,17 @@ class TrainsPairs(ServesPacks):
 
     def _weigh(self, values: dict[str, float], inputs: dict[str, Any]) -> dict[str, tuple[float, float]]:
         """Return each logged value of a batch with its weight, a number of rows or tokens."""
-        if not values:
-            return {}
         mask = inputs.get("completion_mask", inputs["attention_mask"])  # rewards have no mean over tokens
         if hasattr(self, "_truncate_inputs"):  # TRL before 1.0 truncates in the loss
             mask = self._truncate_inputs(inputs["input_ids"], inputs["attention_mask"], mask)[2]
         chosen = inputs.get("label", torch.arange(len(mask), device=mask.device) < self.count_learned(inputs))
         counts = torch.stack([torch.ones(len(mask), device=mask.device), mask[:, 1:].sum(1)])
-        numbers = {None: counts.sum(1), True: counts[:, chosen].sum(1), False: counts[:, ~chosen].sum(1)}
+        weights = {
+            side: counts[:, own].sum(1).tolist()
+            for side, own in {None: chosen | ~chosen, True: chosen, False: ~chosen}.items()
+        }
         sides = {name: _IS_CHOSEN.get(name.rpartition("/")[2]) for name in values}
-        return {name: (value, float(numbers[sides[name]][int(name in _BY_TOKEN)])) for name, value in values.items()}
+        return {name: (value, weights[sides[name]][name in _BY_TOKEN]) for name, value in values.items()}
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
         """Evaluate packs, whose logged values are means over all samples, each once."""
@@ -105,6 +107,17 @@ class TrainsPairs(ServesPacks):
         self._log_step(step)
         self._step = None
         return output
+
+    def prediction_step(self, *args: Any, **options: Any) -> Any:
+        """Return what the trainer does; what it sums over ranks has no repeated batch."""
+        gather, share = self.accelerator.gather_for_metrics, float(not self._repeats)
+        counts = {} if self._metrics is not None else {"gather_for_metrics": lambda one: gather(share * one)}
+        with replace_attributes(self.accelerator, **counts):
+            return super().prediction_step(*args, **options)
+
+    @property
+    def _repeats(self) -> bool:
+        return self._evaluated is not None and self._evaluated.next_is_repeated
 
     def _log_step(self, step: _Step) -> None:
         """Log what the batches of all ranks have logged, as of one batch."""

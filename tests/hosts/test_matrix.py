@@ -21,7 +21,7 @@ from transformers import (
 
 import packplan as pp
 from packplan.core.errors import ArgumentError, MismatchError
-from packplan.hf import unpad, use_plan
+from packplan.hf import row_lengths, unpad, use_plan
 from packplan.testing import assert_step_loss, assert_unpadded_equal
 from tests.hosts.law import arguments, model_of, tokenizer
 from tests.hosts.pages import HOSTED
@@ -57,18 +57,21 @@ SETTINGS = {
 }
 """Setting -> arguments of the trainer that make it."""
 
+_PAIRS = ("DPOTrainer", "RewardTrainer")
+
 _SMOOTHED = (ArgumentError, "label_smoothing_factor")
 
 REFUSED = {
     ("use_plan", "Trainer", "label smoothing"): _SMOOTHED,
     ("use_plan", "SFTTrainer", "label smoothing"): _SMOOTHED,
+    **{("use_plan", host, "label smoothing"): _SMOOTHED for host in _PAIRS},
     # Its first tokens have labels, which padding predicts in the padded pass: the log says so too.
     ("unpad", "Trainer", "padded left"): (MismatchError, "without padding the loss is"),
 }
 """Cell that is refused -> class of the error, and words of its message; all others are equal."""
 
 CELLS = [("unpad", *cell) for cell in product(ROWS, SETTINGS)]
-CELLS += [("use_plan", *cell) for cell in product(("Trainer", "SFTTrainer"), SETTINGS)]
+CELLS += [("use_plan", *cell) for cell in product(("Trainer", "SFTTrainer", *_PAIRS), SETTINGS)]
 if not HOSTED:  # a diagonal: each trainer and each setting, with the older TRL
     CELLS = [cell for number, cell in enumerate(CELLS) if number % 6 == 0]
 
@@ -115,7 +118,8 @@ def test_a_cell_is_equal_or_refused(cell, tmp_path):
                 if one is not None:
                     unpad(one)
         else:
-            use_plan(trainer, pp.plan([len(ids) for ids in trainer.train_dataset["input_ids"]], 64))
-            assert_step_loss(trainer)
+            use_plan(trainer, pp.plan(row_lengths(trainer), 64 if host not in _PAIRS else 128))
+            if host not in _PAIRS:  # whose first pack is compared with its pairs alone
+                assert_step_loss(trainer)
         trainer.train()
         assert all(torch.isfinite(one).all() for one in trainer.model.parameters())

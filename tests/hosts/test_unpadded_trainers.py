@@ -14,7 +14,7 @@ from datasets import Dataset
 import packplan as pp
 from packplan.adapters.hf.refusals import is_old_trl
 from packplan.core.errors import ArgumentError, MismatchError
-from packplan.hf import unpad, use_plan
+from packplan.hf import row_lengths, unpad, use_plan
 from packplan.testing import assert_step_loss, assert_unpadded_equal
 from tests.hosts.law import CONFIGS, arguments, model_of, rows_of, tokenizer
 
@@ -133,7 +133,7 @@ def test_a_plan_in_trl_trains_images(tmp_path):
     args = arguments(trl.SFTConfig, tmp_path / "out", max_length=None, gradient_accumulation_steps=2)
     model, processor = AutoModelForImageTextToText.from_pretrained(tmp_path), AutoProcessor.from_pretrained(tmp_path)
     trainer = trl.SFTTrainer(model, args, train_dataset=Dataset.from_list(rows), processing_class=processor)
-    lengths = [int(trainer.data_collator([row])["attention_mask"].sum()) for row in trainer.train_dataset]
+    lengths = row_lengths(trainer)
     plan = pp.plan(lengths, sum(lengths) - 1)
 
     schedule = use_plan(trainer, plan)
