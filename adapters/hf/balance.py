@@ -25,6 +25,7 @@ from transformers import Trainer
 
 from packplan.adapters.hf.first_pack import LocalAccelerator
 from packplan.adapters.hf.following import insert_base_class
+from packplan.adapters.hf.pairs import Logged, weighted_means
 from packplan.adapters.hf.refusals import is_old_trl, refuse_balance_conflicts
 from packplan.adapters.hf.rows import BatchCounts, BatchRows, Row, join_rows, split_batch
 from packplan.core.errors import ArgumentError, ModelError
@@ -341,25 +342,16 @@ class _BalancedTraining:
     def _log_step(self) -> None:
         """Log means over the step's microbatches of all ranks, once for each batch of the step."""
         step, logged = self._balance, self._collected_values()
-        sums: dict[str, tuple[float, float]] = {}
-        extremes: dict[str, list[float]] = {}
-        for counts, values in step.logged:
-            for name, value in values.items():
-                if name in _EXTREMES and counts.rows and not is_old_trl():
-                    extremes.setdefault(name, []).append(value)
-                else:
-                    weight, (total, before) = getattr(counts, self._log_weight_field(name)), sums.get(name, (0.0, 0.0))
-                    sums[name] = total + (value * weight if weight else 0.0), before + weight
-        # Older TRL takes extremes of means of batches.
-        extremes |= {name: [total / (weight or 1)] for name, (total, weight) in sums.items() if name in _EXTREMES}
-        ranks = gather_object([(sums, extremes)])
-        for name in sorted({name for found in ranks for one in found for name in one}):
-            if name in _EXTREMES:
-                mean = _EXTREMES[name](chain(*(found.get(name, []) for _, found in ranks)))
-            else:
-                totals, weights = zip(*(found.get(name, (0.0, 0.0)) for found, _ in ranks), strict=True)
-                mean = sum(totals) / (sum(weights) or 1)  # 0 where all answers are masked, as the trainer has it
-            logged[name].extend([mean] * self.current_gradient_accumulation_steps)
+        batches: list[Logged] = [
+            {name: (value, getattr(counts, self._log_weight_field(name))) for name, value in values.items()}
+            for counts, values in step.logged
+        ]
+        if is_old_trl():  # takes extremes of means of batches
+            own = weighted_means(batches, {})
+            batches = [{name: one for name, one in batch.items() if name not in _EXTREMES} for batch in batches]
+            batches.append({name: (value, 1) for name, value in own.items() if name in _EXTREMES})
+        for name, value in sorted(weighted_means(gather_object(batches), _EXTREMES).items()):
+            logged[name].extend([value] * self.current_gradient_accumulation_steps)
         step.logged.clear()
 
     def _log_weight_field(self, name: str) -> str:

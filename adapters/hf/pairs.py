@@ -8,13 +8,15 @@ which have unequally many samples: each rank logs its own, and ranks exchange th
 """
 
 from collections import defaultdict
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import attrs
 import torch
 from accelerate.utils import gather_object
 
+from packplan.adapters.hf.first_pack import LocalAccelerator
 from packplan.adapters.hf.following import ServesPacks
 from packplan.adapters.loaders.rows import PACK
 from packplan.adapters.models import replace_attributes
@@ -29,6 +31,29 @@ _IS_CHOSEN = {"chosen": True, "rejected": False, "mean_token_accuracy": True}
 """Last part of a logged value's name -> side whose rows it counts; other values count all."""
 
 
+Logged = dict[str, tuple[float, float]]
+"""Values that a trainer logs of a batch, by name, each with its weight in the mean of the step."""
+
+
+def weighted_means(batches: Sequence[Logged], extremes: Mapping[str, Callable[..., Any]]) -> dict[str, float]:
+    """
+    Return the mean of each value over batches; 0 where none has a weight.
+
+    Args:
+        batches: Logged values of each batch.
+        extremes: Name of a value that is an extreme, not a mean -> its reduction.
+
+    >>> weighted_means([{"a": (1.0, 3), "b": (4.0, 1)}, {"a": (5.0, 1), "b": (2.0, 1)}], {"b": min})
+    {'a': 2.0, 'b': 2.0}
+    """
+    found = {}
+    for name in dict.fromkeys(chain(*batches)):
+        own = [batch[name] for batch in batches if name in batch and batch[name][1]]
+        mean = sum(value * weight for value, weight in own) / (sum(weight for _, weight in own) or 1)
+        found[name] = extremes[name](own)[0] if own and name in extremes else mean
+    return found
+
+
 @attrs.define
 class _Step:
     """Batches of an optimizer step, or of an evaluation."""
@@ -39,8 +64,8 @@ class _Step:
     batches_left: int = 0
     """Batches of this rank that are not computed yet."""
 
-    logged: list[dict[str, tuple[float, float]]] = attrs.field(factory=list)
-    """Values that the trainer has logged of each batch, by name, and the weight of each."""
+    logged: list[Logged] = attrs.field(factory=list)
+    """Values that the trainer has logged of each batch."""
 
 
 class TrainsPairs(ServesPacks):
@@ -67,10 +92,8 @@ class TrainsPairs(ServesPacks):
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
         """Return the loss of a batch, weighted by its share of the samples of the step."""
         step, logged = self._step, defaultdict[str, Any](lambda: defaultdict(list))
-        with ExitStack() as stack:
-            if PACK in inputs and self._metrics is not None:
-                stack.enter_context(replace_attributes(self, _metrics=logged))
-                stack.enter_context(replace_attributes(self.accelerator, gather=_keep, gather_for_metrics=_keep))
+        own = {"_metrics": logged, "accelerator": LocalAccelerator(self.accelerator)}
+        with replace_attributes(self, **(own if PACK in inputs and self._metrics is not None else {})):
             loss = super().compute_loss(model, inputs, *args, **options)
         if step is None or PACK not in inputs:
             return loss
@@ -86,7 +109,7 @@ class TrainsPairs(ServesPacks):
         batches = self.accelerator.num_processes * self.current_gradient_accumulation_steps
         return loss * (batches * self.count_learned(inputs) / step.samples)
 
-    def _weigh(self, values: dict[str, float], inputs: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    def _weigh(self, values: dict[str, float], inputs: dict[str, Any]) -> Logged:
         """Return each logged value of a batch with its weight, a number of rows or tokens."""
         mask = inputs.get("completion_mask", inputs["attention_mask"])  # rewards have no mean over tokens
         if hasattr(self, "_truncate_inputs"):  # TRL before 1.0 truncates in the loss
@@ -111,8 +134,8 @@ class TrainsPairs(ServesPacks):
     def prediction_step(self, *args: Any, **options: Any) -> Any:
         """Return what the trainer does; what it sums over ranks has no repeated batch."""
         gather, share = self.accelerator.gather_for_metrics, float(not self._repeats)
-        counts = {} if self._metrics is not None else {"gather_for_metrics": lambda one: gather(share * one)}
-        with replace_attributes(self.accelerator, **counts):
+        sums = {"gather_for_metrics": lambda one: gather(share * one)} if self._metrics is None else {}
+        with replace_attributes(self.accelerator, **sums):
             return super().prediction_step(*args, **options)
 
     @property
@@ -123,21 +146,10 @@ class TrainsPairs(ServesPacks):
         """Log what the batches of all ranks have logged, as of one batch."""
         if self._metrics is None:
             return
-        ranks, held, found = gather_object([(step.logged, self._total_train_tokens)]), defaultdict(list), {}
-        for name, one in (pair for logged, _ in ranks for batch in logged for pair in batch.items()):
-            held[name].append(one)
-        for name, own in held.items():
-            total = sum(weight for _, weight in own)
-            mean = sum(value * weight for value, weight in own if weight) / (total or 1)
-            found[name] = _EXTREMES[name](own)[0] if name in _EXTREMES else mean
+        found = weighted_means(gather_object(step.logged), _EXTREMES)
         if {"rewards/chosen", "rewards/rejected"} <= found.keys():  # KTO has one side alone in some batches
             found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
         metrics = self._metrics["train" if self.model.training else "eval"]
         for name, value in found.items():
             metrics[name].append(value)
-        metrics["num_tokens"] = [sum(tokens for _, tokens in ranks)]
-
-
-def _keep(value: Any) -> Any:
-    """Return a value, in the place of accelerate's functions that gather it from all ranks."""
-    return value
+        metrics["num_tokens"] = [sum(gather_object([self._total_train_tokens]))]

@@ -21,10 +21,9 @@ _PREFERENCE = ("DPOTrainer", "KTOTrainer", "RewardTrainer")
 _COMPARING = {
     "kto": "compares each answer with one of another row (its KL term): loss_type='apo_zero_unpaired' does not",
     "aot": "sorts the pairs of a batch: take another one",
-    "aot_unpaired": "sorts the pairs of a batch: take another one",
     "sft": "is a mean over the tokens of a batch, not over its pairs: take another one",
 }
-"""Losses of preference data that are no mean over samples -> the fact, and the remedy."""
+"""Losses that are no mean over samples, unpaired or not -> the fact, and the remedy."""
 
 
 def _name_in_trl(trainer: Any) -> str | None:
@@ -108,8 +107,7 @@ def refuse_plan_conflicts(trainer: Any, *, row_ranks: int, evaluates: bool) -> N
         ArgumentError: Settings contradict the plan; all are named.
     """
     sharing = [*_parallelism_conflicts(trainer), *_row_sharing_conflicts(trainer, row_ranks, evaluates=evaluates)]
-    own = _preference_conflicts(trainer, row_ranks) if is_preference_trainer(trainer) else _token_conflicts(trainer)
-    if reasons := [*_plan_conflicts(trainer), *own, *sharing]:
+    if reasons := [*_plan_conflicts(trainer), *_preference_conflicts(trainer, row_ranks), *sharing]:
         raise ArgumentError("host", f"the trainer would not follow the plan: {'; '.join(reasons)}")
 
 
@@ -124,20 +122,18 @@ def _plan_conflicts(trainer: Any) -> Iterator[str]:
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != args.world_size:
         yield f"{started} processes were started, but the trainer sees {args.world_size}: on a CPU, set use_cpu=True"
-
-
-def _token_conflicts(trainer: Any) -> Iterator[str]:
-    """Yield settings with which a loss is no mean over the tokens of all ranks."""
-    if trainer.args.world_size > 1 and not trainer.args.average_tokens_across_devices:
+    if args.world_size > 1 and not (args.average_tokens_across_devices or is_preference_trainer(trainer)):
         yield "average_tokens_across_devices is off, so ranks with few tokens would weigh as much as others"
 
 
 def _preference_conflicts(trainer: Any, row_ranks: int) -> Iterator[str]:
     """Yield settings of preference data with which a loss is no mean over samples, or not tried."""
+    if not is_preference_trainer(trainer):
+        return
     losses = getattr(trainer.args, "loss_type", None) or []
     for loss in [losses] if isinstance(losses, str) else losses:
-        if loss in _COMPARING:
-            yield f"loss_type is {loss!r}, which {_COMPARING[loss]}"
+        if why := _COMPARING.get(loss.removesuffix("_unpaired")):
+            yield f"loss_type is {loss!r}, which {why}"
     for name in ("use_liger_kernel", "generate_during_eval"):
         if getattr(trainer.args, name, False):
             yield f"{name} is set, which was not tried with plans of preference data: leave it out"

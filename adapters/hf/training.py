@@ -25,7 +25,6 @@ from packplan.adapters.hf.unpad import is_bidirectional, unpad, unwrap
 from packplan.adapters.loaders.rows import (
     Collate,
     PackInputs,
-    PairInputs,
     PairsOfPacks,
     RowsOfPacks,
     count_supervised,
@@ -156,8 +155,8 @@ def _read_rows(trainer: Any, plan: Plan, eval_plan: Plan | None, *, kind: type[R
     eval_packs = None if eval_plan is None else kind(trainer.eval_dataset, eval_plan, collate=collate)
     digest = packs.inspect(num_workers=trainer.args.dataloader_num_workers).digest
     require_same_rows(plan, digest)
-    inputs = PairInputs if kind is PairsOfPacks else PackInputs
-    collator = inputs(collate or partial(pad_rows, types=token_type_columns(trainer.model)))
+    pad = partial(pad_rows, types=token_type_columns(trainer.model))
+    collator = PackInputs(collate or pad, of_pairs=kind is PairsOfPacks)
     return {"packs": packs, "eval_packs": eval_packs, "digest": digest, "collator": collator}
 
 

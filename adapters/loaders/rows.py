@@ -11,8 +11,8 @@ start again with every sample.
 Labels are used as they are. Without labels, each token is its label, unless a mask of TRL excludes
 it. `read_row` refuses a row that is not one sample.
 
-`PairsOfPacks` and `PairInputs` are the same for preference data: pairs of a chosen and a rejected
-answer, or rows of one answer. A collator of TRL makes 2 n rows of n pairs, the chosen ones first.
+`PairsOfPacks` has preference data: pairs of a chosen and a rejected answer, or rows of one answer.
+A collator of TRL makes 2 n rows of n pairs, the chosen ones first.
 """
 
 from __future__ import annotations
@@ -413,14 +413,6 @@ def pad_rows(rows: Sequence[Row], *, types: Sequence[str] = (MEDIA_TYPE_IDS,)) -
     return {**batch, _ATTENTION: mask, **join_media(rows)}
 
 
-def only_pack(packs: Sequence[PackOfRows]) -> PackOfRows:
-    """Return the one pack of a batch; ArgumentError if there are several."""
-    if len(packs) != 1:
-        fact = f"a batch is one pack, but the loader collates {len(packs)}: give it PackBatches as its batch_sampler"
-        raise ArgumentError("host", fact, {"packs": len(packs)})
-    return packs[0]
-
-
 @attrs.frozen(eq=False)
 class PackInputs:
     """
@@ -435,6 +427,9 @@ class PackInputs:
     collate: Collate = pad_rows
     """Collator of rows."""
 
+    of_pairs: bool = False
+    """Whether samples are those of `PairsOfPacks`, whose batch is the collator's."""
+
     def __call__(self, packs: Sequence[PackOfRows]) -> dict[str, Any]:
         """
         Return the batch of one pack's samples, with the pack index under `PACK`.
@@ -445,8 +440,17 @@ class PackInputs:
             ArgumentError: There are several packs, or the batch lacks a mask of its padding.
             StaleError: A row has another length than planned.
         """
-        pack = only_pack(packs)
+        if len(packs) != 1:
+            fact = (
+                f"a batch is one pack, but the loader collates {len(packs)}: give it PackBatches as its batch_sampler"
+            )
+            raise ArgumentError("host", fact, {"packs": len(packs)})
+        (pack,) = packs
         batch = dict(self.collate(list(pack)))
+        if self.of_pairs:
+            for (index, length), real in zip(pack.lengths.items(), sample_lengths(batch, len(pack)), strict=True):
+                refuse_other_length(index, length, real)
+            return {**batch, PACK: pack.pack}
         tokens, mask = batch[_TOKENS], batch.get(_ATTENTION)
         if mask is None and len(tokens) > 1:
             fact = "the collator pads rows, but gives no attention_mask that says which tokens are padding"
@@ -460,28 +464,6 @@ class PackInputs:
             fact = f"the collator makes {sum(found):,} tokens of pack {pack.pack}, of {sum(planned.values()):,} planned"
             raise ArgumentError("host", fact, {"pack": pack.pack})
         return {**batch, _LABELS: _supervised_labels(batch, mask), PACK: pack.pack}
-
-
-@attrs.frozen(eq=False)
-class PairInputs:
-    """Collator that turns one pack into a batch of its samples."""
-
-    collate: Collate
-    """Collator of the trainer."""
-
-    def __call__(self, packs: Sequence[PackOfRows]) -> dict[str, Any]:
-        """
-        Return the batch of one pack's samples, with the pack index under `PACK`.
-
-        Raises:
-            ArgumentError: There are several packs, or rows are no samples.
-            StaleError: A sample has another length than planned.
-        """
-        pack = only_pack(packs)
-        batch = self.collate(list(pack))
-        for (index, planned), length in zip(pack.lengths.items(), sample_lengths(batch, len(pack)), strict=True):
-            refuse_other_length(index, planned, length)
-        return {**batch, PACK: pack.pack}
 
 
 def _supervised_labels(batch: Mapping[str, Any], mask: torch.Tensor) -> torch.Tensor:
