@@ -73,7 +73,12 @@ class Layout:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape of the mask in its place, by which a model passes on a mask that is ready."""
+        """
+        Shape of a mask of the whole row, (1, 1, tokens, tokens).
+
+        A layout takes the place of a mask: a model passes on a mask of four axes as it is, and so
+        the layout reaches the attention.
+        """
         return 1, 1, sum(self.lengths), sum(self.lengths)
 
     ndim = 4

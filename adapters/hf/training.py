@@ -15,12 +15,7 @@ from packplan.adapters.attention.shared_rows import new_row_group
 from packplan.adapters.hf.following import ServesPacks, describe_training, insert_base_class, require_same_rows
 from packplan.adapters.hf.packed_calls import HOOKED, Unpadding
 from packplan.adapters.hf.pairs import TrainsPairs
-from packplan.adapters.hf.refusals import (
-    changed_meanings,
-    is_preference_trainer,
-    refuse_misuse,
-    refuse_plan_conflicts,
-)
+from packplan.adapters.hf.refusals import changed_meanings, is_preference_trainer, refuse_misuse, refuse_plan_conflicts
 from packplan.adapters.hf.unpad import is_bidirectional, unpad, unwrap
 from packplan.adapters.loaders.rows import (
     Collate,

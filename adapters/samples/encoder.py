@@ -340,8 +340,7 @@ class SwiftEncoder:
             with contextlib.suppress(ValueError, RecordError):
                 record = self.records[index]
                 known = known or (index, shape_name(record, columns))
-                shaped = to_shape(record, columns)
-                to_messages(shaped, self._options)
+                to_messages(shaped := to_shape(record, columns), self._options)
                 return index, shaped.shape
         return known or (indices.start, "unknown")
 

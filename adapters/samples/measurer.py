@@ -113,6 +113,7 @@ class SwiftMeasurer:
         self._encoder = encoder
         self._workers = min(workers, os.cpu_count() or 1)
         self._audited_kinds: set[object] = set()
+        self._compared_kinds: set[object] = set()
 
     def __len__(self) -> int:
         return len(self._encoder)
@@ -130,8 +131,12 @@ class SwiftMeasurer:
         return self._encoder.records.record_digest(index), absolute_folder(self._encoder.records.media_folder(index))
 
     def measure_in_full(self, index: int) -> Measurement:
-        """Encode sample *index* in full and measure it; see `LengthSource`."""
-        return self._encoder.encode_and_measure(index, self._encoder.read_sample(index))
+        """
+        Encode sample *index* in full and measure it; see `LengthSource`. DataSetError if it is the
+        first of its kind here, and ms-swift encodes it otherwise.
+        """
+        sample = self._encoder.read_sample(index)
+        return self._encoder.encode_and_measure(index, sample, compared=_is_new_kind(sample, self._compared_kinds))
 
     def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         """Return the size and digest of each media file of sample *index*; see `LengthSource`."""
@@ -238,7 +243,7 @@ class SwiftMeasurer:
         limit = self._encoder.truncation_limit
         if shortcut is not None and limit is not None and shortcut.length > limit:
             shortcut = None  # which tokens a truncated sample keeps is the template's to say
-        is_new = self._is_new_kind(one)
+        is_new = _is_new_kind(one.sample, self._audited_kinds)
         is_drawn = is_new or (one.index % AUDITED_ONE_IN == 0 and "videos" not in one.sample)
         if shortcut is not None and not is_drawn:
             return MeasuredSample(shortcut, one.facts)
@@ -251,14 +256,6 @@ class SwiftMeasurer:
         if shortcut is not None and encoded != shortcut:
             raise ShortcutError(str(self._encoder.records.location(one.index)), to_row(shortcut), to_row(encoded))
         return MeasuredSample(encoded, one.facts)
-
-    def _is_new_kind(self, one: _ReadSample) -> bool:
-        """Return whether this process meets the first sample of a kind; remember the kind."""
-        kind = _sample_kind(one.sample)
-        if kind in self._audited_kinds or len(self._audited_kinds) == _MAX_AUDITED_KINDS:
-            return False
-        self._audited_kinds.add(kind)
-        return True
 
     @cached_property
     def _piece_counter(self) -> PieceCounter | None:
@@ -345,6 +342,15 @@ class SwiftMeasurer:
             with hold_ctrl_c():
                 outcomes = iter(loader)
             return list(outcomes)
+
+
+def _is_new_kind(sample: dict[str, Any], known: set[object]) -> bool:
+    """Return whether a sample is of none of the *known* kinds, which then include its own."""
+    kind = _sample_kind(sample)
+    if kind in known or len(known) == _MAX_AUDITED_KINDS:
+        return False
+    known.add(kind)
+    return True
 
 
 def _sample_kind(sample: dict[str, Any]) -> object:

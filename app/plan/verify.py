@@ -29,6 +29,7 @@ from packplan.core.config.faults import explain_error
 from packplan.core.epochs import EpochRecipe, RecordLengths
 from packplan.core.errors import (
     CorruptArtefactError,
+    DataSetError,
     Difference,
     MismatchError,
     NotBuiltError,
@@ -262,7 +263,7 @@ def _sample_faults(name: str, lengths: StoredLengths, source: LengthSource, coun
         stored = from_row(lengths.rows.table, index)
         try:
             differences = stored.differences(source.measure_in_full(index))
-        except (RecordError, StaleError) as error:
+        except (DataSetError, RecordError, StaleError) as error:
             yield Finding("samples", f"sample {index}", explain_error(error))
             continue
         if differences:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,7 +32,7 @@ from packplan.app.wiring.verdicts import decide_attention
 from packplan.core.config.faults import DROP_LESS_REMEDY
 from packplan.core.config.identity import stream_inputs
 from packplan.core.config.run import RunConfig
-from packplan.core.errors import Difference, counted
+from packplan.core.errors import Difference, RecordError, counted
 from packplan.core.fingerprint import Fingerprint, Value
 from packplan.core.mixes import draw_in_order
 from packplan.core.ports import RankGroup
@@ -69,6 +70,9 @@ def prepare_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
     order = _make_order(config, splits["train"].encoder.data_files())
     ranks = Ranks(group, timeout_s=training.packing_wait_timeout_s)
     train = splits["train"].source
+    for first in splits["train"].encoder.records.first_indices:  # of each file, compared with ms-swift's encode
+        with suppress(RecordError):
+            train.measure_in_full(first)
     inputs, data = train.fingerprint(), train.data_digest(len(train))
     ranks.require_same("what the train samples depend on", inputs.digest)
     ranks.require_same("the train data", data)

@@ -250,7 +250,10 @@ class CustomConfig:
     """
 
     records_cache: PathText | None = key(None, neither=_COPIES)
-    """Folder for copies of data files; unset, `records` in `training.output_dir`."""
+    """
+    Folder for copies of data files at URLs and of formats other than JSON Lines and Arrow, and for
+    indices of large files; unset, `records` in `training.output_dir`.
+    """
 
     media_dir: PathText | None = key(None, lengths="otherwise")
     """

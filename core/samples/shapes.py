@@ -364,12 +364,11 @@ def _refuse_lost_texts(record: Mapping[str, Any], asked: str, answer: str) -> No
     texts = [name for name, held in record.items() if isinstance(held, str) and held.strip()]
     lost = [name for name in texts if (name.lower() in _CONTEXTS if asked else is_bare and name not in read)]
     if lost:
-        it, one = ("them", "one") if len(lost) > 1 else ("it", "it")
         first = "" if asked in {"", "instruction"} else f"{asked}: instruction, "
         mapping = f"{{{first}{lost[0][:40]}: {'input' if asked else 'query'}}}"
         what = f"beside {asked!r}" if asked else f"and an answer in {answer!r} without a question"
-        reason = f"has {quoted(lost)} {what}, which would lose {it}: map {one}, as {mapping}{ignoring(lost)}"
-        fail(reason, argument="columns")
+        lose = f"which would lose it: map {'one' if lost[1:] else 'it'}, as {mapping}{ignoring(lost)}"
+        fail(f"has {quoted(lost)} {what}, {lose}", argument="columns")
 
 
 def _read_alpaca_query(record: Mapping[str, Any]) -> tuple[str, str]:

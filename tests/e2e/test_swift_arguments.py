@@ -12,6 +12,8 @@ import swift.template
 from swift import get_model_processor, get_template
 from swift.template import TEMPLATE_MAPPING, Template
 
+from packplan.adapters.ranks.torch_group import OneRank
+from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.samples.template import (
     _stop_clock,
@@ -21,6 +23,8 @@ from packplan.adapters.samples.template import (
     swift_types,
 )
 from packplan.adapters.swift.command import read_command
+from packplan.app.plan import __main__ as plan
+from packplan.app.sft.stream import prepare_stream
 from packplan.app.wiring.runs import read_config
 from packplan.core.config.run import ModelConfig, TemplateConfig
 from packplan.core.errors import ConfigError, DataSetError
@@ -225,3 +229,30 @@ def test_the_first_sample_of_each_kind_is_compared_with_ms_swift(case, open_sour
             DataSetError, match=rf"line 1: {name} [\d,]+ of [\d,]+ is [-\w.]+, but ms-swift has [-\w.]+, near"
         ):
             list(SwiftMeasurer(encoder).measure_many(range(1), in_full=in_full))
+    with pytest.raises(DataSetError, match=f"line 1: {name} "):
+        SwiftMeasurer(encoder).measure_in_full(0)
+
+
+RUNS = {
+    "stream": {"custom": {"trainer_variant": "rollout"}, "training": {"packing_mode": "dynamic", "max_steps": 1}},
+    "skips bad records": {"custom": {"on_bad_record": "skip", "max_bad_share": 1}},
+    "stored": {},
+}
+"""Kind of run -> its settings."""
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_every_run_is_compared_with_ms_swift_before_a_step(kind, write_run, execute, monkeypatch):
+    """A stream, one that skips bad records, and one whose lengths are all stored."""
+    path = write_run("qwen2", **RUNS[kind])
+    if kind == "stored":
+        assert 0 == plan.main(["build", str(path), "--quiet"])
+    plain = SwiftEncoder.apply_template
+
+    def lose_label(self, index, sample):
+        encoded = plain(self, index, sample)
+        return {**encoded, "labels": [*encoded["labels"][:-1], -100]}
+
+    monkeypatch.setattr(SwiftEncoder, "apply_template", lose_label)
+    with pytest.raises(DataSetError, match=r"line \d+: label .*, but ms-swift has"):
+        prepare_stream(read_config(path), OneRank()) if kind == "stream" else execute(path)

@@ -164,15 +164,15 @@ def parse_record(text: bytes, where: str) -> Any:
     except UnicodeDecodeError:
         raise RecordError(where, "is not UTF-8 text") from None
     except ValueError as error:
-        long = "the number of more than 4,300 digits is too large: write it as text, in quotes"
-        raise RecordError(where, f"is no valid JSON: {long if _TOO_LONG in str(error) else error}") from None
+        reason = _TOO_LONG if "sys.set_int_max_str_digits" in str(error) else error
+        raise RecordError(where, f"is no valid JSON: {reason}") from None
     except RecursionError:
         raise RecordError(where, "is no usable JSON: it is nested too deeply") from None
     return value
 
 
-_TOO_LONG = "sys.set_int_max_str_digits"
-"""Part of Python's message on a whole number that it does not read."""
+_TOO_LONG = "the number of more than 4,300 digits is too large: write it as text, in quotes"
+"""Reason in place of Python's, which names a function of `sys`."""
 
 
 def _parse_float(text: str) -> float:
