@@ -10,6 +10,7 @@ import sys
 from importlib import import_module
 from types import MappingProxyType
 
+from packplan import __version__
 from packplan.app.cli.command import run_program
 
 COMMANDS = MappingProxyType(
@@ -36,11 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
         epilog=f"commands, which need pip install 'packplan[train]':\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"packplan {__version__}")
     parser.add_argument("command", choices=COMMANDS, help="one of those below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own")
     options = parser.parse_args(arguments)
-    module, _ = COMMANDS[options.command]
-    status: int = import_module(module).main(options.arguments)
+    status: int = import_module(COMMANDS[options.command][0]).main(options.arguments)
     return status
 
 

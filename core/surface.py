@@ -12,9 +12,10 @@ Plans for scripts and notebooks: lengths in, packs, figures and a schedule out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from decimal import Decimal
+from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
 
 import attrs
 import numpy as np
@@ -26,9 +27,11 @@ from packplan.core.errors import counted
 from packplan.core.inspection import PlanSummary, summarise
 from packplan.core.lengths import MOST_RANKS, IntArray, Lengths, as_lengths, as_whole_number
 from packplan.core.packs import HasPacks, Packs
-from packplan.core.plan import RawPlan, build_raw_plan, refuse_dropped, refuse_longer
+from packplan.core.plan import RawPlan, build_raw_plan, refuse_dropped
+from packplan.core.plan import refuse_longer as refuse_longer_samples
 from packplan.core.policy import PlanPolicy
 from packplan.core.schedule import EpochSchedule
+from packplan.core.work.model import WorkModel
 
 _DRAWN_PACKS, _WIDTH, _BAR = 24, 640, 9
 """Packs in a drawing; its width, and the height of a pack, in pixels."""
@@ -117,25 +120,69 @@ class Plan(HasPacks):
         return f"Plan({counted(len(self.packs), 'pack')} of {counted(self.raw.num_samples, 'sample')})"
 
 
-def plan(lengths: Lengths, packing_length: int, *, images: Lengths | None = None, **options: Any) -> Plan:
+def plan(
+    lengths: Lengths,
+    packing_length: int,
+    *,
+    algorithm: str = "auto",
+    images: Lengths | None = None,
+    max_images: int | None = None,
+    allow_single_long: bool = True,
+    refuse_longer: bool = False,
+    drop_last: bool = True,
+    min_fill_ratio: float | str | Decimal | Fraction = "0",
+    max_dropped_share: float | str | Decimal | Fraction = "0.01",
+    packing: bool = True,
+    replanned: bool = False,
+    seed: int = 0,
+    work: WorkModel | None = None,
+) -> Plan:
     """
     Group samples into packs; every sample is in one, unless an option says otherwise.
 
     Args:
         lengths: Tokens of each sample, >= 1.
         packing_length: Tokens that a pack of several samples may hold, >= 1.
-        images: Number of images of each sample, which the option `max_images` needs.
-        options: Further fields of `PlanPolicy`, such as `seed` or `min_fill_ratio`. The `algorithm`
-            is `auto` by default.
+        algorithm: A name in `ALGORITHMS`.
+        images: Number of images of each sample, which *max_images* needs.
+        max_images: Images that a pack of several samples may hold, >= 1; None sets no limit.
+        allow_single_long: Give each sample of *packing_length* tokens or more a pack of its own;
+            otherwise skip it.
+        refuse_longer: Refuse samples of more than *packing_length* tokens.
+        drop_last: Drop packs that are filled below *min_fill_ratio*.
+        min_fill_ratio: Share of *packing_length*, from 0 to 1; 0 drops no pack.
+        max_dropped_share: Share of all tokens, from 0 to 1, that dropped packs may hold.
+        packing: Pack samples; otherwise each is a pack by itself.
+        replanned: Draw packs from *seed* (those of epoch 0) instead of taking the algorithm's.
+        seed: Seed of random algorithms, from 0 to 2**64 - 1.
+        work: Work of samples, for algorithms whose packs depend on it. None derives it from
+            lengths.
 
     Raises:
         ArgumentError: A length is not a positive whole number, no pack remains, a sample is longer
-            than `refuse_longer` allows, or packs below `min_fill_ratio` hold more than
-            `max_dropped_share` of the tokens.
-        ValueError: An option has an invalid value. TypeError: There is no such option.
+            than *refuse_longer* allows, or packs below *min_fill_ratio* hold more than
+            *max_dropped_share* of the tokens.
+        ValueError: An option has an invalid value.
+
+    >>> plan([60, 20, 50, 30, 90], 80, allow_single_long=False).packs.tolist()
+    [[0, 1], [2, 3]]
     """
-    array, policy = as_lengths(lengths), PlanPolicy(packing_length=packing_length, **{"algorithm": "auto", **options})
-    refuse_longer(array, policy)
+    policy = PlanPolicy(
+        packing_length=packing_length,
+        algorithm=algorithm,
+        max_images=max_images,
+        allow_single_long=allow_single_long,
+        refuse_longer=refuse_longer,
+        drop_last=drop_last,
+        min_fill_ratio=min_fill_ratio,
+        max_dropped_share=max_dropped_share,
+        packing=packing,
+        replanned=replanned,
+        seed=seed,
+        work=work,
+    )
+    array = as_lengths(lengths)
+    refuse_longer_samples(array, policy)
     raw = build_raw_plan(array, policy, images=images)
     refuse_dropped(raw, array, policy)
     return Plan(raw, array)

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from packplan.core.surface import plan as plan
     from packplan.core.work.model import WorkModel as WorkModel
 
+__version__ = "0.1.0"
+
 _NAMES = MappingProxyType(
     {
         "packplan.core.align": ("AlignedPlan", "align_plan"),
@@ -79,4 +81,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__version__"]

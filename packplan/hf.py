@@ -13,11 +13,23 @@ attn_implementation="packplan")`. All of it needs the extra `hf`.
 
 from __future__ import annotations
 
-from packplan.adapters.hf.balance import balance
-from packplan.adapters.hf.training import row_lengths, token_mean, use_plan
-from packplan.adapters.hf.unpad import separate_samples, unpad
-from packplan.adapters.loaders.batches import PackBatches
-from packplan.adapters.loaders.rows import PACK, PackInputs, RowsOfPacks, count_supervised, flatten, refuse_other_packs
+try:
+    from packplan.adapters.hf.balance import balance
+    from packplan.adapters.hf.training import row_lengths, token_mean, use_plan
+    from packplan.adapters.hf.unpad import separate_samples, unpad
+    from packplan.adapters.loaders.batches import PackBatches
+    from packplan.adapters.loaders.rows import (
+        PACK,
+        PackInputs,
+        RowsOfPacks,
+        count_supervised,
+        flatten,
+        refuse_other_packs,
+    )
+except ModuleNotFoundError as error:
+    if error.name in {"torch", "transformers", "accelerate", "peft", "pyarrow"}:
+        error.msg = f"packplan.hf needs {error.name}: pip install 'packplan[hf]'"
+    raise
 
 __all__ = [
     "PACK", "PackBatches", "PackInputs", "RowsOfPacks", "balance", "count_supervised", "flatten", "refuse_other_packs",

@@ -70,10 +70,10 @@ def public_names(module: str) -> list[str]:
 
 
 class Doctests(Extension):
-    """Shows examples that start with `>>>` as code."""
+    """Shows examples of the interpreter as code."""
 
     def on_instance(self, *, obj: Object, **_: object) -> None:
         """Put a fence around each paragraph of a docstring that is an example."""
         if obj.docstring:
             text = f"{obj.docstring.value}\n"
-            obj.docstring.value = re.sub(r"(?m)^(>>> (?:.+\n)+)", r"```pycon\n\1```\n", text)
+            obj.docstring.value = re.sub(r"(?m)^(>{3} (?:.+\n)+)", r"```pycon\n\1```\n", text)

@@ -105,14 +105,21 @@ aligned = packplan.align_plan(plan, world_size=2, dataloader_drop_last=False)
 schedule = packplan.EpochSchedule
 print(plan.packs.tolist(), aligned.repeated, [getattr(packplan, name).__name__ for name in ("pack", "shard_packed")])
 assert all(getattr(packplan, name) is not None for name in packplan.__all__)
+try:
+    import packplan.hf
+except ModuleNotFoundError as error:
+    print(error)
 """
 
 
 def test_three_requirements_plan_a_list(programs, tmp_path):
-    """All names of the library load, without torch, YAML or a file."""
+    """All names load, without torch, YAML or a file; `packplan.hf` names its extra."""
     ended = run(tmp_path, programs / "python", "-c", LIBRARY)
 
-    assert (0, "[[0, 1], [2, 3], [4, 5]] (0,) ['pack', 'shard_packed']\n") == (ended.returncode, ended.stdout), ended
+    assert "" == ended.stderr
+    printed, missing = ended.stdout.splitlines()
+    assert (0, "[[0, 1], [2, 3], [4, 5]] (0,) ['pack', 'shard_packed']") == (ended.returncode, printed), ended
+    assert "packplan.hf needs torch: pip install 'packplan[hf]'" == missing
 
 
 @pytest.mark.parametrize("command", ["sft", "plan", "check", "rl"])

@@ -2,14 +2,18 @@
 
 import inspect
 import math
+import tomllib
 from fractions import Fraction
+from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 from hypothesis import assume, event, example, given, reject
 from hypothesis import strategies as st
 
 import packplan as pp
+from packplan.app.__main__ import main
 from packplan.core.errors import ArgumentError
 from tests.strategies import raw_lengths
 
@@ -28,6 +32,10 @@ DEFAULTS = {
     },
     "schedule": {
         "world_size": 1, "epochs": 1, "drop_last": False, "max_steps": -1, "seed": 0, "shuffle": True,
+    },
+    "plan": {
+        "algorithm": "auto", "allow_single_long": True, "refuse_longer": False, "drop_last": True,
+        "min_fill_ratio": "0", "max_dropped_share": "0.01", "packing": True, "replanned": False, "seed": 0,
     },
     "WorkModel": {"per_chunk": 0}, "RawPlan": {"auto_packs": 0},
     "align_plan": {"dataloader_drop_last": False, "batch_size": 1}, "cu_seqlens": {"pad_to_multiple_of": 1},
@@ -80,6 +88,30 @@ def test_a_ratio_may_be_a_fraction():
     assert "1/3" == pp.PlanPolicy(packing_length=9, min_fill_ratio=Fraction(1, 3)).min_fill_ratio
     with pytest.raises(ValueError, match="min_fill_ratio is 4/3, but has to be from 0 to 1"):
         pp.PlanPolicy(packing_length=9, min_fill_ratio=Fraction(4, 3))
+
+
+def test_options_of_plan_are_those_of_a_policy():
+    """By name, type and default, so that completion shows them; `auto` alone is another default."""
+    policy = {field.name: field.default for field in attrs.fields(pp.PlanPolicy)}
+    options = {name: one.default for name, one in inspect.signature(pp.plan).parameters.items()}
+
+    assert {"lengths", "images"} == options.keys() - policy.keys()
+    assert {"part"} == policy.keys() - options.keys(), "a plan of given lengths takes all of them"
+    assert {"algorithm"} == {name for name in options.keys() & policy.keys() if name != "packing_length"
+                             and options[name] != policy[name]}  # fmt: skip
+    with pytest.raises(TypeError, match="unexpected keyword argument 'fill'"):
+        pp.plan([1], 2, fill=1)
+
+
+def test_the_package_has_a_version_and_shows_its_surface_alone(capsys):
+    """As its metadata and its command have it; `dir` lists what a user may call."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    with pytest.raises(SystemExit):
+        main(["--version"])
+
+    assert project["version"] == pp.__version__
+    assert f"packplan {pp.__version__}\n" == capsys.readouterr().out
+    assert sorted([*pp.__all__, "__version__"]) == dir(pp)
 
 
 @given(case=raw_lengths(), skips=st.booleans())
