@@ -67,6 +67,18 @@ def local_part(tensor: Any) -> torch.Tensor:
     return whole
 
 
+def find_sharded_weight(model: torch.nn.Module) -> str | None:
+    """
+    Return the name of the first weight of which this process holds a part; None if it holds all.
+
+    Such are the weights under FSDP and ZeRO 3, outside of the passes that gather them.
+    """
+    for name, weight in model.named_parameters():
+        if weight.numel() == 0 or weight.is_meta or "_flat_param" in name or isinstance(weight, DTensor):
+            return name
+    return None
+
+
 @contextmanager
 def hold_buffers_and_rng(model: torch.nn.Module) -> Iterator[None]:
     """Restore a model's buffers and the random state (Python, numpy, torch) when the block ends."""

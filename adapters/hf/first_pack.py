@@ -21,7 +21,7 @@ import torch.distributed as dist
 from accelerate.utils import gather_object, send_to_device
 
 from packplan.adapters.loaders.rows import PACK, PackOfRows, count_supervised
-from packplan.adapters.models import Gradients, add_gradients, replace_attributes
+from packplan.adapters.models import Gradients, add_gradients, find_sharded_weight, replace_attributes
 from packplan.adapters.probe.small_model import error_text
 from packplan.adapters.proof.comparison import Outcome, compare, difference_limit
 from packplan.adapters.proof.steps import restoring_attributes, restoring_training_state
@@ -61,7 +61,7 @@ def require_pack_as_alone(trainer: Any, batches: list[Mapping[str, Any]], num_it
     Raises:
         MismatchError: The batch trains otherwise, on this rank or another one.
     """
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or not trainer.loss_of_samples:
+    if find_sharded_weight(trainer.model) is not None or not trainer.loss_of_samples:
         why = "ranks share the weights" if trainer.loss_of_samples else "its loss compares samples"
         log.warning("no pack of the first step is compared with its samples alone: %s", why)
         return

@@ -387,10 +387,10 @@ class Unpadding:
             return None
         given = self._callers[module].bind_arguments(args, kwargs)
         tokens = self.stack.find_real_tokens(given)
+        if self._compare is not None and not (self.is_trial or _is_generation(given)):
+            self._compare(self, module, given, tokens)
         if tokens is None:
             return None
-        if self._compare is not None and not self.is_trial:
-            self._compare(self, module, given, tokens)
         self._thread.outermost = module
         return None if module is self.stack.module else self._pack_labels(module, given, tokens)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
@@ -25,11 +25,11 @@ from packplan.adapters.attention.rows import PADDINGS, RealTokens
 from packplan.adapters.attention.shared_rows import attention_for_shared_rows, share_rows
 from packplan.adapters.families import trained_config, trained_part
 from packplan.adapters.hf.packed_calls import HOOKED, POSITIONS, TextStack, Unpadding
-from packplan.adapters.models import evaluation_mode
+from packplan.adapters.models import evaluation_mode, find_sharded_weight
 from packplan.adapters.probe.probe import probe_small_copy
-from packplan.adapters.probe.rows import draw_token_types, ordinary_token_ids, probe_ready_model, probe_sharing_copy
+from packplan.adapters.probe.rows import build_small_copy, draw_token_types, ordinary_token_ids, probe_ready_model
 from packplan.adapters.probe.small_model import error_text
-from packplan.adapters.proof.first_calls import FirstCalls, find_difference
+from packplan.adapters.proof.first_calls import FirstCalls, find_difference, raising_together
 from packplan.core.equality import AUTO, VARLEN, AttentionChoice, choose_attention
 from packplan.core.errors import ArgumentError, ModelError
 
@@ -67,30 +67,35 @@ def unpad(model: Any, *, logits: bool = True, group: ProcessGroup | None = None,
         MismatchError: Later, in a first call: it differs from its padded pass.
         ArgumentError: The model is hooked already, or is none of transformers.
     """
-    inner = unwrap(model)
-    if any(module in HOOKED for module in inner.modules()):
-        raise ArgumentError("host", "the model computes no padding already: `remove` its hooks first")
-    if group is None and is_bidirectional(inner.config):
-        attention = AttentionChoice(VARLEN)
-        set_attention(inner, attention)
-    else:
-        attention = set_isolating_attention(inner, named=NAME, group=group)
-    stack, why_not = _find_stack(inner, native=attention.native, logits=logits)
+    with raising_together():
+        inner = unwrap(model)
+        if any(module in HOOKED for module in inner.modules()):
+            raise ArgumentError("host", "the model computes no padding already: `remove` its hooks first")
+        if group is None and is_bidirectional(inner.config):
+            attention = AttentionChoice(VARLEN)
+            set_attention(inner, attention)
+        else:
+            attention = set_isolating_attention(inner, named=NAME, group=group)
+        asked = inner
+        if find_sharded_weight(inner) is not None:
+            kind = next(one for one in type(trained_part(inner)).__mro__ if not issubclass(one, FSDPModule))
+            asked = build_small_copy(inner, attention, group=group, kind=kind)
+        stack, why_not = _find_stack(inner, asked, native=attention.native, logits=logits)
     first_calls = FirstCalls(attention.native) if check and group is None else None
     if check and first_calls is None:
         log.warning("first calls are not compared with their padded passes, since ranks share rows")
-    wrapper = model.module if isinstance(model, DistributedDataParallel) else model
-    compare, heads = getattr(first_calls, "compare", None), dict.fromkeys((wrapper, inner, inner.base_model))
+    compare = getattr(first_calls, "compare", None)
+    heads = dict.fromkeys((_without_ranks(model), inner, inner.base_model))
     hooks = Unpadding(inner, stack, logits=logits, heads=heads, compare=compare, unpacked_sides=why_not)
     if first_calls is not None:
-        hooks.handles.append(register_optimizer_step_pre_hook(first_calls.refuse_step))
+        hooks.handles += [first_calls, register_optimizer_step_pre_hook(first_calls.refuse_step)]
         weakref.finalize(inner, hooks.handles[-1].remove)  # torch keeps it for all optimizers
     hooks.native, hooks.group = attention.native, group
     return hooks
 
 
 def separate_samples(
-    model: Any, *, named: str | None = None, whole: bool = True, group: ProcessGroup | None = None
+    model: Any, *, named: str | None = None, ready: bool = True, group: ProcessGroup | None = None
 ) -> AttentionChoice:
     """
     Make a model attend only within each sample of a packed row, and return the attention it uses.
@@ -103,18 +108,21 @@ def separate_samples(
     Args:
         model: Model of transformers, perhaps with adapters.
         named: Name of the attention; None takes the one that the model was loaded with.
-        whole: Whether this process holds all weights. Otherwise only small copies are probed.
+        ready: Whether the model itself can be probed. Otherwise, and if this process holds a part
+            of its weights, only small copies are.
         group: See `unpad`.
 
     Raises:
         ModelError: The probe fails.
     """
     named = named or trained_config(model.config)._attn_implementation  # noqa: SLF001  # has no public name
-    choice = set_isolating_attention(model, named=named, group=group)
-    if whole:
-        probe_ready_model(model, native=choice.native, named=named)
-    elif group is not None:
-        probe_sharing_copy(model, choice, named=named, group=group, device=next(model.parameters()).device)
+    with raising_together():
+        choice = set_isolating_attention(model, named=named, group=group)
+        if ready and find_sharded_weight(model) is None:
+            probe_ready_model(model, native=choice.native, named=named)
+        elif group is not None:
+            small = build_small_copy(model, choice, group=group)
+            probe_ready_model(small, native=choice.native, named=named, asked="a small copy of the model")
     return choice
 
 
@@ -161,11 +169,7 @@ def unwrap(model: Any) -> Any:
         ModelError: Models of this kind cannot be packed.
         ArgumentError: It is no model of transformers.
     """
-    while isinstance(model, DistributedDataParallel):
-        model = model.module
-    weights = model.parameters() if isinstance(model, torch.nn.Module) else ()
-    if type(model).__module__.startswith("deepspeed.") or any(hasattr(one, "ds_id") for one in weights):
-        raise ModelError("probe", "DeepSpeed holds its weights, which cannot be probed: use FSDP 2")
+    model = _without_ranks(model)
     adapters = getattr(model, "peft_config", {})
     for adapter in adapters.values() if isinstance(adapters, dict) else ():
         if adapter.is_prompt_learning and adapter.peft_type == "PREFIX_TUNING":
@@ -181,13 +185,21 @@ def unwrap(model: Any) -> Any:
     return inner
 
 
-def _find_stack(model: Any, *, native: str, logits: bool) -> tuple[TextStack, dict[str, str]]:
+def _without_ranks(model: Any) -> Any:
+    """Return the model inside DDP or an engine of DeepSpeed."""
+    while isinstance(model, DistributedDataParallel) or type(model).__module__.startswith("deepspeed."):
+        model = model.module
+    return model
+
+
+def _find_stack(model: Any, asked: Any, *, native: str, logits: bool) -> tuple[TextStack, dict[str, str]]:
     """
     Return the first module, and way to count positions, whose hooks keep results of padded rows,
     and each side of padding that is computed padded, with the reason.
 
     Args:
         model: Model of transformers without wrappers, set to keep samples of a row apart.
+        asked: The same model, or a small copy that has the same modules, which computes the rows.
         native: Attention of transformers that computes the padded rows.
         logits: See `unpad`.
 
@@ -195,11 +207,11 @@ def _find_stack(model: Any, *, native: str, logits: bool) -> tuple[TextStack, di
         ModelError: Every module and way to count positions changes a result.
     """
     tried: list[tuple[TextStack, dict[str, str]]] = []
-    for stack in _candidate_stacks(model):
-        hooks = Unpadding(model, stack, logits=logits)
-        reasons = {side: _hook_fault(model, hooks, mask, native=native) for side, mask in _trial_masks(model)}
+    for stack, own in zip(_candidate_stacks(asked), _candidate_stacks(model), strict=True):
+        hooks = Unpadding(asked, stack, logits=logits)
+        reasons = {side: _hook_fault(asked, hooks, mask, native=native) for side, mask in _trial_masks(asked)}
         hooks.remove()
-        tried.append((stack, {side: reason for side, reason in reasons.items() if reason is not None}))
+        tried.append((own, {side: reason for side, reason in reasons.items() if reason is not None}))
         if not tried[-1][1]:
             break
     best, why_not = min(tried, key=lambda one: ("right of" in one[1], len(one[1])))
@@ -228,8 +240,7 @@ def _hook_fault(model: Any, hooks: Unpadding, mask: torch.Tensor, *, native: str
     padding = getattr(trained_config(model.config).get_text_config(), "pad_token_id", None) or 0
     ids = _draw_ids(model).where(mask > 0, padding)
     batch = {"input_ids": ids, "attention_mask": mask, **draw_token_types(model, ids), "use_cache": False}
-    is_sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
-    with evaluation_mode(model), torch.set_grad_enabled(not is_sharded):
+    with evaluation_mode(model), torch.enable_grad():
         try:
             return find_difference(hooks, model, batch, RealTokens.from_mask(mask), native=native)
         except Exception as error:  # noqa: BLE001  # whatever the code of a family raises

@@ -145,8 +145,30 @@ def probe_ready_model(model: Any, *, native: str, named: str, asked: str = "the 
     return measured
 
 
+def build_small_copy(
+    model: Any, choice: AttentionChoice, *, group: Any = None, kind: type | None = None, device: Any = None
+) -> Any:
+    """
+    Return a small copy of a model, with random weights that this process holds in full.
+
+    Args:
+        model: Model of transformers, perhaps with adapters.
+        choice: Attention of the model, and of the copy.
+        group: Ranks that share rows of the copy.
+        kind: Class of the copy; None takes a class that generates.
+        device: Device of the copy; None takes the model's.
+    """
+    weight = next(model.parameters())
+    small = SmallModels(trained_config(model.config), kind=kind).build(attention=choice.loaded_backend)
+    small.to("cpu" if weight.is_meta else device or weight.device)
+    set_attention(small, choice)
+    if group is not None:
+        share_rows(small, group)
+    return small
+
+
 def probe_sharing_copy(
-    model: Any, choice: AttentionChoice, *, named: str, group: dist.ProcessGroup, device: Any
+    model: Any, choice: AttentionChoice, *, named: str, group: dist.ProcessGroup, device: Any = None
 ) -> ProbeResult:
     """
     Probe a small copy of a model whose rows the ranks of a group share; all of them call this.
@@ -154,18 +176,16 @@ def probe_sharing_copy(
     It stands for a model whose weights these ranks share too, so that none can be probed.
 
     Args:
-        model: Model of transformers, perhaps with adapters.
-        choice: Attention of the model.
+        model: See `build_small_copy`.
+        choice: See `build_small_copy`.
         named: See `probe_ready_model`.
         group: Ranks that share rows.
-        device: Device of the copy.
+        device: See `build_small_copy`.
 
     Raises:
         ModelError: See `probe_ready_model`.
     """
-    small = SmallModels(trained_config(model.config)).build(attention=choice.loaded_backend).to(device)
-    set_attention(small, choice)
-    share_rows(small, group)
+    small = build_small_copy(model, choice, group=group, device=device)
     asked = f"a small copy of the model, whose rows {group.size()} ranks share,"
     return probe_ready_model(small, native=choice.native, named=named, asked=asked)
 

@@ -74,6 +74,9 @@ class SmallModels:
     trust_remote_code: bool = False
     """Whether code beside the configuration may run."""
 
+    kind: Any = None
+    """Class to build; None takes `model_class`."""
+
     _configs: dict[Any, tuple[Any, int]] = attrs.field(factory=dict, init=False)
     """Layers of each kind, and new values -> the small configuration, and its number of weights."""
 
@@ -102,7 +105,10 @@ class SmallModels:
         """Build a copy with *layers_per_kind* layers of each kind."""
         key = (layers_per_kind, tuple(new_values.items()))
         build_one = partial(
-            _instantiate, model_class(self.config), attention=attention, trust_remote_code=self.trust_remote_code
+            _instantiate,
+            self.kind or model_class(self.config),
+            attention=attention,
+            trust_remote_code=self.trust_remote_code,
         )
         if key not in self._configs:
             # transformers' from_dict would also write the configuration out, for a line of its log.

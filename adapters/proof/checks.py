@@ -6,9 +6,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from packplan.adapters.models import evaluation_mode
+from packplan.adapters.models import evaluation_mode, find_sharded_weight
 from packplan.adapters.proof.batches import PackedBatch, Starts, shape_text
 from packplan.adapters.proof.comparison import (
     Comparison,
@@ -120,10 +119,9 @@ def assert_equal_to_alone(
 
 def refuse_sharded_weights(model: torch.nn.Module) -> None:
     """Raise ModelError for the first weight that this process does not hold in full."""
-    for name, weight in model.named_parameters():
-        if weight.numel() == 0 or "_flat_param" in name or isinstance(weight, DTensor):
-            reason = f"its weight {name} is sharded, as FSDP and ZeRO-3 leave it: ask the model before"
-            raise ModelError("probe", reason)
+    if (name := find_sharded_weight(model)) is not None:
+        reason = f"its weight {name} is sharded, as FSDP and ZeRO-3 leave it: ask the model before"
+        raise ModelError("probe", reason)
 
 
 def _difference_error(fact: str, where: NamedModule | None = None, **details: Any) -> MismatchError:

@@ -8,11 +8,15 @@ without the comparison.
 Ranks may have first calls of different kinds, so no rank waits for another one here. A rank that
 finds a difference computes with padding from then on, and writes it to the store of
 torch.distributed. Every rank reads the store before it updates weights, so all end together.
+
+Where weights are sharded, no rank computes a pass alone. So all ranks compare if one of them has a
+first call, without gradients: loss and outputs. They end together at once.
 """
 
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import partial
 from itertools import count
 from typing import Any
@@ -20,11 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 
 from packplan.adapters.attention import using_native_attention
 from packplan.adapters.attention.rows import RealTokens
+from packplan.adapters.models import find_sharded_weight
 from packplan.adapters.proof.passes import Pass, difference_text, run_pass
+from packplan.adapters.proof.steps import gather_from_ranks, has_ranks
 from packplan.core.errors import MismatchError, ModelError
 
 log = logging.getLogger(__name__)
@@ -32,8 +38,17 @@ log = logging.getLogger(__name__)
 _NUMBERS = count()
 """Number of each comparison in this process; ranks hook their models in the same order."""
 
+_MODELS = count()
+"""Number of each model that this process was asked to hook."""
+
 _NEEDED = {"input_ids", "inputs_embeds", "attention_mask", "labels"}
 """Inputs that a call is not tried without."""
+
+_PATIENCE = timedelta(minutes=10)
+"""Longest time that a rank waits for the others with the same model."""
+
+_HOOKLESS = "without hooks"
+"""Word of a rank whose hooks are removed."""
 
 NOT_PACKED = "it is given no mask of rows and positions"
 """Reason why a text stack that could be packed is not."""
@@ -46,8 +61,9 @@ class FirstCalls:
         """Let the attention *native* of transformers compute padded passes."""
         self._native, self._key = native, f"packplan/unlike_padded/{next(_NUMBERS)}"
         self._kinds: set[Any] = set()
+        self._has_met = False  # with the calls of the same model on other ranks
 
-    def compare(self, hooks: Any, module: Any, given: dict[str, Any], tokens: RealTokens) -> None:
+    def compare(self, hooks: Any, module: Any, given: dict[str, Any], tokens: RealTokens | None) -> None:
         """
         Compare a call with its padded pass if it is the first of its kind.
 
@@ -55,36 +71,61 @@ class FirstCalls:
             hooks: `Unpadding` of the model.
             module: The model, its wrapper or its text stack.
             given: Arguments of the call by name.
-            tokens: Real tokens of the batch.
+            tokens: Real tokens of the batch; None if the call is not packed.
 
         Raises:
-            MismatchError: They differ. On several ranks, `refuse_step` raises it.
+            MismatchError: They differ. On several ranks that have all weights, `refuse_step` raises
+                it.
         """
-        shapes = {name: getattr(one, "ndim", one is True) for name, one in given.items() if one is not None}
-        sides, mode = " and ".join(sorted(tokens.padding_places)) or "right of", module.training
-        kind = module, mode, torch.is_grad_enabled(), hooks.omits_eval_logits, sides, frozenset(shapes.items())
-        if kind in self._kinds:
+        is_sharded = has_ranks() and find_sharded_weight(module) is not None
+        if is_sharded:
+            self._meet_once()
+        kind = None if tokens is None else self._kind_of(hooks, module, given, tokens)
+        is_new = kind is not None and kind not in self._kinds
+        if not (any(gather_from_ranks(is_new)) if is_sharded else is_new):
             return
         self._kinds.add(kind)
-        words = f"the first call of {type(module).__name__} in {'training' if mode else 'evaluation'} with"
-        words = f"{words} {', '.join(sorted(shapes))}, padded {sides} tokens,"
-        if any(isinstance(one, (FSDPModule, FullyShardedDataParallel)) for one in module.modules()):
-            log.warning("%s is not compared with its padded pass: ranks share the weights", words)
-            return
-        try:
-            fact = find_difference(hooks, module, given, tokens, native=self._native)
-        except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
-            log.warning("%s is not compared with its padded pass: %s: %s", words, type(error).__name__, error)
-            return
-        if fact is NOT_PACKED:
-            log.warning("%s is computed padded", words)
+        fact = self._find_fact(hooks, module, given, tokens, together=is_sharded)
+        if is_sharded:
+            if isinstance(module, FSDPModule):
+                module.unshard()  # if its hook came before this one
+            _raise_first(fact)
+        elif fact is not None and not has_ranks():
+            raise MismatchError("unlike_padded", fact)
         elif fact is not None:
-            fact = f"{words} differs without padding: {fact}{self._deciding_input(hooks, module, given, tokens)}"
-            if not _has_ranks():
-                raise MismatchError("unlike_padded", fact)
             log.error("%s; no rank updates weights", fact)
             hooks.is_paused = True
             _get_default_store().compare_set(self._key, "", f"rank {dist.get_rank()}: {fact}")
+
+    def _meet_once(self) -> None:
+        """Raise MismatchError unless all ranks call this model with its hooks."""
+        if not self._has_met and _HOOKLESS in _meet_ranks(self._key, ""):
+            raise MismatchError("ranks_disagree", "a rank computes this model padded: `unpad` it on all ranks")
+        self._has_met = True
+
+    def _find_fact(
+        self, hooks: Any, module: Any, given: dict[str, Any], tokens: RealTokens | None, *, together: bool
+    ) -> str | None:
+        """Return how a call differs from its padded pass, or log why it is not compared."""
+        words = _describe_call(module, given, tokens)
+        try:
+            fact = find_difference(hooks, module, given, tokens, native=self._native, together=together)
+        except Exception as error:
+            if together and not isinstance(error, ModelError):
+                raise  # other ranks are inside of a pass, which this one cannot go on with
+            log.warning("%s is not compared with its padded pass: %s: %s", words, type(error).__name__, error)
+            return None
+        if fact is NOT_PACKED:
+            log.warning("%s is computed padded", words)
+        if fact is None or fact is NOT_PACKED:
+            return None
+        why = "" if together or tokens is None else self._deciding_input(hooks, module, given, tokens)
+        return f"{words} differs without padding: {fact}{why}"
+
+    def _kind_of(self, hooks: Any, module: Any, given: dict[str, Any], tokens: RealTokens) -> Any:
+        shapes = {name: getattr(one, "ndim", one is True) for name, one in given.items() if one is not None}
+        sides, mode = frozenset(tokens.padding_places), module.training
+        return module, mode, torch.is_grad_enabled(), hooks.omits_eval_logits, sides, frozenset(shapes.items())
 
     def _deciding_input(self, hooks: Any, module: Any, given: dict[str, Any], tokens: RealTokens) -> str:
         """Return a clause on the first input without which a call is that of its padded pass."""
@@ -95,21 +136,79 @@ class FirstCalls:
                     return f"; without {name} it does not, so leave {name} out"
         return ""
 
+    def remove(self) -> None:
+        """Tell other ranks that this one has removed its hooks."""
+        if has_ranks():
+            _get_default_store().set(f"{self._key}/{dist.get_rank()}", _HOOKLESS)
+
     def refuse_step(self, *_: Any) -> None:
         """Raise MismatchError if a rank has found a difference, before weights are updated."""
-        if _has_ranks():
+        if has_ranks():
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # gradients are reduced now, so each rank has had its call
             if _get_default_store().check([self._key]):
                 raise MismatchError("unlike_padded", _get_default_store().get(self._key).decode())
 
 
-def _has_ranks() -> bool:
-    """Return whether other ranks run; those of a traced step are fake."""
-    return dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
+def _describe_call(module: Any, given: dict[str, Any], tokens: RealTokens | None) -> str:
+    names = ", ".join(sorted(name for name, one in given.items() if one is not None))
+    sides = " and ".join(sorted(tokens.padding_places) if tokens else []) or "right of"
+    mode = "training" if module.training else "evaluation"
+    return f"the first call of {type(module).__name__} in {mode} with {names}, padded {sides} tokens,"
 
 
-def find_difference(hooks: Any, module: Any, given: dict[str, Any], tokens: RealTokens, *, native: str) -> str | None:
+def _raise_first(fact: str | None) -> None:
+    """Raise MismatchError with the fact of the first rank that has one; all ranks call this."""
+    for rank, found in enumerate(gather_from_ranks(fact)):
+        if found is not None:
+            raise MismatchError("unlike_padded", f"rank {rank}: {found}")
+
+
+@contextmanager
+def raising_together() -> Iterator[None]:
+    """Let an error that one rank raises in the block end all ranks; all ranks run the block."""
+    fault = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  # raised again, once the other ranks know
+        fault = error
+    told = "" if fault is None else f"{type(fault).__name__}: {fault}"[:300]
+    try:
+        facts = _meet_ranks(f"packplan/models/{next(_MODELS)}", told) if has_ranks() else []
+    finally:
+        if fault is not None:
+            raise fault
+    for rank, fact in enumerate(facts):
+        if fact:
+            raise ModelError("probe", f"rank {rank} refuses the model: {fact}")
+
+
+def _meet_ranks(key: str, word: str) -> list[str]:
+    """
+    Wait until all ranks are here, without a collective, and return the words of each.
+
+    Args:
+        key: Name of the place, the same on all ranks.
+        word: Word of this rank.
+
+    Raises:
+        MismatchError: A rank did not come in time.
+    """
+    store, rank = _get_default_store(), dist.get_rank()
+    store.set(f"{key}/{rank}", word)
+    keys = [f"{key}/{one}" for one in range(dist.get_world_size())]
+    try:
+        store.wait(keys, _PATIENCE)
+    except dist.DistStoreError as error:
+        absent = [one for one, name in enumerate(keys) if not store.check([name])]
+        fact = f"rank {rank} waited for ranks {absent} with a model without padding: `unpad` it on all ranks"
+        raise MismatchError("ranks_disagree", fact) from error
+    return [store.get(name).decode() for name in keys]
+
+
+def find_difference(
+    hooks: Any, module: Any, given: dict[str, Any], tokens: RealTokens | None, *, native: str, together: bool = False
+) -> str | None:
     """
     Return how a packed call differs from its padded pass, as a clause; None if it does not.
 
@@ -117,9 +216,13 @@ def find_difference(hooks: Any, module: Any, given: dict[str, Any], tokens: Real
         hooks: `Unpadding` of the model.
         module: The model, its wrapper or its text stack.
         given: Arguments of the call by name.
-        tokens: Real tokens of the batch.
+        tokens: Real tokens of the batch; None if the call is not packed, and not compared.
         native: Attention of transformers that computes the padded pass.
+        together: Whether ranks share the weights, so that all compute the same passes, without
+            gradients.
     """
+    if together and "use_cache" in given:  # without gradients that is generation
+        given = {**given, "use_cache": False}
     call, counts = partial(module, **given), type(hooks.counts)()
 
     def call_with_another_seed() -> Any:
@@ -129,15 +232,21 @@ def find_difference(hooks: Any, module: Any, given: dict[str, Any], tokens: Real
     def run_padded(one: Callable[[], Any]) -> Pass:
         return run(one, tokens, hooks.trial(padded=True), using_native_attention(hooks.model, native))
 
-    run = partial(run_pass, hooks.model, hooks.stack.module, keeps=given.get("logits_to_keep"))
-    expected = run_padded(call)
-    try:
-        found = run(call, tokens, hooks.trial(counts))
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
-        return f"it raises {type(error).__name__}: {error}"
-    fact = difference_text(found, expected) if counts.calls else NOT_PACKED
-    if fact is not None and difference_text(run_padded(call_with_another_seed), expected) is not None:
-        raise ModelError("probe", "its results change with the random state, without dropout and noise too")
+    run, found, fact = partial(run_pass, hooks.model, hooks.stack.module, keeps=given.get("logits_to_keep")), None, None
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not together):
+        expected = run_padded(call)
+        try:
+            found = run(call, tokens, hooks.trial(counts))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            fact = f"it raises {type(error).__name__}: {error}"
+            if together:
+                raise MismatchError("unlike_padded", f"without padding {fact}") from error
+        if found is not None and tokens is not None:
+            fact = difference_text(found, expected) if counts.calls else NOT_PACKED
+        if any(gather_from_ranks(fact) if together else [fact]):
+            again = run_padded(call_with_another_seed)
+            if found is not None and fact is not None and difference_text(again, expected) is not None:
+                raise ModelError("probe", "its results change with the random state, without dropout and noise too")
     return fact

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from itertools import chain
 from typing import Any
 
 import attrs
@@ -53,7 +54,7 @@ def run_pass(
     model: Any,
     stack: Any,
     call: Callable[[], Any],
-    tokens: RealTokens,
+    tokens: RealTokens | None,
     *contexts: AbstractContextManager[Any],
     keeps: Any = None,
 ) -> Pass:
@@ -64,7 +65,7 @@ def run_pass(
         model: Model of transformers without wrappers.
         stack: Text stack of the model, which the call reaches.
         call: Function that calls the model, its wrapper, or the stack.
-        tokens: Real tokens of the batch.
+        tokens: Real tokens of the batch; None reads no results.
         contexts: Contexts of the call.
         keeps: `logits_to_keep` of the call: the number of last columns that have logits, or
             columns; None or 0 for all.
@@ -89,6 +90,8 @@ def run_pass(
         inside.enter_context(stack.get_input_embeddings().register_forward_hook(note_source))
         inside.enter_context(stack.register_forward_hook(note_results))
         leaves, _ = tree_flatten_with_path(call())
+        if tokens is None:
+            return run
         named = {keystr(path).strip("[]'"): one for path, one in leaves if isinstance(one, torch.Tensor)}
         outputs |= {name: one for name, one in named.items() if one.is_floating_point() and not _SKIPPED.match(name)}
         columns = torch.arange(tokens.shape[1], device=tokens.places.device)
@@ -186,7 +189,8 @@ def difference_text(found: Pass, expected: Pass) -> str | None:
     """
     if found.isolation:
         return ProbeResult(found.isolation, 0.0).reason_against_packing(limit=expected.limit)
-    differences, largest = {}, max(float(one.abs().max()) for one in expected.values[_STATES])
+    scale = expected.values.get(_STATES) or [*chain(*expected.values.values())]
+    differences, largest = {}, max(float(one.abs().max()) for one in scale)
     for name, due in expected.values.items():
         mine = found.values.get(name, [])
         if [len(one) for one in mine] != [len(one) for one in due]:

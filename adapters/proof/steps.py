@@ -102,7 +102,7 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
     autocast = trainer.accelerator.autocast if is_trainer else nullcontext
     with restoring_training_state(model), torch.enable_grad():
         loss, gradients, batches = (_run_trainer if is_trainer else _run_function)(trainer, model)
-        samples = [_read_sample(batch) for rank in _gather_from_ranks([*map(_move_to_cpu, batches)]) for batch in rank]
+        samples = [_read_sample(batch) for rank in gather_from_ranks([*map(_move_to_cpu, batches)]) for batch in rank]
         tokens = sum(int((one.targets != IGNORED_LABEL).sum()) for one in samples)
         if not tokens:
             raise ArgumentError("packed_batch", "the step learns no token, so it has no loss to compare")
@@ -125,7 +125,7 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
         facts.append(f"the step's loss is {loss:.5g}, {loss / found.due:.4g} times the {found.due:.5g} that is due")
     if not found.gradients <= limit:
         facts.append(f"the gradients are {factor:.4g} times those that are due, and differ by {found.gradients:.2g}")
-    ranks = _gather_from_ranks("; ".join(facts))
+    ranks = gather_from_ranks("; ".join(facts))
     for told in filter(None, ranks):  # a rank may differ alone
         numbers = f"{counted(len(ranks), 'rank')} of {counted(len(batches), 'batch')} each"
         raise MismatchError("unlike_step", f"{told}; {numbers} took the step", attrs.asdict(found))
@@ -234,9 +234,15 @@ def _run_for_mean(model: torch.nn.Module, samples: list[Sample], tokens: int, au
     return run_alone(model, weighted, call=call_model, keep_logits=False)
 
 
-def _gather_from_ranks(value: Any) -> list[Any]:
-    """Return the values of all ranks, in their order."""
-    if not (dist.is_available() and dist.is_initialized()):
+def has_ranks() -> bool:
+    """Return whether other ranks run; those of a traced step are fake."""
+    is_one = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+    return not is_one and dist.get_backend() != "fake"
+
+
+def gather_from_ranks(value: Any) -> list[Any]:
+    """Return the values of all ranks, in their order; all ranks call this."""
+    if not has_ranks():
         return [value]
     found = [value] * dist.get_world_size()
     dist.all_gather_object(found, value)

@@ -52,13 +52,13 @@ def follow_plan(trainer: Any, *, attn_impl: str | None, row_ranks: int, check: b
     schedule = make_schedule(packs.plan, trainer.args, world_size=count_row_groups(trainer.args.world_size, row_ranks))
     group = new_row_group(row_ranks, trainer.args.ddp_timeout_delta) if row_ranks > 1 else None
     # Heads of other tasks pool each sample of a row, so no logits of tokens can be compared.
-    whole = trainer.task_type == "causal_lm" and not (trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled())
+    ready = trainer.task_type == "causal_lm" and not trainer.is_fsdp_enabled
     for model in (getattr(trainer, "ref_model", None), trainer.model):
         if model is not None:
             attention = separate_samples(
                 trainer.accelerator.unwrap_model(model),
                 named=NAME if attn_impl is None else None,
-                whole=whole,
+                ready=ready,
                 group=group,
             )
     insert_base_class(trainer, _PlannedSwiftTraining)

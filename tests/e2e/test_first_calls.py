@@ -217,3 +217,8 @@ def test_what_changes_with_the_random_state_is_not_compared(caplog):
 def test_all_ranks_end_with_what_one_of_them_finds(server, tmp_path):
     """Before weights are updated, though the other rank compares nothing; on two ranks."""
     assert [0, 0] == finished(server.ranks(2, unpad_rank.end_together, folder=tmp_path))
+
+
+def test_all_ranks_end_where_one_refuses_a_sharded_model(server, tmp_path):
+    """A probe that fails; a wrong module; positions that go on; hooks that one rank lacks."""
+    assert [0, 0] == finished(server.ranks(2, unpad_rank.refuse_together, folder=tmp_path))

@@ -1,17 +1,30 @@
 """Tiny models that compute no padding on one rank, however ranks share a model."""
 
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from typing import Any
+from unittest import mock
 
+import attrs
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad
+from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from packplan.core.errors import MismatchError
+from packplan.adapters.hf import unpad as hooking
+from packplan.adapters.hf.packed_calls import TextStack
+from packplan.adapters.models import find_sharded_weight
+from packplan.adapters.proof import first_calls
+from packplan.core.errors import MismatchError, ModelError
 from packplan.hf import unpad
+from tests.hosts import law
 
 _SIZES = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -75,26 +88,36 @@ def computed(model: Any, batch: dict[str, Any], **options: Any) -> tuple[Any, di
     """Return outputs and gradients of a batch, those of sharded weights whole."""
     model.zero_grad()
     outputs = model(**batch, **options)
+    if isinstance(model, deepspeed.DeepSpeedEngine):
+        model.backward(outputs.loss)
+        trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        gradients = {name: safe_get_full_grad(one).clone() for name, one in trained.items()}
+        model.step()
+        return outputs, gradients
     outputs.loss.backward()
     gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
     return outputs, {name: getattr(one, "full_tensor", lambda one=one: one)() for name, one in gradients.items()}
 
 
-def main() -> None:
-    """Compare each case with its padded pass."""
+def main(*names: str) -> None:
+    """Compare each case, or those of the names, with its padded pass."""
     torch.use_deterministic_algorithms(mode=False)
     dist.init_process_group("gloo")
-    for name, case in CASES.items():
-        assert_same(*case, batch_of(padded().roll(dist.get_rank(), 0), seed=dist.get_rank()), name)
+    for name in names or CASES:
+        assert_same(*(CASES | MORE)[name], name)
     dist.destroy_process_group()
 
 
-def assert_same(wrap: Any, family: str, hooked_first: Any, batch: dict[str, Any], name: str) -> None:
+def assert_same(wrap: Any, family: str, hooked_first: Any, name: str) -> None:
     """A step of a model has the loss and gradients of its padded pass."""
-    model = build(family)
+    rank, sees = dist.get_rank(), family == "qwen2_5_vl"
+    model = law.model_of(family) if sees else build(family)
+    batch = (seen_batch if sees else batch_of)(padded().roll(rank, 0), seed=rank)
     hooks = unpad(model, logits=False) if hooked_first else None
-    model = wrap(model).train()
+    model = wrap(model)
+    model.train()
     hooks = hooks or unpad(model)
+    assert ("zero 3" in name or "fsdp" in name) == (find_sharded_weight(model) is not None), name
     found, gradients = computed(model, batch)
     with hooks.paused():
         due, expected = computed(model, batch)
@@ -103,19 +126,68 @@ def assert_same(wrap: Any, family: str, hooked_first: Any, batch: dict[str, Any]
     assert hooks.counts.real < hooks.counts.padded, name
 
 
-def shard(model: Any) -> Any:
+def seen_batch(mask: torch.Tensor, *, seed: int) -> dict[str, torch.Tensor]:
+    """Return a batch with an image of four tokens in each row."""
+    batch = batch_of(mask, seed=seed)
+    ids = batch["input_ids"].clamp_(max=law.LAST)
+    for row, first in enumerate(mask.argmax(1).tolist()):
+        ids[row, first + 1 : first + 5] = law.IMAGE
+    batch["labels"] = ids.where(batch["labels"] != -100, -100)
+    grids, pixels = torch.tensor([[1, 4, 4]] * ROWS), torch.randn(ROWS * 16, 3 * 2 * 14 * 14)
+    kinds = (ids == law.IMAGE).long()
+    return batch | {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": kinds}
+
+
+def adapted(model: Any) -> Any:
+    """Add adapters and checkpointing to a model."""
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def shard(model: Any, *, reshards: bool | None = None) -> Any:
+    """Share a model's weights by FSDP 2, with checkpointing."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model, reshard_after_forward=reshards)
+
+
+def shard_seen(model: Any) -> Any:
+    """Share the weights of a model that sees, perhaps with adapters, by FSDP 2."""
+    for layer in getattr(model, "get_base_model", lambda: model)().model.language_model.layers:
         fully_shard(layer)
     return fully_shard(model)
 
 
-CASES = {
+def engine(model: Any, *, stage: int) -> Any:
+    """Return an engine of DeepSpeed that shares a model by ZeRO, and whose steps change nothing."""
+    trained = [one for one in model.parameters() if one.requires_grad]
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
+    optimizer = torch.optim.SGD(trained, lr=0.0)
+    return deepspeed.initialize(model=model, model_parameters=trained, optimizer=optimizer, config=config)[0]
+
+
+CASES: dict[str, tuple[Callable[[Any], Any], str, bool]] = {
     "ddp": (DistributedDataParallel, "qwen2", False),
     "fsdp": (shard, "qwen2", False),
-    "fsdp, hooked before, of experts": (shard, "qwen3_moe", True),
+    "fsdp, hooked before, of experts": (partial(shard, reshards=True), "qwen3_moe", True),
+    "fsdp, adapters, images": (lambda model: shard_seen(adapted(model)), "qwen2_5_vl", False),
+    "zero 2, adapters, images": (lambda model: engine(adapted(model), stage=2), "qwen2_5_vl", False),
+    "zero 3, hooked before, adapters": (lambda model: engine(adapted(model), stage=3), "qwen2", True),
 }
 """Case -> how ranks share the model, its family, and whether it is hooked before."""
+
+MORE = {
+    "zero 1": (partial(engine, stage=1), "qwen2", True),
+    "zero 3": (partial(engine, stage=3), "opt", False),
+    "zero 3, images": (partial(engine, stage=3), "qwen2_5_vl", False),
+    "zero 3, hooked before, images, adapters": (lambda model: engine(adapted(model), stage=3), "qwen2_5_vl", True),
+    "fsdp, hooked before, images": (shard_seen, "qwen2_5_vl", True),
+}
+"""Further cases, for `make test-hosts`."""
 
 
 def end_together() -> None:
@@ -139,3 +211,56 @@ def end_together() -> None:
     assert torch.equal(before, model.module.lm_head.weight)
     assert hooks.counts.calls == 0, "calls go on with padding"
     dist.destroy_process_group()
+
+
+def refuse_together() -> None:
+    """Faults that the last rank alone has end all ranks by name, and none waits for another."""
+    dist.init_process_group("gloo")
+    rank, batch, find = dist.get_rank(), batch_of(padded()), hooking._find_stack
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("a fault")
+
+    failing = mock.patch.object(hooking, "probe_small_copy", fail if rank else hooking.probe_small_copy)
+    refused = pytest.raises(ValueError, match="a fault") if rank else pytest.raises(ModelError, match="rank 1 refuses")
+    with failing, refused:
+        unpad(build("qwen2"))
+
+    for wrap, family, plant, words in FAULTS:
+
+        def find_with_fault(model: Any, *args: Any, plant: Any = plant, **options: Any) -> Any:
+            stack, why_not = find(model, *args, **options)
+            return plant(stack, model) if rank else stack, why_not
+
+        with mock.patch.object(hooking, "_find_stack", find_with_fault):
+            model = wrap(build(family))
+            unpad(model)
+        with pytest.raises(MismatchError, match=f"rank 1: the first call .*{words}"):
+            model(**batch)
+
+    hooks = unpad(engine(build("qwen2"), stage=3))  # as a reference model
+    if rank:
+        hooks.remove()
+    else:
+        with pytest.raises(MismatchError, match="on all ranks"):
+            hooks.model(**batch)
+
+    if not rank:
+        briefly = mock.patch.object(first_calls, "_PATIENCE", timedelta(seconds=1))
+        with briefly, pytest.raises(MismatchError, match=r"waited for ranks \[1\]"):
+            unpad(build("qwen2"))
+    dist.barrier()
+
+
+class _GoingOn(TextStack):
+    """A stack whose positions go on from sample to sample."""
+
+    def _packed_positions(self, given: dict[str, Any], tokens: Any) -> torch.Tensor:
+        return torch.arange(len(tokens.places))[None]
+
+
+FAULTS = [
+    (shard, "qwen2", lambda stack, model: attrs.evolve(stack, module=model), "loss"),
+    (partial(engine, stage=3), "gpt2", lambda stack, _: _GoingOn(stack.module), "state"),
+]
+"""How ranks share a model, its family, what changes the last rank's stack, and what differs."""

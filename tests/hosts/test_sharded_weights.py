@@ -1,0 +1,133 @@
+"""Trainers train the same without padding and by plans where ranks share the model's weights."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+# isort: split
+import torch
+import torch.distributed as dist
+import trl
+from accelerate.state import AcceleratorState
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import DataCollatorForTokenClassification, Trainer, TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+import packplan as pp
+from packplan.adapters.models import find_sharded_weight
+from packplan.hf import unpad, use_plan
+from tests.e2e import unpad_rank
+from tests.hosts.law import arguments, model_of, tokenizer
+from tests.hosts.pages import own_callbacks
+from tests.processes import finished
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+_WORDS = ["red", "blue " * 3, "a circle of many words " * 4, "bars " * 9]
+
+_PAIRS = {"prompt": _WORDS * 4, "chosen": _WORDS * 4, "rejected": _WORDS[::-1] * 4}
+
+_ROWS = {name: [[7 + one % 3] * (1 + 5 * one % 17) for one in range(16)] for name in ("input_ids", "labels")}
+
+build = partial(model_of, "qwen2", pad_token_id=0, eos_token_id=1)
+
+
+def settings_of(stage: int) -> dict[str, Any] | None:
+    """Return settings of DeepSpeed, under which the smallest weight is shared too."""
+    auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    return {"zero_optimization": zero} | dict.fromkeys(auto, "auto") if stage else None
+
+
+def stage_of(case: str) -> int:
+    return int(case[len("ZeRO ")])
+
+
+def trainer_of(host: str, case: str, folder: Path) -> Any:
+    """Return a trainer as its users make it, whose model is made before or after its arguments."""
+    adapters = "adapters" in case
+    AcceleratorState._reset_state(reset_partial_state=True)
+    unset_hf_deepspeed_config()
+    keys = {"per_device_train_batch_size": 2, "max_steps": 3, "learning_rate": 1e-2, "disable_tqdm": True}
+    keys |= {"deepspeed": settings_of(stage_of(case)), "gradient_checkpointing": adapters}
+    models = [build(), build()] if "built first" in case else []
+    args = arguments(trl.DPOConfig if host == "DPOTrainer" else TrainingArguments, folder, **keys)
+    model, reference = models or (build(), build())
+    if host == "DPOTrainer":
+        given = {"peft_config": LoraConfig(init_lora_weights=False)} if adapters else {"ref_model": reference}
+        rows = Dataset.from_dict(_PAIRS)
+        return trl.DPOTrainer(model, args=args, train_dataset=rows, processing_class=tokenizer(*_WORDS), **given)
+    collate = DataCollatorForTokenClassification(tokenizer(*_WORDS))
+    return Trainer(model, args, collate, train_dataset=Dataset.from_dict(_ROWS))
+
+
+def numbers_of(trainer: Any) -> list[float]:
+    """Train, and return loss and gradient norm of each step."""
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [float(step[name]) for step in steps for name in ("loss", "grad_norm")]
+
+
+def compare(folder: str, host: str, case: str) -> None:
+    """Train with and without padding: losses and gradient norms are the same."""
+    make = partial(trainer_of, host, case, Path(folder))
+    with own_callbacks():
+        due, trainer = numbers_of(make()), make()
+        models = [one for one in (trainer.model, getattr(trainer, "ref_model", None)) if one is not None]
+        hooks = [unpad(one) for one in models]
+        found = numbers_of(trainer)
+    assert due == pytest.approx(found, rel=1e-6)
+    assert len(due) == 6
+    assert (stage_of(case) == 3) == (find_sharded_weight(trainer.model) is not None)
+    assert all(0 < one.counts.real < one.counts.padded for one in hooks)
+
+
+def follow(folder: str) -> None:
+    """Train a plan at each stage: losses and gradient norms are the same."""
+    plan = pp.plan([len(ids) for ids in _ROWS["input_ids"]], 20)
+    found = []
+    with own_callbacks():
+        for case in PLANNED:
+            trainer = trainer_of("Trainer", case, Path(folder))
+            use_plan(trainer, plan)
+            found.append(numbers_of(trainer))
+    assert len(found[0]) == 6
+    for case, numbers in zip(PLANNED, found, strict=True):
+        assert found[0] == pytest.approx(numbers, rel=1e-6), case
+
+
+PLANNED = ["ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3, built first"]
+"""Cases of a plan: stage of ZeRO, 0 for DDP; whether the model is built before its arguments."""
+
+CASES = {
+    "Trainer": ["ZeRO 1", "ZeRO 2, built first", "ZeRO 3, built first", "ZeRO 3"],
+    "DPOTrainer": ["ZeRO 1, built first", "ZeRO 2", "ZeRO 3, built first", "ZeRO 3", "ZeRO 3, adapters"],
+}
+"""Trainer -> cases without padding."""
+
+
+def main(folder: str, host: str) -> int:
+    """Run the cases of a host in one process group."""
+    torch.use_deterministic_algorithms(mode=False)
+    for case in CASES.get(host, []):
+        compare(folder, host, case)
+    if host not in CASES:
+        follow(folder)
+    dist.destroy_process_group()
+    return 0
+
+
+def test_a_loop_computes_the_same_where_ranks_share_weights(server, tmp_path):
+    """Further ways to share weights, families and orders of the calls, on two ranks."""
+    assert [0, 0] == finished(server.ranks(2, unpad_rank.main, *unpad_rank.MORE, folder=tmp_path))
+
+
+@pytest.mark.parametrize("host", [*CASES, "a plan"])
+def test_a_trainer_computes_the_same_where_ranks_share_weights(host, server, tmp_path):
+    """TRL's DPO with its reference, Trainer, and a plan, at each stage of ZeRO, on two ranks."""
+    assert [0, 0] == finished(server.ranks(2, main, str(tmp_path), host, folder=tmp_path))
