@@ -164,7 +164,7 @@ def parse_record(text: bytes, where: str) -> Any:
     except UnicodeDecodeError:
         raise RecordError(where, "is not UTF-8 text") from None
     except ValueError as error:
-        reason = _TOO_LONG if "sys.set_int_max_str_digits" in str(error) else error
+        reason = _TOO_LONG if "sys.set_int_max_str_digits" in str(error) else str(error)
         raise RecordError(where, f"is no valid JSON: {reason}") from None
     except RecursionError:
         raise RecordError(where, "is no usable JSON: it is nested too deeply") from None
