@@ -1,8 +1,14 @@
 """Trainers train the same without padding and by plans where ranks share the model's weights."""
 
+import os
+import re
+import runpy
+import shutil
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -12,7 +18,9 @@ pytest.importorskip("deepspeed")
 import torch
 import torch.distributed as dist
 import trl
+from accelerate.commands import launch as accelerate_launch
 from accelerate.state import AcceleratorState
+from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import DataCollatorForTokenClassification, Trainer, TrainingArguments
@@ -24,7 +32,7 @@ from packplan.hf import unpad, use_plan
 from tests.e2e import unpad_rank
 from tests.hosts.law import arguments, model_of, tokenizer
 from tests.hosts.pages import own_callbacks
-from tests.processes import finished
+from tests.processes import ROOT, finished
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -131,3 +139,33 @@ def test_a_loop_computes_the_same_where_ranks_share_weights(server, tmp_path):
 def test_a_trainer_computes_the_same_where_ranks_share_weights(host, server, tmp_path):
     """TRL's DPO with its reference, Trainer, and a plan, at each stage of ZeRO, on two ranks."""
     assert [0, 0] == finished(server.ranks(2, main, str(tmp_path), host, folder=tmp_path))
+
+
+def launch(folder: str, *words: str) -> int:
+    """Run a file of the page as a rank of `accelerate launch`, whose variables are set."""
+    os.chdir(folder)
+    sys.argv = [*words]
+    with own_callbacks():
+        runpy.run_path(words[0], run_name="__main__")
+    return 0
+
+
+def test_the_command_of_the_page_trains_under_zero_3(server, reader):
+    """Pairs and a reference model on two ranks, by the page's own settings of accelerate."""
+    at = reader("transformers")
+    shutil.copy(ROOT / "docs" / "examples" / "zero3.yaml", at.folder)
+    _, _, *words = next(words for words in at.commands if "zero3.yaml" in words)
+    words[1] = str(at.folder / words[1])
+    with mock.patch.object(accelerate_launch, "deepspeed_launcher") as launched:
+        accelerate_launch.launch_command(accelerate_launch.launch_command_parser().parse_args(words))
+    (given,) = launched.call_args.args
+    _, told = prepare_deepspeed_cmd_env(given)
+    told = {name: value for name, value in told.items() if name not in os.environ}
+
+    script = [given.training_script, *given.training_script_args]
+    ranks = server.ranks(2, launch, str(at.folder), *script, folder=at.folder, env=told)
+
+    assert [0, 0] == finished(ranks)
+    real, padded = map(int, re.search(r"real=(\d+), padded=(\d+)", ranks[0].said).groups())
+    assert 0 < real < padded
+    assert "3" == told["ACCELERATE_DEEPSPEED_ZERO_STAGE"]
