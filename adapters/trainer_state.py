@@ -6,6 +6,7 @@ its optimizer that DeepSpeed keeps.
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -83,20 +84,16 @@ def find_other_parts(folder: Path, *, stage: int | None, num_ranks: int) -> str 
         stage: ZeRO stage of the run; None without DeepSpeed.
         num_ranks: Ranks of the run.
     """
-    engine, parts = [*folder.glob("global_step*")], [*folder.glob("global_step*/*zero_pp_rank_*optim_states.pt")]
-    then = (
-        (3 if any(folder.glob("global_step*/*zero_pp_rank_*model_states.pt")) else 2 if parts else 0)
-        if engine
-        else None
-    )
+    names = " ".join(path.name for path in folder.glob("global_step*/*"))
+    parts, is_third = names.count("optim_states.pt"), re.search(r"zero_pp_rank_\S+model_states.pt", names)
+    then = None if not names else 3 if is_third else 2 if parts else 0
     # Each node may have a folder of its own.
-    count = num_ranks if len(parts) == int(os.environ.get("LOCAL_WORLD_SIZE", "1")) else len(parts)
+    count = num_ranks if parts == int(os.environ.get("LOCAL_WORLD_SIZE", "1")) else parts
     kept, taken = _optimizer_text(then, count), _optimizer_text(stage, num_ranks)
     return None if kept == taken else f"its optimizer is kept {kept}, and this run keeps it {taken}"
 
 
 def _optimizer_text(stage: int | None, num_ranks: int) -> str:
     """Return the form in which an optimizer is kept under a ZeRO stage, as text."""
-    if not stage:
-        return "as a whole" if stage is None else "as a whole by DeepSpeed"
-    return f"in {counted(num_ranks, 'part')} by ZeRO {'3' if stage == 3 else '1 or 2'}"
+    whole = "as a whole" if stage is None else "as a whole by DeepSpeed"
+    return f"in {counted(num_ranks, 'part')} by ZeRO {'3' if stage == 3 else '1 or 2'}" if stage else whole

@@ -27,9 +27,9 @@ _COMPARING = {
 
 
 def _name_in_trl(trainer: Any) -> str | None:
-    """Return the name of TRL's class from which a trainer derives; None of another trainer."""
-    named = (kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl."))
-    return next(named, None)
+    """Return the name of TRL's class from which a trainer derives; None of one of ms-swift's."""
+    kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.startswith(("trl.", "swift."))]
+    return kinds[0].__name__ if kinds and kinds[0].__module__.startswith("trl.") else None
 
 
 def is_preference_trainer(trainer: Any) -> bool:

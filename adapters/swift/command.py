@@ -17,6 +17,7 @@ from swift.arguments import PretrainArguments, RLHFArguments, SftArguments
 from swift.arguments import sft_args as training
 from swift.cli.main import parse_yaml_args
 from swift.dataset import DatasetLoader, EncodePreprocessor
+from swift.pipelines.train.kto import prepare_kto_dataset
 from swift.pipelines.utils import get_cached_dataset
 from swift.utils import parse_args, seed_everything
 
@@ -62,7 +63,8 @@ class SwiftCommand:
         """Number of sequences in each row: 2 for preference pairs, 0 if it differs between rows."""
         if self.splits_texts or self.arguments.task_type in {"embedding", "reranker", "generative_reranker"}:
             return 0
-        return 2 if getattr(self.arguments, "rlhf_type", None) else 1
+        kind = getattr(self.arguments, "rlhf_type", None)
+        return 2 if kind and (kind, self.arguments.loss_type) != ("kto", "apo_zero_unpaired") else 1
 
     @property
     def splits_texts(self) -> bool:
@@ -123,6 +125,10 @@ class SwiftCommand:
             seed_everything(arguments.seed)
             cached = get_cached_dataset(arguments)
             loaded = arguments.load_dataset() if arguments.dataset or arguments.val_dataset else (None, None)
+            if getattr(arguments, "rlhf_type", None) == "kto":  # pairs the rows of a step
+                per_rank = arguments.per_device_train_batch_size * self.gradient_accumulation_steps
+                arguments.global_batch_size = self.num_processes * per_rank
+                loaded = prepare_kto_dataset(arguments, *loaded)
             for split, parts, more in zip(("train", "eval"), cached, loaded, strict=True):
                 if more is not None:
                     parts.append(self._split_texts(template, more) if self.splits_texts else more)
@@ -233,7 +239,8 @@ def prepare_arguments(arguments: Any) -> None:
 def unplanned_rlhf(arguments: Any) -> str | None:
     """Return the `--rlhf_type` if its trainer makes its own batches; None if packs are planned."""
     kind = getattr(arguments, "rlhf_type", None)
-    return None if kind == "dpo" else kind
+    packed = kind == "kto" and arguments.packing and arguments.sequence_parallel_size == 1
+    return None if kind == "dpo" or (packed and not arguments.model_meta.is_multimodal) else kind
 
 
 def row_ranks(arguments: Any) -> int:
@@ -245,7 +252,7 @@ def _plan_conflicts(arguments: Any) -> Iterator[Fault]:
     """Yield each argument that contradicts a plan."""
     kind = unplanned_rlhf(arguments)
     if kind and arguments.packing:
-        yield Fault("--rlhf_type", f"is {kind}, but plans are made for dpo alone: leave out --packing, not the plugin")
+        yield Fault("--rlhf_type", f"is {kind}, whose rows are not packed: leave out --packing, not the plugin")
     elif not kind and not arguments.packing:
         yield Fault("--packing", "is false, but packs are planned: say --packing true, or leave the plugin out")
     for refusal in active_refusals(arguments, "rlhf" if kind else "plugin"):

@@ -141,7 +141,7 @@ class _PlannedPipeline:
 
     def _train_unpadded(self, pipeline: Any, trainer: Any) -> Any:
         """Train the trainer's own batches, and print the number of padding positions left out."""
-        counts = [hooks.counts for hooks in unpad_models(pipeline, trainer)]
+        counts = [hooks.counts for hooks in unpad_models(pipeline)]
         kind, models = unplanned_rlhf(pipeline.args), counted(len(counts), "model")
         report(f"{kind} trains its own batches, without a plan; {models} will compute no padding")
         result = self._train(pipeline, trainer)

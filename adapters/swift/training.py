@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from swift.trainers import Seq2SeqTrainer
-from transformers.integrations import is_deepspeed_zero3_enabled
 
 from packplan.adapters.attention import NAME
 from packplan.adapters.attention.rows import prepend_text_positions
@@ -18,14 +17,11 @@ from packplan.adapters.models import load_by_model_class
 from packplan.adapters.swift.packs import PackCollator, PlannedPacks
 from packplan.core.align import align_plan
 from packplan.core.batch import count_row_groups
-from packplan.core.errors import ConfigError, Fault
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
 
 _MODELS = ("model", "ref_model", "reward_model", "value_model", "teacher_model")
 """Attributes of a pipeline of ms-swift that hold a model, or a list of models."""
-
-_SPLITS = "splits the weights, but a model is probed with all of them: use zero2, or leave the plugin out"
 
 
 def follow_plan(trainer: Any, *, attn_impl: str | None, row_ranks: int, check: bool = True) -> EpochSchedule:
@@ -63,23 +59,20 @@ def follow_plan(trainer: Any, *, attn_impl: str | None, row_ranks: int, check: b
             )
     insert_base_class(trainer, _PlannedSwiftTraining)
     trainer.native, trainer.row_group = attention.native, group
-    trainer.loss_of_samples = {"causal_lm": "sum", "seq_cls": "mean"}.get(trainer.task_type, "")
+    compares = hasattr(trainer, "calculate_KL")  # KTO, within a pack
+    trainer.loss_of_samples = "" if compares else {"causal_lm": "sum", "seq_cls": "mean"}.get(trainer.task_type, "")
     collator, eval_packs = PackCollator(trainer.data_collator), _eval_packs(trainer)
     trainer.serve(schedule, packs.plan, digest, packs=packs, collator=collator, eval_packs=eval_packs, check=check)
     return schedule
 
 
-def unpad_models(pipeline: Any, trainer: Any) -> list[Unpadding]:
+def unpad_models(pipeline: Any) -> list[Unpadding]:
     """
     Make each model of a pipeline of ms-swift skip padding, and return the hooks of each.
 
     Raises:
-        ConfigError: The weights of a model are split over ranks.
         ModelError: The probe of a model fails.
     """
-    split = {"--fsdp": trainer.is_fsdp_enabled, "--deepspeed": is_deepspeed_zero3_enabled()}
-    if faults := tuple(Fault(flag, _SPLITS) for flag, is_split in split.items() if is_split):
-        raise ConfigError("the command", faults)
     found = [getattr(pipeline, name, None) for name in _MODELS]
     models = [model for held in found for model in (held if isinstance(held, list) else [held])]
     return [unpad(model) for model in dict.fromkeys(models) if model is not None]

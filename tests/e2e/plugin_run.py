@@ -157,7 +157,13 @@ def sequences_of(encoded: dict[str, Any]) -> list[list[int]]:
 
 
 def samples_of(inputs: dict[str, Any]) -> Iterator[list[int]]:
-    """Yield the sequences of a packed row; those of padded rows with their padding."""
+    """Yield the sequences of a packed row, or of KTO's two; padded rows with their padding."""
+    for prefix in ("completion_", "KL_completion_"):
+        if f"{prefix}input_ids" in inputs:
+            own = {key.removeprefix(prefix): value for key, value in inputs.items() if key.startswith(prefix)}
+            yield from samples_of(own)
+    if "input_ids" not in inputs:
+        return
     positions = inputs.get("text_position_ids", inputs.get("position_ids"))
     if positions is None:
         yield from inputs["input_ids"].tolist()

@@ -20,7 +20,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 import packplan as pp
 from packplan.adapters.swift.command import refuse_untested_version
 from packplan.adapters.swift.packs import PlannedPacks, RowFactsPreprocessor
-from packplan.adapters.swift.training import unpad_models
 from packplan.app import plugin
 from packplan.core.align import align_plan
 from packplan.core.errors import ConfigError
@@ -46,6 +45,8 @@ RESUMED = "--tuner_type full --gradient_accumulation_steps 2 --dataloader_num_wo
 LAST = "--resume_from_checkpoint {{runs}}/{}/out/checkpoint-2"
 
 DPO = "--rlhf_type dpo --num_train_epochs 3 --save_strategy no --packing_length 1024"
+
+KTO = f"{FULL} --rlhf_type kto --num_train_epochs 3 --packing_length 4096"
 
 LABELS = f"{FULL} --task_type seq_cls --num_labels 2 --num_train_epochs 3"
 
@@ -85,6 +86,7 @@ ALONE = {
     "pairs-shared": ("rlhf", "qwen2_5_vl_pairs", f"{DPO} --gradient_accumulation_steps {NUM // 2 + 1}"),
     "pairs": ("rlhf", "qwen2_pairs", f"{DPO} --tuner_type full --gradient_accumulation_steps {NUM}"),
     "labels": ("sft", "labels", f"{LABELS} --gradient_accumulation_steps 12"),
+    "kto-packs": ("rlhf", "rlhf", f"{KTO} --gradient_accumulation_steps 1 --per_device_train_batch_size 8"),
     **OTHERS,
 }
 """The same without the plugin, of samples alone."""
@@ -93,7 +95,7 @@ REFUSED = {
     "several-flags": ("sft", "qwen2", f"{ONE} --streaming true --max_steps 3 --group_by_length true --use_ray true",
                       ["ConfigError", "--group_by_length", "--streaming", "--use_ray"]),
     "no-packs": ("sft", "qwen2", f"{ONE} --packing false", ["ConfigError", "--packing"]),
-    "kto-packed": ("rlhf", "qwen2_pairs", f"{ONE} --rlhf_type kto", ["ConfigError", "--rlhf_type"]),
+    "rm-packed": ("rlhf", "qwen2_pairs", f"{ONE} --rlhf_type rm", ["ConfigError", "--rlhf_type"]),
     "kto-shared": ("rlhf", "qwen2_pairs", f"{ONE} --rlhf_type kto --packing false --sequence_parallel_size 2",
                    ["ConfigError", "--sequence_parallel_size"]),
     "no-row": ("sft", "qwen2", f"{ONE} --max_length 20", ["DataSetError", ""]),
@@ -107,6 +109,7 @@ REFUSED = {
 PLUGGED = {
     "pairs": ("rlhf", "qwen2_pairs", f"{DPO} --tuner_type full --gradient_accumulation_steps 8"),
     "labels": ("sft", "labels", f"{LABELS} --gradient_accumulation_steps 4"),
+    "kto-packs": ("rlhf", "rlhf", f"{KTO} --gradient_accumulation_steps 8"),
     "split": ("pt", "qwen2", f"{ONE} --truncation_strategy split --max_length 30 --packing_length 256"),
     "resumed": ("sft", "qwen2", f"{TWICE} {RESUMED} {LAST.format('two-ranks')}"),
     **OTHERS,
@@ -170,10 +173,12 @@ def ran(demo, server, tmp_path_factory) -> Callable[[str], Ran]:
         ("planned", "sft", trained),
         ("replanned", "sft", [*trained, "--max_length", "90"]),
     ]
+    kto = ["rlhf", *words("kto-built", *PLUGGED["kto-packs"][1:], "plugin.py")]
     text = SCRIPT.format(demo=demo, runs=runs)
     task, *given = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True).stdout.splitlines()
     script = [("built", "plan", ["build", "swift", task, *given]),
-              ("script", task, [*given, "--external_plugins", str(runs / "plugin.py")])]  # fmt: skip
+              ("script", task, [*given, "--external_plugins", str(runs / "plugin.py")]),
+              ("kto-built", "plan", ["build", "swift", *kto])]  # fmt: skip
     two = server.ranks(2, plugin_run.main, started("", ON_TWO_RANKS, "plugin.py"), str(runs), folder=runs)
     start = partial(server.start, plugin_run.main)
     assert [0] * 3 == finished([*two, start(planned, str(runs), log=runs / "planned.log")])
@@ -276,6 +281,18 @@ def test_both_halves_of_a_pair_are_in_one_pack(name, attention, ran):
     assert alone.losses[-1] < math.log(2) - 1e-3, "it has learned"
 
 
+def test_kto_learns_from_a_pack_as_from_its_batch(ran):
+    """Its loss compares the completions of a batch, also with those of other prompts."""
+    run = ran("kto-packs")
+
+    (pack,) = run.plan(4096).packs.tolist()
+    assert 8 == len(pack)
+    run.assert_planned(found := run.plan(4096), found.schedule(packs_per_step=1, epochs=3, seed=42))
+    assert ran("alone-kto-packs").losses == pytest.approx(run.losses, abs=1e-5)
+    assert set(re.findall(r"plan [0-9a-f]{12}", ran("kto-built").said)) == {f"plan {found.checksum[:12]}"}
+    assert run.losses[-1] < run.losses[0] - 1e-3, "it has learned"
+
+
 @pytest.mark.parametrize("name", ["labels", "labels-shared"])
 def test_classifiers_learn_from_packs_as_from_samples(name, ran):
     """
@@ -358,10 +375,8 @@ def test_what_cannot_be_trained_as_planned_is_refused(name, ran):
     assert name in {"gone", "longer"} or not [*folder.glob("trained*")]
 
 
-def test_split_weights_and_another_version_are_refused(tmp_path):
-    """A model is asked with all of its weights; options of the plugin are written into it."""
-    with pytest.raises(ConfigError, check=lambda error: ["--fsdp"] == [one.path for one in error.faults]):
-        unpad_models(SimpleNamespace(), SimpleNamespace(is_fsdp_enabled=True))
+def test_another_version_is_refused(tmp_path):
+    """Options of the plugin are written into it."""
     with pytest.raises(ConfigError, match=r"4\.7\.0 .* \(4\.6\.0\)"):
         refuse_untested_version("4.7.0")
 
