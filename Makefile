@@ -37,7 +37,7 @@ test-fast: $(READY)
 # All requirements of the pages at once: the newest trainers beside one torch; ms-swift has an environment of its own.
 test-hosts: $(HOSTS)/.ready
 	HOST_PYTHON=$(abspath $(HOSTS)/bin/python) $(HOSTS)/bin/python -m pytest --durations=10 tests/hosts
-	$(RUN) -m pytest $(PAGE)
+	EVERY_CELL=1 $(RUN) -m pytest $(PAGE) tests/e2e/test_zero.py
 
 $(HOSTS)/.ready: $(READY) Makefile $(wildcard docs/use-it-in/*.md)
 	@echo "Setting up $(HOSTS), once."
