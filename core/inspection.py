@@ -11,6 +11,7 @@ The commands show these values, and a script gets the same ones from a plain lis
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 import attrs
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from packplan.core.lengths import IntArray, Lengths, as_lengths
 from packplan.core.metrics import padded_positions
-from packplan.core.packs import filled_tokens
+from packplan.core.packs import Packs, filled_tokens
 from packplan.core.patterns.certificate import BoundKind
 from packplan.core.plan import RawPlan, unsupervised_samples
 from packplan.core.samples.tables import MEDIA_COLUMNS, DataFile, MediaTable, Table, column, num_media, sample_indices
@@ -457,3 +458,28 @@ def scheduled_steps(schedule: EpochSchedule, pack: int, *, epoch: int = 0) -> tu
     places = np.flatnonzero(schedule.order(epoch)[:batches] == pack)
     per_step = schedule.world_size * schedule.batch_size * schedule.gradient_accumulation_steps
     return tuple(ScheduledStep(place // per_step, place % schedule.world_size) for place in places.tolist())
+
+
+def compare_packs(first: Packs, second: Packs) -> dict[str, IntArray]:
+    """
+    Return the samples that two plans pack differently, ascending: `new` ones are in a pack of
+    *second* alone, `gone` ones of *first* alone, and `moved` ones share a pack with other samples.
+
+    Args:
+        first: Packs of a plan, each with ascending indices.
+        second: Packs of another plan, perhaps of other samples.
+
+    >>> packs = [[0, 1], [2], [3]], [[0, 1], [2, 4]]
+    >>> found = compare_packs(*map(Packs.from_lists, packs))
+    >>> {name: samples.tolist() for name, samples in found.items()}
+    {'new': [4], 'gone': [3], 'moved': [2]}
+    """
+    kinds: dict[bytes, int] = {}  # number of each pack, by its samples
+    total, places = len(first) + len(second), []
+    for packs in (first, second):
+        ends = pairwise(packs.offsets.tolist())
+        numbers = [kinds.setdefault(packs.indices[start:end].tobytes(), len(kinds)) for start, end in ends]
+        places.append(packs.indices * total + np.repeat(numbers, packs.sizes()))
+    differ = np.unique(np.setxor1d(*places) // total)
+    new, gone = (np.setdiff1d(*pair) for pair in ((second.indices, first.indices), (first.indices, second.indices)))
+    return {"new": new, "gone": gone, "moved": np.setdiff1d(differ, [*new, *gone])}

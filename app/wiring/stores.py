@@ -3,14 +3,19 @@
 from pathlib import Path
 
 from packplan.adapters import files
+from packplan.adapters.loaders.batches import read_saved_progress
 from packplan.adapters.samples.data_files import open_records
 from packplan.adapters.samples.data_set import FileRecords
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.lock import FolderLock
 from packplan.adapters.stores.plans import DiskPlanStore
+from packplan.adapters.trainer_state import STATE
 from packplan.app.planning.split import Stores
 from packplan.core.config.run import RunConfig
-from packplan.core.errors import ConfigError
+from packplan.core.errors import ArgumentError, ConfigError, CorruptArtefactError, NotBuiltError
+from packplan.core.fingerprint import from_plain, unseal
+from packplan.core.ports import StoredLengths, StoredPlan
+from packplan.core.schedule import DAMAGED_STATE_REMEDY, ResumeState
 
 
 def artefacts_folder(output_dir: str | Path) -> Path:
@@ -26,6 +31,43 @@ def open_stores(config: RunConfig, split: str) -> Stores:
     if split == "eval" and config.custom.val_share:
         source = folder.with_name("train")  # which has measured the same records
     return Stores(DiskLengthStore(folder, lengths_from=source), DiskPlanStore(folder), FolderLock(folder))
+
+
+def find_stored_plan(folder: Path, split: str) -> tuple[StoredPlan, StoredLengths | None]:
+    """
+    Return the stored plan of a split, and its lengths, if they are beside it.
+
+    Args:
+        folder: Output folder of a run, or a folder of artefacts.
+        split: `train` or `eval`.
+
+    Raises:
+        NotBuiltError: The folder holds no plan.
+    """
+    for place in (artefacts_folder(folder) / split, folder / split, folder):
+        if (plan := DiskPlanStore(place).inspect()) is not None:
+            return plan, DiskLengthStore(place).inspect()
+    raise NotBuiltError(str(folder), f"holds no {split} plan")
+
+
+def read_resume_state(folder: Path) -> ResumeState | None:
+    """
+    Return the progress of a plan in a checkpoint; None for a folder that is no checkpoint.
+
+    Raises:
+        CorruptArtefactError: The trainer's state is damaged.
+        ArgumentError: The checkpoint was not trained from a plan.
+    """
+    if not (folder / STATE).exists():
+        return None
+    saved = read_saved_progress(folder)
+    if "plan" not in saved:
+        message = f"{folder} was trained from a stream, which has no plan"
+        raise ArgumentError("host", message, {"folder": str(folder)})
+    try:
+        return from_plain(ResumeState, unseal(saved))
+    except ValueError as error:
+        raise CorruptArtefactError(str(folder / STATE), str(error), DAMAGED_STATE_REMEDY) from None
 
 
 def records_cache(config: RunConfig) -> Path:

@@ -209,7 +209,7 @@ def missing_inputs(folder: Path) -> list[Call]:
 def looks(folder: Path) -> list[Call]:
     """At a plan that is stored."""
     run = str(store_run(folder))
-    calls = ["show"], ["show", "--sample", "3"], ["whatif", "--max-length", "60,80", "--world-size", "2"]
+    calls = ["show"], ["show", "--sample", "3"], ["whatif", "--max-length", "60,80", "--world-size", "2"], ["diff", run]
     return [([PLAN, *words, run], 0, "") for words in calls]
 
 

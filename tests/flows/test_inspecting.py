@@ -9,15 +9,19 @@ import attrs
 import pytest
 import yaml
 
+from packplan.adapters.loaders.batches import PROGRESS
 from packplan.app.plan import __main__ as command
 from packplan.app.planning.schedule import schedule_of_split
 from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.stores import artefacts_folder
+from packplan.app.wiring.stores import artefacts_folder, open_stores
 from packplan.core.align import align_plan
 from packplan.core.checksum import plan_checksum
+from packplan.core.config.identity import run_identity
+from packplan.core.fingerprint import json_digest, seal, to_plain
 from packplan.core.inspection import summarise, summarise_schedule
 from packplan.core.plan import build_raw_plan
 from packplan.core.samples.tables import DataFile
+from packplan.core.schedule import ResumeState
 from packplan.core.work.model import SampleWorks, WorkModel
 from tests.stored import LENGTHS, store_run
 
@@ -314,6 +318,126 @@ def test_whatif_says_what_each_alternative_would_lack(store, said, document, mon
     raising = store(name="raising", template={"truncation_strategy": "raise"})
     rows = document("whatif", raising, "--max-length", "50,80", "--world-size", "2")["alternatives"]
     assert ["sample 0 has 60 tokens" in (row["problem"] or "") for row in rows] == [True, False]
+
+
+@pytest.fixture
+def differences(capfd):
+    """Return a function that compares two sides; its status is 3 if they differ, and 0 if not."""
+
+    def compare(*words) -> dict:
+        status = command.main(["diff", *map(str, words), "--json"])
+        found = json.loads(capfd.readouterr().out)
+        assert (3 if found["facts"] or found["samples"] else 0) == status
+        assert status == command.main(["diff", *map(str, words)])
+        lines = capfd.readouterr().out
+        for row in found["facts"]:
+            assert f"{row['key']}: {row['first']!r} -> {row['second']!r}\n" in lines
+        assert all(f"{kind}, " in lines for kind in found["samples"] or ())
+        assert (found["samples"] == {}) == ("all samples are in the same packs\n" in lines)
+        return found
+
+    return compare
+
+
+def test_equal_plans_differ_in_nothing(store, differences):
+    """A run, its folder, and another run of the same data and settings."""
+    path, same = store(eval_lengths=LENGTHS[:9]), store(name="same", eval_lengths=LENGTHS[:9])
+
+    for words in ((path, same), (path, same.with_suffix("")), (path, same, "--split", "eval")):
+        assert {"facts": [], "samples": {}} == differences(*words)
+
+
+LESS = [*LENGTHS[:-14], 45]
+
+
+@pytest.mark.parametrize(
+    ("other", "groups"),
+    [
+        ({"lengths": LESS}, {"counts", "data", "packs", "plan", "steps"}),
+        ({"template": {"system": "Other."}}, {"lengths"}),
+        ({"training": {"packing_min_fill_ratio": 0.1}}, {"counts", "packs", "plan", "steps"}),
+        ({"training": {"effective_batch_size": 8}}, {"run", "steps"}),
+        ({"training": {"seed": 7}}, {"order"}),
+        ({"training": {"learning_rate": "2e-5"}}, {"run"}),
+    ],
+)
+def test_each_kind_of_difference_is_found(store, shown, differences, other, groups):
+    """Keys with both values, and each sample whose company changed, by a reference of sets."""
+    path, second = store(), store(name="second", **other)
+    found = differences(path, second)
+
+    assert groups == {row["key"].split(".")[0] for row in found["facts"]}
+    values = {row["key"]: (row["first"], row["second"]) for row in found["facts"]}
+    figures = [shown(one) for one in (path, second)]
+    for key, (part, name) in {
+        "counts.num_packs": ("plan", "num_packs"), "steps.total_steps": ("schedule", "total_steps")
+    }.items():  # fmt: skip
+        pair = tuple(one[part][name] for one in figures)
+        assert values.get(key, pair[:1] * 2) == pair
+    packs = [open_stores(read_config(one), "train").plans.inspect().plan.packs.tolist() for one in (path, second)]
+    first, then = ({sample: pack for pack in each for sample in pack} for each in packs)
+    moved = sorted(sample for sample in first.keys() & then.keys() if first[sample] != then[sample])
+    expected = {"new": sorted(then.keys() - first), "gone": sorted(first.keys() - then), "moved": moved}
+    assert {kind: samples for kind, samples in expected.items() if samples} == found["samples"]
+    folders = differences(path.with_suffix(""), second.with_suffix(""))
+    assert groups - {"order", "run", "steps"} == {row["key"].split(".")[0] for row in folders["facts"]}
+
+
+def save_checkpoint(path: Path, number: int, **changes) -> Path:
+    """Write the state of a trainer that trained a run's stored plan; return the checkpoint."""
+    config = read_config(path)
+    stores = open_stores(config, "train")
+    stored, lengths = stores.plans.inspect(), stores.lengths.inspect()
+    aligned = align_plan(stored.plan, world_size=2, dataloader_drop_last=False)
+    state = ResumeState.from_schedule(
+        schedule_of_split(config, "train", aligned), plan=plan_checksum(stored.plan.packs), inputs=stored.key.inputs,
+        data=lengths.origin.data_digest, identity=run_identity(config, files={}, model={"model.model a.json": "b1"}),
+    )  # fmt: skip
+    saved = seal(to_plain(attrs.evolve(state, **changes)))
+    if "plan" in changes and changes["plan"] is None:
+        del saved["plan"]
+    held = {"global_step": 0, "stateful_callbacks": {PROGRESS: {"args": {}, "attributes": {"progress": saved}}}}
+    held["stateful_callbacks"]["packplan_sha256"] = json_digest(json.loads(json.dumps(held)))
+    folder = Path(config.training.output_dir) / f"checkpoint-{number}"
+    folder.mkdir()
+    (folder / "trainer_state.json").write_text(json.dumps(held))
+    return folder
+
+
+def test_a_checkpoint_is_compared_with_its_run_and_with_another(store, differences, said):
+    """Its packs too, as long as its run has them; else they are known to be others."""
+    path = store()
+    checkpoint = save_checkpoint(path, 1)
+    assert {"facts": [], "samples": {}} == differences(checkpoint, path)
+
+    other = store(name="other", lengths=LESS, training={"learning_rate": "2e-5"})
+    found = differences(checkpoint, other)
+    assert {"data", "packs", "counts", "plan", "run"} == {row["key"].split(".")[0] for row in found["facts"]}
+    assert differences(path, other)["samples"] == found["samples"]
+    late = save_checkpoint(path, 2, plan="0" * 64, inputs={})
+    assert ["packs.checksum"] == [row["key"] for row in differences(late, path)["facts"]]
+    assert differences(late, path)["samples"] is None
+    assert "--split: is eval" in said("diff", late, checkpoint, "--split", "eval", status=2)
+    assert "trained from a stream" in said("diff", path, save_checkpoint(path, 3, plan=None), status=2)
+
+
+def test_a_side_that_cannot_be_compared_is_named(store, said, tmp_path, capfd):
+    """Missing, not built, without such a split, damaged; keys of a folder, which has none."""
+    path = store()
+    (tmp_path / "empty").mkdir()
+    for words, status, reason in (
+        ((path, "no.yaml"), 2, "no.yaml has 1 fault"),
+        ((path, tmp_path / "empty"), 2, "empty holds no train plan"),
+        ((path, path, "--split", "eval"), 2, "custom.val_jsonl"),
+        ((path, tmp_path / "run", "training.seed=3"), 2, "training.seed=3: overrides a key of a YAML"),
+    ):
+        assert reason in said("diff", *words, status=status)
+    assert 0 == command.main(["diff", str(path), str(path), "training.packing_min_fill_ratio=0.9"])
+    assert "training would plan again: min_fill_ratio: stored '0.65', now '0.9'" in capfd.readouterr().err
+    checkpoint = save_checkpoint(path, 1) / "trainer_state.json"
+    for file in (checkpoint, train_folder(path) / "raw_plan.json"):
+        file.write_bytes(file.read_bytes().replace(b"0", b"1", 1))
+        assert f"{file} is damaged" in said("diff", path, file.parent, status=3)
 
 
 @pytest.mark.parametrize(

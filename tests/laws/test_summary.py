@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from packplan.core.align import align_plan
 from packplan.core.bounds import lower_bound
 from packplan.core.errors import ArgumentError
-from packplan.core.inspection import find_sample, scheduled_steps, summarise, summarise_schedule, summarise_sources
+from packplan.core.inspection import (
+    compare_packs,
+    find_sample,
+    scheduled_steps,
+    summarise,
+    summarise_schedule,
+    summarise_sources,
+)
 from packplan.core.metrics import packing_metrics, padded_positions
 from packplan.core.packs import Packs
 from packplan.core.plan import build_raw_plan
@@ -58,6 +65,25 @@ def test_a_summary_counts_what_the_packs_hold(of):
     assert summary.gap * plan.lower_bound == pytest.approx(beyond)
     assert beyond >= 0
     assert packing_metrics(lengths, plan.packs, capacity=plan.packing_length).gap >= 0
+
+
+_FEW_PACKS = st.lists(st.sets(st.integers(0, 5), min_size=1, max_size=3).map(sorted), min_size=1, max_size=6)
+
+
+@given(_FEW_PACKS, _FEW_PACKS)
+def test_plans_are_compared_by_the_packs_of_each_sample(first, second):
+    """Of any packs, a sample in several of them too; equal packs differ in nothing."""
+    before, after = ({i: {tuple(pack) for pack in of if i in pack} for i in range(6)} for of in (first, second))
+    changed = {i for i in range(6) if before[i] != after[i]}
+    expected = {
+        "new": [i for i in changed if not before[i]],
+        "gone": [i for i in changed if not after[i]],
+        "moved": [i for i in changed if before[i] and after[i]],
+    }
+    found = compare_packs(Packs.from_lists(first), Packs.from_lists(second))
+
+    assert expected == {kind: samples.tolist() for kind, samples in found.items()}
+    assert not any(samples.size for samples in compare_packs(*[Packs.from_lists(first)] * 2).values())
 
 
 @given(strategies.packable(min_size=1))
