@@ -36,7 +36,7 @@ from packplan.core.work.model import WorkModel
 _DRAWN_PACKS, _WIDTH, _BAR = 24, 640, 9
 """Packs in a drawing; its width, and the height of a pack, in pixels."""
 
-_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -115,6 +115,20 @@ class Plan(HasPacks):
     def show(self) -> PlanTable:
         """Return a table of the figures, with a drawing of the first packs in a notebook."""
         return PlanTable(self)
+
+    def report(self, path: Any) -> None:
+        """
+        Write an HTML page about the plan, with plots; it needs the extra `report`.
+
+        Args:
+            path: File to write, as a text or a path; one that exists is replaced.
+
+        Raises:
+            ModuleNotFoundError: matplotlib or jinja2 is not installed.
+        """
+        from packplan.adapters.report import write_plan  # noqa: PLC0415  # plans need none of it
+
+        write_plan(self, path)
 
     def __repr__(self) -> str:
         return f"Plan({counted(len(self.packs), 'pack')} of {counted(self.raw.num_samples, 'sample')})"
@@ -250,7 +264,7 @@ def draw_packs(packs: Sequence[Sequence[int]], *, packing_length: int) -> str:
         bars.append(_bar(0, top, _WIDTH, "#b8bec6"))
         for place, end in enumerate(accumulate(pack)):
             left, right = ((min(at, packing_length) * _WIDTH / packing_length) for at in (end - pack[place], end))
-            bars.append(_bar(left, top, right - left, _COLOURS[(number + place) % len(_COLOURS)]))
+            bars.append(_bar(left, top, right - left, COLOURS[(number + place) % len(COLOURS)]))
     title = f"The first {counted(len(packs), 'pack')}, each a bar of its samples; grey is empty"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" role="img">'
     return f"{head}<title>{title}</title>{''.join(bars)}</svg>"

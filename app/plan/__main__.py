@@ -2,22 +2,23 @@
 Plan a run before it is paid for: `build` measures and plans as training would; the others use what
 is stored.
 
-All but `time` work without a GPU, and load no weights. `show`, `whatif` and `diff` read what is
-stored, and load neither torch nor ms-swift, unless a text is decoded. In place of a run's YAML, all
-but `time` take a command of ms-swift as their last words (`packplan plan build swift sft --model
-...`).
+All but `time` work without a GPU, and load no weights. `show`, `whatif`, `report` and `diff` read
+stored plans alone, and load neither torch nor ms-swift, unless a text is decoded. In place of a
+run's YAML, all but `time` take a command of ms-swift as their last words (`packplan plan build
+swift sft --model ...`).
 """
 
 import argparse
 
 from packplan.app.cli.command import add_logging_options, command_parser, parse_arguments, run_command, run_program
-from packplan.app.plan import build, diff, fit, show, time, verify, whatif
+from packplan.app.plan import build, diff, fit, report, show, time, verify, whatif
 from packplan.app.wiring.commands import split_command
 
 COMMANDS = {
     "build": (build, "measure and plan"),
     "show": (show, "figures of what is stored"),
     "whatif": (whatif, "the same figures for other packing lengths and ranks"),
+    "report": (report, "one page about what is stored, with plots"),
     "diff": (diff, "compare two plans: inputs, samples, packs and steps"),
     "time": (time, "how long training takes, from steps that are trained here"),
     "fit": (fit, "memory of a step, and the longest packing length that fits"),

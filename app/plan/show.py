@@ -163,7 +163,7 @@ def _print(opened: StoredSplit, *, everything: bool) -> None:
     table.add_column()
     table.add_column(justify="right")
     table.add_column(overflow="fold")
-    for group in _figure_groups(opened):
+    for group in figure_groups(opened):
         for decides, *row in group:
             if decides or everything:
                 table.add_row(*row)
@@ -201,7 +201,7 @@ def _print_epochs(console: Console, opened: StoredSplit, *, most: int | None) ->
         console.print(f"… and {counted(len(records) - most, 'epoch')}; --all prints each")
 
 
-def _figure_groups(opened: StoredSplit) -> Iterator[Iterator[Figure]]:
+def figure_groups(opened: StoredSplit) -> Iterator[Iterator[Figure]]:
     """Yield all figures of a split, in groups."""
     plan = plan_summary(opened)
     yield _sample_figures(plan, packed=opened.packed)

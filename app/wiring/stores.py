@@ -84,8 +84,16 @@ def open_split_records(config: RunConfig, split: str) -> FileRecords:
     return open_records(paths, cache=records_cache(config))
 
 
-def write_new_file(path: Path, text: str) -> None:
-    """Write the file of --output; ConfigError if it exists with another content."""
-    if path.exists() and (not path.is_file() or path.read_bytes() != text.encode()):
+def write_new_file(path: Path, text: str, *, replaces: str | None = None) -> None:
+    """
+    Write the file of --output; ConfigError if it exists with another content.
+
+    Args:
+        path: The file.
+        text: Its content.
+        replaces: Beginning of a content that may be replaced; None replaces none.
+    """
+    held = path.read_bytes() if path.is_file() else b"" if path.exists() else None
+    if held not in {None, text.encode()} and (replaces is None or not held.startswith(replaces.encode())):
         raise ConfigError.for_key("--output", f"{path} exists and holds something else: name another file or remove it")
     files.write_bytes(path, text.encode())

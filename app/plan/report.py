@@ -1,0 +1,115 @@
+"""
+Write a page about a stored plan: lengths of each source, packs and their fill, what is left out,
+work of each step over the ranks, and what other algorithms would need.
+
+The page is one HTML file that loads nothing and runs no script, for light and dark screens and
+phones. Its figures are those of show --all. Time and memory are shown if the run was trained.
+"""
+
+import argparse
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from packplan.adapters.report import HEAD, ReportedPlan, Row, render_page
+from packplan.app.cli.command import add_config_arguments, parse_ranks, time_text
+from packplan.app.plan.show import figure_groups, plan_summary
+from packplan.app.plan.stored import StoredSplit, open_split, selected_splits
+from packplan.app.wiring.commands import read_run_or_command
+from packplan.app.wiring.stores import write_new_file
+from packplan.core.errors import counted
+from packplan.core.lengths import IntArray
+from packplan.core.schedule import EpochStats, PackStats
+
+SHOWN = 50
+"""Most rows of a table."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_config_arguments(parser)
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="page (default: report.html)"
+    )
+    parser.add_argument("--split", choices=["train", "eval"], help="only this one (default: all that the run has)")
+    parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="ranks (default: most built for)")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Open the stored plans, and write the page."""
+    config = read_run_or_command(options.config, options.overrides, world_size=options.world_size)
+    names = selected_splits(config, options.split)
+    opened = [open_split(config, name, world_size=options.world_size) for name in names]
+    folder = Path(config.training.output_dir)
+    plans = [reported_plan(one, _measured(folder) if one.split.name == "train" else ()) for one in opened]
+    write_new_file(options.output, render_page(str(folder), plans), replaces=HEAD)
+    print(f"the report is in {options.output}")
+
+
+def reported_plan(opened: StoredSplit, measured: Sequence[Row] = ()) -> ReportedPlan:
+    """
+    Return a split as a page shows it.
+
+    Args:
+        opened: Stored lengths and plan of the split.
+        measured: Further figures: name, value and remark of each.
+    """
+    split, schedule, lengths = opened.split, opened.schedule, opened.lengths.tokens
+    stats = PackStats.from_plan(split.raw, lengths, packed=opened.packed, works=split.works)
+    groups = [[tuple(row) for _, *row in group] for group in figure_groups(opened)]
+    return ReportedPlan(
+        split.name, split.raw, lengths, plan_summary(opened), [*groups, measured], _source_lengths(opened),
+        packed=opened.packed,
+        compared=split.policy.max_images is None,
+        step_works=EpochStats.from_schedule(stats, schedule, opened.epoch).step_works(0, schedule.steps_per_epoch),
+        tables=[table for table in _tables(opened) if table[2]],
+        warnings=opened.warnings,
+    )  # fmt: skip
+
+
+def _source_lengths(opened: StoredSplit) -> dict[str, IntArray]:
+    """Return the tokens of the samples of each source that has any."""
+    lengths, files = opened.lengths.tokens, opened.lengths.origin.files
+    names = np.repeat([file.source for file in files], [file.records for file in files])
+    if not files:
+        return {"samples": lengths[lengths > 0]}
+    found = {name: lengths[(names == name) & (lengths > 0)] for name in dict.fromkeys(file.source for file in files)}
+    return {name: tokens for name, tokens in found.items() if tokens.size}
+
+
+def _tables(opened: StoredSplit) -> Iterator[tuple[str, Row, Sequence[Row]]]:
+    plan, lengths, bad = plan_summary(opened), opened.lengths.tokens, opened.lengths.origin.bad
+    rows = [
+        ("packs below training.packing_min_fill_ratio", plan.dropped_samples, plan.dropped_tokens),
+        ("long, and training.packing_allow_single_long is false", plan.skipped_samples, plan.skipped_tokens),
+    ]
+    left_out = [(reason, f"{samples:,}", f"{tokens:,}") for reason, samples, tokens in rows if samples]
+    reasons = Counter(one.reason for one in bad).most_common(SHOWN)
+    left_out += [(reason, f"{number:,}", "not measured") for reason, number in reasons]
+    yield "Left out, and why", ("reason", "records", "tokens"), left_out
+    longest = np.argsort(-lengths, kind="stable")[: min(SHOWN, plan.long_samples + plan.skipped_samples)].tolist()
+    shares = ((number, int(lengths[number])) for number in longest)
+    rows_of_long = [(f"{number}", f"{size:,}", f"{size / plan.packing_length:.2f}") for number, size in shares]
+    yield "Longest samples", ("sample", "tokens", "of a pack"), rows_of_long
+    epochs = opened.epochs
+    if epochs is not None:
+        numbers = [
+            (one.epoch, one.num_samples, one.num_packs, epochs.num_epoch_steps(one.epoch)) for one in opened.plan.epochs
+        ]
+        shown = [tuple(f"{number:,}" for number in row) for row in numbers[:SHOWN]]
+        yield f"Steps of {counted(len(numbers), 'epoch')}", ("epoch", "samples", "packs", "steps"), shown
+
+
+def _measured(folder: Path) -> Sequence[Row]:
+    """Return time and memory that a training run has logged, if there was one."""
+    log = folder / "logging.jsonl"
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    seconds, memory = (
+        [float(number) for number in re.findall(rf'"{re.escape(key)}": ([\d.]+)', text)]
+        for key in ("train_speed(s/it)", "memory(GiB)")
+    )
+    rows = [("seconds of a step, measured", time_text(seconds[-1]), "the mean of the last training")] if seconds else []
+    return rows + ([("peak memory, measured", f"{max(memory):.2f} GiB", "of rank 0")] if memory else [])
