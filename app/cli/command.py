@@ -41,12 +41,7 @@ _ELSEWHERE = "make room, or write elsewhere"
 
 BROKEN_PIPE, USER_ERROR, VERIFICATION_FAILED, INTERRUPTED = 1, 2, 3, 130
 
-EXTRAS = MappingProxyType(
-    {
-        "ray": "rl", "deepspeed": "deepspeed", "qwen_omni_utils": "omni", "decord": "video", "jinja2": "report",
-        "matplotlib": "report",
-    }
-)  # fmt: skip
+EXTRAS = MappingProxyType({"ray": "rl", "deepspeed": "deepspeed", "qwen_omni_utils": "omni", "decord": "video"})
 """Package -> the extra that brings it; `train` brings all others."""
 
 

@@ -81,7 +81,7 @@ def _source_lengths(opened: StoredSplit) -> dict[str, IntArray]:
 
 
 def _tables(opened: StoredSplit) -> Iterator[tuple[str, Row, Sequence[Row]]]:
-    plan, lengths, bad = plan_summary(opened), opened.lengths.tokens, opened.lengths.origin.bad
+    plan, bad = plan_summary(opened), opened.lengths.origin.bad
     rows = [
         ("packs below training.packing_min_fill_ratio", plan.dropped_samples, plan.dropped_tokens),
         ("long, and training.packing_allow_single_long is false", plan.skipped_samples, plan.skipped_tokens),
@@ -90,10 +90,6 @@ def _tables(opened: StoredSplit) -> Iterator[tuple[str, Row, Sequence[Row]]]:
     reasons = Counter(one.reason for one in bad).most_common(SHOWN)
     left_out += [(reason, f"{number:,}", "not measured") for reason, number in reasons]
     yield "Left out, and why", ("reason", "records", "tokens"), left_out
-    longest = np.argsort(-lengths, kind="stable")[: min(SHOWN, plan.long_samples + plan.skipped_samples)].tolist()
-    shares = ((number, int(lengths[number])) for number in longest)
-    rows_of_long = [(f"{number}", f"{size:,}", f"{size / plan.packing_length:.2f}") for number, size in shares]
-    yield "Longest samples", ("sample", "tokens", "of a pack"), rows_of_long
     epochs = opened.epochs
     if epochs is not None:
         numbers = [

@@ -90,7 +90,7 @@ def write_new_file(path: Path, text: str, *, replaces: str | None = None) -> Non
 
     Args:
         path: The file.
-        text: Its content.
+        text: Content of the file.
         replaces: Beginning of a content that may be replaced; None replaces none.
     """
     held = path.read_bytes() if path.is_file() else b"" if path.exists() else None

@@ -63,9 +63,9 @@ def number(text: str) -> float:
     return float(text.replace(",", "").rstrip("%"))
 
 
-def total(rows) -> list[int]:
+def total(rows) -> list[float]:
     """Return the sum of each column of numbers, below the head of a table."""
-    return [int(sum(map(number, column))) for column in list(zip(*rows[1:], strict=True))[1:]]
+    return [sum(map(number, column)) for column in list(zip(*rows[1:], strict=True))[1:]]
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_its_numbers_are_those_of_show(run, page, capfd):
     assert [one["name"] for one in sources] == lengths[0][1:]
     assert [one["num_samples"] for one in sources] == total(lengths)
     assert [plan["num_packs"]] == total(page.tables["Packs by fill"]) == total(page.tables["Samples of a pack"])
-    needed = {name: number(packs) for name, packs in page.tables["What others would need"][1:]}
+    needed = {name: number(packs) for name, _, packs in page.tables["What others would need"]}
     assert plan["lower_bound"] == needed.pop("no plan has fewer")
     assert plan["num_packs"] + plan["dropped_packs"] == needed.pop("this plan")
     saved = 1 - plan["planned_tokens"] / (needed.pop("padded batches") * plan["packing_length"])
@@ -125,7 +125,6 @@ def test_its_numbers_are_those_of_show(run, page, capfd):
     assert sum(works) / len(works) == pytest.approx(schedule["work_per_step"], rel=1e-3)
     left_out = [row[1:] for row in page.tables["Left out, and why"][1:]]
     assert [[f"{plan['dropped_samples']}", f"{plan['dropped_tokens']}"]] == left_out
-    assert ["6", "80", "1.00"] == page.tables["Longest samples"][1]
 
 
 def test_names_and_texts_of_users_are_escaped(run, page):
@@ -159,7 +158,7 @@ def test_a_page_is_small_whatever_the_number_of_samples(tmp_path, packing_length
     assert len(page.text) < MAX_BYTES
     assert drawings == page.text.count('viewBox="0 0 640 ')
     assert [len(lengths)] == total(page.tables["Samples by length"])
-    assert f"{len(plan.packs):,}" == dict(page.tables["What others would need"][1:])["this plan"]
+    assert f"{len(plan.packs):,}" == page.tables["What others would need"][1][2]
     assert not re.search("font-family|font:", page.text.split("</style>")[1])
 
 
