@@ -180,9 +180,7 @@ def write_plan(plan: Plan, path: str | Path) -> None:
     Path(path).write_text(page, encoding="utf-8")
 
 
-def _histogram(
-    titles: tuple[str, str], unit: str, parts: Mapping[str, Numbers], edges: Numbers, **marked: Any
-) -> Chart:
+def _histogram(titles: tuple[str, str], unit: str, parts: Mapping[str, Numbers], edges: Numbers, **line: Any) -> Chart:
     edges = np.unique(edges)
     counts = {name: np.histogram(values, edges)[0] for name, values in parts.items()}
     return _stacked_chart(titles, unit, counts, edges, **line)

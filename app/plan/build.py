@@ -6,10 +6,12 @@ import argparse
 import logging
 import shlex
 from collections.abc import Sequence
+from decimal import Decimal
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, parse_ranks
 from packplan.app.planning.log_lines import log_plan, log_schedule, steps_line
+from packplan.app.planning.measure import failure_lines
 from packplan.app.planning.plan import Ranks, measure_and_plan, plan_epochs
 from packplan.app.planning.schedule import accumulation_of, refuse_stream, schedule_of_split
 from packplan.app.planning.split import Split
@@ -17,6 +19,7 @@ from packplan.app.wiring.commands import num_command_ranks, read_run_or_command
 from packplan.app.wiring.runs import raising_on_all_ranks, require_inputs
 from packplan.app.wiring.stores import artefacts_folder
 from packplan.core.config.run import RunConfig
+from packplan.core.errors import DataSetError, counted
 from packplan.core.ports import RankGroup
 
 log = logging.getLogger(__name__)
@@ -27,6 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument(
         "--world-size", type=parse_ranks, metavar="N", help="ranks, row-sharing ones as one (default: those that run)"
+    )
+    parser.add_argument(
+        "--list-failures",
+        action="store_true",
+        help="do not stop at bad records; print all of them, by their reason",
     )
 
 
@@ -49,7 +57,17 @@ def run(options: argparse.Namespace) -> None:
         accumulation_of(config, world_size=world_size)
         verdict = require_packing_model(config)
         splits = list(open_splits(config).values())
-        build(config, group, splits=splits, world_size=world_size)
+        listed = splits if options.list_failures else []
+        for split in listed:
+            split.max_bad_share = Decimal(1)
+        try:
+            build(config, group, splits=splits, world_size=world_size)
+        finally:
+            bad = {split.name: split.stores.lengths.bad_records() for split in listed if group.rank == 0}
+            for name, records in bad.items():
+                print("\n".join([f"{name}: {counted(len(records), 'bad record')}", *failure_lines(records)]))
+        if any(bad.values()) and config.custom.on_bad_record == "stop":
+            raise DataSetError("records cannot become samples: fix them, or set custom.on_bad_record: skip")
         if group.rank == 0:
             if verdict is not None:
                 store_verdict(config, verdict)

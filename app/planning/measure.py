@@ -10,6 +10,7 @@ taken from it (`custom.lengths`). Records that cannot become samples are counted
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from decimal import Decimal
@@ -256,6 +257,22 @@ def bad_records_line(records: Sequence[BadRecord], total: int) -> str:
     first = "; ".join(f"{one.where}: {one.reason}" for one in records[:_NAMED])
     more = f"; and {len(records) - _NAMED:,} more, which plan show --all names" if len(records) > _NAMED else ""
     return f"{len(records):,} of {counted(total, 'record')} cannot become samples and are left out: {first}{more}"
+
+
+def failure_lines(records: Sequence[BadRecord]) -> Iterator[str]:
+    """
+    Yield the bad records by their reason, the most frequent first, each with its first places.
+
+    Args:
+        records: Bad records, ascending. Reasons that differ in numbers alone are one.
+    """
+    groups: dict[str, list[BadRecord]] = {}
+    for one in records:
+        groups.setdefault(re.sub(r"\d[\d,.]*", "N", one.reason), []).append(one)
+    for group in sorted(groups.values(), key=len, reverse=True):
+        more = f"; and {len(group) - _NAMED:,} more" if len(group) > _NAMED else ""
+        yield f"{counted(len(group), 'record')}: {group[0].reason}"
+        yield f"  {'; '.join(one.where for one in group[:_NAMED])}{more}"
 
 
 def merge_known(source: LengthSource, indices: range, table: KnownTable) -> Generator[RecordOutcome, None, None]:

@@ -132,6 +132,29 @@ def test_bad_records_are_left_out_by_every_command(write_run, run, tmp_path):
     run("verify", path, "--samples", 31)
 
 
+def test_all_bad_records_are_listed_by_their_reason(write_run, run, tmp_path, shortcuts):
+    """None stops the listing; a fixed file is planned, and of it only what changed is measured."""
+    good = chats(12)
+    rows = [*good[:4], *({"query": f"no answer {number}"} for number in range(7)), *good[4:], {"messages": [], "id": 1}]
+    data = write_lines(tmp_path / "mixed.jsonl", rows)
+    path = write_run("qwen2", custom={"train_jsonl": str(data)})
+    listed = run("build", path, "--list-failures", status=2)
+
+    head, many, places, one, last = listed.out.splitlines()
+    assert "train: 8 bad records" == head
+    assert many.startswith("7 records: ")
+    assert f"  {'; '.join(f'{data}, line {line}' for line in range(5, 10))}; and 2 more" == places
+    assert one.startswith("1 record: ")
+    assert f"  {data}, line {len(rows)}" == last
+    assert "custom.on_bad_record: skip" in listed.err
+    assert f"{data}, line 5" in run("build", path, status=2).err
+    write_lines(data, [*good[:4], *good[:7], *good[4:], good[0]])
+    assert "train: 0 bad records\n" == run("build", path, "--list-failures").out
+    every = [{"query": "no answer"}] * 3
+    none = write_run("qwen2", name="none", custom={"train_jsonl": str(write_lines(tmp_path / "none.jsonl", every))})
+    assert "train: 3 bad records\n3 records: " in run("build", none, "--list-failures", status=2).out
+
+
 def test_naming_sources_measures_nothing_and_plans_nothing(write_run, run, tmp_path, shortcuts):
     """Until then a file has its entry's last part for a name; all else stays, byte for byte."""
     texts = [{"text": "red square " * (1 + n % 5)} for n in range(9)]
