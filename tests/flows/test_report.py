@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 import pytest
 
-from packplan.adapters.report import HEAD, render_page
+from packplan.adapters.report import HEAD, ReportedPlan, render_page
 from packplan.app.plan import __main__ as command
 from packplan.app.plan import report
 from packplan.app.plan.report import reported_plan
@@ -133,7 +133,8 @@ def test_names_and_texts_of_users_are_escaped(run, page):
     bad = tuple(BadRecord(index, f"{HOSTILE}, line 3", HOSTILE, "0" * 64) for index in (1, 2))
     origin = attrs.evolve(opened.lengths.origin, bad=bad)
     other = attrs.evolve(opened, lengths=attrs.evolve(opened.lengths, origin=origin), warnings=(HOSTILE,))
-    with_bad = Page(render_page(HOSTILE, [reported_plan(other)]))
+    short = attrs.evolve(reported_plan(other), packed=False, step_works=None)  # one plot, which takes time
+    with_bad = Page(render_page(HOSTILE, [short]))
 
     assert [HOSTILE, "2", "not measured"] == with_bad.tables["Left out, and why"][-1]
     assert HOSTILE in page.tables["Samples by length"][0]
@@ -147,19 +148,20 @@ def test_names_and_texts_of_users_are_escaped(run, page):
         assert 1 == sum(tag == "title" for tag, _ in one.tags)
 
 
-@pytest.mark.parametrize(("packing_length", "drawings"), [(64, 3), (10**6, 0)])
-def test_a_page_is_small_whatever_the_number_of_samples(tmp_path, packing_length, drawings):
+def test_a_page_is_small_whatever_the_number_of_samples(tmp_path):
     """No plot has a point for each, and packs of too many to be seen are not drawn."""
     lengths = np.random.default_rng(0).integers(1, 60, 50_000)
-    plan = plan_of(lengths, packing_length, algorithm="best_fit_decreasing")
+    plan = plan_of(lengths, 64, algorithm="best_fit_decreasing")
     plan.report(tmp_path / "plan.html")
     page = Page((tmp_path / "plan.html").read_text(encoding="utf-8"))
 
     assert len(page.text) < MAX_BYTES
-    assert drawings == page.text.count('viewBox="0 0 640 ')
+    assert 3 == page.text.count('viewBox="0 0 640 ')
     assert [len(lengths)] == total(page.tables["Samples by length"])
     assert f"{len(plan.packs):,}" == page.tables["What others would need"][1][2]
     assert not re.search("font-family|font:", page.text.split("</style>")[1])
+    long = plan_of(lengths, 10**6, algorithm="best_fit_decreasing")
+    assert [] == ReportedPlan("", long.raw, lengths, long.summary, (), {}).drawings()
 
 
 def test_a_report_is_written_again_and_no_other_file_is_replaced(run, tmp_path, capfd, monkeypatch):
