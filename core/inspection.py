@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import numpy as np
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from packplan.core.lengths import IntArray, Lengths, as_lengths
 from packplan.core.metrics import padded_positions
+from packplan.core.packers import ALGORITHMS, pack
 from packplan.core.packs import Packs, filled_tokens
 from packplan.core.patterns.certificate import BoundKind
 from packplan.core.plan import RawPlan, unsupervised_samples
@@ -458,6 +459,47 @@ def scheduled_steps(schedule: EpochSchedule, pack: int, *, epoch: int = 0) -> tu
     places = np.flatnonzero(schedule.order(epoch)[:batches] == pack)
     per_step = schedule.world_size * schedule.batch_size * schedule.gradient_accumulation_steps
     return tuple(ScheduledStep(place // per_step, place % schedule.world_size) for place in places.tolist())
+
+
+def work_of_steps(works: NDArray[np.float64], *, most: int = 100) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """
+    Return the first steps of at most *most* groups of steps, with the end of the last, and the mean
+    work of a step in each group: on the mean rank, and on its busiest rank.
+
+    Args:
+        works: Work of each step on each rank; shape (steps, world_size).
+        most: Largest number of groups.
+
+    >>> edges, mean, busiest = work_of_steps(np.array([[1.0, 3.0], [2.0, 2.0], [4.0, 8.0]]), most=2)
+    >>> edges.tolist(), mean.tolist(), busiest.tolist()
+    ([0, 1, 3], [2.0, 4.0], [3.0, 5.0])
+    """
+    edges = np.unique(np.linspace(0, len(works), most + 1).astype(np.int64))
+    mean, busiest = (np.add.reduceat(one, edges[:-1]) for one in (works.mean(axis=1), works.max(axis=1)))
+    return edges, mean / np.diff(edges), busiest / np.diff(edges)
+
+
+def packs_by_algorithm(plan: RawPlan, lengths: Lengths, *, others: bool = True) -> dict[str, int]:
+    """
+    Return the packs that the samples of a plan would need, its dropped ones too: at least, in this
+    plan, by each fast algorithm, and as padded batches, whose positions are counted in packs.
+
+    Args:
+        plan: Plan of samples with these lengths.
+        lengths: Tokens of each record, 0 for one that is no sample.
+        others: Whether other algorithms count; none knows a limit of images.
+    """
+    tokens = as_lengths(lengths, least=0)[np.sort(np.concatenate([plan.packs.indices, plan.dropped_packs.indices]))]
+    short = tokens[tokens < plan.packing_length]
+    quick = [name for name, one in ALGORITHMS.items() if not one.takes and short.size and others]
+    found = {name: len(pack(short, capacity=plan.packing_length, algorithm=name)) for name in quick}
+    padded = padded_positions(tokens, batch_size=max(1, round(plan.planned_samples / len(plan.packs))))
+    return {
+        "no plan has fewer": plan.lower_bound,
+        "this plan": len(plan.packs) + len(plan.dropped_packs),
+        **{name: number + len(plan.single_long) for name, number in found.items()},
+        "padded batches": round(padded / plan.packing_length),
+    }
 
 
 def compare_packs(first: Packs, second: Packs) -> dict[str, IntArray]:

@@ -36,6 +36,9 @@ from packplan.core.work.model import WorkModel
 _DRAWN_PACKS, _WIDTH, _BAR = 24, 640, 9
 """Packs in a drawing; its width, and the height of a pack, in pixels."""
 
+_DRAWN_SAMPLES = 4000
+"""Most samples in the drawings of the first packs."""
+
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 
 
@@ -265,9 +268,23 @@ def draw_packs(packs: Sequence[Sequence[int]], *, packing_length: int) -> str:
         for place, end in enumerate(accumulate(pack)):
             left, right = ((min(at, packing_length) * _WIDTH / packing_length) for at in (end - pack[place], end))
             bars.append(_bar(left, top, right - left, COLOURS[(number + place) % len(COLOURS)]))
-    title = f"The first {counted(len(packs), 'pack')}, each a bar of its samples; grey is empty"
+    title = f"{counted(len(packs), 'pack')}, each a bar of its samples; grey is empty"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" role="img">'
     return f"{head}<title>{title}</title>{''.join(bars)}</svg>"
+
+
+def draw_first_packs(plan: RawPlan, lengths: IntArray) -> list[str]:
+    """
+    Return drawings of the first packs, 20 in each and at most 60; none if their samples are too
+    many to be seen.
+
+    Args:
+        plan: Plan of samples with these lengths.
+        lengths: Tokens of each record; int64, shape (num_records,).
+    """
+    count = min(60, int(np.searchsorted(plan.packs.offsets, _DRAWN_SAMPLES, side="right")) - 1)
+    packs = [lengths[samples].tolist() for samples in plan.packs[:count]]
+    return [draw_packs(packs[at : at + 20], packing_length=plan.packing_length) for at in range(0, count, 20)]
 
 
 def _bar(x: float, y: float, width: float, colour: str) -> str:

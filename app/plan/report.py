@@ -21,8 +21,10 @@ from packplan.app.plan.stored import StoredSplit, open_split, selected_splits
 from packplan.app.wiring.commands import read_run_or_command
 from packplan.app.wiring.stores import write_new_file
 from packplan.core.errors import counted
+from packplan.core.inspection import packs_by_algorithm, work_of_steps
 from packplan.core.lengths import IntArray
 from packplan.core.schedule import EpochStats, PackStats
+from packplan.core.surface import COLOURS, draw_first_packs
 
 SHOWN = 50
 """Most rows of a table."""
@@ -60,24 +62,29 @@ def reported_plan(opened: StoredSplit, measured: Sequence[Row] = ()) -> Reported
     split, schedule, lengths = opened.split, opened.schedule, opened.lengths.tokens
     stats = PackStats.from_plan(split.raw, lengths, packed=opened.packed, works=split.works)
     groups = [[tuple(row) for _, *row in group] for group in figure_groups(opened)]
+    works = EpochStats.from_schedule(stats, schedule, opened.epoch).step_works(0, schedule.steps_per_epoch)
+    others, packed = split.policy.max_images is None, opened.packed
     return ReportedPlan(
         split.name, split.raw, lengths, plan_summary(opened), [*groups, measured], _source_lengths(opened),
-        packed=opened.packed,
-        compared=split.policy.max_images is None,
-        step_works=EpochStats.from_schedule(stats, schedule, opened.epoch).step_works(0, schedule.steps_per_epoch),
+        needs=packs_by_algorithm(split.raw, lengths, others=others) if packed else {},
+        drawings=draw_first_packs(split.raw, lengths) if packed else (),
+        works=work_of_steps(works),
         tables=[table for table in _tables(opened) if table[2]],
         warnings=opened.warnings,
     )  # fmt: skip
 
 
 def _source_lengths(opened: StoredSplit) -> dict[str, IntArray]:
-    """Return the tokens of the samples of each source that has any."""
+    """Return the tokens of the samples of the largest sources, and of all others together."""
     lengths, files = opened.lengths.tokens, opened.lengths.origin.files
-    names = np.repeat([file.source for file in files], [file.records for file in files])
     if not files:
         return {"samples": lengths[lengths > 0]}
+    names = np.repeat([file.source for file in files], [file.records for file in files])
     found = {name: lengths[(names == name) & (lengths > 0)] for name in dict.fromkeys(file.source for file in files)}
-    return {name: tokens for name, tokens in found.items() if tokens.size}
+    ranked = sorted((name for name in found if found[name].size), key=lambda name: -int(found[name].sum()))
+    first, others = ranked[: len(COLOURS) - 1], ranked[len(COLOURS) - 1 :]
+    joined = {counted(len(others), "other source"): np.concatenate([found[name] for name in others])} if others else {}
+    return {name: found[name] for name in first} | joined
 
 
 def _tables(opened: StoredSplit) -> Iterator[tuple[str, Row, Sequence[Row]]]:
