@@ -29,7 +29,7 @@ _BINS = 40
 
 _CLEANED = {
     # What would be the whole page's, sizes, and fonts, which are those of the page.
-    r'(?s)<defs>.*?</defs>| (?:width|height)="[\d.]+pt"| (?:id|clip-path|xmlns:xlink)="[^"]*"|; font-family: [^;"]*': "",
+    r'(?s)<defs>.*?</defs>| (?:width|height)="[\d.]+pt"| (?:id|clip-path|xmlns:xlink)="[^"]*"|; font-family:[^;"]*': "",
     r"font: ([\d.]+px) [^;\"]*": r"font-size: \1",
     "#010203": "currentColor",
     "#010204": "var(--line)",
