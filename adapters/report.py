@@ -15,17 +15,14 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.inspection import PlanSummary, packs_by_algorithm
+from packplan.core.inspection import PlanSummary
 from packplan.core.lengths import IntArray
 from packplan.core.packs import filled_tokens
 from packplan.core.plan import RawPlan
-from packplan.core.surface import COLOURS, Plan, draw_first_packs
+from packplan.core.surface import COLOURS
 
 HEAD = "<!doctype html>\n<!-- A report by Packplan -->\n"
 """First lines of a page, by which its file may be written again."""
-
-_BINS = 40
-"""Most bars of a histogram."""
 
 _CLEANED = {
     # What would be the whole page's, sizes, and fonts, which are those of the page.
@@ -87,22 +84,22 @@ class ReportedPlan:
         """Yield the plots of the plan."""
         plan, summary, sources = self.plan, self.summary, self.sources
         limit, longest = plan.packing_length, max(one.max() for one in sources.values())
-        edges = np.geomspace(min(one.min() for one in sources.values()), max(longest, limit) + 1, _BINS + 1)
+        edges = np.geomspace(min(one.min() for one in sources.values()), max(longest, limit) + 1, 41)
         text = f"The longest has {longest:,} tokens; the dashed line is a pack of {limit:,}."
         yield _histogram(("Samples by length", text), "tokens", sources, edges.round(), limit=limit)
         if self.needs:
             fills = 100 * filled_tokens(plan.packs.loads(self.lengths), limit) / limit
-            edges = np.linspace(min(95, fills.min() // 5 * 5), 100, _BINS + 1)
+            edges = np.linspace(min(95, fills.min() // 5 * 5), 100, 41)
             text = f"Packs are filled to {summary.fill_mean:.2%} in the mean; a long pack counts as full."
             yield _histogram(("Packs by fill", text), "fill in %", {"packs": fills}, edges)
             sizes = plan.packs.sizes()
             text = f"A pack has {summary.samples_per_pack:.2f} samples in the mean, and at most {sizes.max():,}."
-            edges = np.arange(1, sizes.max() + (each := -(-sizes.max() // _BINS)) + 1, each)
+            edges = np.arange(1, sizes.max() + (each := -(-sizes.max() // 40)) + 1, each)
             yield _histogram(("Samples of a pack", text), "samples", {"packs": sizes}, edges)
         if self.works is not None:
             edges, mean, busiest = self.works
-            parts = {"mean rank": mean, "more of the busiest": busiest - mean}
             text = "A step takes as long as its busiest rank; the others wait for what that has more."
+            parts = {"mean rank": mean, "busiest rank, beyond": busiest - mean}
             yield _stacked_chart(("Work of each step", text), "steps", parts, edges)
 
 
@@ -117,23 +114,23 @@ def render_page(title: str, plans: Sequence[ReportedPlan]) -> str:
         import matplotlib.figure  # noqa: F401  # said here once, for all plots
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
     except ModuleNotFoundError as error:
-        message = f"a report needs {error.name}: pip install 'packplan[report]'"
-        raise ModuleNotFoundError(message, name=error.name) from None
+        raise ModuleNotFoundError(
+            f"a report needs {error.name}: pip install 'packplan[report]'", name=error.name
+        ) from None
     page = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined)
     return HEAD + page.get_template("report.html").render(title=title, plans=plans, colours=COLOURS) + "\n"
 
 
-def write_plan(plan: Plan, path: str | Path) -> None:
+def write_page(path: str | Path, title: str, plans: Sequence[ReportedPlan]) -> None:
     """
-    Write a page about the plan of a list of lengths.
+    Write a page about plans, in place of any file; see `render_page`.
 
-    Raises:
-        ModuleNotFoundError: matplotlib or jinja2 is not installed.
+    Args:
+        path: The file.
+        title: Title of the page.
+        plans: Plans that it shows.
     """
-    raw, lengths, figures = plan.raw, plan.lengths, [[(*row, "") for row in plan.show().rows]]
-    needs, drawings = packs_by_algorithm(raw, lengths), draw_first_packs(raw, lengths)
-    shown = ReportedPlan("lengths", raw, lengths, plan.summary, figures, {"all": lengths}, needs, drawings)
-    Path(path).write_text(render_page("Plan", [shown]), encoding="utf-8")
+    Path(path).write_text(render_page(title, plans), encoding="utf-8")
 
 
 def _histogram(titles: tuple[str, str], unit: str, parts: Mapping[str, Numbers], edges: Numbers, **line: Any) -> Chart:
@@ -160,12 +157,10 @@ def _stacked_chart(
         axes.locator_params(axis="x", integer=True)
         if limit is not None:
             axes.set_xscale("log", base=2)
-            axes.minorticks_off()
             axes.axvline(limit, color="#010203", linestyle="--", linewidth=1)
         axes.xaxis.set_major_formatter("{x:,g}")
         figure.savefig(written, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    svg = written.getvalue()
-    svg = svg[svg.index("<svg") :]
+    svg = "<svg" + written.getvalue().partition("<svg")[2]
     for pattern, by in _CLEANED.items():
         svg = re.sub(pattern, by, svg)
     columns = zip(edges.tolist(), edges[1:].tolist(), *(heights.tolist() for heights in parts.values()), strict=False)

@@ -16,6 +16,7 @@ from decimal import Decimal
 from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import attrs
 import numpy as np
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from packplan.core.align import align_plan
 from packplan.core.checksum import plan_checksum
 from packplan.core.errors import counted
-from packplan.core.inspection import PlanSummary, summarise
+from packplan.core.inspection import PlanSummary, packs_by_algorithm, summarise
 from packplan.core.lengths import MOST_RANKS, IntArray, Lengths, as_lengths, as_whole_number
 from packplan.core.packs import HasPacks, Packs
 from packplan.core.plan import RawPlan, build_raw_plan, refuse_dropped
@@ -129,9 +130,13 @@ class Plan(HasPacks):
         Raises:
             ModuleNotFoundError: matplotlib or jinja2 is not installed.
         """
-        from packplan.adapters.report import write_plan  # noqa: PLC0415  # plans need none of it
+        from packplan.adapters.report import ReportedPlan, write_page  # noqa: PLC0415  # plans need none of it
 
-        write_plan(self, path)
+        figures = [[(*row, "") for row in self.show().rows]]
+        needs, drawings = packs_by_algorithm(self.raw, self.lengths), draw_first_packs(self.raw, self.lengths)
+        sources = {"all": self.lengths}
+        shown = ReportedPlan("lengths", self.raw, self.lengths, self.summary, figures, sources, needs, drawings)
+        write_page(path, "Plan", [shown])
 
     def __repr__(self) -> str:
         return f"Plan({counted(len(self.packs), 'pack')} of {counted(self.raw.num_samples, 'sample')})"
