@@ -72,11 +72,8 @@ def total(rows) -> list[float]:
 def run(tmp_path_factory):
     """Return the YAML of a stored run, of hostile names, dropped packs and long samples."""
     folder = tmp_path_factory.mktemp("report")
-    files = [
-        DataFile("a.jsonl", HOSTILE, "text", 20),
-        DataFile("b.jsonl", "scenes", "text", 20),
-        DataFile("c.jsonl", "", "text", len(LENGTHS) - 40),
-    ]
+    sources = ((HOSTILE, 20), ("scenes", 20), ("", len(LENGTHS) - 40))
+    files = [DataFile(f"{at}.jsonl", name, "text", records) for at, (name, records) in enumerate(sources)]
     path = store_run(folder, HOSTILE.replace("/", "_"), files=files, world_sizes=(4,))
     (folder / path.stem / "logging.jsonl").write_text('{"train_speed(s/it)": 0.5, "memory(GiB)": 7.25}\n')
     return path
