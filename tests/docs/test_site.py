@@ -133,7 +133,7 @@ def test_pages_fit_a_phone_and_a_screen(site, served, tmp_path):
     (site / "frames.html").write_text(FRAMES.replace("CASES", json.dumps(cases)), encoding="utf-8")
     command = [
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr",
-        f"--user-data-dir={tmp_path}", "--virtual-time-budget=60000", "--dump-dom", f"{served}/frames.html",
+        f"--user-data-dir={tmp_path}", "--virtual-time-budget=8000", "--dump-dom", f"{served}/frames.html",
     ]  # fmt: skip
     shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
 
