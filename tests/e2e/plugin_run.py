@@ -75,6 +75,7 @@ def main(commands: list[tuple[str, str, list[str]]], folder: str) -> None:
             except Exception as error:  # noqa: BLE001  # the other commands go on
                 outcome, found = "error", ["traceback", repr(error)]
             (spy.folder / f"{outcome}{spy.rank}.json").write_text(json.dumps(found))
+    spy.packs = False  # it notes no steps of other trainers of this process
 
 
 class Spy:
