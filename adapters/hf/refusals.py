@@ -199,4 +199,4 @@ def _loss_conflicts(trainer: Any) -> Iterator[str]:
     if weight and getattr(trainer, "aux_loss_enabled", False):
         yield f"router_aux_loss_coef is {weight}, whose loss compares the tokens of a batch"
     if trainer.accelerator.distributed_type == "DEEPSPEED":
-        yield "DeepSpeed counts microbatches itself"
+        yield "DeepSpeed counts microbatches itself: leave out `balance`, or DeepSpeed"

@@ -67,8 +67,8 @@ def unpad(model: Any, *, logits: bool = True, group: ProcessGroup | None = None,
         MismatchError: Later, in a first call: it differs from its padded pass.
         ArgumentError: The model is hooked already, or is none of transformers.
     """
-    with raising_together():
-        inner = unwrap(model)
+    inner = unwrap(model)
+    with raising_together(inner):
         if any(module in HOOKED for module in inner.modules()):
             raise ArgumentError("host", "the model computes no padding already: `remove` its hooks first")
         if group is None and is_bidirectional(inner.config):
@@ -116,7 +116,7 @@ def separate_samples(
         ModelError: The probe fails.
     """
     named = named or trained_config(model.config)._attn_implementation  # noqa: SLF001  # has no public name
-    with raising_together():
+    with raising_together(model):
         choice = set_isolating_attention(model, named=named, group=group)
         if ready and find_sharded_weight(model) is None:
             probe_ready_model(model, native=choice.native, named=named)

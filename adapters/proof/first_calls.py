@@ -39,7 +39,14 @@ _NUMBERS = count()
 """Number of each comparison in this process; ranks hook their models in the same order."""
 
 _MODELS = count()
-"""Number of each model that this process was asked to hook."""
+"""Number of each model of shared weights that this process was asked to hook."""
+
+_ASKED_CALLS = 16
+"""
+Calls of a mode before which ranks that share weights ask each other whether one has a new kind.
+
+The count starts again with a new kind. To ask stops the queue of a GPU, so it ends.
+"""
 
 _NEEDED = {"input_ids", "inputs_embeds", "attention_mask", "labels"}
 """Inputs that a call is not tried without."""
@@ -62,6 +69,7 @@ class FirstCalls:
         self._native, self._key = native, f"packplan/unlike_padded/{next(_NUMBERS)}"
         self._kinds: set[Any] = set()
         self._has_met = False  # with the calls of the same model on other ranks
+        self._calls_left: dict[Any, int] = {}  # by mode, until other ranks are asked no more
 
     def compare(self, hooks: Any, module: Any, given: dict[str, Any], tokens: RealTokens | None) -> None:
         """
@@ -82,9 +90,10 @@ class FirstCalls:
             self._meet_once()
         kind = None if tokens is None else self._kind_of(hooks, module, given, tokens)
         is_new = kind is not None and kind not in self._kinds
-        if not (any(gather_from_ranks(is_new)) if is_sharded else is_new):
+        if is_new:
+            self._kinds.add(kind)
+        if not (self._ask_ranks(module, given, tokens, is_new=is_new) if is_sharded else is_new):
             return
-        self._kinds.add(kind)
         fact = self._find_fact(hooks, module, given, tokens, together=is_sharded)
         if is_sharded:
             if isinstance(module, FSDPModule):
@@ -102,6 +111,17 @@ class FirstCalls:
         if not self._has_met and _HOOKLESS in _meet_ranks(self._key, ""):
             raise MismatchError("ranks_disagree", "a rank computes this model padded: `unpad` it on all ranks")
         self._has_met = True
+
+    def _ask_ranks(self, module: Any, given: dict[str, Any], tokens: RealTokens | None, *, is_new: bool) -> bool:
+        """Return whether a rank has a new kind of call; all ranks call this equally often."""
+        mode = module, module.training, torch.is_grad_enabled()
+        left = self._calls_left.get(mode, _ASKED_CALLS)
+        is_due = left > 0 and any(gather_from_ranks(is_new))
+        self._calls_left[mode] = _ASKED_CALLS if is_due else max(left - 1, 0)
+        if is_new and not is_due:
+            words = _describe_call(module, given, tokens)
+            log.warning("%s is not compared with its padded pass: ranks have stopped asking", words)
+        return is_due
 
     def _find_fact(
         self, hooks: Any, module: Any, given: dict[str, Any], tokens: RealTokens | None, *, together: bool
@@ -165,8 +185,15 @@ def _raise_first(fact: str | None) -> None:
 
 
 @contextmanager
-def raising_together() -> Iterator[None]:
-    """Let an error that one rank raises in the block end all ranks; all ranks run the block."""
+def raising_together(model: torch.nn.Module) -> Iterator[None]:
+    """
+    Let an error that one rank raises in the block end all ranks, where they share the weights.
+
+    Otherwise a rank may run the block alone, and nothing is changed.
+    """
+    if not has_ranks() or find_sharded_weight(model) is None:
+        yield
+        return
     fault = None
     try:
         yield
@@ -174,7 +201,7 @@ def raising_together() -> Iterator[None]:
         fault = error
     told = "" if fault is None else f"{type(fault).__name__}: {fault}"[:300]
     try:
-        facts = _meet_ranks(f"packplan/models/{next(_MODELS)}", told) if has_ranks() else []
+        facts = _meet_ranks(f"packplan/models/{next(_MODELS)}", told)
     finally:
         if fault is not None:
             raise fault

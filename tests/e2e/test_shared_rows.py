@@ -191,7 +191,7 @@ def in_copies():
     choice = attention_for_shared_rows(AttentionChoice(VARLEN, native="eager"))
     options = {"named": VARLEN, "group": dist.group.WORLD, "device": "cpu"}
     with pytest.raises(ModelError, match=r"a small copy of the model, whose rows \d ranks share, .* and it raises"):
-        probe_sharing_copy(build("gpt_oss"), choice, **options)  # each head has a sink
+        probe_sharing_copy(build("gpt_oss", num_key_value_heads=4), choice, **options)  # each head has a sink
     return [probe_sharing_copy(build("qwen2"), choice, **options).isolation]
 
 

@@ -307,7 +307,7 @@ def elsewhere(words: list[str]) -> list[str]:
         ("python train.py --model m", "python:"),
         ("torchrun --nproc_per_node 2 -m swift.cli.sft {given}", "torchrun:"),
         ("{text} --streaming true --max_steps 4", "--streaming:"),
-        ("swift rlhf {given} --rlhf_type kto", "--rlhf_type:"),
+        ("swift rlhf {given} --rlhf_type orpo", "--rlhf_type:"),
         ("{text} --max_lenght 7", "--max_lenght:"),
         ("{text} --tuner_type full --max_length many", "ms-swift:"),
     ],

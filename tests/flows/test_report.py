@@ -145,6 +145,7 @@ def test_names_and_texts_of_users_are_escaped(run, page):
         assert 1 + one.text.count('viewBox="0 0 640 ') == sum(tag == "title" for tag, _ in one.tags)
 
 
+@pytest.mark.covers
 def test_a_page_is_small_whatever_the_number_of_samples(tmp_path):
     """No plot has a point for each, and packs of too many to be seen are not drawn."""
     lengths = np.random.default_rng(0).integers(1, 60, 50_000)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packplan.core.samples.shapes import RECORD_KEYS, to_shape
+from packplan.core.samples.shapes import RECORD_KEYS, shape_name, to_shape
 from packplan.core.samples.values import UnusableRecordError
 from tests.records import ANSWER, QUESTION, asked, chat, json_values, to_messages
 
@@ -53,10 +53,15 @@ CASES = [(shape, record) for shape, records in SHAPES.items() for record in reco
 @pytest.mark.parametrize(("shape", "record"), CASES)
 def test_records_of_every_shape_become_the_same_messages(shape, record):
     """With a system prompt under either name, and with null for what they lack."""
-    assert shape == to_shape(record).shape
+    assert shape == to_shape(record).shape == shape_name({**record, "beside": 1}, {})
     assert ASKED == to_messages(record)["messages"]
     for system in ("system", "system_prompt"):
         assert TOLD == to_messages({**record, system: "be", "images": None})["messages"]
+
+
+def test_what_is_no_record_has_no_shape():
+    with pytest.raises(UnusableRecordError, match="is not a JSON object"):
+        shape_name([], {})
 
 
 def own_parts(kind):
