@@ -18,7 +18,7 @@ export PYTHONUNBUFFERED = 1
 # Where compiled modules are not kept, every process of the tests compiles the project anew: 1 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test suite test-fast test-hosts explore lint docs reference models clean
+.PHONY: demo test suite test-fast test-hosts newest pinned explore lint docs reference models clean
 
 demo: $(READY)
 	@$(RUN) -m tools.demo
@@ -36,8 +36,13 @@ test-fast: $(READY)
 
 # All requirements of the pages at once: the newest trainers beside one torch; ms-swift has an environment of its own.
 test-hosts: $(HOSTS)/.ready
+	$(MAKE) --jobs=2 --output-sync=target --no-print-directory newest pinned
+
+newest:
 	HOST_PYTHON=$(abspath $(HOSTS)/bin/python) $(HOSTS)/bin/python -m pytest --durations=10 tests/hosts
-	EVERY_CELL=1 $(RUN) -m pytest $(PAGE) tests/e2e/test_zero.py
+
+pinned:
+	EVERY_CELL=1 $(RUN) -m pytest --durations=10 $(PAGE) tests/e2e/test_zero.py
 
 $(HOSTS)/.ready: $(READY) Makefile $(wildcard docs/use-it-in/*.md)
 	@echo "Setting up $(HOSTS), once."
