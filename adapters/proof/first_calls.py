@@ -43,9 +43,9 @@ _MODELS = count()
 
 _ASKED_CALLS = 16
 """
-Calls of a mode before which ranks that share weights ask each other whether one has a new kind.
+Calls in a row without a new kind after which ranks that share weights stop asking each other.
 
-The count starts again with a new kind. To ask stops the queue of a GPU, so it ends.
+Each question makes a GPU wait for all ranks.
 """
 
 _NEEDED = {"input_ids", "inputs_embeds", "attention_mask", "labels"}

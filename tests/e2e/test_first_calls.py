@@ -1,11 +1,13 @@
 """The first call of each kind is compared with its padded pass, and training goes on as before."""
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, DynamicCache
 
+from packplan.adapters.proof import first_calls
 from packplan.core.errors import MismatchError
 from packplan.hf import unpad
 from tests.e2e import unpad_rank
@@ -222,3 +224,21 @@ def test_all_ranks_end_with_what_one_of_them_finds(server, tmp_path):
 def test_all_ranks_end_where_one_refuses_a_sharded_model(server, tmp_path):
     """A probe that fails; a wrong module; positions that go on; hooks that one rank lacks."""
     assert [0, 0] == finished(server.ranks(2, unpad_rank.refuse_together, folder=tmp_path))
+
+
+def test_ranks_that_share_weights_stop_asking_each_other(caplog):
+    """After some calls without a new kind, by mode; a kind that comes later is told."""
+    calls, asked = first_calls.FirstCalls("eager"), []
+    model = torch.nn.Linear(1, 1)
+
+    def ask(*, is_new):
+        return calls._ask_ranks(model, {"input_ids": 1}, None, is_new=is_new)
+
+    with mock.patch.object(first_calls, "gather_from_ranks", lambda value: asked.append(value) or [False, value]):
+        assert ask(is_new=True)
+        assert not any(ask(is_new=False) for _ in range(3 * first_calls._ASKED_CALLS))
+        assert len(asked) == 1 + first_calls._ASKED_CALLS
+        assert not ask(is_new=True)
+        assert "with input_ids, padded right of tokens, is not compared" in caplog.text
+        model.eval()
+        assert ask(is_new=True)
