@@ -22,17 +22,11 @@ LAYERS = {
 }
 
 WAY = {
-    "run": "adapters/config/run.py",
-    "splits": "app/wiring/splits.py",
-    "plan": "app/planning/plan.py",
-    "length": "app/planning/measure.py",
-    "pieces": "adapters/samples/measurer.py",
-    "tokens": "adapters/samples/encoder.py",
-    "packs": "core/plan.py",
-    "steps": "core/schedule/schedule.py",
-    "build": "app/wiring/trainers.py",
-    "batch": "adapters/loaders/batches.py",
-    "follow": "adapters/hf/following.py",
+    "read": "adapters/config/run.py",
+    "measure": "app/planning/measure.py",
+    "pack": "core/plan.py",
+    "schedule": "core/schedule/schedule.py",
+    "load": "adapters/loaders/batches.py",
     "train": "adapters/trainer/trainer.py",
 }
 """Stage of a sample's way -> the file where it begins to be read."""
@@ -123,12 +117,12 @@ def draw_rooms() -> str:
     """Return an SVG drawing of the rooms, their imports and the way of a sample."""
     below = drop_implied(imports_by_room())
     step = (WIDTH - 20) / len(WAY)
-    shapes, boxes = ['<text x="10" y="22">The way of a sample, and the rooms that it passes</text>'], []
+    shapes, boxes = ['<text x="10" y="22">Six stages of a sample, and the rooms of code that it passes</text>'], []
     for number, (name, file) in enumerate(WAY.items()):
         x = 10 + number * step
         shapes += [*_badge(x + 9, 44, number + 1), f'<text x="{x + 22:.0f}" y="49">{name}</text>']
-        shapes.append(f'<text class="small" x="{min(x, WIDTH - 152):.0f}" y="{68 + 14 * (number % 3)}">{file}</text>')
-    top = 112
+        shapes.append(f'<text class="small" x="{min(x, WIDTH - 152):.0f}" y="68">{file}</text>')
+    top = 86
     for layer, does in LAYERS.items():
         rows = arrange_in_rows([room for room in below if room.startswith(f"{layer}/")], below)
         at = {
