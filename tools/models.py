@@ -28,10 +28,10 @@ from packplan.core.errors import PackplanError
 
 log = logging.getLogger("packplan.app.tools")
 
-HEADING = "## Models that see"
+HEADING = "## Vision-language models"
 
-ABOUT = """A run probes its own model before it measures anything, so a family that is not listed may still
-pack: ask with `packplan probe MODEL`."""
+ABOUT = """For everybody who wants to know whether a model can be packed. A run probes its own model before it measures
+anything. So a family that is not listed may still pack: ask with `packplan probe MODEL`."""
 
 MEASURED = """These hold for a small model of each family that transformers knows, in its default configuration:
 {passing} of {all} pass. `python -m tools.models families docs/models.md` wrote this page on {date}, with
@@ -44,11 +44,11 @@ It has to be 0.""",
 It may be {EQUALITY_LIMITS["float32"]:.0e}.""",
 )
 
-STARS = "Where a name has a star, some of its layers run sample by sample."
+STARS = "A star after a name means that some of its layers run sample by sample."
 
 STRATEGIES = {
     "flash": "flash attention with sample boundaries",
-    "varlen": "our attention of variable length, sample by sample",
+    "varlen": "Packplan's attention of variable length, sample by sample",
     "own": "the model's own attention, which finds samples by restarting positions",
 }
 """Strategies in the order of trials -> description."""

@@ -5,7 +5,7 @@ import pytest
 from packplan.core.equality import PackingVerdict, ProbeResult
 from tools import models
 
-SECTION = "## Models that see\n\nTiny models.\n\n| model |\n|---|\n| glm4v |\n"
+SECTION = "## Vision-language models\n\nTiny models.\n\n| model |\n|---|\n| glm4v |\n"
 
 
 def verdict(family, strategy=None, *, split=(), measured=None, reason=""):
