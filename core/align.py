@@ -3,9 +3,10 @@
 import attrs
 import numpy as np
 
+from packplan.core.batch import largest_degree
 from packplan.core.errors import ArgumentError, counted
 from packplan.core.lengths import MOST_RANKS, IntArray, as_whole_number
-from packplan.core.packs import AnyPacks, HasPacks, Packs, as_packs, concatenate
+from packplan.core.packs import AnyPacks, HasPacks, Packs, as_packs
 
 
 @attrs.frozen
@@ -42,6 +43,12 @@ class AlignedPlan(HasPacks):
     not counted.
     """
 
+    degrees: IntArray | None = attrs.field(default=None, eq=attrs.cmp_using(eq=np.array_equal), repr=False)
+    """Ranks that each pack of the raw plan needs, as `pack_degrees` has them; None shares none."""
+
+    max_degree: int = 1
+    """Most ranks that share a pack."""
+
     @property
     def pad_needed(self) -> int:
         """Packs added at the end."""
@@ -49,10 +56,16 @@ class AlignedPlan(HasPacks):
 
 
 def align_plan(
-    raw_plan: AnyPacks, *, world_size: int, dataloader_drop_last: bool = False, batch_size: int = 1
+    raw_plan: AnyPacks,
+    *,
+    world_size: int,
+    dataloader_drop_last: bool = False,
+    batch_size: int = 1,
+    degrees: IntArray | None = None,
+    max_degree: int | None = None,
 ) -> AlignedPlan:
     """
-    Cut or fill the plan's end, so that every rank runs the same number of packs.
+    Cut or fill the plan's end, so that every rank runs the same number of packs, or shares of them.
 
     Args:
         raw_plan: The raw plan, of at least one pack; or a `Plan`, or packs alone.
@@ -61,9 +74,13 @@ def align_plan(
             cyclically.
         batch_size: Packs of a rank in one forward pass, >= 1. Dropping the remainder also drops a
             smaller last batch.
+        degrees: Ranks that each pack needs, powers of two; shape (num_packs,). None gives each pack
+            one rank.
+        max_degree: Most ranks that share a pack; None takes the largest power of two that divides
+            *world_size*.
 
     Raises:
-        ArgumentError: No pack, or dropping would leave no batch.
+        ArgumentError: No pack, dropping would leave no batch, or *max_degree* is impossible.
 
     >>> from packplan.core.plan import build_raw_plan
     >>> plan = build_raw_plan([5, 5, 5], packing_length=5)
@@ -73,42 +90,65 @@ def align_plan(
     world_size = as_whole_number("world_size", world_size, most=MOST_RANKS)
     packs = as_packs(raw_plan)
     batch_size = as_whole_number("batch_size", batch_size)
-    require_a_batch(len(packs), world_size=world_size, batch_size=batch_size, drop_last=dataloader_drop_last)
-    positions = aligned_positions(len(packs), world_size, dataloader_drop_last)
+    most = largest_degree(world_size, max_degree)
+    ranks = np.ones(len(packs), dtype=np.int64) if degrees is None else np.minimum(degrees, most)
+    num_slots = int(ranks.sum())
+    require_a_batch(num_slots, world_size=world_size, batch_size=batch_size, drop_last=dataloader_drop_last)
+    positions = aligned_positions(ranks, world_size, dataloader_drop_last)
     repeated = positions[len(packs) :]
-    kept = packs[: positions.size - repeated.size]
     return AlignedPlan(
-        packs=concatenate([kept, packs.take(repeated)]) if repeated.size else kept,
+        packs=packs.take(positions),
         world_size=world_size,
         dataloader_drop_last=dataloader_drop_last,
         batch_size=batch_size,
         num_raw_packs=len(packs),
         repeated=tuple(repeated.tolist()),
-        num_dropped=len(packs) - len(kept),
+        num_dropped=len(packs) - min(positions.size, len(packs)),
+        degrees=degrees,
+        max_degree=1 if degrees is None else most,
     )
 
 
-def aligned_positions(num: int, world_size: int, drop_last: bool) -> IntArray:  # noqa: FBT001  # three plain values
+def aligned_positions(degrees: IntArray, world_size: int, drop_last: bool) -> IntArray:  # noqa: FBT001  # plain values
     """
-    Return positions of *num* packs, cut at the end or repeated from the front to fill all ranks.
+    Return positions of packs, cut at the end or repeated from the front to fill all ranks.
+
+    Packs of the smallest degree repeat. They are dropped first, too, and those of the next degree
+    only once none is left. As all degrees are powers of two that divide the ranks, the slots come
+    out exactly.
 
     Args:
-        num: Number of packs, >= 0.
+        degrees: Ranks that share each pack, 1 for packs that fit: powers of two that divide
+            *world_size*; shape (num_packs,).
         world_size: Data-parallel learners, >= 1.
         drop_last: Cut at the end if true, else repeat from the front.
 
-    >>> aligned_positions(3, 2, False).tolist(), aligned_positions(3, 2, True).tolist()
+    >>> ones = np.ones(3, dtype=np.int64)
+    >>> aligned_positions(ones, 2, False).tolist(), aligned_positions(ones, 2, True).tolist()
     ([0, 1, 2, 0], [0, 1])
+    >>> aligned_positions(np.array([1, 4, 1]), 4, False).tolist()
+    [0, 1, 2, 0, 2]
     """
-    return np.arange(aligned_size(num, world_size, drop_last)) % max(num, 1)
+    num_slots = int(degrees.sum())
+    missing = aligned_size(num_slots, world_size, drop_last) - num_slots
+    positions = np.arange(degrees.size)
+    if missing > 0:
+        smallest = np.flatnonzero(degrees == degrees.min())
+        repeated = smallest[np.arange(missing // degrees.min()) % smallest.size]
+        return np.concatenate([positions, repeated])
+    if missing < 0:
+        last_first = positions[::-1][np.argsort(degrees[::-1], kind="stable")]
+        dropped = np.searchsorted(np.cumsum(degrees[last_first]), -missing) + 1
+        positions = np.sort(last_first[dropped:])
+    return positions
 
 
 def aligned_size(num: int, world_size: int, drop_last: bool) -> int:  # noqa: FBT001  # three plain values
     """
-    Return the number of packs after *num* packs are cut or repeated to fill all ranks.
+    Return the number of slots after *num* slots are cut or repeated to fill all ranks.
 
     Args:
-        num: Number of packs, >= 0.
+        num: Slots of the packs, >= 0: one for each rank that shares a pack.
         world_size: Data-parallel learners, >= 1.
         drop_last: Cut at the end if true, else repeat from the front.
 

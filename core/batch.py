@@ -1,9 +1,10 @@
 """Labels, ranks that share rows, accumulation of an effective batch size, and partial windows."""
 
 import attrs
+import numpy as np
 
 from packplan.core.errors import ArgumentError, counted
-from packplan.core.lengths import MOST_RANKS, as_whole_number
+from packplan.core.lengths import MOST_RANKS, IntArray, as_whole_number
 
 IGNORED_LABEL = -100
 """Label that the losses of torch and transformers ignore."""
@@ -26,6 +27,48 @@ def count_row_groups(num_ranks: int, row_ranks: int) -> int:
         fact = f"{counted(num_ranks, 'rank')} cannot share rows by {row_ranks} each: start a multiple of it"
         raise ArgumentError("ranks", f"{fact}, or set sequence_parallel_size to 1")
     return num_ranks // row_ranks
+
+
+def pack_degrees(tokens: IntArray, packing_length: int, max_degree: int = MOST_RANKS) -> IntArray:
+    """
+    Return the degree of each pack: the smallest power of two of ranks that hold its tokens with at
+    most *packing_length* each; int64 of the shape of *tokens*.
+
+    Args:
+        tokens: Tokens of each pack, >= 1.
+        packing_length: Tokens that a pack of several samples may hold, >= 1.
+        max_degree: Most ranks that share a pack, a power of two. Packs that need more take these.
+
+    >>> pack_degrees(np.array([7, 8, 9, 16, 33]), 8, max_degree=4).tolist()
+    [1, 1, 2, 2, 4]
+    """
+    doublings = np.log2(MOST_RANKS).astype(int) + 1
+    limits = packing_length * 2 ** np.arange(doublings)
+    return np.minimum(2 ** np.searchsorted(limits, tokens), max_degree)
+
+
+def largest_degree(num_ranks: int, asked: int | None = None) -> int:
+    """
+    Return the most ranks that may share a pack, where packs have degrees.
+
+    Args:
+        num_ranks: All ranks, >= 1.
+        asked: The number that is asked for; None takes the largest power of two that divides
+            *num_ranks*.
+
+    Raises:
+        ArgumentError: *asked* is no power of two, or does not divide the ranks.
+
+    >>> largest_degree(12), largest_degree(12, 2)
+    (4, 2)
+    """
+    most = num_ranks & -num_ranks
+    if asked is None:
+        return most
+    if as_whole_number("max_degree", asked, most=MOST_RANKS) & (asked - 1) or asked > most:
+        fact = f"at most {counted(asked, 'rank')} are to share a pack, which has to be a power of two that divides the"
+        raise ArgumentError("ranks", f"{fact} {counted(num_ranks, 'rank')}: {most:,} is the largest")
+    return asked
 
 
 @attrs.frozen

@@ -129,7 +129,8 @@ def from_plain(kind: type[T], value: object) -> T:
         value: Result of `to_plain`, perhaps read from JSON.
 
     Raises:
-        ValueError: A key is missing or unknown, or a value has another type or is out of range.
+        ValueError: A key without a default is missing, one is unknown, or a value has another type
+            or is out of range.
     """
     read: T = _as_type(kind, value, "the state")
     return read
@@ -140,10 +141,11 @@ def _as_type(kind: Any, value: Any, name: str) -> Any:
     if attrs.has(kind):
         fields = {field.name: field.type for field in attrs.fields(attrs.resolve_types(kind))}
         held = value if isinstance(value, Mapping) else {}
-        if other := sorted(fields.keys() ^ set(map(str, held))):
+        needed = {field.name for field in attrs.fields(kind) if field.default is attrs.NOTHING}
+        if other := sorted((fields.keys() ^ set(map(str, held))) - (fields.keys() - needed)):
             message = f"{name} has no {other[0]}" if other[0] in fields else f"{name} has the unknown key {other[0]}"
             raise ValueError(message)
-        return kind(**{key: _as_type(of, held[key], f"{name}.{key}") for key, of in fields.items()})
+        return kind(**{key: _as_type(fields[key], one, f"{name}.{key}") for key, one in held.items()})
     if origin is tuple and isinstance(value, (list, tuple)):
         return tuple(_as_type(kinds[0], one, f"{name}[{number}]") for number, one in enumerate(value))
     if origin is np.ndarray and isinstance(value, list):

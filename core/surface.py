@@ -16,13 +16,14 @@ from decimal import Decimal
 from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.align import align_plan
+from packplan.core.batch import pack_degrees
 from packplan.core.checksum import plan_checksum
 from packplan.core.errors import counted
 from packplan.core.inspection import PlanSummary, packs_by_algorithm, summarise
@@ -79,6 +80,7 @@ class Plan(HasPacks):
         seed: int = 0,
         shuffle: bool = True,
         works: NDArray[np.number] | None = None,
+        degrees: int | Literal["auto"] = 1,
     ) -> EpochSchedule:
         """
         Return the schedule that trains this plan.
@@ -95,10 +97,14 @@ class Plan(HasPacks):
             shuffle: Draw an order for each epoch; otherwise packs keep the order of the plan.
             works: Work of each pack in any unit; shape (num_packs,). The packs of each step are
                 then assigned to ranks by work.
+            degrees: Most ranks that share a long pack, a power of two that divides *world_size*;
+                `auto` takes the largest. A pack then counts once in a step for each rank that it
+                needs, and `Step.ranks` has those that share it.
 
         Raises:
             ValueError: *packs_per_step* is no multiple of *world_size*, or an argument is invalid.
-            ArgumentError: The packs that *drop_last* leaves do not fill the ranks.
+            ArgumentError: The packs that *drop_last* leaves do not fill the ranks, or *degrees* is
+                impossible.
         """
         world_size = as_whole_number("world_size", world_size, most=MOST_RANKS)
         packs_per_step = world_size if packs_per_step is None else as_whole_number("packs_per_step", packs_per_step)
@@ -106,8 +112,11 @@ class Plan(HasPacks):
         if rest:
             message = f"packs_per_step is {packs_per_step}, but has to be a multiple of world_size {world_size}"
             raise ValueError(message)
+        most = None if degrees == "auto" else as_whole_number("degrees", degrees, most=MOST_RANKS)
+        needed = None if most == 1 else pack_degrees(self.packs.loads(self.lengths), self.raw.packing_length)
+        options: dict[str, Any] = {"dataloader_drop_last": drop_last, "degrees": needed, "max_degree": most}
         return EpochSchedule.from_plan(
-            align_plan(self.raw, world_size=world_size, dataloader_drop_last=drop_last),
+            align_plan(self.raw, world_size=world_size, **options),
             gradient_accumulation_steps=accumulation,
             num_train_epochs=epochs,
             max_steps=max_steps,

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from packplan.core.batch import largest_degree
 from packplan.core.schedule import EpochSchedule
 
 capacities, packing_lengths = st.integers(1, 200), st.integers(2, 120)
@@ -68,9 +69,14 @@ def plain_schedule(num_packs: int, world_size: int = 1, **fields: Any) -> EpochS
 
 
 @st.composite
-def schedules(draw: st.DrawFn, *, differing: bool = False) -> EpochSchedule:
-    """Schedules of whole runs, padded or assigned by work; epochs may have packs of their own."""
+def schedules(draw: st.DrawFn, *, differing: bool = False, shared: bool = False) -> EpochSchedule:
+    """
+    Schedules of whole runs, padded or assigned by work; epochs may have packs of their own, and
+    ranks may share packs.
+    """
     world_size, batch_size = draw(st.integers(1, 5)), draw(st.sampled_from([1, 1, 1, 2, 3]))
+    if shared:
+        world_size, batch_size = draw(st.sampled_from([2, 4, 8, 6, 3, 1])), 1
     drop_last = draw(st.booleans())
     sizes = st.integers(world_size * batch_size if drop_last else 1, 24 if differing else 40)
     num_packs: Any = draw(st.tuples(sizes, sizes, sizes) if differing else sizes)
@@ -78,8 +84,13 @@ def schedules(draw: st.DrawFn, *, differing: bool = False) -> EpochSchedule:
     if batch_size == 1 and draw(st.booleans()):
         drawn = np.array(draw(st.lists(st.integers(0, 9), min_size=40, max_size=40)))
         works = (lambda epoch: drawn[: num_packs[epoch]]) if differing else drawn[:num_packs]
+    degrees: Any = None
+    if shared:
+        drawn_degrees = np.array(draw(st.lists(st.sampled_from([1, 1, 1, 2, 4, 16]), min_size=40, max_size=40)))
+        degrees = (lambda epoch: drawn_degrees[: num_packs[epoch]]) if differing else drawn_degrees[:num_packs]
     return EpochSchedule(
         num_packs=num_packs, world_size=world_size, dataloader_drop_last=drop_last, batch_size=batch_size, works=works,
+        degrees=degrees, max_degree=draw(st.sampled_from([None, 1, largest_degree(world_size)])) if shared else None,
         gradient_accumulation_steps=draw(st.integers(1, 4)), seed=draw(st.integers(0, 3)), shuffle=draw(st.booleans()),
         num_train_epochs=draw(st.sampled_from([1, 2, 3, 0.4, 1.5, 2.1])),
         sync_at=draw(st.sampled_from(["step", "microbatch"])),

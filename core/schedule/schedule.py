@@ -9,6 +9,10 @@ under one `ORDER_VERSION`, since a resumed run relies on them.
 With works of packs, each optimizer step assigns its packs to the ranks by work. The packs of a step
 stay the same.
 
+With degrees of packs, several ranks share a long pack. An order then has *slots*: a pack stands in
+as many neighbours as ranks share it, at positions of those ranks. Everything that is consumed is
+counted in slots.
+
 `EpochSchedule.steps` groups `batches`, and `batches` are every W-th pack of `order`. All other
 methods count steps and packs, or belong to runs that were resumed within an epoch.
 """
@@ -29,10 +33,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.align import AlignedPlan, aligned_positions, aligned_size, count_batches, require_a_batch
+from packplan.core.batch import largest_degree
 from packplan.core.errors import Difference, counted
 from packplan.core.fingerprint import NO_IDENTITY, Fingerprint, RunIdentity
 from packplan.core.lengths import MOST_RANKS, IntArray, as_whole_number, as_works
 from packplan.core.packers import as_seed
+from packplan.core.schedule.slots import lay_out_slots
 from packplan.core.shuffling import seeded_permutation
 from packplan.core.work.assignment import SyncPoint, level_steps, to_units
 
@@ -53,7 +59,10 @@ class EpochSegment:
     world_size: int
     dataloader_drop_last: bool
     pack_offset: int
-    """Packs of this segment's order that all ranks together have consumed."""
+    """Slots of this segment's order that all ranks together have consumed."""
+
+    max_degree: int = 1
+    """Most ranks that shared a pack."""
 
     def __attrs_post_init__(self) -> None:
         if self.world_size < 1 or self.pack_offset < 0 or self.pack_offset % self.world_size:
@@ -62,6 +71,7 @@ class EpochSegment:
                 f"{counted(self.pack_offset, 'pack')}: its ranks consume equally many"
             )
             raise ValueError(message)
+        largest_degree(self.world_size, self.max_degree)
 
 
 @attrs.frozen
@@ -102,6 +112,9 @@ class Step:
 
     batches: tuple[tuple[int, ...], ...]
     """Pack indices of each microbatch of the rank, in order."""
+
+    ranks: tuple[range, ...] = ()
+    """Ranks that share the pack of each microbatch, this one among them; empty without degrees."""
 
 
 def _checked_packs(num_packs: int | tuple[int, ...]) -> int | tuple[int, ...]:
@@ -174,8 +187,25 @@ class EpochSchedule:
     in it.
     """
 
+    degrees: IntArray | Callable[[int], IntArray] | None = attrs.field(
+        default=None, eq=attrs.cmp_using(eq=np.array_equal), hash=False, repr=False
+    )
+    """
+    Ranks that each pack needs, as `pack_degrees` has them; None gives each pack one rank. Where
+    each epoch has its own plan, a function that takes an epoch. Needs a `batch_size` of 1.
+    """
+
+    max_degree: int | None = None
+    """
+    Most ranks that share a pack, where `degrees` are given; None takes the largest power of two
+    that divides the ranks.
+    """
+
     _assigned: dict[int, IntArray] = attrs.field(factory=dict, init=False, eq=False, repr=False)
     """Epoch -> its assigned order, of the last requested epoch alone; read-only."""
+
+    _slots: dict[int, int] = attrs.field(factory=dict, init=False, eq=False, repr=False)
+    """Epoch -> slots of its packs, before they are cut or filled."""
 
     _last_steps: list[int] = attrs.field(factory=list, init=False, eq=False, repr=False)
     """Last step of each epoch from the epoch of `start` on, where epochs differ."""
@@ -206,6 +236,8 @@ class EpochSchedule:
             world_size=aligned.world_size,
             dataloader_drop_last=aligned.dataloader_drop_last,
             batch_size=aligned.batch_size,
+            degrees=aligned.degrees,
+            max_degree=None if aligned.degrees is None else aligned.max_degree,
             **fields,
         )
 
@@ -217,17 +249,17 @@ class EpochSchedule:
         if self.max_steps <= 0 and not (isinstance(self.num_train_epochs, Real) and 0 <= self.num_train_epochs < inf):
             message = f"the number of epochs is {self.num_train_epochs!r}, but has to be finite and at least 0"
             raise ValueError(message)
-        for num in (self.num_packs,) if isinstance(self.num_packs, int) else self.num_packs:
-            require_a_batch(
-                num, world_size=self.world_size, batch_size=self.batch_size, drop_last=self.dataloader_drop_last
-            )
+        largest_degree(self.world_size, self.max_degree)
+        for epoch in range(1 if isinstance(self.num_packs, int) else len(self.num_packs)):
+            num, ranks = self.num_epoch_slots(epoch), {"world_size": self.world_size, "batch_size": self.batch_size}
+            require_a_batch(num, drop_last=self.dataloader_drop_last, **ranks)
         if self.sync_at not in get_args(SyncPoint):
             message = f"sync_at is {self.sync_at!r}, but has to be one of {', '.join(get_args(SyncPoint))}"
             raise ValueError(message)
         if self.works is not None and not callable(self.works):
             self._epoch_works(0)  # checked
-        if self.works is not None and self.batch_size != 1:
-            message = f"works assign packs, so batch_size has to be 1, not {self.batch_size}"
+        if not (self.works is None and self.degrees is None) and self.batch_size != 1:
+            message = f"works and degrees assign packs, so batch_size has to be 1, not {self.batch_size}"
             raise ValueError(message)
 
     def steps(self, *, rank: int = 0) -> Iterator[Step]:
@@ -248,9 +280,12 @@ class EpochSchedule:
         number, epoch, window = self.start.step, self.start.epoch, self.gradient_accumulation_steps
         while number < self.total_steps and self.num_epoch_packs(epoch):
             batches = [tuple(batch) for batch in self.batches(epoch, rank=rank)]
+            degrees = () if self.degrees is None else self.pack_degrees(epoch).tolist()
             for first in range(0, len(batches), window)[: self.total_steps - number]:
                 number += 1
-                yield Step(number, epoch, tuple(batches[first : first + window]))
+                mine = batches[first : first + window]
+                sizes = [degrees[pack] for (pack,) in mine] if degrees else []
+                yield Step(number, epoch, tuple(mine), tuple(_block_of(rank, size) for size in sizes))
             epoch += 1
 
     def batches(self, epoch: int, *, rank: int) -> list[list[int]]:
@@ -261,7 +296,8 @@ class EpochSchedule:
 
     def order(self, epoch: int) -> IntArray:
         """
-        Return the remaining pack indices of *epoch* in order, over all ranks; shape (num_left,).
+        Return the remaining pack indices of *epoch* in order, over all ranks; shape (num_left,). A
+        pack stands once for each rank that shares it.
 
         These are the packs of the whole epoch, in the order that `_whole_order` draws, unless the
         run was resumed in its middle.
@@ -271,21 +307,55 @@ class EpochSchedule:
         order = self._remaining_order(epoch)
         if self.works is None:
             return order
-        units = to_units(self._epoch_works(epoch))[order]
+        degrees = self.pack_degrees(epoch)
+        units = to_units(self._epoch_works(epoch) / degrees)[order]
         ranks = {"world_size": self.world_size, "accumulation": self.gradient_accumulation_steps}
-        order = order[level_steps(units, sync_at=self.sync_at, **ranks)]
+        order = order[level_steps(units, degrees[order], sync_at=self.sync_at, **ranks)]
         order.flags.writeable = False
         self._assigned.clear()
         self._assigned[epoch] = order
         return order
 
-    def _whole_order(self, epoch: int, world_size: int, *, drop_last: bool) -> IntArray:
+    def _whole_order(self, epoch: int, segment: EpochSegment) -> IntArray:
         """
-        Return all packs of *epoch*, cut or filled for the ranks as `align_plan` does, in the order
-        of the seed.
+        Return all packs of *epoch*, cut or filled for a segment's ranks as `align_plan` does, in
+        the order of the seed.
         """
-        positions = aligned_positions(self.num_epoch_packs(epoch), world_size, drop_last)
-        return positions[seeded_permutation(positions.size, seed=(self.seed, epoch))] if self.shuffle else positions
+        degrees = self.pack_degrees(epoch, segment.max_degree)
+        packs = aligned_positions(degrees, segment.world_size, segment.dataloader_drop_last)
+        if self.shuffle:
+            packs = packs[seeded_permutation(packs.size, seed=(self.seed, epoch))]
+        return packs[lay_out_slots(degrees[packs], segment.world_size)]
+
+    def pack_degrees(self, epoch: int, max_degree: int | None = None) -> IntArray:
+        """
+        Return the ranks that share each pack of *epoch*; int64, shape (num_packs,).
+
+        Args:
+            epoch: Epoch, from 0.
+            max_degree: Most ranks that share a pack; None takes those of this schedule.
+        """
+        num = self.num_epoch_packs(epoch)
+        if self.degrees is None or not num:
+            return np.ones(num, dtype=np.int64)
+        needed = np.asarray(self.degrees(epoch) if callable(self.degrees) else self.degrees)
+        if needed.shape != (num,) or needed.min() < 1 or (needed & (needed - 1)).any():
+            message = f"degrees has the shape {needed.shape}, but has to be {num} powers of two, one for each pack"
+            raise ValueError(message)
+        return np.minimum(needed, max_degree or self.most_ranks)
+
+    @property
+    def most_ranks(self) -> int:
+        """Most ranks that share a pack; 1 without degrees."""
+        return 1 if self.degrees is None else largest_degree(self.world_size, self.max_degree)
+
+    def num_epoch_slots(self, epoch: int) -> int:
+        """Return the slots of the packs in the raw plan of *epoch*, one for each rank of a pack."""
+        if self.degrees is None:
+            return self.num_epoch_packs(epoch)
+        if epoch not in self._slots:
+            self._slots[epoch] = int(self.pack_degrees(epoch).sum())
+        return self._slots[epoch]
 
     def _epoch_works(self, epoch: int) -> NDArray[np.float64]:
         """Return the work of each pack of *epoch*, where works are known; shape (num_packs,)."""
@@ -304,7 +374,7 @@ class EpochSchedule:
 
     def num_epoch_batches(self, epoch: int) -> int:
         """Return the number of batches of each rank in the whole *epoch*, at this world size."""
-        return self._num_batches(aligned_size(self.num_epoch_packs(epoch), self.world_size, self.dataloader_drop_last))
+        return self._num_batches(aligned_size(self.num_epoch_slots(epoch), self.world_size, self.dataloader_drop_last))
 
     def num_epoch_steps(self, epoch: int) -> int:
         """Return the number of optimizer steps in the whole *epoch*, at this world size."""
@@ -316,8 +386,8 @@ class EpochSchedule:
 
     @property
     def packs_per_epoch(self) -> int:
-        """Packs of the whole epoch of `start` over all ranks, repeated packs included."""
-        return aligned_size(self.num_epoch_packs(self.start.epoch), self.world_size, self.dataloader_drop_last)
+        """Slots of the whole epoch of `start` over all ranks, repeated packs included."""
+        return aligned_size(self.num_epoch_slots(self.start.epoch), self.world_size, self.dataloader_drop_last)
 
     @property
     def batches_per_epoch(self) -> int:
@@ -395,7 +465,7 @@ class EpochSchedule:
     def trained_packs(self, epoch: int, num_steps: int) -> IntArray:
         """
         Return the packs of the first *num_steps* remaining steps of *epoch*, over all ranks,
-        repeated packs included; shape (num_trained,).
+        repeated packs included; shape (num_trained,). A pack stands once for each of its ranks.
         """
         order, window = self.order(epoch), self.gradient_accumulation_steps
         num_batches = min(self._num_batches(order.size), num_steps * window)
@@ -425,8 +495,8 @@ class EpochSchedule:
         if isinstance(self.num_packs, int) and not start.epoch <= begun <= start.epoch * self.num_packs:
             each = f"each has 1 to {counted(self.num_packs, 'step')}"
             return f"{counted(start.epoch, 'epoch')} cannot have taken {counted(begun, 'step')}: {each}"
-        most = max(self.num_epoch_packs(start.epoch), self.world_size)
         for segment in start.segments:
+            most = max(int(self.pack_degrees(start.epoch, segment.max_degree).sum()), self.world_size)
             if segment.world_size > most:
                 return f"a segment of {counted(segment.world_size, 'rank')} does not fit {counted(most, 'pack')}"
         for segment, order in self._segment_orders(start.epoch)[: len(start.segments)]:
@@ -490,18 +560,19 @@ class EpochSchedule:
         has the packs of the one before that it did not consume, aligned again.
         """
         first, *later = self._segments(epoch)
-        found = [(first, self._whole_order(epoch, first.world_size, drop_last=first.dataloader_drop_last))]
+        found = [(first, self._whole_order(epoch, first))]
         for segment in later:
             before, order = found[-1]
             left = _drop_consumed(order, before.pack_offset)
-            positions = aligned_positions(left.size, segment.world_size, segment.dataloader_drop_last)
-            found.append((segment, left[positions]))
+            degrees = self.pack_degrees(epoch, segment.max_degree)
+            packs = left[aligned_positions(degrees[left], segment.world_size, segment.dataloader_drop_last)]
+            found.append((segment, packs[lay_out_slots(degrees[packs], segment.world_size)]))
         return found
 
     def _segments(self, epoch: int) -> tuple[EpochSegment, ...]:
         """Return the segments of *epoch*; the last, of these ranks, continues `start` or is new."""
         earlier = self.start.segments if epoch == self.start.epoch else ()
-        mine = EpochSegment(self.world_size, self.dataloader_drop_last, 0)
+        mine = EpochSegment(self.world_size, self.dataloader_drop_last, 0, self.most_ranks)
         if earlier and attrs.evolve(earlier[-1], pack_offset=0) == mine:
             return earlier
         return (*earlier, mine)
@@ -511,6 +582,12 @@ def _drop_consumed(order: IntArray, num_consumed: int) -> IntArray:
     """Return the packs of *order* that are not among its first *num_consumed*, each once."""
     _, first = np.unique(order, return_index=True)
     return order[np.sort(first[first >= num_consumed])]
+
+
+def _block_of(rank: int, degree: int) -> range:
+    """Return the *degree* neighbouring ranks that share a pack with *rank*."""
+    first = rank - rank % degree
+    return range(first, first + degree)
 
 
 DAMAGED_STATE_REMEDY = "name another checkpoint"

@@ -47,6 +47,9 @@ Largest number of packs of a rank at which two are exchanged at once. With more,
 suffices.
 """
 
+_NEVER = 1 << 58
+"""Work of a pack that no exchange improves; four of them fit 64 bits."""
+
 _BLOCK = 1 << 21
 """Numbers of an exchange table that are in memory at once."""
 
@@ -64,16 +67,20 @@ def to_units(works: NDArray[Any]) -> IntArray:
     return units
 
 
-def level_steps(works: IntArray, *, world_size: int, accumulation: int, sync_at: SyncPoint) -> IntArray:
+def level_steps(
+    works: IntArray, degrees: IntArray | None = None, *, world_size: int, accumulation: int, sync_at: SyncPoint
+) -> IntArray:
     """
     Return the positions of packs in an order that gives the ranks of each step equal work.
 
     In an order, rank r of W takes the positions r, r + W, r + 2W, … A step is accumulation x W
-    neighbours, the last perhaps fewer. Each step keeps its packs.
+    neighbours, the last perhaps fewer. Each step keeps its packs. A pack of several ranks stays in
+    one microbatch, at a multiple of their number.
 
     Args:
-        works: Work of each pack in the given order, in units of `to_units`; shape (num_packs,), a
-            multiple of *world_size*.
+        works: Work of a rank on each pack in the given order, in units of `to_units`; shape
+            (num_slots,), a multiple of *world_size*. A pack of several ranks has a slot for each.
+        degrees: Ranks of the pack in each slot; shape (num_slots,). None is one for each.
         world_size: Data-parallel learners, >= 1.
         accumulation: Packs of a rank in one step, >= 1.
         sync_at: Point where ranks wait for each other.
@@ -90,7 +97,8 @@ def level_steps(works: IntArray, *, world_size: int, accumulation: int, sync_at:
     for part in _split_steps(order, world_size * accumulation):
         # A single rank waits for none, and one pack each leaves no choice.
         if world_size > 1 and part.shape[1] > world_size:
-            part[:] = np.take_along_axis(part, _assign_step(works[part], world_size, sync_at), axis=1)
+            ranks = np.ones_like(part) if degrees is None else degrees[part]
+            part[:] = np.take_along_axis(part, _assign_step(works[part], ranks, world_size, sync_at), axis=1)
     return order
 
 
@@ -114,20 +122,26 @@ def _busiest_bounds(rows: IntArray, world_size: int) -> IntArray:
     return bounds
 
 
-def _assign_step(steps: IntArray, world_size: int, sync_at: SyncPoint) -> IntArray:
-    """Return the order of each step's packs as columns of *steps*; of the same shape."""
+def _assign_step(steps: IntArray, degrees: IntArray, world_size: int, sync_at: SyncPoint) -> IntArray:
+    """Return the order of each step's slots as columns of *steps*; of the same shape."""
     num_steps, per_step = steps.shape
-    falling = np.argsort(-steps, axis=1, kind="stable").reshape(num_steps, -1, world_size)
+    is_shared = degrees.max() > 1
+    falling = np.lexsort((-steps, -degrees)) if is_shared else np.argsort(-steps, axis=1, kind="stable")
+    falling = falling.reshape(num_steps, -1, world_size)
     if sync_at == "microbatch":
         # The rank of a pack does not matter to its microbatch. Every second one is reversed, so
         # that sums of ranks are near each other too.
         falling[:, 1::2] = falling[:, 1::2, ::-1]
         return falling.reshape(num_steps, per_step)
-    held = _assign_heaviest_first(steps, falling)
-    _level_ranks(steps, held)
-    # Heavy packs first on each rank, so that microbatches at the same time are similar.
-    heavy_first = np.argsort(-_gather_works(steps, held), axis=2, kind="stable")
-    held = np.take_along_axis(held, heavy_first, axis=2)
+    held = _assign_shared_first(steps, degrees, falling) if is_shared else _assign_heaviest_first(steps, falling)
+    stays = _gather_works(degrees, held) > 1 if is_shared else None
+    _level_ranks(steps, held, stays)
+    # Heavy packs first on each rank, so that microbatches at the same time are similar. Shared
+    # packs stay in front, where all of their ranks have them at the same time.
+    works = -_gather_works(steps, held)
+    if stays is not None:
+        works[stays] = -_NEVER
+    held = np.take_along_axis(held, np.argsort(works, axis=2, kind="stable"), axis=2)
     return held.transpose(0, 2, 1).reshape(num_steps, per_step)
 
 
@@ -160,7 +174,42 @@ def _assign_heaviest_first(steps: IntArray, falling: IntArray) -> IntArray:
     return held
 
 
-def _level_ranks(steps: IntArray, held: IntArray) -> None:
+def _assign_shared_first(steps: IntArray, degrees: IntArray, falling: IntArray) -> IntArray:
+    """
+    Assign packs by descending degree, then work, each to the ranks with the least work that have
+    room. Ranks that may share a pack have equally many packs until then, so it is in one
+    microbatch.
+
+    Args:
+        steps: Work of a rank on each slot; shape (num_steps, slots of a step).
+        degrees: Ranks of the pack in each slot; of the same shape.
+        falling: Places by descending degree, then work; shape (num_steps, slots of a rank,
+            world_size).
+
+    Returns:
+        Places of the slots of each rank; shape (num_steps, world_size, slots of a rank).
+    """
+    num_steps, of_rank, world_size = falling.shape
+    held = np.empty((num_steps, world_size, of_rank), dtype=np.int64)
+    sums = np.zeros((num_steps, world_size), dtype=np.int64)
+    used, taken = np.zeros_like(sums), np.zeros(num_steps, dtype=np.int64)
+    columns = falling.reshape(num_steps, -1)
+    for degree in np.unique(degrees)[::-1].tolist():
+        counts = (degrees == degree).sum(axis=1) // degree
+        for number in range(counts.max()):
+            rows = np.flatnonzero(counts > number)[:, None]
+            places = columns[rows, taken[rows] + number * degree + np.arange(degree)]
+            room = used[rows[:, 0], ::degree] < of_rank
+            sum_of = np.where(room, sums[rows[:, 0], ::degree], np.iinfo(np.int64).max)
+            ranks = sum_of.argmin(axis=1)[:, None] * degree + np.arange(degree)
+            held[rows, ranks, used[rows, ranks]] = places
+            sums[rows, ranks] += steps[rows, places]
+            used[rows, ranks] += 1
+        taken += counts * degree
+    return held
+
+
+def _level_ranks(steps: IntArray, held: IntArray, stays: NDArray[np.bool_] | None) -> None:
     """
     Exchange packs between busy and idle ranks until each step is level, or nothing helps. *held* is
     changed in place.
@@ -168,6 +217,7 @@ def _level_ranks(steps: IntArray, held: IntArray) -> None:
     Args:
         steps: Work of each pack; shape (num_steps, packs of a step).
         held: Places of the packs of each rank; shape (num_steps, world_size, packs of a rank).
+        stays: Whether each may not be exchanged; of that shape. None exchanges all.
     """
     bounds = _busiest_bounds(np.sort(steps, axis=1), held.shape[1])
     limits = bounds + bounds // _TOLERANCE
@@ -181,7 +231,8 @@ def _level_ranks(steps: IntArray, held: IntArray) -> None:
         if not active.size:
             return
         several = number >= _SINGLE_ROUNDS and number % 2
-        exchanged = _exchange(held, active, works, swaps=swaps[-1 if several else 0], number=number)
+        fixed = None if stays is None else stays[active]
+        exchanged = _exchange(held, active, works, fixed, swaps=swaps[-1 if several else 0], number=number)
         changed[active[exchanged]] = number
 
 
@@ -191,7 +242,15 @@ def _sets_to_exchange(packs_of_rank: int) -> list[NDArray[np.int64]]:
     return [np.array(list(combinations(range(packs_of_rank), size))) for size in sizes]
 
 
-def _exchange(held: IntArray, active: IntArray, works: IntArray, *, swaps: NDArray[np.int64], number: int) -> IntArray:
+def _exchange(
+    held: IntArray,
+    active: IntArray,
+    works: IntArray,
+    fixed: NDArray[np.bool_] | None,
+    *,
+    swaps: NDArray[np.int64],
+    number: int,
+) -> IntArray:
     """
     Exchange packs of each busy rank with those of an idle one, as evenly as one exchange allows.
     Return the changed steps, as indices of *active*.
@@ -200,6 +259,7 @@ def _exchange(held: IntArray, active: IntArray, works: IntArray, *, swaps: NDArr
         held: Places of the packs of each rank; shape (num_steps, world_size, packs of a rank).
         active: Steps to work on.
         works: Works of the packs of each rank; shape (num_active, world_size, packs of a rank).
+        fixed: Whether each may not be exchanged; of the same shape. None exchanges all.
         swaps: Sets of packs to exchange; shape (num_sets, packs of a set).
         number: Number of the round, which decides the partners.
     """
@@ -214,10 +274,12 @@ def _exchange(held: IntArray, active: IntArray, works: IntArray, *, swaps: NDArr
     busy, idle = busy.ravel(), idle.ravel()
     gap = sums[step, busy] - sums[step, idle]
     changed = np.zeros(num_active, dtype=bool)
+    # Of opposite signs, so that two never make up for each other.
+    given_works, taken_works = (works if fixed is None else np.where(fixed, far, works) for far in (_NEVER, -_NEVER))
     for part in _block_slices(gap.size, len(swaps) ** 2):
         of, one, other, wanted = step[part], busy[part], idle[part], gap[part]
-        gives = works[of, one][:, swaps].sum(axis=2)
-        takes = works[of, other][:, swaps].sum(axis=2)
+        gives = given_works[of, one][:, swaps].sum(axis=2)
+        takes = taken_works[of, other][:, swaps].sum(axis=2)
         left = np.abs(wanted[:, None, None] - 2 * (gives[:, :, None] - takes[:, None, :])).reshape(wanted.size, -1)
         best = left.argmin(axis=1)
         better = np.flatnonzero(left[np.arange(wanted.size), best] < wanted)

@@ -13,16 +13,21 @@ from hypothesis import strategies as st
 
 import packplan as pp
 from packplan.core.align import align_plan
+from packplan.core.batch import largest_degree
 from packplan.core.checksum import plan_checksum
-from packplan.core.errors import StaleError
+from packplan.core.errors import ArgumentError, StaleError
+from packplan.core.fingerprint import from_plain, to_plain
 from packplan.core.plan import build_raw_plan
 from packplan.core.schedule import ORDER_VERSION, EpochSchedule, EpochSegment, Progress, ResumeState
+from packplan.core.schedule.slots import lay_out_slots
 from packplan.core.shuffling import seeded_permutation
 from tests.strategies import plain_schedule, schedules
 
 ranks = st.integers(1, 5)
 
-every_schedule = schedules() | schedules(differing=True)
+shared_schedules = schedules(shared=True) | schedules(differing=True, shared=True)
+plain_schedules = schedules() | schedules(differing=True)
+every_schedule = plain_schedules | shared_schedules
 
 
 def trained(schedule: EpochSchedule) -> list[tuple[int, list[tuple[tuple[int, ...], ...]]]]:
@@ -87,7 +92,7 @@ def test_an_epoch_is_the_aligned_plan_in_another_order(schedule):
         assert held.total() - seen.total() == (smaller_batch if schedule.dataloader_drop_last else 0)
 
 
-@given(schedules(), ranks, st.data())
+@given(schedules() | schedules(shared=True), ranks, st.data())
 def test_works_decide_who_trains_a_pack_and_never_in_which_step(schedule, world_size, data):
     """Steps keep their packs, also after a resume on other ranks."""
     plain = attrs.evolve(schedule, works=None)
@@ -98,6 +103,7 @@ def test_works_decide_who_trains_a_pack_and_never_in_which_step(schedule, world_
     assert contents(plain) == contents(schedule)
     stop = data.draw(st.integers(0, schedule.total_steps))
     assert plain.progress_at(stop) == schedule.progress_at(stop)
+    schedule, plain = (attrs.evolve(one, max_degree=None) for one in (schedule, plain))
     assume(not schedule.dataloader_drop_last or schedule.num_packs >= world_size * schedule.batch_size)
     event(f"other ranks in mid-epoch, by work: {world_size != schedule.world_size and schedule.works is not None}")
     change = {"world_size": world_size, "start": schedule.progress_at(stop)}
@@ -112,7 +118,7 @@ changes = st.tuples(ranks, st.integers(1, 3), st.integers(1, 3), st.booleans(), 
 @example(plain_schedule(7, 1, dataloader_drop_last=True), 1, [(1, 3, 1, True, 4)])  # 2 are left for a batch of 3
 @example(plain_schedule(3, 2), 0, [(1, 1, 1, False, 0)])  # what is left may be a repetition
 @example(plain_schedule(7, 2), 0, [(2, 1, 1, True, 0)])  # and is none where the last are dropped from now on
-@given(every_schedule, st.integers(0, 1), st.lists(changes, min_size=1, max_size=3))
+@given(plain_schedules, st.integers(0, 1), st.lists(changes, min_size=1, max_size=3))
 def test_resumes_on_other_ranks_finish_the_epoch_with_what_it_has_not_consumed(schedule, epoch, changes):
     """Its packs are aligned again. Where they give no batch, the epoch takes no further step."""
     schedule = attrs.evolve(schedule, works=None, num_train_epochs=epoch + 2)
@@ -223,6 +229,156 @@ def test_a_resume_state_names_what_has_changed(inputs, now, keys, kind):
     assert kind == StaleError.for_plan("checkpoint-1", differences).kind
 
 
+def test_ranks_share_long_packs_side_by_side():
+    """Of 4 ranks, a pack of 4 lengths takes all; one of 2 takes half, and is filled up beside."""
+    degrees = np.array([1, 4, 1, 2, 1, 1, 1, 1])
+
+    schedule = plain_schedule(8, 4, degrees=degrees, shuffle=False, gradient_accumulation_steps=3)
+
+    assert [[3, 3, 0, 2], [1, 1, 1, 1], [4, 5, 6, 7]] == schedule.order(0).reshape(3, 4).tolist()
+    (step,) = schedule.steps(rank=1)
+    assert (((3,), (1,), (5,)), (range(2), range(4), range(1, 2))) == (step.batches, step.ranks)
+
+
+def test_a_loop_of_ones_own_sees_who_shares_a_pack():
+    """`degrees` of a plan's schedule: the largest that is needed, or as many as are named."""
+    plan = pp.plan([8, 8, 30, 8, 16], 8)
+
+    shared = {degrees: plan.schedule(world_size=4, degrees=degrees, shuffle=False) for degrees in ("auto", 2, 1)}
+
+    orders = {degrees: schedule.order(0).tolist() for degrees, schedule in shared.items()}
+    assert [0, 1, 3, 0, 2, 2, 2, 2, 4, 4, 1, 3] == orders["auto"]
+    assert [2, 2, 0, 1, 4, 4, 3, 0] == orders[2]
+    assert [0, 1, 2, 3, 4, 0, 1, 2] == orders[1]
+    assert {"auto": 4, 2: 2, 1: 1} == {degrees: schedule.most_ranks for degrees, schedule in shared.items()}
+    with pytest.raises(
+        ArgumentError, match=r"at most 3 ranks are to share a pack, .* power of two that divides the 6 ranks: 2 is"
+    ):
+        plan.schedule(world_size=6, degrees=3)
+    with pytest.raises(ValueError, match="powers of two"):
+        plain_schedule(2, 4, degrees=np.array([3, 1]))
+    with pytest.raises(ValueError, match="batch_size has to be 1"):
+        plain_schedule(2, 4, degrees=np.array([2, 1]), batch_size=2)
+
+
+@given(shared_schedules)
+def test_the_ranks_of_a_block_have_the_same_pack_in_the_same_microbatch(schedule):
+    """As many as its degree, at most the largest, from a multiple of it on; every rank has one."""
+    schedule = attrs.evolve(schedule, num_train_epochs=2)
+    degrees = [schedule.pack_degrees(epoch) for epoch in range(2)]
+    event(f"largest degree: {max(map(max, degrees))}, by work: {schedule.works is not None}")
+    assert all(set(found.tolist()) <= {2**n for n in range(4)} for found in degrees)
+    assert max(map(max, degrees)) <= schedule.most_ranks <= schedule.world_size
+    steps = [[*schedule.steps(rank=rank)] for rank in range(schedule.world_size)]
+    for of_ranks in zip(*steps, strict=True):
+        for number, packs in enumerate(zip(*(step.batches for step in of_ranks), strict=True)):
+            for rank, (pack,) in enumerate(packs):
+                block, degree = of_ranks[rank].ranks[number], degrees[of_ranks[rank].epoch][pack]
+                assert rank in block
+                assert (degree, 0) == (len(block), block.start % degree)
+                assert all(packs[other] == (pack,) for other in block)
+
+
+@given(shared_schedules)
+def test_every_pack_is_trained_once_but_for_the_remainder_of_the_smallest_degree(schedule):
+    """As few slots as give all ranks as many; a larger pack only goes once no smaller is left."""
+    for epoch in range(2):
+        degrees = schedule.pack_degrees(epoch)
+        taken = Counter(schedule.order(epoch).tolist())
+        times = np.array([taken[pack] for pack in range(degrees.size)]) / degrees
+        changed, rest = degrees[times != 1], int(degrees.sum()) % schedule.world_size
+        event(f"dropped: {(times < 1).any()}, repeated: {(times > 1).any()}")
+        assert (times % 1 == 0).all()
+        if schedule.dataloader_drop_last:
+            assert (rest, True) == (degrees[times == 0].sum(), bool((times <= 1).all()))
+            assert not (degrees[times > 0] < changed.max(initial=0)).any()
+        else:
+            assert (-rest % schedule.world_size, True) == (taken.total() - degrees.sum(), bool((times >= 1).all()))
+            assert set(changed) <= {degrees.min()}
+
+
+@given(st.lists(st.sampled_from([1, 1, 1, 2, 4, 8]), max_size=60), st.sampled_from([8, 16, 24]))
+def test_packs_keep_their_order_as_far_as_they_fit(degrees, world_size):
+    """One that does not fit is first in the next microbatch; smaller packs behind it fill up."""
+    missing = -sum(degrees) % world_size
+    degrees = np.array([*degrees, *[1] * missing], dtype=np.int64)
+    event(f"shared: {(degrees > 1).any()}")
+    left, microbatches = list(range(degrees.size)), []
+    while left:
+        taken, free = [], world_size
+        for place in left:
+            if degrees[place] <= free:
+                taken.append(place)
+                free -= degrees[place]
+        assert not free
+        left = [place for place in left if place not in taken]
+        by_degree = sorted(taken, key=lambda place: -degrees[place])
+        microbatches.append([place for place in by_degree for _ in range(degrees[place])])
+
+    assert microbatches == lay_out_slots(degrees, world_size).reshape(-1, world_size).tolist()
+
+
+@given(every_schedule)
+def test_without_long_packs_the_order_is_the_one_of_whole_packs(schedule):
+    """Bit for bit, also by work and where packs share no rank."""
+    assume(schedule.batch_size == 1)
+    plain = attrs.evolve(schedule, degrees=None, max_degree=None)
+    num = max(map(schedule.num_epoch_packs, range(3)))
+    fitting = attrs.evolve(plain, degrees=lambda epoch: np.ones(plain.num_epoch_packs(epoch), dtype=int))
+    alone = attrs.evolve(plain, degrees=lambda epoch: np.full(plain.num_epoch_packs(epoch), 4), max_degree=1)
+
+    assert num
+    for one in (fitting, alone):
+        assert trained(plain) == trained(one)
+
+
+@given(schedules(shared=True), st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 6, 8]), st.integers(0, 9)), max_size=3))
+def test_an_epoch_that_goes_on_with_other_degrees_trains_each_pack_once(schedule, changes):
+    """On any number of ranks, as often as it is interrupted; less than one pack a rank repeats."""
+    schedule = attrs.evolve(schedule, dataloader_drop_last=False, num_train_epochs=1)
+    consumed: Counter[int] = Counter()
+    most_repeated = schedule.world_size - 1
+    for world_size, when in changes:
+        steps = [*zip(*(schedule.steps(rank=rank) for rank in range(schedule.world_size)), strict=True)]
+        if len(steps) < 2:
+            break
+        done = steps[: 1 + when % (len(steps) - 1)]
+        consumed += _times(schedule, done)
+        start = from_plain(Progress, to_plain(schedule.progress_at(schedule.start.step + len(done))))
+        goes_on = (world_size, largest_degree(world_size)) == (schedule.world_size, schedule.most_ranks)
+        schedule = attrs.evolve(schedule, world_size=world_size, max_degree=None, start=start)
+        most_repeated += 0 if goes_on else world_size - 1
+        assert schedule.start_fault() is None
+        assert set(consumed) == set(schedule.consumed_packs(0).tolist())
+    rest = _times(schedule, [*zip(*(schedule.steps(rank=rank) for rank in range(schedule.world_size)), strict=True)])
+    event(f"segments: {len(schedule.start.segments)}, largest degree: {schedule.pack_degrees(0).max()}")
+
+    assert set(range(schedule.num_packs)) == {*consumed, *rest}
+    assert (consumed + rest).total() <= schedule.num_packs + most_repeated
+
+
+def _times(schedule, steps) -> Counter[int]:
+    """Return how often each pack is trained in some steps of all ranks."""
+    degrees = schedule.pack_degrees(0)
+    slots = Counter(pack for of_ranks in steps for step in of_ranks for (pack,) in step.batches)
+    assert all(not count % degrees[pack] for pack, count in slots.items())
+    return Counter({pack: count // int(degrees[pack]) for pack, count in slots.items()})
+
+
+def test_a_progress_of_before_degrees_is_read_and_goes_on():
+    """A stored segment without `max_degree` shared no pack."""
+    stored = {"step": 2, "epoch": 0, "epoch_step": 2}
+    segment = {"world_size": 4, "dataloader_drop_last": False, "pack_offset": 8}
+
+    start = from_plain(Progress, {**stored, "segments": [segment]})
+
+    degrees = np.array([4, 1, 1, 1, 2, 1, 1, 1, 1, 2, 1, 1])
+    schedule = plain_schedule(12, 4, shuffle=False, degrees=degrees, start=start)
+    assert 1 == schedule.start.segments[0].max_degree
+    assert [*range(8)] == schedule.consumed_packs(0).tolist()
+    assert [9, 9, 8, 10, 11, 8, 10, 11] == schedule.order(0).tolist()
+
+
 GOLDEN_ORDERS = {
     2: {
         "ranks": [[[4], [9], [7]], [[8], [3], [2]], [[0], [6], [1]], [[1], [0], [5]]],
@@ -231,6 +387,8 @@ GOLDEN_ORDERS = {
         "padded batches": [[[2, 5]], [[4, 1]], [[7, 0]], [[3, 6]]],
         "many packs": "64e207512a18fc84eb757dfc749a86ba1546694008d56acb1f77bcc28e4eba91",
         "equal work a step": "c2380caf4b96c645cbad8d2574794155a178d0b3eedd406e9743b0b336ae158a",
+        "shared packs": "423ecd4ffdf985fb9b9da8debd98e439e643a52e1eb23dbe4455f74e27fc299b",
+        "shared packs by work": "cdf520f1acd2c4b5c01651f1887118e432257bea1db97d372d67fc129d631f24",
         "equal work a microbatch": "513d32426365438b2d6ede182a0d2204cdfd9b778bd49c76b11670ff34de1c7b",
     },
 }
@@ -243,6 +401,7 @@ def test_the_golden_order():
     padded = attrs.evolve(schedule, batch_size=2, dataloader_drop_last=True, seed=7)
     many = attrs.evolve(schedule, num_packs=1000, seed=1)
     works = np.arange(1000) ** 2 % 997
+    degrees = np.array([1, 1, 1, 2, 1, 1, 1, 4, 1, 16])[np.arange(1000) ** 2 % 10]
     step = attrs.evolve(many, works=works, world_size=8, gradient_accumulation_steps=4)
 
     assert GOLDEN_ORDERS[ORDER_VERSION] == {
@@ -256,6 +415,8 @@ def test_the_golden_order():
                 "many packs": many,
                 "equal work a step": step,
                 "equal work a microbatch": attrs.evolve(step, sync_at="microbatch"),
+                "shared packs": attrs.evolve(step, works=None, degrees=degrees),
+                "shared packs by work": attrs.evolve(step, degrees=degrees),
             }.items()
         },
     }, "meant? raise ORDER_VERSION in core/schedule/schedule.py, and write its orders into GOLDEN_ORDERS"

@@ -31,13 +31,13 @@ DEFAULTS = {
         "allow_single_long": True, "max_dropped_share": "0.01", "refuse_longer": False, "replanned": False,
     },
     "schedule": {
-        "world_size": 1, "epochs": 1, "drop_last": False, "max_steps": -1, "seed": 0, "shuffle": True,
+        "world_size": 1, "epochs": 1, "drop_last": False, "max_steps": -1, "seed": 0, "shuffle": True, "degrees": 1,
     },
     "plan": {
         "algorithm": "auto", "allow_single_long": True, "refuse_longer": False, "drop_last": True,
         "min_fill_ratio": "0", "max_dropped_share": "0.01", "packing": True, "replanned": False, "seed": 0,
     },
-    "WorkModel": {"per_chunk": 0}, "RawPlan": {"auto_packs": 0},
+    "WorkModel": {"per_chunk": 0}, "AlignedPlan": {"max_degree": 1}, "RawPlan": {"auto_packs": 0},
     "align_plan": {"dataloader_drop_last": False, "batch_size": 1}, "cu_seqlens": {"pad_to_multiple_of": 1},
     "build_raw_plan": {"epoch": 0, "quick_bound": False}, "lower_bound": {"effort": math.inf},
     "pack": {"algorithm": "constant_volume", "seed": 0, "min_bin_count": 1, "bin_count_multiple": 1},
