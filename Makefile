@@ -12,13 +12,15 @@ WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 MINUTES ?= 10
 # Need ms-swift and DeepSpeed, which the environment of the newest trainers lacks.
 PAGE := tests/hosts/test_swift_page.py tests/hosts/test_sharded_weights.py
+# Needs the site, which has an environment of its own.
+SITE := tests/docs/test_site.py
 # Tests start processes of their own: more threads than cores only slow them down.
-test test-fast test-hosts explore: export OMP_NUM_THREADS ?= 1
+test test-fast test-hosts test-docs explore: export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED = 1
 # Where compiled modules are not kept, every process of the tests compiles the project anew: 1 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test suite test-fast test-hosts newest pinned explore lint docs reference models clean
+.PHONY: demo test suite test-fast test-hosts newest pinned test-docs explore lint docs reference models clean
 
 demo: $(READY)
 	@$(RUN) -m tools.demo
@@ -29,7 +31,7 @@ test: $(READY)
 
 # One worker more than cores: tests wait for processes.
 suite: $(READY)
-	$(RUN) -m tests.budget -n $$(($(WORKERS) + 1)) --dist loadfile --no-loadscope-reorder --max-worker-restart=1 $(PAGE:%=--ignore=%) --cov --cov-report=term:skip-covered --durations=20
+	$(RUN) -m tests.budget -n $$(($(WORKERS) + 1)) --dist loadfile --no-loadscope-reorder --max-worker-restart=1 $(PAGE:%=--ignore=%) --ignore=$(SITE) --cov --cov-report=term:skip-covered --durations=20
 
 test-fast: $(READY)
 	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" --ignore=tests/e2e
@@ -63,6 +65,10 @@ lint: $(READY)
 docs: $(DOCS)/.ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --quiet
 	@echo 'Look at it: $(PYTHON) -m http.server --directory site'
+
+# The site as it was built: its links, its names of the API, its width on a phone.
+test-docs: docs
+	SITE=site $(RUN) -m pytest $(SITE)
 
 $(DOCS)/.ready: $(READY) pyproject.toml
 	@echo "Setting up $(DOCS), once."
