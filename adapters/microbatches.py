@@ -261,7 +261,7 @@ def concatenate(batches: Sequence[BatchedData]) -> BatchedData:
 
 
 def _differences(first: BatchedData, batch: BatchedData) -> Iterator[str]:
-    """Yield a description of each field that two batches cannot be concatenated in."""
+    """Yield a description of each field that keeps two batches from being concatenated."""
     for name in dict.fromkeys([*first.fields, *batch.fields]):
         wanted, found = (_describe_field(one, name) for one in (first, batch))
         if wanted != found:

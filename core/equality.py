@@ -157,7 +157,7 @@ def packs_to_compare(packs: Packs, table: Table, *, count: int) -> list[int]:
     """
     Choose up to *count* packs of several samples to compare; return their indices, ascending.
 
-    Of each kind, the pack of most samples is chosen first, then packs spread over the plan.
+    The pack with the most samples of each kind is chosen first, then packs spread over the plan.
 
     Args:
         packs: Packs of the plan.

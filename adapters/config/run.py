@@ -134,7 +134,7 @@ def _mentions_any(fault: Fault, paths: Sequence[str]) -> bool:
 def load_mixes(path: str | Path) -> Mixes:
     """
     Read the YAML of `custom.fusion_config`: one mix of data sets for all epochs, or a curriculum
-    with a mix for each epoch. Of several paths of one file, the first is used throughout.
+    with a mix for each epoch. If a file has several paths, the first is used throughout.
 
     Args:
         path: YAML file.

@@ -30,7 +30,7 @@ from packplan.core.errors import MismatchError, counted
 log = logging.getLogger(__name__)
 
 _MOST_IDS = 2**31
-"""Above every token id: the length of a sparse axis, which takes no memory."""
+"""Length of a sparse axis of token ids, above every id. It takes no memory."""
 
 
 class LocalAccelerator:

@@ -47,7 +47,7 @@ def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
         eval_plan: Plan of the evaluation data, or None.
 
     Raises:
-        ArgumentError: One of them; the message says what to give.
+        ArgumentError: An argument is not usable; the message says what to give.
     """
     fact, named = None, _name_in_trl(trainer)
     if not hasattr(trainer, "get_train_dataloader"):

@@ -49,8 +49,8 @@ def use_plan(
     `dataloader_drop_last` decide the schedule, which has `steps_per_epoch` and `total_steps`.
     Settings that mean something else under a plan are logged as warnings.
 
-    The loss of a step is the mean over its supervised tokens, over all ranks and batches. Of
-    preference data it is the mean over pairs of answers, or over rows of KTO.
+    The loss of a step is the mean over its supervised tokens, over all ranks and batches. With
+    preference data, it is the mean over pairs of answers, or over the rows of KTO.
 
     Checkpoints are the trainer's own, and resume in the middle of an epoch, also on another number
     of ranks. All rows are read once before the first step: a row that is not one sample is refused,

@@ -19,7 +19,7 @@ _ROW_KEYS = ("attention_mask", "cu_seq", "max_length", "max_seq", "seq_idx", "se
 """Beginnings of keys of a packed batch that are left out of a batch of one sample."""
 
 _NUMBERING_KEYS = MappingProxyType({"seq_idx": 1, "attention_mask": 2})
-"""Key -> least maximum of values that number samples: a mask of 0 and 1 only marks padding."""
+"""Key -> maximum from which its values number samples. A mask of 0 and 1 only marks padding."""
 
 Starts = Sequence[int] | Sequence[Sequence[int]]
 """Position of the first token of each sample, or a list of such positions for each row."""

@@ -49,7 +49,7 @@ Each question makes a GPU wait for all ranks.
 """
 
 _NEEDED = {"input_ids", "inputs_embeds", "attention_mask", "labels"}
-"""Inputs that a call is not tried without."""
+"""Inputs that stay when inputs are left out one by one to find the cause of a difference."""
 
 _PATIENCE = timedelta(minutes=10)
 """Longest time that a rank waits for the others with the same model."""

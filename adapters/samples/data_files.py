@@ -2,7 +2,7 @@
 Data files -> records: finds files by names and patterns, and opens each in its format.
 
 Compressed files, Parquet and Arrow are recognised by their first bytes, CSV and TSV by their names.
-Of other text, a JSON array begins with `[`, and the rest is JSON Lines. JSON Lines and Arrow are
+Other text that begins with `[` is a JSON array; the rest is JSON Lines. JSON Lines and Arrow are
 read where they are, all other formats from a copy.
 """
 

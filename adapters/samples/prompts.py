@@ -27,8 +27,8 @@ class Prompts:
 
     An item has the `prompt`, all messages of a record but the last; the `answer`, the text of the
     last message; the `record` as it was read; and, for a vision model, `images`. Reward functions
-    get all but the prompt as arguments. Of a record that has only a `prompt`, as TRL knows them, a
-    text or messages, all is asked, and the answer is empty.
+    get all but the prompt as arguments. A record
+    of TRL that has a `prompt` alone, a text or messages, is asked as a whole; its answer is empty.
     """
 
     def __init__(self, records: FileRecords, custom: CustomConfig, *, system: str | None, sees: bool) -> None:

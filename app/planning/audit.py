@@ -101,8 +101,8 @@ def check_repeatability_early(source: LengthSource, num_measured: int, *, report
         skips: Pass over records that cannot become samples.
 
     Raises:
-        RecordError: One of them cannot become a sample.
-        DataSetError: One of them encodes differently each time.
+        RecordError: A record cannot become a sample.
+        DataSetError: A record encodes differently the second time.
     """
     missing = range(num_measured, len(source))
     if len(missing) <= REPEATED_FIRST_ABOVE:

@@ -148,7 +148,9 @@ def require_same_run(group: RankGroup, values: Mapping[str, str]) -> None:
 
 def require_same_weights(group: RankGroup, model: torch.nn.Module) -> None:
     """
-    Compare all weights of a model between ranks that each hold all of it; every rank calls this.
+    Compare all weights of a model between ranks, each of which holds the whole model.
+
+    Every rank calls this.
 
     Raises:
         RunError: Weights differ; raised on all ranks.
