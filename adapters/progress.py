@@ -1,7 +1,7 @@
 """
 Progress of long stages, with the time left: a bar on a terminal, a log line every 30 s elsewhere.
 
-`hide` turns bars and lines off.
+`hide` turns bars and lines off. `TrainingBar` is the bar of optimizer steps.
 """
 
 import gc
@@ -96,6 +96,50 @@ class _Bar(tqdm):  # type: ignore[misc]  # its library has no types
     # tqdm's own lock is one of all forked processes: one that is killed while it writes would let
     # the others wait forever.
     _lock = threading.RLock()
+
+
+class TrainingBar:
+    """
+    Bar of training steps at the bottom of a terminal; all other output appears above it.
+
+    No thread draws it, since processes with threads should not fork.
+    """
+
+    def __init__(self, total: int, *, done: int = 0, file: TextIO | None = None) -> None:
+        """
+        Draw the bar.
+
+        Args:
+            total: Optimizer steps of the run.
+            done: Steps that are done.
+            file: Terminal; None for standard error.
+        """
+        from rich.console import Console  # no command but training draws it
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(file=sys.stderr if file is None else file, force_terminal=True, highlight=False)
+        self._progress = Progress(
+            MofNCompleteColumn(), BarColumn(None), TextColumn("{task.description}", markup=False),
+            TimeRemainingColumn(compact=True), TextColumn("left"),
+            console=console, auto_refresh=False, transient=True, expand=True, redirect_stdout=sys.stdout.isatty(),
+        )  # fmt: skip
+        self._task = self._progress.add_task("", total=total, completed=done)
+        self._progress.start()
+        console.show_cursor()  # a process that is killed could not show it again
+
+    def update(self, *, done: int | None = None, text: str | None = None) -> None:
+        """
+        Draw the bar again.
+
+        Args:
+            done: Steps that are done; None leaves them.
+            text: Numbers beside the bar; None leaves them.
+        """
+        self._progress.update(self._task, completed=done, description=text, refresh=True)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._progress.stop()
 
 
 class _LogLines(io.StringIO):

@@ -149,7 +149,7 @@ class PartialWindow:
     def __str__(self) -> str:
         return (
             f"the last optimizer step of each epoch sees {self.remainder} of {self.gradient_accumulation_steps} "
-            f"batches per rank ({self.per_rank_batches} batches per rank and epoch): its packs per step are inexact"
+            f"batches per rank ({self.per_rank_batches} an epoch): its packs per step are inexact"
         )
 
 

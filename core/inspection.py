@@ -10,14 +10,16 @@ The commands show these values, and a script gets the same ones from a plain lis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, Literal
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from packplan.core.errors import counted, format_lines, verb_for
 from packplan.core.lengths import IntArray, Lengths, as_lengths
 from packplan.core.metrics import padded_positions
 from packplan.core.packers import ALGORITHMS, pack
@@ -27,6 +29,15 @@ from packplan.core.plan import RawPlan, unsupervised_samples
 from packplan.core.samples.tables import MEDIA_COLUMNS, DataFile, MediaTable, Table, column, num_media, sample_indices
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
 from packplan.core.work.model import SampleWorks
+
+BOUNDS: Mapping[BoundKind, str] = MappingProxyType(
+    {
+        "quick": "quick bound",
+        "relaxation": "linear relaxation",
+        "reached": "a packing reaches it",
+    }
+)
+"""Words for each kind of lower bound."""
 
 
 @attrs.frozen
@@ -257,6 +268,67 @@ def summarise_schedule(
         worst_work_imbalance=float(imbalances.max()),
         microbatch_imbalance=stats.microbatch_imbalance(0, steps),
     )
+
+
+def describe_training(
+    plan: RawPlan, lengths: Lengths, schedule: EpochSchedule, *, packed: bool = True, unit: str = "rank"
+) -> dict[str, str]:
+    """
+    Return names and values of what a schedule trains and of what it leaves out, for a table.
+
+    Args:
+        plan: Plan of samples with these lengths; where epochs have plans of their own, of one.
+        lengths: Tokens of each record, 0 for one that is no sample.
+        schedule: Schedule of the plan.
+        packed: Whether samples share packs; if not, each sample is a pack.
+        unit: Name of what takes a pack: a rank, or a group of ranks.
+    """
+    long, limit, size = list(plan.single_long) if packed else [], plan.packing_length, schedule.batch_size
+    held, left_out = "none: samples are trained in padded batches", []
+    if packed:
+        fewest = f"{counted(plan.lower_bound, 'pack')}{' in all' * bool(plan.dropped_packs)}"
+        held = (
+            f"{len(plan.packs):,} of {counted(limit, 'token')}, fill {plan.fill:.4f}; no plan has fewer than {fewest} "
+            f"({BOUNDS[plan.bound_kind]})"
+        )
+    if number := len(plan.skipped_long):
+        left_out.append(
+            f"{counted(number, 'sample')} of {limit:,} tokens or more, {counted(plan.skipped_tokens, 'token')}"
+        )
+    if plan.dropped_packs:
+        size_of = f"{counted(plan.dropped_samples, 'sample')}, {counted(plan.dropped_tokens, 'token')}"
+        of_packs = counted(len(plan.dropped_packs), "underfilled pack")
+        left_out.append(f"{size_of} ({float(plan.dropped_share):.2%}), in {of_packs}")
+    longest = counted(int(as_lengths(lengths, least=0)[long].max(initial=0)), "token")
+    alone = verb_for(len(long), "is a pack of its own", "are packs of their own")
+    steps = f"{counted(schedule.steps_per_epoch, 'step')} an epoch, {schedule.total_steps:,} in all"
+    if schedule.epochs_differ:
+        own = f"{counted(schedule.num_epochs, 'epoch')} with plans of their own"
+        steps = f"{counted(schedule.total_steps, 'step')} in all, over {own},"
+    window = schedule.gradient_accumulation_steps
+    batch = counted(schedule.world_size * size * window, "pack" if packed else "sample")
+    ranks = counted(schedule.world_size, unit)
+    rows = {
+        "data": f"{counted(plan.num_samples, 'sample')}, {counted(plan.num_tokens, 'token')}",
+        "packs": held,
+        "long": long and f"{counted(len(long), 'sample')} {alone}, the longest of {longest}",
+        "left out": "; ".join(left_out),
+        "training": f"{steps} on {ranks}; {batch} a step = {ranks} x {size:,} per device x {window:,} accumulation",
+    }
+    return {name: text for name, text in rows.items() if text}
+
+
+def format_table(title: str, rows: Mapping[str, str]) -> str:
+    """
+    Return rows as lines below a title, their values in one column.
+
+    >>> print(format_table("the plan", {"data": "3 samples", "left out": "1 sample"}))
+    the plan:
+      data      3 samples
+      left out  1 sample
+    """
+    width = max(map(len, rows))
+    return format_lines(title, (f"{name:<{width}}  {text}" for name, text in rows.items()))
 
 
 QUANTILES = (5, 50, 95)

@@ -64,6 +64,7 @@ from packplan.adapters.loaders.rows import NORMALISER, PACK, PackLoader
 from packplan.adapters.models import is_ruined, load_by_model_class, replace_attributes, root_mean_square
 from packplan.adapters.processes import wrap_process_errors
 from packplan.adapters.trainer.checkpoints import CHECKPOINT_KEY, attention_entry, remove_digests, write_digests
+from packplan.adapters.trainer.console import RunConsole
 from packplan.adapters.trainer.loader import Collator, PackedDataset, Reduction, prepare_worker, with_zero_weights
 from packplan.core.equality import AttentionChoice, Precision
 from packplan.core.errors import ConfigError, RunError
@@ -185,12 +186,10 @@ class CheckedTrainer(ComputesPacks, Seq2SeqTrainer):
         except ValueError as error:
             raise ConfigError.for_key("training", f"is refused by the trainer: {error}") from error
         self.data_collator: Any = Collator(self.template, packed=packed, reduction=reduction)
-        for callback in self.callback_handler.callbacks:
-            # ms-swift's callbacks set these when training begins, and fail on earlier logs.
-            if isinstance(callback, (ProgressCallbackNew, PrinterCallbackNew)):
-                callback.start_time, callback.start_step = time.time(), 0
-        self._sigterm = SaveOnSigterm(group)
-        for own in (self._sigterm, SkipDuplicateFinalEval(), KeepIntervals()):
+        for printing in (ProgressCallbackNew, PrinterCallbackNew):
+            self.remove_callback(printing)
+        self._sigterm, self._console = SaveOnSigterm(group), RunConsole(draws=not self.args.disable_tqdm)
+        for own in (self._sigterm, SkipDuplicateFinalEval(), KeepIntervals(), self._console):
             self.add_callback(own)
 
     @property
@@ -249,6 +248,7 @@ class CheckedTrainer(ComputesPacks, Seq2SeqTrainer):
             with wrap_process_errors("loading data", advice):
                 return super().train(resume_from_checkpoint=self.args.resume_from_checkpoint)
         finally:
+            self._console.close()
             for loader in self._loaders:
                 loader.close()
 

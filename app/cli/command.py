@@ -292,17 +292,26 @@ class _LevelFormatter(logging.Formatter):
         return super().format(record)
 
 
+class _ErrorOutput(logging.Handler):
+    """Handler that writes to the standard error of that moment: above a bar, if one is drawn."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        _print_error(self.format(record))
+
+
 def _set_up_logging(*, verbose: bool, quiet: bool) -> None:
     """
     Log to standard error: all messages of Packplan on rank 0; only warnings of other ranks, of
     libraries, and with --quiet.
     """
     rank = os.environ.get("RANK", "0")
-    handler = logging.StreamHandler()
+    handler = _ErrorOutput()
     handler.setFormatter(_LevelFormatter(f"packplan{f' rank {rank:.9}' if rank != '0' else ''}: %(mark)s%(message)s"))
     logger = logging.getLogger("packplan")
     logger.handlers = [handler]
-    logger.setLevel(logging.INFO if rank == "0" and not quiet else logging.WARNING)
+    level = logging.DEBUG if verbose else logging.INFO
+    logger.setLevel(level if rank == "0" and not quiet else logging.WARNING)
     logger.propagate = False
     if not verbose:
         for name in ("swift", "transformers", "accelerate"):

@@ -10,7 +10,7 @@ from decimal import Decimal
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, parse_ranks
-from packplan.app.planning.log_lines import log_plan, log_schedule, steps_line
+from packplan.app.planning.log_lines import log_run
 from packplan.app.planning.measure import failure_lines
 from packplan.app.planning.plan import Ranks, measure_and_plan, plan_epochs
 from packplan.app.planning.schedule import accumulation_of, refuse_stream, schedule_of_split
@@ -101,13 +101,9 @@ def build(config: RunConfig, group: RankGroup, *, splits: Sequence[Split], world
     ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
     for split in splits:
         measure_and_plan(split, ranks, world_size=world_size)
-        if group.rank == 0:
-            log_plan(split)
     train = splits[0]
     schedule = schedule_of_split(config, train.name, train.aligned)
     if train.recipe is not None:
         schedule = plan_epochs(train, train.recipe, schedule, ranks)
-    if group.rank == 0 and num_command_ranks(config):
-        log.info("train: %s", steps_line(train, schedule))
-    elif group.rank == 0:
-        log_schedule(config, train, schedule)
+    if group.rank == 0:
+        log_run(config, splits, schedule)

@@ -18,11 +18,12 @@ from rich.table import Table
 from packplan.app.cli.command import add_config_arguments, parse_number, parse_ranks, plain_console
 from packplan.app.plan.explain import explain_pack, explain_sample, explanation_lines
 from packplan.app.plan.stored import StoredSplit, open_split, selected_splits
-from packplan.app.planning.log_lines import BOUNDS, source_draws_text
+from packplan.app.planning.log_lines import source_draws_text
 from packplan.app.wiring.commands import read_run_or_command
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, DataSetError, counted, verb_for
 from packplan.core.inspection import (
+    BOUNDS,
     PlanSummary,
     ScheduleSummary,
     SourceSummary,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import attrs
 
 from packplan.app.planning.epochs import EpochPlanner, lengths_of_records, plan_first_epoch
-from packplan.app.planning.log_lines import plan_lines
+from packplan.app.planning.log_lines import plan_warnings
 from packplan.app.planning.measure import bad_records_line
 from packplan.app.planning.schedule import partial_window_line, refuse_stream, schedule_of_split
 from packplan.app.planning.split import Split, Stores, align_options
@@ -181,7 +181,7 @@ def _warnings(config: RunConfig, opened: StoredSplit) -> Iterator[str]:
         yield "repeatability is not yet checked: no sample was encoded twice; build does it"
     ratio = str(plan.key.inputs.get("min_fill_ratio") or split.policy.min_fill_ratio)
     as_stored = attrs.evolve(split, policy=attrs.evolve(split.policy, packing=opened.packed, min_fill_ratio=ratio))
-    yield from (line for level, line in plan_lines(as_stored) if level >= logging.WARNING)
+    yield from plan_warnings(as_stored)
     window = partial_window_line(opened.epochs or opened.schedule) if split.name == "train" else None
     if window is not None and window[0] >= logging.WARNING:
         yield window[1]

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from packplan.app.planning.log_lines import log_plan
+from packplan.app.planning.log_lines import attention_row, describe_evaluation, plan_warnings
 from packplan.app.planning.plan import Ranks, measure_and_plan
 from packplan.app.planning.schedule import accumulation_of, forced_batch_lines
+from packplan.app.planning.split import Split
 from packplan.app.sft.train import log_nothing_left, log_outcome, log_termination, logging_interruption
 from packplan.app.wiring.policies import require_mixes
 from packplan.app.wiring.ranks import hold_output_lock
@@ -32,8 +33,10 @@ from packplan.app.wiring.verdicts import decide_attention
 from packplan.core.config.faults import DROP_LESS_REMEDY
 from packplan.core.config.identity import stream_inputs
 from packplan.core.config.run import RunConfig
+from packplan.core.equality import AttentionChoice
 from packplan.core.errors import Difference, RecordError, counted
 from packplan.core.fingerprint import Fingerprint, Value
+from packplan.core.inspection import format_table
 from packplan.core.mixes import draw_in_order
 from packplan.core.ports import RankGroup
 from packplan.core.samples.tables import DataFile, source_sizes
@@ -93,8 +96,6 @@ def prepare_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
     arguments = open_arguments(config, world_size=group.world_size)
     if "eval" in splits:
         measure_and_plan(splits["eval"], ranks)
-        if group.rank == 0:
-            log_plan(splits["eval"])
     group.stop_heartbeat()
     arguments.resume_from_checkpoint = checkpoint and checkpoint.folder
     start = find_stream_start(checkpoint, group, arguments)
@@ -109,16 +110,26 @@ def prepare_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
         resume_state=resume_state,
     )
     if group.rank == 0:
-        for forced in forced_batch_lines(config):
-            log.warning("%s", forced)
-        log.info(
-            "%s in optimizer steps of %s over %s; packs come as samples come, so the steps of an epoch are not known",
-            _run_length_text(config),
-            counted(accumulation_of(config, world_size=group.world_size).effective_batch_size, "pack"),
-            counted(group.world_size, "rank"),
-        )
+        _log_stream(config, splits, group.world_size, attention)
         _log_start(config, start[0])
     return trainer
+
+
+def _log_stream(config: RunConfig, splits: dict[str, Split], world_size: int, attention: AttentionChoice) -> None:
+    """Log a table of what a stream trains, and its warnings."""
+    batch = accumulation_of(config, world_size=world_size).effective_batch_size
+    rows = {
+        "data": f"{counted(len(splits['train'].source), 'record')}, mixed and packed while training",
+        "packs": f"of {counted(config.packing_length, 'token')}, as samples come: an epoch's steps are not known",
+        "training": f"{_run_length_text(config)}; {counted(batch, 'pack')} a step, on {counted(world_size, 'rank')}",
+        **{name: describe_evaluation(split) for name, split in splits.items() if name == "eval"},
+        **attention_row(attention),
+    }
+    log.info("%s", format_table(config.source, rows))
+    for line in plan_warnings(splits["eval"]) if "eval" in splits else ():
+        log.warning("eval: %s", line)
+    for line in forced_batch_lines(config):
+        log.warning("%s", line)
 
 
 def _log_start(config: RunConfig, progress: StreamProgress) -> None:

@@ -15,11 +15,12 @@ import logging
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
 
-from packplan.app.planning.log_lines import log_plan, log_schedule
+from packplan.app.planning.log_lines import log_run
 from packplan.app.planning.plan import Ranks, measure_and_plan, plan_epochs
 from packplan.app.planning.schedule import refuse_stream, schedule_of_split
 from packplan.app.planning.split import Split
@@ -38,6 +39,7 @@ from packplan.app.wiring.trainers import (
 from packplan.app.wiring.verdicts import decide_attention
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import counted, verb_for
+from packplan.core.inspection import format_table
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochSchedule, ResumeState
 
@@ -97,7 +99,7 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> t
     arguments.resume_from_checkpoint = checkpoint and checkpoint.folder
     group.stop_heartbeat()
     if group.rank == 0:
-        _log_plans(config, splits, follower.schedule)
+        _log_plans(config, list(splits.values()), follower.schedule, str(attention))
         if checkpoint is not None and checkpoint.attention != attention.name:
             then = "the checkpoint was trained by the attention %s; the run goes on by %s"
             log.info(then, checkpoint.attention, attention.name)
@@ -130,20 +132,13 @@ def _schedule_packs(
     return follower, checkpoint
 
 
-def _log_plans(config: RunConfig, splits: dict[str, Split], schedule: EpochSchedule) -> None:
-    """Log the plans, the schedule, the step of a resume, and the source of the works."""
-    for split in splits.values():
-        log_plan(split)
-    log_schedule(config, splits["train"], schedule)
+def _log_plans(config: RunConfig, splits: list[Split], schedule: EpochSchedule, attention: str) -> None:
+    """Log what is trained, the step of a resume, and the source of the works."""
+    log_run(config, splits, schedule, attention=attention)
     if schedule.start.step:
         _log_resume(schedule, "pack" if config.training.packing else "sample")
     if estimated := work_of_run(config)[1]:
         log.warning("work is estimated from tokens and their squares: %s", estimated)
-    if schedule.works is not None and schedule.world_size > 1:
-        log.info(
-            "packs of a step are assigned to ranks by work, which meet in each %s (training.packing_balance)",
-            schedule.sync_at,
-        )
 
 
 def _log_resume(schedule: EpochSchedule, unit: str) -> None:
@@ -227,16 +222,18 @@ def log_termination(trainer: CheckedTrainer, end: str) -> None:
 
 def log_outcome(config: RunConfig, trainer: CheckedTrainer) -> None:
     """
-    Log the steps of a run that was not ended early, its last checkpoint, and the command that loads
-    it. The log shows such lines of rank 0 alone.
+    Log the steps of a run that was not ended early, where its model and its numbers are, and the
+    command that loads it. The log shows such lines of rank 0 alone.
     """
     steps = trainer.state.global_step
     done = f"{counted(steps, 'optimizer step')} {verb_for(steps)} done"
     if trainer.last_save is None:
         log.info("%s; no checkpoint was saved (training.save_strategy)", done)
         return
-    usage = "" if trainer.is_sharded else f"; to ask it: {_inference_command(config, trainer, str(trainer.last_save))}"
-    log.info("%s; the last checkpoint is %s%s", done, trainer.last_save, usage)
+    rows = {"the model": trainer.last_save, "its numbers": str(Path(trainer.args.output_dir) / "logging.jsonl")}
+    if not trainer.is_sharded:
+        rows["to ask it"] = _inference_command(config, trainer, trainer.last_save)
+    log.info("%s", format_table(done, rows))
 
 
 def _inference_command(config: RunConfig, trainer: CheckedTrainer, checkpoint: str) -> str:

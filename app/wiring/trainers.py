@@ -206,7 +206,6 @@ def _open_model(
     Load and prepare the model; return its template, which holds it too, and the model.
     """
     template = encoder.template
-    log.info("attention: %s", attention)
     device = None if shards_weights(arguments) else arguments.device
     model: Any = open_model(config.model, config.training, attention=attention, device=device)
     if not shards_weights(arguments):

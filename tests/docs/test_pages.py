@@ -23,8 +23,9 @@ from packplan.adapters.config.trainer_keys import GRPO_KEYS_FILE, read_key_table
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.__main__ import COMMANDS
-from packplan.app.planning.log_lines import plan_lines
+from packplan.app.planning.log_lines import describe_run, plan_warnings
 from packplan.app.planning.plan import Ranks, measure_and_plan
+from packplan.app.planning.schedule import schedule_of_split
 from packplan.app.planning.split import Split, Stores
 from packplan.core.batch import partial_window
 from packplan.core.config.identity import PATH_KEYS, PER_RANK
@@ -38,6 +39,7 @@ from packplan.core.policy import PlanPolicy
 from packplan.core.samples.urls import PACKAGES
 from packplan.core.schedule import EpochStats, PackStats
 from packplan.core.surface import plan as plan_of
+from tests.documents import parsed
 from tests.fakes import FreeLock, ListSource, ScriptedGroup
 from tools.configuration import HOSTS, rewrite_lists
 
@@ -355,7 +357,9 @@ def test_quoted_log_lines_are_logged(tmp_path):
     source = ListSource([2000, 2000, 5, 5, 5])
     source.masked = (2, 3)
     partial = partial_window(per_rank_batches=7, gradient_accumulation_steps=4)
-    logged = "\n".join([str(partial), *(line for _, line in plan_lines(plan_split(source, tmp_path)))])
+    split, config = plan_split(source, tmp_path), parsed()
+    rows = describe_run(config, [split], schedule_of_split(config, "train", split.aligned))
+    logged = "\n".join([str(partial), *rows.values(), *plan_warnings(split)])
     quoted = re.findall(r"^- `(.+?)(?: …)?`", text_of(ROOT / "docs" / "how-it-works.md"), re.MULTILINE)
 
     assert quoted

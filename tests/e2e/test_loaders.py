@@ -3,6 +3,7 @@
 import _thread
 import multiprocessing
 import os
+import re
 import shlex
 import signal
 from pathlib import Path
@@ -90,14 +91,18 @@ def test_a_run_says_last_where_its_checkpoint_is_and_what_loads_it(server, write
     defaults = {"gradient_checkpointing": True, "dataloader_num_workers": 1}
     run = server.packplan("sft", write_run("qwen2", training={**TEXT, **defaults, "save_strategy": "epoch"}))
 
-    done, _, command = run.said.splitlines()[-1].partition("; to ask it: ")
-    checkpoint = done.partition("the last checkpoint is ")[2]
-    assert done.startswith("packplan: 1 optimizer step is done; ")
+    done, *rows = run.said.splitlines()[-4:]
+    checkpoint, numbers, command = (row.strip().partition("  ")[2].strip() for row in rows)
+    assert "packplan: 1 optimizer step is done:" == done
+    shown = r"packplan: step 1/1  loss [\d.]+  lr [\de.+-]+  fill [\d.]+ +[\d,]+ tokens/s  0s left\n"
+    assert 1 == len(re.findall(shown, run.said))
+    assert "packplan: step 1/1  saved checkpoint-1\n" in run.said
+    assert Path(numbers).is_file()
     assert (Path(checkpoint) / "model.safetensors").is_file()
     kinds = ["--model_type", "qwen2", "--template", "qwen2_5"]
     assert ["swift", "infer", "--model", checkpoint, *kinds] == shlex.split(command)
     assert "raw_plan checksum" in run.said
-    assert "packplan: optimizer steps:" in run.said
+    assert " an epoch, 1 in all on 1 rank" in run.said
     assert "Traceback" not in run.said
 
 

@@ -98,7 +98,7 @@ def test_a_resume_ends_bit_for_bit_as_one_run_does(  # noqa: PLR0917  # fixtures
 
     began = f"resuming after optimizer step {stop}, in" if stop else f"going on after optimizer step {per_epoch} with"
     assert began in caplog.text
-    assert not re.search("the run goes on by|work is estimated|assigned to ranks by work", caplog.text)
+    assert not re.search("the run goes on by|work is estimated|packs of a step by work", caplog.text)
     assert steps(whole.history) == steps(resumed.history)
     found = tmp_path / "again" / f"checkpoint-{last}"
     assert_equal(found, tmp_path / "whole" / found.name)

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import time
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import TrainerCallback
 
+from packplan.adapters.trainer.console import RunConsole
 from packplan.adapters.trainer.trainer import PlanTrainer
 from packplan.app.plan.__main__ import main as plan_main
 from packplan.app.planning.schedule import schedule_of_split
@@ -51,9 +53,9 @@ def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(  # noqa: PL
     assert all(list(range(num_packs)) == sorted(epoch) for epoch in epochs)
     assert epochs[0] != epochs[1]
     assert [2 * math.ceil(num_packs / 3)] * 2 == [result.schedule.total_steps, result.num_steps]
-    assert f"{result.schedule.steps_per_epoch} per epoch, {result.num_steps} in total" in caplog.text
+    assert f" an epoch, {result.num_steps} in all on 1 rank; 3 packs a step" in caplog.text
     for said in ("N_raw_packs", "N_aligned_packs", "world_size 1", "dataloader_drop_last false", "raw_plan checksum",
-                 "aligned_plan checksum", "each of 3 packs", "is a pack of its own"):  # fmt: skip
+                 "aligned_plan checksum", "is a pack of its own"):  # fmt: skip
         assert said in caplog.text
     assert ("sees 1 of 3 batches" in caplog.text) == (num_packs % 3 == 1)
 
@@ -188,6 +190,27 @@ def test_sigterm_saves_a_checkpoint_that_the_next_run_goes_on_from(write_run, re
     rest = execute(write_run("qwen3", training={**keys, "resume_from_checkpoint": "last"}))
     assert (2, 4) == (rest.schedule.start.step, rest.num_steps)
     assert logged_losses(trainer.state.log_history) == logged_losses(rest.history)[:2]
+
+
+def test_a_step_has_one_line_of_at_most_110_characters(caplog, tmp_path):
+    """So has an evaluation, with the largest numbers; the JSONL log has every number."""
+    state = SimpleNamespace(global_step=900_000, max_steps=1_000_000, is_world_process_zero=True)
+    step = {"loss": 1234.56789, "learning_rate": 1.5e-05, "fill": 0.98765, "tokens_per_second": 9_876_543.25}
+    evaluated = {"eval_loss": 1234.5, "eval_token_acc": 0.9, "eval_runtime": 123_456.5, "eval_steps_per_second": 2.5}
+    logged = [step | {"grad_norm": 2.5, **{f"metric_{n}": n for n in range(40)}}, evaluated, {"epoch_fill_mean": 0.5}]
+    console = RunConsole(draws=True)
+    console.start_time -= 10**7
+    with caplog.at_level(logging.INFO):
+        for numbers in logged:
+            console.on_log(SimpleNamespace(output_dir=str(tmp_path)), state, None, dict(numbers))
+        console.on_save(None, state, None)
+
+    assert ["1234.5679", "1234.5000", "checkpoint-900000"] == [
+        re.search(r"^step .* (?:loss |saved )(\S+)", line)[1] for line in caplog.messages
+    ]
+    assert max(map(len, caplog.messages)) + len("packplan: ") <= 110
+    written = map(json.loads, (tmp_path / "logging.jsonl").read_text().splitlines())
+    assert all(numbers.items() <= line.items() for numbers, line in zip(logged, written, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from packplan.app.planning.audit import COMPARED_TOKENS, REPEATED_FIRST_ABOVE, REPEATED_SAMPLES
-from packplan.app.planning.log_lines import log_plan, plan_lines
+from packplan.app.planning.log_lines import log_run, plan_warnings
 from packplan.app.planning.measure import MAX_KNOWN_BETWEEN, merge_known
 from packplan.app.planning.plan import Ranks
+from packplan.app.planning.schedule import schedule_of_split
 from packplan.app.planning.split import KnownTable, align_options
 from packplan.core.config.identity import plan_policy
 from packplan.core.errors import ArgumentError, DataSetError, MismatchError, RecordError, StaleError
@@ -323,45 +324,67 @@ def test_samples_that_teach_nothing_are_counted():
     alone = Desk(masked(range(8))).plan(name="eval", drop_last=False)
 
     assert (True, False) == (planned.is_supervised, alone.is_supervised)
-    (line,), (left_out,) = ([line for _, line in plan_lines(of) if "no supervised" in line] for of in (planned, alone))
+    (line,), (left_out,) = ([line for line in plan_warnings(of) if "no supervised" in line] for of in (planned, alone))
     assert re.fullmatch("3 planned samples have .*: 2..3, 7", line)
     assert left_out.endswith(", so training leaves the evaluation out")
+
+
+def start_of(caplog, *splits) -> tuple[dict[str, str], list[str]]:
+    """Return the rows of the table at the start of a run of splits, and its warnings."""
+    config = parsed(packing=splits[0].policy.packing, gradient_accumulation_steps=2, effective_batch_size=None)
+    with caplog.at_level(logging.INFO):
+        log_run(config, splits, schedule_of_split(config, "train", splits[0].aligned))
+    table, *warnings = caplog.messages
+    title, *rows = table.splitlines()
+    assert "run.yaml:" == title
+    return dict(row.strip().split("  ", 1) for row in rows), warnings
 
 
 @pytest.mark.parametrize(("algorithm", "says"), [("constant_volume", 1), ("auto", 0), ("concatenative", 0)])
 def test_the_log_says_how_many_packs_auto_needs_where_that_saves_some(caplog, algorithm, says):
     planned = Desk(ListSource([25, 19, 15, 8, 9])).plan(packing_length=40, algorithm=algorithm, min_fill_ratio="0")
 
-    with caplog.at_level(logging.INFO):
-        log_plan(planned)
-    lines = [line for line in caplog.messages if "auto" in line]
+    rows, _ = start_of(caplog, planned)
 
-    assert ["train: training.packing_algorithm: auto needs at most 2 packs instead of 3"] * says == lines
+    assert ["at most 2 packs (training.packing_algorithm: auto)"] * says == [
+        text.strip() for name, text in rows.items() if name == "by auto"
+    ]
 
 
 @pytest.mark.parametrize(
     ("masked", "world_size", "options", "expected"),
     [
-        ({6, 9}, 5, {"drop_last": False},
-         ["I 11 704 80 11 8 0.8859 long 8 9 1.3%", "I 8 10 5 2 0..1", "W 2 2 6 9", "W 4 80 200 2 6 8..10 2 10 long",
-          "W 2 89 long"]),
-        ({0}, 2, {"allow_single_long": False, "dataloader_drop_last": True},
-         ["I 11 704 80 6 3 1.0000 1 4 5 2.1%", "I 3 2 2 0", "W 1 1 0", "W 1 2", "W 1 60", "W 4 457 80 6 8..10",
-          "I 1 0.65 1 7 0.99%"]),
-        ((), 1, {"drop_last": False},
-         ["I 11 704 80 11 8 0.8859 long 8 11 1.6%", "I 8 8 1 0", "W 4 80 200 6 8..10 2 10 long"]),
-        ((), 3, {"packing": False, "batch_size": 1}, ["I 11 704 80 11 11 1.6%", "I 11 12 3 1 0"]),
+        ({6, 9}, 5, {"drop_last": False}, {
+            "data": "11 704", "packs": "8 80 0.8859 8", "long": "4 200", "supervised": "9 1.3%",
+            "aligned": "8 10 5 2 0..1", "training": "1 3 5 10 5 1 2",
+            "warnings": ["2 2 6 9", "2 10 200 80 6 8..10", "2 89 long"]}),
+        ({0}, 2, {"allow_single_long": False, "dataloader_drop_last": True}, {
+            "data": "11 704", "packs": "3 80 1.0000 4", "left out": "4 80 457 1 7 0.99% 1", "supervised": "5 2.1%",
+            "aligned": "3 2 2 0", "training": "1 3 2 4 2 1 2",
+            "warnings": ["1 1 0", "1 2", "1 60", "4 457 80 6 8..10", "1 2 1 2"]}),
+        ((), 1, {"drop_last": False}, {
+            "data": "11 704", "packs": "8 80 0.8859 8", "long": "4 200", "supervised": "11 1.6%",
+            "aligned": "8 8 1 0", "training": "4 12 1 2 1 1 2", "warnings": ["2 10 200 80 6 8..10"]}),
+        ((), 3, {"packing": False, "batch_size": 1}, {
+            "data": "11 704", "supervised": "11 1.6%", "aligned": "11 12 3 1 0", "training": "2 6 3 6 3 1 2"}),
     ],
 )  # fmt: skip
-def test_the_lines_of_a_plan_have_its_numbers(masked, world_size, options, expected):
-    """Each after its level: samples, packs, repeated, truncated, long, skipped and dropped ones."""
+def test_a_run_starts_with_one_table_of_its_numbers(caplog, masked, world_size, options, expected):
+    """Samples, packs, repeated, truncated, long, skipped and dropped ones; at most 15 lines."""
     source = ListSource([*LENGTHS, 88, 89, 200])
     source.masked = masked
     planned = Desk(source, group=ScriptedGroup(world_size=world_size)).plan(**options)
 
-    lines = ((level, re.sub("checksum [0-9a-f]+", "", line)) for level, line in plan_lines(planned))
-    numbers = r"\d+(?:\.+\d+)?%?|\blong\b"
-    assert expected == [" ".join([logging.getLevelName(level)[0], *re.findall(numbers, line)]) for level, line in lines]
+    rows, warnings = start_of(caplog, planned)
+
+    def numbers(text):
+        return " ".join(re.findall(r"\d+(?:\.+\d+)?%?|\blong\b", text))
+
+    assert len(rows) <= 14
+    assert f"raw_plan checksum {planned.raw_checksum[:12]}, aligned_plan" in rows.pop("plan")
+    assert expected == {name: numbers(text) for name, text in rows.items() if numbers(text)} | (
+        {"warnings": [numbers(line) for line in warnings]} if warnings else {}
+    )
 
 
 @pytest.mark.parametrize("packing", [True, False])

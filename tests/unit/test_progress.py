@@ -5,13 +5,14 @@ import logging
 import os
 import re
 import signal
+import sys
 from contextlib import nullcontext
 from itertools import product
 from multiprocessing import get_context
 
 import pytest
 
-from packplan.adapters.progress import hide, loading_libraries, progress
+from packplan.adapters.progress import TrainingBar, hide, loading_libraries, progress
 from packplan.app.cli.command import run_command
 
 
@@ -36,18 +37,49 @@ class Deadly(Terminal):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_process_killed_while_it_shows_progress_holds_up_no_other():
-    """Processes forked from one that has shown progress itself."""
+def draw_steps(file):
+    """Draw and remove the bar of optimizer steps."""
+    bar = TrainingBar(2, file=file)
+    bar.update(done=1, text="loss 1.5000")
+    bar.close()
+
+
+@pytest.mark.parametrize("draw", [lambda file: [*progress([0], file=file)], draw_steps], ids=["stage", "steps"])
+def test_a_process_killed_while_it_shows_progress_holds_up_no_other(draw):
+    """Processes forked from one that has shown progress itself, or draws it now."""
     hide(hidden=False)
-    assert [0] == [*progress([0], file=Terminal())]
+    draw(Terminal())
+    drawn = TrainingBar(2, file=Terminal())
 
     for file, status in ((Deadly, -signal.SIGKILL), (Terminal, 0)):
-        forked = get_context("fork").Process(target=lambda shown: [*progress([0], file=shown)], args=(file(),))
+        forked = get_context("fork").Process(target=draw, args=(file(),))
         forked.start()
         forked.join(60)
         forked.kill()
         forked.join()
         assert status == forked.exitcode
+    drawn.close()
+
+
+def test_what_is_logged_appears_above_the_bar_of_steps_which_is_removed(monkeypatch):
+    """With its numbers as they are, and no cursor hidden, also of a process that is killed."""
+    monkeypatch.setattr(sys, "stderr", file := Terminal())
+
+    def command():
+        bar = TrainingBar(4, done=1)
+        logging.getLogger("packplan.app.anything").warning("[a pack] is dropped")
+        bar.update(done=2, text="loss 1.5000")
+        assert file.getvalue().rfind("\033[?25h") > file.getvalue().rfind("\033[?25l")
+        bar.close()
+        logging.getLogger("packplan.app.anything").info("the end")
+
+    assert 0 == run_command(command, verbose=False)
+    assert sys.stderr is file
+    drawn, end = file.getvalue().rsplit("\033[2K", 1)
+    assert "packplan: the end\n" == end
+    plain = re.sub(r"\033\[[\d;?]*[A-Za-z]", "", drawn)
+    assert "\rpackplan: warning: [a pack] is dropped\n" in plain
+    assert re.search(r"2/4 .*loss 1\.5000 .* left", plain.partition("is dropped\n")[2])
 
 
 @pytest.mark.parametrize("quiet", [False, True])
