@@ -18,7 +18,7 @@ MANY = 3
 
 CALLED_BY_TRANSFORMERS = {
     "attend_to_patches", "build_mask", "evaluation_loop", "get_batch_samples", "log", "on_epoch_end", "on_log",
-    "on_step_end", "sample_mask", "training_step",
+    "on_prediction_step", "on_save", "on_step_end", "on_train_begin", "sample_mask", "training_step",
 }  # fmt: skip
 """Their arguments are the library's, which documents them."""
 
