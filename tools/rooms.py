@@ -121,8 +121,8 @@ def draw_rooms() -> str:
     for number, (name, file) in enumerate(WAY.items()):
         x = 10 + number * step
         shapes += [*_badge(x + 9, 44, number + 1), f'<text x="{x + 22:.0f}" y="49">{name}</text>']
-        shapes.append(f'<text class="small" x="{min(x, WIDTH - 152):.0f}" y="68">{file}</text>')
-    top = 86
+        shapes.append(f'<text class="small" x="{min(x, WIDTH - 152):.0f}" y="{68 + 14 * (number % 2)}">{file}</text>')
+    top = 98
     for layer, does in LAYERS.items():
         rows = arrange_in_rows([room for room in below if room.startswith(f"{layer}/")], below)
         at = {
