@@ -1,10 +1,11 @@
 """The drawings of the README and of the rooms: each file is that of its tool."""
 
+import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
-from tools import rooms
+from tools import bars, rooms
 from tools.picture import GAP, PACKS_A_LINE, WIDTH, draw_packs
 
 ROOT = Path(__file__).parents[2]
@@ -16,7 +17,7 @@ PACKING_LENGTH = 1024
 SCALE = (WIDTH - (PACKS_A_LINE - 1) * GAP) / PACKS_A_LINE / PACKING_LENGTH
 
 
-def bars(drawing: str) -> list[tuple[str | None, int]]:
+def drawn_bars(drawing: str) -> list[tuple[str | None, int]]:
     """Return the colour of each bar, None if it holds no sample, and its tokens."""
     found = [one.attrib for one in ET.fromstring(drawing).iter() if one.tag.endswith("rect")]  # noqa: S314  # our own
     return [(one.get("fill"), round((float(one["width"]) + 1) / SCALE)) for one in found if "%" not in one["width"]]
@@ -25,7 +26,7 @@ def bars(drawing: str) -> list[tuple[str | None, int]]:
 def drawn_packs(drawing: str) -> list[list[int]]:
     """Return the lengths in each pack: bars that follow an empty one of the packing length."""
     packs: list[list[int]] = []
-    for colour, length in bars(drawing):
+    for colour, length in drawn_bars(drawing):
         if colour is None and length == PACKING_LENGTH:
             packs.append([])
         elif packs:
@@ -47,3 +48,14 @@ def test_the_drawing_of_the_rooms_is_that_of_the_imports():
     """Each file of a sample's way is one."""
     assert [] == [file for file in rooms.WAY.values() if not (ROOT / file).exists()], "name its place in tools/rooms.py"
     assert rooms.draw_rooms() == rooms.DRAWING.read_text(encoding="utf-8"), "run python -m tools.rooms"
+
+
+def test_the_drawing_of_bars_is_that_of_what_was_measured():
+    """The README has its figures in words, and the page of the trainers in a table."""
+    measured = json.loads(bars.MEASURED.read_text(encoding="utf-8"))
+    rows = {host: bars.gains(row) for host, row in bars.least_gain(measured).items()}
+    page = (ROOT / "docs" / "use-it-in" / "transformers.md").read_text(encoding="utf-8")
+
+    assert bars.draw_bars(measured) == bars.DRAWING.read_text(encoding="utf-8"), "run python -m tools.bars"
+    assert f"![{bars.sentence(measured)}](docs/bars.svg)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [] == [host for host, (fast, share) in rows.items() if f" | {fast} | {share} |" not in page]
