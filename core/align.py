@@ -50,6 +50,11 @@ class AlignedPlan(HasPacks):
     """Most ranks that share a pack."""
 
     @property
+    def shared_by(self) -> IntArray | None:
+        """Ranks that share each pack of the raw plan; None if none is shared."""
+        return None if self.degrees is None else np.minimum(self.degrees, self.max_degree)
+
+    @property
     def pad_needed(self) -> int:
         """Packs added at the end."""
         return len(self.repeated)

@@ -67,7 +67,7 @@ def largest_degree(num_ranks: int, asked: int | None = None) -> int:
         return most
     if as_whole_number("max_degree", asked, most=MOST_RANKS) & (asked - 1) or asked > most:
         fact = f"at most {counted(asked, 'rank')} are to share a pack, which has to be a power of two that divides the"
-        raise ArgumentError("ranks", f"{fact} {counted(num_ranks, 'rank')}: {most:,} is the largest")
+        raise ArgumentError("degree", f"{fact} {counted(num_ranks, 'rank')}", {"largest": most})
     return asked
 
 

@@ -162,6 +162,10 @@ class ModelError(_FactError, UserError):
         return cls("isolation", fact, {"model_type": model_type, "attn_impl": attn_impl})
 
 
+SHARED_BY = "ranks of the longest pack"
+"""Name of a difference in the number of ranks that share the longest pack."""
+
+
 @attrs.define(eq=False)
 class StaleError(_FactError, UserError):
     """Something stored was made from other inputs than this run has."""
@@ -176,9 +180,12 @@ class StaleError(_FactError, UserError):
     def for_plan(cls, checkpoint: str, differences: tuple[Difference, ...]) -> StaleError:
         """Return the error of a checkpoint that was trained from another plan."""
         head = f"{checkpoint} was trained from another plan or in another way, so this run cannot go on with it"
-        reordered = any(difference.key == "order_version" for difference in differences)
-        fact = format_lines(head, differences)
-        return cls("changed_order" if reordered else "changed_plan", fact, {"differences": differences})
+        keys = {difference.key for difference in differences}
+        fact, facts = format_lines(head, differences), {"differences": differences}
+        if keys == {SHARED_BY}:
+            return cls("fewer_ranks", fact, facts)
+        reordered = "order_version" in keys
+        return cls("changed_order" if reordered else "changed_plan", fact, facts)
 
     @classmethod
     def for_file(cls, name: str, found: str) -> StaleError:

@@ -127,10 +127,16 @@ class ScheduleSummary:
     world_size: int
 
     packs_per_rank: int
-    """Packs that each rank takes in an epoch."""
+    """Packs that each rank takes in an epoch, or shares of them."""
+
+    packs_by_degree: Mapping[str, int]
+    """Number of ranks that share a pack, in digits -> number of such packs."""
+
+    rank_tokens: int
+    """Most tokens of a pack that a rank computes at once."""
 
     repeated_packs: int
-    """Packs that repeat to fill the ranks."""
+    """Packs that repeat to fill the ranks; a shared one counts once for each of its ranks."""
 
     unaligned_packs: int
     """Packs that every epoch drops at the end, since they do not fill the ranks."""
@@ -249,15 +255,17 @@ def summarise_schedule(
     array = as_lengths(lengths, least=0)
     pack_stats = PackStats.from_plan(plan, array, packed=packed, works=works)
     stats = EpochStats.from_schedule(pack_stats, schedule, epoch)
-    steps = schedule.steps_per_epoch
+    steps, degrees = schedule.steps_per_epoch, schedule.pack_degrees(epoch)
     per_step = stats.step_works(0, steps)
     imbalances = per_step.max(axis=1) / per_step.mean(axis=1)
     accumulation = schedule.gradient_accumulation_steps
     return ScheduleSummary(
         world_size=schedule.world_size,
         packs_per_rank=aligned // schedule.world_size,
-        repeated_packs=max(0, aligned - len(plan.packs)),
-        unaligned_packs=max(0, len(plan.packs) - aligned),
+        packs_by_degree=count_degrees(degrees),
+        rank_tokens=int((-(-pack_stats.tokens // degrees)).max()),
+        repeated_packs=max(0, aligned - int(degrees.sum())),
+        unaligned_packs=max(0, int(degrees.sum()) - aligned),
         gradient_accumulation_steps=accumulation,
         effective_batch_size=schedule.world_size * schedule.batch_size * accumulation,
         steps_per_epoch=schedule.steps_per_epoch,
@@ -312,10 +320,20 @@ def describe_training(
         "data": f"{counted(plan.num_samples, 'sample')}, {counted(plan.num_tokens, 'token')}",
         "packs": held,
         "long": long and f"{counted(len(long), 'sample')} {alone}, the longest of {longest}",
+        "shared": schedule.degrees is not None
+        and _sharing_text(plan.packs.loads(as_lengths(lengths, least=0)), schedule),
         "left out": "; ".join(left_out),
         "training": f"{steps} on {ranks}; {batch} a step = {ranks} x {size:,} per device x {window:,} accumulation",
     }
     return {name: text for name, text in rows.items() if text}
+
+
+def _sharing_text(tokens: IntArray, schedule: EpochSchedule) -> str:
+    """Return the packs of each number of ranks, and the most tokens of a rank, as text."""
+    degrees = schedule.pack_degrees(0)
+    packs = ", ".join(f"{num:,} on {counted(int(ranks), 'rank')}" for ranks, num in count_degrees(degrees).items())
+    most = counted(int((-(-tokens // degrees)).max()), "token")
+    return f"{packs}; {counted(schedule.packs_per_epoch, 'slot')} an epoch; no rank computes more than {most} at once"
 
 
 def format_table(title: str, rows: Mapping[str, str]) -> str:
@@ -515,6 +533,17 @@ def find_sample(plan: RawPlan, sample: int) -> SamplePlace:
     if sample in plan.skipped_long:
         return SamplePlace("skipped", None, ())
     return SamplePlace("absent", None, ())
+
+
+def count_degrees(degrees: IntArray) -> dict[str, int]:
+    """
+    Return the number of packs that each number of ranks shares, by its digits.
+
+    >>> count_degrees(np.array([1, 4, 1]))
+    {'1': 2, '4': 1}
+    """
+    found, counts = np.unique(degrees, return_counts=True)
+    return dict(zip(map(str, found), counts.tolist(), strict=True))
 
 
 def scheduled_steps(schedule: EpochSchedule, pack: int, *, epoch: int = 0) -> tuple[ScheduledStep, ...]:

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import yaml
 
-from packplan.app.planning.split import align_options
+from packplan.app.planning.split import align_measured, align_options
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.stores import artefacts_folder, open_stores
-from packplan.core.align import align_plan
 from packplan.core.config.identity import config_length_inputs, plan_policy
 from packplan.core.config.run import RunConfig
 from packplan.core.equality import PackingVerdict
@@ -80,7 +79,9 @@ def _store(config: RunConfig, split: str, lengths: Sequence[int], world_sizes: S
         raw, key = build_raw_plan(lengths, policy), policy.fingerprint(stores.lengths.digest())
         stores.plans.save(key, raw)
         for world_size in world_sizes:
-            stores.plans.save_aligned(key, align_plan(raw, world_size=world_size, **align_options(config, split)))
+            stores.plans.save_aligned(
+                key, align_measured(raw, np.array(lengths), world_size=world_size, **align_options(config, split))
+            )
 
 
 def asked(path: Path) -> Path:

@@ -207,8 +207,8 @@ def _field_docstrings(kind: type) -> dict[str, str]:
 def _type_without_none(kind: Any) -> Any:
     if typing.get_origin(kind) not in {types.UnionType, typing.Union}:
         return kind
-    (inner,) = (part for part in typing.get_args(kind) if part is not type(None))
-    return inner
+    inner, *words = (part for part in typing.get_args(kind) if part is not type(None))
+    return kind if words else inner
 
 
 def _item_class(kind: Any) -> Any:
@@ -220,6 +220,8 @@ def _item_class(kind: Any) -> Any:
 def _type_text(kind: Any) -> str:
     if typing.get_origin(kind) is typing.Literal:
         return ", ".join(f"`{choice}`" for choice in typing.get_args(kind))
+    if typing.get_origin(kind) in {types.UnionType, typing.Union}:
+        return " or ".join(map(_type_text, typing.get_args(kind)))
     if typing.get_origin(kind) is tuple:
         one = _TYPES.get(typing.get_args(kind)[0])
         return f"{one}, or a list" if one else "list"

@@ -152,8 +152,7 @@ def _converter() -> cattrs.Converter:
     converter.register_structure_hook_func(lambda kind: _origin(kind) is typing.Literal, _to_literal)
     converter.register_structure_hook_func(lambda kind: kind in (tuple[str, ...], tuple[PathText, ...]), _to_strings)
     converter.register_structure_hook_func(
-        lambda kind: _origin(kind) in _UNIONS,
-        lambda value, kind: None if value is None else converter.structure(value, _type_without_none(kind)),
+        lambda kind: _origin(kind) in _UNIONS, lambda value, kind: _structure_union(converter, value, kind)
     )
     converter.register_structure_hook_func(lambda kind: _origin(kind) is Mapping, lambda value, _: value)
     converter.register_structure_hook_factory(
@@ -185,8 +184,15 @@ def _mapping_hook(plain: Any, wanted: str) -> Any:
     return structure
 
 
-def _type_without_none(kind: Any) -> Any:
-    return next(argument for argument in typing.get_args(kind) if argument is not type(None))
+def _structure_union(converter: cattrs.Converter, value: object, kind: Any) -> Any:
+    """Structure a value of a type that may also be None, or one of some words."""
+    kinds = typing.get_args(kind)
+    words = [word for one in kinds for word in typing.get_args(one) if _origin(one) is typing.Literal]
+    if (value is None and type(None) in kinds) or value in words:
+        return value
+    if words and int in kinds and type(value) is not int:
+        _refuse(value, f"a whole number or {', '.join(words)}")
+    return converter.structure(value, next(one for one in kinds if one is not type(None)))
 
 
 _CONVERTER = _converter()

@@ -367,7 +367,7 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
         """Return the loader of the evaluation packs; for other data, the trainer's own loader."""
         if self._eval_packs is None or (eval_dataset is not None and eval_dataset is not self.eval_dataset):
             return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]  # of the trainer's class
-        ranks = {"rank": self.follower.rank, "world_size": self.schedule.world_size}
+        ranks: dict[str, Any] = {"rank": self.follower.rank, "world_size": self.schedule.world_size}
         return self._make_loader(self._eval_packs, EvalBatches(len(self._eval_packs), 1, **ranks))
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 
 from packplan.adapters.trainer_state import read_trainer_state, require_same_step
+from packplan.core.align import aligned_positions
 from packplan.core.errors import ArgumentError, CorruptArtefactError, StaleError, counted
 from packplan.core.fingerprint import NO_IDENTITY, RunIdentity, from_plain, seal, to_plain, unseal
-from packplan.core.schedule import DAMAGED_STATE_REMEDY, EpochSchedule, ResumeState
+from packplan.core.lengths import IntArray
+from packplan.core.schedule import DAMAGED_STATE_REMEDY, EpochSchedule, ResumeState, lay_out_slots
 
 _SAVED = "the saved progress"
 """Name of a state of `PackBatches` in error messages."""
@@ -132,27 +135,47 @@ class PackBatches:
 
 class EvalBatches:
     """
-    Batch sampler for evaluation, in the order of the plan: batch b is on rank b % world_size.
+    Batch sampler for evaluation, in the order of the plan: batch b is on rank b % world_size, or,
+    where ranks share packs, in the slots of `lay_out_slots`.
 
     Every rank has the same number of batches; if needed, the first ones are repeated at the end.
     """
 
-    def __init__(self, num_packs: int, batch_size: int, *, rank: int, world_size: int) -> None:
+    def __init__(
+        self, num_packs: int, batch_size: int, *, rank: int, world_size: int, degrees: IntArray | None = None
+    ) -> None:
+        """
+        Serve the packs of a plan.
+
+        Args:
+            num_packs: Packs of the plan.
+            batch_size: Packs of a batch.
+            rank: This rank, from 0.
+            world_size: Number of ranks.
+            degrees: Ranks that share each pack; shape (num_packs,). None shares none; else a batch
+                is one pack.
+        """
         self._num_packs, self._size = num_packs, batch_size
-        self._num_distinct = -(-num_packs // batch_size)
-        self._own = range(rank, -(-self._num_distinct // world_size) * world_size, world_size)
+        degrees = np.ones(-(-num_packs // batch_size), dtype=np.int64) if degrees is None else degrees
+        batches = aligned_positions(degrees, world_size, False)  # noqa: FBT003  # drops none
+        places = lay_out_slots(degrees[batches], world_size)
+        _, first = np.unique(batches, return_index=True)
+        self._own = batches[places][rank::world_size].tolist()
+        self._counted = np.isin(places, first)[rank::world_size].tolist()
 
     def __len__(self) -> int:
         return len(self._own)
 
     def is_counted(self, number: int) -> bool:
-        """Return whether batch *number* of this rank counts: it is not a repeat."""
-        return self._own[number] < self._num_distinct
+        """
+        Return whether batch *number* of this rank counts: it is not a repeat. All ranks that share
+        it agree.
+        """
+        return bool(self._counted[number])
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self._own:
-            start = batch % self._num_distinct * self._size
-            yield list(range(start, min(start + self._size, self._num_packs)))
+            yield list(range(batch * self._size, min((batch + 1) * self._size, self._num_packs)))
 
 
 def find_progress(state: Mapping[str, Any]) -> Mapping[str, Any] | None:

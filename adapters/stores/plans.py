@@ -15,6 +15,7 @@ from typing import Any
 
 import attrs
 import cattrs
+import numpy as np
 from cattrs.errors import BaseValidationError
 
 from packplan.adapters import files
@@ -213,6 +214,9 @@ def _plan_counts(plan: RawPlan) -> dict[str, int | str]:
 
 def _alignment_facts(aligned: AlignedPlan) -> dict[str, Any]:
     """Return the counts and the checksum of an aligned plan, as its manifest has them."""
+    needed = np.ones(0, dtype=np.int64) if aligned.degrees is None else aligned.degrees
+    shared = np.flatnonzero(needed > 1)
+    sharing = {"max_degree": aligned.max_degree, "degrees": np.stack([shared, needed[shared]]).tolist()}
     return {
         "checksum": plan_checksum(aligned.packs),
         "world_size": aligned.world_size,
@@ -222,14 +226,19 @@ def _alignment_facts(aligned: AlignedPlan) -> dict[str, Any]:
         "pad_needed": aligned.pad_needed,
         "repeated": list(aligned.repeated),
         "num_dropped": aligned.num_dropped,
+        **(sharing if aligned.max_degree > 1 else {}),
     }
 
 
 def _require_alignment(path: Path, manifest: Mapping[str, Any], plan: RawPlan) -> None:
     """Raise CorruptArtefactError if a manifest of an aligned plan does not match the raw plan."""
-    drop_last = manifest["dataloader_drop_last"]
+    options: dict[str, Any] = {"dataloader_drop_last": manifest["dataloader_drop_last"]}
+    if "degrees" in manifest:
+        options |= {"degrees": np.ones(len(plan.packs), dtype=np.int64), "max_degree": manifest["max_degree"]}
+        shared, needed = manifest["degrees"]
+        options["degrees"][shared] = needed
     try:
-        aligned = align_plan(plan, world_size=manifest["world_size"], dataloader_drop_last=drop_last)
+        aligned = align_plan(plan, world_size=manifest["world_size"], **options)
         differing = [name for name, value in _alignment_facts(aligned).items() if manifest.get(name) != value]
     except ArgumentError as error:
         differing = [str(error)]

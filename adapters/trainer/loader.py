@@ -25,6 +25,7 @@ from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.trainer.vision import add_media_positions
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import PackplanError
+from packplan.core.lengths import IntArray
 from packplan.core.packs import Packs
 from packplan.core.samples.tables import Table
 
@@ -35,7 +36,12 @@ class PackedDataset(Dataset[PackOfRows | PackplanError]):
 
     An error is returned, not raised. Raised in a loader's worker process, it would lose its type
     and fields. The loader raises it.
+
+    Attributes:
+        degrees: Ranks that share each pack of an evaluation; None if none is shared.
     """
+
+    degrees: IntArray | None = None
 
     def __init__(self, encoder: SwiftEncoder, packs_of: Callable[[int], Packs], table: Table, *, packed: bool) -> None:
         """

@@ -219,7 +219,8 @@ class CheckedTrainer(ComputesPacks, Seq2SeqTrainer):
         """Return the loader of this rank's evaluation packs, in the order of the plan."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         rank, world_size = self.learner
-        batches = EvalBatches(len(dataset), self.args.per_device_eval_batch_size, rank=rank, world_size=world_size)
+        size, ranks = self.args.per_device_eval_batch_size, {"rank": rank, "world_size": world_size}
+        batches = EvalBatches(len(dataset), size, degrees=dataset.degrees, **ranks)
         return self._open_loader(
             dataset,
             batch_sampler=batches,

@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
         if group.rank == 0:
             if verdict is not None:
                 store_verdict(config, verdict)
-            _log_next(config, [options.config, *options.overrides], world_size * config.training.sequence_parallel_size)
+            _log_next(config, [options.config, *options.overrides], world_size * config.training.row_ranks)
 
 
 def _log_next(config: RunConfig, words: list[str], ranks: int) -> None:

@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> None:
     refuse_stream(config)
     if not config.training.packing:
         raise ConfigError.for_key("training.packing", "is false: what is forecast is the memory of packs")
-    if config.training.sequence_parallel_size > 1:
+    if config.training.row_ranks > 1:
         reason = "shares rows over ranks, but what is forecast is the memory of whole rows: set it to 1"
         raise ConfigError.for_key("training.sequence_parallel_size", reason)
     require_traceable(config)
@@ -149,15 +149,23 @@ def forecast_memory(config: RunConfig, *, memory: int | None, ranks: int) -> Mem
     train, length = open_splits(config)["train"], config.packing_length
     with join_ranks(config) as group:
         measure_and_plan(train, Ranks(group, timeout_s=config.training.packing_wait_timeout_s), world_size=ranks)
-    encoded = _packs_to_trace(train)
+    encoded, ranks_of = _packs_to_trace(train), train.aligned.shared_by
     accumulates = accumulation_of(config, world_size=ranks).gradient_accumulation_steps > 1
     fused = bool(config.training.trainer.get("use_liger_kernel"))
     with open_step_tracer(
         config, train.encoder, attention=attention, sharding=sharding, world_size=ranks, accumulates=accumulates
     ) as tracer:
-        peaks = {pack: tracer.trace_step(samples).peak(fused_loss=fused) for pack, samples in encoded.items()}
+
+        def rank_share(pack: int) -> list[Any]:
+            samples, degree = encoded[pack], 1 if ranks_of is None else int(ranks_of[pack])
+            if degree == 1:
+                return samples
+            return tracer.pack_of_length(samples, -(-sum(one["length"] for one in samples) // degree))
+
+        shares = {pack: rank_share(pack) for pack in encoded}
+        peaks = {pack: tracer.trace_step(samples).peak(fused_loss=fused) for pack, samples in shares.items()}
         pack = max(peaks, key=lambda one: peaks[one].total)
-        heaviest = PackMemory(f"pack {pack}", sum(one["length"] for one in encoded[pack]), peaks[pack])
+        heaviest = PackMemory(f"pack {pack}", sum(one["length"] for one in shares[pack]), peaks[pack])
         full = {heaviest.tokens: heaviest.peak}
 
         def full_pack_peak(tokens: int) -> int:
@@ -184,6 +192,8 @@ def _assumptions(config: RunConfig) -> list[str]:
         notes.append("fused losses are computed by leaving logits out, and were never compared with a measured peak")
     if on_gpu:
         notes.append("buffers that a GPU's kernels take and free within one call are not counted")
+    if config.training.shares_by_degree:
+        notes.append("of a pack that ranks share, a rank's share is traced, without the embeddings of the whole row")
     if config.model.quant_method is not None:
         notes.append("weights are traced unquantised: model.quant_method is not counted")
     return notes
@@ -194,6 +204,8 @@ def _packs_to_trace(train: Split) -> dict[int, list[Any]]:
     table, packs = train.table, train.raw.packs
     names = ("length", "supervised", "patches", "video_patches")
     tokens, supervised, images, videos = (packs.sums(column(table, name).astype(np.int64)) for name in names)
+    if train.aligned.shared_by is not None:
+        tokens, supervised = tokens // train.aligned.shared_by, supervised // train.aligned.shared_by
     chosen = peak_candidates(tokens, supervised, images + videos)
     return {pack: [train.encoder.encode_planned(index, table) for index in packs[pack]] for pack in chosen}
 

@@ -300,6 +300,9 @@ def _schedule_figures(opened: StoredSplit) -> Iterator[Figure]:
     left = f", {schedule.unaligned_packs:,} dropped" if schedule.unaligned_packs else ""
     remark = f"{schedule.packs_per_rank:,} {unit} each in an epoch{repeated}{left}"
     yield several, "ranks", f"{schedule.world_size:,}", remark
+    for ranks, packs in schedule.packs_by_degree.items() if len(schedule.packs_by_degree) > 1 else ():
+        remark = f"{counted(int(ranks), 'rank')}; no rank computes more than {schedule.rank_tokens:,} tokens at once"
+        yield several, "  packs on", f"{packs:,}", remark
     padded = "" if opened.packed else ", padded to the longest of a batch"
     remark = f"FLOPs of a step, all ranks, of {'an ordinary' if opened.estimated else 'the'} model{padded}"
     yield False, "  work", f"{schedule.work_per_step:,.4g}", remark

@@ -16,11 +16,10 @@ from packplan.app.cli.command import add_config_arguments, parse_positives, pars
 from packplan.app.plan.stored import open_stored_lengths
 from packplan.app.planning.epochs import lengths_of_records, plan_first_epoch, works_of_records
 from packplan.app.planning.schedule import refuse_stream, schedule_of_split
-from packplan.app.planning.split import align_options
+from packplan.app.planning.split import align_measured, align_options
 from packplan.app.planning.stored_lengths import yield_stale_inputs
 from packplan.app.wiring.commands import num_command_ranks, read_run_or_command
 from packplan.app.wiring.policies import policy_of_split, work_of_run
-from packplan.core.align import align_plan
 from packplan.core.config.faults import explain_error
 from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecipe
@@ -35,6 +34,7 @@ COLUMNS: Mapping[str, Callable[[PlanSummary, ScheduleSummary], str]] = MappingPr
         "fill": lambda plan, _: f"{plan.fill_mean:.4f}",
         "long": lambda plan, _: f"{plan.long_samples + plan.skipped_samples:,}",
         "longest": lambda plan, _: f"{plan.longest_pack:,}",
+        "a rank's most": lambda _, schedule: f"{schedule.rank_tokens:,}",
         "over 110 %": lambda plan, _: f"{plan.oversized_packs:,}",
         "dropped tokens": lambda plan, _: f"{plan.dropped_tokens + plan.skipped_tokens:,}",
         "steps": lambda _, schedule: f"{schedule.total_steps:,}",
@@ -132,7 +132,7 @@ def _alternatives(
         summary = summarise(raw, lengths)
         for ranks in world_sizes:
             try:
-                aligned = align_plan(raw, world_size=ranks, **options)
+                aligned = align_measured(raw, lengths, world_size=ranks, **options)
                 schedule = schedule_of_split(config, "train", aligned, raw.packs.sums(works.flops))
                 over = summarise_schedule(raw, lengths, schedule, works=works)
             except UserError as error:

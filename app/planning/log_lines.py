@@ -11,6 +11,7 @@ import numpy as np
 
 from packplan.app.planning.schedule import forced_batch_lines, partial_window_line
 from packplan.app.planning.split import Split
+from packplan.core.batch import pack_degrees
 from packplan.core.checksum import plan_checksum
 from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecord
@@ -60,8 +61,7 @@ def describe_run(config: RunConfig, splits: Sequence[Split], schedule: EpochSche
         schedule: Order of the packs of `train`.
     """
     train = splits[0]
-    lengths = column(train.table, "length").astype(np.int64)
-    rows = describe_training(train.raw, lengths, schedule, packed=train.policy.packing)
+    rows = describe_training(train.raw, train.lengths, schedule, packed=train.policy.packing)
     training = rows.pop("training")
     supervised = int(column(train.table, "supervised")[train.raw.packs.indices].sum(dtype=np.int64))
     rows["supervised"] = f"{counted(supervised, 'token')} ({supervised / train.raw.planned_tokens:.1%} of the planned)"
@@ -80,7 +80,7 @@ def describe_run(config: RunConfig, splits: Sequence[Split], schedule: EpochSche
     level, line = partial_window_line(schedule) or (logging.WARNING, "")
     if level == logging.INFO:
         rows["unusual"] = line
-    if (size := config.training.sequence_parallel_size) > 1:
+    if (size := config.training.row_ranks) > 1:
         rows["ranks"] = f"{size} share each row, and count as one (training.sequence_parallel_size)"
     elif schedule.works is not None and schedule.world_size > 1:
         rows["ranks"] = f"get packs of a step by work, and meet in each {schedule.sync_at} (training.packing_balance)"
@@ -190,12 +190,14 @@ def _untrained_warnings(planned: Split) -> Iterator[str]:
 def _length_warnings(planned: Split) -> Iterator[str]:
     """Yield sentences on samples that are truncated, longer than a pack, or skipped."""
     raw, limit = planned.raw, planned.raw.packing_length
-    lengths, cut = column(planned.table, "length"), column(planned.table, "cut") != 0
+    lengths, cut = planned.lengths, column(planned.table, "cut") != 0
     long = list(raw.single_long) if planned.policy.packing else []
-    if over := int((lengths[long].astype(np.int64) * 10 > limit * 11).sum()):
+    ranks = pack_degrees(lengths[long], limit, planned.aligned.max_degree)
+    shares, shared = -(-lengths[long] // ranks), " on each of its ranks" * (planned.aligned.max_degree > 1)
+    if over := int((shares * 10 > limit * 11).sum()):
         yield (
             f"{counted(over, 'pack')} {verb_for(over, 'exceeds', 'exceed')} the packing length by more than 10 %, up "
-            f"to {int(lengths[long].max()):,} tokens; training.packing_allow_single_long: false skips each sample of "
+            f"to {int(shares.max()):,} tokens{shared}; training.packing_allow_single_long: false skips each sample of "
             f"{limit:,} tokens or more: {format_ranges(long, most=SHOWN)}"
         )
     if num_cut := int(cut.sum()):

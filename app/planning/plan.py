@@ -17,8 +17,7 @@ import numpy as np
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs, lengths_of_records, plan_first_epoch
 from packplan.app.planning.measure import measure
-from packplan.app.planning.split import Split
-from packplan.core.align import align_plan
+from packplan.app.planning.split import Split, align_measured
 from packplan.core.epochs import EpochPlan, EpochRecipe, EpochRecord, RecordLengths, epoch_selection, schedule_epochs
 from packplan.core.errors import ConfigError, MismatchError, counted
 from packplan.core.fingerprint import Fingerprint
@@ -152,7 +151,7 @@ def _build_plan(split: Split, world_size: int, report: ReportProgress) -> dict[s
     if name == "train":
         require_supervised(raw, column(table, "supervised"))
     if is_kept:
-        stores.plans.save_aligned(key, align_plan(raw, world_size=world_size, **split.align_options))
+        stores.plans.save_aligned(key, align_measured(raw, lengths, world_size=world_size, **split.align_options))
     inputs = np.frombuffer(json.dumps(dict(key.inputs)).encode(), dtype=np.uint8)
     return {"table": table, "key": inputs, **plan_to_arrays(raw)}
 

@@ -16,6 +16,7 @@ from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.planning.epochs import PlannedEpochs, works_of_records
 from packplan.core.align import AlignedPlan, align_plan
+from packplan.core.batch import pack_degrees
 from packplan.core.checksum import plan_checksum
 from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecipe, plan_fingerprint
@@ -56,12 +57,32 @@ class KnownTable:
 
 def align_options(config: RunConfig, split: str) -> dict[str, Any]:
     """
-    Return the keyword arguments of `align_plan` for a run's split; evaluation drops no packs.
+    Return the keyword arguments of `align_measured` for a run's split; evaluation drops no packs.
     """
+    training, packed = config.training, config.training.packing if split == "train" else config.eval_packing
+    shares: dict[str, Any] = {"shares": True, "max_degree": training.max_sequence_parallel_size}
+    shares = shares if training.shares_by_degree and packed else {}
     if split == "eval":
-        size = 1 if config.eval_packing else config.training.per_device_eval_batch_size
-        return {"dataloader_drop_last": False, "batch_size": size}
-    return {"dataloader_drop_last": config.training.dataloader_drop_last, "batch_size": config.batch_size}
+        size = 1 if config.eval_packing else training.per_device_eval_batch_size
+        return {"dataloader_drop_last": False, "batch_size": size, **shares}
+    return {"dataloader_drop_last": training.dataloader_drop_last, "batch_size": config.batch_size, **shares}
+
+
+def align_measured(raw: RawPlan, lengths: IntArray, *, shares: bool = False, **options: Any) -> AlignedPlan:
+    """
+    Return a plan of measured records for a number of ranks.
+
+    Args:
+        raw: The plan.
+        lengths: Tokens of each record; int64, shape (num_records,).
+        shares: Whether ranks share a pack that is longer than the packing length.
+        **options: Other options of `align_plan`.
+
+    Raises:
+        ArgumentError: The ranks would get no batch, or cannot share packs as asked.
+    """
+    degrees = pack_degrees(raw.packs.loads(lengths), raw.packing_length) if shares else None
+    return align_plan(raw, degrees=degrees, **options)
 
 
 @attrs.define(eq=False)
@@ -72,7 +93,7 @@ class Split:
     policy: PlanPolicy
 
     align_options: Mapping[str, Any] = MappingProxyType({"dataloader_drop_last": False, "batch_size": 1})
-    """Options of `align_plan`."""
+    """Options of `align_measured`."""
 
     work_model: WorkModel = WorkModel.estimated({})  # noqa: RUF009  # frozen
     """Work of the model that is trained, forward and backward."""
@@ -119,6 +140,11 @@ class Split:
     epochs: PlannedEpochs | None = None
     """Epochs that have plans of their own, which `plan_epochs` fills."""
 
+    @property
+    def lengths(self) -> IntArray:
+        """Tokens of each record; int64, shape (num_records,)."""
+        return column(self.table, "length").astype(np.int64)
+
     @cached_property
     def works(self) -> SampleWorks:
         """Work of each record of a measured split, which balances ranks."""
@@ -134,8 +160,7 @@ class Split:
 
     def stats_of(self, plan: RawPlan) -> PackStats:
         """Return the statistics of the packs of a plan of this split's samples."""
-        lengths = column(self.table, "length").astype(np.int64)
-        return PackStats.from_plan(plan, lengths, packed=self.policy.packing, works=self.works)
+        return PackStats.from_plan(plan, self.lengths, packed=self.policy.packing, works=self.works)
 
     def plan_key(self, lengths_digest: str) -> Fingerprint:
         """Return the fingerprint of the plan, or of all epochs' plans, for these lengths."""
@@ -147,7 +172,7 @@ class Split:
 
     def align(self, world_size: int) -> AlignedPlan:
         """Return the plan for a number of ranks; ArgumentError if they would get no batch."""
-        return align_plan(self.raw, world_size=world_size, **self.align_options)
+        return align_measured(self.raw, self.lengths, world_size=world_size, **self.align_options)
 
     @property
     def pack_works(self) -> FLOPs:

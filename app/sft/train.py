@@ -136,7 +136,8 @@ def _log_plans(config: RunConfig, splits: list[Split], schedule: EpochSchedule, 
     """Log what is trained, the step of a resume, and the source of the works."""
     log_run(config, splits, schedule, attention=attention)
     if schedule.start.step:
-        _log_resume(schedule, "pack" if config.training.packing else "sample")
+        unit = "pack" if config.training.packing else "sample"
+        _log_resume(schedule, unit if schedule.degrees is None else "slot")
     if estimated := work_of_run(config)[1]:
         log.warning("work is estimated from tokens and their squares: %s", estimated)
 

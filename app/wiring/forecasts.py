@@ -25,8 +25,7 @@ from packplan.adapters.trainer.model import open_model
 from packplan.adapters.trainer.trainer import PlanTrainer
 from packplan.adapters.trainer.vision import DummyImage, plain_model
 from packplan.app.planning.schedule import schedule_of_split, sync_point_of
-from packplan.app.planning.split import Split
-from packplan.core.align import align_plan
+from packplan.app.planning.split import Split, align_measured
 from packplan.core.config.run import RunConfig
 from packplan.core.equality import AttentionChoice
 from packplan.core.forecast import (
@@ -226,7 +225,7 @@ def _with_first_packs(planned: Split, world_size: int) -> Split:
     """Return a split with only the first packs of its evaluation plan."""
     count = min(len(planned.raw.packs), _MAX_EVAL_PACKS * world_size * planned.aligned.batch_size)
     raw = attrs.evolve(planned.raw, packs=planned.raw.packs[:count])
-    aligned = align_plan(raw, world_size=world_size, **planned.align_options)
+    aligned = align_measured(raw, planned.lengths, world_size=world_size, **planned.align_options)
     return attrs.evolve(planned, raw=raw, aligned=aligned)
 
 

@@ -158,12 +158,12 @@ def open_follower(config: RunConfig, train: Split, schedule: EpochSchedule, grou
     Args:
         config: The run.
         train: The planned split.
-        schedule: Order of its packs; ranks that share rows count as one.
+        schedule: Order of its packs; ranks that share every row count as one.
         group: All ranks.
     """
     return PackBatches(
         schedule,
-        group.rank // config.training.sequence_parallel_size,
+        group.rank // config.training.row_ranks,
         schedule.world_size,
         plan=train.plan_name(train.key, train.raw),
         data=train.data_digest,
@@ -212,8 +212,8 @@ def _open_model(
         require_same_weights(group, model)
     elif group.rank == 0:
         log.info("the weights of the ranks were not compared: they share those of rank 0, and none holds all")
-    if config.training.sequence_parallel_size > 1:
-        rows = new_row_group(config.training.sequence_parallel_size, arguments.ddp_timeout_delta)
+    if config.training.row_ranks > 1:
+        rows = new_row_group(config.training.row_ranks, arguments.ddp_timeout_delta)
         share_rows(model, rows)
         if shards_weights(arguments):
             named, device = config.model.attn_impl, arguments.device
@@ -297,6 +297,7 @@ def _eval_dataset(split: Split | None) -> PackedDataset | None:
 def _packed_dataset(split: Split, *, epoch: int = 0) -> PackedDataset:
     """Return the packs of a planned split, which begins with those of *epoch*."""
     dataset = PackedDataset(split.encoder, split.raw_packs_of, split.table, packed=split.policy.packing)
+    dataset.degrees = split.aligned.shared_by
     dataset.set_epoch(epoch)
     return dataset
 

@@ -51,7 +51,7 @@ def decide_attention(config: RunConfig, *, isolated: bool) -> AttentionChoice:
     attention = _choose_attention(config, verdict, on_cpu=on_cpu)
     if isolated:
         _refuse_leak(config, attention)
-    return attention_for_shared_rows(attention) if config.training.sequence_parallel_size > 1 else attention
+    return attention_for_shared_rows(attention) if config.training.sequence_parallel_size != 1 else attention
 
 
 def require_packing_model(config: RunConfig) -> PackingVerdict | None:
@@ -107,7 +107,7 @@ def probe_loaded_model(config: RunConfig, model: Any, verdict: PackingVerdict, *
     Raises:
         ModelError: Samples are not apart, or not equal to themselves alone.
     """
-    place, size = device_and_precision(model), config.training.sequence_parallel_size
+    place, size = device_and_precision(model), config.training.row_ranks
     if size > 1:
         place += f", {size} ranks to a row"
     if not whole:

@@ -129,8 +129,11 @@ def _training_faults(training: TrainingConfig) -> Iterator[Fault]:
     if training.max_steps < 1 and not 0 < training.num_train_epochs < MAX_EPOCHS:
         reason = f"is {training.num_train_epochs}, but has to be above 0 and below {MAX_EPOCHS:,}"
         yield Fault("training.num_train_epochs", reason)
-    if training.sequence_parallel_size > 1 and not training.packing:
+    if training.sequence_parallel_size != 1 and not training.packing:
         yield Fault("training.sequence_parallel_size", "shares packed rows, but training.packing is false: set it to 1")
+    if training.max_sequence_parallel_size is not None and not training.shares_by_degree:
+        reason = f"limits training.sequence_parallel_size: auto, which is {training.sequence_parallel_size}: remove it"
+        yield Fault("training.max_sequence_parallel_size", reason)
     if training.packing and training.trainer.get("enable_channel_loss"):
         reason = "logs a loss per channel, but under packing only aggregate metrics are logged"
         yield Fault("training.enable_channel_loss", f"{reason}: remove it, or set training.packing: false")
@@ -159,6 +162,9 @@ def _variant_faults(config: RunConfig) -> Iterator[Fault]:
 def _epoch_faults(config: RunConfig) -> Iterator[Fault]:
     """Yield faults of a run whose epochs have plans of their own."""
     training, key = config.training, "training.packing_epochs"
+    if training.shares_by_degree and (training.packing_epochs == "replanned" or config.custom.planned_mix):
+        reason = "is auto, which needs the same packs in every epoch, but each epoch draws its own: set it to a number"
+        yield Fault("training.sequence_parallel_size", reason)
     if training.packing_epochs == "same":
         return
     if not training.packing:
@@ -351,6 +357,7 @@ _REMEDIES: Mapping[str, str] = MappingProxyType(
         "all_dropped": "set training.packing_drop_last: false to train all of them",
         "dropped_tokens": "set training.packing_drop_last: false to train all of them",
         "too_long": "raise template.max_length to {longest:,}",
+        "degree": "set training.max_sequence_parallel_size to {largest}",
         "too_short": "set training.dataloader_drop_last: false",
         "unsupervised": "raise template.max_length if it truncates their answers; packplan plan show RUN.yaml "
         "--sample {sample} --text shows what is trained of one",
@@ -364,6 +371,7 @@ _REMEDIES: Mapping[str, str] = MappingProxyType(
         "table_lengths": "remove custom.lengths to measure here, or write a table with packplan measure --config",
         "changed_plan": "restore the data and the settings, or start again from its weights: set model.model to it, "
         "and remove training.resume_from_checkpoint",
+        "fewer_ranks": "start as many ranks as then, or set training.sequence_parallel_size: 1, which trains it whole",
         "changed_order": "install the version that wrote the checkpoint: this one trains packs in another order",
         "changed_image": _MEASURE_AGAIN,
         "changed_sample": _MEASURE_AGAIN,

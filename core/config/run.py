@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import attrs
 
-from packplan.core.batch import count_row_groups
+from packplan.core.batch import count_row_groups, largest_degree
 from packplan.core.config.keys import (
     above_0,
     at_least,
@@ -352,8 +352,24 @@ class TrainingConfig:
     per_device_eval_batch_size: int = key(1, neither=TRAINS, check=at_least(1))
     """Samples of a padded evaluation batch; packed evaluation forces 1."""
 
-    sequence_parallel_size: int = key(1, neither=TRAINS, check=at_least(1), stream="refused")
-    """Ranks that share each row of packed samples, and count as one rank of the plan."""
+    sequence_parallel_size: int | Literal["auto"] = key(
+        1, neither=TRAINS, check=must(lambda size: size == "auto" or size >= 1, "at least 1, or auto"), stream="refused"
+    )
+    """
+    Ranks that share each row of packed samples, and count as one rank of the plan. `auto`: each
+    long pack takes the smallest power of two of ranks that holds it, every other pack one rank.
+    """
+
+    max_sequence_parallel_size: int | None = key(
+        None,
+        neither=TRAINS,
+        check=must(lambda size: size > 0 and size.bit_count() == 1, "a power of two"),
+        stream="refused",
+    )
+    """
+    Most ranks that share a pack where `sequence_parallel_size` is `auto`; unset, the largest power
+    of two that divides the ranks.
+    """
 
     dataloader_drop_last: bool = key(False, neither=TRAINS, stream="refused")
     """Drop packs that do not fill all ranks; `false` repeats packs from the front."""
@@ -455,6 +471,16 @@ class TrainingConfig:
     """
 
     @property
+    def shares_by_degree(self) -> bool:
+        """Whether as many ranks share a pack as it needs."""
+        return self.sequence_parallel_size == "auto"
+
+    @property
+    def row_ranks(self) -> int:
+        """Ranks that share every row, and count as one rank of the plan."""
+        return 1 if self.sequence_parallel_size == "auto" else self.sequence_parallel_size
+
+    @property
     def adds_weights(self) -> bool:
         """Whether the tuner trains only weights that it adds, and none of the model's."""
         return self.tuner_type not in {"full", "dummy"}
@@ -499,8 +525,11 @@ class RunConfig:
         return 1 if self.training.packing and self.command is None else self.training.per_device_train_batch_size
 
     def plan_world_size(self, num_ranks: int) -> int:
-        """Return the number of groups of ranks that share rows; ArgumentError for uneven groups."""
-        return count_row_groups(num_ranks, self.training.sequence_parallel_size)
+        """
+        Return the number of groups of ranks that share each row; ArgumentError for uneven groups.
+        """
+        largest_degree(num_ranks, self.training.max_sequence_parallel_size)
+        return count_row_groups(num_ranks, self.training.row_ranks)
 
     @property
     def eval_packing(self) -> bool:

@@ -9,4 +9,5 @@ from packplan.core.schedule.schedule import (
     ResumeState,
     Step,
 )
+from packplan.core.schedule.slots import lay_out_slots
 from packplan.core.schedule.telemetry import EpochStats, PackStats

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from packplan.core.align import AlignedPlan, aligned_positions, aligned_size, count_batches, require_a_batch
 from packplan.core.batch import largest_degree
-from packplan.core.errors import Difference, counted
+from packplan.core.errors import SHARED_BY, Difference, counted
 from packplan.core.fingerprint import NO_IDENTITY, Fingerprint, RunIdentity
 from packplan.core.lengths import MOST_RANKS, IntArray, as_whole_number, as_works
 from packplan.core.packers import as_seed
@@ -623,6 +623,9 @@ class ResumeState:
     identity: RunIdentity = NO_IDENTITY
     """Model, loss and settings of the run."""
 
+    degree: int | None = None
+    """Most ranks that share one of its packs; None where packs have no degrees."""
+
     @classmethod
     def from_schedule(cls, schedule: EpochSchedule, *, tuner: str = "", **facts: Any) -> Self:
         """
@@ -633,7 +636,9 @@ class ResumeState:
             tuner: Tuner of the run; empty where it is unknown.
             **facts: `plan`, `data`, and perhaps `inputs` and `identity`.
         """
-        order: dict[str, Any] = {"seed": schedule.seed, "shuffle": schedule.shuffle}
+        order: dict[str, Any] = {"seed": schedule.seed, "shuffle": schedule.shuffle, "degree": None}
+        if schedule.degrees is not None:
+            order["degree"] = int(schedule.pack_degrees(0).max())
         return cls(tuner=tuner, order_version=ORDER_VERSION, progress=Progress(), **order, **facts)
 
     def differences(self, now: ResumeState) -> tuple[Difference, ...]:
@@ -645,6 +650,8 @@ class ResumeState:
         pairs = [(name, getattr(self, name), getattr(now, name)) for name in names]
         found = tuple(Difference(name, then, current) for name, then, current in pairs if then != current)
         found += self.identity.fixed.differences(now.identity.fixed)
+        if self.degree and now.degree and now.degree < self.degree:
+            found += (Difference(SHARED_BY, self.degree, now.degree),)
         if self.plan == now.plan or not (self.inputs and now.inputs):
             return found
         return (*found, *Fingerprint(self.inputs).differences(Fingerprint(now.inputs)))

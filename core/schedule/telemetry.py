@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.lengths import IntArray, squares
-from packplan.core.packs import Packs, filled_tokens
+from packplan.core.packs import Packs
 from packplan.core.plan import RawPlan
 from packplan.core.schedule.schedule import EpochSchedule
 from packplan.core.work.model import SampleWorks
@@ -116,6 +116,9 @@ class EpochStats:
     is_first: IntArray
     """1 if a pack is consumed for the first time in the epoch, else 0; of the shape of `order`."""
 
+    degrees: IntArray
+    """Ranks that share each pack, which stands in `order` for each of them; of that shape."""
+
     earlier_packs: IntArray
     """Distinct packs that the epoch consumed before this run."""
 
@@ -141,6 +144,7 @@ class EpochStats:
             packs_per_step=schedule.world_size * schedule.batch_size * schedule.gradient_accumulation_steps,
             order=order,
             is_first=first[before.size :],
+            degrees=schedule.pack_degrees(epoch)[order],
             earlier_packs=np.unique(before),
         )
 
@@ -149,11 +153,12 @@ class EpochStats:
         Return the number of positions that all ranks compute in steps *start* to before *stop*,
         padding included.
         """
-        return int(self._widths(self._by_rank(self._packs(start, stop)[0])).sum())
+        packs, _, degrees = self._packs(start, stop)
+        return int(self._widths(self._by_rank(packs), self._by_rank(degrees)).sum())
 
     def num_tokens(self, start: int, stop: int) -> int:
         """Return the tokens in steps *start* to before *stop*; a pack counts once in an epoch."""
-        packs, first = self._packs(start, stop)
+        packs, first, _ = self._packs(start, stop)
         return int((self.pack_stats.tokens[packs] * first).sum())
 
     def step_works(self, start: int, stop: int) -> NDArray[np.float64]:
@@ -181,9 +186,9 @@ class EpochStats:
 
     def _pack_works(self, start: int, stop: int) -> NDArray[np.float64]:
         """Return the work of packs in steps *start* to before *stop*; shape (rows, world_size)."""
-        packs, _ = self._packs(start, stop)
-        rows, stats = self._by_rank(packs), self.pack_stats
-        return stats.work[rows] if stats.packed else stats.padded_work(rows, self._widths(rows))
+        packs, _, degrees = self._packs(start, stop)
+        rows, ranks, stats = self._by_rank(packs), self._by_rank(degrees), self.pack_stats
+        return stats.work[rows] / ranks if stats.packed else stats.padded_work(rows, self._widths(rows, ranks))
 
     def statistics(self, start: int, stop: int) -> Mapping[str, float]:
         """
@@ -197,18 +202,18 @@ class EpochStats:
         - `microbatch_imbalance`: See the method; only with several ranks.
         - `coverage`: Share of the data set that the epoch has consumed before *stop*.
         """
-        pack_stats, (packs, _) = self.pack_stats, self._packs(start, stop)
-        works = self.step_works(start, stop)
-        samples = int(pack_stats.samples[packs].sum())
-        fills = self._fills(packs)
+        pack_stats, (packs, _, degrees) = self.pack_stats, self._packs(start, stop)
+        works, count = self.step_works(start, stop), 1 / degrees  # each pack once, over its ranks
+        samples = float((pack_stats.samples[packs] * count).sum())
+        fills = self._fills(packs, degrees)
         imbalances = {
             "work_imbalance": float((works.max(axis=1) / works.mean(axis=1)).mean()),
             "microbatch_imbalance": self.microbatch_imbalance(start, stop),
         }
         return {
             **({"fill": float(fills.mean())} if fills.size else {}),
-            **({"samples_per_pack": samples / packs.size} if pack_stats.packed else {}),
-            "long_share": int(pack_stats.num_long[packs].sum()) / samples,
+            **({"samples_per_pack": samples / float(count.sum())} if pack_stats.packed else {}),
+            "long_share": float((pack_stats.num_long[packs] * count).sum()) / samples,
             "work": float(works.sum(axis=1).mean()),
             **(imbalances if self.world_size > 1 else {}),
             "coverage": self._coverage(stop),
@@ -235,33 +240,37 @@ class EpochStats:
             "epoch_coverage": self._coverage(stop),
         }
 
-    def _packs(self, start: int, stop: int) -> tuple[IntArray, IntArray]:
-        """Return `order` and `is_first` of steps *start* to before *stop*."""
+    def _packs(self, start: int, stop: int) -> tuple[IntArray, IntArray, IntArray]:
+        """Return `order`, `is_first` and `degrees` of steps *start* to before *stop*."""
         chosen = slice(start * self.packs_per_step, stop * self.packs_per_step)
-        return self.order[chosen], self.is_first[chosen]
+        return self.order[chosen], self.is_first[chosen], self.degrees[chosen]
 
     def _by_rank(self, packs: IntArray) -> IntArray:
         """Reshape packs to rows of one pack for each rank; shape (rows, world_size)."""
         return packs.reshape(-1, self.world_size)
 
-    def _widths(self, rows: IntArray) -> IntArray:
-        """Return the positions of each pack of *rows*, padding included; of the shape of *rows*."""
-        tokens = self.pack_stats.tokens[rows]
+    def _widths(self, rows: IntArray, degrees: IntArray) -> IntArray:
+        """
+        Return the positions of a rank in each pack of *rows*, padding included; of the shape of
+        *rows*.
+        """
+        tokens = -(-self.pack_stats.tokens[rows] // degrees)
         if self.pack_stats.packed:
             return tokens
         batches = np.arange(0, len(rows), self.batch_size)
         widest = np.maximum.reduceat(tokens, batches, axis=0)
         return np.repeat(widest, np.diff([*batches, len(rows)]), axis=0)
 
-    def _fills(self, packs: IntArray) -> NDArray[np.float64]:
-        """Return the fill of each pack; empty if samples are padded."""
-        stats = self.pack_stats
-        tokens = stats.tokens[packs if stats.packed else packs[:0]]
-        return np.divide(filled_tokens(tokens, stats.packing_length), stats.packing_length)
+    def _fills(self, packs: IntArray, degrees: IntArray | int = 1) -> NDArray[np.float64]:
+        """Return the fill of each pack on its ranks; empty if samples are padded."""
+        if not self.pack_stats.packed:
+            return np.zeros(0)
+        room = self.pack_stats.packing_length * degrees
+        return np.divide(np.minimum(self.pack_stats.tokens[packs], room), room)
 
     def _distinct_packs(self, stop: int) -> IntArray:
         """Return the distinct packs that the epoch has consumed before step *stop*."""
-        packs, first = self._packs(0, stop)
+        packs, first, _ = self._packs(0, stop)
         return np.concatenate([self.earlier_packs, packs[first > 0]])
 
     def _coverage(self, stop: int) -> float:

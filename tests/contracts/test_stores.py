@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 
@@ -180,6 +181,22 @@ def test_the_disk_holds_small_readable_manifests_and_nothing_else(whole):
     assert (10, plan_checksum(PLAN.packs)) == (held["lengths"]["samples"]["rows"], raw["checksum"])
     told, two = [of_two[name] for name in ("repeated", "checksum", "num_aligned_packs")], aligned(PLAN, 2)
     assert [list(two.repeated), plan_checksum(two.packs), len(two.packs)] == told
+
+
+def test_packs_that_ranks_share_are_aligned_in_slots(tmp_path):
+    """The manifest has the ranks of each long pack, from which its content is derived again."""
+    plans = DiskPlanStore(tmp_path)
+    plans.save(KEY, PLAN)
+    degrees = np.ones(len(PLAN.packs), dtype=np.int64)
+    degrees[1] = 8
+    shared = align_plan(PLAN, world_size=4, degrees=degrees)
+
+    plans.save_aligned(KEY, shared)
+
+    assert (4, -(len(PLAN.packs) + 3) % 4) == (shared.max_degree, shared.pad_needed)
+    assert ([], (4,)) == (list(plans.damage()), plans.inspect().world_sizes)
+    plans.save_aligned(KEY, attrs.evolve(shared, max_degree=2))
+    assert ["plan_ws4.json"] == [Path(error.path).name for error in plans.damage()]
 
 
 def damaged_versions(path: Path, whole: bytes):

@@ -12,7 +12,7 @@ from packplan.adapters.loaders.batches import PackBatches
 from packplan.adapters.loaders.rows import PACK, refuse_other_packs
 from packplan.core import errors
 from packplan.core.align import align_plan
-from packplan.core.batch import resolve_accumulation
+from packplan.core.batch import largest_degree, resolve_accumulation
 from packplan.core.config import faults
 from packplan.core.config.faults import explain_error
 from packplan.core.errors import Difference, Fault, ModelError, PackplanError, RunError, StaleError
@@ -77,10 +77,12 @@ MADE = (
     raised(refuse_longer, [100, 5120, 7168], PlanPolicy(packing_length=4096, refuse_longer=True)),
     raised(require_supervised, build_raw_plan([8] * 400, packing_length=64), [0] * 400),
     raised(align_plan, build_raw_plan([8] * 3, packing_length=8), world_size=4, dataloader_drop_last=True),
+    raised(largest_degree, 6, 8),
     ModelError.for_leak("bloom", "auto", "gradients pass between samples of a row: 0.24 of a sample's own"),
     StaleError.for_lengths(FOLDER, OTHER),
     StaleError.for_plan("runs/first/checkpoint-40", PLANS),
     StaleError.for_plan("runs/first/checkpoint-40", (Difference("order_version", 2, 3),)),
+    StaleError.for_plan("runs/first/checkpoint-40", (Difference(errors.SHARED_BY, 8, 4),)),
     StaleError.for_sample(12, "data/train.jsonl, line 13", LENGTH),
     StaleError.for_sample(12, "data/train.jsonl.gz, line 13", LENGTH, copy="runs/first/records/b5bb9d80"),
     errors.NotBuiltError(FOLDER, "holds no plan"),

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
@@ -97,6 +98,22 @@ def test_the_rest_of_an_epoch_is_never_served_as_a_whole_one(world_size, resumed
     assert "host" == raised.value.kind
     batches.set_epoch(batches.epoch)
     assert whole == list(batches)
+
+
+@given(st.lists(st.sampled_from([1, 1, 2, 4]), min_size=1, max_size=20))
+def test_evaluation_counts_each_shared_pack_once_a_group(degrees):
+    """Its ranks have it at the same time, and agree whether it counts."""
+    ranks = [EvalBatches(len(degrees), 1, rank=rank, world_size=4, degrees=np.array(degrees)) for rank in range(4)]
+
+    counted = []
+    for number, packs in enumerate(zip(*ranks, strict=True)):
+        for rank, (pack,) in enumerate(packs):
+            block = range(rank - rank % degrees[pack], rank - rank % degrees[pack] + degrees[pack])
+            assert {((pack,), ranks[rank].is_counted(number))} == {
+                (tuple(packs[other]), ranks[other].is_counted(number)) for other in block
+            }
+            counted += [pack] if rank == block.start and ranks[rank].is_counted(number) else []
+    assert [*range(len(degrees))] == sorted(counted)
 
 
 @given(st.integers(1, 20), st.integers(1, 4), st.integers(1, 4))

@@ -204,6 +204,24 @@ def test_a_progress_that_four_packs_cannot_give_is_named(start, says):
     assert says in plain_schedule(4, num_train_epochs=3, start=start).start_fault()
 
 
+def test_fewer_ranks_to_the_longest_pack_are_refused_by_name():
+    """A pack that 8 ranks held would take 4; whole packs are a choice, and more ranks no harm."""
+    degrees = np.array([1, 1, 1, 16])
+
+    def state(**options):
+        return ResumeState.from_schedule(plain_schedule(4, **options), plan="a", data="d")
+
+    then = state(world_size=8, degrees=degrees)
+    assert [("ranks of the longest pack", 8, 4)] == [
+        attrs.astuple(one) for one in then.differences(state(world_size=4, degrees=degrees))
+    ]
+    for now in (then, state(world_size=16, degrees=degrees), state(world_size=4)):
+        assert () == then.differences(now)
+    short = [state(world_size=size, degrees=np.array([1, 1, 1, 2])) for size in (8, 2)]
+    assert () == short[0].differences(short[1])
+    assert () == from_plain(ResumeState, {**to_plain(then), "degree": None}).differences(then)
+
+
 INPUTS = {"algorithm": "a", "packing": True}
 
 
@@ -252,7 +270,7 @@ def test_a_loop_of_ones_own_sees_who_shares_a_pack():
     assert [0, 1, 2, 3, 4, 0, 1, 2] == orders[1]
     assert {"auto": 4, 2: 2, 1: 1} == {degrees: schedule.most_ranks for degrees, schedule in shared.items()}
     with pytest.raises(
-        ArgumentError, match=r"at most 3 ranks are to share a pack, .* power of two that divides the 6 ranks: 2 is"
+        ArgumentError, match=r"at most 3 ranks are to share a pack, .* power of two that divides the 6 ranks"
     ):
         plan.schedule(world_size=6, degrees=3)
     with pytest.raises(ValueError, match="powers of two"):

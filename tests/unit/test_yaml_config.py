@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packplan.adapters.config.values import structure_document
+from packplan.app.planning.split import align_options
 from packplan.app.wiring.runs import read_config
+from packplan.core.config.faults import explain_error
 from packplan.core.config.rl import RlConfig
 from packplan.core.config.run import RunConfig, TrainingConfig
 from packplan.core.errors import ArgumentError, ConfigError
@@ -56,6 +58,17 @@ def test_ranks_that_share_rows_count_as_one():
     assert 3 == parsed(SHARED).plan_world_size(6)
     with pytest.raises(ArgumentError, check=lambda error: error.kind == "ranks"):
         parsed(SHARED).plan_world_size(1)
+
+
+def test_packs_may_be_shared_by_their_degree():
+    """Every rank is one of the plan; the most that share a pack have to divide them."""
+    for most, largest in {None: None, 2: 2}.items():
+        config = parsed(BY_DEGREE | {"training.max_sequence_parallel_size": most})
+        options = align_options(config, "train")
+        assert (6, True, largest) == (config.plan_world_size(6), options["shares"], options["max_degree"])
+    with pytest.raises(ArgumentError) as raised:
+        config.plan_world_size(3)
+    assert explain_error(raised.value).endswith("divides the 3 ranks; set training.max_sequence_parallel_size to 1")
 
 
 def test_half_of_a_surrogate_pair_is_no_text():
@@ -117,6 +130,7 @@ SHARES = {
 """Key -> value that depends on the number of steps."""
 
 SHARED = {"training.sequence_parallel_size": 2}
+BY_DEGREE = {"training.sequence_parallel_size": "auto"}
 
 LORA, MIX = {"training.tuner_type": "lora"}, {"custom.fusion_config": "mix.yaml", "custom.train_jsonl": None}
 
@@ -155,6 +169,12 @@ LORA, MIX = {"training.tuner_type": "lora"}, {"custom.fusion_config": "mix.yaml"
          "training.packing_epochs"),
         ({**ROLLOUT, "training.packing_epochs": "replanned"}, "training.packing_epochs"),
         ({**SHARED, "training.packing": False}, "training.sequence_parallel_size"),
+        ({**BY_DEGREE, "training.packing": False}, "training.sequence_parallel_size"),
+        ({**BY_DEGREE, "training.packing_epochs": "replanned"}, "training.sequence_parallel_size"),
+        ({**BY_DEGREE, **MIX, "custom.fusion_schedule": "planned"}, "training.sequence_parallel_size"),
+        ({**BY_DEGREE, "training.max_sequence_parallel_size": 3}, "training.max_sequence_parallel_size"),
+        ({**SHARED, "training.max_sequence_parallel_size": 2}, "training.max_sequence_parallel_size"),
+        *(({"training.sequence_parallel_size": size}, "training.sequence_parallel_size") for size in (0, "all")),
         ({"training.eval_on_start": True, "training.eval_strategy": "steps", "training.save_strategy": "best"},
          "training.eval_on_start training.eval_strategy training.save_strategy"),
         # What a default would contradict is said when the key with a fault is corrected.
