@@ -82,6 +82,13 @@ def balance(
     """
     Make a trainer run the answers of each optimizer step in microbatches of limited tokens.
 
+    ```py
+    trainer = GRPOTrainer(model, reward, args, train_dataset=prompts)
+    unpad(trainer.model)
+    balance(trainer, max_tokens=8192)
+    trainer.train()
+    ```
+
     The trainer's arguments still decide which answers a step trains. Loss and gradients stay those
     of the trainer's own step. Logged values are those of a step in one batch. Call it on every
     rank, after the trainer is built and before it trains.

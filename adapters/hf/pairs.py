@@ -3,8 +3,8 @@ Steps of preference data (DPO, KTO, rewards) whose microbatches are packs of une
 
 TRL's loss of a batch is the mean over its samples. `TrainsPairs` weights it by the batch's share of
 the step's samples, over all ranks, so the step's loss is their mean. A value that TRL logs is the
-mean over the step's samples too, or over their tokens. TRL would gather each batch from all ranks,
-which have unequally many samples: each rank logs its own, and ranks exchange them once a step.
+mean over the step's samples too, or over their tokens. Ranks have unequally many samples, so no
+batch is gathered as in TRL: each rank logs its own values, and ranks exchange them once a step.
 """
 
 from collections import defaultdict

@@ -42,6 +42,14 @@ def use_plan(
     """
     Make a trainer train the packs of a plan, and return the plan's epoch schedule.
 
+    ```py
+    plan = packplan.plan([len(ids) for ids in rows["input_ids"]], 4096)
+    trainer = Trainer(model, args, train_dataset=rows)
+    schedule = use_plan(trainer, plan)
+    schedule.total_steps  # known before the first step
+    trainer.train()
+    ```
+
     A batch is one pack: its samples, padded by the trainer's own collator, which the model computes
     without padding (see `unpad`). A step has as many packs as it had rows: with a
     `per_device_train_batch_size` of 8, eight packs are accumulated. This argument,

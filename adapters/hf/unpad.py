@@ -47,6 +47,13 @@ def unpad(model: Any, *, logits: bool = True, group: ProcessGroup | None = None,
     """
     Hook a model so that it computes no padding: the real tokens of a batch run as one packed row.
 
+    ```py
+    trainer = DPOTrainer(model, args=args, train_dataset=rows)
+    for one in (trainer.model, trainer.ref_model):
+        unpad(one)
+    trainer.train()
+    ```
+
     Call it on each model that a trainer runs, after the trainer is built. Rows may be padded left,
     right, on both sides or between tokens. At positions whose mask is 1 results are those of the
     padded pass; elsewhere they are 0. Generation is not packed. The model attends by this project's

@@ -101,7 +101,8 @@ def compare_row(model: Any, row: ProbeRow, alone: Outcome, *, median: bool = Fal
     Args:
         model: Model in evaluation mode, set to pack.
         row: Row with the samples.
-        alone: Outcome of the samples alone. Without gradients, those of weights are not compared.
+        alone: Outcome of the samples alone. If it has no gradients, weights' gradients are not
+            compared.
         median: Compare the median difference of each sample's tokens, not the largest, and no
             losses.
     """

@@ -73,7 +73,7 @@ def plan_first_epoch(
     report: ReportProgress = lambda _: None,
 ) -> RawPlan:
     """
-    Build the raw plan of epoch 0, which counts for all epochs unless each has its own plan.
+    Build the raw plan of epoch 0. It serves all epochs, unless each has a plan of its own.
 
     Args:
         name: Name of the split, for messages.

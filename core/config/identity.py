@@ -2,10 +2,10 @@
 Inputs of lengths and plans, and values of a run that are compared: between its ranks, and with the
 checkpoint that it resumes.
 
-A path says where something is on a rank's own machine. Only whether it is set is compared, and the
-content elsewhere: weights, checkpoint, data and tokenizer by their digests, files of settings by
-their content. Data and packing of a checkpoint are compared by the plan and the digest of the data;
-`docs/training.md` has the same list.
+A path says where something is on a rank's own machine, so ranks compare only whether it is set.
+What lies there is compared by itself: weights, checkpoint, data and tokenizer by their digests,
+files of settings by their content. A checkpoint's data and packing are compared by the plan and the
+digest of the data. `docs/training.md` has the same list.
 """
 
 import json

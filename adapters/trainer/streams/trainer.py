@@ -143,7 +143,7 @@ class StreamTrainer(CheckedTrainer):
         return window, self._get_num_items_in_batch(window, device)
 
     def _note_progress(self, items: Iterator[Batch | ShardEnd]) -> Iterator[Batch]:
-        """Yield batches, and note the progress of the shards that they and the ends come from."""
+        """Yield batches, and note the progress of each shard that serves one or ends."""
         for item in items:
             progress = item.progress if isinstance(item, ShardEnd) else item[PROGRESS]
             self._served = (*(one for one in self._served if one.shard != progress.shard), progress)
