@@ -246,7 +246,7 @@ class CustomConfig:
 
     lengths: PathText | None = key(None, neither="names lengths that have the same fingerprint", stream="evaluation")
     """
-    Table that `packplan measure` wrote. Records that it has by content are not measured again.
+    Table that `packplan measure` wrote. Records whose content it has are not measured again.
     """
 
     records_cache: PathText | None = key(None, neither=_COPIES)
@@ -317,7 +317,7 @@ class TrainingConfig:
 
     eval_packing: bool | None = key(None, plan=True)
     """
-    Pack the evaluation; unset, for static plans. Never without `packing`. The metric is the same.
+    Pack the evaluation; unset, in static plans. It needs `packing`, and does not change the metric.
     """
 
     packing_wait_timeout_s: float = key(7200.0, neither=_MEASURES, check=at_least(0), stream="evaluation")
@@ -344,7 +344,7 @@ class TrainingConfig:
     """Packs (samples, if unpacked) of a step over all ranks; unset, from the next two keys."""
 
     per_device_train_batch_size: int = key(1, neither=TRAINS, check=at_least(1))
-    """Batch of a rank. Packing forces 1, and keeps a step's packs by accumulation."""
+    """Batch of a rank. Packing forces 1; accumulation then keeps the packs of a step."""
 
     gradient_accumulation_steps: int | None = key(None, neither=TRAINS, check=at_least(1))
     """Batches of a rank in a step, unless `effective_batch_size` or packing decide; unset, 1."""
@@ -413,7 +413,7 @@ class TrainingConfig:
     """Pattern of names of modules with adapters, in place of `target_modules`."""
 
     target_parameters: tuple[str, ...] = key((), neither=TUNES)
-    """Parameters with own adapters, as of experts that are no modules."""
+    """Parameters with adapters of their own, such as those of experts that are not modules."""
 
     modules_to_save: tuple[str, ...] = key((), neither=TUNES)
     """Modules trained whole beside adapters: names, `all-embedding` or `all-norm`."""
@@ -456,7 +456,7 @@ class TrainingConfig:
     """Pattern of names of frozen weights."""
 
     freeze_parameters_ratio: float = key(0.0, neither=TUNES, check=from_0_below_1)
-    """Share of weights that are frozen, from the model's first on."""
+    """Share of the weights that is frozen, beginning with the model's first."""
 
     trainable_parameters: tuple[str, ...] = key((), neither=TUNES)
     """Prefixes of names of trained weights, whatever is frozen."""
