@@ -29,7 +29,7 @@ _OWN_KEYS = {field.name for field in attrs.fields(TrainingConfig)} - {"trainer"}
 """Keys of `training.` that are not passed on to the trainer."""
 
 _REQUIRED = {"template": {}, "custom": {}, "model": {"model": "unset"}, "training": {"output_dir": "unset"}}
-"""Section -> values of its keys without a default, used in place of a value with a fault."""
+"""Section -> values of the keys that have no default. They stand in for values with a fault."""
 
 _FAULTS: Mapping[type, Callable[[Any], Iterator[Fault]]] = {RunConfig: run_faults, RlConfig: rl_faults}
 """Class of a configuration -> function that yields what its types cannot express."""

@@ -217,7 +217,7 @@ def _level_ranks(steps: IntArray, held: IntArray, stays: NDArray[np.bool_] | Non
     Args:
         steps: Work of each pack; shape (num_steps, packs of a step).
         held: Places of the packs of each rank; shape (num_steps, world_size, packs of a rank).
-        stays: Whether each may not be exchanged; of that shape. None exchanges all.
+        stays: Packs that keep their rank; bool, shape of *held*. None lets all move.
     """
     bounds = _busiest_bounds(np.sort(steps, axis=1), held.shape[1])
     limits = bounds + bounds // _TOLERANCE
@@ -259,7 +259,7 @@ def _exchange(
         held: Places of the packs of each rank; shape (num_steps, world_size, packs of a rank).
         active: Steps to work on.
         works: Works of the packs of each rank; shape (num_active, world_size, packs of a rank).
-        fixed: Whether each may not be exchanged; of the same shape. None exchanges all.
+        fixed: Packs that keep their rank; bool, shape of *held*. None lets all move.
         swaps: Sets of packs to exchange; shape (num_sets, packs of a set).
         number: Number of the round, which decides the partners.
     """
