@@ -5,7 +5,7 @@ Packing in trainers of transformers and TRL, and in loops of one's own: `docs/us
 
     unpad(trainer.model)  # any trainer of padded batches computes no padding
     balance(trainer, max_tokens=8192)  # GRPO and RLOO: microbatches are cut by tokens, not by rows
-    schedule = use_plan(trainer, plan)  # or: the trainer trains the packs of a plan
+    schedule = use_plan(trainer, 4096)  # or: the trainer trains planned packs of 4,096 tokens
 
 Importing this module registers our attention, for `from_pretrained(…,
 attn_implementation="packplan")`. All of it needs the extra `hf`.

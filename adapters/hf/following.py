@@ -35,8 +35,9 @@ from packplan.adapters.models import replace_attributes
 from packplan.adapters.trainer_state import add_digest_on_save, find_other_parts
 from packplan.core.config.identity import FIXED_ARGUMENTS, flat_values
 from packplan.core.equality import NATIVE
-from packplan.core.errors import ArgumentError, MismatchError, counted
+from packplan.core.errors import ArgumentError, MismatchError
 from packplan.core.fingerprint import Fingerprint, RunIdentity
+from packplan.core.inspection import describe_training, format_table
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
 
@@ -423,19 +424,20 @@ def insert_base_class(trainer: Any, base: type) -> None:
     trainer.__class__ = type(kind.__name__, (base, kind), {})
 
 
-def describe_training(plan: Plan, schedule: EpochSchedule, unit: str = "rank") -> str:
+def start_table(trainer: Any, plan: Plan, schedule: EpochSchedule) -> str:
     """
-    Return one line of what a plan trains: samples, tokens, packs and steps.
+    Return the table of what a trainer trains: data, packs, steps and attention.
 
     Args:
+        trainer: Trainer of transformers.
         plan: The plan.
         schedule: Schedule of the plan.
-        unit: Name of what takes a pack: a rank, or a group of ranks.
     """
-    size = f"{counted(plan.raw.num_samples, 'sample')} of {counted(plan.raw.num_tokens, 'token')}"
-    packs = f"{counted(len(plan.packs), 'pack')} ({plan.raw.fill:.2%} full, plan {plan.checksum[:12]})"
-    steps = f"{counted(schedule.steps_per_epoch, 'step')} an epoch, {schedule.total_steps:,} in all"
-    return f"{size} in {packs}; {steps} on {counted(schedule.world_size, unit)}"
+    unit = "rank" if schedule.world_size == trainer.args.world_size else "group"
+    rows = describe_training(plan.raw, plan.lengths, schedule, unit=unit)
+    attention = trainer.model.config._attn_implementation  # noqa: SLF001  # has no public name
+    own = {"plan": plan.checksum[:12], "attention": attention}
+    return format_table(f"{type(trainer).__name__} trains planned packs", rows | own)
 
 
 def require_same_rows(plan: Plan, data: str) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from importlib.metadata import version
+from numbers import Integral
 from typing import Any
 
 from packplan.core.config.refusals import active_refusals
@@ -58,9 +59,12 @@ def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
         fact = "eval_dataset is a dict of data sets, which one plan cannot be of: leave eval_plan out"
     elif trainer.train_dataset is None or (trainer.eval_dataset is None and eval_plan is not None):
         fact = "the trainer lacks the data set of a plan: build it with train_dataset, and eval_dataset for eval_plan"
-    for name, value in (("plan", plan), ("eval_plan", eval_plan or plan)):
-        if fact is None and not isinstance(value, Plan):
-            fact = f"{name} is of type {type(value).__name__}: give what packplan.plan(lengths, packing_length) returns"
+    for name, value in (("plan", plan), ("eval_plan", plan if eval_plan is None else eval_plan)):
+        if fact is None and not isinstance(value, (Plan, Integral)):
+            fact = (
+                f"{name} is of type {type(value).__name__}: give the tokens of a pack, as 4096, or what "
+                "packplan.plan(lengths, packing_length) returns"
+            )
     if fact is not None:
         raise ArgumentError("host", fact)
 

@@ -12,7 +12,7 @@ from transformers import DataCollatorWithPadding, Trainer, default_data_collator
 
 from packplan.adapters.attention import using_native_attention
 from packplan.adapters.attention.shared_rows import new_row_group
-from packplan.adapters.hf.following import ServesPacks, describe_training, insert_base_class, require_same_rows
+from packplan.adapters.hf.following import ServesPacks, insert_base_class, require_same_rows, start_table
 from packplan.adapters.hf.packed_calls import HOOKED, Unpadding
 from packplan.adapters.hf.pairs import TrainsPairs
 from packplan.adapters.hf.refusals import changed_meanings, is_preference_trainer, refuse_misuse, refuse_plan_conflicts
@@ -32,12 +32,18 @@ from packplan.core.batch import IGNORED_LABEL, count_row_groups
 from packplan.core.errors import ArgumentError, ModelError
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
+from packplan.core.surface import plan as plan_lengths
 
 log = logging.getLogger(__name__)
 
 
 def use_plan(
-    trainer: Any, plan: Plan, *, eval_plan: Plan | None = None, sequence_parallel_size: int = 1, check: bool = True
+    trainer: Any,
+    plan: Plan | int,
+    *,
+    eval_plan: Plan | int | None = None,
+    sequence_parallel_size: int = 1,
+    check: bool = True,
 ) -> EpochSchedule:
     """
     Make a trainer train the packs of a plan, and return the plan's epoch schedule.
@@ -71,9 +77,9 @@ def use_plan(
             `KTOTrainer` of TRL. Its data sets have tokenized rows, or rows that its collator
             tokenizes.
         plan: Plan of the lengths of `trainer.train_dataset`, as its collator makes them; see
-            `row_lengths`.
-        eval_plan: Plan of the lengths of `trainer.eval_dataset`. Evaluation then gives the mean
-            over its supervised tokens, or over its pairs. None leaves evaluation as it is.
+            `row_lengths`. A number plans packs of so many tokens, as `packplan.plan` does.
+        eval_plan: Plan of the lengths of `trainer.eval_dataset`, or a number. Evaluation then gives
+            the mean over its supervised tokens, or over its pairs. None leaves evaluation as it is.
         sequence_parallel_size: Ranks that share each row of packed samples, one after the other.
         check: Compare the first pack with its samples alone, before the first step: the trainer's
             loss, and gradients of embeddings. `unpad` compares first calls too. Training goes on
@@ -92,6 +98,10 @@ def use_plan(
     refuse_misuse(trainer, plan, eval_plan)
     refuse_plan_conflicts(trainer, row_ranks=sequence_parallel_size, evaluates=eval_plan is not None)
     pairs, args = is_preference_trainer(trainer), trainer.args
+    if not isinstance(plan, Plan):
+        plan = plan_lengths(row_lengths(trainer), plan)
+    if not isinstance(eval_plan, Plan | None):
+        eval_plan = plan_lengths(row_lengths(trainer, trainer.eval_dataset), eval_plan)
     rows = _read_rows(trainer, plan, eval_plan, kind=PairsOfPacks if pairs else RowsOfPacks)
     schedule = _make_schedule(args, plan, row_ranks=sequence_parallel_size)
     trainer.unpaddings = unpaddings = _unpad_for_loss(trainer, row_ranks=sequence_parallel_size, check=check)
@@ -106,7 +116,8 @@ def use_plan(
     if pairs:
         insert_base_class(trainer, TrainsPairs)
     trainer.serve(schedule, plan, **rows, check=check)
-    log.info("%s", describe_training(plan, schedule))
+    if trainer.is_world_process_zero():
+        log.info("%s", start_table(trainer, plan, schedule))
     return schedule
 
 

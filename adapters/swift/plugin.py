@@ -10,7 +10,7 @@ from swift.arguments import SftArguments
 from swift.pipelines.train import sft
 from swift.utils import is_master
 
-from packplan.adapters.hf.following import describe_training
+from packplan.adapters.hf.following import start_table
 from packplan.adapters.loaders.rows import require_supervised_rows
 from packplan.adapters.swift.command import prepare_arguments, refuse_untested_version, row_ranks, unplanned_rlhf
 from packplan.adapters.swift.packs import PlannedPacks, RowFactsPreprocessor
@@ -136,7 +136,7 @@ class _PlannedPipeline:
             return self._train_unpadded(pipeline, trainer)
         size = row_ranks(pipeline.args)
         schedule = follow_plan(trainer, attn_impl=pipeline.args.attn_impl, row_ranks=size, check=self.check)
-        report(describe_training(trainer.train_dataset.plan, schedule, "rank" if size == 1 else "group"))
+        report(start_table(trainer, trainer.train_dataset.plan, schedule))
         return self._train(pipeline, trainer)
 
     def _train_unpadded(self, pipeline: Any, trainer: Any) -> Any:

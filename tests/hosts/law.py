@@ -194,7 +194,7 @@ def train(rank: int, cell: Cell, out: Path) -> None:
     plan = pp.plan([len(row["input_ids"]) for row in rows], PACKING_LENGTH)
     assert len(plan.packs) % 2, "two ranks repeat a pack"
     trainer, row_ranks = trainer_of(cell, model, rows, out / "run"), cell.get("row_ranks", 1)
-    use_plan(trainer, plan, eval_plan=plan, sequence_parallel_size=row_ranks)
+    use_plan(trainer, PACKING_LENGTH, eval_plan=plan, sequence_parallel_size=row_ranks)  # the same plan
     asked = assert_step_loss(trainer)
     watch = Watch(trainer, cell.get("kill_after"))
     trainer.add_callback(watch)

@@ -1,5 +1,6 @@
 """Plans in trainers of transformers and TRL: steps, and what is refused; see `make test-hosts`."""
 
+import logging
 import re
 from contextlib import nullcontext
 from functools import cache, partial
@@ -129,7 +130,7 @@ REFUSED = {
     "include_for_metrics": (ArgumentError, partial(follow_plan, include_for_metrics=["inputs"])),
     "label_smoothing_factor": (ArgumentError, partial(follow_plan, label_smoothing_factor=0.1)),
     "train_sampling_strategy": (ArgumentError, partial(follow_plan, train_sampling_strategy="group_by_length")),
-    "build the trainer without packing=True": (ArgumentError, partial(follow_plan, host="trl", packing=True)),
+    r"without packing=True: use_plan\(trainer, args": (ArgumentError, partial(follow_plan, host="trl", packing=True)),
     "2 processes": (ArgumentError, start_two_processes),
     "already": (ArgumentError, lambda out: use_plan(follow_plan(out), PLAN)),
     "Streamed": (ArgumentError, partial(follow_plan, rows=Streamed(), max_steps=1)),
@@ -138,7 +139,7 @@ REFUSED = {
     "lacks the data set": (ArgumentError, partial(follow_plan, rows=None, max_steps=1)),
     "not a Plan": (ArgumentError, lambda out: use_plan(PLAN, trainer_with(out))),
     "plan is of type RawPlan": (ArgumentError, partial(follow_plan, plan=PLAN.raw)),
-    "plan is of type int": (ArgumentError, partial(follow_plan, plan=4096)),
+    "plan is of type float": (ArgumentError, partial(follow_plan, plan=4096.0)),
     "plan is of type Packs": (ArgumentError, partial(follow_plan, plan=PLAN.packs)),
     "GRPOTrainer trains no rows": (ArgumentError, lambda _: use_plan(object.__new__(GRPOTrainer), PLAN)),
     "evaluation has no plan": (ArgumentError, partial(follow_plan, row_ranks=2)),
@@ -195,6 +196,20 @@ def test_a_step_has_as_many_packs_as_it_had_rows(tmp_path, caplog):
     assert schedule.total_steps == trainer.state.global_step
     assert "train_steps_per_second" in metrics
     assert not [name for entry in (metrics, *trainer.state.log_history) for name in entry if "samples_per" in name]
+
+
+def test_a_number_plans_packs_of_the_trainer_s_own_rows(tmp_path, caplog):
+    """As a plan of its lengths that is made by hand; one table tells what is trained."""
+    trainer = trainer_with(tmp_path, eval_dataset=ROWS[:9])
+    with caplog.at_level(logging.INFO, logger="packplan"):
+        schedule = use_plan(trainer, PACKING_LENGTH, eval_plan=max(PLAN.lengths) + 1)
+
+    assert PLAN.checksum == trainer.follower.state.plan
+    (table,) = (line for line in caplog.messages if "\n" in line)
+    rows = dict(row.strip().split("  ", 1) for row in table.splitlines()[1:])
+    assert ["attention", "data", "packs", "plan", "training"] == sorted(rows.keys() - {"long"})
+    assert PLAN.checksum[:12] == rows["plan"].strip()
+    assert f"{schedule.steps_per_epoch} steps an epoch, {schedule.total_steps} in all on 1 rank" in rows["training"]
 
 
 def test_numbers_of_steps_that_nobody_chose_are_not_warned_of(tmp_path, caplog):
