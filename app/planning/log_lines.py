@@ -36,7 +36,12 @@ def log_run(config: RunConfig, splits: Sequence[Split], schedule: EpochSchedule,
         schedule: Order of the packs of `train`.
         attention: Attention of the run, with the reason; empty if it is not decided.
     """
-    log.info("%s", format_table(config.source, {**describe_run(config, splits, schedule), **attention_row(attention)}))
+    log.info(
+        "%s",
+        format_table(
+            config.source or "the command", {**describe_run(config, splits, schedule), **attention_row(attention)}
+        ),
+    )
     _log_epochs(splits[0], schedule)
     warnings = [f"{split.name}: {line}" for split in splits for line in plan_warnings(split)]
     if config.command is None:
