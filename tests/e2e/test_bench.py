@@ -45,6 +45,17 @@ def test_all_planners_are_compared(document):
     assert packed["binpacking"] == packed["constant_volume"]
 
 
+def test_packs_of_their_own_degree_take_hardly_longer_than_the_ideal(document):
+    """Of chats of which 1 % are longer than a pack; no rank computes more than a packing length."""
+    rows = document("degrees", "--tails", "0.01")["rows"]
+
+    assert ["whole", "fixed 16", "own", "whole", "fixed 8", "own"] == [row["way"] for row in rows]
+    for whole, fixed, own in (rows[:3], rows[3:]):
+        assert own["seconds"] < 1.08 * own["ideal"]
+        assert own["seconds"] < fixed["seconds"] < whole["seconds"]
+        assert own["packing_length"] >= own["tokens"] == fixed["tokens"] < whole["tokens"]
+
+
 @pytest.mark.slow
 def test_a_call_over_the_limit_is_ended_with_what_it_started(tmp_path):
     """Its process and that process's child are gone."""

@@ -1,0 +1,165 @@
+"""
+Simulate seconds of an epoch in which a part of the samples is longer than a pack.
+
+Lengths are those of the trace `chat`, and a tail of longer ones: lognormal, from one packing length
+to --longest tokens. Steps are those of the product's schedules, by its work of a 7B model. A rank
+takes --tflops. Ranks that share a pack start it together and exchange its queries, keys, values and
+outputs, within a node of 8 faster than between nodes. The others do not wait until the step ends.
+
+- `whole`: each rank computes whole packs.
+- `fixed`: all packs are shared by as many ranks as the longest needs.
+- `own`: each pack is shared by as many ranks as it needs (`sequence_parallel_size: auto`).
+
+`tokens` is the most that a rank computes at once. `ideal` is the work of all packs, evenly on all
+ranks, without any exchange.
+"""
+
+import argparse
+from collections.abc import Iterator
+from itertools import product
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.distributions import TEXT_MODEL, trace
+from benchmarks.options import add_number
+from benchmarks.table import Columns, show
+from packplan.app.cli.command import parse_positives
+from packplan.core.lengths import IntArray
+from packplan.core.surface import plan
+from packplan.core.work.model import SampleWorks
+
+EXCHANGED_BYTES = 3 * 28 * 2 * (2 * 3584 + 2 * 512)
+"""
+Bytes that a token's queries, keys, values and outputs have in all layers, forward, recomputed and
+backward.
+"""
+
+NODE, WITHIN, BETWEEN = 8, 200e9, 25e9
+"""Ranks of a node; bytes a second that a rank exchanges within its node, and with others."""
+
+
+@attrs.frozen
+class DegreesRow:
+    """Seconds of an epoch with one tail and packing length, by one way to share packs."""
+
+    tail: float
+    packing_length: int
+    way: str
+    seconds: float
+    ideal: float
+    tokens: int
+
+    @property
+    def above(self) -> float:
+        """Seconds above the ideal, as a share of it."""
+        return self.seconds / self.ideal - 1
+
+
+COLUMNS: Columns = {
+    "long samples": lambda row: f"{row.tail:.0%}",
+    "packing length": lambda row: f"{row.packing_length:,}",
+    "shared": lambda row: row.way,
+    "tokens": lambda row: f"{row.tokens:,}",
+    "seconds": lambda row: f"{row.seconds:,.1f}",
+    "above the ideal": lambda row: f"{row.above:.1%}",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "--tails", type=float, nargs="+", default=[0.01, 0.05, 0.2], metavar="SHARE",
+        help="shares of long samples (default: 0.01 0.05 0.2)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--packing-lengths", type=parse_positives, default=[8192, 16384], metavar="N,N",
+        help="tokens of a pack (default: 8192,16384)",
+    )  # fmt: skip
+    add_number(parser, "--samples", 40_000, "samples")
+    add_number(parser, "--longest", 131_072, "tokens of the longest sample")
+    add_number(parser, "--ranks", 64, "ranks, a power of two")
+    add_number(parser, "--accumulation", 4, "packs of a rank in a step")
+    add_number(parser, "--tflops", 400, "10**12 operations of a rank in a second")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Simulate, then print."""
+    rows: list[DegreesRow] = []
+    for tail, length in product(options.tails, options.packing_lengths):
+        rows += simulate(draw_lengths(options.samples, tail, length, options.longest), tail, length, options)
+    show(rows, COLUMNS, left={"shared"}, as_json=options.json)
+
+
+def draw_lengths(num_samples: int, tail: float, packing_length: int, longest: int) -> IntArray:
+    """
+    Return lengths of chats, a part of which is longer than a pack.
+
+    Args:
+        num_samples: Number of samples.
+        tail: Share of samples that are longer.
+        packing_length: Shortest of these.
+        longest: Longest of these.
+    """
+    rng = np.random.default_rng(0)
+    lengths = rng.choice(trace("chat"), num_samples).astype(np.int64)
+    chosen = rng.choice(num_samples, round(tail * num_samples), replace=False)
+    drawn = packing_length * (1 + rng.lognormal(0, 1, chosen.size))
+    lengths[chosen] = np.minimum(drawn.astype(np.int64), longest)
+    return lengths
+
+
+def simulate(lengths: IntArray, tail: float, packing_length: int, options: argparse.Namespace) -> Iterator[DegreesRow]:
+    """
+    Yield a row of each way to share the packs of samples.
+
+    Args:
+        lengths: Tokens of each sample.
+        tail: Share of long samples, for the rows.
+        packing_length: Tokens of a pack.
+        options: Options of the benchmark.
+    """
+    planned, ranks = plan(lengths, packing_length), options.ranks
+    works = planned.packs.sums(SampleWorks.from_lengths(TEXT_MODEL.trained(), lengths).flops)
+    needed = max(1, int(planned.schedule(world_size=ranks, degrees="auto").pack_degrees(0).max()))
+    speed, tokens = options.tflops * 1e12, planned.packs.loads(lengths)
+    for way, group, most in (("whole", 1, 1), (f"fixed {needed}", needed, 1), ("own", 1, ranks)):
+        schedule = planned.schedule(
+            world_size=ranks // group, packs_per_step=ranks * options.accumulation, works=works, degrees=most
+        )
+        sharing = schedule.pack_degrees(0) * group
+        seconds = works / sharing / speed + _exchange_seconds(tokens, sharing)
+        order = schedule.order(0).reshape(-1, ranks // group)
+        took = _epoch_seconds(seconds[order], schedule.pack_degrees(0)[order], ranks * options.accumulation)
+        most_tokens = int((-(-tokens // sharing)).max())
+        yield DegreesRow(tail, packing_length, way, took, float(works.sum()) / speed / ranks, most_tokens)
+
+
+def _exchange_seconds(tokens: IntArray, sharing: IntArray) -> NDArray[np.float64]:
+    """Return the seconds in which ranks that share a pack exchange it."""
+    sent: NDArray[np.float64] = EXCHANGED_BYTES * tokens / sharing * (1 - 1 / sharing)
+    return sent / np.where(sharing <= NODE, WITHIN, BETWEEN)
+
+
+def _epoch_seconds(seconds: NDArray[np.float64], degrees: IntArray, packs_per_step: int) -> float:
+    """
+    Return the seconds of all steps; ranks that share a pack start it together.
+
+    Args:
+        seconds: Seconds of each microbatch on each rank; shape (num_microbatches, ranks).
+        degrees: Ranks that share each pack; of that shape.
+        packs_per_step: Packs of a step.
+    """
+    total, ranks = 0.0, seconds.shape[1]
+    for first in range(0, len(seconds), packs_per_step // ranks):
+        clock = np.zeros(ranks)
+        for took, sizes in zip(
+            *(part[first : first + packs_per_step // ranks] for part in (seconds, degrees)), strict=True
+        ):
+            for size in np.unique(sizes[sizes > 1]).tolist():
+                together = np.repeat(clock.reshape(-1, size).max(axis=1), size)
+                clock = np.where(sizes == size, together, clock)
+            clock = clock + took
+        total += float(clock.max())
+    return total
