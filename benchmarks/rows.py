@@ -82,7 +82,7 @@ def _be_rank(rank: int, ranks: int, port: int, options: argparse.Namespace, told
 
     from benchmarks.memory import allocator_peak
     from packplan.adapters.attention import set_attention
-    from packplan.adapters.attention.shared_rows import attention_for_shared_rows, new_row_group, share_rows
+    from packplan.adapters.attention.shared_rows import RowGroups, attention_for_shared_rows, share_rows
     from packplan.core.equality import VARLEN, AttentionChoice
 
     end_with_parent()
@@ -95,7 +95,7 @@ def _be_rank(rank: int, ranks: int, port: int, options: argparse.Namespace, told
     model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, max_position_embeddings=options.tokens)).train()
     set_attention(model, attention_for_shared_rows(AttentionChoice(VARLEN)))
     if ranks > 1:
-        share_rows(model, new_row_group(ranks, timedelta(minutes=10)))
+        share_rows(model, RowGroups.make([ranks], timedelta(minutes=10)))
     positions = torch.arange(options.tokens)[None] % -(-options.tokens // 8)
     ids = torch.randint(0, options.vocabulary, positions.shape)
     batch = {"input_ids": ids, "position_ids": positions, "use_cache": False}

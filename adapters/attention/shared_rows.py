@@ -4,17 +4,22 @@ Rows over several ranks: a model computes a rank's part of each packed row (`sha
 All ranks of a group give the model the same row. Before the decoder the row is cut: a rank goes on
 with its tokens, and attention sees all of them (`attention.shares`). After it, the parts are joined
 again, or, in a call with labels, the loss is computed by parts and added up. So each rank gets the
-results of the whole row, the mean of the ranks' gradients is the row's gradient, and a trainer
-needs no change. Images are encoded by every rank.
+results of the whole row, and the mean of the ranks' gradients is the row's gradient. Images are
+encoded by every rank.
 
-Rules: in a call without a packed row, each rank computes everything. Padding, to cut a row equally,
-stands behind its samples as one more sample.
+`RowGroups` says which ranks share a row: always as many, or as many as its tokens need (its
+degree). Then rows of several degrees are computed at once, by groups without a common rank. Each
+rank calls the model once for each row, so it takes part equally often in collectives of all ranks,
+such as those of FSDP. Between two of these, ranks only meet in their group, for the same row.
+
+Rules: in a call of several padded rows, each rank computes everything. Padding, to cut a row
+equally, stands behind its samples as one more sample.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -24,6 +29,7 @@ from threading import get_ident
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # its usual name
@@ -33,7 +39,7 @@ from packplan.adapters.attention import NAME, ROWS_NAME, attention_names
 from packplan.adapters.attention.rows import PackedRow, current_row, read_row, restore_rows_on_recompute, using_row
 from packplan.adapters.attention.shares import RowShare, gather_rows
 from packplan.adapters.families import trained_part
-from packplan.core.batch import IGNORED_LABEL
+from packplan.core.batch import IGNORED_LABEL, pack_degrees
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.equality import VARLEN, AttentionChoice
 from packplan.core.errors import MismatchError, ModelError
@@ -41,39 +47,105 @@ from packplan.core.errors import MismatchError, ModelError
 _NOT_BY_TOKEN = ("pixel", "image", "video", "deepstack", "past_key_values", "cache_position", "attention_mask")
 """Beginnings of the names of arguments whose axes are not the row's tokens."""
 
-_COMPUTES_WHOLE: ContextVar[bool] = ContextVar("computes_whole", default=False)
-"""Whether each rank computes whole rows by itself."""
+_DEGREE: ContextVar[int | None] = ContextVar("degree", default=None)
+"""Ranks that share each row, whatever its length; None for those of the row's own group."""
 
 _KEEPS_PART: ContextVar[bool] = ContextVar("keeps_part", default=False)
 """Whether the model's head gets this rank's part of the row instead of the whole row."""
 
 
 @contextmanager
-def _hold_flag(flag: ContextVar[bool]) -> Iterator[None]:
-    token = flag.set(True)
+def _hold(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        flag.reset(token)
+        variable.reset(token)
 
 
-def computing_whole_rows() -> AbstractContextManager[None]:
-    """Let each rank compute whole rows inside the block, as the reference for shared rows."""
-    return _hold_flag(_COMPUTES_WHOLE)
-
-
-def share_rows(model: Any, group: dist.ProcessGroup) -> None:
+def sharing_by(degree: int | None) -> AbstractContextManager[None]:
     """
-    Let the ranks of a group share the packed rows that a model is given; every rank calls this.
+    Let *degree* ranks share each row inside the block, whatever its length.
+
+    Args:
+        degree: Ranks of a group, as one of `RowGroups` has them. 1 computes whole rows, as the
+            reference for shared rows. None changes nothing.
+    """
+    return _hold(_DEGREE, degree)
+
+
+@attrs.frozen(eq=False)
+class RowGroups:
+    """
+    Groups of consecutive ranks that share rows; every rank makes them, in the same order.
+
+    Group g of n ranks has the ranks from g * n on.
+    """
+
+    by_degree: Mapping[int, dist.ProcessGroup]
+    """Number of ranks, above 1 -> this rank's group of as many."""
+
+    packing_length: int | None = None
+    """Tokens of a row that a rank holds. None lets the largest group share every row."""
+
+    @classmethod
+    def make(cls, degrees: Iterable[int], timeout: timedelta, *, packing_length: int | None = None) -> RowGroups:
+        """
+        Make the groups of this rank; every rank calls this.
+
+        Args:
+            degrees: Ranks of a group, for each kind of group; 1 needs none.
+            timeout: Time that a collective of a group may take.
+            packing_length: See the class.
+        """
+        sizes = sorted({degree for degree in degrees if degree > 1})
+        made = {size: dist.new_subgroups(group_size=size, timeout=timeout)[0] for size in sizes}  # type: ignore[no-untyped-call]
+        return cls(made, packing_length)
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Numbers of ranks that share rows, smallest first."""
+        return (*([] if self.packing_length is None else [1]), *sorted(self.by_degree))
+
+    def degree_of(self, num_tokens: int) -> int:
+        """Return the number of ranks that share a row of *num_tokens* tokens."""
+        if (degree := _DEGREE.get()) is not None:
+            return degree
+        if self.packing_length is None:
+            return self.degrees[-1]
+        return int(pack_degrees(np.array([num_tokens]), self.packing_length, self.degrees[-1])[0])
+
+    def group_of(self, num_tokens: int) -> dist.ProcessGroup | None:
+        """Return the ranks that share a row of *num_tokens* tokens; None if this one alone does."""
+        return self.by_degree.get(self.degree_of(num_tokens))
+
+    def weight_of(self, num_tokens: int) -> float:
+        """
+        Return the weight of a row's loss on this rank, so that it counts once over all ranks.
+
+        It is 1 / degree, but 1 where as many ranks share every row: all count equally often then.
+        """
+        return 1.0 if self.packing_length is None else 1 / self.degree_of(num_tokens)
+
+    def counts(self, num_tokens: int) -> bool:
+        """Return whether this rank counts a row's tokens: of a group, only the first rank does."""
+        group = None if self.packing_length is None else self.group_of(num_tokens)
+        return group is None or group.rank() == 0
+
+
+def share_rows(model: Any, groups: RowGroups, *, logits: bool = False) -> None:
+    """
+    Let groups of ranks share the packed rows that a model is given; every rank calls this.
 
     The model has to attend by this project's attention (`set_attention`, `unpad`). Losses, logits
-    and hidden states are those of the whole row on every rank, and the mean of the ranks' gradients
-    is the row's gradient. In a call with labels, for a model with the usual loss, logits are None:
-    no rank has those of the whole row.
+    and hidden states are those of the whole row on every rank, and the mean of the gradients of the
+    ranks that share it is the row's gradient. All ranks of a row's group have to be given the row.
 
     Args:
         model: Model of transformers, perhaps with adapters.
-        group: Ranks that share rows.
+        groups: Ranks that share rows.
+        logits: Whether calls with labels return logits too. Without, they are None for a model
+            with the usual loss, and no rank holds those of the whole row.
 
     Raises:
         MismatchError: Later, in a call: ranks of the group are given different rows.
@@ -83,24 +155,29 @@ def share_rows(model: Any, group: dist.ProcessGroup) -> None:
 
     def divide_current_row() -> tuple[PackedRow, RowShare] | None:
         row = current_row()
-        return None if row is None else divide_row(row, group)
+        group = None if row is None else groups.group_of(len(row.sample_ids))
+        return None if row is None or group is None else divide_row(row, group)
 
-    shared = SharedRows(part.get_decoder(), divide_current_row, joins=True)
+    shared = SharedRows(part.get_decoder(), divide_current_row, joins=True, mixes=groups.packing_length is not None)
     original, parameters = model.forward, signature(model.forward)
 
     @wraps(original)
     def forward(*arguments: Any, **options: Any) -> Any:
         given = {**parameters.bind_partial(*arguments).arguments, **options}
-        if not shared.is_active:
+        group = groups.group_of(count_tokens(given)) if shared.is_active else None
+        if group is None:
             return original(*arguments, **options)
         _require_same_rows(given, group)
-        row = read_row(given.get("position_ids"), given.get("attention_mask"))
-        if row is None or not _asks_for_usual_loss(part, given):
+        row = _read_row(given)
+        if row is None:
             return original(*arguments, **options)
-        _, share = divide_row(row, group)
-        keep, targets = _select_targets(given, share)
-        with _hold_flag(_KEEPS_PART):
-            output = original(**{**given, "labels": None} | ({} if keep is None else {"logits_to_keep": keep}))
+        with using_row(row):
+            if logits or not _asks_for_usual_loss(part, given):
+                return original(*arguments, **options)
+            _, share = divide_row(row, group)
+            keep, targets = _select_targets(given, share)
+            with _hold(_KEEPS_PART, True):  # noqa: FBT003  # a value
+                output = original(**{**given, "labels": None} | ({} if keep is None else {"logits_to_keep": keep}))
         own = F.cross_entropy(output["logits"][0].float(), targets, ignore_index=IGNORED_LABEL, reduction="sum")
         num_items = given.get("num_items_in_batch")
         num_items = (given["labels"][:, 1:] != IGNORED_LABEL).sum() if num_items is None else num_items
@@ -108,6 +185,24 @@ def share_rows(model: Any, group: dist.ProcessGroup) -> None:
         return output
 
     model.forward = forward
+
+
+def count_tokens(given: Mapping[str, Any]) -> int:
+    """Return the tokens of a call of a model, without padding."""
+    mask, values = given.get("attention_mask"), given.get("input_ids")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        return int(mask.sum())
+    values = given["inputs_embeds"] if values is None else values
+    return int(values.shape[0] * values.shape[1])
+
+
+def _read_row(given: Mapping[str, Any]) -> PackedRow | None:
+    """Return the row of a call as `read_row` does, or one sample without positions or padding."""
+    positions, mask, values = (given.get(name) for name in ("position_ids", "attention_mask", "input_ids"))
+    if positions is not None or values is None:
+        return read_row(positions, mask)
+    is_one = len(values) == 1 and count_tokens(given) == values.numel() and given.get("past_key_values") is None
+    return PackedRow(torch.zeros_like(values[0])) if is_one else None
 
 
 def _require_same_rows(given: dict[str, Any], group: dist.ProcessGroup) -> None:
@@ -124,21 +219,12 @@ def _require_same_rows(given: dict[str, Any], group: dist.ProcessGroup) -> None:
 def attention_for_shared_rows(choice: AttentionChoice) -> AttentionChoice:
     """Return *choice* with `follows_rows`; ModelError if its attention cannot share rows."""
     if choice.name != VARLEN or choice.split:
-        fact = f"rows are shared by ranks under {VARLEN}, without layers that carry a state, but this takes {choice}"
+        fact = (
+            f"rows are shared by ranks under {VARLEN}, without layers that carry a state, but this takes {choice}: "
+            "sequence_parallel_size 1 trains its rows whole"
+        )
         raise ModelError("attention", fact)
     return attrs.evolve(choice, follows_rows=True)
-
-
-def new_row_group(size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """
-    Make groups of consecutive ranks, and return this rank's group; every rank calls this.
-
-    Args:
-        size: Ranks of a group.
-        timeout: Time that a collective of the group may take.
-    """
-    group: dist.ProcessGroup = dist.new_subgroups(group_size=size, timeout=timeout)[0]  # type: ignore[no-untyped-call]
-    return group
 
 
 def _asks_for_usual_loss(model: Any, given: dict[str, Any]) -> bool:
@@ -186,7 +272,14 @@ class SharedRows:
     Hooks by which a decoder computes only this rank's part of each row that a group shares.
     """
 
-    def __init__(self, decoder: Any, divide: Callable[[], tuple[PackedRow, RowShare] | None], *, joins: bool) -> None:
+    def __init__(
+        self,
+        decoder: Any,
+        divide: Callable[[], tuple[PackedRow, RowShare] | None],
+        *,
+        joins: bool,
+        mixes: bool = False,
+    ) -> None:
         """
         Hook a decoder.
 
@@ -195,8 +288,10 @@ class SharedRows:
             divide: Function that returns the row of a call, with this rank's part; None if the call
                 passes through.
             joins: Gather the whole row from all ranks after the decoder.
+            mixes: Whether other ranks may compute whole rows meanwhile. Modules are then called in
+                the same order for all rows, since ranks that share weights meet at each.
         """
-        self._decoder, self._divide, self._joins = decoder, divide, joins
+        self._decoder, self._divide, self._joins, self._mixes = decoder, divide, joins, mixes
         self._signature = signature(decoder.forward)
         # Of each thread: the rank's part, what it needs open, and the arguments of the whole row.
         self._open: dict[int, list[tuple[RowShare | None, ExitStack, dict[str, Any]]]] = defaultdict(list)
@@ -211,9 +306,8 @@ class SharedRows:
 
     @property
     def is_active(self) -> bool:
-        """Whether rows are shared: under varlen attention, outside of `computing_whole_rows`."""
-        named = self._decoder.config._attn_implementation  # noqa: SLF001  # has no public name
-        return named in (NAME, ROWS_NAME) and not _COMPUTES_WHOLE.get()
+        """Whether rows may be shared: under varlen attention."""
+        return self._decoder.config._attn_implementation in (NAME, ROWS_NAME)  # noqa: SLF001  # has no public name
 
     def remove(self) -> None:
         """Remove the hooks from the decoder."""
@@ -222,14 +316,17 @@ class SharedRows:
 
     def _cut_inputs(self, _: Any, args: Any, kwargs: Any) -> Any:
         divided, inside = self._divide() if self.is_active else None, ExitStack()
+        given = {**self._signature.bind_partial(*args).arguments, **kwargs}
         if divided is None:
             self._open[get_ident()].append((None, inside, {}))
-            return None
-        row, share = divided
-        given = {**self._signature.bind_partial(*args).arguments, **kwargs}
+            if not self._mixes:
+                return None
         if given.get("inputs_embeds") is None:
             # Embedded whole, so that each rank has the gradients of all embeddings.
             given["inputs_embeds"] = self._decoder.get_input_embeddings()(given.pop("input_ids"))
+        if divided is None:
+            return (), given
+        row, share = divided
         options = _cut_arguments(given, row, share)
         restore_rows_on_recompute(self._decoder.modules())
         inside.enter_context(using_row(row))
@@ -331,7 +428,7 @@ def context_parallel(model: Any, *, layout: PackedLayout, group: dist.ProcessGro
     # A vision tower attends as before, on every rank to all patches.
     text = {name: ROWS_NAME for name in before if not name or getattr(model.config, name) is decoder.config}
     model.set_attn_implementation(before | text)
-    shared = SharedRows(decoder, lambda: (row, share), joins=False)
+    shared = SharedRows(decoder, lambda: None if _DEGREE.get() == 1 else (row, share), joins=False)
     try:
         yield
     finally:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object, send_to_device
 
+from packplan.adapters.attention.shared_rows import count_tokens
 from packplan.adapters.loaders.rows import PACK, PackOfRows, count_supervised
 from packplan.adapters.models import Gradients, add_gradients, find_sharded_weight, replace_attributes
 from packplan.adapters.probe.small_model import error_text
@@ -114,10 +115,7 @@ def _find_difference(trainer: Any, batch: Mapping[str, Any], num_items: Any, *, 
             vars(trainer).update(aux_loss_enabled=False)
         model.train()
         rows = [*_samples_of(trainer, batch)]
-        packed = _run(trainer, batch, num_items, scale)
-        if trainer.row_group is not None:  # a rank has a part of the row's gradient
-            for one in packed[1].values():
-                dist.all_reduce(one.values().div_(trainer.row_group.size()), group=trainer.row_group)
+        packed = _run_shared(trainer, batch, num_items, scale)
         stack.enter_context(trainer.reference())
         weight = scale / (len(rows) if trainer.loss_of_samples == "mean" else 1)
         for row in rows:
@@ -138,6 +136,19 @@ def _find_difference(trainer: Any, batch: Mapping[str, Any], num_items: Any, *, 
         f"{loss:.6g} is due, and gradients of its embeddings differ by {apart.gradients:.2g} of their norm, where "
         f"{limit:.0e} is allowed{hint}"
     )
+
+
+def _run_shared(trainer: Any, batch: Mapping[str, Any], num_items: Any, factor: float) -> tuple[float, Gradients]:
+    """Return what `_run` does, for the whole row of a batch that ranks share."""
+    loss, gradients = _run(trainer, batch, num_items, factor)
+    tokens, groups = count_tokens(batch), trainer.row_groups
+    group = None if groups is None else groups.group_of(tokens)
+    if group is None:
+        return loss, gradients
+    weight = groups.weight_of(tokens)
+    for one in gradients.values():  # a rank has a part of the row's gradient
+        dist.all_reduce(one.values().div_(weight * group.size()), group=group)
+    return loss / weight, gradients
 
 
 def _run(trainer: Any, batch: Mapping[str, Any], num_items: Any, factor: float) -> tuple[float, Gradients]:

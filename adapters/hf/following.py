@@ -12,7 +12,7 @@ step of `packplan sft` calls.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -26,13 +26,14 @@ from transformers.trainer_callback import ExportableState
 
 from packplan.adapters.attention import using_native_attention
 from packplan.adapters.attention.rows import RealTokens, read_row
-from packplan.adapters.attention.shared_rows import computing_whole_rows
+from packplan.adapters.attention.shared_rows import RowGroups, count_tokens, sharing_by
 from packplan.adapters.hf.first_pack import require_pack_as_alone
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches, read_saved_progress
 from packplan.adapters.loaders.rows import NORMALISER, PACK, PackLoader, count_supervised, refuse_other_packs
 from packplan.adapters.model_folder import model_file_facts
 from packplan.adapters.models import replace_attributes
 from packplan.adapters.trainer_state import add_digest_on_save, find_other_parts
+from packplan.core.batch import IGNORED_LABEL
 from packplan.core.config.identity import FIXED_ARGUMENTS, flat_values
 from packplan.core.equality import NATIVE
 from packplan.core.errors import ArgumentError, MismatchError
@@ -226,9 +227,9 @@ class _LossSums:
         """Whether the next batch repeats earlier packs, to give all ranks equally many batches."""
         return not self.batches.is_counted(self.num_evaluated)
 
-    def add(self, loss: torch.Tensor) -> None:
-        """Add the mean loss of the next batch, weighed by its supervised tokens."""
-        if self.weight and not self.next_is_repeated:
+    def add(self, loss: torch.Tensor, *, counts: bool) -> None:
+        """Add the mean loss of the next batch, weighed by its tokens, if this rank counts it."""
+        if self.weight and counts and not self.next_is_repeated:
             self.sums += torch.tensor([float(loss) * self.weight, self.weight], dtype=torch.float64)
         self.num_evaluated += 1
 
@@ -243,6 +244,9 @@ class ComputesPacks:
 
     accelerator: Any
     args: Any
+    row_groups: RowGroups | None = None
+    """Ranks that share rows; None if each has its own."""
+
     _evaluated: _LossSums | None = None
 
     def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
@@ -253,7 +257,8 @@ class ComputesPacks:
     def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
         """Evaluate packs by the mean loss over tokens, and other data sets as the trainer does."""
         if not isinstance(getattr(dataloader, "batch_sampler", None), EvalBatches):
-            return super().evaluation_loop(dataloader, *args, **options)  # type: ignore[misc]  # of the trainer's class
+            with sharing_by(1):  # ranks have other rows each
+                return super().evaluation_loop(dataloader, *args, **options)  # type: ignore[misc]  # of the trainer's class
         self._evaluated = evaluated = _LossSums(dataloader.batch_sampler)
         try:
             # ms-swift multiplies losses by the ranks, for a mean over all: a batch has its own.
@@ -277,9 +282,21 @@ class ComputesPacks:
             return super().prediction_step(model, inputs, *args, **options)  # type: ignore[misc]
         refuse_other_packs([inputs], islice(self._evaluated.expected, 1))
         self._evaluated.weight = self.count_learned(inputs)
+        counts = self.counts(inputs)
         outputs = super().prediction_step(model, inputs, *args, **options)  # type: ignore[misc]
-        self._evaluated.add(outputs[0])
+        self._evaluated.add(outputs[0], counts=counts)
         return outputs
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
+        """Return the loss of a batch; in training, weighed so that a shared row counts once."""
+        groups = None if self._evaluated is not None else self.row_groups
+        weight = 1.0 if groups is None else groups.weight_of(count_tokens(inputs))
+        loss = super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]  # of the trainer's class
+        return loss if weight == 1 else loss * weight
+
+    def counts(self, inputs: Mapping[str, Any]) -> bool:
+        """Return whether this rank counts the tokens of a batch, which others may share."""
+        return self.row_groups is None or self.row_groups.counts(count_tokens(inputs))
 
     def count_learned(self, inputs: dict[str, Any]) -> float:
         """Return the supervised tokens of a batch, or the sum of their weights."""
@@ -295,9 +312,6 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
 
     native: str = NATIVE
     """Attention of transformers that computes samples alone."""
-
-    row_group: Any = None
-    """Ranks that share each row; None if each has its own."""
 
     loss_of_samples: str = "sum"
     """Loss of a batch, made of its samples' losses: "sum", "mean", or "" if of neither."""
@@ -352,7 +366,7 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
     @contextmanager
     def reference(self) -> Iterator[None]:
         """Let samples be computed alone: each rank by itself, by transformers' own attention."""
-        with computing_whole_rows(), using_native_attention(self.model, self.native):
+        with sharing_by(1), using_native_attention(self.model, self.native):
             yield
 
     @contextmanager
@@ -379,14 +393,16 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
     def _make_loader(self, packs: Any, batches: Any) -> PackLoader:
         return PackLoader(packs, self.args, batch_sampler=batches, collate_fn=self.collate)
 
-    def _get_num_items_in_batch(self, *args: Any, **options: Any) -> Any:
+    def _get_num_items_in_batch(self, batches: list[dict[str, Any]], *args: Any, **options: Any) -> Any:
         """
         Return the supervised tokens of a step, at least 1, by which its loss is divided; None in
         evaluation, which averages by batch.
         """
         if self._evaluated is not None:
             return None
-        num_items = super()._get_num_items_in_batch(*args, **options)  # type: ignore[misc]
+        # Of ranks that share a row, one counts its tokens.
+        batches = [one if self.counts(one) else _without_labels(one) for one in batches]
+        num_items = super()._get_num_items_in_batch(batches, *args, **options)  # type: ignore[misc]
         return None if num_items is None else torch.as_tensor(num_items).clamp(min=1)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
@@ -401,6 +417,11 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
                     weight = share * getattr(owner, _ROUTER, 0.0)
                     stack.enter_context(replace_attributes(owner, **{_ROUTER: weight}))
             return super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]
+
+
+def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch in which no token is supervised."""
+    return {**batch, "labels": torch.full_like(batch["labels"], IGNORED_LABEL)} if "labels" in batch else {**batch}
 
 
 def drop_pack_rates(logs: dict[str, float], *, of_evaluation: bool = True) -> dict[str, float]:

@@ -25,12 +25,12 @@ from weakref import WeakKeyDictionary
 
 import attrs
 import torch
-from torch.distributed import ProcessGroup
 from transformers import Cache
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from packplan.adapters.attention import attention_names, using_native_attention
 from packplan.adapters.attention.rows import Padding, RealTokens, using_row
+from packplan.adapters.attention.shared_rows import RowGroups
 from packplan.adapters.models import replace_attributes
 from packplan.adapters.proof.steps import NOISE
 from packplan.core.batch import IGNORED_LABEL
@@ -287,8 +287,8 @@ class Unpadding:
         self.native = NATIVE
         """Attention of transformers that computes padded calls."""
 
-        self.group: ProcessGroup | None = None
-        """Ranks that share each packed row."""
+        self.groups: RowGroups | None = None
+        """Ranks that share packed rows."""
 
         self.model, self.stack = model, stack
         self._attention = attention_names(model.config)  # under which rows are proven apart

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 from transformers import DataCollatorWithPadding, Trainer, default_data_collator
 
 from packplan.adapters.attention import using_native_attention
-from packplan.adapters.attention.shared_rows import new_row_group
+from packplan.adapters.attention.shared_rows import RowGroups
 from packplan.adapters.hf.following import ServesPacks, insert_base_class, require_same_rows, start_table
 from packplan.adapters.hf.packed_calls import HOOKED, Unpadding
 from packplan.adapters.hf.pairs import TrainsPairs
@@ -105,7 +105,7 @@ def use_plan(
     rows = _read_rows(trainer, plan, eval_plan, kind=PairsOfPacks if pairs else RowsOfPacks)
     schedule = _make_schedule(args, plan, row_ranks=sequence_parallel_size)
     trainer.unpaddings = unpaddings = _unpad_for_loss(trainer, row_ranks=sequence_parallel_size, check=check)
-    trainer.unpadding, trainer.native, trainer.row_group = unpaddings[0], unpaddings[0].native, unpaddings[0].group
+    trainer.unpadding, trainer.native, trainer.row_groups = unpaddings[0], unpaddings[0].native, unpaddings[0].groups
     if not (pairs or trainer.model_accepts_loss_kwargs) and trainer.compute_loss_func is None:
         trainer.compute_loss_func = token_mean
     for line in changed_meanings(args, plan, schedule):
@@ -199,8 +199,8 @@ def _unpad_for_loss(trainer: Any, *, row_ranks: int, check: bool) -> list[Unpadd
     models = [unwrap(one) for one in (trainer.model, getattr(trainer, "ref_model", None)) if one is not None]
     if is_bidirectional(models[0].config) and not is_preference_trainer(trainer):
         raise ModelError("probe", f"{models[0].config.model_type} reads both ways, but a plan trains what follows")
-    group = new_row_group(row_ranks, trainer.args.ddp_timeout_delta) if row_ranks > 1 else None
-    options: dict[str, Any] = {"logits": type(trainer).compute_loss is not Trainer.compute_loss, "group": group}
+    groups = RowGroups.make([row_ranks], trainer.args.ddp_timeout_delta) if row_ranks > 1 else None
+    options: dict[str, Any] = {"logits": type(trainer).compute_loss is not Trainer.compute_loss, "groups": groups}
     hooks = ((HOOKED[module] for module in one.modules() if module in HOOKED) for one in models)
     return [next(own, None) or unpad(one, **options, check=check) for one, own in zip(models, hooks, strict=True)]
 

@@ -14,7 +14,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -22,12 +21,18 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
 from packplan.adapters.attention import NAME, set_attention
 from packplan.adapters.attention.rows import PADDINGS, RealTokens
-from packplan.adapters.attention.shared_rows import attention_for_shared_rows, share_rows
+from packplan.adapters.attention.shared_rows import RowGroups, attention_for_shared_rows, share_rows, sharing_by
 from packplan.adapters.families import trained_config, trained_part
 from packplan.adapters.hf.packed_calls import HOOKED, POSITIONS, TextStack, Unpadding
 from packplan.adapters.models import evaluation_mode, find_sharded_weight
 from packplan.adapters.probe.probe import probe_small_copy
-from packplan.adapters.probe.rows import build_small_copy, draw_token_types, ordinary_token_ids, probe_ready_model
+from packplan.adapters.probe.rows import (
+    build_small_copy,
+    draw_token_types,
+    ordinary_token_ids,
+    probe_ready_model,
+    probe_sharing_copy,
+)
 from packplan.adapters.probe.small_model import error_text
 from packplan.adapters.proof.first_calls import FirstCalls, find_difference, raising_together
 from packplan.core.equality import AUTO, VARLEN, AttentionChoice, choose_attention
@@ -43,7 +48,7 @@ _LONGEST = 29
 _SEED = 5
 
 
-def unpad(model: Any, *, logits: bool = True, group: ProcessGroup | None = None, check: bool = True) -> Unpadding:
+def unpad(model: Any, *, logits: bool = True, groups: RowGroups | None = None, check: bool = True) -> Unpadding:
     """
     Hook a model so that it computes no padding: the real tokens of a batch run as one packed row.
 
@@ -64,7 +69,7 @@ def unpad(model: Any, *, logits: bool = True, group: ProcessGroup | None = None,
         logits: Whether logits at padding are returned too. False leaves them out while training, in
             calls with labels, for callers that read the loss alone: logits then have the shape (1,
             real tokens, vocabulary).
-        group: Ranks that share each packed row, which are given the same batches (see
+        groups: Ranks that share packed rows, and are given the same batches for them (see
             `adapters.attention.shared_rows`); None if each rank computes its own rows.
         check: Whether the first call of each kind is computed twice more, with and without padding,
             and compared (see `first_calls`).
@@ -78,17 +83,18 @@ def unpad(model: Any, *, logits: bool = True, group: ProcessGroup | None = None,
     with raising_together(inner):
         if any(module in HOOKED for module in inner.modules()):
             raise ArgumentError("host", "the model computes no padding already: `remove` its hooks first")
-        if group is None and is_bidirectional(inner.config):
+        if groups is None and is_bidirectional(inner.config):
             attention = AttentionChoice(VARLEN)
             set_attention(inner, attention)
         else:
-            attention = set_isolating_attention(inner, named=NAME, group=group)
+            attention = set_isolating_attention(inner, named=NAME, groups=groups, logits=logits)
         asked = inner
         if find_sharded_weight(inner) is not None:
             kind = next(one for one in type(trained_part(inner)).__mro__ if not issubclass(one, FSDPModule))
-            asked = build_small_copy(inner, attention, group=group, kind=kind)
-        stack, why_not = _find_stack(inner, asked, native=attention.native, logits=logits)
-    first_calls = FirstCalls(attention.native) if check and group is None else None
+            asked = build_small_copy(inner, attention, groups=groups, kind=kind)
+        with sharing_by(None if groups is None else groups.degrees[-1]):
+            stack, why_not = _find_stack(inner, asked, native=attention.native, logits=logits)
+    first_calls = FirstCalls(attention.native) if check and groups is None else None
     if check and first_calls is None:
         log.warning("first calls are not compared with their padded passes, since ranks share rows")
     compare = getattr(first_calls, "compare", None)
@@ -97,12 +103,12 @@ def unpad(model: Any, *, logits: bool = True, group: ProcessGroup | None = None,
     if first_calls is not None:
         hooks.handles += [first_calls, register_optimizer_step_pre_hook(first_calls.refuse_step)]
         weakref.finalize(inner, hooks.handles[-1].remove)  # torch keeps it for all optimizers
-    hooks.native, hooks.group = attention.native, group
+    hooks.native, hooks.groups = attention.native, groups
     return hooks
 
 
 def separate_samples(
-    model: Any, *, named: str | None = None, ready: bool = True, group: ProcessGroup | None = None
+    model: Any, *, named: str | None = None, ready: bool = True, groups: RowGroups | None = None
 ) -> AttentionChoice:
     """
     Make a model attend only within each sample of a packed row, and return the attention it uses.
@@ -117,30 +123,32 @@ def separate_samples(
         named: Name of the attention; None takes the one that the model was loaded with.
         ready: Whether the model itself can be probed. Otherwise, and if this process holds a part
             of its weights, only small copies are.
-        group: See `unpad`.
+        groups: See `unpad`.
 
     Raises:
         ModelError: The probe fails.
     """
     named = named or trained_config(model.config)._attn_implementation  # noqa: SLF001  # has no public name
     with raising_together(model):
-        choice = set_isolating_attention(model, named=named, group=group)
+        choice = set_isolating_attention(model, named=named, groups=groups)
         if ready and find_sharded_weight(model) is None:
-            probe_ready_model(model, native=choice.native, named=named)
-        elif group is not None:
-            small = build_small_copy(model, choice, group=group)
-            probe_ready_model(small, native=choice.native, named=named, asked="a small copy of the model")
+            probe_ready_model(model, native=choice.native, named=named, groups=groups)
+        elif groups is not None:
+            probe_sharing_copy(model, choice, named=named, groups=groups)
     return choice
 
 
-def set_isolating_attention(model: Any, *, named: str, group: ProcessGroup | None = None) -> AttentionChoice:
+def set_isolating_attention(
+    model: Any, *, named: str, groups: RowGroups | None = None, logits: bool = False
+) -> AttentionChoice:
     """
     Set an attention that keeps samples apart in a probe of a small copy of the model; return it.
 
     Args:
         model: Model of transformers.
         named: Name of the attention to probe; `packplan` takes the fastest one that passes.
-        group: See `unpad`.
+        groups: See `unpad`.
+        logits: See `share_rows`.
 
     Raises:
         ModelError: The probe fails.
@@ -155,11 +163,11 @@ def set_isolating_attention(model: Any, *, named: str, group: ProcessGroup | Non
         raise ModelError.for_leak(verdict.model_type, named, choice.leak)
     if attn_impl == AUTO and choice.loaded_backend != config._attn_implementation:  # noqa: SLF001  # has no public name
         model.set_attn_implementation(choice.loaded_backend)
-    if group is not None:
+    if groups is not None:
         choice = attention_for_shared_rows(choice)
     set_attention(model, choice)
-    if group is not None:
-        share_rows(model, group)
+    if groups is not None:
+        share_rows(model, groups, logits=logits)
     return choice
 
 

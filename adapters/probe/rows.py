@@ -13,10 +13,9 @@ from typing import Any
 
 import attrs
 import torch
-import torch.distributed as dist
 
 from packplan.adapters.attention import set_attention, using_native_attention
-from packplan.adapters.attention.shared_rows import share_rows
+from packplan.adapters.attention.shared_rows import RowGroups, share_rows, sharing_by
 from packplan.adapters.families import trained_config, trained_part
 from packplan.adapters.models import evaluation_mode
 from packplan.adapters.probe.small_model import SmallModels, error_text
@@ -40,6 +39,9 @@ LOADED_LENGTHS = (17, 3, 29)
 
 _SEED = 7
 """Seed of the tokens."""
+
+_WHOLE = ": sequence_parallel_size 1 trains its rows whole"
+"""Remedy for a model whose rows ranks cannot share."""
 
 _IDS = 2000
 """Limit of the token ids to draw: larger ones may belong to images, or to no token."""
@@ -115,15 +117,23 @@ def compare_row(model: Any, row: ProbeRow, alone: Outcome, *, median: bool = Fal
     return ProbeResult(isolation, max(apart.logits), max(apart.losses, default=0.0), apart.gradients)
 
 
-def probe_ready_model(model: Any, *, native: str, named: str, asked: str = "the loaded model") -> ProbeResult:
+def probe_ready_model(
+    model: Any, *, native: str, named: str, asked: str = "the loaded model", groups: RowGroups | None = None
+) -> ProbeResult:
     """
     Compare a packed row of short samples with the samples alone, on a model that is ready to train.
+
+    Where ranks share rows of the model, the row is computed once by each number of ranks.
 
     Args:
         model: Model of transformers, perhaps with adapters; its mode is restored.
         native: Attention of transformers for samples alone.
         named: Value of `model.attn_impl`, for the message.
         asked: Words for the model, for the message.
+        groups: Ranks that share rows of the model; all of them call this.
+
+    Returns:
+        What was measured; by the largest group of *groups*.
 
     Raises:
         ModelError: Samples are not apart, or not equal to themselves alone.
@@ -133,21 +143,34 @@ def probe_ready_model(model: Any, *, native: str, named: str, asked: str = "the 
     with evaluation_mode(model):  # dropout is no difference
         with using_native_attention(model, native):
             alone = run_alone(model, row.samples, with_gradients=False)
-        try:
-            measured = compare_row(model, row, alone, median=experts_may_differ(model))
-            why_not = measured.reason_against_packing(limit=difference_limit(model))
-        except PackplanError:
-            raise
-        except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
-            why_not = f"it raises {error_text(error)}"
-    if why_not is not None:
-        reason = f"{asked} ({device_and_precision(model)}) was asked, and {why_not}"
-        raise ModelError.for_leak(config.model_type, named, reason)
+        for degree in (1,) if groups is None else groups.degrees:
+            measured, why_not = _ask_row(model, row, alone, degree)
+            if why_not is not None:
+                shares = f", whose rows {degree} ranks share," if degree > 1 else ""
+                reason = f"{asked}{shares} ({device_and_precision(model)}) was asked, and {why_not}"
+                raise ModelError.for_leak(config.model_type, named, reason + (_WHOLE if shares else ""))
     return measured
 
 
+def _ask_row(model: Any, row: ProbeRow, alone: Outcome, degree: int) -> tuple[ProbeResult, str | None]:
+    """Return what a row shows that *degree* ranks share, and why it may not be packed, or None."""
+    try:
+        with sharing_by(degree):
+            measured = compare_row(model, row, alone, median=experts_may_differ(model))
+    except Exception as error:  # whatever the code of a family raises
+        if degree == 1 and isinstance(error, PackplanError):
+            raise
+        return ProbeResult(math.inf, math.inf), f"it raises {error_text(error)}"
+    return measured, measured.reason_against_packing(limit=difference_limit(model))
+
+
 def build_small_copy(
-    model: Any, choice: AttentionChoice, *, group: Any = None, kind: type | None = None, device: Any = None
+    model: Any,
+    choice: AttentionChoice,
+    *,
+    groups: RowGroups | None = None,
+    kind: type | None = None,
+    device: Any = None,
 ) -> Any:
     """
     Return a small copy of a model, with random weights that this process holds in full.
@@ -155,7 +178,7 @@ def build_small_copy(
     Args:
         model: Model of transformers, perhaps with adapters.
         choice: Attention of the model, and of the copy.
-        group: Ranks that share rows of the copy.
+        groups: Ranks that share rows of the copy.
         kind: Class of the copy; None takes a class that generates.
         device: Device of the copy; None takes the model's.
     """
@@ -163,16 +186,16 @@ def build_small_copy(
     small = SmallModels(trained_config(model.config), kind=kind).build(attention=choice.loaded_backend)
     small.to("cpu" if weight.is_meta else device or weight.device)
     set_attention(small, choice)
-    if group is not None:
-        share_rows(small, group)
+    if groups is not None:
+        share_rows(small, groups)
     return small
 
 
 def probe_sharing_copy(
-    model: Any, choice: AttentionChoice, *, named: str, group: dist.ProcessGroup, device: Any = None
+    model: Any, choice: AttentionChoice, *, named: str, groups: RowGroups, device: Any = None
 ) -> ProbeResult:
     """
-    Probe a small copy of a model whose rows the ranks of a group share; all of them call this.
+    Probe a small copy of a model whose rows ranks share; all of them call this.
 
     It stands for a model whose weights these ranks share too, so that none can be probed.
 
@@ -180,15 +203,14 @@ def probe_sharing_copy(
         model: See `build_small_copy`.
         choice: See `build_small_copy`.
         named: See `probe_ready_model`.
-        group: Ranks that share rows.
+        groups: Ranks that share rows.
         device: See `build_small_copy`.
 
     Raises:
         ModelError: See `probe_ready_model`.
     """
-    small = build_small_copy(model, choice, group=group, device=device)
-    asked = f"a small copy of the model, whose rows {group.size()} ranks share,"
-    return probe_ready_model(small, native=choice.native, named=named, asked=asked)
+    small = build_small_copy(model, choice, groups=groups, device=device)
+    return probe_ready_model(small, native=choice.native, named=named, asked="a small copy of the model", groups=groups)
 
 
 def device_and_precision(model: torch.nn.Module) -> str:

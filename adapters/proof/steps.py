@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from packplan.adapters.attention.shared_rows import computing_whole_rows
+from packplan.adapters.attention.shared_rows import sharing_by
 from packplan.adapters.models import Gradients, hold_buffers_and_rng, replace_attributes
 from packplan.adapters.proof.batches import Sample, next_tokens, without_labels
 from packplan.adapters.proof.checks import refuse_sharded_weights
@@ -107,7 +107,7 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
         if not tokens:
             raise ArgumentError("packed_batch", "the step learns no token, so it has no loss to compare")
         model.eval()
-        with computing_whole_rows():  # a rank that shares rows has a part of their gradients
+        with sharing_by(1):  # a rank that shares rows has a part of their gradients
             expected = _run_for_mean(model, samples, tokens, autocast)
     if not gradients:
         raise ArgumentError("host", "the step left no gradients: the function has to leave them in the weights")

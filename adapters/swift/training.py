@@ -8,7 +8,7 @@ from swift.trainers import Seq2SeqTrainer
 
 from packplan.adapters.attention import NAME
 from packplan.adapters.attention.rows import prepend_text_positions
-from packplan.adapters.attention.shared_rows import new_row_group
+from packplan.adapters.attention.shared_rows import RowGroups
 from packplan.adapters.hf.following import ServesPacks, insert_base_class, require_same_rows
 from packplan.adapters.hf.packed_calls import Unpadding
 from packplan.adapters.hf.refusals import refuse_plan_conflicts
@@ -46,7 +46,7 @@ def follow_plan(trainer: Any, *, attn_impl: str | None, row_ranks: int, check: b
     digest = packs.facts.digest
     require_same_rows(packs.plan, digest)
     schedule = make_schedule(packs.plan, trainer.args, world_size=count_row_groups(trainer.args.world_size, row_ranks))
-    group = new_row_group(row_ranks, trainer.args.ddp_timeout_delta) if row_ranks > 1 else None
+    groups = RowGroups.make([row_ranks], trainer.args.ddp_timeout_delta) if row_ranks > 1 else None
     # Heads of other tasks pool each sample of a row, so no logits of tokens can be compared.
     ready = trainer.task_type == "causal_lm" and not trainer.is_fsdp_enabled
     for model in (getattr(trainer, "ref_model", None), trainer.model):
@@ -55,10 +55,10 @@ def follow_plan(trainer: Any, *, attn_impl: str | None, row_ranks: int, check: b
                 trainer.accelerator.unwrap_model(model),
                 named=NAME if attn_impl is None else None,
                 ready=ready,
-                group=group,
+                groups=groups,
             )
     insert_base_class(trainer, _PlannedSwiftTraining)
-    trainer.native, trainer.row_group = attention.native, group
+    trainer.native, trainer.row_groups = attention.native, groups
     compares = hasattr(trainer, "calculate_KL")  # KTO, within a pack
     trainer.loss_of_samples = "" if compares else {"causal_lm": "sum", "seq_cls": "mean"}.get(trainer.task_type, "")
     collator, eval_packs = PackCollator(trainer.data_collator), _eval_packs(trainer)

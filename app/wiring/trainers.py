@@ -9,7 +9,7 @@ import attrs
 from transformers.integrations.deepspeed import deepspeed_config
 from transformers.utils.logging import disable_progress_bar
 
-from packplan.adapters.attention.shared_rows import new_row_group, share_rows
+from packplan.adapters.attention.shared_rows import RowGroups, share_rows
 from packplan.adapters.loaders.batches import PackBatches
 from packplan.adapters.model_folder import PROCESSING_FILES, model_file_facts
 from packplan.adapters.probe.rows import probe_sharing_copy
@@ -212,14 +212,16 @@ def _open_model(
         require_same_weights(group, model)
     elif group.rank == 0:
         log.info("the weights of the ranks were not compared: they share those of rank 0, and none holds all")
+    rows: RowGroups | None = None
     if config.training.row_ranks > 1:
-        rows = new_row_group(config.training.row_ranks, arguments.ddp_timeout_delta)
+        rows = RowGroups.make([config.training.row_ranks], arguments.ddp_timeout_delta)
         share_rows(model, rows)
         if shards_weights(arguments):
             named, device = config.model.attn_impl, arguments.device
-            probe_sharing_copy(model, attention, named=named, group=rows, device=device)
+            probe_sharing_copy(model, attention, named=named, groups=rows, device=device)
     if config.training.packing and attention.verdict is not None:
-        probe_loaded_model(config, model, attention.verdict, whole=not shards_weights(arguments), keep=group.rank == 0)
+        whole = not shards_weights(arguments)
+        probe_loaded_model(config, model, attention.verdict, whole=whole, keep=group.rank == 0, groups=rows)
     template.model = plain_model(model)
     # Where the text's weights are frozen, a batch without images would depend on nothing that is
     # trained.

@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from packplan.adapters.attention.shared_rows import attention_for_shared_rows
+from packplan.adapters.attention.shared_rows import RowGroups, attention_for_shared_rows
 from packplan.adapters.model_folder import config_digest, config_model_type, refuse_missing_layers
 from packplan.adapters.probe.probe import probe_small_copy
 from packplan.adapters.probe.rows import device_and_precision, probe_ready_model
@@ -92,7 +92,9 @@ def _probe_once(digest: str, model: ModelConfig, attn_impl: str, *, on_cpu: bool
     return verdict
 
 
-def probe_loaded_model(config: RunConfig, model: Any, verdict: PackingVerdict, *, whole: bool, keep: bool) -> None:
+def probe_loaded_model(
+    config: RunConfig, model: Any, verdict: PackingVerdict, *, whole: bool, keep: bool, groups: RowGroups | None = None
+) -> None:
     """
     Probe the loaded model, unless it was probed on this device before, or its small copy failed;
     store the verdict.
@@ -103,13 +105,14 @@ def probe_loaded_model(config: RunConfig, model: Any, verdict: PackingVerdict, *
         verdict: Verdict on its small copy.
         whole: Whether this rank holds all weights; if not, nothing is probed.
         keep: Whether this rank stores the verdict.
+        groups: Ranks that share rows.
 
     Raises:
         ModelError: Samples are not apart, or not equal to themselves alone.
     """
-    place, size = device_and_precision(model), config.training.row_ranks
-    if size > 1:
-        place += f", {size} ranks to a row"
+    place = device_and_precision(model)
+    if groups is not None:
+        place += f", {' or '.join(map(str, groups.degrees))} ranks to a row"
     if not whole:
         if keep and verdict.passes:
             log.info(
@@ -117,8 +120,8 @@ def probe_loaded_model(config: RunConfig, model: Any, verdict: PackingVerdict, *
                 "what its small copy showed counts"
             )
     # `packplan check` looks at models that do not pass, too. Ranks of a row are asked together.
-    elif verdict.passes and (size > 1 or place not in verdict.loaded_on):
-        measured = probe_ready_model(model, native=verdict.native, named=config.model.attn_impl)
+    elif verdict.passes and (groups is not None or place not in verdict.loaded_on):
+        measured = probe_ready_model(model, native=verdict.native, named=config.model.attn_impl, groups=groups)
         log.info("the loaded model (%s) was asked too: %s", place, measured)
         verdict = attrs.evolve(verdict, loaded_on=(*verdict.loaded_on, place))
     if keep:

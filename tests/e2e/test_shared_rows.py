@@ -16,16 +16,17 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from packplan.adapters.attention import set_attention
 from packplan.adapters.attention.shared_rows import (
+    RowGroups,
     attention_for_shared_rows,
-    computing_whole_rows,
     context_parallel,
     share_rows,
+    sharing_by,
 )
 from packplan.adapters.probe.rows import probe_ready_model, probe_sharing_copy
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.equality import VARLEN, AttentionChoice
 from packplan.core.errors import MismatchError, ModelError
-from tests.e2e import rank_main
+from tests.e2e import degrees_rank, rank_main
 from tests.e2e.alone import step_alone
 from tests.e2e.unpad_rank import build
 from tests.nearness import FLOAT32, apart
@@ -121,12 +122,17 @@ def in_context(folder, *, dtype="float32", checkpointing=False, give_positions=T
     return [distance / limit for distance, limit in zip(found, limits, strict=True)]
 
 
+def world_groups():
+    """Return the group of all ranks, which share every row."""
+    return RowGroups({dist.get_world_size(): dist.group.WORLD})
+
+
 def in_model(*, family, checkpointing=False, **sizes):
     """Run a model whose calls share rows, as a trainer does."""
     model = build(family, **sizes).train()
     set_attention(model, attention_for_shared_rows(AttentionChoice(VARLEN)))
     model.config.use_cache = False
-    share_rows(model, dist.group.WORLD)
+    share_rows(model, world_groups())
     if checkpointing:
         model.gradient_checkpointing_enable()
     ids = torch.cat(sequences())[None] + 5
@@ -145,7 +151,7 @@ def in_model(*, family, checkpointing=False, **sizes):
     def logits():
         return [{"": model(**given).logits.detach()} for given in ({"input_ids": ids.view(2, -1)}, batch)]
 
-    with computing_whole_rows():
+    with sharing_by(1):
         expected, gradients = taken(labels=labels)
         due = logits()
     found = [apart(*pair) for pair in zip(logits(), due, strict=True)]
@@ -165,7 +171,7 @@ def in_shards(folder, *, sharding):
     """Train a step of text and an image, on ranks that share the row and the weights."""
     model = AutoModelForImageTextToText.from_pretrained(folder).train()
     set_attention(model, attention_for_shared_rows(AttentionChoice(VARLEN)))
-    share_rows(model, dist.group.WORLD)
+    share_rows(model, world_groups())
     ids, images = torch.cat(sequences())[None] + 5, torch.Generator().manual_seed(0)
     ids[0, 20:24] = model.config.image_token_id  # of the third sample
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
@@ -174,7 +180,7 @@ def in_shards(folder, *, sharding):
         "pixel_values": torch.randn(16, 1176, generator=images), "image_grid_thw": torch.tensor([[1, 4, 4]]),
         "use_cache": False,
     }  # fmt: skip
-    with computing_whole_rows():
+    with sharing_by(1):
         due = model(**batch).loss
         due.backward()
     expected = {name: weight.grad.clone() for name, weight in model.named_parameters()}
@@ -189,7 +195,7 @@ def in_shards(folder, *, sharding):
 def in_copies():
     """Probe small copies of models whose weights ranks share: one passes, one cannot share rows."""
     choice = attention_for_shared_rows(AttentionChoice(VARLEN, native="eager"))
-    options = {"named": VARLEN, "group": dist.group.WORLD, "device": "cpu"}
+    options = {"named": VARLEN, "groups": world_groups(), "device": "cpu"}
     with pytest.raises(ModelError, match=r"a small copy of the model, whose rows \d ranks share, .* and it raises"):
         probe_sharing_copy(build("gpt_oss", num_key_value_heads=4), choice, **options)  # each head has a sink
     return [probe_sharing_copy(build("qwen2"), choice, **options).isolation]
@@ -209,7 +215,7 @@ def on_rank(out, models):
 
 
 _IN_CI = pytest.mark.skipif(
-    "FOUR_RANKS" not in os.environ, reason="four ranks run in .ci/run alone, which has the time"
+    "FOUR_RANKS" not in os.environ, reason="other numbers of ranks run in .ci/run alone, which has the time"
 )
 
 SHARED = {
@@ -243,6 +249,23 @@ def test_ranks_that_share_a_row_get_what_each_sequence_gives_alone(server, demo,
     for rank in range(world_size):
         found = json.loads((tmp_path / f"found{rank}.json").read_text())
         assert found.keys() == {*SHARED, "copies"}
+        assert {} == {case: differ for case, differ in found.items() if not max(differ) < 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [4, pytest.param(2, marks=_IN_CI)])
+def test_packs_of_several_degrees_train_as_their_samples_alone(server, demo, tmp_path, world_size):
+    """
+    In one microbatch and one step: a pack counts once, however many ranks share it. So do tokens
+    and samples as the loss weighs them, with adapters, with images beside text, and where ranks
+    share weights or gradients.
+    """
+    ranks = server.ranks(world_size, degrees_rank.main, str(tmp_path), str(demo / "models"), folder=tmp_path)
+    assert [0] * world_size == finished(ranks)
+
+    for rank in range(world_size):
+        found = json.loads((tmp_path / f"found{rank}.json").read_text())
+        assert found.keys() == degrees_rank.CASES.keys()
         assert {} == {case: differ for case, differ in found.items() if not max(differ) < 1}
 
 
