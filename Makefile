@@ -79,6 +79,7 @@ $(DOCS)/.ready: $(READY) pyproject.toml
 reference: $(READY)
 	$(RUN) -m tools.configuration docs/configuration.md docs/mixing.md adapters/config/trainer_keys.json adapters/config/grpo_keys.json
 	$(RUN) -m tools.rooms
+	$(RUN) -m tools.slots
 
 # Takes long: every family that transformers knows is probed.
 models: $(READY)

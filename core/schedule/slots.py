@@ -50,7 +50,8 @@ def lay_out_slots(degrees: IntArray, world_size: int, *, window: int = 64, group
         drawn[-1] = degrees.size  # a smaller group stays last
     starts = starts[np.lexsort((drawn, starts // window))]
     rows = (starts[:, None] + np.arange(group)).ravel()
-    return slots[rows[rows < len(slots)]].ravel()
+    order: IntArray = slots[rows[rows < len(slots)]].ravel()
+    return order
 
 
 def _place_shared(degrees: IntArray, ones_before: IntArray, num_packs: int, room: int) -> IntArray:

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
-from tools import bars, rooms
+from tools import bars, rooms, slots
 from tools.picture import GAP, PACKS_A_LINE, WIDTH, draw_packs
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +48,11 @@ def test_the_drawing_of_the_rooms_is_that_of_the_imports():
     """Each file of a sample's way is one."""
     assert [] == [file for file in rooms.WAY.values() if not (ROOT / file).exists()], "name its place in tools/rooms.py"
     assert rooms.draw_rooms() == rooms.DRAWING.read_text(encoding="utf-8"), "run python -m tools.rooms"
+
+
+def test_the_drawing_of_slots_is_that_of_a_schedule():
+    """One step of it: all packs, and every slot."""
+    assert slots.draw_step() == slots.DRAWING.read_text(encoding="utf-8"), "run python -m tools.slots"
 
 
 def test_the_drawing_of_bars_is_that_of_what_was_measured():
