@@ -30,7 +30,7 @@ log = logging.getLogger("packplan.app.tools")
 
 HEADING = "## Vision-language models"
 
-ABOUT = """For everybody who wants to know whether a model can be packed. A run probes its own model before it measures
+ABOUT = """A run probes its own model before it measures
 anything. So a family that is not listed may still pack: ask with `packplan probe MODEL`."""
 
 MEASURED = """These hold for a small model of each family that transformers knows, in its default configuration:
