@@ -98,8 +98,8 @@ class ReportedPlan:
             yield _histogram(("Samples of a pack", text), "samples", {"packs": sizes}, edges)
         if self.works is not None:
             edges, mean, busiest = self.works
-            text = "A step takes as long as its busiest rank; the others wait for what that has more."
-            parts = {"mean rank": mean, "busiest rank, beyond": busiest - mean}
+            text = "FLOPs of the mean rank, and how many more the busiest rank has: the other ranks wait for it."
+            parts = {"mean rank": mean, "more on the busiest rank": busiest - mean}
             yield _stacked_chart(("Work of each step", text), "steps", parts, edges)
 
 
@@ -154,7 +154,7 @@ def _stacked_chart(
             base = base + heights
         axes.set(xlabel=unit, xlim=(edges[0], edges[-1]))
         axes.yaxis.set_major_formatter("{x:,g}")
-        axes.locator_params(axis="x", integer=True)
+        axes.locator_params(integer=True)
         if limit is not None:
             axes.set_xscale("log", base=2)
             axes.axvline(limit, color="#010203", linestyle="--", linewidth=1)

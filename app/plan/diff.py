@@ -9,13 +9,16 @@ checkpoint are known as long as the folder of its run has them.
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from packplan.app.cli.command import add_overrides, parse_ranks
+from rich.table import Table
+
+from packplan.app.cli.command import add_overrides, parse_ranks, plain_console
 from packplan.app.plan.show import schedule_summary
 from packplan.app.plan.stored import open_split, selected_splits
 from packplan.app.planning.log_lines import SHOWN
@@ -60,7 +63,8 @@ def run(options: argparse.Namespace) -> None:
     others, other_packs = _open_side(options.second, options.overrides, options.split, options.world_size)
     rows = [
         {"key": f"{group}.{one.key}", "first": one.stored, "second": one.current}
-        for group in sorted(facts.keys() & others.keys())
+        for group in facts
+        if group in others
         for one in Fingerprint(facts[group]).differences(Fingerprint(others[group]))
     ]
     known = packs is not None and other_packs is not None
@@ -69,8 +73,11 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps({"facts": rows, "samples": samples if known else None}, indent=2))
     else:
+        table = Table("differs", f"A: {options.first}", f"B: {options.second}")
         for row in rows:
-            print(f"{row['key']}: {row['first']!r} -> {row['second']!r}")
+            table.add_row(row["key"], *(_value_text(row[side]) for side in ("first", "second")))
+        if rows:
+            plain_console(width=1000).print(table, soft_wrap=False)
         for kind, found in samples.items():
             print(f"{counted(len(found), 'sample')} {kind}, {KINDS[kind]}: {format_ranges(found, most=SHOWN)}")
         if not samples:
@@ -78,6 +85,13 @@ def run(options: argparse.Namespace) -> None:
     if rows or samples:
         counts = f"{counted(len(rows), 'fact')} and {counted(sum(map(len, samples.values())), 'sample')}"
         raise MismatchError("plans_differ", f"{options.first} and {options.second} differ in {counts}")
+
+
+def _value_text(value: Any) -> str:
+    """Return a value for people: digests by their first characters, and few digits of a share."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return f"{value[:12]}…" if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) else str(value)
 
 
 def _open_side(name: str, words: Sequence[str], split: str, world_size: int | None) -> Side:

@@ -330,8 +330,12 @@ def differences(capfd):
         assert (3 if found["facts"] or found["samples"] else 0) == status
         assert status == command.main(["diff", *map(str, words)])
         lines = capfd.readouterr().out
+        table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines.splitlines() if line[0] == "│"]
+        shown = {key: values for key, *values in table}
         for row in found["facts"]:
-            assert f"{row['key']}: {row['first']!r} -> {row['second']!r}\n" in lines
+            for text, value in zip(shown[row["key"]], (row["first"], row["second"]), strict=True):
+                due = f"{value:.6g}" if isinstance(value, float) else str(value)
+                assert text in {due, f"{due[:12]}…"}
         assert all(f"{kind}, " in lines for kind in found["samples"] or ())
         assert (found["samples"] == {}) == ("all samples are in the same packs\n" in lines)
         return found
