@@ -15,11 +15,11 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.inspection import PlanSummary
+from packplan.core.inspection import PlanSummary, packs_by_algorithm
 from packplan.core.lengths import IntArray
 from packplan.core.packs import filled_tokens
 from packplan.core.plan import RawPlan
-from packplan.core.surface import COLOURS
+from packplan.core.surface import COLOURS, Plan, draw_first_packs
 
 HEAD = "<!doctype html>\n<!-- A report by Packplan -->\n"
 """First lines of a page, by which its file may be written again."""
@@ -121,16 +121,13 @@ def render_page(title: str, plans: Sequence[ReportedPlan]) -> str:
     return HEAD + page.get_template("report.html").render(title=title, plans=plans, colours=COLOURS) + "\n"
 
 
-def write_page(path: str | Path, title: str, plans: Sequence[ReportedPlan]) -> None:
-    """
-    Write a page about plans, in place of any file; see `render_page`.
-
-    Args:
-        path: The file.
-        title: Title of the page.
-        plans: Plans that it shows.
-    """
-    Path(path).write_text(render_page(title, plans), encoding="utf-8")
+def write_report(plan: Plan, path: str | Path) -> None:
+    """Write a page about a plan of a list of lengths, in place of any file; see `Plan.report`."""
+    raw, lengths = plan.raw, plan.lengths
+    figures = [[(*row, "") for row in plan.show().rows]]
+    needs, drawings = packs_by_algorithm(raw, lengths), draw_first_packs(raw, lengths)
+    shown = ReportedPlan("lengths", raw, lengths, plan.summary, figures, {"all": lengths}, needs, drawings)
+    Path(path).write_text(render_page("Plan", [shown]), encoding="utf-8")
 
 
 def _histogram(titles: tuple[str, str], unit: str, parts: Mapping[str, Numbers], edges: Numbers, **line: Any) -> Chart:

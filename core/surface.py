@@ -26,7 +26,7 @@ from packplan.core.align import align_plan
 from packplan.core.batch import pack_degrees
 from packplan.core.checksum import plan_checksum
 from packplan.core.errors import counted
-from packplan.core.inspection import PlanSummary, packs_by_algorithm, summarise
+from packplan.core.inspection import PlanSummary, summarise
 from packplan.core.lengths import MOST_RANKS, IntArray, Lengths, as_lengths, as_whole_number
 from packplan.core.packs import HasPacks, Packs
 from packplan.core.plan import RawPlan, build_raw_plan, refuse_dropped
@@ -139,13 +139,12 @@ class Plan(HasPacks):
         Raises:
             ModuleNotFoundError: matplotlib or jinja2 is not installed.
         """
-        from packplan.adapters.report import ReportedPlan, write_page  # noqa: PLC0415  # plans need none of it
+        from packplan import write_report  # noqa: PLC0415  # the package knows what writes it; plans need none of it
 
-        figures = [[(*row, "") for row in self.show().rows]]
-        needs, drawings = packs_by_algorithm(self.raw, self.lengths), draw_first_packs(self.raw, self.lengths)
-        sources = {"all": self.lengths}
-        shown = ReportedPlan("lengths", self.raw, self.lengths, self.summary, figures, sources, needs, drawings)
-        write_page(path, "Plan", [shown])
+        write_report(self, path)
+
+    def _repr_html_(self) -> str:
+        return self.show()._repr_html_()
 
     def __repr__(self) -> str:
         return f"Plan({counted(len(self.packs), 'pack')} of {counted(self.raw.num_samples, 'sample')})"

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from packplan.adapters.report import write_report as write_report
     from packplan.core.align import AlignedPlan as AlignedPlan
     from packplan.core.align import align_plan as align_plan
     from packplan.core.batch import partial_window as partial_window
@@ -47,6 +48,7 @@ __version__ = "0.1.0"
 
 _NAMES = MappingProxyType(
     {
+        "packplan.adapters.report": ("write_report",),
         "packplan.core.align": ("AlignedPlan", "align_plan"),
         "packplan.core.batch": ("partial_window", "resolve_accumulation"),
         "packplan.core.bounds": ("lower_bound",),

@@ -56,7 +56,7 @@ def test_sigterm_to_the_processes_of_one_rank_ends_all_ranks_at_the_same_step(st
     """They agree, save one checkpoint, for which workers go on to load data, and exit with 0."""
     keys = {"num_train_epochs": 500, "effective_batch_size": 2, "dataloader_num_workers": 1}
     ranks = start_ranks(2, write_run("qwen2", training=keys), tmp_path)
-    ranks[0].wait_until("'loss'")
+    ranks[0].wait_until("  loss ")
     os.killpg(ranks[1].pid, signal.SIGTERM)
 
     assert [0, 0] == finished(ranks)

@@ -145,6 +145,7 @@ def test_a_table_has_the_figures_and_a_page_draws_the_packs(case, skips):
     assert {name: shown.get(name, "0") for name in figures} == figures
     fewest = len(plan.packs) + len(plan.raw.dropped_packs) == plan.raw.lower_bound
     assert (f"{len(plan.packs):,} (no plan has fewer)" in text) == fewest
+    assert plan._repr_html_() == page
     assert all(value in page for _, value in table.rows)
     assert ("skipped" in text) == bool(plan.raw.skipped_long)
     assert page.count("<rect") == sum(1 + len(pack) for pack in plan.packs[:24])
