@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> None:
     else:
         table = Table("differs", f"A: {options.first}", f"B: {options.second}")
         for row in rows:
-            table.add_row(row["key"], *(_value_text(row[side]) for side in ("first", "second")))
+            table.add_row(str(row["key"]), *(_value_text(row[side]) for side in ("first", "second")))
         if rows:
             plain_console(width=1000).print(table, soft_wrap=False)
         for kind, found in samples.items():
