@@ -8,6 +8,9 @@ from packplan.core.errors import ArgumentError, counted
 from packplan.core.lengths import MOST_RANKS, IntArray, as_whole_number
 from packplan.core.packs import AnyPacks, HasPacks, Packs, as_packs
 
+_TOGETHER = 8
+"""Microbatches that stay together. Steps of as many, or of a part of them, have equal ranks."""
+
 
 @attrs.frozen
 class AlignedPlan(HasPacks):
@@ -146,6 +149,34 @@ def aligned_positions(degrees: IntArray, world_size: int, drop_last: bool) -> In
         dropped = np.searchsorted(np.cumsum(degrees[last_first]), -missing) + 1
         positions = np.sort(last_first[dropped:])
     return positions
+
+
+def lay_out_slots(degrees: IntArray, world_size: int) -> IntArray:
+    """
+    Return the pack of each slot, as its place in the given order; shape (num_slots,).
+
+    A microbatch of W ranks has W slots. A pack that several ranks share takes one for each, at a
+    multiple of their number. Packs of one degree take about as long, and a rank that has a short
+    one would wait for them. So packs stand by descending degree, which also aligns them and fills
+    every microbatch. Groups of microbatches then return to the place that one of their packs was
+    drawn for. The slots do not depend on the number of microbatches in a step.
+
+    Args:
+        degrees: Slots of each pack, powers of two that divide *world_size*, in the order of the
+            epoch. Their sum is a multiple of *world_size*.
+        world_size: Slots of a microbatch, one a rank.
+
+    >>> lay_out_slots(np.array([1, 4, 1, 2, 1, 1, 1, 1]), 4).tolist()
+    [1, 1, 1, 1, 3, 3, 0, 2, 4, 5, 6, 7]
+    """
+    if degrees.max(initial=1) == 1:
+        return np.arange(degrees.size)
+    packs = np.argsort(-degrees, kind="stable")
+    slots = np.repeat(packs, degrees[packs]).reshape(-1, world_size)
+    whole = len(slots) - len(slots) % _TOGETHER  # a smaller group stays last
+    groups = slots[:whole].reshape(-1, _TOGETHER, world_size)
+    drawn = np.argsort(groups[:, _TOGETHER // 2, 0])
+    return np.concatenate([groups[drawn].ravel(), slots[whole:].ravel()])
 
 
 def aligned_size(num: int, world_size: int, drop_last: bool) -> int:  # noqa: FBT001  # three plain values

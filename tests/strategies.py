@@ -86,8 +86,7 @@ def schedules(draw: st.DrawFn, *, differing: bool = False, shared: bool = False)
         works = (lambda epoch: drawn[: num_packs[epoch]]) if differing else drawn[:num_packs]
     degrees: Any = None
     if shared:
-        drawn_degrees = np.array(draw(st.lists(st.sampled_from([1, 1, 1, 2, 4, 16]), min_size=40, max_size=40)))
-        degrees = (lambda epoch: drawn_degrees[: num_packs[epoch]]) if differing else drawn_degrees[:num_packs]
+        degrees = np.array(draw(st.lists(st.sampled_from([1, 1, 1, 2, 4, 16]), min_size=40, max_size=40)))[:num_packs]
     return EpochSchedule(
         num_packs=num_packs, world_size=world_size, dataloader_drop_last=drop_last, batch_size=batch_size, works=works,
         degrees=degrees, max_degree=draw(st.sampled_from([None, 1, largest_degree(world_size)])) if shared else None,

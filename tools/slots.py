@@ -38,8 +38,8 @@ def draw_step() -> str:
             text = f"{tokens[pack]:,} tokens{each}"
             parts.append(f'<text class="on" x="{x + 8}" y="{_top(rank) + height // 2 + 6}">{text}</text>')
     title = f"One step of {RANKS} ranks: {len(degrees)} packs in {order.size} slots of {PACKING_LENGTH:,} tokens"
-    size = f"-12 -4 {LEFT + len(order) * (WIDTH + GAP) + 20} {TOP + RANKS * HEIGHT + 12}"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" role="img">'
+    view = f"-12 -4 {LEFT + len(order) * (WIDTH + GAP) + 20} {TOP + RANKS * HEIGHT + 12}"
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{view}" role="img">'
     ground = '<rect class="ground" x="-12" y="-4" width="100%" height="100%"/>'
     lines = [f"<title>{title}</title>", f"<style>{STYLE} .on {{ fill: #ffffff; font-size: 15px }}</style>", ground]
     return "\n".join([head, *lines, f'<text x="0" y="20">{title}</text>', *parts, "</svg>\n"])

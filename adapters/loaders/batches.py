@@ -13,11 +13,11 @@ import attrs
 import numpy as np
 
 from packplan.adapters.trainer_state import read_trainer_state, require_same_step
-from packplan.core.align import aligned_positions
+from packplan.core.align import aligned_positions, lay_out_slots
 from packplan.core.errors import ArgumentError, CorruptArtefactError, StaleError, counted
 from packplan.core.fingerprint import NO_IDENTITY, RunIdentity, from_plain, seal, to_plain, unseal
 from packplan.core.lengths import IntArray
-from packplan.core.schedule import DAMAGED_STATE_REMEDY, EpochSchedule, ResumeState, lay_out_slots
+from packplan.core.schedule import DAMAGED_STATE_REMEDY, EpochSchedule, ResumeState
 
 _SAVED = "the saved progress"
 """Name of a state of `PackBatches` in error messages."""

@@ -9,5 +9,4 @@ from packplan.core.schedule.schedule import (
     ResumeState,
     Step,
 )
-from packplan.core.schedule.slots import lay_out_slots
 from packplan.core.schedule.telemetry import EpochStats, PackStats

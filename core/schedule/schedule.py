@@ -32,13 +32,19 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.align import AlignedPlan, aligned_positions, aligned_size, count_batches, require_a_batch
+from packplan.core.align import (
+    AlignedPlan,
+    aligned_positions,
+    aligned_size,
+    count_batches,
+    lay_out_slots,
+    require_a_batch,
+)
 from packplan.core.batch import largest_degree
 from packplan.core.errors import SHARED_BY, Difference, counted
 from packplan.core.fingerprint import NO_IDENTITY, Fingerprint, RunIdentity
 from packplan.core.lengths import MOST_RANKS, IntArray, as_whole_number, as_works
 from packplan.core.packers import as_seed
-from packplan.core.schedule.slots import lay_out_slots
 from packplan.core.shuffling import seeded_permutation
 from packplan.core.work.assignment import SyncPoint, level_steps, to_units
 
@@ -187,12 +193,10 @@ class EpochSchedule:
     in it.
     """
 
-    degrees: IntArray | Callable[[int], IntArray] | None = attrs.field(
-        default=None, eq=attrs.cmp_using(eq=np.array_equal), hash=False, repr=False
-    )
+    degrees: IntArray | None = attrs.field(default=None, eq=attrs.cmp_using(eq=np.array_equal), hash=False, repr=False)
     """
-    Ranks that each pack needs, as `pack_degrees` has them; None gives each pack one rank. Where
-    each epoch has its own plan, a function that takes an epoch. Needs a `batch_size` of 1.
+    Ranks that each pack needs, as `pack_degrees` has them; None gives each pack one rank. Needs a
+    `batch_size` of 1, and one plan for all epochs.
     """
 
     max_degree: int | None = None
@@ -203,9 +207,6 @@ class EpochSchedule:
 
     _assigned: dict[int, IntArray] = attrs.field(factory=dict, init=False, eq=False, repr=False)
     """Epoch -> its assigned order, of the last requested epoch alone; read-only."""
-
-    _slots: dict[int, int] = attrs.field(factory=dict, init=False, eq=False, repr=False)
-    """Epoch -> slots of its packs, before they are cut or filled."""
 
     _last_steps: list[int] = attrs.field(factory=list, init=False, eq=False, repr=False)
     """Last step of each epoch from the epoch of `start` on, where epochs differ."""
@@ -336,9 +337,9 @@ class EpochSchedule:
             max_degree: Most ranks that share a pack; None takes those of this schedule.
         """
         num = self.num_epoch_packs(epoch)
-        if self.degrees is None or not num:
+        if self.degrees is None:
             return np.ones(num, dtype=np.int64)
-        needed = np.asarray(self.degrees(epoch) if callable(self.degrees) else self.degrees)
+        needed = np.asarray(self.degrees)
         if needed.shape != (num,) or needed.min() < 1 or (needed & (needed - 1)).any():
             message = f"degrees has the shape {needed.shape}, but has to be {num} powers of two, one for each pack"
             raise ValueError(message)
@@ -351,11 +352,11 @@ class EpochSchedule:
 
     def num_epoch_slots(self, epoch: int) -> int:
         """Return the slots of the packs in the raw plan of *epoch*, one for each rank of a pack."""
-        if self.degrees is None:
-            return self.num_epoch_packs(epoch)
-        if epoch not in self._slots:
-            self._slots[epoch] = int(self.pack_degrees(epoch).sum())
-        return self._slots[epoch]
+        return self.num_epoch_packs(epoch) if self.degrees is None else self._num_slots
+
+    @cached_property
+    def _num_slots(self) -> int:
+        return int(self.pack_degrees(0).sum())
 
     def _epoch_works(self, epoch: int) -> NDArray[np.float64]:
         """Return the work of each pack of *epoch*, where works are known; shape (num_packs,)."""

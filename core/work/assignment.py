@@ -47,9 +47,6 @@ Largest number of packs of a rank at which two are exchanged at once. With more,
 suffices.
 """
 
-_NEVER = 1 << 58
-"""Work of a pack that no exchange improves; four of them fit 64 bits."""
-
 _BLOCK = 1 << 21
 """Numbers of an exchange table that are in memory at once."""
 
@@ -125,23 +122,19 @@ def _busiest_bounds(rows: IntArray, world_size: int) -> IntArray:
 def _assign_step(steps: IntArray, degrees: IntArray, world_size: int, sync_at: SyncPoint) -> IntArray:
     """Return the order of each step's slots as columns of *steps*; of the same shape."""
     num_steps, per_step = steps.shape
-    is_shared = degrees.max() > 1
-    falling = np.lexsort((-steps, -degrees)) if is_shared else np.argsort(-steps, axis=1, kind="stable")
-    falling = falling.reshape(num_steps, -1, world_size)
+    falling = np.lexsort((-steps, -degrees)).reshape(num_steps, -1, world_size)
     if sync_at == "microbatch":
         # The rank of a pack does not matter to its microbatch. Every second one is reversed, so
         # that sums of ranks are near each other too.
         falling[:, 1::2] = falling[:, 1::2, ::-1]
         return falling.reshape(num_steps, per_step)
-    held = _assign_shared_first(steps, degrees, falling) if is_shared else _assign_heaviest_first(steps, falling)
-    stays = _gather_works(degrees, held) > 1 if is_shared else None
-    _level_ranks(steps, held, stays)
-    # Heavy packs first on each rank, so that microbatches at the same time are similar. Shared
-    # packs stay in front, where all of their ranks have them at the same time.
-    works = -_gather_works(steps, held)
-    if stays is not None:
-        works[stays] = -_NEVER
-    held = np.take_along_axis(held, np.argsort(works, axis=2, kind="stable"), axis=2)
+    if degrees.max() > 1:
+        return _assign_shared_first(steps, degrees, falling).transpose(0, 2, 1).reshape(num_steps, per_step)
+    held = _assign_heaviest_first(steps, falling)
+    _level_ranks(steps, held)
+    # Heavy packs first on each rank, so that microbatches at the same time are similar.
+    heavy_first = np.argsort(-_gather_works(steps, held), axis=2, kind="stable")
+    held = np.take_along_axis(held, heavy_first, axis=2)
     return held.transpose(0, 2, 1).reshape(num_steps, per_step)
 
 
@@ -199,8 +192,8 @@ def _assign_shared_first(steps: IntArray, degrees: IntArray, falling: IntArray) 
         for number in range(counts.max()):
             rows = np.flatnonzero(counts > number)[:, None]
             places = columns[rows, taken[rows] + number * degree + np.arange(degree)]
-            room = used[rows[:, 0], ::degree] < of_rank
-            sum_of = np.where(room, sums[rows[:, 0], ::degree], np.iinfo(np.int64).max)
+            is_full = used[rows[:, 0], ::degree] == of_rank
+            sum_of = np.where(is_full, np.iinfo(np.int64).max, sums[rows[:, 0], ::degree])
             ranks = sum_of.argmin(axis=1)[:, None] * degree + np.arange(degree)
             held[rows, ranks, used[rows, ranks]] = places
             sums[rows, ranks] += steps[rows, places]
@@ -209,7 +202,7 @@ def _assign_shared_first(steps: IntArray, degrees: IntArray, falling: IntArray) 
     return held
 
 
-def _level_ranks(steps: IntArray, held: IntArray, stays: NDArray[np.bool_] | None) -> None:
+def _level_ranks(steps: IntArray, held: IntArray) -> None:
     """
     Exchange packs between busy and idle ranks until each step is level, or nothing helps. *held* is
     changed in place.
@@ -217,7 +210,6 @@ def _level_ranks(steps: IntArray, held: IntArray, stays: NDArray[np.bool_] | Non
     Args:
         steps: Work of each pack; shape (num_steps, packs of a step).
         held: Places of the packs of each rank; shape (num_steps, world_size, packs of a rank).
-        stays: Packs that keep their rank; bool, shape of *held*. None lets all move.
     """
     bounds = _busiest_bounds(np.sort(steps, axis=1), held.shape[1])
     limits = bounds + bounds // _TOLERANCE
@@ -231,8 +223,7 @@ def _level_ranks(steps: IntArray, held: IntArray, stays: NDArray[np.bool_] | Non
         if not active.size:
             return
         several = number >= _SINGLE_ROUNDS and number % 2
-        fixed = None if stays is None else stays[active]
-        exchanged = _exchange(held, active, works, fixed, swaps=swaps[-1 if several else 0], number=number)
+        exchanged = _exchange(held, active, works, swaps=swaps[-1 if several else 0], number=number)
         changed[active[exchanged]] = number
 
 
@@ -242,15 +233,7 @@ def _sets_to_exchange(packs_of_rank: int) -> list[NDArray[np.int64]]:
     return [np.array(list(combinations(range(packs_of_rank), size))) for size in sizes]
 
 
-def _exchange(
-    held: IntArray,
-    active: IntArray,
-    works: IntArray,
-    fixed: NDArray[np.bool_] | None,
-    *,
-    swaps: NDArray[np.int64],
-    number: int,
-) -> IntArray:
+def _exchange(held: IntArray, active: IntArray, works: IntArray, *, swaps: NDArray[np.int64], number: int) -> IntArray:
     """
     Exchange packs of each busy rank with those of an idle one, as evenly as one exchange allows.
     Return the changed steps, as indices of *active*.
@@ -259,7 +242,6 @@ def _exchange(
         held: Places of the packs of each rank; shape (num_steps, world_size, packs of a rank).
         active: Steps to work on.
         works: Works of the packs of each rank; shape (num_active, world_size, packs of a rank).
-        fixed: Packs that keep their rank; bool, shape of *held*. None lets all move.
         swaps: Sets of packs to exchange; shape (num_sets, packs of a set).
         number: Number of the round, which decides the partners.
     """
@@ -274,12 +256,10 @@ def _exchange(
     busy, idle = busy.ravel(), idle.ravel()
     gap = sums[step, busy] - sums[step, idle]
     changed = np.zeros(num_active, dtype=bool)
-    # Of opposite signs, so that two never make up for each other.
-    given_works, taken_works = (works if fixed is None else np.where(fixed, far, works) for far in (_NEVER, -_NEVER))
     for part in _block_slices(gap.size, len(swaps) ** 2):
         of, one, other, wanted = step[part], busy[part], idle[part], gap[part]
-        gives = given_works[of, one][:, swaps].sum(axis=2)
-        takes = taken_works[of, other][:, swaps].sum(axis=2)
+        gives = works[of, one][:, swaps].sum(axis=2)
+        takes = works[of, other][:, swaps].sum(axis=2)
         left = np.abs(wanted[:, None, None] - 2 * (gives[:, :, None] - takes[:, None, :])).reshape(wanted.size, -1)
         best = left.argmin(axis=1)
         better = np.flatnonzero(left[np.arange(wanted.size), best] < wanted)
