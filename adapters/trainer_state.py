@@ -7,9 +7,10 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 from packplan.core.errors import CorruptArtefactError, counted
 from packplan.core.fingerprint import json_digest
@@ -17,6 +18,9 @@ from packplan.core.schedule import DAMAGED_STATE_REMEDY
 
 STATE = "trainer_state.json"
 """File that the trainer writes last into a checkpoint."""
+
+COPY_AGAIN = "copy it again, or name another checkpoint"
+"""Advice about a damaged file of a checkpoint."""
 
 _DIGEST_KEY = "packplan_sha256"
 """Key of the state's digest in its `stateful_callbacks`."""
@@ -77,20 +81,41 @@ def require_same_step(folder: Path, state: Mapping[str, Any], step: int) -> None
 
 def find_other_parts(folder: Path, *, stage: int | None, num_ranks: int) -> str | None:
     """
-    Return how a checkpoint keeps its optimizer, as a clause, if a run cannot take it; else None.
+    Return why a run cannot take the optimizer of a checkpoint, as a clause; None if it can.
+
+    A file of DeepSpeed may be missing or torn, or of another stage or number of ranks.
 
     Args:
         folder: Folder of the checkpoint.
         stage: ZeRO stage of the run; None without DeepSpeed.
         num_ranks: Ranks of the run.
     """
+    if damage := next(_yield_damage(folder), None):
+        return damage
     names = " ".join(path.name for path in folder.glob("global_step*/*"))
     parts, is_third = names.count("optim_states.pt"), re.search(r"zero_pp_rank_\S+model_states.pt", names)
     then = None if not names else 3 if is_third else 2 if parts else 0
     # Each node may have a folder of its own.
     count = num_ranks if parts == int(os.environ.get("LOCAL_WORLD_SIZE", "1")) else parts
     kept, taken = _optimizer_text(then, count), _optimizer_text(stage, num_ranks)
-    return None if kept == taken else f"its optimizer is kept {kept}, and this run keeps it {taken}"
+    remedy = "resume on as many ranks, with the same settings of DeepSpeed"
+    return None if kept == taken else f"its optimizer is kept {kept}, and this run keeps it {taken}: {remedy}"
+
+
+def _yield_damage(folder: Path) -> Iterator[str]:
+    """Yield a clause on each file of DeepSpeed that is missing, or was not written to its end."""
+    files = {path.name.removeprefix("bf16_"): path for path in folder.glob("global_step*/*.pt")}
+    ranks = [int(rank) for rank in re.findall(r"zero_pp_rank_(\d+)_", " ".join(files))] or [0]
+    kinds = {name.partition("_mp_rank_")[2] for name in files if name.startswith("zero")}
+    due = {f"zero_pp_rank_{rank}_mp_rank_{kind}" for rank in range(min(ranks), max(ranks) + 1) for kind in kinds}
+    if "00_model_states.pt" not in kinds:
+        due.add("mp_rank_00_model_states.pt")
+    missing = due - files.keys() if files else set()
+    if files and not (folder / "latest").is_file():
+        missing.add("latest")
+    yield from (f"its {name} is missing: {COPY_AGAIN}" for name in sorted(missing))
+    torn = (name for name, path in files.items() if not is_zipfile(path))
+    yield from (f"its {name} was not written to its end: {COPY_AGAIN}" for name in torn)
 
 
 def _optimizer_text(stage: int | None, num_ranks: int) -> str:

@@ -221,7 +221,7 @@ def read_nested_settings(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def machine_faults(settings: Mapping[str, Any], *, on_cpu: bool) -> Iterator[Fault]:
+def machine_faults(settings: Mapping[str, Any], *, on_cpu: bool, section: str = "training") -> Iterator[Fault]:
     """
     Yield faults of settings that need a missing package, that this machine would ignore, or by
     which several ranks train as one.
@@ -229,21 +229,22 @@ def machine_faults(settings: Mapping[str, Any], *, on_cpu: bool) -> Iterator[Fau
     Args:
         settings: Settings of the trainer.
         on_cpu: Whether training uses no GPU.
+        section: Section of the settings: `training`, or `grpo`.
     """
     for key, package in _NEED.items():
         if settings.get(key) and find_spec(package) is None:
             reason = f"needs the package {package}, which is not installed: install it, or remove the key"
-            yield Fault(f"training.{key}", reason)
+            yield Fault(f"{section}.{key}", reason)
     if settings.get("fp16") and on_cpu:
-        yield Fault("training.fp16", "computes in float32 on a CPU, silently: use bf16, or remove it")
+        yield Fault(f"{section}.fp16", "computes in float32 on a CPU, silently: use bf16, or remove it")
     if settings.get("fsdp") and on_cpu:
         reason = "would be dropped on a CPU, silently (by accelerate): remove it, or train on GPUs"
-        yield Fault("training.fsdp", reason)
+        yield Fault(f"{section}.fsdp", reason)
     shared = read_nested_settings(settings.get("deepspeed"))
     for name in ("tensor_parallel", "sequence_parallel_size"):
         if name in shared:
             reason = "makes several ranks one learner of DeepSpeed, but plans count every rank"
-            yield Fault("training.deepspeed", f"{reason}: remove {name}")
+            yield Fault(f"{section}.deepspeed", f"{reason}: remove {name}")
     if shared and settings.get("max_grad_norm") and "gradient_clipping" not in shared:
         reason = f"is {settings['max_grad_norm']}, but DeepSpeed clips gradients by its own settings alone"
-        yield Fault("training.max_grad_norm", f"{reason}: add gradient_clipping: auto to training.deepspeed")
+        yield Fault(f"{section}.max_grad_norm", f"{reason}: add gradient_clipping: auto to {section}.deepspeed")

@@ -11,7 +11,8 @@ the rows of the step's batches into new microbatches, with `core.shard`:
 - Logged values are means over all rows or tokens of the step, as in a step of one batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from io import BytesIO
 from itertools import chain
 from typing import Any, cast
@@ -212,6 +213,23 @@ class _BalanceState:
         ]
 
 
+class _NoBackward(LocalAccelerator):
+    """An accelerator for a batch that is only collected, so that nothing is computed backwards."""
+
+    def backward(self, *_: Any, **__: Any) -> None:
+        """Compute nothing: DeepSpeed refuses a loss that no model has computed."""
+
+
+@contextmanager
+def _accumulating(accelerator: Any, model: Any) -> Iterator[None]:
+    """Add gradients inside the block; DeepSpeed neither updates weights nor knows `no_sync`."""
+    state = accelerator.gradient_state
+    state._set_sync_gradients(False)  # noqa: FBT003, SLF001  # as transformers' loop does
+    with nullcontext() if accelerator.distributed_type == "DEEPSPEED" else accelerator.no_sync(model):
+        yield
+    state._set_sync_gradients(True)  # noqa: FBT003, SLF001
+
+
 class _BalancedTraining:
     """Methods of a trainer of TRL that cut an optimizer step into microbatches by tokens."""
 
@@ -254,7 +272,7 @@ class _BalancedTraining:
         self.accelerator = LocalAccelerator(self.accelerator)  # ranks are joined once a step
         for microbatch in others:
             given = self._start_microbatch(*microbatch)
-            with self.accelerator.no_sync(model):
+            with _accumulating(self.accelerator, model):
                 step.loss = step.loss + Trainer.training_step(self, model, given, num_items)
         return self._start_microbatch(*last)
 
@@ -270,7 +288,8 @@ class _BalancedTraining:
         if step.call is None:
             return super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]
         if step.weight is None:
-            return torch.zeros((), device=self.args.device, requires_grad=True)
+            self.accelerator = _NoBackward(self.accelerator)
+            return torch.zeros((), device=self.args.device)
         logged = self._collected_values()
         before = {name: len(values) for name, values in logged.items()}
         loss = super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]

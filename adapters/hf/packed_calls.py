@@ -242,6 +242,9 @@ class _Thread(local):
     outermost: Any = None
     """Module whose call came first, of those that pack now."""
 
+    asked: Any = None
+    """Module whose call came first, packed or not: ranks that share weights meet there alone."""
+
     headed: RealTokens | None = None
     """Tokens of a call whose labels are packed too."""
 
@@ -388,7 +391,8 @@ class Unpadding:
         given = self._callers[module].bind_arguments(args, kwargs)
         tokens = self.stack.find_real_tokens(given)
         if self._compare is not None and not (self.is_trial or _is_generation(given)):
-            self._compare(self, module, given, tokens)
+            self._compare(self, module, given, tokens, meets=self._thread.asked is None)
+        self._thread.asked = module if self._thread.asked is None else self._thread.asked
         if tokens is None:
             return None
         self._thread.outermost = module
@@ -421,6 +425,7 @@ class Unpadding:
 
     def _leave(self, module: Any, args: Any, kwargs: Any, output: Any) -> Any:  # noqa: ARG002  # torch passes them
         now = self._thread
+        now.asked = None if now.asked is module else now.asked
         if now.outermost is not module:
             return None
         tokens, now.outermost, now.headed, now.reads_padding = now.headed, None, None, False

@@ -1,16 +1,21 @@
 """Checks for settings and losses with which a trainer cannot follow a plan, or use `balance`."""
 
 import dataclasses
+import logging
 import os
 from collections.abc import Iterator
 from importlib.metadata import version
 from numbers import Integral
 from typing import Any
 
+from transformers.integrations.deepspeed import deepspeed_config
+
 from packplan.core.config.refusals import active_refusals
 from packplan.core.errors import ArgumentError, counted
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
+
+log = logging.getLogger(__name__)
 
 _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 """Losses of GRPO that are sums or means over rows or tokens."""
@@ -163,6 +168,30 @@ def _parallelism_conflicts(trainer: Any) -> Iterator[str]:
             yield f"parallelism_config.{name} is {size}, so ranks share rows"
 
 
+def require_deepspeed_agrees(args: Any) -> None:
+    """
+    Refuse settings of DeepSpeed that contradict training arguments, before anything is loaded.
+
+    Raises:
+        ValueError: As transformers does it later, when it begins to train.
+    """
+    if found := getattr(getattr(args, "hf_deepspeed_config", None), "mismatches", None):
+        raise ValueError(f"{'; '.join(one.removeprefix('- ') for one in found)}, where auto takes the run's own")
+
+
+def warn_of_unclipped_gradients(args: Any, section: str) -> None:
+    """
+    Warn if DeepSpeed clips no gradients, although the trainer has a default.
+
+    Args:
+        args: Training arguments.
+        section: Section of the settings in a YAML.
+    """
+    if args.deepspeed and args.max_grad_norm and not deepspeed_config().get("gradient_clipping"):
+        log.warning("gradients are not clipped: %s.deepspeed has no gradient_clipping, which auto takes from "
+                    "%s.max_grad_norm (%s)", section, section, args.max_grad_norm)  # fmt: skip
+
+
 def is_old_trl() -> bool:
     """Return whether TRL is older than 1.0, which divides and logs some means differently."""
     return int(version("trl").partition(".")[0]) < 1
@@ -202,5 +231,3 @@ def _loss_conflicts(trainer: Any) -> Iterator[str]:
     weight = getattr(trainer, "router_aux_loss_coef", 0)
     if weight and getattr(trainer, "aux_loss_enabled", False):
         yield f"router_aux_loss_coef is {weight}, whose loss compares the tokens of a batch"
-    if trainer.accelerator.distributed_type == "DEEPSPEED":
-        yield "DeepSpeed counts microbatches itself: leave out `balance`, or DeepSpeed"

@@ -71,7 +71,9 @@ class FirstCalls:
         self._has_met = False  # with the calls of the same model on other ranks
         self._calls_left: dict[Any, int] = {}  # by mode, until other ranks are asked no more
 
-    def compare(self, hooks: Any, module: Any, given: dict[str, Any], tokens: RealTokens | None) -> None:
+    def compare(
+        self, hooks: Any, module: Any, given: dict[str, Any], tokens: RealTokens | None, *, meets: bool
+    ) -> None:
         """
         Compare a call with its padded pass if it is the first of its kind.
 
@@ -80,19 +82,21 @@ class FirstCalls:
             module: The model, its wrapper or its text stack.
             given: Arguments of the call by name.
             tokens: Real tokens of the batch; None if the call is not packed.
+            meets: Whether ranks that share weights ask each other: once in a call, so that all do
+                it equally often, whether or not their batches are padded.
 
         Raises:
             MismatchError: They differ. On several ranks that have all weights, `refuse_step` raises
                 it.
         """
         is_sharded = has_ranks() and find_sharded_weight(module) is not None
-        if is_sharded:
+        if is_sharded and meets:
             self._meet_once()
         kind = None if tokens is None else self._kind_of(hooks, module, given, tokens)
         is_new = kind is not None and kind not in self._kinds
         if is_new:
             self._kinds.add(kind)
-        if not (self._ask_ranks(module, given, tokens, is_new=is_new) if is_sharded else is_new):
+        if not (self._ask_ranks(module, given, tokens, is_new=is_new, meets=meets) if is_sharded else is_new):
             return
         fact = self._find_fact(hooks, module, given, tokens, together=is_sharded)
         if is_sharded:
@@ -112,15 +116,18 @@ class FirstCalls:
             raise MismatchError("ranks_disagree", "a rank computes this model padded: `unpad` it on all ranks")
         self._has_met = True
 
-    def _ask_ranks(self, module: Any, given: dict[str, Any], tokens: RealTokens | None, *, is_new: bool) -> bool:
-        """Return whether a rank has a new kind of call; all ranks call this equally often."""
+    def _ask_ranks(
+        self, module: Any, given: dict[str, Any], tokens: RealTokens | None, *, is_new: bool, meets: bool = True
+    ) -> bool:
+        """Return whether a rank has a new kind of call; all ranks meet here equally often."""
         mode = module, module.training, torch.is_grad_enabled()
-        left = self._calls_left.get(mode, _ASKED_CALLS)
+        left = self._calls_left.get(mode, _ASKED_CALLS) if meets else 0
         is_due = left > 0 and any(gather_from_ranks(is_new))
-        self._calls_left[mode] = _ASKED_CALLS if is_due else max(left - 1, 0)
+        if meets:
+            self._calls_left[mode] = _ASKED_CALLS if is_due else max(left - 1, 0)
         if is_new and not is_due:
             words = _describe_call(module, given, tokens)
-            log.warning("%s is not compared with its padded pass: ranks have stopped asking", words)
+            log.warning("%s is not compared with its padded pass: ranks do not ask each other any more", words)
         return is_due
 
     def _find_fact(

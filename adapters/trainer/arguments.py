@@ -24,6 +24,7 @@ from transformers import Trainer, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks, is_deepspeed_zero3_enabled
 
 from packplan.adapters.config.trainer_keys import TrainerKey, argument_keys, machine_faults
+from packplan.adapters.hf.refusals import require_deepspeed_agrees
 from packplan.core.config.faults import tuners_of
 from packplan.core.config.run import RunConfig, TrainingConfig
 from packplan.core.errors import ConfigError, Fault
@@ -112,11 +113,6 @@ def _try_optimizer(arguments: Any) -> None:
             raise
 
 
-def _try_deepspeed(arguments: Any) -> None:
-    if found := getattr(getattr(arguments, "hf_deepspeed_config", None), "mismatches", None):
-        raise ValueError(f"{'; '.join(one.removeprefix('- ') for one in found)}, where auto takes the run's own")
-
-
 def _try_lr_scheduler(arguments: Any) -> None:
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
     of_kind = {"scheduler_specific_kwargs": arguments.lr_scheduler_kwargs}
@@ -141,7 +137,7 @@ def _try_shard_size(arguments: Any) -> None:
 
 _TRIALS: dict[tuple[str, ...], Callable[[Any], None]] = {
     ("optim", "optim_args"): _try_optimizer,
-    ("deepspeed",): _try_deepspeed,
+    ("deepspeed",): require_deepspeed_agrees,
     ("lr_scheduler_type", "lr_scheduler_kwargs"): _try_lr_scheduler,
     ("torch_compile", "torch_compile_backend", "torch_compile_mode"): _try_compilation,
     ("report_to",): _try_reporters,

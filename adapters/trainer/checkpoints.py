@@ -15,7 +15,7 @@ import attrs
 
 from packplan.adapters.loaders.batches import PROGRESS, find_progress
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.adapters.trainer_state import STATE, read_trainer_state, require_same_step
+from packplan.adapters.trainer_state import COPY_AGAIN, STATE, read_trainer_state, require_same_step
 from packplan.core.errors import ConfigError, CorruptArtefactError, Difference, StaleError, counted, verb_for
 from packplan.core.fingerprint import from_plain, seal, to_plain, unseal
 from packplan.core.ports import RankGroup
@@ -30,7 +30,7 @@ State = TypeVar("State", ResumeState, StreamState)
 _ATTENTION = "packplan_attention"
 """Key, in a trainer's state, of the attention that trained the checkpoint."""
 
-_AGAIN = "copy it again, or name another checkpoint (last takes the newest whole one)"
+_AGAIN = f"{COPY_AGAIN} (last takes the newest whole one)"
 """Advice about a damaged file."""
 
 _FRESH = "to start again from its weights, set model.model to it"

@@ -14,13 +14,16 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, get_peft_config
 
-from packplan.adapters.config.trainer_keys import TrainerKey, argument_keys
+from packplan.adapters.config.trainer_keys import TrainerKey, argument_keys, machine_faults
 from packplan.adapters.families import trained_config
 from packplan.adapters.files import wrap_save_errors
 from packplan.adapters.hf.balance import BalanceCounts
 from packplan.adapters.hf.packed_calls import Unpadding
+from packplan.adapters.hf.refusals import require_deepspeed_agrees, warn_of_unclipped_gradients
+from packplan.adapters.ranks.environment import read_world_size
 from packplan.adapters.samples.data_files import open_records
 from packplan.adapters.samples.prompts import Prompts
+from packplan.app.wiring.ranks import refuse_other_parts
 from packplan.app.wiring.stores import records_cache
 from packplan.core.config.rl import RlConfig
 from packplan.core.errors import ConfigError, PackplanError
@@ -57,6 +60,9 @@ def train(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
     if checkpoint == "last" and (checkpoint := get_last_checkpoint(folder)) is None:
         reason = f"is last, but {folder} has no checkpoint: remove it to begin at step 1"
         raise ConfigError.for_key("grpo.resume_from_checkpoint", reason)
+    if checkpoint is not None:
+        engine = config.grpo.get("deepspeed")
+        refuse_other_parts("grpo.resume_from_checkpoint", checkpoint, engine, num_ranks=read_world_size())
     if quiet or not sys.stderr.isatty():
         disable_progress_bar()
     trainer, hooks, counts = open_trainer(config, quiet=quiet)
@@ -91,14 +97,20 @@ def open_trainer(config: RlConfig, *, quiet: bool = False) -> tuple[GRPOTrainer,
     model, names = config.model, config.grpo["reward_funcs"]
     rewards = [_load_reward(name) for name in ([names] if isinstance(names, str) else names)]
     adapters = {name: value for name, value in config.grpo.items() if name.startswith(_ADAPTER_PREFIXES)}
+    on_cpu = bool(config.grpo.get("use_cpu")) or not torch.cuda.is_available()
+    if faults := tuple(machine_faults(config.grpo, on_cpu=on_cpu, section="grpo")):
+        raise ConfigError("the section grpo", faults)
     try:
+        args = GRPOConfig(**_grpo_arguments(config, quiet=quiet))
+        require_deepspeed_agrees(args)
+        warn_of_unclipped_gradients(args, "grpo")
         processor = AutoProcessor.from_pretrained(
             model.model, truncation_side="left", padding_side="left", trust_remote_code=model.trust_remote_code
         )
         trainer = GRPOTrainer(
             model.model,
             rewards,
-            args=GRPOConfig(**_grpo_arguments(config, quiet=quiet)),
+            args=args,
             train_dataset=_open_prompts(config, config.custom.train_jsonl, processor),
             eval_dataset=_open_prompts(config, config.custom.val_jsonl, processor),
             processing_class=processor,
@@ -129,6 +141,8 @@ def _grpo_arguments(config: RlConfig, *, quiet: bool) -> dict[str, Any]:
     given = {name: value for name, value in config.grpo.items() if not name.startswith(others)}
     model, on_cpu = config.model, not torch.cuda.is_available()
     loading: dict[str, Any] = {"dtype": model.torch_dtype or "auto", "trust_remote_code": model.trust_remote_code}
+    if given.get("deepspeed"):
+        loading["device_map"] = None  # as TRL sets it on GPUs: ZeRO 3 takes no other
     if model.attn_impl not in {"auto", "varlen"}:
         loading["attn_implementation"] = model.attn_impl
     drawing: dict[str, Any] = {}

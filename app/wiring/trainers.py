@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from transformers.integrations.deepspeed import deepspeed_config
 from transformers.utils.logging import disable_progress_bar
 
 from packplan.adapters.attention.shared_rows import RowGroups, share_rows
+from packplan.adapters.hf.refusals import warn_of_unclipped_gradients
 from packplan.adapters.loaders.batches import PackBatches
 from packplan.adapters.model_folder import PROCESSING_FILES, model_file_facts
 from packplan.adapters.probe.rows import probe_sharing_copy
@@ -36,10 +36,14 @@ from packplan.adapters.trainer.streams.dataset import StreamDataset
 from packplan.adapters.trainer.streams.trainer import StreamTrainer
 from packplan.adapters.trainer.trainer import PlanTrainer
 from packplan.adapters.trainer.vision import DummyImage, plain_model
-from packplan.adapters.trainer_state import find_other_parts
-from packplan.app.planning.schedule import accumulation_of, zero_stage
+from packplan.app.planning.schedule import accumulation_of
 from packplan.app.planning.split import Split
-from packplan.app.wiring.ranks import read_settings_files, require_same_run, require_same_weights
+from packplan.app.wiring.ranks import (
+    read_settings_files,
+    refuse_other_parts,
+    require_same_run,
+    require_same_weights,
+)
 from packplan.app.wiring.verdicts import probe_loaded_model
 from packplan.core.config.identity import flat_values, run_identity
 from packplan.core.config.run import RunConfig, TrainingConfig
@@ -134,10 +138,7 @@ def _find_checkpoint(
     )
     require_same_run(group, flat_values({"checkpoint": attrs.asdict(checkpoint.resume_state)}))
     engine = config.training.trainer.get("deepspeed")
-    stage = zero_stage(engine) if engine else None
-    if fact := find_other_parts(Path(checkpoint.folder), stage=stage, num_ranks=group.world_size):
-        reason = f"is {checkpoint.folder}, but {fact}: resume on as many ranks and with its training.deepspeed"
-        raise ConfigError.for_key(CHECKPOINT_KEY, reason)
+    refuse_other_parts(CHECKPOINT_KEY, checkpoint.folder, engine, num_ranks=group.world_size)
     if group.rank == 0:
         for one in checkpoint.resume_state.identity.told.differences(identity_of_run(config).told):
             log.warning("%s had another value, and this run's is taken: %s", checkpoint.folder, one)
@@ -189,9 +190,7 @@ def open_arguments(config: RunConfig, *, world_size: int) -> TrainingArguments:
     arguments = make_training_arguments(config, gradient_accumulation_steps=accumulation.gradient_accumulation_steps)
     if found := tuple(yield_setting_faults(arguments)):
         raise ConfigError("the section training", found)
-    if arguments.deepspeed and arguments.max_grad_norm and not deepspeed_config().get("gradient_clipping"):
-        log.warning("gradients are not clipped: training.deepspeed has no gradient_clipping, which auto takes from "
-                    "training.max_grad_norm (%s)", arguments.max_grad_norm)  # fmt: skip
+    warn_of_unclipped_gradients(arguments, "training")
     return arguments
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import attrs
 
@@ -17,10 +18,14 @@ from packplan.app.cli.command import run_command
 with loading_libraries():
     import deepspeed
     import torch
+    from transformers import trainer as hf
+    from transformers.trainer_callback import DefaultFlowCallback, ProgressCallback
 
     from packplan.adapters.trainer import loader
+    from packplan.app import rl
     from packplan.app.planning import measure
     from packplan.app.sft import train as way
+    from packplan.app.wiring import ranks
     from packplan.app.wiring.ranks import join_ranks, open_rank_group
     from packplan.app.wiring.runs import read_config
     from tests.e2e import plugin_run
@@ -75,10 +80,10 @@ def main(config: str, out: str, fault: str = "") -> int:
 
 def several(runs: list[tuple[str, str]], out: str, commands: Sequence[tuple[str, str, list[str]]] = ()) -> None:
     """
-    Run commands of ms-swift, then runs of `packplan sft`, in one process group.
+    Run `packplan sft` and `packplan rl`, then commands of ms-swift, in one process group.
 
     Args:
-        runs: Name and YAML of each run.
+        runs: Name and YAML of each run; the names of those of `packplan rl` begin with `rl`.
         out: Folder, in which each run writes what `main` writes into a folder of its name.
         commands: See `plugin_run.main`.
     """
@@ -91,13 +96,22 @@ def several(runs: list[tuple[str, str]], out: str, commands: Sequence[tuple[str,
             yield group
 
         globals().update(join_ranks=joined)
-        if commands:
-            plugin_run.main(commands, out)
         for name, config in runs:
             Path(out, name).mkdir(exist_ok=True)
-            status = main(config, str(Path(out, name)))
+            if name.startswith("rl"):
+                with without_swift(), mock.patch.object(ranks, "open_rank_group", joined):
+                    status = rl.main([config, "--quiet"])
+            else:
+                status = main(config, str(Path(out, name)))
             Path(out, name, f"status{group.rank}").write_text(str(status))
+        if commands:  # last, since ms-swift's GRPO changes the trainer of TRL
+            plugin_run.main(commands, out)
         group.stop_heartbeat = stop
+
+
+def without_swift() -> Any:
+    """Have transformers' callbacks, which ms-swift replaces in its process for all trainers."""
+    return mock.patch.multiple(hf, DEFAULT_CALLBACKS=[DefaultFlowCallback], DEFAULT_PROGRESS_CALLBACK=ProgressCallback)
 
 
 def _told(result: Any) -> dict[str, Any]:

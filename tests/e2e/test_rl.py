@@ -2,15 +2,13 @@
 
 import json
 import re
-from unittest import mock
 
 import pytest
-from transformers import trainer as hf
-from transformers.trainer_callback import DefaultFlowCallback, ProgressCallback
 
 from packplan.app import rl
 from packplan.app.wiring import grpo
 from packplan.app.wiring.runs import read_rl_config
+from tests.e2e.rank_main import without_swift
 from tests.processes import finished
 
 pytestmark = pytest.mark.slow
@@ -18,11 +16,6 @@ pytestmark = pytest.mark.slow
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 120, "logprob_mb_tokens": 200}}
 
 DYNAMIC = {"dynamic_batching": {"enabled": True, "train_mb_tokens": 256, "sequence_length_round": 8}}
-
-
-def without_swift():
-    """Have transformers' callbacks, which ms-swift replaces in its process for all trainers."""
-    return mock.patch.multiple(hf, DEFAULT_CALLBACKS=[DefaultFlowCallback], DEFAULT_PROGRESS_CALLBACK=ProgressCallback)
 
 
 @pytest.fixture(autouse=True)
