@@ -71,10 +71,12 @@ def find_sharded_weight(model: torch.nn.Module) -> str | None:
     """
     Return the name of the first weight of which this process holds a part; None if it holds all.
 
-    Such are the weights under FSDP and ZeRO 3, outside of the passes that gather them.
+    Such are the weights under FSDP and ZeRO 3, also while they are gathered: small ones stay so
+    until a checkpoint is loaded.
     """
     for name, weight in model.named_parameters():
-        if weight.numel() == 0 or weight.is_meta or "_flat_param" in name or isinstance(weight, DTensor):
+        is_empty = weight.numel() == 0 or weight.is_meta
+        if is_empty or hasattr(weight, "ds_id") or "_flat_param" in name or isinstance(weight, DTensor):
             return name
     return None
 

@@ -313,6 +313,9 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
     native: str = NATIVE
     """Attention of transformers that computes samples alone."""
 
+    fixed_arguments: frozenset[str] = FIXED_ARGUMENTS
+    """Training arguments that a resumed run has to keep."""
+
     loss_of_samples: str = "sum"
     """Loss of a batch, made of its samples' losses: "sum", "mean", or "" if of neither."""
 
@@ -350,7 +353,7 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
 
     def _identity(self) -> RunIdentity:
         """Return the settings and the model's files that a resumed run has to share."""
-        settings = {name: getattr(self.args, name) for name in FIXED_ARGUMENTS if hasattr(self.args, name)}
+        settings = {name: getattr(self.args, name) for name in self.fixed_arguments if hasattr(self.args, name)}
         name = getattr(self.model.config, "name_or_path", "")
         model = (model_file_facts(Path(name)) or {"model.model": name}) if name else {}  # a folder, or a name of a hub
         return RunIdentity(Fingerprint(flat_values(settings) | model))

@@ -20,6 +20,7 @@ from packplan.adapters.hf.first_pack import LocalAccelerator
 from packplan.adapters.hf.following import ServesPacks
 from packplan.adapters.loaders.rows import PACK
 from packplan.adapters.models import replace_attributes
+from packplan.core.config.identity import PREFERENCE_ARGUMENTS
 
 _EXTREMES = {"min_reward": min, "max_reward": max}
 """Name of a logged value that is an extreme, not a mean -> its reduction."""
@@ -71,6 +72,7 @@ class _Step:
 class TrainsPairs(ServesPacks):
     """Methods of a trainer of TRL that trains packs of preference data."""
 
+    fixed_arguments = PREFERENCE_ARGUMENTS
     loss_of_samples = "mean"
     current_gradient_accumulation_steps: int
     _total_train_tokens: int

@@ -17,6 +17,7 @@ from packplan.adapters.models import load_by_model_class
 from packplan.adapters.swift.packs import PackCollator, PlannedPacks
 from packplan.core.align import align_plan
 from packplan.core.batch import count_row_groups
+from packplan.core.config.identity import PREFERENCE_ARGUMENTS
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
 
@@ -112,6 +113,7 @@ def _eval_packs(trainer: Any) -> PlannedPacks | None:
 class _PlannedSwiftTraining(ServesPacks):
     """Methods of a trainer of ms-swift that serves planned packs."""
 
+    fixed_arguments = PREFERENCE_ARGUMENTS
     is_fsdp_enabled: bool
     is_deepspeed_enabled: bool
     template: Any

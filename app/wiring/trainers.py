@@ -12,6 +12,7 @@ from packplan.adapters.attention.shared_rows import RowGroups, share_rows
 from packplan.adapters.hf.refusals import warn_of_unclipped_gradients
 from packplan.adapters.loaders.batches import PackBatches
 from packplan.adapters.model_folder import PROCESSING_FILES, model_file_facts
+from packplan.adapters.models import find_sharded_weight
 from packplan.adapters.probe.rows import probe_sharing_copy
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.template import swift_types
@@ -207,7 +208,8 @@ def _open_model(
     template = encoder.template
     device = None if shards_weights(arguments) else arguments.device
     model: Any = open_model(config.model, config.training, attention=attention, device=device)
-    if not shards_weights(arguments):
+    is_whole = not arguments.fsdp and find_sharded_weight(model) is None  # FSDP shares them later
+    if is_whole:
         require_same_weights(group, model)
     elif group.rank == 0:
         log.info("the weights of the ranks were not compared: they share those of rank 0, and none holds all")
@@ -215,12 +217,11 @@ def _open_model(
     if config.training.row_ranks > 1:
         rows = RowGroups.make([config.training.row_ranks], arguments.ddp_timeout_delta)
         share_rows(model, rows)
-        if shards_weights(arguments):
+        if not is_whole:
             named, device = config.model.attn_impl, arguments.device
             probe_sharing_copy(model, attention, named=named, groups=rows, device=device)
     if config.training.packing and attention.verdict is not None:
-        whole = not shards_weights(arguments)
-        probe_loaded_model(config, model, attention.verdict, whole=whole, keep=group.rank == 0, groups=rows)
+        probe_loaded_model(config, model, attention.verdict, whole=is_whole, keep=group.rank == 0, groups=rows)
     template.model = plain_model(model)
     # Where the text's weights are frozen, a batch without images would depend on nothing that is
     # trained.

@@ -238,6 +238,23 @@ def test_the_first_pack_is_compared_with_its_pairs(tmp_path):
         assert check == all(map(torch.equal, before, trainer.model.parameters()))
 
 
+CHANGED = {"DPOTrainer": {"beta": 0.2}}
+"""Trainer -> a setting of its loss that changes when a run goes on."""
+
+if HOSTED:
+    CHANGED |= {"KTOTrainer": {"desirable_weight": 2.0}, "RewardTrainer": {"center_rewards_coefficient": 0.1}}
+
+
+@pytest.mark.parametrize("host", CHANGED)
+def test_a_resumed_run_keeps_the_settings_of_its_loss(host, tmp_path):
+    """As it keeps those of SFT; the message has both values."""
+    losses_of(trainer_of(host, tmp_path, max_steps=1, save_strategy="steps", save_steps=1))
+    trainer = trainer_of(host, tmp_path, max_steps=2, **CHANGED[host])
+    use_plan(trainer, plan_of(trainer))
+    with pytest.raises(StaleError, match=next(iter(CHANGED[host]))):
+        trainer.train(resume_from_checkpoint=True)
+
+
 REFUSED = {
     "loss_type is 'kto'.* KL term.*apo_zero_unpaired": (
         "KTOTrainer",
