@@ -248,3 +248,14 @@ def machine_faults(settings: Mapping[str, Any], *, on_cpu: bool, section: str = 
     if shared and settings.get("max_grad_norm") and "gradient_clipping" not in shared:
         reason = f"is {settings['max_grad_norm']}, but DeepSpeed clips gradients by its own settings alone"
         yield Fault(f"{section}.max_grad_norm", f"{reason}: add gradient_clipping: auto to {section}.deepspeed")
+
+
+def require_deepspeed_agrees(args: Any) -> None:
+    """
+    Refuse settings of DeepSpeed that contradict training arguments, before anything is loaded.
+
+    Raises:
+        ValueError: As transformers does it later, when it begins to train.
+    """
+    if found := getattr(getattr(args, "hf_deepspeed_config", None), "mismatches", None):
+        raise ValueError(f"{'; '.join(one.removeprefix('- ') for one in found)}, where auto takes the run's own")

@@ -168,17 +168,6 @@ def _parallelism_conflicts(trainer: Any) -> Iterator[str]:
             yield f"parallelism_config.{name} is {size}, so ranks share rows"
 
 
-def require_deepspeed_agrees(args: Any) -> None:
-    """
-    Refuse settings of DeepSpeed that contradict training arguments, before anything is loaded.
-
-    Raises:
-        ValueError: As transformers does it later, when it begins to train.
-    """
-    if found := getattr(getattr(args, "hf_deepspeed_config", None), "mismatches", None):
-        raise ValueError(f"{'; '.join(one.removeprefix('- ') for one in found)}, where auto takes the run's own")
-
-
 def warn_of_unclipped_gradients(args: Any, section: str) -> None:
     """
     Warn if DeepSpeed clips no gradients, although the trainer has a default.

@@ -23,8 +23,7 @@ from swift.optimizers import optimizers_map
 from transformers import Trainer, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks, is_deepspeed_zero3_enabled
 
-from packplan.adapters.config.trainer_keys import TrainerKey, argument_keys, machine_faults
-from packplan.adapters.hf.refusals import require_deepspeed_agrees
+from packplan.adapters.config.trainer_keys import TrainerKey, argument_keys, machine_faults, require_deepspeed_agrees
 from packplan.core.config.faults import tuners_of
 from packplan.core.config.run import RunConfig, TrainingConfig
 from packplan.core.errors import ConfigError, Fault

@@ -14,12 +14,12 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, get_peft_config
 
-from packplan.adapters.config.trainer_keys import TrainerKey, argument_keys, machine_faults
+from packplan.adapters.config.trainer_keys import TrainerKey, argument_keys, machine_faults, require_deepspeed_agrees
 from packplan.adapters.families import trained_config
 from packplan.adapters.files import wrap_save_errors
 from packplan.adapters.hf.balance import BalanceCounts
 from packplan.adapters.hf.packed_calls import Unpadding
-from packplan.adapters.hf.refusals import require_deepspeed_agrees, warn_of_unclipped_gradients
+from packplan.adapters.hf.refusals import warn_of_unclipped_gradients
 from packplan.adapters.ranks.environment import read_world_size
 from packplan.adapters.samples.data_files import open_records
 from packplan.adapters.samples.prompts import Prompts
