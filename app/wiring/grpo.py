@@ -23,8 +23,7 @@ from packplan.adapters.hf.refusals import warn_of_unclipped_gradients
 from packplan.adapters.ranks.environment import read_world_size
 from packplan.adapters.samples.data_files import open_records
 from packplan.adapters.samples.prompts import Prompts
-from packplan.app.wiring.ranks import refuse_other_parts
-from packplan.app.wiring.stores import records_cache
+from packplan.app.wiring.stores import records_cache, refuse_other_parts
 from packplan.core.config.rl import RlConfig
 from packplan.core.errors import ConfigError, PackplanError
 from packplan.hf import balance, unpad

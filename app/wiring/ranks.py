@@ -19,9 +19,7 @@ from packplan.adapters.config.run import load_mixes
 from packplan.adapters.config.trainer_keys import SETTINGS_FILES, read_nested_settings
 from packplan.adapters.ranks.environment import read_world_size, wrap_rendezvous_errors
 from packplan.adapters.ranks.torch_group import OneRank, TorchGroup, weight_digests, wrap_rank_errors
-from packplan.adapters.trainer_state import find_other_parts
 from packplan.adapters.versions import installed_version
-from packplan.app.planning.schedule import zero_stage
 from packplan.app.wiring.runs import raising_on_all_ranks
 from packplan.core.config.identity import flat_values, rank_differences, shared_values
 from packplan.core.config.run import RunConfig
@@ -97,24 +95,6 @@ def _rank_values(config: RunConfig, options: Mapping[str, Any]) -> dict[str, str
     versions = {"python": platform.python_version(), **{name: installed_version(name) for name in _PACKAGES}}
     ours = {f"version of {name}": version for name, version in versions.items()}
     return shared_values(config, read_settings_files(config)) | flat_values({**options, **ours})
-
-
-def refuse_other_parts(key: str, folder: str, deepspeed: Any, *, num_ranks: int) -> None:
-    """
-    Refuse a checkpoint whose optimizer DeepSpeed keeps in other parts, or whose files are missing.
-
-    Args:
-        key: Key that names the checkpoint.
-        folder: Folder of the checkpoint.
-        deepspeed: DeepSpeed's settings of the run, or their file; None without it.
-        num_ranks: Ranks of the run.
-
-    Raises:
-        ConfigError: The run cannot take the optimizer.
-    """
-    stage = zero_stage(deepspeed) if deepspeed else None
-    if fact := find_other_parts(Path(folder), stage=stage, num_ranks=num_ranks):
-        raise ConfigError.for_key(key, f"is {folder}, but {fact}")
 
 
 def read_settings_files(config: RunConfig) -> dict[str, Any]:

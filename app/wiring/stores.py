@@ -1,6 +1,7 @@
 """Folders, stores and data files of a run on disk, and new files that commands write."""
 
 from pathlib import Path
+from typing import Any
 
 from packplan.adapters import files
 from packplan.adapters.loaders.batches import read_saved_progress
@@ -9,7 +10,8 @@ from packplan.adapters.samples.data_set import FileRecords
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.lock import FolderLock
 from packplan.adapters.stores.plans import DiskPlanStore
-from packplan.adapters.trainer_state import STATE
+from packplan.adapters.trainer_state import STATE, find_other_parts
+from packplan.app.planning.schedule import zero_stage
 from packplan.app.planning.split import Stores
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ArgumentError, ConfigError, CorruptArtefactError, NotBuiltError
@@ -97,3 +99,21 @@ def write_new_file(path: Path, text: str, *, replaces: str | None = None) -> Non
     if held not in {None, text.encode()} and (replaces is None or not held.startswith(replaces.encode())):
         raise ConfigError.for_key("--output", f"{path} exists and holds something else: name another file or remove it")
     files.write_bytes(path, text.encode())
+
+
+def refuse_other_parts(key: str, folder: str, deepspeed: Any, *, num_ranks: int) -> None:
+    """
+    Refuse a checkpoint whose optimizer DeepSpeed keeps in other parts, or whose files are missing.
+
+    Args:
+        key: Key that names the checkpoint.
+        folder: Folder of the checkpoint.
+        deepspeed: DeepSpeed's settings of the run, or their file; None without it.
+        num_ranks: Ranks of the run.
+
+    Raises:
+        ConfigError: The run cannot take the optimizer.
+    """
+    stage = zero_stage(deepspeed) if deepspeed else None
+    if fact := find_other_parts(Path(folder), stage=stage, num_ranks=num_ranks):
+        raise ConfigError.for_key(key, f"is {folder}, but {fact}")
