@@ -145,6 +145,21 @@ def test_the_command_says_the_longest_length_that_fits(write_small, capsys):
     assert any("tokens" in line and "with margin" in line for line in lines)
 
 
+def test_a_rank_of_a_shared_pack_holds_its_part(write_small):
+    """Half of the longest pack on each of two ranks."""
+    path = write_small()
+    keys = ["template.max_length=40", "training.effective_batch_size=2"]
+
+    alone, shared = (
+        forecast_of(path, *keys, f"training.sequence_parallel_size={size}", ranks=2) for size in (1, "auto")
+    )
+
+    (pack, full), (part, _) = alone.packs, shared.packs
+    assert -(-pack.tokens // 2) == part.tokens < full.tokens < pack.tokens
+    assert part.peak.total < pack.peak.total
+    assert any("a rank's share is traced" in note for note in shared.notes)
+
+
 @pytest.mark.parametrize(
     "keys", [{"packing": False}, {"sequence_parallel_size": 2}, {"deepspeed": {"zero_optimization": {"stage": 3}}}]
 )

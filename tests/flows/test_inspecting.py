@@ -288,6 +288,24 @@ def test_the_longest_pack_is_named_wherever_a_plan_is_shown(store, said, documen
         assert key not in said("whatif", other)
 
 
+def test_packs_that_ranks_share_are_counted_wherever_a_plan_is_shown(store, said, shown, document):
+    """By the number of ranks, with the most tokens of a rank; packs too long even so are named."""
+    auto = {"training": {"sequence_parallel_size": "auto"}}
+    path = store(lengths=[60, 20, 50, 30, 200, 79, 100], **auto)
+
+    schedule = shown(path, "--world-size", "4")["schedule"]
+    assert ({"1": 3, "2": 1, "4": 1}, 80) == (schedule["packs_by_degree"], schedule["rank_tokens"])
+    assert [] == [line for line in shown(path, "--world-size", "4")["warnings"] if "exceed" in line]
+    assert "packs on 1 4 ranks; no rank computes more than 80 tokens at once" in in_words(
+        said("show", path, "--world-size", "4", "--all")
+    )
+    two = shown(path, "--world-size", "2")
+    assert ({"1": 3, "2": 2}, 100) == (two["schedule"]["packs_by_degree"], two["schedule"]["rank_tokens"])
+    assert any("1 pack exceeds" in line and "up to 100 tokens on each of its ranks" in line for line in two["warnings"])
+    rows = document("whatif", path, "--world-size", "1,2,4")["alternatives"]
+    assert [200, 100, 80] == [row["schedule"]["rank_tokens"] for row in rows]
+
+
 def test_samples_that_teach_nothing_are_counted_wherever_a_plan_is_shown(store, said, shown):
     """All of them would be refused, and the warning says so."""
     path = store(lengths=[60, 20, 50, 30], supervised=[0, 7, 7, 0])

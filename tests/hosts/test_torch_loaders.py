@@ -1,6 +1,7 @@
 """Batches of packs in torch's loaders: the schedule's, and after a state those that are left."""
 
 import copy
+import itertools
 import json
 from typing import Any
 
@@ -147,6 +148,26 @@ def test_a_state_of_another_plan_or_run_is_refused():
         other.load_state_dict(state)
 
     assert {"plan", "data", "seed", "optim"} == {one.key for one in raised.value.details["differences"]}
+
+
+def test_shared_packs_go_on_with_as_many_ranks_each_or_more():
+    """Fewer ranks, of which each would compute more of the longest pack, are refused by name."""
+    plan = pp.plan([16] * 12 + [64, 30], 16)
+    on = {size: plan.schedule(world_size=size, degrees="auto") for size in (2, 4, 8)}
+    served = [PackBatches(on[4], rank, 4, plan=plan.checksum) for rank in range(4)]
+    consumed = {pack for batches in served for (pack,) in itertools.islice(batches, 2)}
+
+    more = [PackBatches(on[8], rank, 8, plan=plan.checksum) for rank in range(8)]
+    for batches in more:
+        batches.load_state_dict(json.loads(json.dumps(served[0].state_dict())))
+    left = [pack for batches in more for (pack,) in batches]
+    with pytest.raises(StaleError, match="ranks of the longest pack: stored 4, now 2") as raised:
+        PackBatches(on[2], 0, 2, plan=plan.checksum).load_state_dict(served[0].state_dict())
+    PackBatches(plan.schedule(world_size=2), 0, 2, plan=plan.checksum).load_state_dict(served[0].state_dict())
+
+    assert "fewer_ranks" == raised.value.kind
+    assert {*range(len(plan.packs))} == consumed | {*left}
+    assert not consumed & {*left}
 
 
 @pytest.mark.parametrize("found", [[1, 0], [0], [0, 1, 2]], ids=str)
