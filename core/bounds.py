@@ -29,7 +29,7 @@ class Bound:
     kind: BoundKind
 
     best: int
-    """Packs of the best known packing; `auto` needs at most as many."""
+    """Packs of the best known packing; `auto` needs about as many."""
 
 
 def lower_bound(lengths: Lengths, *, capacity: int, known: int | None = None, effort: float = inf) -> int:

@@ -68,7 +68,7 @@ class RawPlan(HasPacks):
 
     auto_packs: int = attrs.field(default=0, eq=False)
     """
-    Packs that `auto` needs at most for the same samples, as the search for the bound found; 0 where
+    Packs that `auto` needs about for the same samples: the search for the bound found them; 0 where
     that saves at most 0.2 %.
     """
 

@@ -277,7 +277,7 @@ def _pack_figures(plan: PlanSummary) -> Iterator[Figure]:
     remark = f"of {counted(plan.packing_length, 'token')}; no plan has fewer than {plan.lower_bound:,}"
     yield True, "packs", f"{plan.num_packs:,}", remark
     if plan.auto_packs:
-        yield True, "  by auto", f"{plan.auto_packs:,}", "at most: training.packing_algorithm: auto needs fewer"
+        yield True, "  by auto", f"{plan.auto_packs:,}", "about: training.packing_algorithm: auto needs fewer"
     yield False, "  samples of each", f"{plan.samples_per_pack:.2f}", "on average"
     exceed = verb_for(plan.oversized_packs, "exceeds", "exceed")
     remark = f"tokens; {plan.oversized_packs:,} {exceed} 110 % of the packing length"

@@ -73,7 +73,7 @@ def describe_run(config: RunConfig, splits: Sequence[Split], schedule: EpochSche
     if train.raw.dropped_packs:
         rows["left out"] += " (training.packing_drop_last: false keeps them)"
     if train.raw.auto_packs:
-        rows["by auto"] = f"at most {counted(train.raw.auto_packs, 'pack')} (training.packing_algorithm: auto)"
+        rows["by auto"] = f"about {counted(train.raw.auto_packs, 'pack')} (training.packing_algorithm: auto)"
     rows |= {"aligned": _alignment_text(train), "plan": _checksum_text(train, of_command=config.command is not None)}
     rows |= {split.name: describe_evaluation(split) for split in splits[1:]}
     if train.epochs is not None:

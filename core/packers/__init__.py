@@ -50,7 +50,7 @@ class Algorithm:
 
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
     {
-        "auto": Algorithm("fewest", "3", counts_lengths=True),
+        "auto": Algorithm("fewest", "4", counts_lengths=True),
         "constant_volume": Algorithm("decreasing", "1", counts_lengths=True),
         "best_fit_decreasing": Algorithm("decreasing", "1", counts_lengths=True),
         "first_fit_decreasing": Algorithm("decreasing", "1", counts_lengths=True),

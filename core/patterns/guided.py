@@ -14,6 +14,7 @@ result, so the packs are the same on every machine. Prices of a pattern are whol
 """
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
@@ -72,6 +73,22 @@ def fill_guided(tally: LengthCounts, *, capacity: int, num_groups: int, effort: 
             share = _SHARE
     bins.fill([capacity] * (capacity // tally.sizes[-1]), sum(bins.left), Effort())
     return bins.filling
+
+
+def fill_slots(tally: LengthCounts, *, capacity: int, bins: Iterable[tuple[list[int], int]]) -> Filling:
+    """
+    Pack all samples into bins of slots.
+
+    Args:
+        tally: Lengths from 1 to *capacity*, counts >= 1.
+        capacity: Tokens a bin may hold.
+        bins: Slots of a bin, each a number of tokens, and its number of bins. Together they have a
+            slot for each sample that is at least as long.
+    """
+    filler = _BinFiller(tally, capacity)
+    for slots, num in bins:
+        filler.fill(slots, num, Effort())
+    return filler.filling
 
 
 class _BinFiller:

@@ -13,16 +13,29 @@ literature calls that a large neighbourhood search (Shaw, 1998).
 from bisect import bisect_left, insort
 from contextlib import suppress
 from heapq import heappop, heappush
+from math import inf
 
 import attrs
 import numpy as np
 
 from packplan.core.length_counts import LengthCounts
 from packplan.core.patterns import Effort, Filling, PatternKey, SpentError, num_packs, pattern_key
-from packplan.core.patterns.guided import fill_guided
+from packplan.core.patterns.guided import fill_guided, fill_slots
 
 FEW_GROUPS, MORE_GROUPS = 32, 96
 """Groups of lengths in the first search, and in a second one if the first needs too many packs."""
+
+GROUPS, GROUPS_OF_REPEATED = (32, 64), (64, 128)
+"""Groups of lengths in the first search of `auto`, and in a second one; also where packs repeat."""
+
+_PACKS_OF_A_SEARCH, _LEAST_REPEATS = 4000, 3
+"""
+Packs of a search whose packs repeat, at least: one of them is a pack in 4,000. Twice alone, more is
+lost by samples that take the place of longer ones than a smaller search gains.
+"""
+
+_CLOSE, _ENOUGH = 1000, 4000
+"""A gap of one pack in 1,000 above the bound starts no second search, and one in 4,000 ends one."""
 
 MAX_REFILLS = 12
 """
@@ -62,6 +75,44 @@ def find_filling(tally: LengthCounts, *, capacity: int, enough: int, effort: Eff
         more = _Search(tally, capacity, MORE_GROUPS, effort)
         best = min(best, more.improve(more.fill(tally.counts), enough), key=num_packs)
     return best
+
+
+def find_repeated_filling(tally: LengthCounts, *, capacity: int, bound: int, effort: Effort) -> Filling:
+    """
+    Search for a packing of few bins, of which each stands as often as keeps the search small.
+
+    One sample of each *ratio* neighbours is packed, the longest, for all of them. So a search takes
+    as long for ten million samples as for thousands, and loses less than a bin for each repetition.
+
+    Args:
+        tally: Lengths from 1 to *capacity*, counts >= 1.
+        capacity: Tokens a bin may hold.
+        bound: Lower bound on the bins.
+        effort: Limit of the search, which ends without an error.
+    """
+    repeats = bound // _PACKS_OF_A_SEARCH
+    ratio, groups = (repeats, GROUPS_OF_REPEATED) if repeats >= _LEAST_REPEATS else (1, GROUPS)
+    longest = _take_longest(tally, ratio)
+    close, enough = ((bound + bound // share) // ratio for share in (_CLOSE, _ENOUGH))
+    fillings = []
+    for num_groups, most in zip(groups, (effort.left / 2, inf), strict=True):
+        with effort.lend(most) as own:
+            search = _Search(longest, capacity, num_groups, own)
+            fillings.append(search.improve(search.fill(longest.counts), enough))
+        if num_packs(fillings[-1]) <= close or len(longest.sizes) <= num_groups:
+            break
+    best = min(fillings, key=num_packs)
+    if ratio == 1:
+        return best
+    slots = ([longest.sizes[index] for index in sorted(pattern) for _ in range(pattern[index])] for pattern, _ in best)
+    return fill_slots(tally, capacity=capacity, bins=zip(slots, (ratio * num for _, num in best), strict=True))
+
+
+def _take_longest(tally: LengthCounts, ratio: int) -> LengthCounts:
+    """Return the counts of the longest sample of each *ratio* neighbours, longest first."""
+    ends = -(-np.cumsum(tally.counts) // ratio)
+    counts = np.diff(ends, prepend=0)
+    return LengthCounts(np.array(tally.sizes)[counts > 0].tolist(), counts[counts > 0].tolist())
 
 
 def find_filling_quickly(tally: LengthCounts, *, capacity: int) -> Filling:

@@ -346,7 +346,7 @@ def test_the_log_says_how_many_packs_auto_needs_where_that_saves_some(caplog, al
 
     rows, _ = start_of(caplog, planned)
 
-    assert ["at most 2 packs (training.packing_algorithm: auto)"] * says == [
+    assert ["about 2 packs (training.packing_algorithm: auto)"] * says == [
         text.strip() for name, text in rows.items() if name == "by auto"
     ]
 

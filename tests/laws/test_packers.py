@@ -98,9 +98,9 @@ def normal(num):
     ("lengths", "capacity", "expected", "more"),
     [
         (trace("detcap"), 8192, 429, 450), (normal(9000), 4096, 2494, 2586), (trace("sft")[:9000], 2048, 545, 547),
-        (normal(400) * 977 + 1, 4_000_000, 116, 116),
+        (normal(400) * 977 + 1, 4_000_000, 116, 116), (normal(60_000), 3500, 19472, 20260),
     ],
-    ids=["detcap-8192", "normal-4096", "sft-2048", "too many tokens for a search"],
+    ids=["detcap-8192", "normal-4096", "sft-2048", "too many tokens for a search", "packs that repeat"],
 )  # fmt: skip
 def test_auto_closes_the_gap_of_constant_volume(lengths, capacity, expected, more):
     """Packs of `auto` and of `constant_volume`; the same on every machine."""

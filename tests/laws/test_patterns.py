@@ -15,7 +15,7 @@ from packplan.core.patterns import Effort, SpentError, num_packs
 from packplan.core.patterns.certificate import certify, find_quick_bound
 from packplan.core.patterns.guided import _Program, fill_guided
 from packplan.core.patterns.relaxation import solve_knapsack, solve_master, tighten_bound
-from packplan.core.patterns.search import _Search, find_filling, gather_room
+from packplan.core.patterns.search import _Search, find_filling, find_repeated_filling, gather_room
 from packplan.core.plan import build_raw_plan
 from tests import references
 from tests.strategies import packable, packable_arrays
@@ -65,6 +65,20 @@ def test_a_search_holds_each_sample_once(case, num_groups, guides, limit):
     assert 0 not in {room for room, _ in rooms(partial, tally, capacity)}
     before, after = (sum(num * room**2 for room, num in rooms(one, tally, capacity)) for one in (guided, partial))
     assert before <= after + saved * capacity**2
+
+
+@given(case=packable_arrays(), repeats=st.integers(1, 4), limit=st.sampled_from([0, 500, 30_000, 3_000_000]))
+def test_packs_that_repeat_hold_each_sample_once(case, repeats, limit):
+    """Whatever one pack stands for: a slot takes no longer sample, and none is left without one."""
+    lengths, capacity = case
+    tally = LengthCounts.from_lengths(np.array(lengths))
+    bound = find_quick_bound(tally, capacity=capacity)
+
+    with patch.multiple("packplan.core.patterns.search", _PACKS_OF_A_SEARCH=max(1, bound // repeats), _LEAST_REPEATS=1):
+        found = find_repeated_filling(tally, capacity=capacity, bound=bound, effort=Effort(limit))
+
+    event(f"packs above the bound: {num_packs(found) - bound}")
+    assert_each_sample_once(found, tally, capacity)
 
 
 def test_a_program_takes_no_column_that_rounding_alone_makes_look_better():
