@@ -16,7 +16,7 @@ from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.planning.epochs import PlannedEpochs, works_of_records
 from packplan.core.align import AlignedPlan, align_plan
-from packplan.core.batch import pack_degrees
+from packplan.core.batch import largest_degree, pack_degrees
 from packplan.core.checksum import plan_checksum
 from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecipe, plan_fingerprint
@@ -60,7 +60,7 @@ def align_options(config: RunConfig, split: str) -> dict[str, Any]:
     Return the keyword arguments of `align_measured` for a run's split; evaluation drops no packs.
     """
     training, packed = config.training, config.training.packing if split == "train" else config.eval_packing
-    shares: dict[str, Any] = {"shares": True, "max_degree": training.max_sequence_parallel_size}
+    shares: dict[str, Any] = {"shares": True, "most": training.max_sequence_parallel_size}
     shares = shares if training.shares_by_degree and packed else {}
     if split == "eval":
         size = 1 if config.eval_packing else training.per_device_eval_batch_size
@@ -68,21 +68,27 @@ def align_options(config: RunConfig, split: str) -> dict[str, Any]:
     return {"dataloader_drop_last": training.dataloader_drop_last, "batch_size": config.batch_size, **shares}
 
 
-def align_measured(raw: RawPlan, lengths: IntArray, *, shares: bool = False, **options: Any) -> AlignedPlan:
+def align_measured(
+    raw: RawPlan, lengths: IntArray, *, world_size: int, shares: bool = False, most: int | None = None, **options: Any
+) -> AlignedPlan:
     """
     Return a plan of measured records for a number of ranks.
 
     Args:
         raw: The plan.
         lengths: Tokens of each record; int64, shape (num_records,).
+        world_size: Number of ranks, also another one than trains.
         shares: Whether ranks share a pack that is longer than the packing length.
+        most: Most ranks that share a pack, lowered to what these ranks can; None sets no limit.
         **options: Other options of `align_plan`.
 
     Raises:
-        ArgumentError: The ranks would get no batch, or cannot share packs as asked.
+        ArgumentError: The ranks would get no batch.
     """
-    degrees = pack_degrees(raw.packs.loads(lengths), raw.packing_length) if shares else None
-    return align_plan(raw, degrees=degrees, **options)
+    if shares:
+        most = min(most or world_size, largest_degree(world_size))
+        options |= {"degrees": pack_degrees(raw.packs.loads(lengths), raw.packing_length), "max_degree": most}
+    return align_plan(raw, world_size=world_size, **options)
 
 
 @attrs.define(eq=False)

@@ -526,9 +526,11 @@ class RunConfig:
 
     def plan_world_size(self, num_ranks: int) -> int:
         """
-        Return the number of groups of ranks that share each row; ArgumentError for uneven groups.
+        Return the number of groups of ranks that share each row; ArgumentError for uneven groups,
+        or if packs cannot be shared by as many ranks as asked.
         """
-        largest_degree(num_ranks, self.training.max_sequence_parallel_size)
+        if self.training.shares_by_degree:
+            largest_degree(num_ranks, self.training.max_sequence_parallel_size)
         return count_row_groups(num_ranks, self.training.row_ranks)
 
     @property

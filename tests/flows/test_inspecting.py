@@ -302,8 +302,9 @@ def test_packs_that_ranks_share_are_counted_wherever_a_plan_is_shown(store, said
     two = shown(path, "--world-size", "2")
     assert ({"1": 3, "2": 2}, 100) == (two["schedule"]["packs_by_degree"], two["schedule"]["rank_tokens"])
     assert any("1 pack exceeds" in line and "up to 100 tokens on each of its ranks" in line for line in two["warnings"])
-    rows = document("whatif", path, "--world-size", "1,2,4")["alternatives"]
-    assert [200, 100, 80] == [row["schedule"]["rank_tokens"] for row in rows]
+    for most, tokens in ([], [200, 100, 80]), (["training.max_sequence_parallel_size=2"], [200, 100, 100]):
+        rows = document("whatif", path, "--world-size", "1,2,4", *most)["alternatives"]
+        assert tokens == [row["schedule"]["rank_tokens"] for row in rows]
 
 
 def test_samples_that_teach_nothing_are_counted_wherever_a_plan_is_shown(store, said, shown):

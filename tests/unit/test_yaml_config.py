@@ -65,7 +65,7 @@ def test_packs_may_be_shared_by_their_degree():
     for most, largest in {None: None, 2: 2}.items():
         config = parsed(BY_DEGREE | {"training.max_sequence_parallel_size": most})
         options = align_options(config, "train")
-        assert (6, True, largest) == (config.plan_world_size(6), options["shares"], options["max_degree"])
+        assert (6, True, largest) == (config.plan_world_size(6), options["shares"], options["most"])
     with pytest.raises(ArgumentError) as raised:
         config.plan_world_size(3)
     assert explain_error(raised.value).endswith("divides the 3 ranks; set training.max_sequence_parallel_size to 1")
