@@ -105,15 +105,17 @@ def find_other_parts(folder: Path, *, stage: int | None, num_ranks: int) -> str 
 def _yield_damage(folder: Path) -> Iterator[str]:
     """Yield a clause on each file of DeepSpeed that is missing, or was not written to its end."""
     files = {path.name.removeprefix("bf16_"): path for path in folder.glob("global_step*/*.pt")}
+    if not files:
+        return
+    latest = folder / "latest"  # names the folder of these files
+    if not latest.is_file() or latest.read_text().strip() not in {path.parent.name for path in files.values()}:
+        yield f"its file latest is missing, or names no folder of it: {COPY_AGAIN}"
     ranks = [int(rank) for rank in re.findall(r"zero_pp_rank_(\d+)_", " ".join(files))] or [0]
     kinds = {name.partition("_mp_rank_")[2] for name in files if name.startswith("zero")}
     due = {f"zero_pp_rank_{rank}_mp_rank_{kind}" for rank in range(min(ranks), max(ranks) + 1) for kind in kinds}
     if "00_model_states.pt" not in kinds:
         due.add("mp_rank_00_model_states.pt")
-    missing = due - files.keys() if files else set()
-    if files and not (folder / "latest").is_file():
-        missing.add("latest")
-    yield from (f"its {name} is missing: {COPY_AGAIN}" for name in sorted(missing))
+    yield from (f"its {name} is missing: {COPY_AGAIN}" for name in sorted(due - files.keys()))
     torn = (name for name, path in files.items() if not is_zipfile(path))
     yield from (f"its {name} was not written to its end: {COPY_AGAIN}" for name in torn)
 

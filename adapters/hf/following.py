@@ -354,9 +354,8 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
     def _identity(self) -> RunIdentity:
         """Return the settings and the model's files that a resumed run has to share."""
         settings = {name: getattr(self.args, name) for name in self.fixed_arguments if hasattr(self.args, name)}
-        name = getattr(self.model.config, "name_or_path", "")
-        model = (model_file_facts(Path(name)) or {"model.model": name}) if name else {}  # a folder, or a name of a hub
-        return RunIdentity(Fingerprint(flat_values(settings) | model))
+        reference = {"ref_model": _model_facts(getattr(self, "ref_model", None))}
+        return RunIdentity(Fingerprint(flat_values({**settings, **reference}) | _model_facts(self.model)))
 
     def get_batch_samples(self, *args: Any) -> Any:
         """Return a step's batches and loss divisor; compare a pack of the first step before."""
@@ -425,6 +424,12 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
 def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a batch in which no token is supervised."""
     return {**batch, "labels": torch.full_like(batch["labels"], IGNORED_LABEL)} if "labels" in batch else {**batch}
+
+
+def _model_facts(model: Any) -> dict[str, Any]:
+    """Return facts of a model's files, or its name of a hub; nothing if it was built in memory."""
+    name = getattr(getattr(model, "config", None), "name_or_path", "")
+    return (model_file_facts(Path(name)) or {"model.model": name}) if name else {}
 
 
 def drop_pack_rates(logs: dict[str, float], *, of_evaluation: bool = True) -> dict[str, float]:

@@ -181,6 +181,7 @@ PREFERENCE_ARGUMENTS = FIXED_ARGUMENTS | {
     "beta", "loss_weights", "ld_alpha", "rpo_alpha", "f_divergence_type", "f_alpha_divergence_coef", "label_smoothing",
     "use_weighting", "discopop_tau", "desirable_weight", "undesirable_weight", "center_rewards_coefficient",
     "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "max_length", "truncation_mode",
+    "disable_dropout",
 }  # fmt: skip
 """The same for preference data, whose losses have more settings, and may truncate rows."""
 

@@ -1,11 +1,13 @@
-"""Runs `packplan sft` as a rank; a fault is `gradients` or `infinite`."""
+"""Runs `packplan sft` as a rank; a fault is `gradients`, `infinite` or `killed`."""
 
 import json
 import math
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -56,9 +58,8 @@ def main(config: str, out: str, fault: str = "") -> int:
         trainer = built(config, arguments, splits, *args, **kwargs)
         if fault == "gradients":
             trainer.add_callback(gradients)
-        if fault == "infinite" and trainer.group.rank == 1:
-            loss = trainer.compute_loss
-            trainer.compute_loss = lambda *a, **k: loss(*a, **k) + (math.inf if trainer.state.global_step else 0)
+        if fault in FAULTS:
+            FAULTS[fault](trainer)
         return trainer
 
     def command() -> None:
@@ -80,10 +81,13 @@ def main(config: str, out: str, fault: str = "") -> int:
 
 def several(runs: list[tuple[str, str]], out: str, commands: Sequence[tuple[str, str, list[str]]] = ()) -> None:
     """
-    Run `packplan sft` and `packplan rl`, then commands of ms-swift, in one process group.
+    Run commands of ms-swift, or `packplan sft` and `packplan rl`, in one process group.
+
+    The commands have a group of their own, since ms-swift's GRPO changes the trainer of TRL.
 
     Args:
-        runs: Name and YAML of each run; the names of those of `packplan rl` begin with `rl`.
+        runs: Name and YAML of each run. The names of those of `packplan rl` begin with `rl`; one
+            whose name begins with `killed` is killed within its third step.
         out: Folder, in which each run writes what `main` writes into a folder of its name.
         commands: See `plugin_run.main`.
     """
@@ -96,17 +100,41 @@ def several(runs: list[tuple[str, str]], out: str, commands: Sequence[tuple[str,
             yield group
 
         globals().update(join_ranks=joined)
+        if commands:
+            plugin_run.main(commands, out)
         for name, config in runs:
             Path(out, name).mkdir(exist_ok=True)
             if name.startswith("rl"):
                 with without_swift(), mock.patch.object(ranks, "open_rank_group", joined):
                     status = rl.main([config, "--quiet"])
             else:
-                status = main(config, str(Path(out, name)))
+                status = main(config, str(Path(out, name)), "killed" if name.startswith("killed") else "")
             Path(out, name, f"status{group.rank}").write_text(str(status))
-        if commands:  # last, since ms-swift's GRPO changes the trainer of TRL
-            plugin_run.main(commands, out)
         group.stop_heartbeat = stop
+
+
+def ruin_a_loss(trainer: Any) -> None:
+    """Make losses of the second rank infinite after the first step."""
+    if trainer.group.rank == 1:
+        loss = trainer.compute_loss
+        trainer.compute_loss = lambda *a, **k: loss(*a, **k) + (math.inf if trainer.state.global_step else 0)
+
+
+def kill_within_the_third_step(trainer: Any) -> None:
+    """Kill all ranks together before a trainer's second batch of the step."""
+    step, calls = trainer.training_step, count(1)
+
+    def training_step(*args: Any, **options: Any) -> Any:
+        if trainer.state.global_step == 2 and next(calls) == 2:
+            torch.distributed.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(*args, **options)
+
+    trainer.training_step = training_step
+
+
+FAULTS = {"infinite": ruin_a_loss, "killed": kill_within_the_third_step}
+"""Fault -> function that plants it in a trainer."""
 
 
 def without_swift() -> Any:

@@ -110,7 +110,7 @@ def main(*names: str) -> None:
 
 
 def assert_same(wrap: Any, family: str, hooked_first: Any, name: str) -> None:
-    """A step has the loss and gradients of its padded pass, also if one rank's has no padding."""
+    """A step of ranks with and without padding has the loss and gradients of its padded pass."""
     rank, sees = dist.get_rank(), family == "qwen2_5_vl"
     model = law.model_of(family) if sees else build(family)
     own = padded().roll(rank, 0)

@@ -238,23 +238,6 @@ def test_the_first_pack_is_compared_with_its_pairs(tmp_path):
         assert check == all(map(torch.equal, before, trainer.model.parameters()))
 
 
-CHANGED = {"DPOTrainer": {"beta": 0.2}}
-"""Trainer -> a setting of its loss that changes when a run goes on."""
-
-if HOSTED:
-    CHANGED |= {"KTOTrainer": {"desirable_weight": 2.0}, "RewardTrainer": {"center_rewards_coefficient": 0.1}}
-
-
-@pytest.mark.parametrize("host", CHANGED)
-def test_a_resumed_run_keeps_the_settings_of_its_loss(host, tmp_path):
-    """As it keeps those of SFT; the message has both values."""
-    losses_of(trainer_of(host, tmp_path, max_steps=1, save_strategy="steps", save_steps=1))
-    trainer = trainer_of(host, tmp_path, max_steps=2, **CHANGED[host])
-    use_plan(trainer, plan_of(trainer))
-    with pytest.raises(StaleError, match=next(iter(CHANGED[host]))):
-        trainer.train(resume_from_checkpoint=True)
-
-
 REFUSED = {
     "loss_type is 'kto'.* KL term.*apo_zero_unpaired": (
         "KTOTrainer",
@@ -284,3 +267,28 @@ def test_pairs_of_other_lengths_are_refused(tmp_path):
         use_plan(trainer, pp.plan([*lengths[:3], lengths[3] + 1, *lengths[4:]], 100))
     with pytest.raises(ArgumentError, match="sequence_parallel_size is set"):
         use_plan(trainer, plan_of(trainer), sequence_parallel_size=2)
+
+
+CHANGED = {
+    "DPOTrainer": {"beta": 0.2, "loss_type": ["ipo"], "label_smoothing": 0.1, "learning_rate": 0.2},
+    "KTOTrainer": {"desirable_weight": 2.0},
+    "RewardTrainer": {"center_rewards_coefficient": 0.5},
+}
+"""Trainer -> settings of its loss with other values."""
+
+
+@pytest.mark.parametrize("host", CHANGED if HOSTED else ["DPOTrainer"])
+def test_a_loss_that_a_resume_would_change_is_refused(host, tmp_path):
+    """Each setting is named, and so is another reference model; nothing is trained."""
+    losses_of(trainer_of(host, tmp_path, max_steps=2, save_strategy="steps", save_steps=1))
+    changed = trainer_of(host, tmp_path, max_steps=2, **CHANGED[host])
+    names = [*CHANGED[host]]
+    if host != "RewardTrainer":
+        changed.ref_model.config.name_or_path, names = "other/model", [*names, "ref_model"]
+    use_plan(changed, plan_of(changed))
+
+    with pytest.raises(StaleError) as raised:
+        changed.train(resume_from_checkpoint=True)
+
+    assert {*names} == {one.key.split(".")[0] for one in raised.value.details["differences"]}
+    assert 0 == changed.state.global_step

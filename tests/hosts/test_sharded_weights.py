@@ -23,14 +23,19 @@ from accelerate.state import AcceleratorState
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import DataCollatorForTokenClassification, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForSequenceClassification,
+    DataCollatorForTokenClassification,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import packplan as pp
 from packplan.adapters.models import find_sharded_weight
-from packplan.hf import unpad, use_plan
+from packplan.hf import row_lengths, unpad, use_plan
 from tests.e2e import unpad_rank
-from tests.hosts.law import arguments, model_of, tokenizer
+from tests.hosts.law import arguments, model_of, rows_of, tokenizer
 from tests.hosts.pages import own_callbacks
 from tests.processes import ROOT, finished
 
@@ -42,7 +47,15 @@ _PAIRS = {"prompt": _WORDS * 4, "chosen": _WORDS * 4, "rejected": _WORDS[::-1] *
 
 _ROWS = {name: [[7 + one % 3] * (1 + 5 * one % 17) for one in range(16)] for name in ("input_ids", "labels")}
 
+_SEEN = [row for row in rows_of("qwen2_5_vl") if "pixel_values" in row][:8]
+
 build = partial(model_of, "qwen2", pad_token_id=0, eos_token_id=1)
+
+BUILDS = {
+    "RewardTrainer": partial(build, kind=AutoModelForSequenceClassification, num_labels=1),
+    "Trainer, images": partial(model_of, "qwen2_5_vl"),
+}
+"""Host -> its model, if it is not a causal language model."""
 
 
 def settings_of(stage: int) -> dict[str, Any] | None:
@@ -63,13 +76,22 @@ def trainer_of(host: str, case: str, folder: Path) -> Any:
     unset_hf_deepspeed_config()
     keys = {"per_device_train_batch_size": 2, "max_steps": 3, "learning_rate": 1e-2, "disable_tqdm": True}
     keys |= {"deepspeed": settings_of(stage_of(case)), "gradient_checkpointing": adapters}
-    models = [build(), build()] if "built first" in case else []
-    args = arguments(trl.DPOConfig if host == "DPOTrainer" else TrainingArguments, folder, **keys)
-    model, reference = models or (build(), build())
+    if "images" in host:
+        keys["optim"] = "sgd"  # Adam makes steps of noise where gradients are zero, as those of biases of keys
+    make = BUILDS.get(host, build)
+    models = [make(), make()] if "built first" in case else []
+    config = getattr(trl, host.replace("Trainer", "Config"), TrainingArguments)
+    args = arguments(config, folder, **keys)
+    model, reference = models or (make(), make())
     if host == "DPOTrainer":
         given = {"peft_config": LoraConfig(init_lora_weights=False)} if adapters else {"ref_model": reference}
         rows = Dataset.from_dict(_PAIRS)
         return trl.DPOTrainer(model, args=args, train_dataset=rows, processing_class=tokenizer(*_WORDS), **given)
+    if host == "RewardTrainer":
+        pairs = Dataset.from_dict({name: _PAIRS[name] for name in ("chosen", "rejected")})
+        return trl.RewardTrainer(model, args=args, train_dataset=pairs, processing_class=tokenizer(*_WORDS))
+    if "images" in host:
+        return Trainer(model, args, train_dataset=_SEEN)
     collate = DataCollatorForTokenClassification(tokenizer(*_WORDS))
     return Trainer(model, args, collate, train_dataset=Dataset.from_dict(_ROWS))
 
@@ -95,22 +117,27 @@ def compare(folder: str, host: str, case: str) -> None:
     assert all(0 < one.counts.real < one.counts.padded for one in hooks)
 
 
-def follow(folder: str) -> None:
+def follow(folder: str, host: str) -> None:
     """Train a plan at each stage: losses and gradient norms are the same."""
-    plan = pp.plan([len(ids) for ids in _ROWS["input_ids"]], 20)
-    found = []
+    found = {}
     with own_callbacks():
-        for case in PLANNED:
-            trainer = trainer_of("Trainer", case, Path(folder))
-            use_plan(trainer, plan)
-            found.append(numbers_of(trainer))
-    assert len(found[0]) == 6
-    for case, numbers in zip(PLANNED, found, strict=True):
-        assert found[0] == pytest.approx(numbers, rel=1e-6), case
+        for case in PLANNED[host]:
+            trainer = trainer_of(host, case, Path(folder))
+            lengths = row_lengths(trainer)
+            use_plan(trainer, pp.plan(lengths, max(20, max(lengths) + 9)))
+            found[case] = numbers_of(trainer)
+    assert len(found["ZeRO 0"]) == 6
+    for case, numbers in found.items():
+        assert found["ZeRO 0"] == pytest.approx(numbers, rel=1e-6, abs=1e-7), (host, case)
 
 
-PLANNED = ["ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3, built first"]
-"""Cases of a plan: stage of ZeRO, 0 for DDP; whether the model is built before its arguments."""
+PLANNED = {
+    "Trainer": ["ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3, built first"],
+    "Trainer, images": ["ZeRO 0", "ZeRO 2", "ZeRO 3, built first"],
+    "DPOTrainer": ["ZeRO 0", "ZeRO 2", "ZeRO 3, built first"],
+    "RewardTrainer": ["ZeRO 0", "ZeRO 2", "ZeRO 3, built first"],
+}
+"""Trainer -> cases of a plan: stage of ZeRO, 0 for DDP; whether the model is built first."""
 
 CASES = {
     "Trainer": ["ZeRO 1", "ZeRO 2, built first", "ZeRO 3, built first", "ZeRO 3"],
@@ -125,7 +152,8 @@ def main(folder: str, host: str) -> int:
     for case in CASES.get(host, []):
         compare(folder, host, case)
     if host not in CASES:
-        follow(folder)
+        for planned in PLANNED:
+            follow(folder, planned)
     dist.destroy_process_group()
     return 0
 
@@ -135,9 +163,9 @@ def test_a_loop_computes_the_same_where_ranks_share_weights(server, tmp_path):
     assert [0, 0] == finished(server.ranks(2, unpad_rank.main, *unpad_rank.MORE, folder=tmp_path))
 
 
-@pytest.mark.parametrize("host", [*CASES, "a plan"])
+@pytest.mark.parametrize("host", [*CASES, "plans"])
 def test_a_trainer_computes_the_same_where_ranks_share_weights(host, server, tmp_path):
-    """TRL's DPO with its reference, Trainer, and a plan, at each stage of ZeRO, on two ranks."""
+    """TRL's DPO with its reference, Trainer, and plans, pairs and images too, on two ranks."""
     assert [0, 0] == finished(server.ranks(2, main, str(tmp_path), host, folder=tmp_path))
 
 
