@@ -94,8 +94,8 @@ def _be_rank(rank: int, ranks: int, port: int, options: argparse.Namespace, told
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}
     model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, max_position_embeddings=options.tokens)).train()
     set_attention(model, attention_for_shared_rows(AttentionChoice(VARLEN)))
-    if ranks > 1:
-        share_rows(model, RowGroups.make([ranks], timedelta(minutes=10)))
+    if (groups := RowGroups.make([ranks], timedelta(minutes=10))) is not None:
+        share_rows(model, groups)
     positions = torch.arange(options.tokens)[None] % -(-options.tokens // 8)
     ids = torch.randint(0, options.vocabulary, positions.shape)
     batch = {"input_ids": ids, "position_ids": positions, "use_cache": False}

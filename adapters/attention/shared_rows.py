@@ -89,16 +89,18 @@ class RowGroups:
     """Tokens of a row that a rank holds. None lets the largest group share every row."""
 
     @classmethod
-    def make(cls, degrees: Iterable[int], timeout: timedelta, *, packing_length: int | None = None) -> RowGroups:
+    def make(cls, degrees: Iterable[int], timeout: timedelta, *, packing_length: int | None = None) -> RowGroups | None:
         """
-        Make the groups of this rank; every rank calls this.
+        Make the groups of this rank, or return None if no rank shares a row; every rank calls this.
 
         Args:
-            degrees: Ranks of a group, for each kind of group; 1 needs none.
+            degrees: Ranks that share each of some rows.
             timeout: Time that a collective of a group may take.
             packing_length: See the class.
         """
-        sizes = sorted({degree for degree in degrees if degree > 1})
+        sizes = sorted({int(degree) for degree in degrees if degree > 1})
+        if not sizes:
+            return None
         made = {size: dist.new_subgroups(group_size=size, timeout=timeout)[0] for size in sizes}  # type: ignore[no-untyped-call]
         return cls(made, packing_length)
 

@@ -12,7 +12,6 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,7 +65,10 @@ def require_pack_as_alone(trainer: Any, batches: list[Mapping[str, Any]], num_it
         why = "ranks share the weights" if trainer.loss_of_samples else "its loss compares samples"
         log.warning("no pack of the first step is compared with its samples alone: %s", why)
         return
-    batch, fact = max(batches, key=partial(_count_samples, trainer)), None
+    counts, fact = [_count_samples(trainer, batch) for batch in batches], None
+    if trainer.row_groups is not None:  # ranks that share a row compute the same microbatch
+        counts = np.sum(gather_object([counts]), axis=0).tolist()
+    batch = batches[counts.index(max(counts))]
     try:
         fact = _find_difference(trainer, batch, num_items, scale=len(batches))
     except Exception as error:  # noqa: BLE001  # told; what fails in training too ends the run there

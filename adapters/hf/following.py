@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
@@ -33,12 +34,13 @@ from packplan.adapters.loaders.rows import NORMALISER, PACK, PackLoader, count_s
 from packplan.adapters.model_folder import model_file_facts
 from packplan.adapters.models import replace_attributes
 from packplan.adapters.trainer_state import add_digest_on_save, find_other_parts
-from packplan.core.batch import IGNORED_LABEL
+from packplan.core.batch import IGNORED_LABEL, pack_degrees
 from packplan.core.config.identity import FIXED_ARGUMENTS, flat_values
 from packplan.core.equality import NATIVE
 from packplan.core.errors import ArgumentError, MismatchError
 from packplan.core.fingerprint import Fingerprint, RunIdentity
 from packplan.core.inspection import describe_training, format_table
+from packplan.core.lengths import IntArray
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
 
@@ -328,6 +330,7 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
         packs: Any,
         collator: Any,
         eval_packs: Any,
+        eval_degrees: IntArray | None = None,
         check: bool = True,
     ) -> None:
         """
@@ -342,9 +345,11 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
                 index, or a list of pack indices, under `PACK`.
             eval_packs: Data set of evaluation packs, whose loss is the mean over their supervised
                 tokens; None leaves evaluation as it is.
+            eval_degrees: Ranks that share each evaluation pack; None if as many share all.
             check: Compare a pack of the first step with its samples alone, before the step.
         """
         self.train_packs, self._eval_packs, self.collate = packs, eval_packs, collator
+        self._eval_degrees = eval_degrees
         self._checks_first_pack = check
         # Consecutive ranks share rows where the schedule has fewer ranks than were started.
         rank, size = self.args.process_index // (self.args.world_size // schedule.world_size), schedule.world_size
@@ -385,7 +390,8 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
         if self._eval_packs is None or (eval_dataset is not None and eval_dataset is not self.eval_dataset):
             return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]  # of the trainer's class
         ranks: dict[str, Any] = {"rank": self.follower.rank, "world_size": self.schedule.world_size}
-        return self._make_loader(self._eval_packs, EvalBatches(len(self._eval_packs), 1, **ranks))
+        batches = EvalBatches(len(self._eval_packs), 1, degrees=self._eval_degrees, **ranks)
+        return self._make_loader(self._eval_packs, batches)
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
         """Log values as the trainer does, without rates of packs."""
@@ -467,6 +473,28 @@ def start_table(trainer: Any, plan: Plan, schedule: EpochSchedule) -> str:
     attention = trainer.model.config._attn_implementation  # noqa: SLF001  # has no public name
     own = {"plan": plan.checksum[:12], "attention": attention}
     return format_table(f"{type(trainer).__name__} trains planned packs", rows | own)
+
+
+def share_packs(
+    trainer: Any, schedule: EpochSchedule, plan: Plan, eval_plan: Plan | None
+) -> tuple[RowGroups | None, IntArray | None]:
+    """
+    Return the ranks that share rows of a schedule, and how many share each pack of evaluation.
+
+    Args:
+        trainer: Trainer of transformers.
+        schedule: Schedule of the plan.
+        plan: The plan.
+        eval_plan: Plan of the evaluation, or None.
+    """
+    args, length = trainer.args, plan.raw.packing_length
+    if schedule.degrees is None:
+        return RowGroups.make([args.world_size // schedule.world_size], args.ddp_timeout_delta), None
+    degrees, eval_degrees = schedule.pack_degrees(0), None
+    if eval_plan is not None:
+        eval_degrees = pack_degrees(eval_plan.packs.loads(eval_plan.lengths), length, schedule.most_ranks)
+        degrees = np.concatenate([degrees, eval_degrees])
+    return RowGroups.make(np.unique(degrees), args.ddp_timeout_delta, packing_length=length), eval_degrees
 
 
 def require_same_rows(plan: Plan, data: str) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from importlib.metadata import version
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
 from transformers.integrations.deepspeed import deepspeed_config
 
@@ -103,13 +103,13 @@ def changed_meanings(args: Any, plan: Plan, schedule: EpochSchedule) -> Iterator
             yield f"{name} is {number:,}, but the plan has {counted(steps, 'step')}"
 
 
-def refuse_plan_conflicts(trainer: Any, *, row_ranks: int, evaluates: bool) -> None:
+def refuse_plan_conflicts(trainer: Any, *, row_ranks: int | Literal["auto"], evaluates: bool) -> None:
     """
     Refuse a trainer that would not follow a plan.
 
     Args:
         trainer: Trainer of transformers.
-        row_ranks: Ranks that share each row.
+        row_ranks: Ranks that share each row, or `auto`.
         evaluates: Whether its evaluation has a plan too.
 
     Raises:
@@ -135,7 +135,7 @@ def _plan_conflicts(trainer: Any) -> Iterator[str]:
         yield "average_tokens_across_devices is off, so ranks with few tokens would weigh as much as others"
 
 
-def _preference_conflicts(trainer: Any, row_ranks: int) -> Iterator[str]:
+def _preference_conflicts(trainer: Any, row_ranks: int | Literal["auto"]) -> Iterator[str]:
     """Yield settings of preference data with which a loss is no mean over samples, or not tried."""
     if not is_preference_trainer(trainer):
         return
@@ -146,15 +146,15 @@ def _preference_conflicts(trainer: Any, row_ranks: int) -> Iterator[str]:
     for name in ("use_liger_kernel", "generate_during_eval"):
         if getattr(trainer.args, name, False):
             yield f"{name} is set, which was not tried with plans of preference data: leave it out"
-    if row_ranks > 1:
+    if row_ranks != 1:
         yield "sequence_parallel_size is set, but no ranks share rows of preference data: leave it out"
 
 
-def _row_sharing_conflicts(trainer: Any, row_ranks: int, *, evaluates: bool) -> Iterator[str]:
+def _row_sharing_conflicts(trainer: Any, row_ranks: int | Literal["auto"], *, evaluates: bool) -> Iterator[str]:
     """Yield reasons why the ranks of a trainer cannot share rows."""
-    if row_ranks > 1 and trainer.eval_dataset is not None and not evaluates:
+    if row_ranks != 1 and trainer.eval_dataset is not None and not evaluates:
         yield "the evaluation has no plan, so ranks that share a row would be given different ones"
-    if row_ranks > 1 and getattr(trainer, "compute_metrics", None) is not None:
+    if row_ranks != 1 and getattr(trainer, "compute_metrics", None) is not None:
         yield "compute_metrics is set, which would count the answers of each rank that shares a row"
 
 

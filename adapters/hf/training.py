@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
@@ -12,7 +12,7 @@ from transformers import DataCollatorWithPadding, Trainer, default_data_collator
 
 from packplan.adapters.attention import using_native_attention
 from packplan.adapters.attention.shared_rows import RowGroups
-from packplan.adapters.hf.following import ServesPacks, insert_base_class, require_same_rows, start_table
+from packplan.adapters.hf.following import ServesPacks, insert_base_class, require_same_rows, share_packs, start_table
 from packplan.adapters.hf.packed_calls import HOOKED, Unpadding
 from packplan.adapters.hf.pairs import TrainsPairs
 from packplan.adapters.hf.refusals import changed_meanings, is_preference_trainer, refuse_misuse, refuse_plan_conflicts
@@ -42,7 +42,8 @@ def use_plan(
     plan: Plan | int,
     *,
     eval_plan: Plan | int | None = None,
-    sequence_parallel_size: int = 1,
+    sequence_parallel_size: int | Literal["auto"] = 1,
+    max_sequence_parallel_size: int | None = None,
     check: bool = True,
 ) -> EpochSchedule:
     """
@@ -81,6 +82,10 @@ def use_plan(
         eval_plan: Plan of the lengths of `trainer.eval_dataset`, or a number. Evaluation then gives
             the mean over its supervised tokens, or over its pairs. None leaves evaluation as it is.
         sequence_parallel_size: Ranks that share each row of packed samples, one after the other.
+            `auto`: each long pack takes the smallest power of two of ranks that holds it, every
+            other pack one rank.
+        max_sequence_parallel_size: Most ranks that share a pack under `auto`; None takes the
+            largest power of two that divides the ranks.
         check: Compare the first pack with its samples alone, before the first step: the trainer's
             loss, and gradients of embeddings. `unpad` compares first calls too. Training goes on
             bit by bit as without.
@@ -103,8 +108,9 @@ def use_plan(
     if not isinstance(eval_plan, Plan | None):
         eval_plan = plan_lengths(row_lengths(trainer, trainer.eval_dataset), eval_plan)
     rows = _read_rows(trainer, plan, eval_plan, kind=PairsOfPacks if pairs else RowsOfPacks)
-    schedule = _make_schedule(args, plan, row_ranks=sequence_parallel_size)
-    trainer.unpaddings = unpaddings = _unpad_for_loss(trainer, row_ranks=sequence_parallel_size, check=check)
+    schedule = _make_schedule(args, plan, row_ranks=sequence_parallel_size, most=max_sequence_parallel_size)
+    groups, eval_degrees = share_packs(trainer, schedule, plan, eval_plan)
+    trainer.unpaddings = unpaddings = _unpad_for_loss(trainer, groups, check=check)
     trainer.unpadding, trainer.native, trainer.row_groups = unpaddings[0], unpaddings[0].native, unpaddings[0].groups
     if not (pairs or trainer.model_accepts_loss_kwargs) and trainer.compute_loss_func is None:
         trainer.compute_loss_func = token_mean
@@ -115,7 +121,7 @@ def use_plan(
     insert_base_class(trainer, _PlannedTraining)
     if pairs:
         insert_base_class(trainer, TrainsPairs)
-    trainer.serve(schedule, plan, **rows, check=check)
+    trainer.serve(schedule, plan, **rows, eval_degrees=eval_degrees, check=check)
     if trainer.is_world_process_zero():
         log.info("%s", start_table(trainer, plan, schedule))
     return schedule
@@ -174,9 +180,14 @@ def _read_rows(trainer: Any, plan: Plan, eval_plan: Plan | None, *, kind: type[R
     return {"packs": packs, "eval_packs": eval_packs, "digest": digest, "collator": collator}
 
 
-def _make_schedule(args: Any, plan: Plan, *, row_ranks: int) -> EpochSchedule:
-    """Return the schedule of a plan under a trainer's arguments."""
-    world_size = count_row_groups(args.world_size, row_ranks)
+def _make_schedule(
+    args: Any, plan: Plan, *, row_ranks: int | Literal["auto"], most: int | None = None
+) -> EpochSchedule:
+    """Return the schedule of a plan under a trainer's arguments; *most* ranks may share a pack."""
+    if most is not None and row_ranks != "auto":
+        fact = f"max_sequence_parallel_size limits sequence_parallel_size 'auto', which is {row_ranks}: leave it out"
+        raise ArgumentError("host", fact)
+    world_size = count_row_groups(args.world_size, 1 if row_ranks == "auto" else row_ranks)
     return plan.schedule(
         world_size=world_size,
         packs_per_step=world_size * args.per_device_train_batch_size * args.gradient_accumulation_steps,
@@ -184,10 +195,11 @@ def _make_schedule(args: Any, plan: Plan, *, row_ranks: int) -> EpochSchedule:
         max_steps=args.max_steps,
         drop_last=args.dataloader_drop_last,
         seed=args.seed if args.data_seed is None else args.data_seed,
+        degrees=(most or "auto") if row_ranks == "auto" else 1,
     )
 
 
-def _unpad_for_loss(trainer: Any, *, row_ranks: int, check: bool) -> list[Unpadding]:
+def _unpad_for_loss(trainer: Any, groups: RowGroups | None, *, check: bool) -> list[Unpadding]:
     """
     Return hooks of a trainer's model, then of its reference model, if it has one.
 
@@ -199,7 +211,6 @@ def _unpad_for_loss(trainer: Any, *, row_ranks: int, check: bool) -> list[Unpadd
     models = [unwrap(one) for one in (trainer.model, getattr(trainer, "ref_model", None)) if one is not None]
     if is_bidirectional(models[0].config) and not is_preference_trainer(trainer):
         raise ModelError("probe", f"{models[0].config.model_type} reads both ways, but a plan trains what follows")
-    groups = RowGroups.make([row_ranks], trainer.args.ddp_timeout_delta) if row_ranks > 1 else None
     options: dict[str, Any] = {"logits": type(trainer).compute_loss is not Trainer.compute_loss, "groups": groups}
     hooks = ((HOOKED[module] for module in one.modules() if module in HOOKED) for one in models)
     return [next(own, None) or unpad(one, **options, check=check) for one, own in zip(models, hooks, strict=True)]

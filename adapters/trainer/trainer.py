@@ -35,6 +35,7 @@ method, or else transformers' own.
 | `_get_num_items_in_batch` | `CheckedTrainer` | sums the weights of a step's tokens |
 | `training_step` | `CheckedTrainer` | adds up the loss, for the check that it is finite |
 | `_prepare_inputs` | `CheckedTrainer` | adds the row of positions that tells samples apart |
+| `compute_loss` | `ComputesPacks` | weighs the loss, so that a row that ranks share counts once |
 | `compute_loss` | ms-swift's | divides the sum of weighted losses by the step's sum of weights |
 """
 
@@ -342,8 +343,8 @@ class CheckedTrainer(ComputesPacks, Seq2SeqTrainer):
         """Return the sum of a step's token weights over ranks; `compute_loss` divides by it."""
         if self._evaluated is not None:  # inside of `ComputesPacks.evaluation_loop`
             return torch.tensor(self._evaluated.weight or 1.0, device=device)
-        weights = sum(batch[NORMALISER] for batch in batch_samples)
-        total = self.sum_over_ranks(torch.tensor(weights, dtype=torch.float64))
+        weights = [batch[NORMALISER] for batch in batch_samples if self.counts(batch)]
+        total = self.sum_over_ranks(torch.tensor(sum(weights), dtype=torch.float64))
         self.has_supervised |= bool(total)
         # A step without supervised tokens has a loss of 0, and not of 0 / 0.
         return torch.where(total > 0, total, 1.0).to(device, torch.float32)

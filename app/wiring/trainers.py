@@ -1,7 +1,7 @@
 """Model, settings and trainer of a run, over a plan or a stream."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -201,9 +201,12 @@ def _open_model(
     encoder: SwiftEncoder,
     group: RankGroup,
     attention: AttentionChoice,
-) -> tuple[Any, Any]:
+    *,
+    degrees: Iterable[int] = (),
+) -> tuple[Any, Any, RowGroups | None]:
     """
-    Load and prepare the model; return its template, which holds it too, and the model.
+    Load and prepare the model; return its template, which holds it too, the model, and the ranks
+    that share rows. *degrees* are those of the packs.
     """
     template = encoder.template
     device = None if shards_weights(arguments) else arguments.device
@@ -213,9 +216,10 @@ def _open_model(
         require_same_weights(group, model)
     elif group.rank == 0:
         log.info("the weights of the ranks were not compared: they share those of rank 0, and none holds all")
-    rows: RowGroups | None = None
-    if config.training.row_ranks > 1:
-        rows = RowGroups.make([config.training.row_ranks], arguments.ddp_timeout_delta)
+    rows = RowGroups.make([config.training.row_ranks], arguments.ddp_timeout_delta)
+    if config.training.shares_by_degree:
+        rows = RowGroups.make(degrees, arguments.ddp_timeout_delta, packing_length=config.packing_length)
+    if rows is not None:
         share_rows(model, rows)
         if not is_whole:
             named, device = config.model.attn_impl, arguments.device
@@ -227,7 +231,7 @@ def _open_model(
     # trained.
     if encoder.takes_images and (group.world_size > 1 or config.training.freeze_llm):
         use_vision_tower_in_each_batch(model, template, arguments)
-    return template, model
+    return template, model, rows
 
 
 def use_vision_tower_in_each_batch(model: Any, template: Any, arguments: TrainingArguments) -> None:
@@ -276,8 +280,10 @@ def build_trainer(
         group: The ranks.
     """
     train = splits["train"]
-    template, model = _open_model(config, arguments, train.encoder, group, attention)
-    return PlanTrainer(
+    shared = [split.aligned.shared_by for split in splits.values()]
+    degrees = {int(one) for each in shared if each is not None for one in each}
+    template, model, rows = _open_model(config, arguments, train.encoder, group, attention, degrees=degrees)
+    trainer = PlanTrainer(
         group=group,
         follower=follower,
         pack_stats=train.pack_stats,
@@ -289,6 +295,8 @@ def build_trainer(
         train_dataset=_packed_dataset(train, epoch=follower.schedule.start.epoch),
         eval_dataset=_eval_dataset(splits.get("eval")),
     )
+    trainer.row_groups = rows
+    return trainer
 
 
 def _eval_dataset(split: Split | None) -> PackedDataset | None:
@@ -349,7 +357,7 @@ def build_stream_trainer(
         resume_state: Function that makes the resume state of a checkpoint.
     """
     training, encoder = config.training, splits["train"].encoder
-    template, model = _open_model(config, arguments, encoder, group, attention)
+    template, model, _ = _open_model(config, arguments, encoder, group, attention)
     options = StreamOptions(
         packing_length=config.packing_length,
         packing_buffer=training.packing_buffer,

@@ -344,3 +344,28 @@ def test_a_run_goes_on_on_another_number_of_ranks_to_a_row(write_run, execute, s
     assert found == pytest.approx(expected, rel=FLOAT32)
     assert sharded == pytest.approx(expected, rel=FLOAT32)
     assert left[-2:] == pytest.approx(expected[-2:], rel=FLOAT32)
+
+
+@pytest.mark.slow
+def test_long_packs_take_two_ranks_and_short_ones_a_rank_each(write_run, execute, start_ranks, few_scenes, tmp_path):
+    """
+    With images and adapters, text beside images, and all packs in one step: losses, clipped norm
+    and evaluation are those of one rank with whole rows, and the log says what a rank computes.
+    """
+    keys = {"effective_batch_size": 64, "tuner_type": "lora", "lora_dropout": 0, "num_train_epochs": 1,
+            "save_strategy": "no", "packing_drop_last": False, "loss_reduction": "sample", "use_cpu": True}  # fmt: skip
+    overlay = {
+        "custom": {"train_jsonl": str(few_scenes), "val_jsonl": str(few_scenes)},
+        "template": {"max_length": 200},
+    }
+    shared = write_run(name="shared", training={**keys, "sequence_parallel_size": "auto"}, **overlay)
+    assert [0, 0] == finished(start_ranks(2, shared, tmp_path))
+    alone = execute(write_run(name="alone", training=keys, **overlay))
+
+    found, expected = (
+        [entry[key] for entry in history for key in ("loss", "eval_loss", "grad_norm") if key in entry]
+        for history in (rank_main.seen(tmp_path, 2)[0]["history"], alone.history)
+    )
+    assert found == pytest.approx(expected, rel=FLOAT32)
+    log = (tmp_path / "rank0.log").read_text()
+    assert "6 on 2 ranks; 18 slots an epoch; no rank computes more than 200 tokens at once" in log
