@@ -198,7 +198,7 @@ def train(rank: int, cell: Cell, out: Path) -> None:
     plan = pp.plan([len(row["input_ids"]) for row in rows], cell.get("packing_length", PACKING_LENGTH))
     assert cell.get("row_ranks") == "auto" or len(plan.packs) % 2, "two ranks repeat a pack"
     trainer, row_ranks = trainer_of(cell, model, rows, out / "run"), cell.get("row_ranks", 1)
-    use_plan(trainer, PACKING_LENGTH, eval_plan=plan, sequence_parallel_size=row_ranks)  # the same plan
+    use_plan(trainer, plan.raw.packing_length, eval_plan=plan, sequence_parallel_size=row_ranks)  # the same plan
     asked = assert_step_loss(trainer)
     watch = Watch(trainer, cell.get("kill_after"))
     trainer.add_callback(watch)
@@ -208,7 +208,7 @@ def train(rank: int, cell: Cell, out: Path) -> None:
     schedule = trainer.schedule
     start, ranks = schedule.start, [list(schedule.steps(rank=one)) for one in range(schedule.world_size)]
     assert 2 * 2 * killed_ranks == len(schedule.consumed_packs(start.epoch)), "two steps of two batches were done"
-    packs = [pack for step in ranks[rank // alone_ranks] for (pack,) in step.batches]
+    packs = [pack for step in ranks[rank // (1 if row_ranks == "auto" else row_ranks)] for (pack,) in step.batches]
     wanted = [[token for sample in plan.packs[pack] for token in rows[sample]["input_ids"]] for pack in packs]
     assert wanted == watch.batches != []
     assert schedule.total_steps == trainer.state.global_step == start.step + len(watch.steps)
@@ -219,8 +219,8 @@ def train(rank: int, cell: Cell, out: Path) -> None:
     assert killed_ranks or [asked.loss, asked.due] == pytest.approx([logged[1]["loss"]] * 2, rel=FLOAT32)
     for number, steps in enumerate(zip(*ranks, strict=True) if rank == 0 else ()):
         alone.load_state_dict(watch.weights[number])
-        shared = [pack for rank, step in enumerate(steps) for number, (pack,) in enumerate(step.batches)
-                  if not step.ranks or step.ranks[number][0] == rank]  # fmt: skip
+        shared = [pack for one, step in enumerate(steps) for place, (pack,) in enumerate(step.batches)
+                  if not step.ranks or step.ranks[place][0] == one]  # fmt: skip
         samples = [rows[index] for pack in shared for index in plan.packs[pack]]
         due = step_alone(alone, samples)
         assert logged[steps[0].number]["loss"] == pytest.approx(due.loss, rel=FLOAT32)
