@@ -144,8 +144,7 @@ def _run_shared(trainer: Any, batch: Mapping[str, Any], num_items: Any, factor: 
     """Return what `_run` does, for the whole row of a batch that ranks share."""
     loss, gradients = _run(trainer, batch, num_items, factor)
     tokens, groups = count_tokens(batch), trainer.row_groups
-    group = None if groups is None else groups.group_of(tokens)
-    if group is None:
+    if groups is None or (group := groups.group_of(tokens)) is None:
         return loss, gradients
     weight = groups.weight_of(tokens)
     for one in gradients.values():  # a rank has a part of the row's gradient
