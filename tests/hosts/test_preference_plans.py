@@ -98,12 +98,13 @@ def run(rank, out, cell, kill_after=None):
     keys = {"gradient_accumulation_steps": cell[2], "num_train_epochs": 2}
     trainer = trainer_of(cell[0], out / "run", **keys, restore_callback_states_from_checkpoint=True)
     plan, watch = plan_of(trainer), Watch(kill_after)
-    schedule = use_plan(trainer, plan, eval_plan=plan)
+    use_plan(trainer, plan, eval_plan=plan)
     trainer.add_callback(watch)
     trainer.train(resume_from_checkpoint=kill_after == 0)
+    schedule = trainer.schedule  # after a resume, of what was left
     assert all(0 < one.counts.real < one.counts.padded for one in trainer.unpaddings)
     assert len(trainer.unpaddings) == 1 + (cell[0] != "RewardTrainer"), "the reference computes no padding too"
-    start = trainer.schedule.start.step
+    start = schedule.start.step
     assert schedule.total_steps == trainer.state.global_step == start + len(watch.steps)
     loss = trainer.evaluate()["eval_loss"]
     ranks = [list(schedule.steps(rank=one)) for one in range(schedule.world_size)]
@@ -111,12 +112,16 @@ def run(rank, out, cell, kill_after=None):
         [int(one) for step in steps for (pack,) in step.batches for one in plan.packs[pack]]
         for steps in zip(*ranks, strict=True)
     ]
+    assert len(samples) == len(watch.steps)
+    epoch = schedule.start.epoch
+    left = {pack for own in ranks for step in own if step.epoch == epoch for (pack,) in step.batches}
+    assert {*range(len(plan.packs))} == {*schedule.consumed_packs(epoch), *left}, "an epoch has each pack"
     if rank == 0:
         steps = [[pack for own in step for (pack,) in own.batches] for step in zip(*ranks, strict=True)]
         sizes = [{len(plan.packs[pack]) for pack in packs} for packs in steps]
         assert cell[1] * cell[2] == 1 or max(map(len, sizes)) > 1, "batches of a step have unequally many samples"
         logs = [entry for entry in trainer.state.log_history if {"loss", "eval_loss"} & entry.keys()]
-        found = {"samples": samples[start:], "weights": watch.weights, "gradients": watch.steps, "logs": logs}
+        found = {"samples": samples, "weights": watch.weights, "gradients": watch.steps, "logs": logs}
         torch.save(found | {"eval_loss": loss, "model": trainer.model.state_dict()}, out / "found.pt")
 
 
@@ -127,10 +132,10 @@ def run_cell(folder, *cell, kill_after=None):
     assert ended != bool(kill_after)
 
 
-def run_killed_cell(folder, *cell):
-    """Run on the ranks of a cell, kill them after the second step, and go on."""
-    run_cell(folder, *cell, kill_after=2)
-    run_cell(folder, *cell, kill_after=0)
+def run_killed_cell(folder, host, ranks, accumulation, killed_ranks=None):
+    """Run on the ranks of a cell, or others with smaller steps, kill them after two, and go on."""
+    run_cell(folder, host, *((killed_ranks, 1) if killed_ranks else (ranks, accumulation)), kill_after=2)
+    run_cell(folder, host, ranks, accumulation, kill_after=0)
 
 
 def due(trainer, samples, weights, *, trains=True):
@@ -161,7 +166,10 @@ def assert_logged(host, found, expected):
 _HOSTS = ("DPOTrainer", "KTOTrainer", "RewardTrainer")
 
 CELLS = [*product(_HOSTS, (1, 2), (1, 3))] if HOSTED else [("DPOTrainer", 2, 2)]
-"""Trainer, ranks, batches of a step on a rank."""
+CELLS += (
+    [(host, 3 - ranks, 2, ranks) for host in _HOSTS for ranks in (1, 2)] if HOSTED else [("RewardTrainer", 1, 2, 2)]
+)
+"""Trainer, ranks, batches of a step on a rank; perhaps another number of ranks, killed before."""
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
@@ -169,13 +177,13 @@ def test_a_step_is_the_mean_over_its_samples(cell, apart, tmp_path):
     """
     Loss, gradients and logged values of a step, and of the evaluation, are those of the trainer
     without a plan, with all samples of the step in one batch. The packs of ranks and batches have
-    unequally many samples.
+    unequally many samples. So it is where a killed run goes on with another number of ranks.
     """
-    apart(run_cell, str(tmp_path), *map(str, cell), folder=tmp_path)
+    apart(run_cell if len(cell) == 3 else run_killed_cell, str(tmp_path), *map(str, cell), folder=tmp_path)
 
     found, trainer = torch.load(tmp_path / "found.pt"), trainer_of(cell[0], tmp_path)
     *steps, evaluated = found["logs"]
-    for number, logged in enumerate(steps):
+    for number, logged in enumerate(steps[-len(found["samples"]) :]):
         loss, gradients, logs = due(trainer, found["samples"][number], found["weights"][number])
         assert logged["loss"] == pytest.approx(loss, rel=FLOAT32)
         assert nearness.apart(found["gradients"][number], gradients) < FLOAT32
