@@ -296,6 +296,11 @@ class ComputesPacks:
         loss = super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]  # of the trainer's class
         return loss if weight == 1 else loss * weight
 
+    def _compute_acc(self, *args: Any, **options: Any) -> None:
+        """Count token accuracy as ms-swift does, but not where ranks share a part of the rows."""
+        if self.row_groups is None or self.row_groups.packing_length is None:
+            super()._compute_acc(*args, **options)  # type: ignore[misc]  # of ms-swift's trainer
+
     def counts(self, inputs: Mapping[str, Any]) -> bool:
         """Return whether this rank counts the tokens of a batch, which others may share."""
         return self.row_groups is None or self.row_groups.counts(count_tokens(inputs))
