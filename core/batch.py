@@ -42,8 +42,7 @@ def pack_degrees(tokens: IntArray, packing_length: int, max_degree: int = MOST_R
     >>> pack_degrees(np.array([7, 8, 9, 16, 33]), 8, max_degree=4).tolist()
     [1, 1, 2, 2, 4]
     """
-    doublings = np.log2(MOST_RANKS).astype(int) + 1
-    limits = packing_length * 2 ** np.arange(doublings)
+    limits = packing_length * 2 ** np.arange(MOST_RANKS.bit_length())
     return np.minimum(2 ** np.searchsorted(limits, tokens), max_degree)
 
 

@@ -235,8 +235,7 @@ def _require_alignment(path: Path, manifest: Mapping[str, Any], plan: RawPlan) -
     options: dict[str, Any] = {"dataloader_drop_last": manifest["dataloader_drop_last"]}
     if "degrees" in manifest:
         options |= {"degrees": np.ones(len(plan.packs), dtype=np.int64), "max_degree": manifest["max_degree"]}
-        shared, needed = manifest["degrees"]
-        options["degrees"][shared] = needed
+        np.put(options["degrees"], *manifest["degrees"])
     try:
         aligned = align_plan(plan, world_size=manifest["world_size"], **options)
         differing = [name for name, value in _alignment_facts(aligned).items() if manifest.get(name) != value]

@@ -150,22 +150,18 @@ def forecast_memory(config: RunConfig, *, memory: int | None, ranks: int) -> Mem
     with join_ranks(config) as group:
         measure_and_plan(train, Ranks(group, timeout_s=config.training.packing_wait_timeout_s), world_size=ranks)
     encoded, ranks_of = _packs_to_trace(train), train.aligned.shared_by
+    sizes = {pack: sum(one["length"] for one in samples) for pack, samples in encoded.items()}
     accumulates = accumulation_of(config, world_size=ranks).gradient_accumulation_steps > 1
     fused = bool(config.training.trainer.get("use_liger_kernel"))
     with open_step_tracer(
         config, train.encoder, attention=attention, sharding=sharding, world_size=ranks, accumulates=accumulates
     ) as tracer:
-
-        def rank_share(pack: int) -> list[Any]:
-            samples, degree = encoded[pack], 1 if ranks_of is None else int(ranks_of[pack])
-            if degree == 1:
-                return samples
-            return tracer.pack_of_length(samples, -(-sum(one["length"] for one in samples) // degree))
-
-        shares = {pack: rank_share(pack) for pack in encoded}
-        peaks = {pack: tracer.trace_step(samples).peak(fused_loss=fused) for pack, samples in shares.items()}
+        if ranks_of is not None:  # a rank's share is traced
+            sizes = {pack: -(-tokens // int(ranks_of[pack])) for pack, tokens in sizes.items()}
+            encoded = {pack: tracer.pack_of_length(samples, sizes[pack]) for pack, samples in encoded.items()}
+        peaks = {pack: tracer.trace_step(samples).peak(fused_loss=fused) for pack, samples in encoded.items()}
         pack = max(peaks, key=lambda one: peaks[one].total)
-        heaviest = PackMemory(f"pack {pack}", sum(one["length"] for one in shares[pack]), peaks[pack])
+        heaviest = PackMemory(f"pack {pack}", sizes[pack], peaks[pack])
         full = {heaviest.tokens: heaviest.peak}
 
         def full_pack_peak(tokens: int) -> int:

@@ -286,7 +286,8 @@ class EpochSchedule:
                 number += 1
                 mine = batches[first : first + window]
                 sizes = [degrees[pack] for (pack,) in mine] if degrees else []
-                yield Step(number, epoch, tuple(mine), tuple(_block_of(rank, size) for size in sizes))
+                blocks = (range(rank // size * size, (rank // size + 1) * size) for size in sizes)
+                yield Step(number, epoch, tuple(mine), tuple(blocks))
             epoch += 1
 
     def batches(self, epoch: int, *, rank: int) -> list[list[int]]:
@@ -585,12 +586,6 @@ def _drop_consumed(order: IntArray, num_consumed: int) -> IntArray:
     return order[np.sort(first[first >= num_consumed])]
 
 
-def _block_of(rank: int, degree: int) -> range:
-    """Return the *degree* neighbouring ranks that share a pack with *rank*."""
-    first = rank - rank % degree
-    return range(first, first + degree)
-
-
 DAMAGED_STATE_REMEDY = "name another checkpoint"
 """Remedy for a damaged resume state."""
 
@@ -637,9 +632,8 @@ class ResumeState:
             tuner: Tuner of the run; empty where it is unknown.
             **facts: `plan`, `data`, and perhaps `inputs` and `identity`.
         """
-        order: dict[str, Any] = {"seed": schedule.seed, "shuffle": schedule.shuffle, "degree": None}
-        if schedule.degrees is not None:
-            order["degree"] = int(schedule.pack_degrees(0).max())
+        degree = None if schedule.degrees is None else int(schedule.pack_degrees(0).max())
+        order: dict[str, Any] = {"seed": schedule.seed, "shuffle": schedule.shuffle, "degree": degree}
         return cls(tuner=tuner, order_version=ORDER_VERSION, progress=Progress(), **order, **facts)
 
     def differences(self, now: ResumeState) -> tuple[Difference, ...]:
