@@ -68,8 +68,7 @@ if EVERY_CELL:
 
 def settings(stage: int) -> dict:
     """Return settings of DeepSpeed as a user's file has them."""
-    gathered = {"stage3_gather_16bit_weights_on_model_save": True, "stage3_param_persistence_threshold": 0}
-    gathered = gathered if stage == 3 else {}
+    gathered = {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
     auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     return {"zero_optimization": {"stage": stage, **gathered}, **dict.fromkeys(auto, "auto")}
 
