@@ -19,7 +19,7 @@ BENCHMARKS = {
     "lengths": "measuring the lengths of samples",
     "memory": "forecast peaks of memory beside measured ones",
     "rows": "rows that ranks share: memory and time",
-    "degrees": "packs that as many ranks share as each needs, simulated",
+    "degrees": "packs that as many ranks share as each needs, simulated or measured",
     "unpad": "TRL's trainers without padding, beside themselves",
     "work": "how even the work of ranks is",
     "rl": "microbatches of RL batches",

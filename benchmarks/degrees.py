@@ -1,5 +1,5 @@
 """
-Simulate seconds of an epoch in which a part of the samples is longer than a pack.
+Simulate seconds of an epoch in which a part of the samples is longer than a pack, or --measure it.
 
 Lengths are those of the trace `chat`, and a tail of longer ones: lognormal, from one packing length
 to --longest tokens. Steps are those of the product's schedules, by its work of a 7B model. A rank
@@ -12,11 +12,19 @@ outputs, within a node of 8 faster than between nodes. The others do not wait un
 
 `tokens` is the most that a rank computes at once. `ideal` is the work of all packs, evenly on all
 ranks, without any exchange.
+
+--measure trains an epoch of a small Qwen2 on ranks of gloo, in processes of this machine. Its packs
+are of --tokens tokens, and for each degree above 1 one sample is as long as its ranks hold. `short`
+has only packs of --tokens. Peaks count the tensors of a step beyond weights and gradients, on the
+rank that has most.
 """
 
 import argparse
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from itertools import product
+from typing import Any
 
 import attrs
 import numpy as np
@@ -24,10 +32,12 @@ from numpy.typing import NDArray
 
 from benchmarks.distributions import TEXT_MODEL, trace
 from benchmarks.options import add_number
+from benchmarks.rows import build_qwen2, run_ranks
 from benchmarks.table import Columns, show
 from packplan.app.cli.command import parse_positives
+from packplan.core.batch import IGNORED_LABEL
 from packplan.core.lengths import IntArray
-from packplan.core.surface import plan
+from packplan.core.surface import Plan, plan
 from packplan.core.work.model import SampleWorks
 
 EXCHANGED_BYTES = 3 * 28 * 2 * (2 * 3584 + 2 * 512)
@@ -67,6 +77,35 @@ COLUMNS: Columns = {
 }
 
 
+@attrs.frozen
+class MeasuredRow:
+    """Need of ranks for an epoch, by one way to share packs."""
+
+    ranks: int
+    way: str
+    peak: int
+    """Bytes beyond weights and gradients on the most loaded rank."""
+
+    of_short: float
+    """Peak as a multiple of that of short packs."""
+
+    seconds: float
+    """Processor time of all ranks."""
+
+    loss: float
+    """Mean over the epoch's supervised tokens."""
+
+
+MEASURED: Columns = {
+    "ranks": lambda row: str(row.ranks),
+    "shared": lambda row: row.way,
+    "peak (MB)": lambda row: f"{row.peak / 1e6:,.1f}",
+    "of short packs": lambda row: f"{row.of_short:.2f}",
+    "processor (s)": lambda row: f"{row.seconds:.2f}",
+    "loss": lambda row: f"{row.loss:.6f}",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument(
@@ -82,10 +121,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--ranks", 64, "ranks, a power of two")
     add_number(parser, "--accumulation", 4, "packs of a rank in a step")
     add_number(parser, "--tflops", 400, "10**12 operations of a rank in a second")
+    parser.add_argument("--measure", action="store_true", help="train on this machine, and simulate nothing")
+    add_number(parser, "--measured-ranks", [2, 4], "ranks that train, powers of two")
+    add_number(parser, "--tokens", 512, "tokens of a pack that is trained")
+    add_number(parser, "--width", 128, "width of the model that is trained")
+    add_number(parser, "--vocabulary", 4096, "size of its vocabulary")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Simulate, then print."""
+    """Simulate or measure, then print."""
+    if options.measure:
+        measured = [row for ranks in options.measured_ranks for row in measure(ranks, options)]
+        show(measured, MEASURED, left={"shared"}, as_json=options.json, packages=("torch", "transformers"))
+        return
     rows: list[DegreesRow] = []
     for tail, length in product(options.tails, options.packing_lengths):
         rows += simulate(draw_lengths(options.samples, tail, length, options.longest), tail, length, options)
@@ -163,3 +211,68 @@ def _epoch_seconds(seconds: NDArray[np.float64], degrees: IntArray, packs_per_st
             clock = clock + took
         total += float(clock.max())
     return total
+
+
+def measure(ranks: int, options: argparse.Namespace) -> Iterator[MeasuredRow]:
+    """Yield a row of each way, on some ranks."""
+    found = run_ranks(ranks, measure_ways, options)
+    short = max(rank["short"][0] for rank in found)
+    for way in found[0]:
+        peaks, seconds, losses = zip(*(rank[way] for rank in found), strict=True)
+        each = {pack: loss for rank in losses for pack, loss in rank.items()}  # a pack counts once
+        loss, tokens = map(sum, zip(*each.values(), strict=True))
+        yield MeasuredRow(ranks, way, max(peaks), max(peaks) / short, sum(seconds), loss / tokens)
+
+
+def measure_ways(options: argparse.Namespace) -> dict[str, tuple[int, float, dict[int, tuple[float, int]]]]:
+    """
+    Return what `_train` measures on this rank, by each way.
+
+    Args:
+        options: Options of the benchmark.
+    """
+    import torch.distributed as dist
+
+    from packplan.adapters.attention.shared_rows import RowGroups, share_rows, sharing_by
+
+    ranks, tokens = dist.get_world_size(), options.tokens
+    sizes = [2**power for power in range(1, ranks.bit_length())]
+    samples = np.array([tokens - 1] * 2 * ranks + [size * tokens for size in sizes])
+    groups = RowGroups.make(sizes, timedelta(minutes=10), packing_length=tokens)
+    model = build_qwen2(ranks * tokens, options)
+    assert groups is not None  # noqa: S101  # of 2 ranks or more
+    share_rows(model, groups)
+    found = {}
+    for way, group, degrees in (("short", 1, 1), ("whole", 1, 1), ("fixed", ranks, 1), ("own", 1, ranks)):
+        planned = plan(samples[: 2 * ranks] if way == "short" else samples, tokens)
+        schedule = planned.schedule(world_size=ranks // group, degrees=degrees)
+        packs = [pack for step in schedule.steps(rank=dist.get_rank() // group) for (pack,) in step.batches]
+        with sharing_by(None if way == "own" else group):
+            _train(model, planned, packs[:1], groups, options.vocabulary)  # libraries prepare themselves
+            found[way] = _train(model, planned, packs, groups, options.vocabulary)
+    return found
+
+
+def _train(
+    model: Any, planned: Plan, packs: list[int], groups: Any, vocabulary: int
+) -> tuple[int, float, dict[int, tuple[float, int]]]:
+    """Train packs; return the peak, the processor time, and sums of losses and tokens of each."""
+    import torch
+
+    from benchmarks.peak import PeakOfTensors
+
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    peak, seconds, losses = 0, 0.0, {}
+    for pack in packs:
+        positions = torch.cat([torch.arange(planned.lengths[one]) for one in planned.packs[pack]])[None]
+        ids = torch.randint(0, vocabulary, positions.shape, generator=torch.Generator().manual_seed(pack))
+        labels, started = ids.masked_fill(positions == 0, IGNORED_LABEL), time.process_time()
+        with PeakOfTensors(model) as mode:
+            held = mode.peak
+            loss = model(input_ids=ids, position_ids=positions, use_cache=False, labels=labels).loss
+            (loss / groups.degree_of(positions.numel())).backward()
+        seconds += time.process_time() - started
+        peak, tokens = max(peak, mode.peak - held), int((positions > 0).sum())
+        losses[pack] = float(loss.detach()) * tokens, tokens
+    return peak, seconds, losses

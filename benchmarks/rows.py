@@ -8,6 +8,7 @@ processes of their own on this machine. The peak counts the tensors of a step be
 import argparse
 import multiprocessing
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -57,43 +58,75 @@ def run(options: argparse.Namespace) -> None:
 
 def measure(ranks: int, options: argparse.Namespace) -> RowsResult:
     """Return the result of some ranks."""
+    return RowsResult(ranks, *(max(values) for values in zip(*run_ranks(ranks, _measure_rank, options), strict=True)))
+
+
+def run_ranks(ranks: int, function: Callable[..., Any], options: argparse.Namespace) -> list[Any]:
+    """
+    Return what each rank returns, in processes of their own, in a group of gloo.
+
+    Args:
+        ranks: Number of ranks.
+        function: Function of a module, which takes the options.
+        options: Options of the benchmark.
+    """
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     told = context.SimpleQueue()
     started = [
-        context.Process(target=_be_rank, args=(rank, ranks, store.port, options, told), daemon=True)
+        context.Process(target=_be_rank, args=(rank, ranks, store.port, function, options, told), daemon=True)
         for rank in range(ranks)
     ]
     for one in started:
         one.start()
     for one in started:
         one.join()
-    found = [told.get() for one in started if not one.exitcode]
-    return RowsResult(ranks, *(max(values) for values in zip(*found, strict=True)))
+    return [told.get() for one in started if not one.exitcode]
 
 
-def _be_rank(rank: int, ranks: int, port: int, options: argparse.Namespace, told: Any) -> None:
-    """Train two steps, and tell the peak of the second, its processor time and its loss."""
+def _be_rank(  # noqa: PLR0917  # of a process
+    rank: int, ranks: int, port: int, function: Callable[..., Any], options: argparse.Namespace, told: Any
+) -> None:
+    """Tell what a function returns on this rank."""
     import torch
     import torch.distributed as dist
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from benchmarks.memory import allocator_peak
-    from packplan.adapters.attention import set_attention
-    from packplan.adapters.attention.shared_rows import RowGroups, attention_for_shared_rows, share_rows
-    from packplan.core.equality import VARLEN, AttentionChoice
 
     end_with_parent()
     torch.set_num_threads(1)
-    torch.manual_seed(0)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    told.put(function(options))
+    dist.barrier()
+
+
+def build_qwen2(tokens: int, options: argparse.Namespace) -> Any:
+    """Return a Qwen2 of the options' sizes for rows of *tokens*, whose attention shares rows."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from packplan.adapters.attention import set_attention
+    from packplan.adapters.attention.shared_rows import attention_for_shared_rows
+    from packplan.core.equality import VARLEN, AttentionChoice
+
+    torch.manual_seed(0)
     sizes = {"hidden_size": options.width, "intermediate_size": 4 * options.width, "vocab_size": options.vocabulary}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}
-    model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, max_position_embeddings=options.tokens)).train()
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, max_position_embeddings=tokens)).train()
     set_attention(model, attention_for_shared_rows(AttentionChoice(VARLEN)))
+    return model
+
+
+def _measure_rank(options: argparse.Namespace) -> tuple[int, float, float]:
+    """Train two steps; return the peak of the second, its processor time and its loss."""
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks.memory import allocator_peak
+    from packplan.adapters.attention.shared_rows import RowGroups, share_rows
+
+    model, ranks = build_qwen2(options.tokens, options), dist.get_world_size()
     if (groups := RowGroups.make([ranks], timedelta(minutes=10))) is not None:
         share_rows(model, groups)
     positions = torch.arange(options.tokens)[None] % -(-options.tokens // 8)
@@ -115,5 +148,4 @@ def _be_rank(rank: int, ranks: int, port: int, options: argparse.Namespace, told
     peak = allocator_peak(weights, step) - held
     started = time.process_time()
     step()
-    told.put((peak, time.process_time() - started, losses[-1]))
-    dist.barrier()
+    return peak, time.process_time() - started, losses[-1]

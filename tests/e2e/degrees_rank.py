@@ -1,6 +1,7 @@
 """A step of packs that 1, 2 or 4 ranks share, each as many as its length needs, in a loop."""
 
 import json
+from argparse import Namespace
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -16,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from benchmarks.degrees import measure_ways
 from packplan.adapters.attention import set_attention
 from packplan.adapters.attention.shared_rows import RowGroups, attention_for_shared_rows, share_rows
 from packplan.adapters.probe.rows import probe_ready_model
@@ -160,4 +162,14 @@ def main(out, models):
     torch.set_num_threads(1)
     found = {name: train_degrees(**case | {"folder": f"{models}/{case['folder']}"}) for name, case in CASES.items()}
     Path(out, f"found{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def measure(out):
+    """Be one rank; write the peaks of each way to share packs, over that of short ones."""
+    dist.init_process_group("gloo", timeout=timedelta(minutes=3))
+    torch.set_num_threads(1)
+    found = measure_ways(Namespace(tokens=64, width=64, vocabulary=42 * 64))  # as in a 7B model
+    peaks = {way: peak / found["short"][0] for way, (peak, *_) in found.items()}
+    Path(out, f"peaks{dist.get_rank()}.json").write_text(json.dumps(peaks))
     dist.destroy_process_group()
