@@ -262,9 +262,11 @@ class ComputesPacks:
             with sharing_by(1):  # ranks have other rows each
                 return super().evaluation_loop(dataloader, *args, **options)  # type: ignore[misc]  # of the trainer's class
         self._evaluated = evaluated = _LossSums(dataloader.batch_sampler)
+        groups = self.row_groups
+        whole = groups is not None and groups.packing_length is not None and not dataloader.batch_sampler.shares
         try:
             # ms-swift multiplies losses by the ranks, for a mean over all: a batch has its own.
-            with replace_attributes(self.args, average_tokens_across_devices=False):
+            with sharing_by(1 if whole else None), replace_attributes(self.args, average_tokens_across_devices=False):
                 output = super().evaluation_loop(dataloader, *args, **options)  # type: ignore[misc]
         finally:
             self._evaluated = None

@@ -139,6 +139,9 @@ class EvalBatches:
     where ranks share packs, in the slots of `lay_out_slots`.
 
     Every rank has the same number of batches; if needed, the first ones are repeated at the end.
+
+    Attributes:
+        shares: Whether ranks share packs by their degree.
     """
 
     def __init__(
@@ -155,7 +158,7 @@ class EvalBatches:
             degrees: Ranks that share each pack; shape (num_packs,). None shares none; else a batch
                 is one pack.
         """
-        self._num_packs, self._size = num_packs, batch_size
+        self._num_packs, self._size, self.shares = num_packs, batch_size, degrees is not None
         degrees = np.ones(-(-num_packs // batch_size), dtype=np.int64) if degrees is None else degrees
         batches = aligned_positions(degrees, world_size, False)  # noqa: FBT003  # drops none
         places = lay_out_slots(degrees[batches], world_size)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from itertools import chain
+from itertools import chain, islice
 
 import attrs
 import pytest
@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from packplan.adapters.loaders.rows import PackLoader
+from packplan.core.batch import pack_degrees
 from packplan.core.errors import MismatchError
 from tests.e2e import rank_main
 from tests.e2e.alone import Gradients, silence, step_alone, token_losses, token_weights
@@ -67,12 +68,11 @@ def prepared(write_run, data, ready, tmp_path):
 
 def step_samples(schedule, step: int, encode, packs) -> list[dict]:
     """Return the encoded samples of a step of the first epoch, those of all ranks."""
-    size = schedule.gradient_accumulation_steps
-    batches = [
-        batch
-        for rank in range(schedule.world_size)
-        for batch in schedule.batches(0, rank=rank)[step * size : (step + 1) * size]
-    ]
+    batches = []
+    for rank in range(schedule.world_size):
+        own = next(islice(schedule.steps(rank=rank), step, None))
+        sharing = own.ranks or [range(rank, rank + 1)] * len(own.batches)
+        batches += [batch for batch, ranks in zip(own.batches, sharing, strict=True) if rank == ranks[0]]
     return [encode(index) for batch in batches for pack in batch for index in packs[pack]]
 
 
@@ -143,30 +143,46 @@ def test_a_step_without_a_supervised_token_changes_nothing(write_run, execute, t
 
 
 @pytest.mark.parametrize(
-    ("of", "world_size", "accumulation", "balance", "reduction", "weighed"),
-    [("qwen2_5_vl", 2, 4, "auto", "token", False), ("qwen2", 3, 2, "microbatch", "sqrt", True)],
-)
+    ("of", "world_size", "accumulation", "balance", "reduction", "weighed", "length"),
+    [
+        ("qwen2_5_vl", 2, 4, "auto", "token", False, None), ("qwen2", 3, 2, "microbatch", "sqrt", True, None),
+        ("qwen2_5_vl", 2, 2, "auto", "token", False, 250), ("qwen2", 4, 1, "microbatch", "sample", True, 64),
+    ],
+)  # fmt: skip
 def test_a_step_over_several_ranks_is_the_mean_over_all_of_them(  # noqa: PLR0917  # fixtures
-    start_ranks, write_run, data, prepared, tmp_path, of, world_size, accumulation, balance, reduction, weighed
+    start_ranks, write_run, data, prepared, tmp_path, of, world_size, accumulation, balance, reduction, weighed, length
 ):
-    """Equal to one process that sees each sample alone, with repeated packs, by work; evaluated."""
+    """
+    Equal to one process that sees each sample alone, with repeated packs, by work; evaluated. The
+    same where packs of more than *length* tokens are shared by as many ranks as they need, and
+    where samples are evaluated alone, which no ranks share.
+    """
     keys = {"effective_batch_size": world_size * accumulation, "loss_reduction": reduction, **QUIET}
     names, out = {"train_jsonl": "train.jsonl", "val_jsonl": "val.jsonl"}, tmp_path / "out"
     custom = {key: data(of, name, weighed=weighed) for key, name in names.items()}
-    path = write_run(of, name="ranks", custom=custom, template={"max_length": 400},
-                     training={**keys, "packing_balance": balance, "eval_strategy": "epoch"})  # fmt: skip
+    template = {"max_length": length or 400}
+    path = write_run(of, name="ranks", custom=custom, template=template,
+                     training={**keys, "packing_balance": balance, "eval_strategy": "epoch",
+                               "sequence_parallel_size": "auto" if length else 1,
+                               "eval_packing": not weighed})  # fmt: skip
     assert [0] * world_size == finished(start_ranks(world_size, path, out, "gradients"))
     first = rank_main.seen(out, 1)[0]
     gradients = torch.load(out / "gradients0.pt", weights_only=True)
 
-    run = prepared(of, val=True, weighed=weighed, training={**keys, "effective_batch_size": accumulation})
+    run = prepared(
+        of, val=True, weighed=weighed, training={**keys, "effective_batch_size": accumulation}, template=template
+    )
     plain = attrs.evolve(run.schedule, world_size=world_size, works=None)
+    if length:
+        tokens = run.planned["train"].raw.packs.loads(run.planned["train"].lengths)
+        plain = attrs.evolve(plain, degrees=pack_degrees(tokens, length))
+        assert {1, 2, *([4] if world_size > 2 else [])} == {*plain.pack_degrees(0).tolist()}
     assert plain.batches_per_epoch % accumulation or plain.num_packs % world_size, "nothing is ragged"
-    assert sorted(first["fetched"]) != sorted(chain.from_iterable(plain.batches(0, rank=0))), "nothing is assigned"
+    assert length or sorted(first["fetched"]) != sorted(chain(*plain.batches(0, rank=0))), "nothing is assigned"
     check_steps(run, plain, logged_losses(first["history"]), gradients, reduction)
     assert len(run.planned["eval"].raw.packs) % world_size, "no pack is repeated"
     (evaluated,), alone = [entry for entry in first["history"] if "eval_loss" in entry], run.trainer.evaluate()
-    for key in ("eval_loss", "eval_token_acc"):
+    for key in ("eval_loss", "eval_token_acc")[: 1 if length else 2]:
         assert evaluated[key] == pytest.approx(alone[key], rel=FLOAT32)
 
 
