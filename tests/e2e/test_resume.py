@@ -180,7 +180,8 @@ def test_a_model_of_a_hub_is_known_by_its_name_in_another_trainer(demo):
     """And one in a folder by its files, wherever it is; one that was made in memory by nothing."""
 
     def known(name):
-        trainer = SimpleNamespace(args=object(), model=SimpleNamespace(config=SimpleNamespace(name_or_path=name)))
+        model = SimpleNamespace(config=SimpleNamespace(name_or_path=name))
+        trainer = SimpleNamespace(args=object(), model=model, fixed_arguments=ServesPacks.fixed_arguments)
         return dict(ServesPacks._identity(trainer).fixed.inputs)
 
     assert {"model.model": "some/base"} == known("some/base")
