@@ -6,7 +6,7 @@ import numpy as np
 from packplan.core.batch import largest_degree
 from packplan.core.errors import ArgumentError, counted
 from packplan.core.lengths import MOST_RANKS, IntArray, as_whole_number
-from packplan.core.packs import AnyPacks, HasPacks, Packs, as_packs
+from packplan.core.packs import AnyPacks, HasPacks, Packs, as_packs, concatenate
 
 _TOGETHER = 8
 """Microbatches that stay together. Steps of as many, or of a part of them, have equal ranks."""
@@ -103,9 +103,10 @@ def align_plan(
     num_slots = int(ranks.sum())
     require_a_batch(num_slots, world_size=world_size, batch_size=batch_size, drop_last=dataloader_drop_last)
     positions = aligned_positions(ranks, world_size, dataloader_drop_last)
-    repeated = positions[len(packs) :]
+    kept, repeated = positions[: len(packs)], positions[len(packs) :]
+    aligned = packs[: kept.size] if degrees is None else packs.take(kept)  # a slice is no copy
     return AlignedPlan(
-        packs=packs.take(positions),
+        packs=concatenate([aligned, packs.take(repeated)]) if repeated.size else aligned,
         world_size=world_size,
         dataloader_drop_last=dataloader_drop_last,
         batch_size=batch_size,

@@ -280,8 +280,9 @@ def test_other_parts_of_an_optimizer_are_refused_before_anything_is_loaded(ran):
 
 
 @pytest.mark.parametrize("name", ["three", "rl-three", *["two", "rl-two"] * EVERY_CELL])
-def test_a_file_of_deepspeed_that_is_missing_or_torn_is_refused(name, ran, tmp_path):
+def test_a_file_of_deepspeed_that_is_missing_or_torn_is_refused(name, ran, tmp_path, monkeypatch):
     """Each by its name, whichever rank wrote it, before anything is loaded."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     folder = shutil.copytree(ran(name).folder / "checkpoint-2", tmp_path / "checkpoint-2")
     given = {"stage": 3 if "three" in name else 2, "num_ranks": 2}
     assert find_other_parts(folder, **given) is None

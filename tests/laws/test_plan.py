@@ -4,13 +4,16 @@ from decimal import Decimal
 from fractions import Fraction
 
 import attrs
+import numpy as np
 import pytest
 from hypothesis import event, example, given, reject
 from hypothesis import strategies as st
 
 from benchmarks.distributions import trace
 from packplan.core import packers
+from packplan.core.batch import pack_degrees
 from packplan.core.errors import ArgumentError, token_range
+from packplan.core.inspection import describe_training
 from packplan.core.packers import ALGORITHMS
 from packplan.core.plan import (
     build_raw_plan,
@@ -22,6 +25,7 @@ from packplan.core.plan import (
     unsupervised_samples,
 )
 from packplan.core.policy import PlanPolicy
+from packplan.core.schedule import EpochSchedule
 from tests.strategies import raw_lengths
 
 CAPTIONS = trace("detcap")[:104].tolist()
@@ -227,3 +231,20 @@ def test_a_plan_says_how_many_packs_auto_needs_where_it_saves_some(lengths, opti
 
     assert expected == plan.auto_packs
     assert 0 == build_raw_plan(lengths, packing_length=8192, quick_bound=True, **options).auto_packs
+
+
+def test_the_start_of_a_run_says_who_shares_packs_and_whether_epochs_differ():
+    """The most tokens of a rank are those of its share."""
+    lengths = [4, 4, 17, 30]
+    plan = build_raw_plan(lengths, packing_length=9)
+    num, ranks = len(plan.packs), {"dataloader_drop_last": False, "gradient_accumulation_steps": 1}
+    degrees = pack_degrees(plan.packs.loads(np.array(lengths)), 9, max_degree=4)
+
+    shared = EpochSchedule(num_packs=num, world_size=4, num_train_epochs=1, degrees=degrees, **ranks)
+    differing = EpochSchedule(num_packs=(num, num), world_size=1, num_train_epochs=2, **ranks)
+    rows = [describe_training(plan, lengths, one) for one in (shared, differing)]
+
+    assert rows[0]["shared"] == (
+        "1 on 1 rank, 1 on 2 ranks, 1 on 4 ranks; 8 slots an epoch; no rank computes more than 9 tokens at once"
+    )
+    assert rows[1]["training"].startswith("6 steps in all, over 2 epochs with plans of their own, on 1 rank;")
