@@ -30,7 +30,7 @@ from tests.network import free_port
 
 ROOT = Path(__file__).parents[1]
 
-DEADLINE_S = 480
+DEADLINE_S = 1200
 
 PATIENCE_S = 600
 

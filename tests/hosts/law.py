@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 PACKING_LENGTH, EPOCHS = 64, 2
 
-DEADLINE_S = 240
+DEADLINE_S = 600
 
 IMAGE, FIRST, LAST = 290, 20, 280
 """Id of the token of an image, and the range of ids of text."""
