@@ -146,8 +146,8 @@ def share_rows(model: Any, groups: RowGroups, *, logits: bool = False) -> None:
     Args:
         model: Model of transformers, perhaps with adapters.
         groups: Ranks that share rows.
-        logits: Whether calls with labels return logits too. Without, they are None for a model
-            with the usual loss, and no rank holds those of the whole row.
+        logits: Whether calls with labels return logits too. If not, a model with the usual loss
+            returns None for them, and no rank holds those of the whole row.
 
     Raises:
         MismatchError: Later, in a call: ranks of the group are given different rows.
@@ -178,7 +178,7 @@ def share_rows(model: Any, groups: RowGroups, *, logits: bool = False) -> None:
                 return original(*arguments, **options)
             _, share = divide_row(row, group)
             keep, targets = _select_targets(given, share)
-            with _hold(_KEEPS_PART, True):  # noqa: FBT003  # a value
+            with _hold(_KEEPS_PART, value=True):
                 output = original(**{**given, "labels": None} | ({} if keep is None else {"logits_to_keep": keep}))
         own = F.cross_entropy(output["logits"][0].float(), targets, ignore_index=IGNORED_LABEL, reduction="sum")
         num_items = given.get("num_items_in_batch")
@@ -290,8 +290,8 @@ class SharedRows:
             divide: Function that returns the row of a call, with this rank's part; None if the call
                 passes through.
             joins: Gather the whole row from all ranks after the decoder.
-            mixes: Whether other ranks may compute whole rows meanwhile. Modules are then called in
-                the same order for all rows, since ranks that share weights meet at each.
+            mixes: Whether other ranks may compute whole rows at the same time. Modules are then
+                called in the same order for all rows, since ranks that share weights meet at each.
         """
         self._decoder, self._divide, self._joins, self._mixes = decoder, divide, joins, mixes
         self._signature = signature(decoder.forward)

@@ -141,7 +141,7 @@ def _find_difference(trainer: Any, batch: Mapping[str, Any], num_items: Any, *, 
 
 
 def _run_shared(trainer: Any, batch: Mapping[str, Any], num_items: Any, factor: float) -> tuple[float, Gradients]:
-    """Return what `_run` does, for the whole row of a batch that ranks share."""
+    """Return the loss and gradient of `_run` for a batch's whole row, also where ranks share it."""
     loss, gradients = _run(trainer, batch, num_items, factor)
     tokens, groups = count_tokens(batch), trainer.row_groups
     if groups is None or (group := groups.group_of(tokens)) is None:

@@ -160,7 +160,7 @@ class EvalBatches:
         """
         self._num_packs, self._size, self.shares = num_packs, batch_size, degrees is not None
         degrees = np.ones(-(-num_packs // batch_size), dtype=np.int64) if degrees is None else degrees
-        batches = aligned_positions(degrees, world_size, False)  # noqa: FBT003  # drops none
+        batches = aligned_positions(degrees, world_size, drop_last=False)
         places = lay_out_slots(degrees[batches], world_size)
         _, first = np.unique(batches, return_index=True)
         self._own = batches[places][rank::world_size].tolist()

@@ -82,8 +82,8 @@ class FirstCalls:
             module: The model, its wrapper or its text stack.
             given: Arguments of the call by name.
             tokens: Real tokens of the batch; None if the call is not packed.
-            meets: Whether ranks that share weights ask each other: once in a call, so that all do
-                it equally often, whether or not their batches are padded.
+            meets: Whether ranks that share weights exchange what they found. They do so once in
+                each call, so all equally often, whether or not their batches are padded.
 
         Raises:
             MismatchError: They differ. On several ranks that have all weights, `refuse_step` raises

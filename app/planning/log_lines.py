@@ -188,7 +188,8 @@ def _untrained_warnings(planned: Split) -> Iterator[str]:
             f"{counted(number, 'pack')} filled below {planned.policy.min_fill_ratio} {verb_for(number)} dropped "
             f"({counted(raw.dropped_samples, 'sample')}, {counted(raw.dropped_tokens, 'token')}, "
             f"{float(raw.dropped_share):.2%} of all); "
-            f"training.packing_drop_last: false keeps {verb_for(number, 'it', 'them')}"
+            f"training.packing_drop_last: false keeps {verb_for(number, 'it', 'them')}, a lower "
+            "training.packing_min_fill_ratio keeps more"
         )
 
 

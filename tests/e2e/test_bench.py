@@ -46,7 +46,7 @@ def test_all_planners_are_compared(document):
 
 
 def test_packs_of_their_own_degree_take_hardly_longer_than_the_ideal(document):
-    """Of chats of which 1 % are longer than a pack; no rank computes more than a packing length."""
+    """1 % of the chats are longer than a pack; no rank computes more than a packing length."""
     rows = document("degrees", "--tails", "0.01")["rows"]
 
     assert ["whole", "fixed 16", "own", "whole", "fixed 8", "own"] == [row["way"] for row in rows]
