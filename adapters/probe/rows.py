@@ -153,7 +153,7 @@ def probe_ready_model(
 
 
 def _ask_row(model: Any, row: ProbeRow, alone: Outcome, degree: int) -> tuple[ProbeResult, str | None]:
-    """Return the differences of a row that *degree* ranks share, and why it may not pack, or None."""
+    """Return how a row that *degree* ranks share differs, and why it may not be packed, or None."""
     try:
         with sharing_by(degree):
             measured = compare_row(model, row, alone, median=experts_may_differ(model))
