@@ -39,11 +39,7 @@ from packplan.adapters.trainer.trainer import PlanTrainer
 from packplan.adapters.trainer.vision import DummyImage, plain_model
 from packplan.app.planning.schedule import accumulation_of
 from packplan.app.planning.split import Split
-from packplan.app.wiring.ranks import (
-    read_settings_files,
-    require_same_run,
-    require_same_weights,
-)
+from packplan.app.wiring.ranks import read_settings_files, require_same_run, require_same_weights
 from packplan.app.wiring.stores import refuse_other_parts
 from packplan.app.wiring.verdicts import probe_loaded_model
 from packplan.core.config.identity import flat_values, run_identity
