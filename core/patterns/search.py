@@ -25,13 +25,17 @@ from packplan.core.patterns.guided import fill_guided, fill_slots
 FEW_GROUPS, MORE_GROUPS = 32, 96
 """Groups of lengths in the first search, and in a second one if the first needs too many packs."""
 
-GROUPS, GROUPS_OF_REPEATED = (32, 64), (64, 128)
-"""Groups of lengths in the first search of `auto`, and in a second one; also where packs repeat."""
-
-_PACKS_OF_A_SEARCH, _LEAST_REPEATS = 4000, 3
+GROUPS, FINE_GROUPS = (32, 64), (64, 128)
 """
-Packs of a search whose packs repeat, at least: one of them is a pack in 4,000. Twice alone, more is
-lost by samples that take the place of longer ones than a smaller search gains.
+Groups of lengths in the first search of `auto`, and in a second one; fine ones where packs repeat
+and hold few samples.
+"""
+
+_PACKS_OF_A_SEARCH, _LEAST_REPEATS, _FEW_SAMPLES = 4000, 3, 4
+"""
+Least packs of a search whose packs repeat, so that one of them is a pack in 4,000; least repeats,
+since twice alone saves less than the samples in places of longer ones lose; and samples of a pack
+up to which fine groups find fewer packs.
 """
 
 _CLOSE, _ENOUGH = 1000, 4000
@@ -91,7 +95,8 @@ def find_repeated_filling(tally: LengthCounts, *, capacity: int, bound: int, eff
         effort: Limit of the search, which ends without an error.
     """
     repeats = bound // _PACKS_OF_A_SEARCH
-    ratio, groups = (repeats, GROUPS_OF_REPEATED) if repeats >= _LEAST_REPEATS else (1, GROUPS)
+    ratio = repeats if repeats >= _LEAST_REPEATS else 1
+    groups = FINE_GROUPS if ratio > 1 and sum(tally.counts) <= _FEW_SAMPLES * bound else GROUPS
     longest = _take_longest(tally, ratio)
     close, enough = ((bound + bound // share) // ratio for share in (_CLOSE, _ENOUGH))
     fillings = []

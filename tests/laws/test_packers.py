@@ -99,8 +99,10 @@ def normal(num):
     [
         (trace("detcap"), 8192, 429, 450), (normal(9000), 4096, 2494, 2586), (trace("sft")[:9000], 2048, 545, 547),
         (normal(400) * 977 + 1, 4_000_000, 116, 116), (normal(60_000), 3500, 19472, 20260),
+        (np.repeat(trace("detcap"), 30), 8192, 12867, 13484),
     ],
-    ids=["detcap-8192", "normal-4096", "sft-2048", "too many tokens for a search", "packs that repeat"],
+    ids=["detcap-8192", "normal-4096", "sft-2048", "too many tokens for a search", "packs that repeat",
+         "packs of many samples that repeat"],
 )  # fmt: skip
 def test_auto_closes_the_gap_of_constant_volume(lengths, capacity, expected, more):
     """Packs of `auto` and of `constant_volume`; the same on every machine."""
