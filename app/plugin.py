@@ -11,14 +11,16 @@ first, and the plugin refuses every other plan.
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_logging_options, command_parser, parse_ranks, run_command, run_program
-from packplan.app.wiring.commands import read_command, split_command
+from packplan.app.wiring.commands import COMMAND, read_command, split_command
 from packplan.app.wiring.stores import write_new_file
 from packplan.core.checksum import plan_checksum
 from packplan.core.config.run import RunConfig
+from packplan.core.errors import ConfigError
 from packplan.core.packs import Packs
 from packplan.core.samples.tables import column, sample_indices
 
@@ -46,6 +48,14 @@ def main(arguments: list[str] | None = None) -> int:
         "--any-version", action="store_true", help="let the plugin run with untested versions of the tool"
     )
     parser.add_argument("--no-check", action="store_true", help="do not compare the first pack with its samples alone")
+    parser.add_argument(
+        "--sequence-parallel-size", choices=["auto"], metavar="auto",
+        help="let as many ranks share a pack that is longer than --packing_length as it needs",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-sequence-parallel-size", type=parse_ranks, metavar="N",
+        help="most ranks that share a pack, a power of two (default: the largest that divides the ranks)",
+    )  # fmt: skip
     parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="ranks (default: those of the command)")
     add_logging_options(parser)
     own, words = split_command(arguments, skip=1)
@@ -54,8 +64,17 @@ def main(arguments: list[str] | None = None) -> int:
     def command() -> None:
         output: Path = options.output
         given: dict[str, Any] = {}
+        most: int | None = options.max_sequence_parallel_size
+        if most is not None and (not options.sequence_parallel_size or most & (most - 1)):
+            reason = f"is {most}, but has to be a power of two beside --sequence-parallel-size auto, which it limits"
+            raise ConfigError.for_key("--max-sequence-parallel-size", reason)
+        if options.sequence_parallel_size:
+            given["degrees"] = most or options.sequence_parallel_size
         if options.source:
-            given["checksum"] = plan_command(read_command(options.source, words, world_size=options.world_size))
+            config = read_command(options.source, words, world_size=options.world_size)
+            if options.sequence_parallel_size:
+                config = _share_by_degree(config, most)
+            given["checksum"] = plan_command(config)
         if options.any_version:
             given["any_version"] = True
         if options.no_check:
@@ -66,6 +85,18 @@ def main(arguments: list[str] | None = None) -> int:
         print("other types of swift rlhf take it without --packing, and compute no padding")
 
     return run_command(command, verbose=options.verbose, quiet=options.quiet)
+
+
+def _share_by_degree(config: RunConfig, most: int | None) -> RunConfig:
+    """Return the run of a command in which at most *most* ranks share each long pack."""
+    from packplan.adapters.swift.command import sharing_conflicts
+
+    if faults := tuple(sharing_conflicts(config.command.arguments)):
+        raise ConfigError(COMMAND, faults)
+    shares: dict[str, Any] = {"sequence_parallel_size": "auto", "max_sequence_parallel_size": most}
+    shared = attrs.evolve(config, training=attrs.evolve(config.training, **shares))
+    shared.plan_world_size(config.command.world_size)  # refuses what the ranks cannot
+    return shared
 
 
 def plan_command(config: RunConfig) -> str:

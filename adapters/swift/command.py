@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import swift
@@ -216,7 +216,7 @@ def refuse_untested_version(version: str) -> None:
         raise ConfigError("the plugin", (Fault("ms-swift", reason),))
 
 
-def prepare_arguments(arguments: Any) -> None:
+def prepare_arguments(arguments: Any, *, degrees: int | Literal["auto"] = 1) -> None:
     """
     Refuse arguments that contradict a plan, and set the arguments that its packs need.
 
@@ -224,11 +224,13 @@ def prepare_arguments(arguments: Any) -> None:
 
     Args:
         arguments: Arguments of a command of ms-swift, which are changed.
+        degrees: Most ranks that share a long pack, as in `Plan.schedule`; 1 if none do.
 
     Raises:
         ConfigError: Some arguments contradict a plan; all are named.
     """
-    if faults := tuple(_plan_conflicts(arguments)):
+    faults = (*_plan_conflicts(arguments), *(sharing_conflicts(arguments) if degrees != 1 else ()))
+    if faults:
         raise ConfigError(COMMAND, faults)
     arguments.padding_free = arguments.packing
     if arguments.packing:
@@ -260,3 +262,25 @@ def _plan_conflicts(arguments: Any) -> Iterator[Fault]:
     shares = arguments.packing and arguments.sequence_parallel_size > 1
     if shares and (task := arguments.task_type) not in {"causal_lm", "seq_cls"}:
         yield Fault("--task_type", f"is {task}, whose rows ranks cannot share: set --sequence_parallel_size to 1")
+
+
+def sharing_conflicts(arguments: Any) -> Iterator[Fault]:
+    """
+    Yield each argument with which as many ranks as a long pack needs cannot share it.
+
+    Args:
+        arguments: Arguments of a command of ms-swift.
+    """
+    without = "write the plugin without --sequence-parallel-size auto"
+    if kind := getattr(arguments, "rlhf_type", None):
+        yield Fault("--rlhf_type", f"is {kind}, whose rows ranks cannot share by their length: {without}")
+    elif (task := arguments.task_type) != "causal_lm":
+        yield Fault("--task_type", f"is {task}, whose rows ranks cannot share by their length: {without}")
+    if (size := max(arguments.sequence_parallel_size, row_ranks(arguments))) > 1:
+        yield Fault("--sequence_parallel_size", f"is {size}, but the plugin has auto: set it to 1, or {without}")
+    if (size := arguments.per_device_train_batch_size) > 1:
+        reason = f"is {size}, but ranks share packs one by one: set it to 1, and accumulate {size} times as many"
+        yield Fault("--per_device_train_batch_size", reason)
+    if arguments.enable_channel_loss:
+        reason = f"would count tokens of a shared pack once for each of its ranks: remove it, or {without}"
+        yield Fault("--enable_channel_loss", reason)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import swift
@@ -19,7 +19,13 @@ from packplan.core.checksum import plan_checksum
 from packplan.core.errors import DataSetError, PackplanError, counted
 
 
-def install(*, checksum: str | None = None, any_version: bool = False, check: bool = True) -> None:
+def install(
+    *,
+    checksum: str | None = None,
+    any_version: bool = False,
+    check: bool = True,
+    degrees: int | Literal["auto"] = 1,
+) -> None:
     """
     Make `swift sft`, `swift pt` and `swift rlhf --rlhf_type dpo` train planned packs.
 
@@ -32,6 +38,8 @@ def install(*, checksum: str | None = None, any_version: bool = False, check: bo
             it. None allows any plan.
         any_version: Whether to go on with a version of ms-swift that was not tested.
         check: Whether the first pack is compared with its samples alone, before the first step.
+        degrees: Most ranks that share a pack that is longer than `--packing_length`, a power of two
+            that divides the ranks; `auto` takes the largest.
 
     Raises:
         ConfigError: The version of ms-swift was not tested.
@@ -41,9 +49,10 @@ def install(*, checksum: str | None = None, any_version: bool = False, check: bo
     if sft.PackingDataset is PlannedPacks:
         return
     pipeline: Any = sft.SwiftSft
-    steps = _PlannedPipeline(checksum, check, pipeline.train, pipeline._encode_dataset, pipeline._post_process_datasets)  # noqa: SLF001  # no public names
+    own = (pipeline.train, pipeline._encode_dataset, pipeline._post_process_datasets)  # noqa: SLF001  # no public names
+    steps = _PlannedPipeline(checksum, check, degrees, *own)
     sft.PackingDataset, sft.AddLengthPreprocessor = PlannedPacks, RowFactsPreprocessor
-    SftArguments._check_padding_free = _as_method(prepare_arguments)  # noqa: SLF001
+    SftArguments._check_padding_free = _as_method(partial(prepare_arguments, degrees=degrees))  # noqa: SLF001
     SftArguments._init_stream = _as_method(partial(_replace_padding_free, SftArguments._init_stream))  # noqa: SLF001
     pipeline._encode_dataset, pipeline._post_process_datasets = _as_method(steps.encode), _as_method(steps.pack)  # noqa: SLF001
     # It reads the first pack.
@@ -86,9 +95,10 @@ class _PlannedPipeline:
     """Steps for ms-swift's training pipeline that plan and train packs, or only skip padding."""
 
     checksum: str | None
-    """See `install`; so is the next one."""
+    """See `install`; so are the next two."""
 
     check: bool
+    degrees: int | Literal["auto"]
 
     _train: Callable[[Any, Any], Any]
     """ms-swift's own step `train`; the next two are its steps that encode rows and pack them."""
@@ -134,8 +144,8 @@ class _PlannedPipeline:
         """Train the packs and print the plan; without packing, train the trainer's own batches."""
         if not pipeline.args.packing:
             return self._train_unpadded(pipeline, trainer)
-        size = row_ranks(pipeline.args)
-        schedule = follow_plan(trainer, attn_impl=pipeline.args.attn_impl, row_ranks=size, check=self.check)
+        shares: dict[str, Any] = {"row_ranks": row_ranks(pipeline.args), "degrees": self.degrees}
+        schedule = follow_plan(trainer, attn_impl=pipeline.args.attn_impl, **shares, check=self.check)
         report(start_table(trainer, trainer.train_dataset.plan, schedule))
         return self._train(pipeline, trainer)
 

@@ -2,21 +2,20 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from swift.trainers import Seq2SeqTrainer
 
 from packplan.adapters.attention import NAME
 from packplan.adapters.attention.rows import prepend_text_positions
-from packplan.adapters.attention.shared_rows import RowGroups
-from packplan.adapters.hf.following import ServesPacks, insert_base_class, require_same_rows
+from packplan.adapters.hf.following import ServesPacks, insert_base_class, require_same_rows, share_packs
 from packplan.adapters.hf.packed_calls import Unpadding
 from packplan.adapters.hf.refusals import refuse_plan_conflicts
 from packplan.adapters.hf.unpad import separate_samples, unpad
 from packplan.adapters.models import load_by_model_class
 from packplan.adapters.swift.packs import PackCollator, PlannedPacks
 from packplan.core.align import align_plan
-from packplan.core.batch import count_row_groups
+from packplan.core.batch import count_row_groups, pack_degrees
 from packplan.core.config.identity import PREFERENCE_ARGUMENTS
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
@@ -25,7 +24,14 @@ _MODELS = ("model", "ref_model", "reward_model", "value_model", "teacher_model")
 """Attributes of a pipeline of ms-swift that hold a model, or a list of models."""
 
 
-def follow_plan(trainer: Any, *, attn_impl: str | None, row_ranks: int, check: bool = True) -> EpochSchedule:
+def follow_plan(
+    trainer: Any,
+    *,
+    attn_impl: str | None,
+    row_ranks: int,
+    degrees: int | Literal["auto"] = 1,
+    check: bool = True,
+) -> EpochSchedule:
     """
     Make a trainer of ms-swift train the packs of its data set, and return their epoch schedule.
 
@@ -34,6 +40,7 @@ def follow_plan(trainer: Any, *, attn_impl: str | None, row_ranks: int, check: b
         attn_impl: `--attn_impl` of the command. None takes the fastest attention that passes the
             probe.
         row_ranks: Consecutive ranks that share each row.
+        degrees: See `make_schedule`.
         check: Compare the first pack with its samples alone, before the first step.
 
     Raises:
@@ -42,12 +49,13 @@ def follow_plan(trainer: Any, *, attn_impl: str | None, row_ranks: int, check: b
             otherwise than its samples alone.
         ModelError: The probe fails, since samples of a row influence each other.
     """
-    refuse_plan_conflicts(trainer, row_ranks=row_ranks, evaluates=_eval_packs(trainer) is not None)
-    packs: PlannedPacks = trainer.train_dataset
+    packs, eval_packs, sharing = trainer.train_dataset, _eval_packs(trainer), row_ranks if degrees == 1 else degrees
+    refuse_plan_conflicts(trainer, row_ranks=sharing, evaluates=eval_packs is not None)
     digest = packs.facts.digest
     require_same_rows(packs.plan, digest)
-    schedule = make_schedule(packs.plan, trainer.args, world_size=count_row_groups(trainer.args.world_size, row_ranks))
-    groups = RowGroups.make([row_ranks], trainer.args.ddp_timeout_delta) if row_ranks > 1 else None
+    world_size = count_row_groups(trainer.args.world_size, row_ranks)
+    schedule = make_schedule(packs.plan, trainer.args, world_size=world_size, degrees=degrees)
+    groups, eval_degrees = share_packs(trainer, schedule, packs.plan, None if eval_packs is None else eval_packs.plan)
     # Heads of other tasks pool each sample of a row, so no logits of tokens can be compared.
     ready = trainer.task_type == "causal_lm" and not trainer.is_fsdp_enabled
     for model in (getattr(trainer, "ref_model", None), trainer.model):
@@ -62,8 +70,8 @@ def follow_plan(trainer: Any, *, attn_impl: str | None, row_ranks: int, check: b
     trainer.native, trainer.row_groups = attention.native, groups
     compares = hasattr(trainer, "calculate_KL")  # KTO, within a pack
     trainer.loss_of_samples = "" if compares else {"causal_lm": "sum", "seq_cls": "mean"}.get(trainer.task_type, "")
-    collator, eval_packs = PackCollator(trainer.data_collator), _eval_packs(trainer)
-    trainer.serve(schedule, packs.plan, digest, packs=packs, collator=collator, eval_packs=eval_packs, check=check)
+    served: dict[str, Any] = {"packs": packs, "eval_packs": eval_packs, "eval_degrees": eval_degrees}
+    trainer.serve(schedule, packs.plan, digest, **served, collator=PackCollator(trainer.data_collator), check=check)
     return schedule
 
 
@@ -79,7 +87,7 @@ def unpad_models(pipeline: Any) -> list[Unpadding]:
     return [unpad(model) for model in dict.fromkeys(models) if model is not None]
 
 
-def make_schedule(plan: Plan, args: Any, *, world_size: int) -> EpochSchedule:
+def make_schedule(plan: Plan, args: Any, *, world_size: int, degrees: int | Literal["auto"] = 1) -> EpochSchedule:
     """
     Return the schedule of a plan under ms-swift's training arguments.
 
@@ -87,12 +95,19 @@ def make_schedule(plan: Plan, args: Any, *, world_size: int) -> EpochSchedule:
         plan: The packs.
         args: Training arguments of any trainer of ms-swift.
         world_size: Data-parallel ranks: processes, or groups of processes that share each row.
+        degrees: Most ranks that share a long pack, as in `Plan.schedule`.
+
+    Raises:
+        ArgumentError: *degrees* is impossible for the ranks.
     """
+    needed = None if degrees == 1 else pack_degrees(plan.packs.loads(plan.lengths), plan.raw.packing_length)
     aligned = align_plan(
         plan.raw,
         world_size=world_size,
         dataloader_drop_last=args.dataloader_drop_last,
         batch_size=args.per_device_train_batch_size,
+        degrees=needed,
+        max_degree=None if degrees == "auto" else degrees,
     )
     return EpochSchedule.from_plan(
         aligned,

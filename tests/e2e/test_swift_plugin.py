@@ -36,7 +36,9 @@ FULL = "--tuner_type full --save_strategy no"
 
 ONE = f"{FULL} --gradient_accumulation_steps 1 --num_train_epochs 1"
 
-TWICE = "--num_train_epochs 2 --save_steps 2 --val_dataset {data} --eval_strategy epoch"
+EPOCHS = "--val_dataset {data} --eval_strategy epoch"
+
+TWICE = f"--num_train_epochs 2 --save_steps 2 {EPOCHS}"
 
 TOGETHER = "--gradient_accumulation_steps 2 --sequence_parallel_size 2"
 
@@ -49,6 +51,24 @@ DPO = "--rlhf_type dpo --num_train_epochs 3 --save_strategy no --packing_length 
 KTO = f"{FULL} --rlhf_type kto --num_train_epochs 3 --packing_length 4096"
 
 LABELS = f"{FULL} --task_type seq_cls --num_labels 2 --num_train_epochs 3"
+
+LONG = (
+    "sft",
+    "qwen2_5_vl",
+    f"{EPOCHS} --packing_length 76 --gradient_accumulation_steps 64 --num_train_epochs 2 --save_strategy no",
+)
+"""All packs in one step, of which five are longer than the packing length."""
+
+NOT_BY_DEGREE = {
+    "dpo-by-degree": ("rlhf", "qwen2_pairs", f"{DPO} --tuner_type full", ["ConfigError", "--rlhf_type"]),
+    "kto-by-degree": ("rlhf", "rlhf", KTO, ["ConfigError", "--rlhf_type"]),
+    "rm-by-degree": ("rlhf", "qwen2_pairs", f"{ONE} --rlhf_type rm --packing false", ["ConfigError", "--rlhf_type"]),
+    "labels-by-degree": ("sft", "labels", LABELS, ["ConfigError", "--task_type"]),
+    "flags-by-degree": ("sft", "qwen2", f"{ONE} --enable_channel_loss true --per_device_train_batch_size 2 {TOGETHER}",
+                        ["ConfigError", "--sequence_parallel_size", "--per_device_train_batch_size",
+                         "--enable_channel_loss"]),
+}  # fmt: skip
+"""Run -> words, class and keys of the error, where long packs are to be shared."""
 
 ON_TWO_RANKS = {
     "two-ranks": ("sft", "qwen2", f"{TWICE} --tuner_type full --gradient_accumulation_steps 1"),
@@ -111,6 +131,7 @@ PLUGGED = {
     "labels": ("sft", "labels", f"{LABELS} --gradient_accumulation_steps 4"),
     "kto-packs": ("rlhf", "rlhf", f"{KTO} --gradient_accumulation_steps 8"),
     "split": ("pt", "qwen2", f"{ONE} --truncation_strategy split --max_length 30 --packing_length 256"),
+    "long-whole": LONG,
     "resumed": ("sft", "qwen2", f"{TWICE} {RESUMED} {LAST.format('two-ranks')}"),
     **OTHERS,
     **{name: words for name, (*words, _) in REFUSED.items()},
@@ -152,10 +173,11 @@ def ran(demo, server, tmp_path_factory) -> Callable[[str], Ran]:
     write_records(runs, demo)
     write_others(runs, demo)
     assert 0 == plugin.main(["swift", "-o", str(runs / "plugin.py")])
+    assert 0 == plugin.main(["swift", "--sequence-parallel-size", "auto", "-o", str(runs / "shares.py")])
 
     def words(name: str, data: str, more: str, *plugins: str) -> list[str]:
         of = "qwen2_5_vl" if "_vl" in data else "qwen2"
-        packing = "" if name in OTHERS or "plugin.py" not in plugins else "--packing true"
+        packing = "" if name in OTHERS or not plugins else "--packing true"
         loaded = " ".join(["--external_plugins", str(runs / "codes.py"), *(str(runs / name) for name in plugins)])
         given = f"--model {demo / 'models' / of} --model_type {of} --template {'qwen2_5' if of == 'qwen2' else of} "
         given += f"--max_length {LENGTH[of]} --dataset {{data}} --output_dir {runs / name / 'out'} {PLAIN} {packing} "
@@ -180,6 +202,9 @@ def ran(demo, server, tmp_path_factory) -> Callable[[str], Ran]:
               ("script", task, [*given, "--external_plugins", str(runs / "plugin.py")]),
               ("kto-built", "plan", ["build", "swift", *kto])]  # fmt: skip
     two = server.ranks(2, plugin_run.main, started("", ON_TWO_RANKS, "plugin.py"), str(runs), folder=runs)
+    assert [0, 0] == finished(two)
+    sharing = {"long": LONG} | {name: words for name, (*words, _) in NOT_BY_DEGREE.items()}
+    two = server.ranks(2, plugin_run.main, started("", sharing, "shares.py"), str(runs), folder=runs)
     start = partial(server.start, plugin_run.main)
     assert [0] * 3 == finished([*two, start(planned, str(runs), log=runs / "planned.log")])
     one = [*started("alone-", ALONE), *started("", PLUGGED, "plugin.py"), *script]
@@ -261,6 +286,25 @@ def test_a_run_goes_on_where_it_was(name, of, before, after, ran):
     rest.assert_planned(found, attrs.evolve(found.schedule(world_size=after, **options), start=start))
     assert whole.losses[2] == pytest.approx(rest.losses[2], abs=1e-5)
     assert before != after or losses(whole.history) == losses(rest.history)
+
+
+def test_long_packs_take_two_ranks_and_short_ones_a_rank_each(ran):
+    """
+    By an option of the plugin, with adapters, and images beside text: losses and evaluations are
+    those of one rank with whole rows, and the table says what a rank computes.
+    """
+    run, whole = ran("long"), ran("long-whole")
+
+    found = run.plan(76)
+    schedule = found.schedule(world_size=2, packs_per_step=128, epochs=2, seed=42, degrees="auto")
+    assert {1, 2} == set(schedule.pack_degrees(0).tolist())
+    assert schedule.packs_per_epoch == schedule.num_epoch_slots(0), "no pack repeats"
+    run.assert_planned(found, schedule)
+    due = losses(whole.history)
+    assert [2, 3] == [*map(len, due.values())], "ms-swift evaluates once more at the end"
+    for key, values in losses(run.history).items():
+        assert due[key] == pytest.approx(values, abs=1e-5)
+    assert "16 slots an epoch; no rank computes more than 75 tokens at once" in run.said
 
 
 @pytest.mark.parametrize(("name", "attention"), [("pairs-shared", "packplan_rows"), ("pairs", "packplan")])
@@ -364,17 +408,18 @@ def test_other_types_train_the_same_without_padding(kind, ran):
     assert int(real.replace(",", "")) < int(padded.replace(",", ""))
 
 
-@pytest.mark.parametrize("name", [*REFUSED, "fewer", "replanned"])
+@pytest.mark.parametrize("name", [*REFUSED, *NOT_BY_DEGREE, "fewer", "replanned"])
 def test_what_cannot_be_trained_as_planned_is_refused(name, ran):
     """
     By flag, before a row is read; rows that changed, on any rank, before they are trained; a pack
     whose samples see each other, before the first step.
     """
-    due = REFUSED.get(name, [["DataSetError", ""] if name == "replanned" else ["MismatchError", "ranks_disagree"]])[-1]
+    changed = ["DataSetError", ""] if name == "replanned" else ["MismatchError", "ranks_disagree"]
+    due = (REFUSED | NOT_BY_DEGREE).get(name, [changed])[-1]
     folder = ran(name).folder
 
     errors = [json.loads(path.read_text()) for path in folder.glob("error*.json")]
-    assert [due] * (2 if name == "fewer" else 1) == errors
+    assert [due] * (2 if name in {"fewer", *NOT_BY_DEGREE} else 1) == errors
     assert due[0] != "ConfigError" or not [*folder.glob("rows*"), *folder.glob("out")]
     assert name in {"gone", "longer"} or not [*folder.glob("trained*")]
 
@@ -386,6 +431,18 @@ def test_another_version_is_refused(tmp_path):
 
     assert 0 == plugin.main(["swift", "--any-version", "--no-check", "-o", str(tmp_path / "any.py")])
     assert "install(any_version=True, check=False)" in (tmp_path / "any.py").read_text()
+
+
+def test_at_most_so_many_ranks_share_a_pack(tmp_path, capsys):
+    """A power of two, beside `auto`; the plugin says it."""
+    most, auto = ["--max-sequence-parallel-size", "4"], ["--sequence-parallel-size", "auto"]
+    assert 0 == plugin.main(["swift", *auto, *most, "-o", str(tmp_path / "four.py")])
+    assert "install(degrees=4)" in (tmp_path / "four.py").read_text()
+
+    for words in (most, [*auto, most[0], "3"]):
+        assert 2 == plugin.main(["swift", *words, "-o", str(tmp_path / "refused.py")])
+        assert "--max-sequence-parallel-size: is" in capsys.readouterr().err
+    assert not (tmp_path / "refused.py").exists()
 
 
 ENCODED = [
