@@ -129,10 +129,17 @@ class RowGroups:
         """
         return 1.0 if self.packing_length is None else 1 / self.degree_of(num_tokens)
 
-    def counts(self, num_tokens: int) -> bool:
-        """Return whether this rank counts a row's tokens: of a group, only the first rank does."""
-        group = None if self.packing_length is None else self.group_of(num_tokens)
+    def is_first(self, num_tokens: int) -> bool:
+        """Return whether this rank is the first that shares a row of *num_tokens* tokens."""
+        group = self.group_of(num_tokens)
         return group is None or group.rank() == 0
+
+    def counts(self, num_tokens: int) -> bool:
+        """
+        Return whether this rank counts a row's tokens, as a divisor of losses: of a group, only the
+        first rank does, but all do where as many ranks share every row.
+        """
+        return self.packing_length is None or self.is_first(num_tokens)
 
 
 def share_rows(model: Any, groups: RowGroups, *, logits: bool = False) -> None:

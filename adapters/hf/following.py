@@ -250,6 +250,8 @@ class ComputesPacks:
     """Ranks that share rows; None if each has its own."""
 
     _evaluated: _LossSums | None = None
+    _metrics: dict[str, Any]
+    _total_train_tokens: int
 
     def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
         """Train, with the noise of NEFTune scaled by sample."""
@@ -294,9 +296,22 @@ class ComputesPacks:
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
         """Return the loss of a batch; in training, weighed so that a shared row counts once."""
         groups = None if self._evaluated is not None else self.row_groups
-        weight = 1.0 if groups is None else groups.weight_of(count_tokens(inputs))
-        loss = super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]  # of the trainer's class
+        if groups is None:
+            return super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]  # of the trainer's class
+        num, seen = count_tokens(inputs), getattr(self, "_total_train_tokens", None)
+        loss, weight = super().compute_loss(model, inputs, *args, **options), groups.weight_of(num)  # type: ignore[misc]
+        if seen is not None and model.training:  # TRL has added the tokens of all ranks
+            own = torch.tensor(num * groups.is_first(num), device=self.args.device)
+            self._total_train_tokens = seen + int(self.accelerator.reduce(own))
+            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
         return loss if weight == 1 else loss * weight
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """Count the tokens of a batch once, however many ranks share it."""
+        gather, groups = self.accelerator.gather, self.row_groups
+        counted = groups is None or groups.is_first(count_tokens(inputs))
+        with replace_attributes(self.accelerator, gather=lambda tokens: gather(tokens * counted)):
+            super()._track_num_input_tokens(inputs)  # type: ignore[misc]
 
     def _compute_acc(self, *args: Any, **options: Any) -> None:
         """Count token accuracy as ms-swift does, but not where ranks share a part of the rows."""

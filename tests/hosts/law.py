@@ -166,7 +166,7 @@ def trainer_of(cell: Cell, model: Any, rows: Any, out: Path, eval_dataset: Any =
     common = {
         "gradient_accumulation_steps": cell["accumulation"], "num_train_epochs": EPOCHS, "learning_rate": 1e-2,
         "dataloader_num_workers": cell["workers"], "ddp_find_unused_parameters": cell["model"] != "qwen2",
-        "restore_callback_states_from_checkpoint": True,
+        "restore_callback_states_from_checkpoint": True, "include_num_input_tokens_seen": "non_padding",
     } | PLAIN_STEPS | settings  # fmt: skip
     if cell["trainer"] == "transformers":
         args = arguments(TrainingArguments, out, **common)
@@ -217,12 +217,17 @@ def train(rank: int, cell: Cell, out: Path) -> None:
     assert epochs == sorted(epochs)
     assert EPOCHS == epochs[-1], "the last epoch is whole"
     assert killed_ranks or [asked.loss, asked.due] == pytest.approx([logged[1]["loss"]] * 2, rel=FLOAT32)
+    seen = 0
     for number, steps in enumerate(zip(*ranks, strict=True) if rank == 0 else ()):
         alone.load_state_dict(watch.weights[number])
         shared = [pack for one, step in enumerate(steps) for place, (pack,) in enumerate(step.batches)
                   if not step.ranks or step.ranks[place][0] == one]  # fmt: skip
         samples = [rows[index] for pack in shared for index in plan.packs[pack]]
+        seen += sum(len(sample["input_ids"]) for sample in samples)
         due = step_alone(alone, samples)
+        if not killed_ranks:
+            told = logged[steps[0].number]
+            assert told["num_input_tokens_seen"] == told.get("num_tokens", seen) == seen, "a shared row counts once"
         assert logged[steps[0].number]["loss"] == pytest.approx(due.loss, rel=FLOAT32)
         assert apart(watch.steps[number], due.gradients) < FLOAT32
     alone.load_state_dict(trainer.model.state_dict())
