@@ -13,7 +13,7 @@ from typing import Any
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, plain_console, time_text
 from packplan.app.wiring.runs import raising_on_all_ranks, read_config, require_inputs
-from packplan.core.errors import ConfigError, counted
+from packplan.core.errors import counted
 from packplan.core.forecast import RunForecast
 
 
@@ -27,9 +27,6 @@ def run(options: argparse.Namespace) -> None:
     """Train and time some steps, and print the forecast on rank 0."""
     with raising_on_all_ranks():
         config = read_config(options.config, options.overrides)
-        if config.training.shares_by_degree:
-            reason = "is auto, whose shared packs are not timed: set it to 1, or to a number"
-            raise ConfigError.for_key("training.sequence_parallel_size", reason)
         require_inputs(config, loads=True)
         with loading_libraries():
             from packplan.app.sft.train import prepare

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 
 from packplan.adapters.files import make_folder
@@ -26,6 +27,7 @@ from packplan.adapters.trainer.trainer import PlanTrainer
 from packplan.adapters.trainer.vision import DummyImage, plain_model
 from packplan.app.planning.schedule import schedule_of_split, sync_point_of
 from packplan.app.planning.split import Split, align_measured
+from packplan.core.batch import pack_degrees
 from packplan.core.config.run import RunConfig
 from packplan.core.equality import AttentionChoice
 from packplan.core.forecast import (
@@ -149,10 +151,12 @@ def forecast_time(
     evaluated = evaluation_flops(config, splits["eval"]) if trainer.eval_dataset is not None else None
     trained = EpochStats.from_schedule(trainer.pack_stats(0), schedule, 0)
     stats = train.stats_of(train.raw)
+    slots = attrs.evolve(schedule, works=None).order(0)
+    shared = schedule.pack_degrees(0)[slots] > 1
+    order = slots[~shared | (np.diff(slots, prepend=-1) != 0)]  # a pack once, not for each of its ranks
     chosen = calibration_packs(
-        stats.packs, stats.work, stats.packs.sums(train.works.scaled(0, 0, 1).flops),
-        attrs.evolve(schedule, works=None).order(0), world_size=schedule.world_size,
-        batches=schedule.gradient_accumulation_steps, batch_size=schedule.batch_size,
+        stats.packs, stats.work, stats.packs.sums(train.works.scaled(0, 0, 1).flops), order,
+        world_size=schedule.world_size, batches=schedule.gradient_accumulation_steps, batch_size=schedule.batch_size,
     )  # fmt: skip
     return forecast_run(
         time_packs(config, trainer, splits, group, chosen).fit_timing(), trained, schedule, train.works,
@@ -199,7 +203,9 @@ def time_packs(
     """
     train, before = splits["train"], trainer.schedule
     stats = train.stats_of(attrs.evolve(train.raw, packs=Packs.from_lists(packs)))
+    shared = before.degrees is not None
     schedule = EpochSchedule(
+        degrees=pack_degrees(stats.tokens, stats.packing_length) if shared else None, max_degree=before.max_degree,
         num_packs=len(packs), world_size=before.world_size, dataloader_drop_last=False,
         gradient_accumulation_steps=before.gradient_accumulation_steps, num_train_epochs=REPEATS,
         batch_size=before.batch_size, shuffle=False, sync_at=sync_point_of(config),
