@@ -8,6 +8,7 @@ from packplan.core.length_counts import LengthCounts, fit_decreasing
 from packplan.core.lengths import Lengths, as_lengths_up_to, as_whole_number
 from packplan.core.patterns import Effort, num_packs
 from packplan.core.patterns.certificate import BoundKind, certify, find_quick_bound, to_lowest_terms
+from packplan.core.patterns.search import CLOSE
 
 _FIXED_EFFORT, _EFFORT_OF_A_SAMPLE = 380_000, 0.3
 """
@@ -60,7 +61,8 @@ def find_bound(
     Args:
         lengths: Tokens of each sample, each from 1 to *capacity*.
         capacity: Tokens a pack may hold, >= 1.
-        known: Number of packs of a known packing. A bound that reaches it ends the search.
+        known: Number of packs of a known packing. A bound that reaches it ends the search; with an
+            effort, a quick bound within one pack in 1,000 of it does, too.
         effort: Steps that may be spent beyond the quick bounds (`core.patterns`), of about a
             third of a microsecond each. 0 leaves the relaxation out.
 
@@ -77,9 +79,10 @@ def find_bound(
     if not tally.sizes:
         return Bound(0, "reached", 0)
     tally, capacity = to_lowest_terms(tally, capacity=capacity)
-    if not effort:
-        packs = find_quick_bound(tally, capacity=capacity)
-        return Bound(packs, "reached" if packs == known else "quick", known or sum(tally.counts))
+    quick = find_quick_bound(tally, capacity=capacity)
+    enough = quick if effort == inf else quick + quick // CLOSE
+    if not effort or (known is not None and known <= enough):
+        return Bound(quick, "reached" if quick == known else "quick", known or sum(tally.counts))
     best_fit = fit_decreasing(tally, capacity=capacity, fullest=True).num_bins
     best = min(best_fit, known or best_fit)
     found = certify(tally, capacity=capacity, known=best, effort=Effort(effort))

@@ -25,10 +25,7 @@ from packplan.core.packs import Packs
 from packplan.core.patterns import Effort, Filling, Pattern, num_packs, pattern_key, to_trace
 from packplan.core.patterns.certificate import certify, find_quick_bound, to_lowest_terms
 from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_SIZES, FloatArray, solve_master
-from packplan.core.patterns.search import default_effort, find_filling_quickly, find_repeated_filling
-
-_CLOSE = 1000
-"""A gap of one pack in 1,000 above the bound starts no search."""
+from packplan.core.patterns.search import CLOSE, default_effort, find_filling_quickly, find_repeated_filling
 
 MAX_DIVES = 40
 """Limit of linear programs after the relaxation. Each has fewer samples than the one before."""
@@ -48,7 +45,7 @@ def auto(tally: LengthCounts, *, capacity: int) -> PackingTrace:
     terms, width = to_lowest_terms(tally, capacity=capacity)
     bound = find_quick_bound(terms, capacity=width)
     best = constant_volume(tally, capacity=capacity)
-    if best.num_bins > bound + bound // _CLOSE and width <= MAX_CAPACITY and len(terms.sizes) <= MAX_SIZES:
+    if best.num_bins > bound + bound // CLOSE and width <= MAX_CAPACITY and len(terms.sizes) <= MAX_SIZES:
         found = find_repeated_filling(terms, capacity=width, bound=bound, effort=default_effort(terms))
         best = min(best, to_trace(found), key=lambda trace: trace.num_bins)
     if best.num_bins > bound:

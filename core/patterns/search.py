@@ -38,8 +38,8 @@ since twice alone saves less than the samples in places of longer ones lose; and
 up to which fine groups find fewer packs.
 """
 
-_CLOSE, _ENOUGH = 1000, 4000
-"""A gap of one pack in 1,000 above the bound starts no second search, and one in 4,000 ends one."""
+CLOSE, _ENOUGH = 1000, 4000
+"""A gap of one pack in 1,000 above the bound starts no search, and one in 4,000 ends one."""
 
 MAX_REFILLS = 12
 """
@@ -98,7 +98,7 @@ def find_repeated_filling(tally: LengthCounts, *, capacity: int, bound: int, eff
     ratio = repeats if repeats >= _LEAST_REPEATS else 1
     groups = FINE_GROUPS if ratio > 1 and sum(tally.counts) <= _FEW_SAMPLES * bound else GROUPS
     longest = _take_longest(tally, ratio)
-    close, enough = ((bound + bound // share) // ratio for share in (_CLOSE, _ENOUGH))
+    close, enough = ((bound + bound // share) // ratio for share in (CLOSE, _ENOUGH))
     fillings = []
     for num_groups, most in zip(groups, (effort.left / 2, inf), strict=True):
         with effort.lend(most) as own:

@@ -1,6 +1,7 @@
 """Patterns: exact filling loses no sample, and the linear relaxation proves what it says."""
 
 from collections import Counter
+from math import inf
 from unittest.mock import patch
 
 import numpy as np
@@ -238,6 +239,24 @@ def test_a_plan_of_many_distinct_lengths_waits_for_no_linear_program():
 
     assert "quick" == plan.bound_kind
     assert find_quick_bound(LengthCounts.from_lengths(lengths), capacity=8192) == plan.lower_bound
+
+
+@given(case=packable_arrays(), times=st.sampled_from([1, 60, 400]), above=st.integers(0, 9))
+def test_a_bound_that_is_nearly_met_is_not_searched(case, times, above):
+    """Within one pack in 1,000 under an effort; without a limit, once it is met."""
+    lengths, capacity = np.repeat(case[0], times), case[1]
+    quick = find_bound(lengths, capacity=capacity, effort=0).packs
+    event(f"above the bound, and near: {above > 0 and above <= quick // 1000}")
+
+    for effort, near in ((1.0, quick // 1000), (inf, 0)):
+        with patch("packplan.core.bounds.certify", side_effect=LookupError("searched")) as search:
+            if above > near:
+                with pytest.raises(LookupError):
+                    find_bound(lengths, capacity=capacity, known=quick + above, effort=effort)
+                continue
+            found = find_bound(lengths, capacity=capacity, known=quick + above, effort=effort)
+        assert not search.called
+        assert Bound(quick, "quick" if above else "reached", quick + above) == found
 
 
 def test_certified_says_how_far_it_is_and_packs_the_same():
