@@ -70,7 +70,7 @@ def _rows(lengths: Sequence[int], supervised: int | Sequence[int], *, repeatabil
 
 def _store(config: RunConfig, split: str, lengths: Sequence[int], world_sizes: Sequence[int], rows: StoredRows) -> None:
     stores, policy = open_stores(config, split), plan_policy(config, split)
-    inputs = config_length_inputs(config.template, config.custom, packing_length=config.packing_length)
+    inputs = config_length_inputs(config)
     with stores.lock.hold(timeout_s=1, report=lambda _: None):
         stores.lengths.open_for_append(Fingerprint(inputs), len(lengths), str)
         stores.lengths.append(rows, f"data {lengths}")

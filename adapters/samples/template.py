@@ -11,28 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from swift import get_model_processor
 from swift.agent_template import agent_template_map
-from swift.arguments import SftArguments, TemplateArguments
 from swift.loss_scale import ALL_BASE_STRATEGY, loss_scale_map
-from swift.model import MODEL_MAPPING, get_matched_model_meta
 from swift.template import StdTemplateInputs, Template
-from swift.template.register import _read_args_json_template_type
 
-from packplan.adapters.families import default_swift_types, leaves_images_to_model, may_probe_template
-from packplan.adapters.files import wrap_load_errors
-from packplan.adapters.model_folder import PROCESSING_FILES, config_architecture, config_content, damaged_json_reason
+from packplan.adapters.families import leaves_images_to_model, may_probe_template
+from packplan.adapters.model_folder import PROCESSING_FILES, damaged_json_reason
+from packplan.adapters.samples.arguments import RunArguments, swift_model_type, template_arguments
 from packplan.adapters.samples.video_reading import set_video_sampling
 from packplan.adapters.versions import installed_version
 from packplan.core.config.identity import config_length_inputs
 from packplan.core.config.run import ModelConfig, RunConfig, TemplateConfig
-from packplan.core.errors import ConfigError, Fault
+from packplan.core.errors import ConfigError
 from packplan.core.fingerprint import Fingerprint, Value
 
 _log_info_once = cache(logging.getLogger(__name__).info)
-
-_MEDIA = ("vision", "audio")
-"""Prefixes of sections in config.json (`vision_config`) of models that ms-swift has to know."""
 
 _PROCESSING_PACKAGES = ("ms-swift", "transformers", "tokenizers", "qwen_vl_utils", "pillow", "torchvision")
 
@@ -75,115 +68,6 @@ _ANSWER = {"role": "assistant", "content": "."}
 
 _DATES = ("%Y-%m-%d", "%Y/%m/%d", "%d %b %Y", "%d %B %Y", "%b %d, %Y", "%B %d, %Y")
 """Notations of a date that templates have written since they were imported."""
-
-
-class _TemplateArguments(SftArguments):  # type: ignore[misc]  # ms-swift has no types
-    """Arguments of `swift sft`: those of a given template are resolved, and nothing is loaded."""
-
-    model_info, model_meta = None, True
-
-    def __post_init__(self) -> None:
-        TemplateArguments.__post_init__(self)
-
-
-def swift_arguments(template: TemplateConfig, template_type: str) -> SftArguments:
-    """
-    Return the arguments of a template as `swift sft` resolves them: a hybrid thinking one, for
-    example, gets another loss scale, which the log names once.
-
-    Args:
-        template: Section `template`, whose system prompt is a text.
-        template_type: ms-swift's name of the template.
-    """
-    names = ("max_pixels", "agent_template", "loss_scale", "use_chat_template", "truncation_strategy")
-    arguments = _TemplateArguments(template=template_type, **{name: getattr(template, name) for name in names})
-    arguments.system = template.system
-    if arguments.loss_scale != template.loss_scale:
-        _log_info_once("template.loss_scale is %s: ms-swift trains %s so", arguments.loss_scale, template_type)
-    return arguments
-
-
-def refuse_remote_code(model: ModelConfig) -> None:
-    """
-    Refuse a model folder that names Python code, which ms-swift would run, unless
-    `model.trust_remote_code` is set.
-
-    Raises:
-        ConfigError: A file of the folder names code (`auto_map`).
-    """
-    if model.trust_remote_code:
-        return
-    for file in sorted(Path(model.model).glob("*.json")):
-        # A file of weights' places is large, and names no code.
-        if not file.name.endswith(".index.json") and b'"auto_map"' in file.read_bytes():
-            reason = f"brings Python code ({file.name} has auto_map): read it, then set model.trust_remote_code: true"
-            raise ConfigError.for_key("model.model", f"{model.model} {reason}")
-
-
-def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | None, str]:
-    """
-    Return ms-swift's model type and template type of a model; no file of its folder states them.
-
-    The run's own keys come first; then the template that ms-swift has saved there (`args.json`);
-    then the entry of ms-swift's registry for the folder's name; then the defaults of the
-    architecture (`families.json`), or its only entry in the registry. The type is None for text
-    models without an entry: ms-swift loads them as transformers does.
-
-    Raises:
-        ConfigError: The registry has no entry, or several to choose from.
-    """
-    types, templates = _candidate_types(model)
-    with wrap_load_errors("model.model", f"{model.model}/args.json cannot be read"):
-        if asked := template.template or _read_args_json_template_type(model.model):
-            templates = [asked]
-    choices = (("model.model_type", "model types", types), ("template.template", "templates", templates))
-    faults = [_choice_fault(model, *one) for one in choices if len(one[2]) != 1]
-    if faults:
-        raise ConfigError("the model's kind", tuple(faults))
-    return types[0], templates[0]
-
-
-def swift_model_type(model: ModelConfig) -> str | None:
-    """Return ms-swift's model type of a model, or None, as `swift_types` does."""
-    types, _ = _candidate_types(model)
-    if len(types) != 1:
-        raise ConfigError("the model's kind", (_choice_fault(model, "model.model_type", "model types", types),))
-    return types[0]
-
-
-def _candidate_types(model: ModelConfig) -> tuple[Sequence[str | None], Sequence[str]]:
-    """Return the model types and the template types that fit a model."""
-    named = get_matched_model_meta(str(Path(model.model).resolve()))
-    if named is not None and model.model_type in (None, named.model_type):
-        return [named.model_type], [named.template] if named.template else list(named.candidate_templates)
-    architecture = config_architecture(model)
-    settled = default_swift_types(architecture)
-    if settled is not None and model.model_type in (None, settled[0]):
-        return [settled[0]], [settled[1]]
-    types = [model.model_type] if model.model_type else _matching_types(architecture)
-    if not types and not any(f"{part}_config" in config_content(model) for part in _MEDIA):
-        return [None], []
-    return types, _matching_templates(types)
-
-
-def _matching_types(architecture: str) -> list[str]:
-    """Return ms-swift's model types for an architecture, causal language models only."""
-    metas = [meta for meta in MODEL_MAPPING.values() if architecture in (meta.architectures or ())]
-    return [meta.model_type for meta in metas if not meta.is_reward and meta.task_type in (None, "causal_lm")]
-
-
-def _matching_templates(types: Sequence[str]) -> list[str]:
-    """Return ms-swift's template types for some model types."""
-    known = [MODEL_MAPPING[name] for name in types if name in MODEL_MAPPING]
-    return list(dict.fromkeys(name for meta in known for name in meta.candidate_templates))
-
-
-def _choice_fault(model: ModelConfig, key: str, what: str, found: Sequence[str | None]) -> Fault:
-    architecture = config_architecture(model)
-    if not found:
-        return Fault(key, f"is not set, and ms-swift knows no {what} of {architecture}: set it to one that it has")
-    several = ", ".join(map(str, found[:20]))
-    return Fault(key, f"is not set, and ms-swift knows several {what} of {architecture}: set it to one of {several}")
 
 
 def _refuse_unproven_model(template_type: str) -> None:
@@ -233,19 +117,19 @@ def open_template(
         packs: Whether samples share packs; templates that cannot collate packs are refused then.
         processor: Processor of the model; None loads it.
     """
-    refuse_remote_code(model)
     _refuse_unknown_names(template)
-    model_type, template_type = swift_types(model, template)
+    arguments = template_arguments(model, template)
     if packs:
-        _refuse_unproven_model(template_type)
+        _refuse_unproven_model(arguments.template)
     cuts = template.truncation_strategy in {"left", "right"}
-    arguments = swift_arguments(template, template_type)
+    if arguments.loss_scale != template.loss_scale:
+        _log_info_once("template.loss_scale is %s: ms-swift trains %s so", arguments.loss_scale, arguments.template)
     # Else weights of single messages would be ignored; those that are all 1 are dropped behind the
     # template.
     arguments.is_binary_loss_scale, arguments.max_length = False, packing_length if cuts else None
     try:
         if processor is None:
-            _, processor = get_model_processor(model.model, load_model=False, model_type=model_type)
+            _, processor = arguments.get_model_processor(load_model=False)
         opened = arguments.get_template(processor)
     except AssertionError as error:
         raise ConfigError.for_key("template", f"is refused by ms-swift: {error}") from error
@@ -266,11 +150,11 @@ def open_template(
     # ms-swift would read `<img>path</img>` in a text as an image, or put an <image> in its place;
     # and looks for the end of each <img> through the rest of the line.
     opened._replace_image_tags = _return_inputs  # noqa: SLF001  # no public way
-    if leaves_images_to_model(template_type):
+    if leaves_images_to_model(arguments.template):
         opened._post_encode = _return_inputs  # noqa: SLF001  # no public way
     _set_media_token_ids(opened, processor)
     set_video_sampling(opened, template)
-    opened._get_model = partial(_template_model, opened, model_type)  # noqa: SLF001  # no public way
+    opened._get_model = partial(_template_model, opened, arguments)  # noqa: SLF001  # no public way
     _stop_clock(opened, template)
     return opened
 
@@ -336,12 +220,12 @@ def _set_clock(modules: Sequence[Any], day: datetime | None) -> None:
 
 def length_inputs(config: RunConfig, template: Template) -> Fingerprint:
     """Return all inputs that a run's lengths depend on, except the data, given its *template*."""
-    model_type, template_type = swift_types(config.model, config.template)
+    arguments = template_arguments(config.model, config.template)
     inputs: dict[str, Value] = {
-        **config_length_inputs(config.template, config.custom, packing_length=config.packing_length),
-        "model.model_type": model_type,
-        "template.template": template_type,
-        "swift.loss_scale": swift_arguments(config.template, template_type).loss_scale,
+        **config_length_inputs(config),
+        "model.model_type": swift_model_type(config.model),
+        "template.template": arguments.template,
+        "swift.loss_scale": arguments.loss_scale,
         **({} if config.command is None else config.command.length_inputs()),
         "template.prompt": render_prompt(template),
     }
@@ -365,15 +249,14 @@ def _refuse_media_template(template: Template) -> None:
         raise ConfigError.for_key("template.template", reason)
 
 
-def _template_model(template: Template, model_type: str | None) -> Any:
+def _template_model(template: Template, arguments: RunArguments) -> Any:
     """
-    Return a template's model; in a loader's process, which has no model, return a dummy of
-    *model_type* without weights.
+    Return a template's model; in a loader's process, which has no model, return a dummy without
+    weights.
     """
     if template.model is None and template.dummy_model is None:
         with torch.device("meta"):
-            folder = template.model_info.model_dir
-            template.dummy_model, _ = get_model_processor(folder, model_type=model_type, return_dummy_model=True)
+            template.dummy_model, _ = arguments.get_model_processor(return_dummy_model=True)
     return template.dummy_model if template.model is None else template.model
 
 

@@ -4,10 +4,10 @@ import contextlib
 import sys
 import typing
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-from swift import get_model_processor
 from swift.utils import HfConfigFactory
 from transformers import modeling_utils, set_seed
 from transformers.utils.logging import disable_progress_bar
@@ -15,8 +15,8 @@ from transformers.utils.logging import disable_progress_bar
 from packplan.adapters.attention import project_patches, set_attention
 from packplan.adapters.files import wrap_load_errors
 from packplan.adapters.model_folder import require_whole_weights
-from packplan.adapters.samples.template import swift_model_type
-from packplan.adapters.trainer.tuners import make_quantisation, prepare_tuner
+from packplan.adapters.samples.arguments import training_arguments
+from packplan.adapters.trainer.tuners import prepare_tuner
 from packplan.core.config.run import ModelConfig, TrainingConfig
 from packplan.core.equality import AttentionChoice
 from packplan.core.errors import ConfigError, counted, verb_for
@@ -40,27 +40,22 @@ def open_model(
         device: Device of the weights; None leaves it to FSDP or DeepSpeed, which shards them.
         outline: Whether to read config.json alone, and leave the weights on the device `meta`.
     """
-    model_type = swift_model_type(model)
+    _refuse_quantisation(model, on_cpu=device is None or device.type == "cpu")
+    arguments = training_arguments(model, training)
     if not sys.stderr.isatty():
         disable_progress_bar()
-    dtype = None if model.torch_dtype is None else getattr(torch, model.torch_dtype)
-    quantisation = make_quantisation(model, on_cpu=device is None or device.type == "cpu")
     if not outline:
         require_whole_weights(model)
+    set_seed(training.seed)  # new tokens are drawn, by all ranks alike
     with (
         torch.device("meta") if outline else contextlib.nullcontext(),
         wrap_load_errors("model.model", f"{model.model} cannot be loaded by ms-swift"),
         _refusing_missing_weights(model.model),
     ):
         try:
-            opened, _ = get_model_processor(
-                model.model,
-                model_type=model_type,
+            opened, _ = arguments.get_model_processor(
                 attn_impl=attention.loaded_backend,
-                torch_dtype=dtype,
-                experts_impl=model.experts_impl,
                 device_map=None if device is None else str(device),
-                quantization_config=quantisation,
                 return_dummy_model=outline,
             )
         except RuntimeError as error:
@@ -77,9 +72,20 @@ def open_model(
     # each other.
     HfConfigFactory.set_config_attr(opened.config, "use_cache", False)  # noqa: FBT003  # its signature
     _refuse_missing_parts(opened, training)
-    set_seed(training.seed)  # adapters are drawn: ranks that measured, and those that did not, draw the same
+    set_seed(training.seed)  # adapters are drawn, whatever loading has drawn
     with torch.device("meta") if outline else contextlib.nullcontext():
-        return typing.cast("torch.nn.Module", prepare_tuner(opened, training))
+        return typing.cast("torch.nn.Module", prepare_tuner(opened, training, arguments))
+
+
+def _refuse_quantisation(model: ModelConfig, *, on_cpu: bool) -> None:
+    """Raise ConfigError if a run quantises and this machine cannot."""
+    if model.quant_method is None:
+        return
+    if on_cpu:
+        raise ConfigError.for_key("model.quant_method", "quantises on a GPU alone: remove it, or train on one")
+    if find_spec("bitsandbytes") is None:
+        reason = "needs the package bitsandbytes, which is not installed: install it, or remove the key"
+        raise ConfigError.for_key("model.quant_method", reason)
 
 
 @contextlib.contextmanager

@@ -1,42 +1,24 @@
 """Freezes and adapters of a model, set up by ms-swift's own code."""
 
-import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
-import torch
-from swift.arguments.base_args.quant_args import QuantizeArguments
-from swift.arguments.tuner_args import TunerArguments
-from swift.model import get_model_info_meta
-from transformers import BitsAndBytesConfig
-
 from packplan.adapters.families import is_audio_weight, trained_part
-from packplan.adapters.samples.template import swift_model_type
+from packplan.adapters.samples.arguments import RunArguments
 from packplan.core.config.faults import tuners_of
-from packplan.core.config.run import ModelConfig, TrainingConfig
+from packplan.core.config.run import TrainingConfig
 from packplan.core.errors import ConfigError
 
-_SHARED = (
-    "tuner_type", "target_regex", "lora_rank", "lora_alpha", "lora_dropout", "lorap_lr_ratio", "use_rslora",
-    "use_dora", "freeze_llm", "freeze_vit", "freeze_aligner", "freeze_parameters_regex", "freeze_parameters_ratio",
-    "trainable_parameters_regex",
-)  # fmt: skip
-"""Keys of a run that ms-swift's tuner arguments have too, with the same types."""
 
-_LISTS = ("target_modules", "modules_to_save", "freeze_parameters", "trainable_parameters")
-"""The same for keys that are tuples in a run, and lists in ms-swift."""
-
-
-def prepare_tuner(model: Any, training: TrainingConfig) -> Any:
+def prepare_tuner(model: Any, training: TrainingConfig, arguments: RunArguments) -> Any:
     """
     Freeze weights and add adapters, as `swift sft` does.
 
     Args:
         model: Model as ms-swift loaded it.
         training: Freezes and adapters of the run.
+        arguments: The same as ms-swift's own arguments.
 
     Returns:
         The model, or a `PeftModel` around it.
@@ -46,7 +28,6 @@ def prepare_tuner(model: Any, training: TrainingConfig) -> Any:
     """
     from swift.pipelines.train.tuner import TunerMixin
 
-    arguments = _tuner_arguments(model, training)
     _refuse_unmatched(model, training)
     try:
         prepared = TunerMixin.prepare_model(arguments, model)
@@ -70,68 +51,6 @@ _FREEZES = (
     "freeze_parameters_ratio", "freeze_parameters_regex", "freeze_parameters", "freeze_llm", "freeze_vit",
     "freeze_aligner",
 )  # fmt: skip
-
-
-def make_quantisation(model: ModelConfig, *, on_cpu: bool) -> Any:
-    """
-    Return transformers' quantisation settings for a model; None if the run does not quantise.
-
-    Modules that ms-swift leaves in full precision are excluded.
-
-    Args:
-        model: Section `model` of the run.
-        on_cpu: Whether the run trains on a CPU.
-
-    Raises:
-        ConfigError: This machine cannot quantise.
-    """
-    if model.quant_method is None:
-        return None
-    if on_cpu:
-        raise ConfigError.for_key("model.quant_method", "quantises on a GPU alone: remove it, or train on one")
-    if find_spec("bitsandbytes") is None:
-        reason = "needs the package bitsandbytes, which is not installed: install it, or remove the key"
-        raise ConfigError.for_key("model.quant_method", reason)
-    info, meta = get_model_info_meta(model.model, model_type=swift_model_type(model))
-    dtype = info.torch_dtype if model.torch_dtype is None else getattr(torch, model.torch_dtype)
-    asked: Any = SimpleNamespace(model_info=info, model_meta=meta)
-    return BitsAndBytesConfig(
-        load_in_4bit=model.quant_bits == 4,
-        load_in_8bit=model.quant_bits == 8,
-        bnb_4bit_compute_dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        llm_int8_skip_modules=QuantizeArguments.get_modules_to_not_convert(asked),
-    )
-
-
-def _tuner_arguments(model: Any, training: TrainingConfig) -> Any:
-    """Return ms-swift's tuner arguments as a namespace, resolved as `SftArguments` does."""
-    fields: Any = dataclasses.fields(TunerArguments)
-    defaults = {
-        field.name: field.default if field.default is not dataclasses.MISSING else field.default_factory()
-        for field in fields
-    }
-    chosen = {key: getattr(training, key) for key in _SHARED} | {key: list(getattr(training, key)) for key in _LISTS}
-    chosen |= {name: value for name, value in training.trainer.items() if name in defaults}
-    others = {
-        "init_weights": training.init_weights or defaults["init_weights"],
-        "target_parameters": list(training.target_parameters) or None,
-        "tuner_backend": "peft",
-        "use_swift_lora": False,
-        "use_liger_kernel": False,
-        "use_galore": False,
-        "resume_from_checkpoint": None,  # the trainer loads it
-        "adapters": [],
-        "task_type": "causal_lm",
-        "model_type": model.model_info.model_type,
-        "model_meta": model.model_meta,
-        "is_adapter": training.tuner_type != "full",
-    }
-    arguments: Any = SimpleNamespace(**(defaults | chosen | others))
-    arguments._init_multimodal_full = lambda: TunerArguments._init_multimodal_full(arguments)  # noqa: SLF001  # its own
-    TunerArguments.__post_init__(arguments)
-    return arguments
 
 
 def _ends_with_module(module: str, name: str) -> bool:

@@ -66,6 +66,6 @@ def yield_stale_inputs(config: RunConfig, lengths: StoredLengths) -> Iterator[st
     other data and another model.
     """
     inputs = lengths.origin.key.inputs
-    asked = config_length_inputs(config.template, config.custom, packing_length=config.packing_length)
+    asked = config_length_inputs(config)
     for difference in Fingerprint({key: inputs.get(key) for key in asked}).differences(Fingerprint(asked)):
         yield f"the stored lengths are of another configuration, and training refuses them: {difference}"

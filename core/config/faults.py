@@ -268,13 +268,12 @@ class ForeignKey:
     """The key here with its section; empty if there is none."""
 
     about: str = ""
-    """Difference between the two, for people; perhaps empty."""
+    """Difference between the two, or why there is none here, for people; perhaps empty."""
 
     def advise(self, written: Sequence[str]) -> str:
         """Return the reason why the key is unknown, with the keys to write in its place, if any."""
         if not written:
-            remedy = ", or train by swift sft with Packplan's plugin, which reads it" * ("ms-swift" in self.programs)
-            return f"is a key of {self.programs} that has no counterpart here: remove it{remedy}"
+            return f"is a key of {self.programs} that {self.about or 'has no counterpart here'}: remove it"
         about = f" ({self.about})" if self.about else ""
         return f"is a key of {self.programs}: write {_join_with_or(written)}{about}"
 

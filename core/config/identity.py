@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 
 from packplan.core.config.keys import key_facts, yield_keys
-from packplan.core.config.run import LOADS, TRAINS, TUNES, CustomConfig, PathText, RunConfig, TemplateConfig
+from packplan.core.config.run import LOADS, TRAINS, TUNES, PathText, RunConfig
 from packplan.core.errors import RankDifference
 from packplan.core.fingerprint import Fingerprint, RunIdentity, Value
 from packplan.core.policy import Part, PlanPolicy
@@ -63,23 +63,18 @@ def stream_inputs(config: RunConfig) -> dict[str, Value]:
     }
 
 
-def config_length_inputs(template: TemplateConfig, custom: CustomConfig, *, packing_length: int) -> dict[str, Value]:
+def config_length_inputs(config: RunConfig) -> dict[str, Value]:
     """
-    Return the inputs of lengths that a configuration alone decides, without the model: keys that
-    declare `lengths`, by name.
-
-    Args:
-        template: Keys of encoding.
-        custom: Keys of data.
-        packing_length: Tokens of a pack; an input only where the template truncates.
+    Return the inputs of lengths that a configuration alone decides, without files of the model:
+    keys that declare `lengths`, by name. The packing length is one where the template truncates.
     """
     # To raise changes no length.
-    cut = template.truncation_strategy in {"left", "right"}
-    inputs: dict[str, Value] = {"packing_length": packing_length if cut else None}
-    for section, values in (("template", template), ("custom", custom)):
+    cut = config.template.truncation_strategy in {"left", "right"}
+    inputs: dict[str, Value] = {"packing_length": config.packing_length if cut else None}
+    for section, values in (("template", config.template), ("custom", config.custom), ("model", config.model)):
         for field in attrs.fields(type(values)):
             lengths, value = key_facts(field).lengths, getattr(values, field.name)
-            if lengths == "value" or (lengths == "value if set" and value is not None):
+            if lengths == "value" or (lengths == "value if set" and value not in (None, ())):
                 inputs[f"{section}.{field.name}"] = _input_value(value)
     return inputs if cut else {**inputs, "template.truncation_strategy": None}
 
@@ -87,6 +82,8 @@ def config_length_inputs(template: TemplateConfig, custom: CustomConfig, *, pack
 def _input_value(value: Any) -> Value:
     if isinstance(value, Mapping):
         return json.dumps(dict(value), sort_keys=True) if value else None
+    if isinstance(value, tuple):
+        return json.dumps(value)
     return str(value) if isinstance(value, float) else value
 
 
@@ -211,7 +208,7 @@ def run_identity(config: RunConfig, *, files: Mapping[str, Any], model: Mapping[
         files: Key -> content of the file that it names.
         model: Size and digest of each file of the model, by name.
     """
-    samples = config_length_inputs(config.template, config.custom, packing_length=config.packing_length)
+    samples = config_length_inputs(config)
     fixed, told = {**samples, **model}, dict[str, str]()
     for key, value in shared_values(config, files).items():
         section, name = key.split(".")[:2]

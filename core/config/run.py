@@ -100,7 +100,19 @@ class ModelConfig:
     """Load quantised weights under adapters (QLoRA); needs a GPU."""
 
     quant_bits: int | None = key(None, neither=LOADS)
-    """Bits of a quantised weight: 4 (nf4, with quantised scales) or 8."""
+    """Bits of a quantised weight: 4 or 8."""
+
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] | None = key(None, neither=LOADS)
+    """Numbers that 4 bits stand for; unset, `nf4`."""
+
+    bnb_4bit_use_double_quant: bool | None = key(None, neither=LOADS)
+    """Quantise the scales of weights of 4 bits too; unset, `true`."""
+
+    rope_scaling: str | None = key(None, neither=LOADS)
+    """Scaling of positions to longer texts: `linear`, `dynamic`, `yarn`, or settings as JSON."""
+
+    new_special_tokens: tuple[str, ...] = key((), lengths="value if set")
+    """Tokens to add to the vocabulary, each with weights of its own."""
 
 
 @attrs.frozen(kw_only=True)
@@ -170,6 +182,18 @@ class TemplateConfig:
     Trained tokens, by ms-swift's names: `default` trains the assistant's turns, `last_round` its
     last, `all` everything. Names of weights follow or stand alone: `last_round+hermes`.
     """
+
+    add_non_thinking_prefix: bool | None = key(None, lengths="value if set")
+    """`false` adds no empty thoughts to answers without any, in hybrid thinking templates."""
+
+    preserve_thinking: bool | None = key(None, lengths="value if set")
+    """
+    `true` keeps the thoughts of all answers, `false` only those after the last question; unset, by
+    the template and `loss_scale`.
+    """
+
+    disable_ignore_empty_think: bool | None = key(None, lengths="value if set")
+    """`true` trains empty thoughts too, which hybrid thinking templates leave out of the loss."""
 
     use_chat_template: bool | None = key(None, lengths="value if set")
     """`false` encodes the texts of records alone, as `swift pt` does."""

@@ -13,6 +13,7 @@ from swift import get_model_processor, get_template
 from swift.template import TEMPLATE_MAPPING, Template
 
 from packplan.adapters.ranks.torch_group import OneRank
+from packplan.adapters.samples.arguments import swift_types
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.samples.template import (
@@ -20,17 +21,17 @@ from packplan.adapters.samples.template import (
     length_inputs,
     open_template,
     render_prompt,
-    swift_types,
 )
 from packplan.adapters.swift.command import read_command
 from packplan.app.plan import __main__ as plan
 from packplan.app.sft.stream import prepare_stream
 from packplan.app.wiring.runs import read_config
+from packplan.app.wiring.splits import open_splits
 from packplan.core.config.run import ModelConfig, TemplateConfig
 from packplan.core.errors import ConfigError, DataSetError
 from packplan.core.samples.tables import MeasuredSample
 from tests.e2e.test_swift_shapes import compare, dialogue, template_of_swift
-from tests.records import chat
+from tests.records import chat, write_lines
 
 ASKED = chat(*dialogue("why?", "so.", "and?", "also."))
 
@@ -164,6 +165,37 @@ def test_a_day_is_part_of_the_fingerprint_and_today_is_as_ms_swift_has_it(open_s
     changed = {one.key for one in source.fingerprint().differences(other.fingerprint())}
     assert {"template.today", "template.prompt"} == changed
     assert render_prompt(encoder.template) == length_inputs(encoder.config, encoder.template).inputs["template.prompt"]
+
+
+THOUGHT = chat(*dialogue("a", "<think>b</think>c", "d", "e", "f", "<think>g</think>h <note>"))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"template": {"preserve_thinking": False}},
+        {"template": {"preserve_thinking": True, "loss_scale": "last_round"}},
+        {"template": {"add_non_thinking_prefix": False}},
+        {"template": {"disable_ignore_empty_think": True}},
+        {"model": {"new_special_tokens": ["<note>"]}},
+    ],
+    ids=str,
+)
+def test_a_key_of_ms_swift_has_its_effect_by_its_own_name(keys, write_run, tmp_path):
+    """On tokens, labels and weights of a hybrid thinking template; it enters the fingerprint."""
+    path = str(write_lines(tmp_path / "data.jsonl", [THOUGHT]))
+    given = {name: one for section in keys.values() for name, one in section.items() if name != "new_special_tokens"}
+    plain, ours = (
+        open_splits(read_config(write_run("qwen3", custom={"train_jsonl": path}, **more)))["train"]
+        for more in ({"template": {"loss_scale": given.get("loss_scale", "default")}}, keys)
+    )
+    theirs = template_of_swift(ours.encoder, **given, new_special_tokens="<note>" if "model" in keys else None)
+
+    compare(ours.encoder, 0, THOUGHT, theirs)
+    assert all(one.measurement for one in ours.source.measure_many(range(1), in_full=False))
+    assert ours.encoder.encode(0) != plain.encoder.encode(0)
+    changed = {one.key for one in ours.source.fingerprint().differences(plain.source.fingerprint())}
+    assert changed >= {f"{section}.{name}" for section, named in keys.items() for name in {*named} - {"loss_scale"}}
 
 
 def wrapped(change):

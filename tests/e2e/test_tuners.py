@@ -64,6 +64,8 @@ OTHERS = {
         f"a start as {name}": ("qwen3", {**LORA, "init_weights": name}, "lora_B")
         for name in ("gaussian", "false", "pissa_niter_2", "olora")
     },
+    "more tokens": ("qwen2", {"new_special_tokens": [f"<{number}>" for number in range(200)]}, "embed"),
+    "longer texts": ("qwen3", {"rope_scaling": '{"rope_type": "yarn", "factor": 2.0}'}, "embed"),
 }  # fmt: skip
 """The same of tuners that add weights as others do or none, and of freezes."""
 
@@ -103,8 +105,8 @@ def test_a_tuner_trains_saves_resumes_and_passes_the_check(write_run, execute, f
 
 
 def described(model):
-    """Return each weight's name, shape and training -> whether it is not 0; its norm if frozen."""
-    return {
+    """Return each weight's name, shape and training -> whether it is not 0; norms of all others."""
+    return {f"{name} of positions": float(held.float().norm()) for name, held in model.named_buffers()} | {
         f"{name} {tuple(weight.shape)} {weight.requires_grad}": float(
             weight.any() if weight.requires_grad else weight.norm()
         )
@@ -132,7 +134,8 @@ def test_weights_that_ms_swift_would_train_are_those_that_train(server, write_ru
     """By name, shape and how they start, beside frozen ones that change; asked of ms-swift."""
     asked, mine = [], []
     for number, (model, keys, trained) in enumerate([*TUNERS.values(), *OTHERS.values()]):
-        path = write_run(model, name=f"run{number}", training=keys)
+        section = "model" if keys.keys() & {"new_special_tokens", "rope_scaling"} else "training"
+        path = write_run(model, name=f"run{number}", **{section: keys})
         tuned = opened(path)
         assert type(plain_model(tuned)).__name__.startswith("Qwen")
         mine.append(described(tuned))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from packplan.core.checksum import plan_checksum
 from packplan.core.config.identity import config_length_inputs
-from packplan.core.config.run import CustomConfig, TemplateConfig
+from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.packs import Packs
 from packplan.core.plan import build_raw_plan
@@ -70,8 +70,17 @@ def test_the_golden_plan():
 @given(st.sampled_from([None, "left", "right", "raise"]), st.integers(1, 99), st.integers(1, 99))
 def test_the_limit_decides_lengths_only_where_the_template_cuts(strategy, one, other):
     """`raise` truncates nothing, so the limit is no input of lengths then."""
-    template, custom = TemplateConfig(truncation_strategy=strategy, system="Look."), CustomConfig()
-    inputs = [config_length_inputs(template, custom, packing_length=length) for length in (one, other)]
+    inputs = [
+        config_length_inputs(
+            RunConfig(
+                model=ModelConfig(model="m"),
+                template=TemplateConfig(truncation_strategy=strategy, system="Look.", max_length=length),
+                custom=CustomConfig(),
+                training=TrainingConfig(output_dir="out"),
+            )
+        )
+        for length in (one, other)
+    ]
     cuts = strategy in {"left", "right"}
 
     assert (inputs[0] == inputs[1]) == (one == other or not cuts)

@@ -30,7 +30,7 @@ def run(**sections: dict[str, object]) -> RunConfig:
 
 
 def length_inputs(config: RunConfig) -> dict[str, object]:
-    return config_length_inputs(config.template, config.custom, packing_length=config.packing_length)
+    return config_length_inputs(config)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,184 @@
+"""ms-swift's own arguments of a run, from which its template, model and tuner are made."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from swift.arguments import SftArguments, TemplateArguments
+from swift.arguments.base_args.model_args import ModelArguments
+from swift.arguments.base_args.quant_args import QuantizeArguments
+from swift.arguments.tuner_args import TunerArguments
+from swift.model import MODEL_MAPPING, get_matched_model_meta
+from swift.template.register import _read_args_json_template_type
+
+from packplan.adapters.families import default_swift_types
+from packplan.adapters.files import wrap_load_errors
+from packplan.adapters.model_folder import config_architecture, config_content
+from packplan.core.config.run import ModelConfig, TemplateConfig, TrainingConfig
+from packplan.core.errors import ConfigError, Fault
+
+_MEDIA = ("vision", "audio")
+"""Prefixes of sections in config.json (`vision_config`) of models that ms-swift has to know."""
+
+_OF_MODEL = ("model", "experts_impl", "rope_scaling", "new_special_tokens")
+
+_OF_TEMPLATE = (
+    "system", "max_pixels", "agent_template", "loss_scale", "use_chat_template", "truncation_strategy",
+    "add_non_thinking_prefix", "preserve_thinking", "disable_ignore_empty_think",
+)  # fmt: skip
+
+_OF_TUNER = (
+    "tuner_type", "target_regex", "target_parameters", "target_modules", "modules_to_save", "lora_rank", "lora_alpha",
+    "lora_dropout", "lorap_lr_ratio", "use_rslora", "use_dora", "init_weights", "freeze_llm", "freeze_vit",
+    "freeze_aligner", "freeze_parameters", "freeze_parameters_regex", "freeze_parameters_ratio",
+    "trainable_parameters", "trainable_parameters_regex",
+)  # fmt: skip
+"""Keys of a section that ms-swift's arguments have too, by the same name."""
+
+_QUANTISES = ("quant_method", "quant_bits", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
+
+
+class RunArguments(SftArguments):  # type: ignore[misc]  # ms-swift has no types
+    """
+    Arguments of `swift sft`, of which ms-swift resolves model, quantisation, template and tuner.
+
+    It touches no device, folder, tracker, hub or data set, as that of a whole command does.
+    """
+
+    def __post_init__(self) -> None:
+        ModelArguments.__post_init__(self)
+        QuantizeArguments.__post_init__(self)
+        if self.template is not None:
+            TemplateArguments.__post_init__(self)
+        TunerArguments.__post_init__(self)
+
+
+def template_arguments(model: ModelConfig, template: TemplateConfig) -> RunArguments:
+    """
+    Return the arguments of a template as `swift sft` resolves them: a hybrid thinking one, for
+    example, gets another loss scale.
+
+    Args:
+        model: Section `model`, whose folder is on this machine.
+        template: Section `template`, whose system prompt is a text.
+
+    Raises:
+        ConfigError: The folder has code that may not run, or the kind of the model is not clear.
+    """
+    refuse_remote_code(model)
+    model_type, template_type = swift_types(model, template)
+    arguments = _resolve(model, model_type, template=template_type, **_set_keys(template, _OF_TEMPLATE))
+    arguments.system = template.system  # a name that ends in .txt may be a text by now
+    return arguments
+
+
+def training_arguments(model: ModelConfig, training: TrainingConfig) -> RunArguments:
+    """
+    Return the arguments of a model and its tuner as `swift sft` resolves them.
+
+    Args:
+        model: Section `model`, whose folder is on this machine.
+        training: Section `training`.
+    """
+    known = TunerArguments.__dataclass_fields__
+    tuner = {name: value for name, value in training.trainer.items() if name in known}
+    given = _set_keys(training, _OF_TUNER) | tuner | _set_keys(model, _QUANTISES)
+    return _resolve(model, swift_model_type(model), torch_dtype=model.torch_dtype, **given)
+
+
+def _set_keys(section: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return keys of a section that are set, with lists as ms-swift takes them."""
+    values = {name: getattr(section, name) for name in names}
+    return {
+        name: [*value] if isinstance(value, tuple) else value
+        for name, value in values.items()
+        if value not in (None, ())
+    }
+
+
+def _resolve(model: ModelConfig, model_type: str | None, **given: Any) -> RunArguments:
+    with wrap_load_errors("model.model", f"{model.model} cannot be loaded by ms-swift"):
+        return RunArguments(model_type=model_type, **_set_keys(model, _OF_MODEL), **given)
+
+
+def refuse_remote_code(model: ModelConfig) -> None:
+    """
+    Refuse a model folder that names Python code, which ms-swift would run, unless
+    `model.trust_remote_code` is set.
+
+    Raises:
+        ConfigError: A file of the folder names code (`auto_map`).
+    """
+    if model.trust_remote_code:
+        return
+    for file in sorted(Path(model.model).glob("*.json")):
+        # A file of weights' places is large, and names no code.
+        if not file.name.endswith(".index.json") and b'"auto_map"' in file.read_bytes():
+            reason = f"brings Python code ({file.name} has auto_map): read it, then set model.trust_remote_code: true"
+            raise ConfigError.for_key("model.model", f"{model.model} {reason}")
+
+
+def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | None, str]:
+    """
+    Return ms-swift's model type and template type of a model; no file of its folder states them.
+
+    The run's own keys come first; then the template that ms-swift has saved there (`args.json`);
+    then the entry of ms-swift's registry for the folder's name; then the defaults of the
+    architecture (`families.json`), or its only entry in the registry. The type is None for text
+    models without an entry: ms-swift loads them as transformers does.
+
+    Raises:
+        ConfigError: The registry has no entry, or several to choose from.
+    """
+    types, templates = _candidate_types(model)
+    with wrap_load_errors("model.model", f"{model.model}/args.json cannot be read"):
+        if asked := template.template or _read_args_json_template_type(model.model):
+            templates = [asked]
+    choices = (("model.model_type", "model types", types), ("template.template", "templates", templates))
+    faults = [_choice_fault(model, *one) for one in choices if len(one[2]) != 1]
+    if faults:
+        raise ConfigError("the model's kind", tuple(faults))
+    return types[0], templates[0]
+
+
+def swift_model_type(model: ModelConfig) -> str | None:
+    """Return ms-swift's model type of a model, or None, as `swift_types` does."""
+    types, _ = _candidate_types(model)
+    if len(types) != 1:
+        raise ConfigError("the model's kind", (_choice_fault(model, "model.model_type", "model types", types),))
+    return types[0]
+
+
+def _candidate_types(model: ModelConfig) -> tuple[Sequence[str | None], Sequence[str]]:
+    """Return the model types and the template types that fit a model."""
+    named = get_matched_model_meta(str(Path(model.model).resolve()))
+    if named is not None and model.model_type in (None, named.model_type):
+        return [named.model_type], [named.template] if named.template else list(named.candidate_templates)
+    architecture = config_architecture(model)
+    settled = default_swift_types(architecture)
+    if settled is not None and model.model_type in (None, settled[0]):
+        return [settled[0]], [settled[1]]
+    types = [model.model_type] if model.model_type else _matching_types(architecture)
+    if not types and not any(f"{part}_config" in config_content(model) for part in _MEDIA):
+        return [None], []
+    return types, _matching_templates(types)
+
+
+def _matching_types(architecture: str) -> list[str]:
+    """Return ms-swift's model types for an architecture, causal language models only."""
+    metas = [meta for meta in MODEL_MAPPING.values() if architecture in (meta.architectures or ())]
+    return [meta.model_type for meta in metas if not meta.is_reward and meta.task_type in (None, "causal_lm")]
+
+
+def _matching_templates(types: Sequence[str]) -> list[str]:
+    """Return ms-swift's template types for some model types."""
+    known = [MODEL_MAPPING[name] for name in types if name in MODEL_MAPPING]
+    return list(dict.fromkeys(name for meta in known for name in meta.candidate_templates))
+
+
+def _choice_fault(model: ModelConfig, key: str, what: str, found: Sequence[str | None]) -> Fault:
+    architecture = config_architecture(model)
+    if not found:
+        return Fault(key, f"is not set, and ms-swift knows no {what} of {architecture}: set it to one that it has")
+    several = ", ".join(map(str, found[:20]))
+    return Fault(key, f"is not set, and ms-swift knows several {what} of {architecture}: set it to one of {several}")
