@@ -519,9 +519,9 @@ def share_packs(
     return RowGroups.make(np.unique(degrees), args.ddp_timeout_delta, packing_length=length), eval_degrees
 
 
-def require_same_rows(plan: Plan, data: str) -> None:
-    """Raise MismatchError if ranks have different plans, or different digests *data* of rows."""
-    checksums = gather_object([(plan.checksum, data)])
+def require_same_rows(plan: str, data: str) -> None:
+    """Raise MismatchError if ranks have other checksums of the plan, or digests of the rows."""
+    checksums = gather_object([(plan, data)])
     if len(set(checksums)) > 1:
         fact = "the ranks have different packs or rows: give all the same rows, in the same order"
         raise MismatchError("ranks_disagree", fact, {"checksums": tuple(checksums)})

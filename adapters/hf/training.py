@@ -4,10 +4,14 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
+import attrs
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
+from accelerate.utils import gather_object
 from transformers import DataCollatorWithPadding, Trainer, default_data_collator
 
 from packplan.adapters.attention import using_native_attention
@@ -17,19 +21,22 @@ from packplan.adapters.hf.packed_calls import HOOKED, Unpadding
 from packplan.adapters.hf.pairs import TrainsPairs
 from packplan.adapters.hf.refusals import changed_meanings, is_preference_trainer, refuse_misuse, refuse_plan_conflicts
 from packplan.adapters.hf.unpad import is_bidirectional, unpad, unwrap
+from packplan.adapters.loaders.batches import read_saved_progress
 from packplan.adapters.loaders.rows import (
+    FACTS_FILE,
     Collate,
     PackInputs,
-    PairsOfPacks,
+    RowFacts,
     RowsOfPacks,
+    RowSource,
     count_supervised,
     pad_rows,
-    sample_lengths,
+    require_supervised_rows,
     token_type_columns,
 )
 from packplan.adapters.models import replace_attributes
 from packplan.core.batch import IGNORED_LABEL, count_row_groups
-from packplan.core.errors import ArgumentError, ModelError
+from packplan.core.errors import ArgumentError, ModelError, PackplanError
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
 from packplan.core.surface import plan as plan_lengths
@@ -103,11 +110,19 @@ def use_plan(
     refuse_misuse(trainer, plan, eval_plan)
     refuse_plan_conflicts(trainer, row_ranks=sequence_parallel_size, evaluates=eval_plan is not None)
     pairs, args = is_preference_trainer(trainer), trainer.args
-    if not isinstance(plan, Plan):
-        plan = plan_lengths(row_lengths(trainer), plan)
-    if not isinstance(eval_plan, Plan | None):
-        eval_plan = plan_lengths(row_lengths(trainer, trainer.eval_dataset), eval_plan)
-    rows = _read_rows(trainer, plan, eval_plan, kind=PairsOfPacks if pairs else RowsOfPacks)
+    if getattr(trainer, "precompute_ref_log_probs", False):  # KTO of TRL before 1.0 does so when it makes loaders
+        trainer.get_train_dataloader()
+        if eval_plan is not None:
+            trainer.get_eval_dataloader()
+    plan, packs = _plan_packs(trainer, trainer.train_dataset, plan)
+    eval_packs = None
+    if eval_plan is not None:
+        eval_plan, eval_packs = _plan_packs(trainer, trainer.eval_dataset, eval_plan)
+    if packs.facts is None and not any(gather_object([any(Path(args.output_dir).glob(f"*/{FACTS_FILE}"))])):
+        packs.take_facts(_read_together(trainer, packs.source, decode=False))
+    require_same_rows(plan.checksum, "" if packs.facts is None else packs.facts.digest)
+    pad = partial(pad_rows, types=token_type_columns(trainer.model))
+    collator = PackInputs(packs.source.collate or pad, of_pairs=pairs)
     schedule = _make_schedule(args, plan, row_ranks=sequence_parallel_size, most=max_sequence_parallel_size)
     groups, eval_degrees = share_packs(trainer, schedule, plan, eval_plan)
     trainer.unpaddings = unpaddings = _unpad_for_loss(trainer, groups, check=check)
@@ -121,7 +136,8 @@ def use_plan(
     insert_base_class(trainer, _PlannedTraining)
     if pairs:
         insert_base_class(trainer, TrainsPairs)
-    trainer.serve(schedule, plan, **rows, eval_degrees=eval_degrees, check=check)
+    served: dict[str, Any] = {"packs": packs, "eval_packs": eval_packs, "collator": collator}
+    trainer.serve(schedule, plan, "", **served, eval_degrees=eval_degrees, check=check)
     if trainer.is_world_process_zero():
         log.info("%s", start_table(trainer, plan, schedule))
     return schedule
@@ -137,8 +153,9 @@ def row_lengths(trainer: Any, rows: Any = None) -> list[int]:
         trainer: Trainer that `use_plan` takes.
         rows: Rows by index; None takes `trainer.train_dataset`.
     """
-    collate = _find_row_collator(trainer) or pad_rows
-    return [sample_lengths(collate([row]), 1)[0] for row in (trainer.train_dataset if rows is None else rows)]
+    source = _open_rows(trainer, trainer.train_dataset if rows is None else rows)
+    lengths: list[int] = source.read_facts(num_workers=trainer.args.dataloader_num_workers).lengths.tolist()
+    return lengths
 
 
 def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None) -> Any:
@@ -164,20 +181,46 @@ def _find_row_collator(trainer: Any) -> Collate | None:
     return trainer._get_collator_with_removed_columns(collator, description="training")  # type: ignore[no-any-return]  # noqa: SLF001  # has no public name
 
 
-def _read_rows(trainer: Any, plan: Plan, eval_plan: Plan | None, *, kind: type[RowsOfPacks]) -> dict[str, Any]:
-    """Return packs of both plans, digest and collator: arguments of `ServesPacks.serve`."""
-    if getattr(trainer, "precompute_ref_log_probs", False):  # KTO of TRL before 1.0 does so when it makes loaders
-        trainer.get_train_dataloader()
-        if eval_plan is not None:
-            trainer.get_eval_dataloader()
-    collate = _find_row_collator(trainer)
-    packs = kind(trainer.train_dataset, plan, collate=collate)
-    eval_packs = None if eval_plan is None else kind(trainer.eval_dataset, eval_plan, collate=collate)
-    digest = packs.inspect(num_workers=trainer.args.dataloader_num_workers).digest
-    require_same_rows(plan, digest)
-    pad = partial(pad_rows, types=token_type_columns(trainer.model))
-    collator = PackInputs(collate or pad, of_pairs=kind is PairsOfPacks)
-    return {"packs": packs, "eval_packs": eval_packs, "digest": digest, "collator": collator}
+def _open_rows(trainer: Any, rows: Any) -> RowSource:
+    return RowSource(rows, _find_row_collator(trainer), of_pairs=is_preference_trainer(trainer))
+
+
+def _plan_packs(trainer: Any, rows: Any, plan: Plan | int) -> tuple[Plan, RowsOfPacks]:
+    """Return a plan and its packs; a number plans by lengths that are read, or that are known."""
+    source, facts = _open_rows(trainer, rows), None
+    if not isinstance(plan, Plan):
+        if isinstance(folder := trainer.args.resume_from_checkpoint, str) and rows is trainer.train_dataset:
+            facts = _load_facts(folder, len(rows))
+        facts = facts or _read_together(trainer, source, decode=True)
+        plan = plan_lengths(facts.lengths.tolist(), plan)
+    packs = RowsOfPacks(source, plan)
+    if facts is not None:
+        packs.take_facts(facts)
+    return plan, packs
+
+
+def _load_facts(folder: str, num_rows: int, plan: str | None = None) -> RowFacts | None:
+    """Return the facts of rows that a checkpoint keeps for a plan; None if any rank lacks them."""
+    saved = read_saved_progress(Path(folder))
+    facts = RowFacts.load(Path(folder), saved["data"])
+    fits = facts is not None and len(facts.rows) == num_rows and plan in (None, saved["plan"])
+    return facts if all(gather_object([fits])) else None
+
+
+def _read_together(trainer: Any, source: RowSource, *, decode: bool) -> RowFacts:
+    """Read each row on one rank; return the facts of all, or raise the error of any rank on all."""
+    args = trainer.args
+    ranks: dict[str, Any] = {"rank": args.process_index, "world_size": args.world_size}
+    part: RowFacts | PackplanError
+    try:
+        part = source.read_facts(decode=decode, num_workers=args.dataloader_num_workers, **ranks)
+    except PackplanError as error:
+        part = error
+    parts = gather_object([part])
+    for one in parts:
+        if isinstance(one, PackplanError):
+            raise one
+    return RowFacts(np.concatenate([one.rows for one in parts]))
 
 
 def _make_schedule(
@@ -224,6 +267,26 @@ class _PlannedTraining(ServesPacks):
 
     unpaddings: list[Unpadding]
     """Hooks of all models."""
+
+    train_packs: RowsOfPacks
+
+    def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
+        """Train, once the rows are read, or known from the checkpoint that is resumed from."""
+        packs, folder, state = self.train_packs, options.get("resume_from_checkpoint"), self.follower.state
+        if (facts := packs.facts) is None:  # `use_plan` found checkpoints, from which this run may go on
+            facts = _load_facts(folder, len(packs.source.rows), state.plan) if folder else None
+            packs.take_facts(facts := facts or _read_together(self, packs.source, decode=False))
+        require_supervised_rows(facts.num_supervised)
+        require_same_rows(state.plan, facts.digest)
+        self.follower.state = attrs.evolve(state, data=facts.digest)
+        return super()._inner_training_loop(*args, **options)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save a checkpoint, with the facts of the rows."""
+        if self.args.should_save and self.train_packs.facts is not None:
+            folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")  # type: ignore[attr-defined]  # of the trainer's class
+            self.train_packs.facts.save(folder)
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]
 
     @contextmanager
     def prepared(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:

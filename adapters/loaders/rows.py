@@ -11,18 +11,25 @@ start again with every sample.
 Labels are used as they are. Without labels, each token is its label, unless a mask of TRL excludes
 it. `read_row` refuses a row that is not one sample.
 
-`PairsOfPacks` has preference data: pairs of a chosen and a rejected answer, or rows of one answer.
-A collator of TRL makes 2 n rows of n pairs, the chosen ones first.
+With preference data, samples are pairs of a chosen and a rejected answer, or rows of one answer. A
+collator of TRL makes 2 n rows of n pairs, the chosen ones first.
+
+`RowSource` reads each row once before training, a few at a time, and keeps a digest of each. A row
+that is served later has to have the same digest.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from hashlib import blake2b
+from io import BytesIO
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -33,7 +40,9 @@ from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
+from packplan.adapters.files import write_bytes
 from packplan.adapters.processes import hold_ctrl_c
+from packplan.adapters.progress import BRIEF_S, progress
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import ArgumentError, Difference, MismatchError, PackplanError, StaleError, counted
 from packplan.core.lengths import IntArray
@@ -77,8 +86,19 @@ _ROW_MASKS = (_ATTENTION, "completion_attention_mask")
 _DERIVED = "logps"
 """Part of the names of columns that a reference model computes: the digest leaves them out."""
 
-_BLOCK = 256
-"""Number of rows that `RowsOfPacks.inspect` reads at a time."""
+_BLOCK = 8
+"""Number of rows that `RowSource` holds at a time."""
+
+_MOST_VALUES = 1 << 16
+"""Values of a large array that its digest reads, at equal distances."""
+
+_FACTS = np.dtype([("digest", "V16"), ("num_supervised", "<i8"), ("length", "<i8")])
+"""Facts of a row; its numbers are `UNKNOWN` if only decoding its files would tell them."""
+
+UNKNOWN = -1
+
+FACTS_FILE = "packplan_rows.npy"
+"""File of a checkpoint with the facts of all rows."""
 
 Row = Mapping[str, Any]
 
@@ -100,28 +120,136 @@ class PackOfRows(list[Row]):
         self.pack, self.lengths = pack, lengths or {}
 
 
+@attrs.frozen(eq=False)
+class RowSource:
+    """Rows by index, and how they become samples."""
+
+    rows: Any
+    """Rows by index: a list, a `datasets.Dataset`, a torch data set."""
+
+    collate: Collate | None = None
+    """Collator that turns rows into padded batches; None if rows are tokenized."""
+
+    of_pairs: bool = False
+    """Whether a sample is one of preference data."""
+
+    stored: Any = attrs.field(init=False)
+    """Rows of `datasets` with their files as bytes, if reading a row decodes files; else None."""
+
+    @stored.default
+    def _find_stored(self) -> Any:
+        if not hasattr(self.rows, "__len__") or not hasattr(self.rows, "__getitem__"):
+            kind = type(self.rows).__name__
+            fact = f"a plan needs rows by index, and a {kind} only yields them one after the other"
+            raise ArgumentError("host", fact, {"rows": kind})
+        if not (features := getattr(self.rows, "features", None)):
+            return None
+        from datasets.features.features import require_decoding  # rows of `datasets` alone need it
+
+        return self.rows.with_format("arrow") if any(map(require_decoding, features.values())) else None
+
+    def read_facts(self, *, decode: bool = True, num_workers: int = 0, rank: int = 0, world_size: int = 1) -> RowFacts:
+        """
+        Read a rank's share of the rows once, and return their facts.
+
+        Args:
+            decode: Whether to decode files, where only this tells the length of a row.
+            num_workers: Processes that read rows; useful where rows are computed when read.
+            rank: This rank, from 0.
+            world_size: Ranks that share the reading.
+
+        Raises:
+            ArgumentError: A row is not one sample.
+        """
+        num = len(self.rows)
+        share = range(num)[rank * num // world_size : (rank + 1) * num // world_size]
+        read: dict[str, Any] = {
+            "dataset": [share[start : start + _BLOCK] for start in range(0, len(share), _BLOCK)],
+            "batch_size": None,
+            "collate_fn": partial(self._read_block, decode=decode or self.stored is None),
+            "num_workers": num_workers,
+            "generator": torch.Generator(),  # draws nothing of the training's own
+        }
+        facts: list[tuple[bytes, int, int]] = []
+        bar: dict[str, Any] = {"unit": " rows", "delay": BRIEF_S, "leave": False, "disable": rank > 0}
+        with progress(total=len(share), desc="reading rows", **bar) as shown:
+            for block in DataLoader(**read):
+                if isinstance(block, PackplanError):
+                    raise block
+                facts += block
+                shown.update(len(block))
+        return RowFacts.from_rows(facts)
+
+    def fetch(self, indices: Sequence[int]) -> Iterable[Row]:
+        """Return rows by their indices, at once where the data set can."""
+        several = getattr(self.rows, "__getitems__", None)  # of `datasets`, which is slow row by row
+        return map(self.rows.__getitem__, indices) if several is None else several([*indices])
+
+    def digests(self, indices: Sequence[int], rows: Iterable[Row]) -> list[bytes]:
+        """Return the digests of *rows*, which are those of *indices*."""
+        if self.stored is not None:
+            from datasets.table import embed_table_storage
+
+            rows = embed_table_storage(self.stored[[*indices]]).to_pylist()  # with the bytes of named files
+        return [self._digest(row, index) for index, row in zip(indices, rows, strict=True)]
+
+    def _digest(self, row: Row, index: int) -> bytes:
+        """Return the digest of what a row trains, or if its collator tokenizes, of all columns."""
+        digest = blake2b(digest_size=16)
+        if _TOKENS in row and not self.of_pairs:
+            row = read_row(row, index)
+            digest.update(row[_TOKENS].tobytes() + row[_LABELS].tobytes())
+            row = _media_tensors(row)
+        if row := {name: value for name, value in row.items() if _DERIVED not in name}:
+            digest.update(json.dumps(row, default=_as_text, sort_keys=True).encode())
+        return digest.digest()
+
+    def _read_block(self, indices: range, *, decode: bool) -> list[tuple[bytes, int, int]] | PackplanError:
+        """Return the facts of some rows, or an error, which workers would wrap."""
+        try:
+            if not decode:
+                return [(digest, UNKNOWN, UNKNOWN) for digest in self.digests(indices, ())]
+            rows = [*self.fetch(indices)]
+            counts = [self._count(row, index) for index, row in zip(indices, rows, strict=True)]
+            return [(one, *numbers) for one, numbers in zip(self.digests(indices, rows), counts, strict=True)]
+        except PackplanError as error:
+            return error
+
+    def _count(self, row: Row, index: int) -> tuple[int, int]:
+        """Return the supervised tokens and the tokens of a row as it is trained."""
+        if self.of_pairs:
+            (length,) = sample_lengths(self.collate([row]), 1)  # type: ignore[misc]  # TRL's trainers have one
+            return length, length
+        if _TOKENS in row or self.collate is None:
+            read = read_row(row, index)
+        if self.collate is not None:
+            read = read_row(_without_padding(self.collate([row])), index)
+        return int((read[_LABELS][1:] != IGNORED_LABEL).sum()), read[_TOKENS].size
+
+
 class RowsOfPacks(Dataset[PackOfRows]):
     """Data set of packs: item k has the rows of pack k."""
+
+    facts: RowFacts | None = None
+    """Facts of all rows, once they are read; served rows have to have their digests."""
 
     def __init__(self, rows: Any, plan: Plan, *, collate: Collate | None = None) -> None:
         """
         Serve rows by the packs of *plan*.
 
         Args:
-            rows: Rows by index: a list, a `datasets.Dataset`, a torch data set.
+            rows: Rows by index: a list, a `datasets.Dataset`, a torch data set; or a `RowSource`.
             plan: Plan of the lengths of these rows.
             collate: Collator that turns rows into padded batches; None if rows are tokenized.
 
         Raises:
             ArgumentError: The number of rows is not the plan's, or rows have no index.
         """
-        if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
-            fact = f"a plan needs rows by index, and a {type(rows).__name__} only yields them one after the other"
-            raise ArgumentError("host", fact, {"rows": type(rows).__name__})
-        if len(rows) != plan.raw.num_samples:
-            fact = f"the plan has {counted(plan.raw.num_samples, 'sample')}, but the data set {len(rows):,} rows"
-            raise ArgumentError("host", fact, {"planned": plan.raw.num_samples, "rows": len(rows)})
-        self.rows, self.packs, self.lengths, self._collate = rows, plan.packs, plan.lengths, collate
+        self.source = rows if isinstance(rows, RowSource) else RowSource(rows, collate)
+        if (num := len(self.source.rows)) != plan.raw.num_samples:
+            fact = f"the plan has {counted(plan.raw.num_samples, 'sample')}, but the data set {num:,} rows"
+            raise ArgumentError("host", fact, {"planned": plan.raw.num_samples, "rows": num})
+        self.packs, self.lengths = plan.packs, plan.lengths
 
     def __len__(self) -> int:
         return len(self.packs)
@@ -132,15 +260,19 @@ class RowsOfPacks(Dataset[PackOfRows]):
 
         Raises:
             ArgumentError: A row is not one sample.
-            StaleError: A row has another length than planned.
+            StaleError: A row has another length than planned, or changed since it was read first.
         """
-        lengths = {int(index): int(self.lengths[index]) for index in self.packs[pack]}
-        read = self.row if self._collate is None else self.rows.__getitem__
-        return PackOfRows(map(read, lengths), pack, lengths)
-
-    def row(self, index: int) -> Row:
-        """Return row *index* as it is trained, with the errors of `__getitem__`."""
-        return self._prepare_row(self.rows[index], index)
+        planned = {int(index): int(self.lengths[index]) for index in self.packs[pack]}
+        rows = self.source.fetch([*planned])
+        if self.source.collate is None:
+            rows = [read_row(row, index) for index, row in zip(planned, rows, strict=True)]
+            for index, row in zip(planned, rows, strict=True):
+                refuse_other_length(index, planned[index], row[_TOKENS].size)
+        served = PackOfRows(rows, pack, planned)
+        if self.facts is not None:
+            for index, digest in zip(planned, self.source.digests([*planned], served), strict=True):
+                self.facts.refuse_other_row(index, digest)
+        return served
 
     def inspect(self, *, num_workers: int = 0) -> RowFacts:
         """
@@ -150,66 +282,31 @@ class RowsOfPacks(Dataset[PackOfRows]):
             num_workers: Processes that read rows; useful where rows are computed when read.
 
         Raises:
-            ArgumentError: A row is not one sample or changes when read again, or no row has a
-                supervised token.
+            ArgumentError: A row is not one sample, or no row has a supervised token.
             StaleError: A row has another length than planned.
         """
-        if self.row_facts(self.rows[0], 0) != self.row_facts(self.rows[0], 0):
-            fact = "row 0 is another one each time it is read, but a plan needs rows that stay: draw nothing in them"
-            raise ArgumentError("host", fact, {"row": 0})
-        read: dict[str, Any] = {
-            "dataset": [range(len(self.rows))[start : start + _BLOCK] for start in range(0, len(self.rows), _BLOCK)],
-            "batch_size": None,
-            "collate_fn": self._read_facts,
-            "num_workers": num_workers,
-            "generator": torch.Generator(),  # draws nothing of the training's own
-        }
-        facts: list[tuple[bytes, int]] = []
-        for block in DataLoader(**read):
-            if isinstance(block, PackplanError):
-                raise block
-            facts += block
-        found = RowFacts.join(facts)
-        require_supervised_rows(found.num_supervised)
-        return found
+        self.take_facts(facts := self.source.read_facts(num_workers=num_workers))
+        require_supervised_rows(facts.num_supervised)
+        return facts
 
-    def _read_facts(self, indices: range) -> list[tuple[bytes, int]] | PackplanError:
-        """Return each row's digest and supervised tokens, or an error, which workers would wrap."""
-        several = getattr(self.rows, "__getitems__", None)  # of `datasets`, which is slow row by row
-        rows = [self.rows[index] for index in indices] if several is None else several(list(indices))
-        try:
-            return [self.row_facts(row, index) for row, index in zip(rows, indices, strict=True)]
-        except PackplanError as error:
-            return error
-
-    def row_facts(self, row: Row, index: int) -> tuple[bytes, int]:
-        """Return the digest of row *index* as it is trained, and its count of supervised tokens."""
-        return _row_facts(self._prepare_row(row, index))
-
-    def _prepare_row(self, row: Row, index: int) -> Row:
-        """Return a row as it is trained; StaleError if its length is not that of row *index*."""
-        if _TOKENS in row or self._collate is None:
-            read = read_row(row, index)
-        if self._collate is not None:
-            read = read_row(_without_padding(self._collate([row])), index)
-        refuse_other_length(index, int(self.lengths[index]), read[_TOKENS].size)
-        return read
+    def take_facts(self, facts: RowFacts) -> None:
+        """Compare served rows with *facts* from now on; StaleError if a length is not planned."""
+        other = np.flatnonzero((facts.lengths != self.lengths) & (facts.lengths != UNKNOWN))
+        for index in other[:1].tolist():
+            refuse_other_length(index, int(self.lengths[index]), int(facts.lengths[index]))
+        facts.rows["length"] = self.lengths  # of rows whose files were not decoded too
+        self.facts = facts
 
 
-class PairsOfPacks(RowsOfPacks):
-    """Data set of packs of preference data: item k has the samples of pack k."""
-
-    def row_facts(self, row: Row, index: int) -> tuple[bytes, int]:
-        """Return the digest of sample *index*, and its tokens."""
-        batch, digest = self._collate([row]), blake2b(digest_size=16)  # type: ignore[misc]  # TRL's trainers have one
-        (length,) = sample_lengths(batch, 1)
-        refuse_other_length(index, int(self.lengths[index]), length)
-        for name, value in sorted(batch.items()):
-            if _DERIVED not in name:
-                is_tensor = isinstance(value, torch.Tensor)
-                digest.update(f"{name} {(value.dtype, *value.shape) if is_tensor else value}".encode())
-                digest.update(tensor_bytes(value) if is_tensor else b"")
-        return digest.digest(), length
+def _as_text(value: Any) -> Any:
+    """Return text for a value that JSON lacks: a digest of its bytes, or the name of its type."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, torch.Tensor) or hasattr(value, "__array_interface__"):  # of numpy, or an image
+        array = value if isinstance(value, torch.Tensor) else torch.from_numpy(np.array(value))
+        flat = array.detach().flatten()
+        value = f"{array.dtype} {array.shape}".encode() + tensor_bytes(flat[:: len(flat) // _MOST_VALUES + 1])
+    return blake2b(value, digest_size=16).hexdigest() if isinstance(value, bytes) else type(value).__name__
 
 
 def sample_lengths(batch: Mapping[str, Any], num_samples: int) -> list[int]:
@@ -266,40 +363,61 @@ def refuse_other_length(index: int, planned: int, length: int) -> None:
 
 @attrs.frozen(eq=False)
 class RowFacts:
-    """Digest of a data set, and the supervised tokens of its rows."""
+    """Digests, supervised tokens and lengths of the rows of a data set."""
 
-    digest: str
-    """Digest of the tokens, labels and media of all rows, in their order."""
-
-    num_supervised: IntArray
-    """Supervised tokens of each row; int64, shape (num_rows,)."""
+    rows: NDArray[np.void]
+    """Facts of each row; of the type `_FACTS`, shape (num_rows,)."""
 
     @classmethod
-    def join(cls, facts: Iterable[tuple[bytes, int]]) -> RowFacts:
-        """Return the facts of a data set, given the digest and supervised tokens of each row."""
-        digests, supervised = zip(*facts, strict=True)
-        return cls(blake2b(b"".join(digests), digest_size=16).hexdigest(), np.array(supervised, np.int64))
+    def from_rows(cls, facts: Iterable[tuple[bytes, int, int]]) -> RowFacts:
+        """Return the facts of rows, given digest, supervised tokens and length of each."""
+        return cls(np.array([*facts], _FACTS))
+
+    @classmethod
+    def load(cls, folder: Path, digest: str) -> RowFacts | None:
+        """Return the facts that a checkpoint keeps, if their digest is *digest*; else None."""
+        try:
+            facts = cls(np.load(folder / FACTS_FILE, allow_pickle=False))
+        except (OSError, EOFError, ValueError):  # missing, or not written to its end
+            return None
+        return facts if facts.rows.dtype == _FACTS and facts.digest == digest else None
+
+    def save(self, folder: Path) -> None:
+        """Write the facts into a checkpoint's folder; OutputError if they cannot be written."""
+        folder.mkdir(parents=True, exist_ok=True)
+        np.save(data := BytesIO(), self.rows, allow_pickle=False)
+        write_bytes(folder / FACTS_FILE, data.getbuffer())
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of the contents of all rows, in their order."""
+        return blake2b(self.rows["digest"].tobytes(), digest_size=16).hexdigest()
+
+    @property
+    def num_supervised(self) -> IntArray:
+        """Supervised tokens of each row, or `UNKNOWN`; int64, shape (num_rows,)."""
+        return self.rows["num_supervised"]
+
+    @property
+    def lengths(self) -> IntArray:
+        """Tokens of each row, or `UNKNOWN`; int64, shape (num_rows,)."""
+        return self.rows["length"]
+
+    def refuse_other_row(self, index: int, digest: bytes) -> None:
+        """Raise StaleError if row *index* has another digest now."""
+        if (first := self.rows["digest"][index].tobytes()) != digest:
+            change = Difference("digest", first.hex(), digest.hex())
+            raise StaleError.for_sample(index, f"row {index}", (change,))
 
 
 def require_supervised_rows(supervised: IntArray) -> None:
     """Log the number of samples without supervised tokens; ArgumentError if all have none."""
     unsupervised = int((supervised == 0).sum())
-    if unsupervised == supervised.size:
+    if unsupervised == supervised.size > 0:
         fact = f"none of {counted(supervised.size, 'sample')} has a supervised token: all labels are {IGNORED_LABEL}"
         raise ArgumentError("host", fact, {"samples": unsupervised})
     if unsupervised:
         log.warning("%s of %s: no supervised token", f"{unsupervised:,}", counted(supervised.size, "sample"))
-
-
-def _row_facts(row: Row) -> tuple[bytes, int]:
-    """Return the digest of a row from `read_row`, and the number of its supervised tokens."""
-    digest = blake2b(digest_size=16)
-    for array in (row[_TOKENS], row[_LABELS]):
-        digest.update(array.tobytes())
-    for name, value in sorted(_media_tensors(row).items()):
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(tensor_bytes(value))
-    return digest.digest(), int((row[_LABELS][1:] != IGNORED_LABEL).sum())
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
@@ -428,7 +546,7 @@ class PackInputs:
     """Collator of rows."""
 
     of_pairs: bool = False
-    """Whether samples are those of `PairsOfPacks`, whose batch is the collator's."""
+    """Whether samples are those of preference data, whose batch is the collator's."""
 
     def __call__(self, packs: Sequence[PackOfRows]) -> dict[str, Any]:
         """

@@ -10,7 +10,7 @@ import torch
 from swift.dataset import AddLengthPreprocessor, EncodePreprocessor
 from torch.utils.data import Dataset
 
-from packplan.adapters.loaders.rows import PACK, PackOfRows, RowFacts, refuse_other_length, tensor_bytes
+from packplan.adapters.loaders.rows import PACK, UNKNOWN, PackOfRows, RowFacts, refuse_other_length, tensor_bytes
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import DataSetError
 from packplan.core.surface import Plan, plan
@@ -97,9 +97,9 @@ class PlannedPacks(Dataset[PackOfRows]):
 
         For a data set that ms-swift has cached with lengths, they describe the rows as stored.
         """
-        if self._facts is None:
-            return RowFacts.join(map(encoded_row_facts, self._rows))
-        return RowFacts.join(zip(self._facts[_DIGEST], self._facts[_SUPERVISED], strict=True))
+        kept = self._facts
+        own = map(encoded_row_facts, self._rows) if kept is None else zip(kept[_DIGEST], kept[_SUPERVISED], strict=True)
+        return RowFacts.from_rows((digest, supervised, UNKNOWN) for digest, supervised in own)
 
     def __len__(self) -> int:
         return len(self.plan.packs)

@@ -52,7 +52,7 @@ def follow_plan(
     packs, eval_packs, sharing = trainer.train_dataset, _eval_packs(trainer), row_ranks if degrees == 1 else degrees
     refuse_plan_conflicts(trainer, row_ranks=sharing, evaluates=eval_packs is not None)
     digest = packs.facts.digest
-    require_same_rows(packs.plan, digest)
+    require_same_rows(packs.plan.checksum, digest)
     world_size = count_row_groups(trainer.args.world_size, row_ranks)
     schedule = make_schedule(packs.plan, trainer.args, world_size=world_size, degrees=degrees)
     groups, eval_degrees = share_packs(trainer, schedule, packs.plan, None if eval_packs is None else eval_packs.plan)

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections import Counter
 from contextlib import nullcontext
 from functools import cache, partial
 from importlib import import_module
@@ -175,6 +176,49 @@ def test_no_run_goes_on_with_another_one(tmp_path):
     assert {"plan", "data", "optim"} <= differences.keys()
     lengths = differences["packing_length"]
     assert (PACKING_LENGTH, 2 * PACKING_LENGTH) == (lengths.stored, lengths.current)
+
+
+class CountedRows(list):
+    """Rows that count how often each is read."""
+
+    def __init__(self, rows):
+        super().__init__(rows)
+        self.reads = Counter()
+
+    def __getitem__(self, index):
+        self.reads[index] += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("plan", [PLAN, PACKING_LENGTH], ids=["plan", "number"])
+def test_rows_are_read_once_before_the_first_step_and_never_for_a_resume(plan, tmp_path):
+    """A resumed run trusts the digests of its checkpoint, and served rows have to have them."""
+    saves = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "dataloader_num_workers": 0}
+    rows, once = CountedRows(ROWS), dict.fromkeys(range(len(ROWS)), 1)
+    trainer = follow_plan(tmp_path, rows, plan, **saves)
+    assert once == rows.reads
+    rows.reads.clear()
+
+    trainer.train()
+
+    first, second = (
+        [index for (pack,) in step.batches for index in PLAN.packs[pack]] for step in trainer.schedule.steps()
+    )
+    assert {*first, *second} == {*rows.reads}
+    assert max(rows.reads.values()) <= 2, "a pack of the first step is compared with its samples"
+    rows.reads.clear()
+    folder = str(tmp_path / "checkpoint-1")
+    resumed = follow_plan(tmp_path, rows, plan, resume_from_checkpoint=folder, **saves)
+    assert not rows.reads
+    resumed.train(resume_from_checkpoint=folder)
+    assert {*second} == {*rows.reads}
+    rows.reads.clear()
+    follow_plan(tmp_path, rows, PLAN, **saves | {"max_steps": 1}).train()
+    assert once == {index: min(1, number) for index, number in rows.reads.items()}, "a run that starts reads all"
+    index = second[0]
+    other = [*ROWS[:index], {name: [*values[:-1], 3] for name, values in ROWS[index].items()}, *ROWS[index + 1 :]]
+    with pytest.raises(StaleError, match=rf"sample {index} .*digest planned"):
+        follow_plan(tmp_path, other, **saves).train(resume_from_checkpoint=folder)
 
 
 def test_a_step_has_as_many_packs_as_it_had_rows(tmp_path, caplog):

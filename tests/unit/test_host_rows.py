@@ -1,7 +1,9 @@
 """Rows of other trainers: samples as they seem, or refused by number; known by what they teach."""
 
 import logging
+from collections import Counter
 from itertools import count
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import packplan as pp
-from packplan.adapters.loaders.rows import PackInputs, RowsOfPacks, flatten, pad_rows
+from packplan.adapters.loaders.rows import PackInputs, RowFacts, RowsOfPacks, flatten, pad_rows
 from packplan.core.errors import ArgumentError, StaleError
 
 IDS = [5, 6, 7, 8]
@@ -123,10 +125,70 @@ class Drawn(list):
         return {"input_ids": [1, next(self.drawn)]}
 
 
-def test_rows_that_are_drawn_anew_are_refused():
-    """No checkpoint could tell them from other rows."""
-    with pytest.raises(ArgumentError, match="row 0 is another one each time"):
-        RowsOfPacks(Drawn([0, 0]), pp.plan([2, 2], 4)).inspect()
+def test_a_row_that_changes_after_it_was_read_first_is_refused():
+    """No checkpoint could tell it from another row."""
+    packs = RowsOfPacks(Drawn([0, 0]), pp.plan([2, 2], 4))
+    packs.inspect()
+
+    with pytest.raises(StaleError, match=r"^sample 0 \(row 0\) is not the one that was planned: digest planned"):
+        packs[0]
+
+
+class Counted(list):
+    """Rows that count how often each is read, and how many are held at once."""
+
+    def __init__(self, rows):
+        super().__init__(rows)
+        self.reads, self.held, self.most_held = Counter(), WeakSet(), 0
+
+    def __getitem__(self, index):
+        self.reads[index] += 1
+        self.held.add(row := Row(super().__getitem__(index)))
+        self.most_held = max(self.most_held, len(self.held))
+        return row
+
+
+class Row(dict):
+    """Row that can be counted while it is held."""
+
+    __hash__ = object.__hash__
+
+
+@pytest.mark.parametrize("collate", [None, pad_rows])
+@pytest.mark.parametrize("world_size", [1, 3, 50])
+def test_ranks_read_each_row_once_and_hold_few(world_size, collate):
+    """The facts are those of one rank that reads all; an epoch then reads each row once more."""
+    rows = Counted([{"input_ids": [number, 1]} for number in range(40)])
+    packs = RowsOfPacks(rows, pp.plan([2] * 40, 8), collate=collate)
+
+    parts = [packs.source.read_facts(rank=rank, world_size=world_size).rows for rank in range(world_size)]
+
+    assert (dict.fromkeys(range(40), 1), 8) == (rows.reads, max(8, rows.most_held))
+    assert RowFacts(np.concatenate(parts)).digest == packs.inspect().digest
+    rows.reads.clear()
+    assert 40 == sum(map(len, map(packs.__getitem__, range(len(packs)))))
+    assert dict.fromkeys(range(40), 1) == rows.reads
+
+
+def test_files_are_digested_without_being_decoded(tmp_path):
+    """Where the lengths are planned; a file that is another one when it is served is refused."""
+    image = pytest.importorskip("PIL.Image")
+    datasets = pytest.importorskip("datasets")
+    paths = [str(tmp_path / f"{number}.png") for number in range(3)]
+    for number, path in enumerate(paths):
+        image.new("L", (8, 8), number).save(path)
+    rows = datasets.Dataset.from_dict({"image": paths}).cast_column("image", datasets.Image())
+    calls = []
+    packs = RowsOfPacks(rows, pp.plan([2] * 3, 6), collate=lambda batch: calls.append(batch) or {"input_ids": [1, 2]})
+
+    facts = packs.source.read_facts(decode=False)
+    packs.take_facts(facts)
+
+    assert ([], 3, [-1] * 3) == (calls, len({*facts.rows["digest"].tolist()}), facts.num_supervised.tolist())
+    assert [0, 1, 2] == [row["image"].getpixel((0, 0)) for row in packs[0]]
+    image.new("L", (8, 8), 7).save(paths[1])
+    with pytest.raises(StaleError, match=r"^sample 1 \(row 1\)"):
+        packs[0]
 
 
 def test_samples_that_teach_nothing_are_counted(caplog):
