@@ -11,6 +11,9 @@ from packplan.core.packs import AnyPacks, HasPacks, Packs, as_packs, concatenate
 _TOGETHER = 8
 """Microbatches that stay together. Steps of as many, or of a part of them, have equal ranks."""
 
+_CLASSES = 8
+"""Shared packs of one class are alike: up to an eighth of the least tokens of a rank apart."""
+
 
 @attrs.frozen
 class AlignedPlan(HasPacks):
@@ -52,6 +55,9 @@ class AlignedPlan(HasPacks):
     max_degree: int = 1
     """Most ranks that share a pack."""
 
+    tokens: IntArray | None = attrs.field(default=None, eq=attrs.cmp_using(eq=np.array_equal), repr=False)
+    """Tokens of each pack of the raw plan, by which shared packs are ordered; None leaves them."""
+
     @property
     def shared_by(self) -> IntArray | None:
         """Ranks that share each pack of the raw plan; None if none is shared."""
@@ -71,6 +77,7 @@ def align_plan(
     batch_size: int = 1,
     degrees: IntArray | None = None,
     max_degree: int | None = None,
+    tokens: IntArray | None = None,
 ) -> AlignedPlan:
     """
     Cut or fill the plan's end, so that every rank runs the same number of packs, or shares of them.
@@ -86,6 +93,8 @@ def align_plan(
             one rank.
         max_degree: Most ranks that share a pack; None takes the largest power of two that divides
             *world_size*.
+        tokens: Tokens of each pack, so that shared packs of like length stand together; shape
+            (num_packs,). None leaves their order.
 
     Raises:
         ArgumentError: No pack, dropping would leave no batch, or *max_degree* is impossible.
@@ -115,6 +124,7 @@ def align_plan(
         num_dropped=len(packs) - min(positions.size, len(packs)),
         degrees=degrees,
         max_degree=1 if degrees is None else most,
+        tokens=tokens,
     )
 
 
@@ -152,27 +162,31 @@ def aligned_positions(degrees: IntArray, world_size: int, drop_last: bool) -> In
     return positions
 
 
-def lay_out_slots(degrees: IntArray, world_size: int) -> IntArray:
+def lay_out_slots(degrees: IntArray, world_size: int, tokens: IntArray | None = None) -> IntArray:
     """
     Return the pack of each slot, as its place in the given order; shape (num_slots,).
 
     A microbatch of W ranks has W slots. A pack that several ranks share takes one for each, at a
-    multiple of their number. Packs of one degree take about as long, and a rank that has a short
-    one would wait for them. So packs stand by descending degree, which also aligns them and fills
-    every microbatch. Groups of microbatches then return to the place that one of their packs was
-    drawn for. The slots do not depend on the number of microbatches in a step.
+    multiple of their number. Packs of one degree and length take about as long, and a rank that has
+    a short one would wait for them. So packs stand by descending degree, which also aligns them and
+    fills every microbatch, and shared ones by descending class of length. Groups of microbatches
+    then return to the place that one of their packs was drawn for. The slots do not depend on the
+    number of microbatches in a step.
 
     Args:
         degrees: Slots of each pack, powers of two that divide *world_size*, in the order of the
             epoch. Their sum is a multiple of *world_size*.
         world_size: Slots of a microbatch, one a rank.
+        tokens: Tokens of each pack, in that order; None takes shared packs of a degree as alike.
 
     >>> lay_out_slots(np.array([1, 4, 1, 2, 1, 1, 1, 1]), 4).tolist()
     [1, 1, 1, 1, 3, 3, 0, 2, 4, 5, 6, 7]
     """
     if degrees.max(initial=1) == 1:
         return np.arange(degrees.size)
-    packs = np.argsort(-degrees, kind="stable")
+    of_rank = -(-(degrees if tokens is None else tokens) // degrees)
+    classes = of_rank * _CLASSES // of_rank[degrees > 1].min()
+    packs = np.lexsort((-np.where(degrees > 1, classes, 0), -degrees))
     slots = np.repeat(packs, degrees[packs]).reshape(-1, world_size)
     whole = len(slots) - len(slots) % _TOGETHER  # a smaller group stays last
     groups = slots[:whole].reshape(-1, _TOGETHER, world_size)

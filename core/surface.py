@@ -113,8 +113,10 @@ class Plan(HasPacks):
             message = f"packs_per_step is {packs_per_step}, but has to be a multiple of world_size {world_size}"
             raise ValueError(message)
         most = None if degrees == "auto" else as_whole_number("degrees", degrees, most=MOST_RANKS)
-        needed = None if most == 1 else pack_degrees(self.packs.loads(self.lengths), self.raw.packing_length)
-        options: dict[str, Any] = {"dataloader_drop_last": drop_last, "degrees": needed, "max_degree": most}
+        options: dict[str, Any] = {"dataloader_drop_last": drop_last, "max_degree": most}
+        if most != 1:
+            tokens = self.packs.loads(self.lengths)
+            options |= {"degrees": pack_degrees(tokens, self.raw.packing_length), "tokens": tokens}
         return EpochSchedule.from_plan(
             align_plan(self.raw, world_size=world_size, **options),
             gradient_accumulation_steps=accumulation,

@@ -85,11 +85,15 @@ def schedules(draw: st.DrawFn, *, differing: bool = False, shared: bool = False)
         drawn = np.array(draw(st.lists(st.integers(0, 9), min_size=40, max_size=40)))
         works = (lambda epoch: drawn[: num_packs[epoch]]) if differing else drawn[:num_packs]
     degrees: Any = None
+    tokens: Any = None
     if shared:
         degrees = np.array(draw(st.lists(st.sampled_from([1, 1, 1, 2, 4, 16]), min_size=40, max_size=40)))[:num_packs]
+        each = draw(st.none() | st.lists(st.integers(5, 8), min_size=40, max_size=40))
+        tokens = None if each is None else degrees * np.array(each)[:num_packs]
     return EpochSchedule(
         num_packs=num_packs, world_size=world_size, dataloader_drop_last=drop_last, batch_size=batch_size, works=works,
-        degrees=degrees, max_degree=draw(st.sampled_from([None, 1, largest_degree(world_size)])) if shared else None,
+        degrees=degrees, tokens=tokens,
+        max_degree=draw(st.sampled_from([None, 1, largest_degree(world_size)])) if shared else None,
         gradient_accumulation_steps=draw(st.integers(1, 4)), seed=draw(st.integers(0, 3)), shuffle=draw(st.booleans()),
         num_train_epochs=draw(st.sampled_from([1, 2, 3, 0.4, 1.5, 2.1])),
         sync_at=draw(st.sampled_from(["step", "microbatch"])),

@@ -100,13 +100,14 @@ def make_schedule(plan: Plan, args: Any, *, world_size: int, degrees: int | Lite
     Raises:
         ArgumentError: *degrees* is impossible for the ranks.
     """
-    needed = None if degrees == 1 else pack_degrees(plan.packs.loads(plan.lengths), plan.raw.packing_length)
+    tokens = None if degrees == 1 else plan.packs.loads(plan.lengths)
     aligned = align_plan(
         plan.raw,
         world_size=world_size,
         dataloader_drop_last=args.dataloader_drop_last,
         batch_size=args.per_device_train_batch_size,
-        degrees=needed,
+        degrees=None if tokens is None else pack_degrees(tokens, plan.raw.packing_length),
+        tokens=tokens,
         max_degree=None if degrees == "auto" else degrees,
     )
     return EpochSchedule.from_plan(

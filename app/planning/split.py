@@ -87,7 +87,8 @@ def align_measured(
     """
     if shares:
         most = min(most or world_size, largest_degree(world_size))
-        options |= {"degrees": pack_degrees(raw.packs.loads(lengths), raw.packing_length), "max_degree": most}
+        tokens = raw.packs.loads(lengths)
+        options |= {"degrees": pack_degrees(tokens, raw.packing_length), "max_degree": most, "tokens": tokens}
     return align_plan(raw, world_size=world_size, **options)
 
 

@@ -205,6 +205,9 @@ class EpochSchedule:
     that divides the ranks.
     """
 
+    tokens: IntArray | None = attrs.field(default=None, eq=attrs.cmp_using(eq=np.array_equal), hash=False, repr=False)
+    """Tokens of each pack, so that shared packs of like length stand together; None leaves them."""
+
     _assigned: dict[int, IntArray] = attrs.field(factory=dict, init=False, eq=False, repr=False)
     """Epoch -> its assigned order, of the last requested epoch alone; read-only."""
 
@@ -239,6 +242,7 @@ class EpochSchedule:
             batch_size=aligned.batch_size,
             degrees=aligned.degrees,
             max_degree=None if aligned.degrees is None else aligned.max_degree,
+            tokens=aligned.tokens,
             **fields,
         )
 
@@ -327,7 +331,12 @@ class EpochSchedule:
         packs = aligned_positions(degrees, segment.world_size, segment.dataloader_drop_last)
         if self.shuffle:
             packs = packs[seeded_permutation(packs.size, seed=(self.seed, epoch))]
-        return packs[lay_out_slots(degrees[packs], segment.world_size)]
+        return self._lay_out(packs, degrees, segment)
+
+    def _lay_out(self, packs: IntArray, degrees: IntArray, segment: EpochSegment) -> IntArray:
+        """Return the pack of each slot of a segment that takes *packs* in their order."""
+        tokens = None if self.tokens is None else self.tokens[packs]
+        return packs[lay_out_slots(degrees[packs], segment.world_size, tokens)]
 
     def pack_degrees(self, epoch: int, max_degree: int | None = None) -> IntArray:
         """
@@ -568,7 +577,7 @@ class EpochSchedule:
             left = _drop_consumed(order, before.pack_offset)
             degrees = self.pack_degrees(epoch, segment.max_degree)
             packs = left[aligned_positions(degrees[left], segment.world_size, segment.dataloader_drop_last)]
-            found.append((segment, packs[lay_out_slots(degrees[packs], segment.world_size)]))
+            found.append((segment, self._lay_out(packs, degrees, segment)))
         return found
 
     def _segments(self, epoch: int) -> tuple[EpochSegment, ...]:

@@ -314,12 +314,21 @@ def test_every_pack_is_trained_once_but_for_the_remainder_of_the_smallest_degree
             assert set(changed) <= {degrees.min()}
 
 
-@given(st.lists(st.sampled_from([1, 1, 1, 2, 4, 8]), max_size=400), st.sampled_from([8, 16, 24]))
-def test_packs_of_one_degree_stand_together_where_one_of_them_was_drawn(degrees, world_size):
-    """In their order, by eight microbatches, of which the fifth decides; what is left is last."""
+@given(st.lists(st.sampled_from([1, 1, 1, 2, 4, 8]), max_size=400), st.sampled_from([8, 16, 24]), st.randoms())
+def test_packs_of_one_degree_and_length_stand_together_where_one_was_drawn(degrees, world_size, rng):
+    """
+    In their order, by eight microbatches, of which the fifth decides; what is left is last. Shared
+    packs are alike if tokens of their ranks are, to an eighth; without tokens all of a degree are.
+    """
     degrees = np.array([*degrees, *[1] * (-sum(degrees) % world_size)], dtype=np.int64)
     event(f"shared: {(degrees > 1).any()}, groups: {degrees.sum() // world_size // 8}")
-    places = sorted(range(degrees.size), key=lambda place: -degrees[place])
+    length = rng.choice([1, 160])
+    tokens = [rng.randrange(1 + degree * length // 2, 1 + degree * length) for degree in degrees.tolist()]
+    tokens = np.array(tokens, dtype=np.int64)
+    known = tokens if rng.random() < 0.8 else degrees
+    each = np.where(degrees > 1, -(-known // degrees), 0)
+    least = min(each[degrees > 1], default=1)
+    places = sorted(range(degrees.size), key=lambda place: (-degrees[place], -(8 * each[place] // least)))
     slots = [place for place in places for _ in range(degrees[place])]
     microbatches = [slots[at : at + world_size] for at in range(0, len(slots), world_size)]
     groups = [microbatches[at : at + 8] for at in range(0, len(microbatches), 8)]
@@ -327,7 +336,7 @@ def test_packs_of_one_degree_stand_together_where_one_of_them_was_drawn(degrees,
     groups.sort(key=lambda group: group[4][0] if (degrees > 1).any() else 0)
 
     expected = [pack for group in groups + left for packs in group for pack in packs]
-    assert expected == lay_out_slots(degrees, world_size).tolist()
+    assert expected == lay_out_slots(degrees, world_size, None if known is degrees else tokens).tolist()
 
 
 @given(schedules() | shared_schedules)
