@@ -1,1 +1,3 @@
-"""Measurements for forecasts of a run: the memory of a traced step, and the seconds of steps."""
+"""
+Measurements that a run is forecast from: a step's memory by tracing, and the seconds of steps.
+"""

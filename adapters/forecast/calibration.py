@@ -1,6 +1,7 @@
 """
-Times the steps of a trainer while it trains, logs and saves as usual; only its data and their order
-are chosen by the caller.
+Times a trainer's steps while it trains, logs and saves as usual.
+
+The caller chooses the data and their order.
 """
 
 import time
@@ -20,7 +21,7 @@ _WARM_UP = 2
 
 @attrs.define(eq=False)
 class StepClock(TrainerCallback):  # type: ignore[misc]  # its library has no types
-    """Callback that times each optimizer step, and the last evaluation and checkpoint."""
+    """Trainer callback that times each optimizer step, and the last evaluation and checkpoint."""
 
     trainer: Any
     clock: Callable[[], float]
@@ -32,7 +33,7 @@ class StepClock(TrainerCallback):  # type: ignore[misc]  # its library has no ty
     """Seconds waited for loaders before the epoch; -1 after the epoch's first step."""
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        """Start timing the epoch's first step."""
+        """Start timing the first step of the epoch."""
         self._since, self._waited_s = self._synced_now(), self.trainer.wait_seconds
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -67,7 +68,7 @@ def measure_steps(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Calibration:
     """
-    Run the trainer; return the seconds of its warm steps, evaluation and checkpoint on this rank.
+    Train, and return the seconds of this rank's warm steps, evaluation and checkpoint.
 
     Args:
         trainer: Trainer of the same packs in each epoch, in one order. It may evaluate and save
@@ -90,7 +91,7 @@ def measure_steps(
 
 def pair_with_flops(terms: StepFlops, seconds: Sequence[float]) -> list[MeasuredStep]:
     """
-    Return a measured step for each of *seconds*, with its FLOPs on the busiest ranks.
+    Return measured steps: the seconds of each step, with the FLOPs of its busiest ranks.
 
     Args:
         terms: FLOPs of the steps of an epoch.

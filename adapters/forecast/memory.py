@@ -1,6 +1,8 @@
 """
-Memory of one training step on one rank, traced: the trainer's own batch, loss, precision,
-checkpointing and optimizer on a model whose tensors have no content.
+Memory of one training step on one rank, by tracing it.
+
+The trainer's own batch, loss, precision, checkpointing and optimizer run on a model whose tensors
+have no content.
 
 For FSDP 2, the model is wrapped as accelerate does, in a process group that exchanges nothing.
 """
@@ -33,7 +35,7 @@ _MOST_TOKENS = 131_072
 
 
 class TracedTrainer(CheckedTrainer):
-    """Trainer of a model whose tensors have no content, so that it is never moved to a device."""
+    """Trainer that leaves its model on its device: the model's tensors have no content to move."""
 
     def _move_model_to_device(self, *_: Any) -> None:
         """Leave the model where it is."""
@@ -44,7 +46,7 @@ class TracedTrainer(CheckedTrainer):
 
 @attrs.define(eq=False)
 class StepTracer:
-    """Traces steps of one rank of a run."""
+    """Traces training steps of one rank of a run."""
 
     trainer: TracedTrainer
     """Trainer of the model on the device `meta`, not yet prepared."""
@@ -82,8 +84,9 @@ class StepTracer:
 
     def trace_step(self, samples: Sequence[dict[str, Any]]) -> StepTrace:
         """
-        Trace an optimizer step on a pack, its update included; ModelError names the module that
-        cannot be traced.
+        Trace an optimizer step on a pack, with the update.
+
+        ModelError names the module that cannot be traced.
 
         Args:
             samples: Encoded samples of the pack.
@@ -120,14 +123,16 @@ class StepTracer:
 
     @property
     def max_tokens(self) -> int:
-        """Number of positions that the model's config.json states, or else `_MOST_TOKENS`."""
+        """
+        Most positions that the model's config.json allows, or `_MOST_TOKENS` if it states none.
+        """
         config = self.trainer.template.get_base_model(self.trainer.model).config.get_text_config()
         return int(getattr(config, "max_position_embeddings", None) or _MOST_TOKENS)
 
     @staticmethod
     def pack_of_length(samples: Sequence[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
         """
-        Return samples for a pack of *tokens* tokens: the given samples, repeated, and text as rest.
+        Return samples for a pack of *tokens* tokens: the given ones repeated, then text.
 
         The text has the same share of supervised tokens as the given samples.
 
@@ -218,7 +223,7 @@ def _looks_like_pixels(value: Any) -> bool:
 
 def shard_as_accelerate(model: Any, world_size: int, *, mixed: str) -> None:
     """
-    Shard a model by FSDP 2 in place, as accelerate wraps it on GPUs; on a CPU it would not.
+    Shard a model in place by FSDP 2, as accelerate does on GPUs; on a CPU it would not shard.
 
     Args:
         model: Model whose trainer is prepared.
@@ -242,7 +247,7 @@ def shard_as_accelerate(model: Any, world_size: int, *, mixed: str) -> None:
 
 @contextmanager
 def using_fake_ranks(world_size: int) -> Iterator[None]:
-    """Make this process rank 0 of a default group that exchanges nothing, inside the block."""
+    """Make this process rank 0 of a process group that exchanges nothing, inside this context."""
     if dist.is_initialized():
         raise ModelError("trace", "ranks are traced by a process that is none: start one without torchrun")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)

@@ -1,6 +1,8 @@
 """
-Records the memory that a computation would take: floating-point tensors have sizes and no content,
-and the memory blocks that they would fill are recorded as they are allocated and freed.
+Records the memory that a computation would take.
+
+Floating-point tensors have sizes and no content. The memory blocks that they would fill are
+recorded as they are allocated and freed.
 
 Rules: integers and booleans are computed. They are small, and shapes depend on them: the samples of
 a row, the supervised tokens, the grid of an image. A model whose shapes depend on floating-point
@@ -34,7 +36,7 @@ _DEVICE = torch.ops.prim.device.default
 
 class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
     """
-    Dispatch mode that records the memory blocks of all tensors created under it.
+    Dispatch mode that records the memory block of each tensor created under it.
 
     Attributes:
         clock: Number of allocations and frees so far.
@@ -60,7 +62,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Record until the block ends; ModelError if the model cannot be traced."""
+        """Record until the context ends; ModelError if the model cannot be traced."""
         try:
             with self._record_resizes(), self._fake, self:
                 yield
@@ -84,14 +86,14 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
             held.resize_ = resize  # type: ignore[method-assign]
 
     def record_empty(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Record a tensor and return it, without content if it is of floating point."""
+        """Record a tensor and return it; a floating-point tensor is returned without content."""
         if tensor.is_floating_point() and not isinstance(tensor, FakeTensor):
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
         self.record_block(tensor)
         return tensor
 
     def record_block(self, tensor: torch.Tensor) -> int:
-        """Return the number of the memory block that holds a tensor, recorded now if it is new."""
+        """Return the number of a tensor's memory block; a new block is recorded."""
         local = local_part(tensor)
         storage = local.untyped_storage()
         if storage._cdata not in self._numbers:  # noqa: SLF001  # identity of the memory

@@ -1,3 +1,1 @@
-"""
-Samples of a data set: records read from files, and encoded and measured by ms-swift's template.
-"""
+"""Samples of a data set: records are read from files, then encoded by ms-swift's template."""

@@ -1,4 +1,4 @@
-"""ms-swift's own arguments of a run, from which its template, model and tuner are made."""
+"""ms-swift's own arguments of a run, by which its template, model and tuner are made."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +40,7 @@ _QUANTISES = ("quant_method", "quant_bits", "bnb_4bit_quant_type", "bnb_4bit_use
 
 class RunArguments(SftArguments):  # type: ignore[misc]  # ms-swift has no types
     """
-    Arguments of `swift sft`, of which ms-swift resolves model, quantisation, template and tuner.
+    Arguments of `swift sft`, by which ms-swift resolves model, quantisation, template and tuner.
 
     It touches no device, folder, tracker, hub or data set, as that of a whole command does.
     """
@@ -55,8 +55,9 @@ class RunArguments(SftArguments):  # type: ignore[misc]  # ms-swift has no types
 
 def template_arguments(model: ModelConfig, template: TemplateConfig) -> RunArguments:
     """
-    Return the arguments of a template as `swift sft` resolves them: a hybrid thinking one, for
-    example, gets another loss scale.
+    Return a template's arguments as `swift sft` resolves them.
+
+    For example, a hybrid thinking template gets another loss scale.
 
     Args:
         model: Section `model`, whose folder is on this machine.
@@ -103,8 +104,7 @@ def _resolve(model: ModelConfig, model_type: str | None, **given: Any) -> RunArg
 
 def refuse_remote_code(model: ModelConfig) -> None:
     """
-    Refuse a model folder that names Python code, which ms-swift would run, unless
-    `model.trust_remote_code` is set.
+    Refuse a model folder with Python code that `model.trust_remote_code` does not allow to run.
 
     Raises:
         ConfigError: A file of the folder names code (`auto_map`).
@@ -120,7 +120,7 @@ def refuse_remote_code(model: ModelConfig) -> None:
 
 def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | None, str]:
     """
-    Return ms-swift's model type and template type of a model; no file of its folder states them.
+    Return ms-swift's model type and template type of a model, which its own files do not state.
 
     The run's own keys come first; then the template that ms-swift has saved there (`args.json`);
     then the entry of ms-swift's registry for the folder's name; then the defaults of the
@@ -142,7 +142,7 @@ def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | Non
 
 
 def swift_model_type(model: ModelConfig) -> str | None:
-    """Return ms-swift's model type of a model, or None, as `swift_types` does."""
+    """Return ms-swift's model type of a model, or None; see `swift_types`."""
     types, _ = _candidate_types(model)
     if len(types) != 1:
         raise ConfigError("the model's kind", (_choice_fault(model, "model.model_type", "model types", types),))

@@ -1,5 +1,5 @@
 """
-Data files -> records: finds files by names and patterns, and opens each in its format.
+Data files, found by name or pattern and opened in their format.
 
 Compressed files, Parquet and Arrow are recognised by their first bytes, CSV and TSV by their names.
 Other text that begins with `[` is a JSON array; the rest is JSON Lines. JSON Lines and Arrow are
@@ -40,7 +40,7 @@ def open_records(
     paths: tuple[str, ...], *, max_line_bytes: int | None = None, cache: Path | None = None, media: str | None = None
 ) -> FileRecords:
     """
-    Open the data files of a data set; their records follow each other in the order of *paths*.
+    Open the data files of a data set; their records are numbered in the order of *paths*.
 
     Args:
         paths: Names of the files, or patterns of names (`data/*.parquet`), or folders of
@@ -67,8 +67,9 @@ def open_records(
 
 def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple[str, str]]:
     """
-    Read data files, their copies and cached arrays in full; yield the path of each file that
-    differs from its copy or arrays, and a description of the difference.
+    Yield the path of each file that differs from its copy or cached arrays, and the difference.
+
+    All files, copies and cached arrays are read in full.
 
     Args:
         paths: Names and patterns of data files.
@@ -84,8 +85,9 @@ def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple
 
 def file_faults(paths: Iterable[str]) -> Iterator[str]:
     """
-    Yield a message for each name or pattern whose files are missing or cannot be opened, and one
-    if a file is named twice. No records are read.
+    Yield a message for each missing or unreadable data file, and for a file that is named twice.
+
+    No records are read.
     """
     files: list[Path] = []
     for path in paths:
@@ -168,8 +170,7 @@ def _find_shards(folder: Path) -> list[Path]:
 
 def source_names(paths: tuple[str, ...], names: Mapping[str, str]) -> dict[str, str]:
     """
-    Map each file, named as in messages, to the name of its source: the one that *names* gives its
-    path or pattern, else the short name of that.
+    Map each data file to its source's name: the one in *names*, or else a short name of its path.
 
     Args:
         paths: Names and patterns of data files.
@@ -180,7 +181,7 @@ def source_names(paths: tuple[str, ...], names: Mapping[str, str]) -> dict[str, 
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
-    """Map each path to its last part, or to the whole path if two have the same last part."""
+    """Map each path to its last part, or to the whole path if another one ends in the same part."""
     ends = Counter(Path(path).name for path in paths)
     return {path: end if ends[end := Path(path).name] == 1 else path for path in paths}
 

@@ -1,4 +1,4 @@
-"""Records of several data files of any formats as one data set."""
+"""Records of several data files, in any formats, as one data set."""
 
 import bisect
 import hashlib
@@ -37,7 +37,7 @@ def absolute_folder(folder: str) -> str:
 
 
 def message_options(custom: CustomConfig) -> MessageOptions:
-    """Return the options by which records become messages."""
+    """Return the options that decide how a record is converted into messages."""
     return MessageOptions(
         custom.object_field_order, custom.use_summary, custom.literal_image_tags, urls=custom.media_cache is not None
     )
@@ -55,14 +55,15 @@ class FileRecords:
         return self._ends[-1]
 
     def record_digest(self, index: int) -> str:
-        """Return the SHA-256 digest of record *index* as hexadecimal text."""
+        """Return the SHA-256 of record *index* as hexadecimal digits."""
         file, row = self._locate(index)
         return file.digests(row, row + 1).tobytes().hex()
 
     def read_checked(self, index: int) -> Any:
         """
-        Return the JSON value of record *index*, checked against its known digest. Without one,
-        its digest is known from now on.
+        Return the JSON value of record *index*, checked against its known digest.
+
+        If no digest is known, the digest of this value is known from now on.
 
         Raises:
             RecordError: The record is no valid JSON.
@@ -91,7 +92,7 @@ class FileRecords:
 
     def add_digests(self, indices: range, digests: NDArray[np.uint8]) -> None:
         """
-        Store digests that other processes read, so that `digest` need not read these records.
+        Store digests that other processes computed, so that `digest` does not read these records.
 
         Args:
             indices: Indices of the records.
@@ -102,7 +103,7 @@ class FileRecords:
 
     @property
     def records_per_file(self) -> list[tuple[str, int]]:
-        """Name and number of records of each file."""
+        """Name of each file, and the number of its records."""
         return [(file.name, len(file)) for file in self._files]
 
     def __getitem__(self, index: int) -> Any:
@@ -118,7 +119,7 @@ class FileRecords:
     @contextmanager
     def wrap_errors(self, index: int, before: str = "") -> Iterator[None]:
         """
-        Turn a ValueError raised in this context into a RecordError with a record's file and line.
+        Turn a ValueError in this context into a RecordError with the record's file and line.
 
         Args:
             index: Index of the record.
@@ -137,8 +138,7 @@ class FileRecords:
 
     def digest(self, count: int, *, without: Sequence[int] = ()) -> str:
         """
-        Return the SHA-256 of the content and the media folders of the first *count* records, in
-        hex.
+        Return the SHA-256 of the contents and media folders of the first *count* records, in hex.
 
         The digest is the same in every format. Digests of records are kept: none is read twice.
 

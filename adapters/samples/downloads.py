@@ -1,5 +1,5 @@
 """
-Downloads of remote files, in folders of this machine: data files, and media of records.
+Downloads of remote data files and media into folders on this machine.
 
 Training needs no network, and reads records in shuffled order: so files are downloaded whole. Each
 download stands under the digest of its content, beside a note of its URL. The server is asked at
@@ -62,7 +62,7 @@ def _move_download(fetched: Path, target: Path) -> None:
 
 def fetch_data_files(name: str, cache: Path) -> list[Path]:
     """
-    Return downloads of the files at a URL or a pattern of URLs, fetched if new or changed.
+    Download the files at a URL or URL pattern, unless an unchanged copy is there; return them.
 
     Args:
         name: URL; or pattern of URLs, if the scheme can list files.
@@ -85,8 +85,9 @@ def fetch_data_files(name: str, cache: Path) -> list[Path]:
 
 def remote_origin(path: Path) -> tuple[str, str] | None:
     """
-    Return the URL that a local file was downloaded from, without credentials, and the folder of
-    that URL; None for a file that is no download.
+    Return the URL, without credentials, that a file was downloaded from, and the URL's folder.
+
+    None for a file that was not downloaded.
     """
     if not path.parent.parent.name.startswith(_FOLDER):
         return None
@@ -145,8 +146,9 @@ def _download_version(url: str, folder: Path, version: FileVersion) -> Path:
 
 def fetch_medium(medium: Image | Video, folder: str, cache: "MediaCache | None", *, is_video: bool = False) -> Any:
     """
-    Return the local path of a medium of a record, or of each frame, downloaded if it is remote; an
-    image inside the record is returned as its bytes.
+    Return the local path of a medium, or of each frame; a remote one is downloaded first.
+
+    An image inside the record is returned as its bytes.
 
     Args:
         medium: Path, URL or bytes of an image; path or URL of a video, or of each of its frames.
@@ -172,7 +174,7 @@ def fetch_medium(medium: Image | Video, folder: str, cache: "MediaCache | None",
 
 
 class MediaCache:
-    """Cache of downloaded images and videos in a folder; each is downloaded once."""
+    """Folder of downloaded images and videos; each is downloaded once."""
 
     def __init__(self, folder: Path, *, timeouts: Timeouts | None = None) -> None:
         """
@@ -188,7 +190,7 @@ class MediaCache:
 
     def path(self, url: str, *, is_video: bool = False) -> str:
         """
-        Return the path of a medium's file, which is downloaded if the folder lacks it.
+        Return the path of a medium's file, and download it first if the folder lacks it.
 
         Args:
             url: URL of the medium.

@@ -1,5 +1,5 @@
 """
-Encodes records by ms-swift's template; each error names the record by file and line.
+Encodes records by ms-swift's template; each error names the record's file and line.
 
 The way of a record is read from top to bottom: `read_sample`, then `encode_planned` in training or
 `encode_and_measure` in measuring, and what both call. Shapes, images and videos follow.
@@ -52,7 +52,7 @@ _TRIED = 1000
 
 class SwiftEncoder:
     """
-    Encodes records as samples, by ms-swift's template.
+    Encodes records into samples by ms-swift's template.
 
     Attributes:
         records_per_sample: 1; for pairs of a `swift` command, such as chosen and rejected, 2.
@@ -91,8 +91,9 @@ class SwiftEncoder:
     @cached_property
     def image_tokens(self) -> ImageTokens | None:
         """
-        Token that stands for images; None for a text-only model. ConfigError if the template cannot
-        encode an image.
+        Token that stands for images; None for a text-only model.
+
+        ConfigError if the template cannot encode an image.
         """
         return ImageTokens.from_template(self.template) if self.takes_images else None
 
@@ -102,7 +103,7 @@ class SwiftEncoder:
 
     def read_sample(self, index: int) -> dict[str, Any]:
         """
-        Return record *index* as messages, with its media as local paths or bytes of images.
+        Return record *index* as messages; its media are local paths, or the bytes of an image.
 
         Raises:
             RecordError: The record cannot become a sample.
@@ -138,7 +139,7 @@ class SwiftEncoder:
 
     def encode_and_measure(self, index: int, sample: dict[str, Any], *, compared: bool = False) -> Measurement:
         """
-        Encode a sample that `read_sample` returned and measure it.
+        Encode a sample that `read_sample` returned, and measure it.
 
         A sample above the limit of a template that truncates is encoded a second time. Whether it
         is truncated, or happens to fit exactly, shows only without the limit.
@@ -178,15 +179,16 @@ class SwiftEncoder:
     @property
     def truncation_limit(self) -> int | None:
         """
-        Most tokens that a sample keeps; None, the default, unless `template.truncation_strategy` is
-        left or right.
+        Maximum number of tokens that a sample keeps; None if samples are not truncated.
+
+        Only `template.truncation_strategy: left` and `right` truncate.
         """
         limit: int | None = self.template.max_length
         return limit
 
     def encode(self, index: int, sample: dict[str, Any] | None = None) -> dict[str, Any]:
         """
-        Encode sample *index* by the template; RecordError if that fails, with the likeliest reason.
+        Encode sample *index* by the template; RecordError gives the likeliest reason of a failure.
 
         Args:
             index: Index of the sample.
@@ -221,7 +223,7 @@ class SwiftEncoder:
 
     @contextlib.contextmanager
     def wrap_encode_errors(self, index: int) -> Iterator[None]:
-        """Turn any exception in this context into a RecordError with the place of a sample."""
+        """Turn any exception in this context into a RecordError with a sample's file and line."""
         try:
             yield
         except RecordError:
@@ -268,8 +270,9 @@ class SwiftEncoder:
 
     def decode_text(self, index: int) -> list[tuple[bool, str]]:
         """
-        Return the text of sample *index* as (is supervised, text) for each run of tokens;
-        RecordError if it cannot become a sample.
+        Return the text of sample *index* in runs of tokens: (is supervised, text) for each run.
+
+        RecordError if the record cannot become a sample.
         """
         encoded = self.encode(index)
         pairs = zip(encoded["labels"], encoded["input_ids"], strict=True)
@@ -278,8 +281,9 @@ class SwiftEncoder:
 
     def fetch_media(self, indices: Sequence[int]) -> None:
         """
-        Download the remote media of samples, several at a time; a failure is raised when its sample
-        is read.
+        Download the remote media of samples, several at a time.
+
+        A failed download is an error only when its sample is read.
         """
         if self._media is not None:
             bar = progress(total=len(indices), desc="fetching media", unit=" records", delay=BRIEF_S)
@@ -362,7 +366,7 @@ class SwiftEncoder:
 
     def image_facts(self, index: int, images: Iterable[Image], *, decode: bool = False) -> tuple[MediaFacts, ...]:
         """
-        Return size in pixels, number of bytes and digest of each image of sample *index*.
+        Return pixel size, bytes and digest of each image of sample *index*.
 
         Args:
             index: Index of the sample.
@@ -377,12 +381,14 @@ class SwiftEncoder:
 
     @cached_property
     def video_costs(self) -> VideoCosts | None:
-        """Costs of videos by size and frame count; None if every video has to be decoded."""
+        """
+        Tokens and patches of videos by size and frame count; None if each video must be decoded.
+        """
         return None if decord_fault() else VideoCosts.from_template(self.template, self.config.template)
 
     def video_facts(self, index: int, video: Video) -> VideoFacts:
         """
-        Return the facts of a video of sample *index*; RecordError if damaged, too long or too big.
+        Return frames, size and digest of a video; RecordError if damaged, too long or too big.
         """
         custom = self.config.custom
         with self.records.wrap_errors(index):
@@ -399,14 +405,14 @@ class SwiftEncoder:
         return facts
 
     def to_media_facts(self, facts: VideoFacts) -> MediaFacts:
-        """Return the facts of a video as `MediaFacts`, the form that is stored with the lengths."""
+        """Return a video's facts in the form that is stored beside the lengths."""
         lengths = self.video_costs
         seconds = facts.num_frames / float(facts.rate) if facts.rate else 0.0
         return facts.to_media_facts(seconds if lengths is None else lengths.seconds(facts))
 
     def require_decodable_video(self, index: int, video: Video, *, sampling: Sampling | None = None) -> None:
         """
-        Decode frames of a video of a sample, to find damage; they are not returned.
+        Decode frames of a video to find damage; the frames are discarded.
 
         Args:
             index: Index of the sample.
@@ -425,7 +431,7 @@ class SwiftEncoder:
 
     def record_error(self, index: int, reason: str, remedy: str = "") -> RecordError:
         """
-        Return a RecordError with the file and line of a sample.
+        Return a RecordError that names a sample's file and line.
 
         Args:
             index: Index of the sample.
@@ -456,7 +462,7 @@ def to_swift_media(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_swift_images(images: Iterable[Image]) -> list[Any]:
-    """Return images in ms-swift's form: paths as they are, bytes inside an object."""
+    """Return images in ms-swift's form: paths unchanged, bytes inside an object."""
     return [{"bytes": image, "path": None} if isinstance(image, bytes) else image for image in images]
 
 

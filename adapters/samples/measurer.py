@@ -1,5 +1,5 @@
 """
-Measures the samples of an encoder, as the input of plans.
+Measures the samples of an encoder; plans are made from these measurements.
 
 `measure_many` is read from top to bottom, for a batch in this process: read each sample and split
 its texts into pieces, count the pieces of the batch at once (`shortcut.py`), and encode in full
@@ -119,11 +119,11 @@ class SwiftMeasurer:
         return len(self._encoder)
 
     def fingerprint(self) -> Fingerprint:
-        """Return all inputs that the measurements depend on, except the data."""
+        """Return everything that the measurements depend on, except the data."""
         return length_inputs(self._encoder.config, self._encoder.template)
 
     def data_digest(self, count: int, *, without: Sequence[int] = ()) -> str:
-        """Return the digest of the first *count* samples except those at the indices *without*."""
+        """Return the digest of the first *count* samples, leaving out the indices *without*."""
         return self._encoder.records.digest(count, without=without)
 
     def digest_and_folder(self, index: int) -> tuple[str, str]:
@@ -132,8 +132,9 @@ class SwiftMeasurer:
 
     def measure_in_full(self, index: int) -> Measurement:
         """
-        Encode sample *index* in full and measure it; see `LengthSource`. DataSetError if it is the
-        first of its kind here, and ms-swift encodes it otherwise.
+        Encode sample *index* in full and measure it; see `LengthSource`.
+
+        DataSetError if it is the first of its kind here, and ms-swift encodes it otherwise.
         """
         sample = self._encoder.read_sample(index)
         return self._encoder.encode_and_measure(index, sample, compared=_is_new_kind(sample, self._compared_kinds))
@@ -153,8 +154,9 @@ class SwiftMeasurer:
         self, indices: Sequence[int], *, in_full: bool, epoch: int | None = None
     ) -> Generator[RecordOutcome, None, None]:
         """
-        Yield the outcome of each sample, in the order of *indices*, measured in several processes
-        where that is faster; see `core.ports`.
+        Yield the outcome of each sample in the order of *indices*; see `core.ports`.
+
+        Several processes measure where that is faster.
         """
         if epoch is not None or not isinstance(indices, range):
             yield from self._measure_in_loader(indices, epoch=epoch or 0)
@@ -271,7 +273,7 @@ class SwiftMeasurer:
 
     @cached_property
     def image_costs(self) -> ImageCosts | None:
-        """Costs of images by their sizes; None if samples with images are encoded in full."""
+        """Tokens and patches of images by size; None if samples with images are encoded in full."""
         lengths = find_image_costs(self._encoder.template)
         if lengths is None:
             self._log_once("no arithmetic gives the lengths of images, so samples with some are encoded in full")
@@ -310,7 +312,7 @@ class SwiftMeasurer:
                 gc.unfreeze()
 
     def measure_with_digests(self, indices: range, *, in_full: bool) -> _MeasuredBatch:
-        """Measure consecutive samples; return the digests of their records too."""
+        """Measure consecutive samples; return their measurements and the records' digests."""
         outcomes, records = self.measure_batch(indices, in_full=in_full), self._record_indices(indices)
         return outcomes, records, self._encoder.records.known_digests(records)
 

@@ -1,5 +1,5 @@
 """
-Number, patches and tokens of the media in an encoded sample.
+Number, patches and tokens of the images and videos in an encoded sample.
 
 Templates encode images as patches with a grid for each image, as slices with a grid for each slice,
 or as tiles of one size. The counts come from the encoded sample itself, for every template.
@@ -29,7 +29,7 @@ Encoded = Mapping[str, Any]
 
 @attrs.frozen
 class MediaKind:
-    """Kind of medium, images or videos, with the keys that it has in encoded samples."""
+    """Images or videos, with the keys that they have in encoded samples."""
 
     name: str
     """Key of these media in a sample, `images` or `videos`."""
@@ -45,17 +45,17 @@ class MediaKind:
 
     @property
     def count_key(self) -> str:
-        """Key of the number of media of this kind, which `SwiftEncoder` adds to a sample."""
+        """Key of the number of media of this kind; `SwiftEncoder` adds it to a sample."""
         return f"num_{self.name}"
 
     def count(self, encoded: Encoded) -> int | None:
-        """Return the number of media in an encoded sample; None if it has no grid per medium."""
+        """Return the number of media in an encoded sample; None if no grid tells them apart."""
         found = next((encoded[key] for key in self.grids if encoded.get(key) is not None), None)
         return None if found is None else len(found)
 
     def count_patches(self, encoded: Encoded, *, patch_size: int) -> int:
         """
-        Return the number of vision patches in an encoded sample, before patches are merged.
+        Return the number of vision patches in an encoded sample, before merging.
 
         Args:
             encoded: Sample as its template encoded it.
@@ -76,7 +76,7 @@ IMAGES = MediaKind("images", "pixel_values", ("image_grid_thw", "image_grid_hws"
 
 
 def find_patch_size(config: Any) -> int:
-    """Return the side of a patch in pixels; 1 if the model's configuration has none."""
+    """Return the side of a patch in pixels; 1 if the model's configuration names none."""
     vision = getattr(trained_config(config), "vision_config", None)
     size = (vision.get("patch_size") if isinstance(vision, Mapping) else getattr(vision, "patch_size", None)) or 1
     return int(size[0] if isinstance(size, (list, tuple)) else size)
@@ -106,7 +106,7 @@ def measure_encoded(template: Template, encoded: Encoded, *, images: int, videos
 
 @contextlib.contextmanager
 def without_truncation(template: Template) -> Iterator[None]:
-    """Turn off a template's truncation inside this context."""
+    """Switch off a template's truncation inside this context."""
     limit, template.max_length = template.max_length, None
     try:
         yield
@@ -116,7 +116,7 @@ def without_truncation(template: Template) -> Iterator[None]:
 
 def encode_media(template: Template, **media: list[Any]) -> dict[str, Any]:
     """
-    Encode a sample with a short question about some media, without truncation.
+    Encode a sample that asks a short question about some media, without truncation.
 
     Args:
         template: Template of a vision model.
@@ -145,7 +145,7 @@ DUMMY_SIZE = (56, 56)
 
 @attrs.frozen
 class ImageTokens:
-    """Token that a template repeats for the patches of an image."""
+    """Token that a template repeats, once for each patch of an image."""
 
     token_id: int
 
@@ -155,7 +155,7 @@ class ImageTokens:
     @classmethod
     def from_template(cls, template: Template) -> ImageTokens:
         """
-        Return the token that an image adds to an encoded sample most often.
+        Return the token that an image adds most often to an encoded sample.
 
         Raises:
             ConfigError: The template cannot encode an image, or the image adds no token.

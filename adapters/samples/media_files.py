@@ -1,6 +1,8 @@
 """
-Facts of images and videos without decoding them: sizes from the headers of images, frames and their
-rate from the containers of videos, and digests that reveal a changed file.
+Facts of images and videos that need no decoding.
+
+Sizes come from the headers of images; frames and frame rates from the containers of videos. Digests
+reveal a changed file.
 
 Frames are counted by a container's index, or by its packets if it has no index (mkv, webm). If the
 rate may vary, or frames may be hidden, the facts name that as `doubt`, and the video is decoded to
@@ -86,7 +88,7 @@ def read_image_size(image: ImageSource, *, decode: bool = False) -> tuple[int, i
 
 def image_facts(image: ImageSource, *, decode: bool = False) -> MediaFacts:
     """
-    Return the size of an image in bytes and pixels, and a digest of its first 64 KiB.
+    Return the size of an image in bytes and in pixels, and a digest of its first 64 KiB.
 
     Args:
         image: Path of the file, or its content.
@@ -106,7 +108,9 @@ def image_facts(image: ImageSource, *, decode: bool = False) -> MediaFacts:
 
 @attrs.frozen
 class VideoFacts:
-    """Size, frame count and frame rate of a video, from its container or its list of frames."""
+    """
+    Size, frame count and frame rate of a video, read from its container or its list of frames.
+    """
 
     num_bytes: int
 
@@ -126,7 +130,7 @@ class VideoFacts:
     """Reason to decode the video to measure it; None if its container is enough."""
 
     def to_media_facts(self, seconds: float) -> MediaFacts:
-        """Return these facts as stored with the lengths, for a video that lasts *seconds*."""
+        """Return these facts in the stored form, for a video that lasts *seconds*."""
         doubted = int(self.doubt is not None)
         return MediaFacts(
             self.num_bytes, self.width, self.height, self.head, self.num_frames, round(1000 * seconds), doubted
@@ -135,7 +139,7 @@ class VideoFacts:
 
 def video_facts(video: Video, *, max_seconds: float) -> VideoFacts:
     """
-    Return size, frames, frame rate and digest of a video; only a file's first frame is decoded.
+    Return size, frames, frame rate and digest of a video; only the first frame is decoded.
 
     Args:
         video: Path of a file, or the paths of frames.
@@ -305,7 +309,7 @@ class _Container:
 
 
 def quarter_turns(path: str) -> int:
-    """Return the counter-clockwise quarter turns by which a player rotates a video."""
+    """Return by how many quarter turns, counter-clockwise, a player rotates a video."""
     with open_video(path) as container:
         first = next(container.decode(container.streams.best("video")))
         return _count_quarter_turns(first)
@@ -316,7 +320,7 @@ def _count_quarter_turns(frame: Any) -> int:
 
 
 def open_video(path: str) -> Any:
-    """Return the PyAV container of a video file; it may refer to local files only."""
+    """Return the PyAV container of a video file; references to remote files are refused."""
     import av
 
     return av.open(path, options={"protocol_whitelist": "file"})

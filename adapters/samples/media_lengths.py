@@ -1,5 +1,5 @@
 """
-Tokens and patches of images and videos, by their sizes alone, without their pixels.
+Tokens and patches of images and videos, computed from their sizes without their pixels.
 
 For images there are two methods: the arithmetic of qwen_vl_utils, by which ms-swift resizes for
 templates like Qwen-VL's, and the processor's own numbers for a size. A template uses the first
@@ -44,7 +44,7 @@ PROOF_SIZES = ((28, 28), (9, 150), (37, 411), (571, 24), (500, 333), (640, 480),
 
 def shrink_size(width: int, height: int, max_pixels: int | None) -> tuple[int, int]:
     """
-    Return the width and height of an image after ms-swift's first resize, which limits its pixels.
+    Return an image's width and height after ms-swift's first resize, which limits its pixels.
 
     Args:
         width: Width in pixels.
@@ -67,7 +67,7 @@ def shrink_size(width: int, height: int, max_pixels: int | None) -> tuple[int, i
 
 @attrs.frozen
 class ImageCosts:
-    """Method that computes the costs of images, their tokens and patches, from their sizes."""
+    """Method that computes tokens and patches of images from their sizes."""
 
     name: str
     """Name of the method in the log."""
@@ -76,11 +76,13 @@ class ImageCosts:
     """Width and height in pixels -> cost of an image; ValueError if its shape is refused."""
 
     def extra_cost(self, width: int, height: int) -> Measurement:
-        """Return the cost of an image minus the stand-in's; ValueError if its shape is refused."""
+        """
+        Return an image's cost minus the cost of the stand-in; ValueError if its shape is refused.
+        """
         return self.cost(width, height) - self.cost(*DUMMY_SIZE)
 
     def agrees_with(self, encoded: Mapping[tuple[int, int], Measurement]) -> bool:
-        """Return whether extra costs are those of *encoded*: size -> extra cost by full encodes."""
+        """Return whether this method gives the extra cost that full encodes gave for each size."""
         return all(self.extra_cost(*size) == cost for size, cost in encoded.items())
 
 
@@ -140,7 +142,7 @@ _LARGE = (150, 70)
 
 @attrs.frozen
 class VideoCosts:
-    """Costs of videos for one template, computed from their facts."""
+    """Tokens and patches of videos under one template, computed from their facts."""
 
     patch_size: int
     merge_size: int
@@ -152,8 +154,10 @@ class VideoCosts:
     @classmethod
     def from_template(cls, template: Template, config: TemplateConfig) -> VideoCosts | None:
         """
-        Return the costs for a template; None if it reads no videos, if no size of frames is within
-        its limits, or if black videos that are encoded in full cost otherwise.
+        Return the costs of videos under a template; None if they cannot be computed.
+
+        That is so if the template reads no videos, if no frame size is within its limits, or if
+        black videos cost something else when they are encoded in full.
 
         Args:
             template: Template of a vision model.
@@ -172,24 +176,29 @@ class VideoCosts:
         return lengths if large - small == expected else None
 
     def extra_cost(self, facts: VideoFacts) -> Measurement:
-        """Return the cost of a video minus the stand-in's; ValueError if its shape is refused."""
+        """
+        Return a video's cost minus the cost of the stand-in; ValueError if its shape is refused.
+        """
         return self.cost(facts) - self.cost(_black_video_facts(DUMMY_SIZE, 2))
 
     def frame_bytes(self, facts: VideoFacts) -> int:
         """
-        Return the bytes of a video's sampled frames before scaling; ValueError if the number or
-        size of its frames is refused.
+        Return the bytes of a video's sampled frames before scaling.
+
+        ValueError if the number or the size of its frames is refused.
         """
         frames, _ = self._sampled_indices(facts)
         self._scaled_size(facts, len(frames))
         return len(frames) * facts.width * facts.height * 3
 
     def seconds(self, facts: VideoFacts) -> float:
-        """Return a video's duration in seconds; listed frames have the sampling rate."""
+        """Return a video's duration in seconds; a list of frames has the sampling rate."""
         return facts.num_frames / float(facts.rate or self._sampling_rate())
 
     def cost(self, facts: VideoFacts) -> Measurement:
-        """Return the cost of a video; ValueError if the number or size of its frames is refused."""
+        """
+        Return a video's tokens and patches; ValueError if number or size of frames is refused.
+        """
         frames, rate = self._sampled_indices(facts)
         rows, columns = self._scaled_size(facts, len(frames))
         layers = len(frames) // FRAMES_PER_LAYER

@@ -1,4 +1,4 @@
-"""Converts records into prompts for TRL's trainers that generate answers, such as GRPO."""
+"""Prompts for TRL's trainers that generate answers, such as GRPO, converted from records."""
 
 import io
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _ROLES = frozenset({"system", "user", "assistant"})
 
 class Prompts:
     """
-    Data set of prompts, by index of their record.
+    Data set of prompts; a prompt has the index of its record.
 
     An item has the `prompt`, all messages of a record but the last; the `answer`, the text of the
     last message; the `record` as it was read; and, for a vision model, `images`. Reward functions

@@ -1,5 +1,5 @@
 """
-ms-swift's own reading and encode of a record, with which those of a run are compared.
+Comparison of a sample's encoding with ms-swift's own reading and encoding of the same record.
 
 Measuring compares the first sample of each kind, so that a run trains what `swift sft` would.
 """
@@ -29,8 +29,7 @@ def find_difference(
     columns: dict[str, str | None],
 ) -> str:
     """
-    Return the first difference between an encoded sample and ms-swift's own encode of its record,
-    as text; empty without one.
+    Return the first difference from ms-swift's own encode of a record; empty if there is none.
 
     Args:
         template: Template of ms-swift, which nothing has changed since it was opened.

@@ -1,5 +1,5 @@
 """
-Remote files, read by fsspec: http, S3, Google Cloud, Hugging Face, Azure.
+Remote files, read through fsspec: http, S3, Google Cloud, Hugging Face, Azure.
 
 The libraries find credentials by their own rules; no message shows them.
 """
@@ -59,7 +59,7 @@ makes its own, and keeps those of its parent, whose connections it must not clos
 
 @attrs.frozen
 class Timeouts:
-    """Timeouts in seconds for http servers; other file systems keep their own."""
+    """Timeouts in seconds for http servers; other file systems have their own."""
 
     total_s: float | None = 60.0
     """Seconds for a whole response; None waits as long as bytes arrive."""
@@ -72,7 +72,7 @@ class Timeouts:
 
 
 class FetchError(Exception):
-    """A remote file cannot be read: a retry would not help, or retries have failed too."""
+    """A remote file cannot be read, and another attempt would not help or has failed too."""
 
 
 class FileVersion(NamedTuple):
@@ -243,7 +243,7 @@ def _describe_error(error: Exception, timeouts: Timeouts) -> tuple[str, bool]:
 
 
 def mask_secrets(error: object) -> str:
-    """Return the text of an error in one line of at most 300 characters, without credentials."""
+    """Return an error's text without credentials, in one line of at most 300 characters."""
     text = mask_credentials(" ".join(str(error).split()))
     for name, value in os.environ.items():
         if len(value) >= 8 and _SECRET.search(name.upper()):

@@ -1,5 +1,5 @@
 """
-Rows of a data set of ms-swift -> samples and measurements, as its own template encodes them.
+Samples and measurements of the rows of an ms-swift data set, encoded by its own template.
 
 A row is one sequence, or a pair of sequences: chosen and rejected. Like samples of files, sequences
 are measured from texts and headers of images; a row is as long as its sequences together. Rows with
@@ -39,7 +39,7 @@ _IMAGE_PATH = "<img>"
 
 
 class DatasetRowsFile(RecordFile):
-    """Sequences of a data set's rows; a pair of sequences has two consecutive indices."""
+    """Sequences of a data set's rows; a row that is a pair has two consecutive indices."""
 
     def __init__(self, rows: Any, *, name: str, sequences_per_row: int) -> None:
         """
@@ -64,15 +64,15 @@ class DatasetRowsFile(RecordFile):
         return digest_record(self[row])
 
     def location(self, row: int) -> RecordLocation:
-        """Return the place of the data set row that the sequence *row* belongs to."""
+        """Return the data set row that sequence *row* belongs to."""
         return RecordLocation(self.name, row // self.sequences_per_row + 1, self.unit)
 
     def save_digests(self) -> None:
-        """Do nothing: the rows are built again at each start, so their digests are not cached."""
+        """Do nothing: rows are built again at each start, so their digests are not cached."""
 
 
 class DatasetRowsEncoder(SwiftEncoder):
-    """Encodes the sequences of rows under the template that ms-swift trains with."""
+    """Encodes the sequences of rows by the template that ms-swift trains with."""
 
     def __init__(self, config: RunConfig, *, template: Template, rows: DatasetRowsFile) -> None:
         """
@@ -93,9 +93,7 @@ class DatasetRowsEncoder(SwiftEncoder):
         return tuple(DataFile(file, file, "messages", len(self.rows)) for file, _ in self.records.records_per_file)
 
     def full_encode_reason(self, sample: dict[str, Any]) -> str | None:
-        """
-        Return the reason to encode a row in full to measure it; None if the shortcut is enough.
-        """
+        """Return why a row has to be encoded in full to be measured; None if it need not be."""
         if self._kind != "causal_lm":
             return f"rows of {self._kind} are encoded in full"
         texts = (message["content"] for message in sample["messages"])
@@ -136,15 +134,19 @@ class DatasetRowsEncoder(SwiftEncoder):
 
     def measure_and_check(self, index: int, encoded: dict[str, Any]) -> Measurement:  # noqa: ARG002  # its base names it
         """
-        Measure an encoded sequence; ms-swift has checked its media. Videos count only towards the
-        length. In tasks other than causal LM, a row counts as one supervised token.
+        Measure an encoded sequence, whose media ms-swift has checked.
+
+        Videos count only towards the length. In tasks other than causal LM, a row counts as one
+        supervised token.
         """
         found = measure_encoded(self.template, encoded, images=encoded[IMAGES.count_key], videos=0)
         return found if self._kind in {"causal_lm", "split texts"} else attrs.evolve(found, supervised=1)
 
 
 class DatasetRowsMeasurer(SwiftMeasurer):
-    """Measures the rows of a `swift` command; a pair of sequences measures as their sum."""
+    """
+    Measures the rows of a `swift` command; the length of a pair is the sum of its two lengths.
+    """
 
     _encoder: DatasetRowsEncoder
 
@@ -160,7 +162,7 @@ class DatasetRowsMeasurer(SwiftMeasurer):
         return len(self._encoder.rows)
 
     def data_digest(self, count: int, *, without: Sequence[int] = ()) -> str:
-        """Return the digest of the first *count* rows except those at the indices *without*."""
+        """Return the digest of the first *count* rows, leaving out the indices *without*."""
         left = [sequence for row in without for sequence in self._sequences(row)]
         return super().data_digest(len(self._record_indices(range(count))), without=left)
 
@@ -184,7 +186,7 @@ class DatasetRowsMeasurer(SwiftMeasurer):
         return [*map(_join_outcomes, by_row)]
 
     def sequence_lengths(self, index: int) -> list[int]:
-        """Return the tokens of each sequence of row *index*, none of which may be bad."""
+        """Return the length of each sequence in row *index*; none of them may be bad."""
         outcomes = super().measure_batch(self._sequences(index), in_full=False)
         return [one.measurement.length for one in outcomes if isinstance(one, MeasuredSample)]
 

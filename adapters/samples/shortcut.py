@@ -1,5 +1,5 @@
 """
-The shortcut: lengths of many samples at once, without encoding each of them.
+The shortcut: it measures many samples at once, without encoding each of them.
 
 ms-swift's template splits a sample into pieces of text, each trained or not. The tokenizer counts
 the tokens of the pieces of many samples in one call. Costs of images and videos follow from their
@@ -57,7 +57,7 @@ _FIND_TAG = re.compile("|".join(map(re.escape, Template.special_tokens))).search
 
 @attrs.frozen
 class Piece:
-    """Part of a sample that is tokenized separately: a text, or tokens already."""
+    """Part of a sample that is tokenized separately, or that is tokens already."""
 
     content: str | list[int]
     """Text, or token ids that the template wrote."""
@@ -68,7 +68,7 @@ class Piece:
 
 @attrs.frozen
 class SplitSample:
-    """Sample split into pieces, before they are tokenized."""
+    """Sample that is split into pieces, before these are tokenized."""
 
     pieces: list[Piece]
 
@@ -81,7 +81,7 @@ class SplitSample:
 
 @attrs.frozen
 class StandInCost:
-    """Cost of a stand-in, the black image or video that replaces one medium of a sample."""
+    """Cost of the black image or video that stands in for one medium of a sample."""
 
     cost: Measurement
     """Measurement that the stand-in adds to a sample, beyond the texts of its pieces."""
@@ -91,7 +91,7 @@ class StandInCost:
 
 
 class PieceCounter:
-    """Measures samples by tokenizing the pieces that a template splits them into."""
+    """Measures samples by tokenizing the pieces into which a template splits them."""
 
     def __init__(self, template: Template, *, tokens: Mapping[str, int]) -> None:
         """
@@ -116,7 +116,7 @@ class PieceCounter:
 
     def split(self, sample: dict[str, Any], extra: Measurement = NOTHING, /, **media: int) -> SplitSample:
         """
-        Split a sample into pieces; any error of the template is raised as it is.
+        Split a sample into pieces; an error of the template is not caught.
 
         Args:
             sample: Sample from `SwiftEncoder.read_sample`, which stays as it is.
@@ -142,8 +142,9 @@ class PieceCounter:
 
     def count(self, samples: Sequence[SplitSample]) -> list[Measurement | None]:
         """
-        Return the measurement of each sample, by the tokens of its pieces and the cost of its
-        media; None for a sample whose own text contains a media token.
+        Return each sample's measurement: the tokens of its pieces and the cost of its media.
+
+        None for a sample whose own text contains a media token.
         """
         texts = [piece.content for sample in samples for piece in sample.pieces if isinstance(piece.content, str)]
         if self._counts_in_batches:
@@ -166,7 +167,7 @@ class PieceCounter:
         return sum((one.cost for _, one, number in stand_ins for _ in range(number)), texts + sample.extra)
 
     def count_media_tokens(self, sample: SplitSample) -> Counter[str]:
-        """Return the number of media tokens of each kind in the texts of a sample."""
+        """Return how many media tokens of each kind the texts of a sample contain."""
         texts = [piece.content for piece in sample.pieces if isinstance(piece.content, str)]
         return Counter({kind: sum(text.count(token) for text in texts) for kind, token in self._media_tokens.items()})
 
@@ -209,7 +210,7 @@ def _split_special_tokens(contexts: list[Any], weights: list[float]) -> tuple[li
 
 def find_piece_counter(template: Template, *, tokens: Mapping[str, int]) -> tuple[PieceCounter | None, str]:
     """
-    Return a counter that was checked by full encodes of a few samples, or None and the reason.
+    Return a counter that agrees with full encodes of a few samples, or None and the reason.
 
     Args:
         template: Template in training mode.

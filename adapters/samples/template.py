@@ -105,7 +105,7 @@ def open_template(
     model: ModelConfig, template: TemplateConfig, *, packing_length: int, packs: bool = False, processor: Any = None
 ) -> Template:
     """
-    Build ms-swift's template by its own arguments, in training mode, without loading the model.
+    Build ms-swift's template in training mode from its own arguments, without loading the model.
 
     Its `max_length` is None unless `truncation_strategy` is left or right; its `packing` and
     `padding_free` are *packs*.
@@ -160,7 +160,7 @@ def open_template(
 
 
 def render_prompt(template: Template) -> str:
-    """Return a question and its answer as a template writes them; empty if it takes no text."""
+    """Return a question and its answer in a template's format; empty if it takes no text."""
     inputs = StdTemplateInputs.from_dict({"messages": [{"role": "user", "content": "?"}, _ANSWER]})
     try:
         template._preprocess_inputs(inputs)  # noqa: SLF001  # no public way
@@ -219,7 +219,7 @@ def _set_clock(modules: Sequence[Any], day: datetime | None) -> None:
 
 
 def length_inputs(config: RunConfig, template: Template) -> Fingerprint:
-    """Return all inputs that a run's lengths depend on, except the data, given its *template*."""
+    """Return everything that a run's lengths depend on under *template*, except the data."""
     arguments = template_arguments(config.model, config.template)
     inputs: dict[str, Value] = {
         **config_length_inputs(config),

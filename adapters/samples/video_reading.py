@@ -1,6 +1,5 @@
 """
-Sampling and reading of frames of videos, by qwen_vl_utils with decord, as `template` in the YAML
-sets.
+Sampling and decoding of video frames by qwen_vl_utils and decord, as `template` in the YAML sets.
 
 decord 0.6 fails for videos that their container turns by a quarter. PyAV reads such videos, and
 gives the same frames. If qwen_vl_utils uses another reader (torchcodec, if it is installed), every
@@ -39,19 +38,19 @@ _SAMPLING = {
 
 
 def reads_videos(template: Template) -> bool:
-    """Return whether a template reads videos, by qwen_vl_utils; other ways are not supported."""
+    """Return whether a template reads videos by qwen_vl_utils; other readers are not supported."""
     return {"qwen_vl_utils", "fetch_video"} <= set(type(template).replace_tag.__code__.co_names)
 
 
 def has_separate_video_pass(template: Template) -> bool:
-    """
-    Return whether the vision tower runs once for images and once for videos, not once for both.
-    """
+    """Return whether the vision tower runs twice, once for images and once for videos."""
     return reads_videos(template) and template.version == "v3"
 
 
 def decord_fault() -> str | None:
-    """Return why decord, the reader whose way to count frames is known, is not used, or None."""
+    """
+    Return why decord, whose way to count frames is known, does not read videos here; else None.
+    """
     found = vision_process.get_video_reader_backend()
     if found == READER:
         return None
@@ -67,7 +66,7 @@ def video_sampling(config: TemplateConfig) -> Sampling:
 
 
 def set_video_sampling(template: Template, config: TemplateConfig) -> None:
-    """Have a template that reads videos sample them by *config*; ConfigError if it cannot."""
+    """Make a template sample videos as *config* says; ConfigError if it cannot."""
     if not reads_videos(template):
         return
     if not hasattr(template.processor, "image_processor"):  # transformers takes the tokenizer alone for one
@@ -106,7 +105,7 @@ def _replace_tag(replace: Callable[..., Any], sampling: Sampling, media_type: st
 
 def decode_fault(path: str, sampling: Sampling | None = None) -> str | None:
     """
-    Decode frames of a video; return a message if that fails, or None.
+    Decode frames of a video; return a message if that fails, else None.
 
     Args:
         path: Path of the file.

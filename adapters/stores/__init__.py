@@ -1,1 +1,1 @@
-"""Lengths and plans on disk: each file complete or absent, one writer at a time."""
+"""Lengths and plans on disk: each file is complete or absent, and one process writes at a time."""

@@ -1,4 +1,4 @@
-"""Measurements of records as a Parquet table, which other tools can read."""
+"""Measurements of records as a Parquet table that other tools can read."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +35,9 @@ def write_length_table(
     files: Sequence[DataFile],
 ) -> None:
     """
-    Write measurements to a Parquet file, one row per record; a failure leaves no partial file.
+    Write measurements to a Parquet file, one row for each record.
+
+    If writing fails, no partial file is left.
 
     Columns: `index`, `sha256` (identity of the record), those of `Measurement`, and `media` (facts
     of each image and video).
@@ -70,15 +72,13 @@ def write_length_table(
 
 
 def read_length_table_key(path: Path) -> Fingerprint:
-    """
-    Return the fingerprint in a table's metadata; ArgumentError if Packplan did not write the file.
-    """
+    """Return the fingerprint in a table's metadata; ArgumentError if the file is not Packplan's."""
     return Fingerprint(_read_header(path)["fingerprint"])
 
 
 def read_length_table(path: Path) -> KnownLengths:
     """
-    Return the measurements of a table that `write_length_table` wrote.
+    Return the measurements in a table that `write_length_table` wrote.
 
     Raises:
         ArgumentError: The file is of another origin or version, or is damaged.

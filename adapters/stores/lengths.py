@@ -1,5 +1,5 @@
 """
-Measured lengths on disk: fixed-width columns beside the manifest `lengths.json`.
+Measured lengths on disk: columns of fixed width, beside the manifest `lengths.json`.
 
 `lengths.bin` has a row of little-endian int32 for each record, `images.bin` a row of int64 for each
 image and each video. Rows are appended and flushed first; the manifest with their number and digest
@@ -33,7 +33,7 @@ SCHEMA = "packplan lengths 4"
 
 @contextmanager
 def collect_damage(found: list[CorruptArtefactError]) -> Iterator[None]:
-    """Catch the error of a damaged file in this context, and append it to *found*."""
+    """Catch the error about a damaged file in this context, and append it to *found*."""
     try:
         yield
     except CorruptArtefactError as error:
@@ -101,8 +101,9 @@ def _origin(manifest: Mapping[str, Any]) -> Origin:
 
 class DiskLengthStore:
     """
-    Stores measurements in a folder, during a run and between runs; it may start from another run's
-    folder.
+    Stores measurements in a folder, during a run and between runs.
+
+    A store may start from the folder of another run.
     """
 
     def __init__(self, folder: Path, *, lengths_from: Path | None = None) -> None:
@@ -122,7 +123,7 @@ class DiskLengthStore:
         self._num_records = 0
 
     def bad_records(self) -> tuple[BadRecord, ...]:
-        """Return the bad records in this folder, or if it stores nothing, in the other run's."""
+        """Return the bad records stored here; if this folder is empty, those of the other run."""
         origin = self.origin()
         if origin is None and self._lengths_from is not None:
             return DiskLengthStore(self._lengths_from).bad_records()
@@ -130,7 +131,7 @@ class DiskLengthStore:
 
     def open_for_append(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]) -> StoredRows:
         """
-        Return what is stored under *key*, the first records or none, and prepare to append others.
+        Return what is stored under *key*, and prepare to append the records that follow.
 
         Args:
             key: All inputs of the measurements but the data.
@@ -166,8 +167,7 @@ class DiskLengthStore:
 
     def read(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]) -> StoredRows:
         """
-        Return the stored measurements of the first records, as `open_for_append` does, but write
-        nothing.
+        Return the same as `open_for_append`, without writing anything.
 
         Args:
             key: All inputs of the measurements but the data.
@@ -184,19 +184,23 @@ class DiskLengthStore:
         return self._read_rows(manifest)
 
     def stored(self) -> StoredRows:
-        """Return all stored rows, those appended since `open_for_append` included."""
+        """Return all stored rows, with those appended since `open_for_append`."""
         manifest = files.read_manifest(self._manifest, SCHEMA)
         assert manifest is not None  # noqa: S101  # `append` comes first
         return self._read_rows(manifest)
 
     def origin(self) -> Origin | None:
-        """Return the inputs and data of the stored rows, by the manifest; None without rows."""
+        """
+        Return the inputs and data of the stored rows from the manifest; None if no rows are stored.
+        """
         manifest = files.read_manifest(self._manifest, SCHEMA)
         return None if manifest is None else _origin(manifest)
 
     def inspect(self) -> StoredLengths | None:
         """
-        Verify and return the stored lengths under any key, without writing; None if there are none.
+        Verify and return the stored lengths under any key; None if there are none.
+
+        Nothing is written.
         """
         manifest = files.read_manifest(self._manifest, SCHEMA)
         return None if manifest is None else StoredLengths(_origin(manifest), self._read_rows(manifest), self.digest())
@@ -241,14 +245,14 @@ class DiskLengthStore:
         )
 
     def save_file_descriptions(self, data_files: Sequence[DataFile]) -> None:
-        """Save the description of the data files that the rows come from, if it has changed."""
+        """Save the description of the data files behind the rows, if it has changed."""
         manifest = files.read_manifest(self._manifest, SCHEMA)
         assert manifest is not None  # noqa: S101  # `append` comes first
         if _origin(manifest).files != tuple(data_files):
             files.write_manifest(self._manifest, {**manifest, "files": [attrs.asdict(one) for one in data_files]})
 
     def discard(self) -> None:
-        """Discard all rows, the manifest first, so that no reader trusts them meanwhile."""
+        """Discard all rows. The manifest goes first, so that no reader trusts the rest."""
         with files.wrap_write_errors(self.folder):
             self._manifest.unlink(missing_ok=True)
             files.sync_folder(self.folder)
@@ -257,7 +261,7 @@ class DiskLengthStore:
             column.truncate()
 
     def digest(self) -> str:
-        """Return the SHA-256 hex digest of all rows read or appended, without media facts."""
+        """Return the SHA-256 of all rows read or appended, in hex; media facts do not count."""
         return str(self._samples.manifest_entry()["sha256"])
 
     def _read_rows(self, manifest: Mapping[str, Any]) -> StoredRows:

@@ -1,4 +1,4 @@
-"""Lock of a folder for one writer at a time, which the kernel frees when the process ends."""
+"""Lock of a folder for one writer at a time; the kernel releases it when the process ends."""
 
 import logging
 import os
@@ -16,7 +16,9 @@ log = logging.getLogger(__name__)
 
 
 class FolderLock:
-    """A `core.ports.Lock`: the file `write.lock` in a folder, which names the holder's process."""
+    """
+    A `core.ports.Lock`: the file `write.lock` in a folder, which names the process that holds it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -24,7 +26,9 @@ class FolderLock:
 
     @contextmanager
     def hold(self, *, timeout_s: float, report: ReportProgress) -> Iterator[None]:
-        """Hold the lock, and remove unpublished files of a killed holder; see `core.ports.Lock`."""
+        """
+        Hold the lock, and remove the unfinished files of a killed holder; see `core.ports.Lock`.
+        """
         files.make_folder(self.folder)
         started = time.monotonic()
 

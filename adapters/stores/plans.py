@@ -52,7 +52,7 @@ def _advise_to_delete(path: Path) -> Iterator[None]:
 
 
 class DiskPlanStore:
-    """Stores a raw plan, its aligned plans and the records of epochs in one folder."""
+    """Stores a raw plan, its aligned plans and the records of its epochs in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -71,7 +71,7 @@ class DiskPlanStore:
 
     def inspect(self) -> StoredPlan | None:
         """
-        Verify and return the stored plan under any key, without writing; None if there is none.
+        Verify and return the stored plan under any key; None if there is none. Nothing is written.
         """
         with _advise_to_delete(self._manifest):
             manifest = files.read_manifest(self._manifest, SCHEMA)
@@ -88,7 +88,7 @@ class DiskPlanStore:
             return files.read_manifest(path, ALIGNED_SCHEMA)
 
     def damage(self) -> list[CorruptArtefactError]:
-        """Return an error for each file that is damaged, or that does not match the raw plan."""
+        """Return an error for each file that is damaged or does not match the raw plan."""
         found: list[CorruptArtefactError] = []
         plan, manifest = None, None
         with collect_damage(found):
@@ -128,23 +128,25 @@ class DiskPlanStore:
 
     def save_aligned(self, key: Fingerprint, aligned: AlignedPlan) -> None:
         """
-        Save counts and checksums of the plan aligned to one world size; its packs are derived from
-        the raw plan.
+        Save counts and checksums of the plan that is aligned to one world size.
+
+        Its packs are derived from the raw plan.
         """
         content = {"schema": ALIGNED_SCHEMA, "plan_fingerprint_sha256": key.digest, **_alignment_facts(aligned)}
         files.write_manifest(self.folder / f"plan_ws{aligned.world_size}.json", content)
 
     def load_epochs(self, key: Fingerprint) -> tuple[EpochRecord, ...]:
         """
-        Return the records of epochs saved under *key*, of the world size that has most of them;
-        empty if there are none. CorruptArtefactError if a file of them is damaged.
+        Return the epoch records saved under *key*, of the world size that has most of them.
+
+        Empty if there are none; CorruptArtefactError if a file is damaged.
         """
         stored = (_read_epochs(path) for path in self._epoch_manifests())
         return max((records for digest, records in stored if digest == key.digest), key=len, default=())
 
     def save_epochs(self, key: Fingerprint, records: Sequence[EpochRecord], schedule: EpochSchedule) -> None:
         """
-        Save the records of all epochs, and their steps, beside the plan saved under *key*.
+        Save the records and the steps of all epochs beside the plan saved under *key*.
 
         Args:
             key: Inputs of the plans.
@@ -249,7 +251,7 @@ def _require_alignment(path: Path, manifest: Mapping[str, Any], plan: RawPlan) -
 
 
 class DiskVerdictStore:
-    """Stores the probe's verdict on a run's model in one folder."""
+    """Stores the verdict of the probe on a run's model in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self._manifest = folder / "verdict.json"

@@ -1,6 +1,4 @@
-"""
-Explains one pack or sample of a plan: its content, its place in the data, and its training steps.
-"""
+"""Explains one pack or sample of a plan: its content, its place in the data, its training steps."""
 
 import json
 from collections.abc import Iterator
@@ -19,7 +17,7 @@ from packplan.core.samples.tables import from_tables
 
 def explain_sample(config: RunConfig, opened: StoredSplit, sample: int) -> dict[str, Any]:
     """
-    Return a sample, its pack and the steps that train it, as the values of a JSON document.
+    Return a sample, its pack and the steps that train it, as values of a JSON document.
 
     Args:
         config: The run.
@@ -48,7 +46,7 @@ def explain_sample(config: RunConfig, opened: StoredSplit, sample: int) -> dict[
 
 def explain_pack(config: RunConfig, opened: StoredSplit, pack: int) -> dict[str, Any]:
     """
-    Return a pack, its samples and the steps that train it, as the values of a JSON document.
+    Return a pack, its samples and the steps that train it, as values of a JSON document.
 
     Args:
         config: The run.
@@ -111,7 +109,7 @@ _PLACES = {
 
 
 def explanation_lines(explanation: dict[str, Any]) -> Iterator[str]:
-    """Yield the explanation of a pack or a sample line by line, for people."""
+    """Yield the lines of text that explain a pack or a sample to people."""
     if "sample" in explanation:
         yield _sample_line(explanation)
         yield f"  {_PLACES[explanation['place']]}"

@@ -50,7 +50,7 @@ class PackMemory:
 
 @attrs.frozen
 class MemoryFit:
-    """Memory of a run's training step on one rank, and whether it fits."""
+    """Memory of a run's training step on one rank, and whether the device has that much."""
 
     world_size: int
     sharding: ModelSharding
@@ -67,7 +67,7 @@ class MemoryFit:
 
     @property
     def fits(self) -> bool | None:
-        """Whether `needed_bytes` fit into the memory; None if that is not given."""
+        """Whether `needed_bytes` fit into the given memory; None if no memory was given."""
         return None if self.memory is None else self.needed_bytes <= self.memory
 
     @property
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_memory(text: str) -> int:
-    """Parse an amount of memory such as `80GiB` to bytes, for argparse."""
+    """Parse an amount of memory such as `80GiB` into bytes, for argparse."""
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -93,7 +93,7 @@ def parse_memory(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Plan the run, trace its step, and print the memory."""
+    """Plan the run, trace a training step, and print its memory."""
     config = read_run_or_command(options.config, options.overrides, world_size=options.world_size)
     refuse_stream(config)
     if not config.training.packing:
@@ -127,7 +127,7 @@ def _sharding_of(config: RunConfig) -> ModelSharding:
 
 def forecast_memory(config: RunConfig, *, memory: int | None, ranks: int) -> MemoryFit:
     """
-    Plan a run if needed, and return the memory of its training step.
+    Plan a run if it has no plan, and return the memory of its training step.
 
     Args:
         config: The run.
@@ -230,7 +230,9 @@ def _print(found: MemoryFit) -> None:
 
 
 def excess_message(found: MemoryFit) -> str:
-    """Return the message that a plan does not fit, with the packing length that would."""
+    """
+    Return the message that a plan needs too much memory, and the packing length that would fit.
+    """
     needed, memory = bytes_text(found.needed_bytes), bytes_text(found.memory or 0)
     need = f"a step of the plan takes up to {needed} on each rank, of {memory}"
     if found.longest is None or not found.longest.tokens:

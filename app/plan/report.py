@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Open the stored plans, and write the page."""
+    """Open the stored plans, and write the page about them."""
     config = read_run_or_command(options.config, options.overrides, world_size=options.world_size)
     names = selected_splits(config, options.split)
     opened = [open_split(config, name, world_size=options.world_size) for name in names]
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
 
 def reported_plan(opened: StoredSplit, measured: Sequence[Row] = ()) -> ReportedPlan:
     """
-    Return a split as a page shows it.
+    Return a split's plan in the form that the page shows.
 
     Args:
         opened: Stored lengths and plan of the split.

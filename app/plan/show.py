@@ -101,13 +101,13 @@ def _decode_spans(config: RunConfig, opened: StoredSplit, sample: int) -> list[d
 
 
 def plan_summary(opened: StoredSplit) -> PlanSummary:
-    """Return the figures of the stored plan of the epoch that is shown."""
+    """Return the figures of the plan of the shown epoch."""
     supervised = column(opened.split.table, "supervised")
     return summarise(opened.split.raw, opened.lengths.tokens, packed=opened.packed, supervised=supervised)
 
 
 def schedule_summary(opened: StoredSplit) -> ScheduleSummary:
-    """Return the figures of training the epoch that is shown, and the steps of all epochs."""
+    """Return the figures of the shown epoch's training, and the steps of all epochs."""
     summary = summarise_schedule(
         opened.split.raw, opened.lengths.tokens, opened.schedule, packed=opened.packed, works=opened.split.works,
         epoch=opened.epoch,
@@ -122,7 +122,7 @@ def source_summaries(opened: StoredSplit) -> tuple[SourceSummary, ...]:
 
 
 def as_document(opened: StoredSplit) -> dict[str, Any]:
-    """Return the figures of a split as the values of a JSON document."""
+    """Return the figures of a split as values of a JSON document."""
     split, origin, epochs = opened.split, opened.lengths.origin, opened.epochs
     return {
         "warnings": list(opened.warnings),

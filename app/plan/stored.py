@@ -50,14 +50,12 @@ class StoredSplit:
 
     @property
     def packed(self) -> bool:
-        """Whether the stored plan packs samples; if not, each is a pack of its own."""
+        """Whether the stored plan packs samples; if not, each sample is a pack by itself."""
         return bool(self.plan.key.inputs["packing"])
 
 
 def selected_splits(config: RunConfig, split: str | None) -> list[str]:
-    """
-    Return the names of a run's splits, or *split* alone; ConfigError if the run lacks it.
-    """
+    """Return the names of all splits, or only *split*; ConfigError if the run lacks it."""
     refuse_stream(config)
     having = ["train", *(["eval"] if config.custom.val_jsonl else [])]
     if split is not None and split not in having:
@@ -88,7 +86,7 @@ def open_stored_lengths(config: RunConfig, split: str) -> tuple[StoredLengths, E
 
 def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: int | None = None) -> StoredSplit:
     """
-    Open the stored lengths and plan of a run's split, and schedule it for a number of ranks.
+    Open the stored lengths and plan of a split, and make the schedule for a number of ranks.
 
     Args:
         config: The run.

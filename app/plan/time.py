@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def as_document(forecast: RunForecast, *, world_size: int) -> dict[str, Any]:
-    """Return a forecast for *world_size* ranks as the values of a JSON document."""
+    """Return a forecast for *world_size* ranks as values of a JSON document."""
     pauses = {"evaluation": forecast.evaluation, "checkpoint": forecast.checkpoint}
     return {
         "seconds": forecast.seconds,

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Verify the splits and print the findings; MismatchError if there are any."""
+    """Verify the splits and print what is wrong; MismatchError if anything is."""
     config = read_run_or_command(options.config, options.overrides)
     refuse_stream(config)
 

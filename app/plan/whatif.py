@@ -1,6 +1,4 @@
-"""
-Plan the stored lengths again with other packing lengths and on other numbers of ranks.
-"""
+"""Plan the stored lengths again, with other packing lengths and on other numbers of ranks."""
 
 import argparse
 import json
@@ -75,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Plan every combination of packing length and ranks, and print the figures."""
+    """Plan every combination of packing length and number of ranks, and print the figures."""
     config = read_run_or_command(options.config, options.overrides, world_size=(options.world_size or [None])[0])
     refuse_stream(config)
     if not config.training.packing:

@@ -1,1 +1,1 @@
-"""Records, their conversion into samples, and measurements of samples."""
+"""Records: how they are converted into samples, and how the samples are measured."""

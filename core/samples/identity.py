@@ -1,5 +1,5 @@
 """
-Digests of records, which identify them by content in any file.
+Digests of records. A digest identifies a record by its content, whatever file holds it.
 
 Two records are the same if their JSON values are equal. The order of keys, blanks and the format of
 the file do not matter. A key with `null` counts as absent, since columns write absent values so. An
@@ -50,7 +50,7 @@ of a list that are examined for such texts.
 
 def digest_record(record: object) -> bytes:
     """
-    Return the SHA-256 of a record's content, without null values and signatures of media URLs.
+    Return the SHA-256 of a record's content; null values and URL signatures do not count.
 
     >>> digest_record({"a": 1, "b": None}) == digest_record({"a": 1})
     True
@@ -62,7 +62,7 @@ def digest_record(record: object) -> bytes:
 
 
 def digest_unreadable(texts: Iterable[bytes]) -> bytes:
-    """Return the SHA-256 of a record whose JSON is invalid, from its bytes in blocks."""
+    """Return the SHA-256 of the bytes of a record whose JSON is invalid."""
     digest = hashlib.sha256(b"unreadable\n")
     for text in texts:
         digest.update(text)

@@ -1,4 +1,4 @@
-"""Images and videos of a record: paths, URLs, or the images themselves."""
+"""Images and videos of a record, given as paths, as URLs or as the bytes of an image."""
 
 import base64
 import contextlib
@@ -52,7 +52,7 @@ _LONGEST_PATH = 4096
 
 def to_images(value: object, *, urls: bool = False) -> list[Image]:
     """
-    Return the images of a record, each a path, the bytes of its file, or its URL.
+    Return the images of a record: each is a path, the bytes of a file, or a URL.
 
     Args:
         value: Value under the record's `images`.
@@ -88,15 +88,17 @@ def _to_image(image: Any, *, urls: bool) -> Image:
 
 
 def refuse_media_settings(described: Mapping[str, Any]) -> None:
-    """Refuse settings of a single image or video, such as `max_pixels`, which would be ignored."""
+    """Refuse settings such as `max_pixels` on a single image or video: they would be ignored."""
     if name := next((name for name in _MEDIUM_SETTINGS if described.get(name) is not None), None):
         fail(f"has {name!r} of one image or video, which would be ignored: remove it; the template's holds for all")
 
 
 def shows_medium(part: Any) -> bool:
     """
-    Return whether a part of a message shows an image or a video: it holds or names the medium, or
-    has only a type, and shows the next medium of its record.
+    Return whether a part of a message stands for an image or a video.
+
+    It does if it holds or names the medium, or has only a type, which stands for the next medium of
+    its record.
     """
     held = {name for name, value in part.items() if not is_empty(value)} if isinstance(part, Mapping) else set()
     kind = part["type"] if "type" in held else None
@@ -160,7 +162,7 @@ _WRITE = "write a path, or a list of the paths of its frames"
 
 def to_videos(value: object, *, urls: bool = False) -> list[Video]:
     """
-    Return the videos of a record, each a path, a URL, or a tuple of the paths of its frames.
+    Return the videos of a record: each is a path, a URL, or a tuple of the paths of its frames.
 
     Args:
         value: Value under the record's `videos`.

@@ -88,7 +88,7 @@ _GEOMETRY = {"bbox_2d": 4, "poly": 6}
 
 @attrs.frozen
 class MessageOptions:
-    """Keys of the section `custom` that decide how a record becomes messages."""
+    """Keys of the section `custom` that decide how a record is converted into messages."""
 
     object_field_order: Literal["desc_first", "geometry_first"] = "desc_first"
     use_summary: bool = False

@@ -85,7 +85,7 @@ Shapes that one file may mix. Their keys differ, so that no record is taken for 
 
 @attrs.frozen
 class ShapedRecord:
-    """Record with the keys that `to_messages` reads, and the name of its original shape."""
+    """Record with the keys that `to_messages` reads, and the name of the shape it had."""
 
     shape: str
 
@@ -95,7 +95,7 @@ class ShapedRecord:
 
 def to_shape(record: object, columns: Mapping[str, str | None] | None = None) -> ShapedRecord:
     """
-    Recognise the shape of a record, and convert it into messages unless it is a dense caption.
+    Recognise the shape of a record and convert it into messages; dense captions stay unconverted.
 
     Args:
         record: One JSON value of a data file.
@@ -130,7 +130,7 @@ def to_shape(record: object, columns: Mapping[str, str | None] | None = None) ->
 
 
 def shape_name(record: object, columns: Mapping[str, str | None]) -> str:
-    """Return the name of a record's shape, whatever keys it has beside; see `to_shape`."""
+    """Return the name of a record's shape. Unknown keys are ignored; see `to_shape`."""
     if isinstance(record, Mapping):
         record = {name: held for name, held in record.items() if name in columns or name.lower() in RECORD_KEYS}
     return to_shape(record, columns).shape
@@ -149,7 +149,11 @@ def _refuse_unknown_shape(record: Mapping[str, Any]) -> NoReturn:
 
 
 def rename_keys(record: Mapping[str, Any], columns: Mapping[str, str | None]) -> Mapping[str, Any]:
-    """Return a record with keys renamed by *columns*, known ones in lower case; refuse a second."""
+    """
+    Return a record whose keys are renamed by *columns*; two keys of one name are refused.
+
+    Keys that a shape reads are written in lower case.
+    """
     renamed: dict[str, Any] = {}
     for name, held in record.items():
         if columns.get(name, "") is None:
@@ -171,12 +175,12 @@ def _drop_keys(value: Any, name: str, ignored: Collection[str]) -> Any:
 
 
 def quoted(names: Sequence[str]) -> str:
-    """Return names of keys for a message, the first ones if there are many."""
+    """Return key names in quotes for a message; of many names, only the first ones."""
     return ", ".join(repr(name[:40]) for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
 
 
 def ignoring(names: Sequence[str]) -> str:
-    """Return the end of a message that refuses keys: the mapping that ignores them."""
+    """Return the end of a message that refuses keys: the `columns` entry that would ignore them."""
     listed = ", ".join(f"{name[:40]}: null" for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
     return f"; or ignore {'them' if len(names) > 1 else 'it'}, as {{{listed}}}"
 

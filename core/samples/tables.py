@@ -1,6 +1,8 @@
 """
-Measurements of samples, and tables of them. They are stored with the plan and compared when a
-sample is fetched; data files and bad records are stored beside them.
+Measurements of samples, and tables of them.
+
+The tables are stored with the plan, beside the data files and the bad records. When a sample is
+fetched, its measurement is compared with the stored one.
 """
 
 from __future__ import annotations
@@ -98,8 +100,9 @@ def sample_indices(table: Table) -> NDArray[np.int64]:
 @attrs.frozen
 class MediaFacts:
     """
-    Size and digest of an image or video file when it was measured, to detect a changed file without
-    decoding it.
+    Size and digest of an image or video file when it was measured.
+
+    They reveal a changed file without decoding it.
     """
 
     num_bytes: int
@@ -141,7 +144,7 @@ len(MEDIA_COLUMNS)).
 
 @attrs.frozen
 class MeasuredSample:
-    """Measurement of one sample, with the facts of its media."""
+    """Measurement of one sample, and the size and digest of each of its media files."""
 
     measurement: Measurement
 
@@ -151,7 +154,7 @@ class MeasuredSample:
 
 class ShortcutError(Exception):
     """
-    A sample encodes to another measurement than a shortcut gives, so the shortcut is not trusted.
+    A shortcut measured a sample wrongly, so it is no longer used.
 
     Args:
         where: File and line of the record, or its index.
@@ -172,7 +175,7 @@ RecordOutcome = MeasuredSample | RecordError
 
 
 def to_tables(outcomes: Iterable[RecordOutcome]) -> tuple[Table, MediaTable]:
-    """Return a row for each record, `BAD` for an error, and the facts of all media in order."""
+    """Return the table of measurements, with `BAD` for each error, and the table of all media."""
     measured = [MeasuredSample(BAD) if isinstance(one, RecordError) else one for one in outcomes]
     rows = np.array([to_row(one.measurement) for one in measured], dtype=np.int32)
     media = np.array([attrs.astuple(image) for one in measured for image in one.media], dtype=np.int64)
@@ -197,7 +200,7 @@ def from_tables(table: Table, media: MediaTable, indices: Iterable[int]) -> Iter
 
 @attrs.frozen
 class VideoTotals:
-    """Totals over the videos of many samples."""
+    """Number of videos of many samples, and their total frames, patches and seconds."""
 
     videos: int
 
@@ -244,7 +247,7 @@ UNKNOWN = -1
 
 def identity_with_media(digest: str, folder: str) -> str:
     """
-    Return the identity of a record with media: its digest combined with its media folder.
+    Return the identity of a record with media: its digest and its media folder in one digest.
 
     Args:
         digest: Digest of the record.
@@ -256,7 +259,7 @@ def identity_with_media(digest: str, folder: str) -> str:
 @attrs.frozen(eq=False)
 class KnownLengths:
     """
-    Measurements of records, found by the identity of a record.
+    Measurements of records, looked up by a record's identity.
 
     The identity of a record of text is its digest, of one with media its `identity_with_media`.
     """
@@ -279,7 +282,7 @@ class KnownLengths:
 
     def find_rows(self, digests: Sequence[str], folders: Sequence[str]) -> IntArray:
         """
-        Return the row of each record, or `UNKNOWN`; int64, shape (num_records,).
+        Return the table row of each record, or `UNKNOWN`; int64, shape (num_records,).
 
         Args:
             digests: Digest of each record.
@@ -301,7 +304,7 @@ class KnownLengths:
 
 @attrs.frozen
 class DataFile:
-    """Data file of a split when it was measured."""
+    """Name, source, shape and size of a data file when its split was measured."""
 
     file: str
     """Path of the file in messages."""
@@ -318,7 +321,7 @@ class DataFile:
 
 def source_sizes(files: Iterable[DataFile]) -> list[tuple[str, int]]:
     """
-    Return the source and the number of records of each run of neighbouring files of one source.
+    Return source and number of records of each run of neighbouring files of one source.
 
     >>> files = (DataFile(name, name[0], "messages", 5) for name in ("a1", "a2", "b1"))
     >>> source_sizes(files)
@@ -330,7 +333,7 @@ def source_sizes(files: Iterable[DataFile]) -> list[tuple[str, int]]:
 
 @attrs.frozen
 class RecordLocation:
-    """File and line, or row, of a record, as messages show it."""
+    """Place of a record in messages: its file, and its line or row there."""
 
     file: str
 
@@ -345,7 +348,7 @@ class RecordLocation:
 
 @attrs.frozen
 class BadRecord:
-    """A record that cannot become a sample, with the reason; its row in the table is flagged."""
+    """Record that cannot become a sample, and the reason. Its row in the table is marked as bad."""
 
     index: int
     """Index of the record in the data, from 0."""

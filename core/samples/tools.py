@@ -1,6 +1,7 @@
 """
-Conversion of tool calls and their answers into messages of the roles `tool_call` and `tool`, which
-ms-swift's agent templates read.
+Conversion of tool calls and tool answers into messages.
+
+Their roles are `tool_call` and `tool`, which ms-swift's templates read.
 
 A call is JSON of a `name` and `arguments`. As in ms-swift, the calls of a message become separate
 messages after its text, and answers follow the order of the calls.
@@ -25,7 +26,7 @@ _CALL, _RESULT = "tool_use", "tool_result"
 
 def to_tools(value: object) -> list[dict[str, Any]]:
     """
-    Return the tools of a record, each an object with a name or a named function.
+    Return the tools of a record: each is an object with a name, or holds a named function.
 
     >>> to_tools('[{"name": "add"}]')
     [{'name': 'add'}]
@@ -50,8 +51,7 @@ def _tool_name(described: Mapping[str, Any]) -> object:
 
 def split_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
-    Return messages with each entry of `tool_calls` as a message of its own, and answers in the
-    order of the calls.
+    Return messages in which each tool call and each tool answer is a message by itself.
 
     Raises:
         ValueError: A call has no name.
@@ -114,7 +114,7 @@ def to_text_content(message: dict[str, Any]) -> dict[str, Any]:
 
 def split_parts(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """
-    Yield messages; each part that is a tool call or an answer becomes a message of its own.
+    Yield messages, with each tool call or tool answer in a message's parts as its own message.
 
     Raises:
         ValueError: A call has no name.

@@ -1,5 +1,5 @@
 """
-URLs of remote files, as `s3://bucket/data.jsonl`.
+URLs of remote files, such as `s3://bucket/data.jsonl`.
 
 Only the schemes of `PACKAGES` are read: others, and chains as `zip://a::s3://b`, could name files
 of this machine. A query, a fragment and a user name may be credentials; no message has them.
@@ -43,7 +43,7 @@ _SIGNING_KEYS = re.compile(
 
 def scheme_of(name: str) -> str | None:
     """
-    Return the scheme of a URL in small letters; None for a path of this machine.
+    Return the scheme of a URL in lower case; None for a path on this machine.
 
     >>> scheme_of("S3://bucket/a.jsonl"), scheme_of("data/a.jsonl")
     ('s3', None)
@@ -59,7 +59,7 @@ def is_url(name: object) -> bool:
 
 def url_fault(name: str) -> str | None:
     """
-    Return the reason why a name with a scheme is refused; None for a supported URL, or a path.
+    Return why a URL is refused; None for a path, or for a URL with a supported scheme.
 
     >>> url_fault("ftp://host/a.jsonl").partition(":")[0]
     'is at ftp'
@@ -87,7 +87,7 @@ def mask_credentials(text: str) -> str:
 
 def strip_signature(url: str) -> str:
     """
-    Return a URL without the query parameters of a signature.
+    Return a URL without the query parameters that sign it.
 
     A file has the same stripped URL however often it is signed.
 
@@ -108,7 +108,7 @@ def may_hold_signature(text: str) -> bool:
 
 def url_folder(url: str) -> str:
     """
-    Return the folder of a URL, without credentials; relative paths of media start there.
+    Return the folder of a URL without credentials; relative media paths start there.
 
     >>> url_folder("s3://bucket/data/a.jsonl")
     's3://bucket/data'
@@ -119,7 +119,7 @@ def url_folder(url: str) -> str:
 
 def join_url(folder: str, path: str) -> str:
     """
-    Return the URL of a relative path; *path* itself if it is absolute or a URL.
+    Return the URL of a path that is relative to a folder; an absolute path or a URL is unchanged.
 
     Args:
         folder: Result of `url_folder`.

@@ -1,4 +1,4 @@
-"""Checks and conversion of values in records of any shape."""
+"""Checks and conversions of single values in records of any shape."""
 
 import ast
 import json
@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 
 class UnusableRecordError(ValueError):
-    """A record cannot become a sample; the text continues a message that names the record."""
+    """A record cannot become a sample; its text completes a message that names the record."""
 
     def __init__(self, reason: str, argument: str = "") -> None:
         super().__init__(reason)
@@ -16,17 +16,17 @@ class UnusableRecordError(ValueError):
 
 
 def fail(reason: str, *, argument: str = "") -> NoReturn:
-    """Raise `UnusableRecordError`."""
+    """Raise `UnusableRecordError` with a reason."""
     raise UnusableRecordError(reason, argument)
 
 
 def is_empty(value: object) -> bool:
-    """Return whether a value is null or empty, as exports write absent values."""
+    """Return whether a value is null or empty, as exports write values that are absent."""
     return value is None or (isinstance(value, (str, list, Mapping)) and not value)
 
 
 def has(record: Mapping[str, Any], name: str) -> bool:
-    """Return whether a record's value under a key is neither missing nor empty."""
+    """Return whether a record has a value under a key, and this value is not empty."""
     return not is_empty(record.get(name))
 
 
@@ -50,7 +50,9 @@ def parse_literal(value: Any, name: str) -> Any:
 
 
 def require_encodable(value: Any, name: str) -> None:
-    """Refuse a JSON value with half of a surrogate pair in a text; the error has *name*."""
+    """
+    Refuse a value with half of a surrogate pair in a text; the message calls the value *name*.
+    """
     try:
         json.dumps(value, ensure_ascii=False, skipkeys=True, default=str).encode()
     except UnicodeEncodeError:

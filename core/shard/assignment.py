@@ -1,5 +1,5 @@
 """
-Assignment of items to the microbatches of workers: by work under a budget, or whole packs in turn.
+Assignment of items to workers' microbatches: by work within a token limit, or as whole packs.
 
 A label is the microbatch of an item. Worker r has the microbatches from `r * per_shard` on.
 """
@@ -21,13 +21,13 @@ take seconds.
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return *number* rounded up to a multiple of *multiple*."""
+    """Return *number*, rounded up to a multiple of *multiple*."""
     return -(-number // multiple) * multiple
 
 
 def pack_in_fewer_rounds(packs: Packs, costs: IntArray, *, capacity: int, round_size: int) -> Packs:
     """
-    Return a packing by the algorithm `certified` if it saves a whole round, else *packs*.
+    Return a packing by the algorithm `certified` if that saves a whole round, else *packs*.
 
     Args:
         packs: Microbatches of one algorithm.
@@ -43,15 +43,16 @@ def pack_in_fewer_rounds(packs: Packs, costs: IntArray, *, capacity: int, round_
 
 
 def add_filler(packs: Packs, num_items: int) -> Packs:
-    """Return *packs*, then a pack for each filler item, so that *num_items* items are in packs."""
+    """Return *packs* and one pack for each filler item, until *num_items* items are packed."""
     ends = np.arange(packs.num_samples, num_items) + 1
     return Packs(np.concatenate([packs.offsets, ends]), np.concatenate([packs.indices, ends - 1]))
 
 
 def balance_items(costs: IntArray, works: IntArray, *, shards: int, per_shard: int, capacity: int) -> IntArray | None:
     """
-    Assign items by descending work, each to the least loaded worker with room; return the
-    microbatch of each, or None if an item fits nowhere.
+    Assign items by descending work, each to the least loaded worker that has room for it.
+
+    Return the microbatch of each item, or None if an item has no room anywhere.
 
     Args:
         costs: Positions of each item; at least `shards * per_shard`.
@@ -114,8 +115,9 @@ def _place_evenly(sizes: list[int], num: int, capacity: int) -> list[int] | None
 
 def assign_packs(packs: Packs, works: IntArray, shards: int, *, balance: bool) -> IntArray:
     """
-    Assign whole packs, the same number to each worker, in turn or to the least loaded worker;
-    return the microbatch of each item.
+    Assign the same number of whole packs to each worker, in turn or to the least loaded one.
+
+    Return the microbatch of each item.
 
     Args:
         packs: Microbatches; their number is a multiple of *shards*.
@@ -144,8 +146,9 @@ def rotate_to_least_loaded(
     labels: IntArray, works: IntArray, done: IntArray, per_shard: int
 ) -> tuple[IntArray, IntArray]:
     """
-    Give the most work of this global batch to the worker that did the least before. Return the
-    labels, and the work of each worker with this global batch.
+    Give this global batch's largest load to the worker with the least work so far.
+
+    Return the labels, and each worker's work after this global batch.
 
     Args:
         labels: Microbatch of each item, worker by worker; shape (num_items,).

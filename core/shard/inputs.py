@@ -1,4 +1,4 @@
-"""Arguments that all sharding functions share: checks, conversions and works of sequences."""
+"""Arguments that all sharding functions share, checked and converted; work of sequences."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Self, get_args
@@ -24,7 +24,7 @@ def sequence_dims(
     shapes: Mapping[str, Sequence[int]], *, input_key: str, declared: Mapping[str, int | None]
 ) -> dict[str, int | None]:
     """
-    Return the dimension of each field that runs along the sequence; None for fields without one.
+    Return each field's dimension that runs along the sequence; None for a field without one.
 
     A dimension as long as the tokens may be so by chance. So it has to be declared, unless its
     field is one of `TOKEN_FIELDS`.
@@ -77,7 +77,7 @@ WhenLong = Literal["error", "alone"]
 
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """
-    Require that an option is one of its values.
+    Refuse a value of an option that is not among its choices.
 
     Args:
         name: Name of the option.
@@ -123,7 +123,7 @@ def lengths_and_padded(
 
 @attrs.frozen(eq=False)
 class SequenceWorks:
-    """Work of sequences: a part that depends on padded width, and a part that does not."""
+    """Work of sequences, in two parts: one depends on the padded width, the other does not."""
 
     row_works: Callable[[IntArray], NDArray[np.float64]]
     """Work of rows of one sequence each, from their widths."""
@@ -133,7 +133,7 @@ class SequenceWorks:
 
     @classmethod
     def from_arguments(cls, work: Work | None, num: int) -> Self:
-        """Return the work of *num* sequences; without *work*, it is the square of a row's width."""
+        """Return the work of *num* sequences; by default, it is the square of a row's width."""
         if work is None or isinstance(work, WorkModel):
             return cls(squares if work is None else work.sample_flops, np.zeros(num))
         return cls(lambda widths: np.zeros(widths.shape), as_works(work, num, items="sequences"))
@@ -141,7 +141,8 @@ class SequenceWorks:
 
 def global_batches(num: int, batch_size: int) -> list[range]:
     """
-    Return the sequences of each global batch of *batch_size*, the last one perhaps of fewer;
+    Return the indices of each global batch's sequences; the last batch may have fewer.
+
     ArgumentError if there is no sequence.
     """
     if not num:
@@ -152,7 +153,7 @@ def global_batches(num: int, batch_size: int) -> list[range]:
 
 def slot_sequences(costs: IntArray, least: int) -> IntArray:
     """
-    Return the sequence of each slot of a global batch: each once, then the shortest in the rest.
+    Return the sequence in each slot of a global batch; the shortest one fills the spare slots.
 
     Args:
         costs: Positions of each sequence.

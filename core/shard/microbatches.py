@@ -1,4 +1,4 @@
-"""Microbatches of RL batches: a packed row each, or rows of similar length padded to one width."""
+"""Microbatches of RL batches: a packed row each, or padded rows of similar length."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """
-Rounds: microbatches that all workers compute at the same time, made of equal work.
+Rounds of equal work: a round is the microbatches that all workers compute at the same time.
 
 Under FSDP, workers wait in every round for its busiest worker. So the time of a global batch is the
 sum over the busiest microbatches of its rounds. Sequences heavier than a mean microbatch set the
@@ -30,8 +30,9 @@ _PARTNERS = 4
 
 def spread_over_rounds(costs: IntArray, works: IntArray, *, shards: int, rounds: int, capacity: int) -> IntArray | None:
     """
-    Assign items to microbatches, so that those of a round have about equal work; return labels, or
-    None if an item fits nowhere.
+    Assign items to microbatches, so that those of one round have about equal work.
+
+    Return the microbatch of each item, or None if an item has no room anywhere.
 
     Args:
         costs: Positions of each item; at least as many items as microbatches.
@@ -182,8 +183,10 @@ class _RoundFiller:
 
 def assign_rounds(labels: IntArray, costs: IntArray, works: IntArray, *, shards: int, capacity: int) -> IntArray:
     """
-    Assign microbatches to workers, so that those of a round have equal work and workers about equal
-    sums; return the new label of each item. The microbatches k of all workers run at the same time.
+    Assign microbatches to workers, so that each round and each worker's total are even.
+
+    The workers compute their microbatches number k at the same time, which is a round. Return the
+    new microbatch of each item.
 
     Args:
         labels: Microbatch of each item. The number of microbatches is a multiple of *shards*.

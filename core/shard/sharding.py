@@ -29,7 +29,7 @@ _Number = TypeVar("_Number", np.int64, np.float64)
 
 @attrs.frozen(eq=False)
 class ShardBatch:
-    """Microbatches of one worker in one global batch."""
+    """One worker's microbatches in one global batch."""
 
     indices: IntArray
     """Sequence of each slot; shape (num_slots,)."""
@@ -50,19 +50,19 @@ class ShardBatch:
 
     @property
     def boundaries(self) -> list[list[int]]:
-        """First slot of each microbatch, and the slot after its last."""
+        """First slot of each microbatch, and the end of the last one."""
         return [[int(start), int(stop)] for start, stop in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
 
     @property
     def microbatches(self) -> list[list[int]]:
-        """Sequences of each microbatch."""
+        """Sequences in each microbatch."""
         return [self.indices[start:stop].tolist() for start, stop in self.boundaries]
 
 
 @attrs.frozen(eq=False)
 class Sharding:
     """
-    RL batch, cut into microbatches for each worker.
+    RL batch that is cut into microbatches for each worker.
 
     `results[sharding.restore]` brings results of slots, worker after worker, back into the order of
     the batch. `order[restore]` counts up from 0.
@@ -109,7 +109,7 @@ class Sharding:
 
     @property
     def order(self) -> IntArray:
-        """Sequence of each slot, worker after worker; shape (num_slots,)."""
+        """Sequence in each slot, worker after worker; shape (num_slots,)."""
         return self.slots.indices
 
     @cached_property
@@ -121,9 +121,7 @@ class Sharding:
         return restore
 
     def by_worker(self, values: NDArray[_Number]) -> NDArray[_Number]:
-        """
-        Reshape one value per microbatch to one row per worker; shape (num_shards, microbatches).
-        """
+        """Reshape values, one for each microbatch, to (num_shards, microbatches)."""
         return values.reshape(self.num_shards, -1)
 
     def shard(self, rank: int) -> tuple[ShardBatch, ...]:
@@ -146,7 +144,7 @@ class Sharding:
 
 @attrs.frozen(eq=False)
 class CutBatch:
-    """A global batch, cut into microbatches."""
+    """One global batch, cut into microbatches."""
 
     sequences: IntArray
     """

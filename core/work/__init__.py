@@ -1,3 +1,1 @@
-"""
-Work of samples and packs in FLOPs of the model's layers, and assignment of packs to ranks by work.
-"""
+"""Work of samples and packs in FLOPs, and assignment of packs to ranks by their work."""

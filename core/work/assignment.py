@@ -53,7 +53,7 @@ _BLOCK = 1 << 21
 
 def to_units(works: NDArray[Any]) -> IntArray:
     """
-    Return works scaled to whole numbers, the largest as `UNITS`; int64 of the same shape.
+    Return *works* scaled to whole numbers, so that the largest is `UNITS`; int64, same shape.
 
     Works that differ by a common factor give the same units.
     """
@@ -68,7 +68,7 @@ def level_steps(
     works: IntArray, degrees: IntArray | None = None, *, world_size: int, accumulation: int, sync_at: SyncPoint
 ) -> IntArray:
     """
-    Return the positions of packs in an order that gives the ranks of each step equal work.
+    Return an order of the packs in which the ranks of each step have equal work.
 
     In an order, rank r of W takes the positions r, r + W, r + 2W, … A step is accumulation x W
     neighbours, the last perhaps fewer. Each step keeps its packs. A pack of several ranks stays in

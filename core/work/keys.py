@@ -1,4 +1,4 @@
-"""Reader of the keys of a model's config.json, which remembers the keys it has read."""
+"""Reader of a model's config.json that remembers which keys it has read."""
 
 import math
 import re
@@ -34,7 +34,7 @@ _HARMLESS = re.compile(
 
 class ConfigKeys:
     """
-    Keys of a model's config.json, and which of them were read.
+    Keys of a model's config.json, and a record of those that were read.
 
     >>> keys = ConfigKeys({"hidden_size": 8, "n_layer": 2, "num_streams": 4})
     >>> keys.size("hidden_size"), keys.size("num_hidden_layers", "n_layer"), keys.unread_sizes()
@@ -43,7 +43,7 @@ class ConfigKeys:
 
     def __init__(self, sizes: Sizes, defaults: Sizes | None = None) -> None:
         """
-        Read from *sizes*, then from *defaults*.
+        Look keys up in *sizes* first, then in *defaults*.
 
         Args:
             sizes: A config.json, or a part of one.
@@ -53,13 +53,15 @@ class ConfigKeys:
         self._read = set[str]()
 
     def find(self, *names: str) -> Any:
-        """Return the first existing value of *names*, or None; all *names* then count as read."""
+        """
+        Return the value of the first key that exists, or None; all *names* then count as read.
+        """
         self._read.update(names)
         return next((self._sizes[name] for name in names if name in self._sizes), None)
 
     def find_size(self, *names: str) -> int | None:
         """
-        Return the size under the first of *names* that exists, as an integer; None if none exists.
+        Return the value of the first key that exists as an integer; None if none exists.
 
         Raises:
             ModelError: The value is not a number of at least 0.
@@ -74,14 +76,16 @@ class ConfigKeys:
         return int(found)
 
     def size(self, *names: str) -> int:
-        """Return the size under the first of *names* that exists; ModelError if none does."""
+        """
+        Return the value of the first key that exists as an integer; ModelError if none exists.
+        """
         found = self.find_size(*names)
         if found is None:
             raise ModelError("work", f"config.json has no {names[0]}, which the work of a sample depends on")
         return found
 
     def unread_sizes(self) -> list[str]:
-        """Return keys not yet read whose value is a size above 0 or a list."""
+        """Return the keys that look like sizes and were not read: numbers above 0 and lists."""
         return sorted(
             key
             for key, value in self._sizes.items()

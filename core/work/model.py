@@ -1,5 +1,5 @@
 """
-Work of a sample or a pack in floating-point operations (FLOPs), from the layer sizes of the model.
+Work of a sample or a pack in floating-point operations (FLOPs), by the model's layer sizes.
 
 The count has the multiplications and additions of matrix products in one forward pass. A backward
 pass over all weights takes twice as many. Norms, activations and rotations are left out: they are
@@ -33,7 +33,7 @@ from packplan.core.work.vision import FLOPs, VisionWork, read_vision_work
 
 @attrs.frozen
 class WorkModel:
-    """Work of a model: coefficients of the FLOPs of its forward pass, or of a training step."""
+    """Coefficients by which a model's FLOPs are computed, for a forward pass or a training step."""
 
     per_position: float
     """FLOPs of the matrix products of one position, over all layers and the output head."""
@@ -53,7 +53,7 @@ class WorkModel:
     @classmethod
     def from_config(cls, config: Sizes) -> WorkModel:
         """
-        Return the work of a model from the content of its config.json.
+        Return the work model that a model's config.json describes.
 
         Raises:
             ModelError: A size is missing, or a key has an unknown effect on the work.
@@ -71,8 +71,7 @@ class WorkModel:
     @classmethod
     def estimated(cls, config: Sizes) -> WorkModel:
         """
-        Estimate the work of an unknown architecture from tokens and squares of lengths, in the
-        proportion of ordinary layers of its width.
+        Estimate the work of an unknown architecture as that of ordinary layers of its width.
 
         Without sizes in *config*, it takes 32 layers of a width of 4,096. Images count by their
         tokens.
@@ -88,7 +87,7 @@ class WorkModel:
 
     def trained(self, *, text: bool = True, vision: bool = True, vision_gradients: bool = True) -> WorkModel:
         """
-        Return the work of a forward and a backward pass, from this work of the forward pass.
+        Return the work of a forward and backward pass, from the work of the forward pass.
 
         A backward pass takes as many FLOPs for the gradients of a layer's inputs, and as many again
         for those of trained weights. Attention has no weights, and its backward pass has two
@@ -112,7 +111,7 @@ class WorkModel:
 
     def scaled(self, text: float, attention: float) -> WorkModel:
         """
-        Return the work of the text with each part times a factor; the vision tower is unchanged.
+        Return a work model whose text terms are multiplied; the vision tower is unchanged.
 
         Args:
             text: Factor of the matrix products of text positions, and of layers under the delta
@@ -129,8 +128,9 @@ class WorkModel:
 
     def sample_flops(self, lengths: Lengths) -> FLOPs:
         """
-        Return the forward FLOPs of each sample under causal attention, without its images; shape
-        (num_samples,). ArgumentError for a length that is not a positive whole number.
+        Return the forward FLOPs of each sample's text under causal attention; shape (num_samples,).
+
+        ArgumentError for a length that is not a positive whole number.
 
         The work of a pack under attention by sample is the sum over its samples.
 
@@ -141,7 +141,9 @@ class WorkModel:
         return self.row_flops(as_lengths(lengths))
 
     def row_flops(self, widths: Any) -> FLOPs:
-        """Return the forward FLOPs of rows that hold one text sample each, *widths* tokens long."""
+        """
+        Return the forward FLOPs of rows of *widths* tokens, each of which holds one text sample.
+        """
         tokens = np.asarray(widths, dtype=np.float64)
         work: FLOPs = tokens * self.per_position + tokens * (tokens + 1) / 2 * self.per_pair
         for layers in self.local:
@@ -157,7 +159,7 @@ FRAMES_PER_LAYER = 2
 
 @attrs.frozen(eq=False)
 class SampleWorks:
-    """Work of each sample of a data set, from its measurement."""
+    """Work of each sample of a data set, computed from its measurement."""
 
     model: WorkModel
 
@@ -179,7 +181,7 @@ class SampleWorks:
         video_patches: Any = 0,
     ) -> SampleWorks:
         """
-        Return the works of samples with these lengths and media.
+        Return the work of samples of these lengths and media.
 
         Args:
             model: Work of the model.
@@ -207,7 +209,7 @@ class SampleWorks:
 
     def scaled(self, text: float, attention: float, vision: float) -> SampleWorks:
         """
-        Return the works with each part times a factor, such as nanoseconds for each FLOP.
+        Return the work with each term multiplied by a factor, such as nanoseconds per FLOP.
 
         Args:
             text: See `WorkModel.scaled`.
@@ -222,5 +224,5 @@ class SampleWorks:
 
     @property
     def flops(self) -> FLOPs:
-        """Work of each sample, in FLOPs or the unit of `scaled`; shape (num_samples,)."""
+        """Work of each sample, in FLOPs or in the unit of `scaled`; shape (num_samples,)."""
         return np.rint(self.model.row_flops(self.lengths) + self.media_flops)

@@ -1,5 +1,5 @@
 """
-Work of a model's text layers, by the keys of its config.json.
+Work of a model's text layers, computed from its config.json.
 
 Keys decide, not families: grouped or latent heads, experts and shared experts, layers of a window
 or a chunk, layers that carry a state. `_DEFAULTS` holds values that configs leave out or have no
@@ -67,7 +67,7 @@ DELTA_CHUNK = 64
 
 @attrs.frozen
 class LocalAttention:
-    """Work of attention layers limited to a window or a chunk."""
+    """Work of attention layers that attend only within a window or a chunk."""
 
     per_pair: float
     """FLOPs per pair of tokens, over these layers."""
@@ -82,7 +82,7 @@ class LocalAttention:
 
     def pairs(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
         """
-        Return the number of token pairs in rows of these *lengths*; of their shape.
+        Return the number of token pairs in rows of these *lengths*, as an array of the same shape.
 
         >>> LocalAttention(1, 3).pairs(np.array([2.0, 5.0])).tolist()
         [3.0, 12.0]
@@ -101,7 +101,7 @@ class LocalAttention:
 
 def read_text_work(sizes: Sizes, *, model_type: str | None) -> dict[str, Any]:
     """
-    Return the forward FLOPs of a model's text layers, by the fields of `core.work.model.WorkModel`.
+    Return the forward work of a model's text layers, as fields of `core.work.model.WorkModel`.
 
     Args:
         sizes: The text's part of a config.json.

@@ -1,4 +1,4 @@
-"""Work of vision towers and their projectors, by the keys of `vision_config` in a config.json."""
+"""Work of vision towers and their projectors, computed from `vision_config` in a config.json."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ FLOPs = NDArray[np.float64]
 
 @attrs.frozen
 class VisionWork:
-    """Coefficients of the forward FLOPs of a vision tower and its projectors."""
+    """Coefficients by which the forward FLOPs of a vision tower and its projectors are computed."""
 
     per_patch: int
     """FLOPs of the matrix products of one patch, over all layers and projectors."""
@@ -38,8 +38,9 @@ class VisionWork:
 
     def estimate_image_flops(self, images: Any, patches: Any) -> FLOPs:
         """
-        Estimate the forward FLOPs of each sample's images from their number and patches, as if they
-        had equal sizes and whole windows.
+        Estimate the forward FLOPs of each sample's images from their number and their patches.
+
+        All images of a sample are taken to have one size, in whole windows.
 
         Args:
             images: Number of images of each sample; shape (num_samples,).
@@ -58,8 +59,7 @@ class VisionWork:
 
 def read_vision_work(config: Sizes) -> VisionWork:
     """
-    Return the work of the vision tower of a config.json; ModelError if its keys are not those of a
-    known kind.
+    Return the work of a vision tower; ModelError if its keys fit no known kind of tower.
 
     Known towers merge patches, which attend within their frame. Their keys tell them apart:
 

@@ -1,1 +1,3 @@
-"""Readers of records by file format, and conversion of formats that cannot be read in any order."""
+"""
+Readers of records, one for each file format; formats without random access are converted first.
+"""

@@ -1,4 +1,4 @@
-"""Rows of memory-mapped Arrow files, written by `datasets.save_to_disk` or converted."""
+"""Rows of memory-mapped Arrow files that `datasets.save_to_disk` or a conversion wrote."""
 
 import json
 import mmap
@@ -35,7 +35,7 @@ def is_arrow_folder(path: Path) -> bool:
 
 
 def list_arrow_files(path: Path) -> list[Path]:
-    """Return the Arrow files of a `datasets.save_to_disk` folder, in the order of their rows."""
+    """Return the Arrow files of a `datasets.save_to_disk` folder, in row order."""
     try:
         names = [entry["filename"] for entry in json.loads((path / _STATE).read_text(encoding="utf-8"))["_data_files"]]
         parts = [path / name for name in names]
@@ -48,7 +48,7 @@ def list_arrow_files(path: Path) -> list[Path]:
 
 
 class ArrowFile(RecordFile):
-    """Rows of one or more Arrow files in sequence, numbered from 1 in messages."""
+    """Rows of one or more consecutive Arrow files; messages count rows from 1."""
 
     def _open(self, _: object) -> None:
         import pyarrow as pa
@@ -111,7 +111,7 @@ class ArrowFile(RecordFile):
 
 class MappedFile:
     """
-    Content of a file, mapped into memory, with a limit on the pages that stay resident.
+    Memory-mapped content of a file, with a limit on its resident pages.
 
     Mapped pages count as memory of the process, although the system could take them back. A run in
     shuffled order would map the whole file in time. Released pages stay in the system's cache, and
@@ -125,7 +125,7 @@ class MappedFile:
         self._held = 0
 
     def count_read(self, num_bytes: int) -> None:
-        """Count bytes that were read, and release mapped pages after `MOST_HELD` of them."""
+        """Count bytes that were read; after every `MOST_HELD` bytes, release the mapped pages."""
         self._held += num_bytes
         if self._held > MOST_HELD:
             self.bytes.madvise(mmap.MADV_DONTNEED)
@@ -175,7 +175,9 @@ def _reason(error: Exception) -> str:
 
 
 def drop_nulls(value: Any) -> Any:
-    """Return a value without the null entries of its objects: columns hold null for absent keys."""
+    """
+    Return a value without the null entries of its objects: a column holds null for an absent key.
+    """
     if isinstance(value, dict):
         return {key: drop_nulls(held) for key, held in value.items() if held is not None}
     if isinstance(value, list):

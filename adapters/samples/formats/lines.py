@@ -1,4 +1,4 @@
-"""JSON Lines files: each record is read at its known bytes, and parsed by strict rules for JSON."""
+"""JSON Lines files: each record is read at its byte position, and parsed as strict JSON."""
 
 import json
 import math
@@ -31,7 +31,7 @@ instead of its value.
 
 class LinesFile(RecordFile):
     """
-    Records of a JSON Lines file, one a line, read by their byte positions; blank lines are skipped.
+    Records of a JSON Lines file, one on each line, found by byte position; blank lines are skipped.
 
     Attributes:
         spans: Start byte, end byte and line number of each record; int64, shape (num_records, 3).
@@ -48,7 +48,7 @@ class LinesFile(RecordFile):
         return {"spans": self.spans.reshape(-1), **super()._arrays_to_cache()}
 
     def cache_fault(self) -> str | None:
-        """Read the whole file; return a message if it differs from its cached arrays, or None."""
+        """Read the whole file; return a message if it differs from its cached arrays, else None."""
         if self._is_cached and not np.array_equal(self._scan(), self.spans):
             return f"its records stand in other places than {self._cache.path} says: delete that, and build again"
         return super().cache_fault()
@@ -83,7 +83,7 @@ class LinesFile(RecordFile):
         return parse_record(b"".join(self._read_text(row)), where)
 
     def location(self, row: int) -> RecordLocation:
-        """Return file and line of the record in *row*."""
+        """Return the file and line of the record in *row*."""
         return RecordLocation(self.name, int(self.spans[row, 2]), self.unit)
 
     def _read_digest(self, row: int) -> bytes:
@@ -146,7 +146,9 @@ def _close_kept(descriptor: int) -> None:
 
 
 def parse_record(text: bytes, where: str) -> Any:
-    """Parse a record's text as strict JSON; RecordError that names the place *where* if invalid."""
+    """
+    Parse a record's text as strict JSON; RecordError names the place *where* if it is invalid.
+    """
     try:
         value = json.loads(
             text.decode("utf-8-sig"),

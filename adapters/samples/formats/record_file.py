@@ -1,5 +1,5 @@
 """
-Records of one file, whatever its format, and their digests.
+Records of one file in any format, and their digests.
 
 Positions and digests of records are cached on disk, so that a later start need not read the file.
 A file counts as unchanged if its size, times and inode are, as in version control; a file that was
@@ -39,11 +39,11 @@ SETTLED_NS = 2 * 10**9
 
 
 class FileCache:
-    """Arrays about a data file, cached in a folder and valid while the file is unchanged."""
+    """Arrays about a data file, cached in a folder; they are valid while the file is unchanged."""
 
     def __init__(self, folder: Path | None, parts: Sequence[Path], *, kind: str, is_copy: bool = False) -> None:
         """
-        Record the current size, times and inode of the file, before its content is read.
+        Note the file's current size, times and inode, before its content is read.
 
         Args:
             folder: Folder of cached arrays; None caches nothing.
@@ -62,7 +62,7 @@ class FileCache:
         self.path = None if folder is None or is_small else folder / f"{key}-records.json"
 
     def load(self) -> dict[str, NDArray[Any]] | None:
-        """Return the cached arrays; None if there are none, or the file changed since."""
+        """Return the cached arrays; None if there are none, or the file has changed since."""
         if self.path is None:
             return None
         try:
@@ -76,8 +76,10 @@ class FileCache:
 
     def save(self, arrays: Mapping[str, NDArray[Any]]) -> bool:
         """
-        Cache arrays, and return whether that was done: not without room on the disk, nor if the
-        data file is small or may have changed while it was read.
+        Cache arrays, and return whether they were written.
+
+        They are not written if the disk is full, if the data file is small, or if it may have
+        changed while it was read.
         """
         if self.path is None or not self._is_settled or self.file_changed():
             return False
@@ -93,7 +95,9 @@ class FileCache:
         return True
 
     def file_changed(self) -> bool:
-        """Return whether size, times or inode of the file changed since this object was made."""
+        """
+        Return whether the file's size, times or inode have changed since this object was made.
+        """
         try:
             return self._state != self._read_state()
         except OSError:  # it is gone
@@ -113,7 +117,7 @@ def file_state(path: Path) -> dict[str, int]:
 
 class RecordFile:
     """
-    Records of one file, by row. Each format is a subclass that finds the records and reads them.
+    Records of one file, by row; a subclass for each format finds and reads them.
 
     Attributes:
         name: Name of the file in messages, as the user gave it.
@@ -137,7 +141,7 @@ class RecordFile:
         cache: Path | None,
     ) -> None:  # fmt: skip
         """
-        Find the records of a file, from cached arrays if the file is unchanged.
+        Find the records of a file, by its cached arrays if the file is unchanged.
 
         Args:
             parts: Files to read: the file or its copy, or the parts of a folder.
@@ -190,7 +194,7 @@ class RecordFile:
         raise NotImplementedError
 
     def location(self, row: int) -> RecordLocation:
-        """Return file and line (or row, from 1) of the record in *row*, from 0."""
+        """Return the file and line (or row, from 1) of the record in *row*, which counts from 0."""
         return RecordLocation(self.name, row + 1, self.unit)
 
     @property
@@ -205,8 +209,9 @@ class RecordFile:
 
     def digests(self, start: int, stop: int) -> NDArray[np.uint8]:
         """
-        Return the digests of the rows from *start* to before *stop*, reading records whose digest
-        is unknown; shape (num_records, DIGEST_BYTES).
+        Return the digests of rows *start* to *stop* - 1; shape (num_records, DIGEST_BYTES).
+
+        Records whose digest is unknown are read.
         """
         known = self.known_digests(start, stop)
         for row in np.flatnonzero(~known.any(axis=1)).tolist():
@@ -214,7 +219,7 @@ class RecordFile:
         return known
 
     def known_digests(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """Return a view of the digests of the rows, zero where unknown; see `digests`."""
+        """Return a view of the rows' digests, zero where unknown; see `digests`."""
         return self._digests[start:stop]
 
     def known_digest(self, row: int) -> bytes:

@@ -67,7 +67,7 @@ csv.field_size_limit(MOST_CHARACTERS)
 
 def make_copy(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
     """
-    Return the copy of a file in a format that can be read in any order; write it if there is none.
+    Return a copy of the file in a format with random access; it is written if there is none.
 
     Args:
         path: The file.
@@ -101,7 +101,7 @@ def make_copy(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
 
 
 def copy_fault(path: Path, copy: Path) -> str | None:
-    """Read a file and its copy in full; return a message if one of them changed, or None."""
+    """Read a file and its copy in full; return a message if one of them has changed, else None."""
     if not copy.name.startswith(_compute_digest(path)[:32]):
         return "the file is another one than its copy was made of, although its size and times are the same"
     written = files.read_manifest(copy.with_suffix(".json"), _SCHEMA)
@@ -110,7 +110,9 @@ def copy_fault(path: Path, copy: Path) -> str | None:
 
 def read_head(path: Path) -> tuple[bytes, bool]:
     """
-    Return a file's first 4,096 bytes, decompressed (none if damaged), and whether it is compressed.
+    Return a file's first 4,096 bytes after decompression, and whether the file is compressed.
+
+    For a damaged file, there are no bytes.
     """
     with path.open("rb") as file:
         head = file.read(_HEAD)
