@@ -25,6 +25,9 @@ TRACES = Path(__file__).parent / "traces.npz"
 IMAGE_TOKENS, IMAGE_SHARES = (256, 576, 1024, 1280, 2560), (0.2, 0.3, 0.25, 0.15, 0.1)
 """Tokens of images of common sizes, and how often each size is drawn."""
 
+TILE_SHARES = np.array([30, 20, 10, 20, 5, 30, 2, 6, 3, 1, 1, 20]) / 148
+"""How often an image has each number of tiles, from 1."""
+
 TEXT_MODEL = WorkModel(per_position=14 * 10**9, per_pair=4 * 28 * 3584)
 """Forward FLOPs of a text model of 7B."""
 
@@ -77,6 +80,35 @@ def _vision(rng: np.random.Generator, num: int, _capacity: int) -> NDArray[np.in
     return lengths
 
 
+def _tiles(rng: np.random.Generator, num: int, text: NDArray[np.integer]) -> NDArray[np.integer]:
+    """Return tiles of 256 tokens, up to 12 and a thumbnail of an image, beside *text*."""
+    tiles = rng.choice(np.arange(1, 13), num, p=TILE_SHARES)
+    return 256 * (tiles + (tiles > 1)) + text
+
+
+def _tiles_and_answers(rng: np.random.Generator, num: int, _capacity: int) -> NDArray[np.integer]:
+    return _tiles(rng, num, rng.lognormal(4.5, 0.7, num).astype(np.int64))
+
+
+def _tiles_and_labels(rng: np.random.Generator, num: int, _capacity: int) -> NDArray[np.integer]:
+    return _tiles(rng, num, rng.integers(15, 60, num))
+
+
+def _conversations(rng: np.random.Generator, num: int, _capacity: int) -> NDArray[np.integer]:
+    lengths: IntArray = rng.lognormal(7.0, 0.45, num).astype(np.int64)
+    return lengths
+
+
+def _many_lengths(rng: np.random.Generator, num: int, _capacity: int) -> NDArray[np.integer]:
+    lengths: IntArray = rng.gamma(6, 180, num).astype(np.int64)
+    return lengths
+
+
+def _documents(rng: np.random.Generator, num: int, capacity: int) -> NDArray[np.integer]:
+    lengths: IntArray = (capacity * rng.lognormal(-1.4, 0.9, num)).astype(np.int64)
+    return lengths
+
+
 def _uniform(rng: np.random.Generator, num: int, capacity: int) -> NDArray[np.integer]:
     return rng.integers(1, capacity, num, endpoint=True)
 
@@ -113,6 +145,16 @@ DISTRIBUTIONS = {
         Distribution("vlm-16384", 16384, _vision),
         Distribution("vlm-8192", 8192, _vision),
         Distribution("vlm-4096", 4096, _vision),
+        Distribution("tiles-4096", 4096, _tiles_and_answers),
+        Distribution("tiles-8192", 8192, _tiles_and_answers),
+        Distribution("tile-labels-4096", 4096, _tiles_and_labels),
+        Distribution("tile-labels-16384", 16384, _tiles_and_labels),
+        Distribution("many-3000", 3000, _many_lengths),
+        Distribution("many-3500", 3500, _many_lengths),
+        Distribution("conversations-4096", 4096, _conversations),
+        Distribution("conversations-3000", 3000, _conversations),
+        Distribution("detcap-5000", 5000, _bootstrap("detcap")),
+        Distribution("documents-32768", 32768, _documents),
         Distribution("lognormal-4096", 4096, _lognormal),
         Distribution("narrow-4096", 4096, _narrow),
         Distribution("narrow-3000", 3000, _narrow),

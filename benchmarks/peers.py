@@ -1,6 +1,8 @@
 """Packages that a user would install to pack samples, each called as it is meant to be."""
 
 from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,12 +27,24 @@ class Peer:
     prepare: Callable[[IntArray, int], Callable[[], Any]]
     """Lengths and capacity -> the call to measure, which returns the packs."""
 
+    @property
+    def is_installed(self) -> bool:
+        """Whether the package can be imported; one that no other of ours needs may be absent."""
+        return find_spec(self.module.partition(".")[0]) is not None
+
 
 def _binpacking(lengths: IntArray, capacity: int) -> Callable[[], Any]:
     from binpacking import to_constant_volume
 
     samples = list(enumerate(lengths.tolist()))
     return lambda: to_constant_volume(samples, capacity, weight_pos=1)
+
+
+def _lightbinpack(lengths: IntArray, capacity: int, *, strategy: str) -> Callable[[], Any]:
+    from lightbinpack import pack
+
+    samples = lengths.tolist()
+    return lambda: pack(samples, capacity, strategy=strategy)
 
 
 def _ms_swift(lengths: IntArray, capacity: int) -> Callable[[], Any]:
@@ -66,6 +80,8 @@ def _trl(lengths: IntArray, capacity: int) -> Callable[[], Any]:
 
 PEERS = {
     "binpacking": Peer("binpacking", "binpacking", _binpacking),
+    "lightbinpack-ffd": Peer("lightbinpack", "lightbinpack", partial(_lightbinpack, strategy="ffd")),
+    "lightbinpack-obfd": Peer("lightbinpack", "lightbinpack", partial(_lightbinpack, strategy="obfd")),
     "ms-swift": Peer("ms-swift", "swift.dataset.packing", _ms_swift),
     "trl-bfd": Peer("trl", "trl.data_utils", _trl),
 }

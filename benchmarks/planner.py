@@ -92,12 +92,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure, then print."""
+    absent = {name for name, peer in PEERS.items() if name in options.planners and not peer.is_installed}
+    options.planners = [name for name in options.planners if name not in absent]
     used = [PEERS[name] for name in options.planners if name in PEERS]
     for peer in used:
         import_module(peer.module)
     rows = [row for name in options.distributions for row in _rows_of(DISTRIBUTIONS[name], options)]
     packages = ("numpy", "scipy", *(peer.package for peer in used))
-    show(rows, COLUMNS, left={"lengths", "planner"}, as_json=options.json, packages=packages)
+    notes = [f"not installed, and left out: {', '.join(sorted(absent))}"] if absent else []
+    show(rows, COLUMNS, left={"lengths", "planner"}, as_json=options.json, notes=notes, packages=packages)
 
 
 def _rows_of(distribution: Distribution, options: argparse.Namespace) -> Iterator[PlannerRow]:

@@ -81,7 +81,7 @@ def find_bound(
     tally, capacity = to_lowest_terms(tally, capacity=capacity)
     quick = find_quick_bound(tally, capacity=capacity)
     enough = quick if effort == inf else quick + quick // CLOSE
-    if not effort or (known is not None and known <= enough):
+    if not effort or (known and known <= enough):
         return Bound(quick, "reached" if quick == known else "quick", known or sum(tally.counts))
     best_fit = fit_decreasing(tally, capacity=capacity, fullest=True).num_bins
     best = min(best_fit, known or best_fit)

@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 import time
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from benchmarks.__main__ import main
 from benchmarks.child import NotMeasuredError, measure
@@ -33,7 +35,8 @@ def test_all_planners_are_compared(document):
     """Every planner and installed peer has figures."""
     rows = document("planner", "--samples", "300", "--distributions", "sft-2048", "--repeat", "1")["rows"]
 
-    assert [(300, name) for name in [*ALGORITHMS, *PEERS]] == [(row["samples"], row["planner"]) for row in rows]
+    peers = [name for name, peer in PEERS.items() if peer.is_installed]
+    assert [(300, name) for name in [*ALGORITHMS, *peers]] == [(row["samples"], row["planner"]) for row in rows]
     for row in rows:
         assert row["problem"] is None
         assert row["packs"] >= row["lower_bound"] > 0
@@ -43,6 +46,18 @@ def test_all_planners_are_compared(document):
     packed = {row["planner"]: row["packs"] for row in rows}
     assert packed["certified"] == len(pack(lengths, capacity=2048, algorithm="certified"))
     assert packed["binpacking"] == packed["constant_volume"]
+
+
+def test_a_peer_that_is_absent_is_named(capsys):
+    """In one line; the others have figures."""
+    absent = evolve(PEERS["binpacking"], module="absent.planner")
+    with patch.dict(PEERS, {"binpacking": absent}):
+        words = "planner --samples 50 --distributions sft-2048 --repeat 1 --planners concatenative binpacking"
+        assert 0 == main(words.split())
+
+    out = capsys.readouterr().out
+    assert "not installed, and left out: binpacking\n" in out
+    assert 1 == out.count("sft-2048")
 
 
 def test_packs_of_their_own_degree_take_hardly_longer_than_the_ideal(document):
