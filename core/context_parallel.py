@@ -15,6 +15,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from packplan.core.errors import ArgumentError
 from packplan.core.lengths import MOST_RANKS, IntArray, Lengths, as_lengths, as_whole_number, round_up_lengths
 from packplan.core.packs import join_ranges
 
@@ -62,8 +63,8 @@ def chunk_positions(length: int, *, cp_size: int, cp_rank: int) -> list[int]:
         cp_rank: Rank among those that share the row, from 0.
 
     Raises:
-        ValueError: Several ranks share the sequence and its length is no multiple of 2 * cp_size,
-            or the rank does not exist.
+        ArgumentError: Several ranks share the sequence and its length is no multiple of
+            2 * cp_size, or the rank does not exist.
 
     >>> chunk_positions(8, cp_size=2, cp_rank=0), chunk_positions(8, cp_size=2, cp_rank=1)
     ([0, 1, 6, 7], [2, 3, 4, 5])
@@ -92,7 +93,7 @@ class PackedLayout:
     row.
 
     Raises:
-        ValueError: The two arrays do not describe one row, a sequence has no token, or its
+        ArgumentError: The two arrays do not describe one row, a sequence has no token, or its
             positions cannot be cut into equal chunks for the ranks.
     """
 
@@ -114,17 +115,17 @@ class PackedLayout:
         true, padded = self.cu_seqlens, self.cu_seqlens_padded
         if true.ndim != 1 or not true.size or true.shape != padded.shape or true[0] or padded[0]:
             message = f"cu_seqlens {true.tolist()} and cu_seqlens_padded {padded.tolist()} do not describe one row"
-            raise ValueError(message)
+            raise ArgumentError("argument", message)
         for number, (length, room) in enumerate(zip(self.lengths.tolist(), np.diff(padded).tolist(), strict=True)):
             if not 1 <= length <= room:
                 message = f"sequence {number} has {length} tokens in {room} positions, but 1 to {room} are possible"
-                raise ValueError(message)
+                raise ArgumentError("argument", message)
             if self.cp_size > 1 and room % (2 * self.cp_size):
                 message = (
                     f"sequence {number} has {room} positions, but {self.cp_size} ranks share it in {2 * self.cp_size} "
                     f"equal chunks: pad it to a multiple of {2 * self.cp_size}"
                 )
-                raise ValueError(message)
+                raise ArgumentError("argument", message)
 
     @classmethod
     def from_lengths(cls, lengths: Lengths, *, cp_size: int = 1, tp_size: int = 1) -> PackedLayout:
@@ -192,7 +193,7 @@ class PackedLayout:
         """
         if as_whole_number("cp_rank", cp_rank, least=0) >= self.cp_size:
             message = f"cp_rank is {cp_rank}, but {self.cp_size} ranks share the row"
-            raise ValueError(message)
+            raise ArgumentError("argument", message)
         starts, sizes = self.cu_seqlens_padded[:-1], np.diff(self.cu_seqlens_padded)
         if self.cp_size == 1:
             return np.stack([starts, starts, starts + sizes], axis=1)

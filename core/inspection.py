@@ -19,7 +19,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.errors import counted, format_lines, verb_for
+from packplan.core.errors import ArgumentError, counted, format_lines, verb_for
 from packplan.core.lengths import IntArray, Lengths, as_lengths
 from packplan.core.metrics import padded_positions
 from packplan.core.packers import ALGORITHMS, pack
@@ -418,13 +418,13 @@ def summarise_sources(
         media: Media table of the same records; int64, shape (num_media, num_media_columns).
 
     Raises:
-        ValueError: The files have another number of records than the table.
+        ArgumentError: The files have another number of records than the table.
     """
     names = list(dict.fromkeys(file.source for file in files))
     owners = np.repeat([names.index(file.source) for file in files], [file.records for file in files])
     if len(owners) != len(table):
         message = f"the files have {len(owners):,} records, but {len(table):,} were measured"
-        raise ValueError(message)
+        raise ArgumentError("argument", message)
     counts = _count_by_source(plan, table, media, owners, len(names))
     samples = sample_indices(table)
     tokens, owner_of = column(table, "length")[samples], owners[samples]

@@ -35,7 +35,7 @@ def as_lengths(lengths: Lengths, *, least: int = 1) -> IntArray:
     Raises:
         ArgumentError: A value is not a whole number of at least *least*, or the total passes
             64 bits. The first such index is named.
-        TypeError: *lengths* is no sequence.
+        ArgumentError: *lengths* is no sequence.
 
     >>> as_lengths([3, 1, 2]).tolist()
     [3, 1, 2]
@@ -82,7 +82,7 @@ def _convert_lengths(values: Sequence[int]) -> IntArray:
     if is_table or isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__getitem__"):
         column = ": give its column of lengths, such as data['length']" if is_table else ""
         message = f"lengths are a list or an array of whole numbers, not {type(values).__name__}{column}"
-        raise TypeError(message)
+        raise ArgumentError("argument", message)
     if not isinstance(values, (list, tuple, range)) and not hasattr(values, "__array__"):
         values = _read_in_one_slice(values)
     if hasattr(values, "__array__"):
@@ -155,7 +155,7 @@ def as_whole_number(name: str, value: int, *, least: int = 1, most: int = 2**63 
         most: Highest value that it may have.
 
     Raises:
-        ValueError: The value is no such number. The message has *name*.
+        ArgumentError: The value is no such number. The message has *name*.
 
     >>> as_whole_number("packing_length", 4096)
     4096
@@ -166,7 +166,7 @@ def as_whole_number(name: str, value: int, *, least: int = 1, most: int = 2**63 
         message = f"{name} is {value!r}, but has to be a whole number of {bound}"
         if whole and value == int(1e30):
             message += ": int(1e30) is the model_max_length of a tokenizer that sets none"
-        raise ValueError(message)
+        raise ArgumentError("argument", message)
     return int(value)
 
 
@@ -183,7 +183,7 @@ def round_up_lengths(lengths: IntArray, multiple: int) -> IntArray:
 
 def exact_share(name: str, value: float | str | Decimal | Fraction) -> Fraction:
     """
-    Return a share as a fraction, exactly as written; ValueError if it is not from 0 to 1.
+    Return a share as a fraction, exactly as written; ArgumentError if it is not from 0 to 1.
 
     >>> exact_share("min_fill_ratio", 0.55)
     Fraction(11, 20)
@@ -194,7 +194,7 @@ def exact_share(name: str, value: float | str | Decimal | Fraction) -> Fraction:
         exact = Fraction(-1)
     if not 0 <= exact <= 1:
         message = f"{name} is {value}, but has to be from 0 to 1"
-        raise ValueError(message)
+        raise ArgumentError("argument", message)
     return exact
 
 

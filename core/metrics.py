@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 
 from packplan.core.bounds import effort_for_bound, lower_bound
+from packplan.core.errors import ArgumentError
 from packplan.core.lengths import Lengths, as_lengths, as_whole_number
 from packplan.core.packs import AnyPacks, as_packs
 
@@ -78,7 +79,7 @@ def packing_metrics(lengths: Lengths, packs: AnyPacks, *, capacity: int, bound: 
             as packing takes. A sample over the capacity counts as a pack of its own.
 
     Raises:
-        ValueError: There is no pack, or a pack has a sample without a length.
+        ArgumentError: There is no pack, or a pack has a sample without a length.
 
     >>> packing_metrics([60, 20, 50], [[0, 1], [2]], capacity=80).efficiency
     1.0
@@ -88,10 +89,10 @@ def packing_metrics(lengths: Lengths, packs: AnyPacks, *, capacity: int, bound: 
     packs = as_packs(packs)
     if not len(packs):
         message = "there is no pack to measure"
-        raise ValueError(message)
+        raise ArgumentError("argument", message)
     if int(packs.indices.max()) >= array.size:
         message = f"sample {int(packs.indices.max())} is in a pack, but there are {array.size} lengths"
-        raise ValueError(message)
+        raise ArgumentError("argument", message)
     loads = packs.loads(array)
     if bound is None:
         packed = array[packs.indices]

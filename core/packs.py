@@ -16,6 +16,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from packplan.core.errors import ArgumentError
 from packplan.core.lengths import IntArray
 
 
@@ -47,21 +48,21 @@ class Packs(Sequence[list[int]]):
         offsets = self.offsets
         if offsets.ndim != 1 or offsets.size == 0 or offsets[0] != 0 or offsets[-1] != self.indices.size:
             message = "offsets have to run from 0 to the number of indices"
-            raise ValueError(message)
+            raise ArgumentError("argument", message)
         if np.any(offsets[1:] <= offsets[:-1]):
             message = f"pack {int(np.argmax(offsets[1:] <= offsets[:-1]))} is empty"
-            raise ValueError(message)
+            raise ArgumentError("argument", message)
 
     @classmethod
     def from_lists(cls, packs: Iterable[Sequence[int]]) -> Packs:
-        """Build from lists of sample indices, in the order given; ValueError for a negative one."""
+        """Build from lists of sample indices, in their order; ArgumentError for a negative one."""
         packs = list(packs)
         offsets = np.zeros(len(packs) + 1, dtype=np.int64)
         np.cumsum([len(pack) for pack in packs], out=offsets[1:])
         indices = np.array(list(chain.from_iterable(packs)))
         if indices.size and (indices.dtype.kind not in "iu" or indices.min() < 0):
             message = "sample indices have to be whole numbers from 0"
-            raise ValueError(message)
+            raise ArgumentError("argument", message)
         return cls(offsets, indices)
 
     @classmethod
@@ -187,8 +188,8 @@ def as_packs(value: AnyPacks) -> Packs:
         value: The packs, or an object that has them as `packs`, as a `Plan` or `RawPlan` has.
 
     Raises:
-        TypeError: There are no packs in the value.
-        ValueError: A sample index is no whole number from 0.
+        ArgumentError: There are no packs in the value.
+        ArgumentError: A sample index is no whole number from 0.
 
     >>> as_packs(np.array([[0, 2], [1, 3]]))
     Packs([[0, 2], [1, 3]], 2 packs, 4 samples)
@@ -198,7 +199,7 @@ def as_packs(value: AnyPacks) -> Packs:
         return held if isinstance(held, Packs) else Packs.from_lists(held)
     except TypeError:
         message = f"packs are lists of sample indices, a Packs, a Plan or a RawPlan, not {value!r:.80}"
-        raise TypeError(message) from None
+        raise ArgumentError("argument", message) from None
 
 
 def filled_tokens(loads: IntArray | Sequence[int], packing_length: int) -> IntArray:

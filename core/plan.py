@@ -146,9 +146,9 @@ def build_raw_plan(
     Raises:
         ArgumentError: A length is not a positive whole number.
         ArgumentError: No pack remains.
-        ValueError: A field has an invalid value, or `max_images` is set without *images*.
-        TypeError: A field does not exist, `packing_length` is missing, or *policy* is no
-            `PlanPolicy`.
+        ArgumentError: A field has an invalid value, `max_images` is set without *images*, or
+            *policy* is no `PlanPolicy`.
+        TypeError: A field does not exist, or `packing_length` is missing.
 
     >>> build_raw_plan([80, 81, 20, 20, 20, 20], packing_length=80).packs.tolist()
     [[0], [1], [2, 3, 4, 5]]
@@ -212,7 +212,7 @@ def _sizes_with_images(lengths: IntArray, images: Lengths | None, policy: PlanPo
     counts = as_lengths([] if images is None else images, least=0)
     if counts.size != lengths.size:
         message = f"images are those of {counts.size:,} samples, but max_images needs those of all {lengths.size:,}"
-        raise ValueError(message)
+        raise ArgumentError("argument", message)
     capacity = lcm(policy.packing_length, policy.max_images)
     per_token, per_image = capacity // policy.packing_length, capacity // policy.max_images
     return np.maximum(lengths * per_token, counts * per_image), capacity
@@ -243,10 +243,10 @@ def _find_plan_bound(
 
 
 def _checked_policy(policy: PlanPolicy) -> PlanPolicy:
-    """Return *policy*; TypeError if it is no `PlanPolicy` but, for example, a packing length."""
+    """Return *policy*; ArgumentError if it is no `PlanPolicy` but, say, a packing length."""
     if not isinstance(policy, PlanPolicy):
         message = f"the second argument is a PlanPolicy, not {policy!r}: write packing_length={policy!r}"
-        raise TypeError(message)
+        raise ArgumentError("argument", message)
     return policy
 
 

@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from packplan.core.errors import ArgumentError
 from packplan.core.fingerprint import Fingerprint, Value
 from packplan.core.lengths import as_whole_number, exact_share
 from packplan.core.packers import as_seed, find_algorithm
@@ -60,7 +61,7 @@ class PlanPolicy:
     `core.config.identity`. Its key declares `plan` (`core.config.keys`).
 
     Raises:
-        ValueError: A field has an invalid value. The message names it.
+        ArgumentError: A field has an invalid value. The message names it.
 
     >>> PlanPolicy(packing_length=4096, min_fill_ratio=0.55).min_fill_ratio
     '0.55'
@@ -123,7 +124,7 @@ class PlanPolicy:
             as_whole_number("max_images", self.max_images)
         if find_algorithm(self.algorithm).keeps_order and self.replanned:
             message = f"replanned is True, but {self.algorithm} keeps the order of the data, so all epochs pack alike"
-            raise ValueError(message)
+            raise ArgumentError("argument", message)
 
     @property
     def uses_works(self) -> bool:

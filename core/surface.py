@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from packplan.core.align import align_plan
 from packplan.core.batch import pack_degrees
 from packplan.core.checksum import plan_checksum
-from packplan.core.errors import counted
+from packplan.core.errors import ArgumentError, counted
 from packplan.core.inspection import PlanSummary, summarise
 from packplan.core.lengths import MOST_RANKS, IntArray, Lengths, as_lengths, as_whole_number
 from packplan.core.packs import HasPacks, Packs
@@ -102,16 +102,15 @@ class Plan(HasPacks):
                 needs, and `Step.ranks` has those that share it.
 
         Raises:
-            ValueError: *packs_per_step* is no multiple of *world_size*, or an argument is invalid.
-            ArgumentError: The packs that *drop_last* leaves do not fill the ranks, or *degrees* is
-                impossible.
+            ArgumentError: *packs_per_step* is no multiple of *world_size*, an argument is invalid,
+                the packs that *drop_last* leaves do not fill the ranks, or *degrees* is impossible.
         """
         world_size = as_whole_number("world_size", world_size, most=MOST_RANKS)
         packs_per_step = world_size if packs_per_step is None else as_whole_number("packs_per_step", packs_per_step)
         accumulation, rest = divmod(packs_per_step, world_size)
         if rest:
             message = f"packs_per_step is {packs_per_step}, but has to be a multiple of world_size {world_size}"
-            raise ValueError(message)
+            raise ArgumentError("argument", message)
         most = None if degrees == "auto" else as_whole_number("degrees", degrees, most=MOST_RANKS)
         options: dict[str, Any] = {"dataloader_drop_last": drop_last, "max_degree": most}
         if most != 1:
@@ -191,10 +190,9 @@ def plan(
             lengths.
 
     Raises:
-        ArgumentError: A length is not a positive whole number, no pack remains, a sample is longer
-            than *refuse_longer* allows, or packs below *min_fill_ratio* hold more than
-            *max_dropped_share* of the tokens.
-        ValueError: An option has an invalid value.
+        ArgumentError: An option has an invalid value, a length is not a positive whole number, no
+            pack remains, a sample is longer than *refuse_longer* allows, or packs below
+            *min_fill_ratio* hold more than *max_dropped_share* of the tokens.
 
     >>> plan([60, 20, 50, 30, 90], 80, allow_single_long=False).packs.tolist()
     [[0, 1], [2, 3]]

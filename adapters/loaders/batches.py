@@ -61,10 +61,17 @@ class PackBatches:
             **facts: Other fields of `ResumeState`.
 
         Raises:
-            ArgumentError: The schedule is of another number of ranks, or there is no such rank.
+            ArgumentError: *schedule* is no schedule or has another number of ranks, or there is no
+                such rank.
         """
+        if not isinstance(schedule, EpochSchedule):
+            fact = f"PackBatches takes a schedule, not a {type(schedule).__name__}: give plan.schedule(world_size=…)"
+            raise ArgumentError("host", fact)
         if world_size != schedule.world_size or not 0 <= rank < world_size:
-            fact = f"the schedule is of {counted(schedule.world_size, 'rank')}, but this is rank {rank} of {world_size}"
+            fact = (
+                f"the schedule is made for {counted(schedule.world_size, 'rank')}, but PackBatches was given rank "
+                f"{rank} of {world_size}"
+            )
             raise ArgumentError("ranks", fact, {"planned": schedule.world_size, "world_size": world_size, "rank": rank})
         self.rank = rank
         self.state = ResumeState.from_schedule(schedule, plan=plan, data=data, identity=identity, **facts)
@@ -88,10 +95,13 @@ class PackBatches:
         return self.schedule.num_epoch_batches(self.epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self.epoch >= (number := self.schedule.num_epochs):
+            fact = f"the schedule ends after {counted(number, 'epoch')}, and the loader asks for epoch {self.epoch}"
+            raise ArgumentError("host", f"{fact} (counted from 0): plan more epochs, or call restart")
         left = self.schedule.batches(self.epoch, rank=self.rank)
         if self._served:
-            fact = f"epoch {self.epoch} was left behind {self._served} of its {counted(len(left), 'batch')}"
-            raise ArgumentError("host", f"{fact}: name the epoch to serve with set_epoch, or load a state")
+            fact = f"the loader stopped after batch {self._served} of {len(left):,} in epoch {self.epoch}"
+            raise ArgumentError("host", f"{fact}: call set_epoch with the epoch to serve next, or load a state")
         if not left:
             self.set_epoch(self.epoch + 1)
         for number, batch in enumerate(left, start=1):
@@ -107,8 +117,15 @@ class PackBatches:
         Args:
             step: Number of optimizer steps done, needed if a loader reads ahead of training. None
                 counts the batches that were served.
+
+        Raises:
+            ArgumentError: The schedule has no such step.
         """
         schedule = self.schedule
+        first, last = schedule.start.step, max(schedule.start.step, schedule.total_steps)
+        if step is not None and not first <= step <= last:
+            fact = f"step is {step}, but training has {first:,} to {last:,} steps done: give the number of those done"
+            raise ArgumentError("host", fact)
         progress = schedule.progress_after(self.epoch, self._served) if step is None else schedule.progress_at(step)
         return seal(to_plain(attrs.evolve(self.state, progress=progress)))
 

@@ -17,6 +17,7 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
+from packplan.core.errors import ArgumentError
 from packplan.core.length_counts import LengthCounts
 from packplan.core.lengths import IntArray, Lengths, as_lengths_up_to, as_whole_number, as_works
 from packplan.core.packers.bin_count import split_to_bin_count
@@ -65,10 +66,10 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
 
 
 def find_algorithm(name: str) -> Algorithm:
-    """Return the algorithm *name*; ValueError with all names if there is none."""
+    """Return the algorithm *name*; ArgumentError with all names if there is none."""
     if name not in ALGORITHMS:
         message = f"algorithm is {name!r}, but has to be one of {', '.join(ALGORITHMS)}"
-        raise ValueError(message)
+        raise ArgumentError("argument", message)
     return ALGORITHMS[name]
 
 
@@ -79,7 +80,7 @@ def load_packer(name: str) -> Callable[..., Any]:
 
 
 def as_seed(seed: int) -> int:
-    """Return *seed* if it is a whole number from 0 to 2**64 - 1; ValueError otherwise."""
+    """Return *seed* if it is a whole number from 0 to 2**64 - 1; ArgumentError otherwise."""
     return as_whole_number("seed", seed, least=0, most=2**64 - 1)
 
 
@@ -94,13 +95,13 @@ def check_algorithm_works(algorithm: str, works: Any, num: int) -> NDArray[np.fl
 
     Raises:
         ArgumentError: The number of works differs, or one is negative or not finite.
-        ValueError: The packs of the algorithm do not depend on works.
+        ArgumentError: The packs of the algorithm do not depend on works.
     """
     if works is None:
         return None
     if "works" not in ALGORITHMS[algorithm].takes:
         message = f"works do not change the packs of {algorithm}: take algorithm='balanced', or give none"
-        raise ValueError(message)
+        raise ArgumentError("argument", message)
     return as_works(works, num, items="samples")
 
 
@@ -135,7 +136,7 @@ def pack(
         ArgumentError: A length is not a whole number from 1 to *capacity*.
         ArgumentError: The number of works differs from that of lengths, or one is negative or not
             finite.
-        ValueError: Works are given to an algorithm whose packs do not depend on them. More packs
+        ArgumentError: Works are given to an algorithm whose packs do not depend on them. More packs
             are wanted than there are samples.
 
     >>> pack([60, 20, 50, 30, 40, 40], capacity=80).tolist()

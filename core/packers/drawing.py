@@ -74,7 +74,7 @@ def redraw(
 
     Raises:
         ArgumentError: The number of works differs, or one is negative or not finite.
-        ValueError: Works are given to an algorithm whose packs do not depend on them.
+        ArgumentError: Works are given to an algorithm whose packs do not depend on them.
     """
     epoch, num, chosen = as_whole_number("epoch", epoch, least=0), lengths.size, ALGORITHMS[algorithm]
     weights = check_algorithm_works(algorithm, works, num)

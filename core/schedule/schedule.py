@@ -41,7 +41,7 @@ from packplan.core.align import (
     require_a_batch,
 )
 from packplan.core.batch import largest_degree
-from packplan.core.errors import SHARED_BY, Difference, counted
+from packplan.core.errors import SHARED_BY, ArgumentError, Difference, counted
 from packplan.core.fingerprint import NO_IDENTITY, Fingerprint, RunIdentity
 from packplan.core.lengths import MOST_RANKS, IntArray, as_whole_number, as_works
 from packplan.core.packers import as_seed
@@ -251,26 +251,26 @@ class EpochSchedule:
         for name, least in {"gradient_accumulation_steps": 1, "batch_size": 1, "max_steps": -1}.items():
             as_whole_number(name, getattr(self, name), least=least)
         as_seed(self.seed)
-        if self.max_steps <= 0 and not (isinstance(self.num_train_epochs, Real) and 0 <= self.num_train_epochs < inf):
-            message = f"the number of epochs is {self.num_train_epochs!r}, but has to be finite and at least 0"
-            raise ValueError(message)
+        if self.max_steps <= 0 and not (isinstance(self.num_train_epochs, Real) and 0 < self.num_train_epochs < inf):
+            message = f"the number of epochs is {self.num_train_epochs!r}, but has to be finite and above 0"
+            raise ArgumentError("argument", message)
         largest_degree(self.world_size, self.max_degree)
         for epoch in range(1 if isinstance(self.num_packs, int) else len(self.num_packs)):
             num, ranks = self.num_epoch_slots(epoch), {"world_size": self.world_size, "batch_size": self.batch_size}
             require_a_batch(num, drop_last=self.dataloader_drop_last, **ranks)
         if self.sync_at not in get_args(SyncPoint):
             message = f"sync_at is {self.sync_at!r}, but has to be one of {', '.join(get_args(SyncPoint))}"
-            raise ValueError(message)
+            raise ArgumentError("argument", message)
         if self.works is not None and not callable(self.works):
             self._epoch_works(0)  # checked
         if not (self.works is None and self.degrees is None) and self.batch_size != 1:
             message = f"works and degrees assign packs, so batch_size has to be 1, not {self.batch_size}"
-            raise ValueError(message)
+            raise ArgumentError("argument", message)
 
     def steps(self, *, rank: int = 0) -> Iterator[Step]:
         """
         Yield the remaining steps of *rank*, up to `total_steps` or the end of the last planned
-        epoch; ValueError if there is no such rank.
+        epoch; ArgumentError if there is no such rank.
 
         >>> schedule = EpochSchedule(
         ...     num_packs=3, world_size=1, dataloader_drop_last=False,
@@ -281,7 +281,7 @@ class EpochSchedule:
         """
         if not 0 <= rank < self.world_size:
             message = f"rank is {rank}, but has to be from 0 to {self.world_size - 1} (world_size {self.world_size})"
-            raise ValueError(message)
+            raise ArgumentError("argument", message)
         number, epoch, window = self.start.step, self.start.epoch, self.gradient_accumulation_steps
         while number < self.total_steps and self.num_epoch_packs(epoch):
             batches = [tuple(batch) for batch in self.batches(epoch, rank=rank)]
@@ -352,7 +352,7 @@ class EpochSchedule:
         needed = np.asarray(self.degrees)
         if needed.shape != (num,) or needed.min() < 1 or (needed & (needed - 1)).any():
             message = f"degrees has the shape {needed.shape}, but has to be {num} powers of two, one for each pack"
-            raise ValueError(message)
+            raise ArgumentError("argument", message)
         return np.minimum(needed, max_degree or self.most_ranks)
 
     @property

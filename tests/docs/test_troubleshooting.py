@@ -64,6 +64,7 @@ MADE = (
     errors.RecordError("data/train.jsonl, line 17", "has 2 images, but 1 <image> tag: write one tag for each image"),
     errors.DataSetError("data/train.jsonl holds no record"),
     raised(pack, [9, 7, 3, -1], capacity=16),
+    raised(plan, [8], 0),
     raised(as_works, [1.0] * 3 + [float("nan")] * 2 + [1.0] * 35, 40),
     raised(pack, [8] * 5, capacity=8, bin_count_multiple=8),
     raised(shard_packed, [100] * 7 + [530, 600, 640], **WIDE),

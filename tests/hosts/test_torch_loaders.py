@@ -94,11 +94,29 @@ def test_the_rest_of_an_epoch_is_never_served_as_a_whole_one(world_size, resumed
     if served == len(whole):
         return
 
-    with pytest.raises(ArgumentError, match=f"was left behind {served} of its {len(whole)} batches") as raised:
+    with pytest.raises(
+        ArgumentError, match=f"stopped after batch {served} of {len(whole)} in epoch {batches.epoch}"
+    ) as raised:
         list(batches)
     assert "host" == raised.value.kind
     batches.set_epoch(batches.epoch)
     assert whole == list(batches)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_nothing_beyond_the_schedule_is_served(resumed):
+    """A fourth epoch of three, also after the state of a finished run; a step behind the last."""
+    batches = batches_of(1, 0)
+    for _ in range(3):
+        list(batches)
+    if resumed:
+        batches.load_state_dict(batches.state_dict())
+
+    with pytest.raises(ArgumentError, match="the schedule ends after 3 epochs, and the loader asks for epoch 3"):
+        list(batches)
+    for step in (-1, batches.schedule.total_steps + 1):
+        with pytest.raises(ArgumentError, match=f"step is {step}, but training has"):
+            batches.state_dict(step=step)
 
 
 @given(st.lists(st.sampled_from([1, 1, 2, 4]), min_size=1, max_size=20))

@@ -179,14 +179,14 @@ def test_a_run_that_has_passed_its_end_takes_no_further_step(num_packs):
 )  # fmt: skip
 def test_works_that_cannot_be_balanced_are_refused(works, options, message):
     """One finite number for each pack, from 0; index, value and number are named."""
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         plain_schedule(8, 2, works=np.array(works), **options)
 
 
 def test_steps_and_ranks_that_do_not_match_are_refused():
-    with pytest.raises(ValueError, match="packs_per_step"):
+    with pytest.raises(ArgumentError, match="packs_per_step"):
         pp.plan([5], 10).schedule(world_size=2, packs_per_step=3)
-    with pytest.raises(ValueError, match="rank"):
+    with pytest.raises(ArgumentError, match="rank"):
         list(plain_schedule(1).steps(rank=1))
 
 

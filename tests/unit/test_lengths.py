@@ -117,7 +117,7 @@ def test_a_column_of_a_data_set_is_lengths(kind):
     rows = rows.with_format(kind)
 
     assert [3, 1, 2] == as_lengths(rows["length"]).tolist()
-    with pytest.raises(TypeError, match="not Dataset: give its column of lengths"):
+    with pytest.raises(ArgumentError, match="not Dataset: give its column of lengths"):
         as_lengths(rows)
     for column, index in (("wrong", 1), ("half", 0), ("gap", 1)):
         with pytest.raises(ArgumentError) as caught:
@@ -195,17 +195,17 @@ def test_a_limit_is_a_whole_number_of_its_range_or_refused_by_name(function, lim
     call, given = CALLS[function]
     name = "the pad multiple" if limit.startswith("sequence_length") else limit
     for wrong in (-2, True, 1.5, "8", 2**64, int(1e30)):
-        with pytest.raises(ValueError, match=name) as said:
+        with pytest.raises(ArgumentError, match=name) as said:
             call(**{**given, limit: wrong})
     assert function == "padded_length" or "a tokenizer that sets none" in str(said.value)
     with contextlib.suppress(ValueError):
         call(**{**given, limit: 2**63 - 1})
 
 
-@pytest.mark.parametrize("epochs", [-1, math.inf, math.nan, "3"])
-def test_a_number_of_epochs_is_finite(epochs):
+@pytest.mark.parametrize("epochs", [0, -1, math.inf, math.nan, "3"])
+def test_a_number_of_epochs_is_finite_and_positive(epochs):
     """Unless a number of steps stands in its place."""
-    with pytest.raises(ValueError, match="the number of epochs is"):
+    with pytest.raises(ArgumentError, match="the number of epochs is"):
         pp.plan([5], 10).schedule(epochs=epochs)
     assert 3 == pp.plan([5], 10).schedule(epochs=epochs, max_steps=3).total_steps
 
@@ -215,7 +215,7 @@ def test_a_number_of_epochs_is_finite(epochs):
 )
 def test_what_has_no_order_is_no_list_of_lengths(wrong):
     """It is named by its type."""
-    with pytest.raises(TypeError, match=f"not {type(wrong).__name__}"):
+    with pytest.raises(ArgumentError, match=f"not {type(wrong).__name__}"):
         as_lengths(wrong)
 
 
