@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from tests.e2e.alone import step_alone
 from tests.e2e.unpad_rank import build
 from tests.nearness import FLOAT32, apart
 from tests.processes import finished
+from tests.records import ANSWER, QUESTION, chat, write_lines
 
 LENGTHS = [13, 1, 30, 8, 2]
 """Ragged, one of a single token, one that two ranks share without padding."""
@@ -386,3 +388,35 @@ def test_long_packs_take_two_ranks_and_short_ones_a_rank_each(write_run, execute
     assert not [key for entry in history for key in entry if "acc" in key], "of some packs alone"
     log = (tmp_path / "rank0.log").read_text()
     assert "6 on 2 ranks; 18 slots an epoch; no rank computes more than 200 tokens at once" in log
+
+
+@pytest.mark.slow
+def test_a_run_with_shared_packs_goes_on_on_more_ranks(write_run, start_ranks, tmp_path):
+    """
+    In mid-epoch, where packs of two ranks each take four from then on: the rest of the epoch has
+    the same packs, loss and norm, and so has the evaluation.
+    """
+    words = [*range(85, 115, 3), *range(8, 16)]
+    records = [chat({**QUESTION, "content": f"say {n}"}, {**ANSWER, "content": "blue circle " * n}) for n in words]
+    data = str(write_lines(tmp_path / "long.jsonl", records))
+    keys = {"effective_batch_size": 16, "save_strategy": "steps", "save_steps": 1, "packing_drop_last": False,
+            "sequence_parallel_size": "auto", "use_cpu": True}  # fmt: skip
+    overlay = {"custom": {"train_jsonl": data, "val_jsonl": data}, "template": {"max_length": 100}}
+
+    (rest := tmp_path / "rest").mkdir()
+    assert [0] * 2 == finished(start_ranks(2, write_run("qwen2", training=keys, **overlay), tmp_path))
+    keys["resume_from_checkpoint"] = str(tmp_path / "run" / "checkpoint-1")
+    assert [0] * 4 == finished(start_ranks(4, write_run("qwen2", name="again", training=keys, **overlay), rest))
+
+    before, after = rank_main.seen(tmp_path, 2), rank_main.seen(rest, 4)
+    assert "8 on 1 rank, 10 on 2 ranks; 28 slots" in (tmp_path / "rank0.log").read_text()
+    assert "8 on 1 rank, 10 on 4 ranks; 48 slots" in (rest / "rank0.log").read_text()
+    left = Counter(tuple(pack) for rank in before for pack in rank["samples"][8:])
+    goes_on = Counter(tuple(pack) for rank in after for pack in rank["samples"])
+    assert {1, 2} == {*left.values()}, "the step has packs of both kinds"
+    assert {pack: num**2 for pack, num in left.items()} == dict(goes_on)
+    found, expected = (
+        [entry[key] for entry in ranks[0]["history"] for key in ("loss", "grad_norm", "eval_loss") if key in entry]
+        for ranks in (after, before)
+    )
+    assert found[-3:] == pytest.approx(expected[-3:], rel=FLOAT32)
