@@ -34,6 +34,12 @@ from tests.nearness import FLOAT32, apart
 from tests.processes import finished
 from tests.records import ANSWER, QUESTION, chat, write_lines
 
+ZERO_3 = {
+    **dict.fromkeys(("gradient_clipping", "train_micro_batch_size_per_gpu"), "auto"),
+    "zero_optimization": {"stage": 3},
+}
+"""Settings of DeepSpeed."""
+
 LENGTHS = [13, 1, 30, 8, 2]
 """Ragged, one of a single token, one that two ranks share without padding."""
 
@@ -341,9 +347,7 @@ def test_a_run_goes_on_on_another_number_of_ranks_to_a_row(write_run, execute, s
     assert [0, 0] == finished(start_ranks(2, write_run(training=together, **overlay), tmp_path))
     ranks = rank_main.seen(tmp_path, 2)
     assert ranks[0]["samples"] == ranks[1]["samples"]
-    zero = {**dict.fromkeys(("gradient_clipping", "train_micro_batch_size_per_gpu"), "auto"),
-            "zero_optimization": {"stage": 3}}  # fmt: skip
-    shared = write_run(name="zero", training={**together, "deepspeed": zero, "save_strategy": "no"}, **overlay)
+    shared = write_run(name="zero", training={**together, "deepspeed": ZERO_3, "save_strategy": "no"}, **overlay)
     (out := tmp_path / "seen").mkdir()
     assert [0, 0] == finished(start_ranks(2, shared, out))
 
@@ -364,22 +368,35 @@ def test_a_run_goes_on_on_another_number_of_ranks_to_a_row(write_run, execute, s
 
 
 @pytest.mark.slow
-def test_long_packs_take_two_ranks_and_short_ones_a_rank_each(write_run, execute, start_ranks, few_scenes, tmp_path):
+@pytest.mark.parametrize(
+    ("length", "slots", "most", "sharding"),
+    [
+        (200, "6 on 2 ranks; 18 slots", 200, {}),
+        (300, "1 on 2 ranks; 12 slots", 296, {"deepspeed": ZERO_3, "packing_balance": "none", "data_seed": 0}),
+    ],
+)
+def test_long_packs_take_two_ranks_and_short_ones_a_rank_each(  # noqa: PLR0917  # fixtures
+    length, slots, most, sharding, write_run, execute, start_ranks, few_scenes, tmp_path
+):
     """
-    With images and adapters, text beside images, and all packs in one step: losses, clipped norm
-    and evaluation are those of one rank with whole rows, and the log says what a rank computes.
+    With images, text beside images, and all packs in one step: losses, clipped norm and evaluation
+    are those of one rank with whole rows, and the log says what a rank computes. With adapters; and
+    where all weights are trained and shared, which each rank needs in each pack.
     """
-    keys = {"effective_batch_size": 64, "tuner_type": "lora", "lora_dropout": 0, "num_train_epochs": 1,
-            "save_strategy": "no", "packing_drop_last": False, "loss_reduction": "sample", "use_cpu": True}  # fmt: skip
+    world_size = 4 if sharding else 2
+    tuner = {"tuner_type": "full"} if sharding else {"tuner_type": "lora", "lora_dropout": 0}
+    keys = {"effective_batch_size": 64, "num_train_epochs": 1, "packing_drop_last": False, "loss_reduction": "sample",
+            "use_cpu": True, **tuner}  # fmt: skip
     overlay = {
         "custom": {"train_jsonl": str(few_scenes), "val_jsonl": str(few_scenes)},
-        "template": {"max_length": 200},
+        "template": {"max_length": length},
     }
-    shared = write_run(name="shared", training={**keys, "sequence_parallel_size": "auto"}, **overlay)
-    assert [0, 0] == finished(start_ranks(2, shared, tmp_path))
+    shared = write_run(name="shared", training={**keys, **sharding, "sequence_parallel_size": "auto"}, **overlay)
+    assert [0] * world_size == finished(start_ranks(world_size, shared, tmp_path))
     alone = execute(write_run(name="alone", training=keys, **overlay))
 
-    history = rank_main.seen(tmp_path, 2)[0]["history"]
+    ranks = rank_main.seen(tmp_path, world_size)
+    history = ranks[0]["history"]
     found, expected = (
         [entry[key] for entry in told for key in ("loss", "eval_loss", "grad_norm") if key in entry]
         for told in (history, alone.history)
@@ -387,7 +404,14 @@ def test_long_packs_take_two_ranks_and_short_ones_a_rank_each(write_run, execute
     assert found == pytest.approx(expected, rel=FLOAT32)
     assert not [key for entry in history for key in entry if "acc" in key], "of some packs alone"
     log = (tmp_path / "rank0.log").read_text()
-    assert "6 on 2 ranks; 18 slots an epoch; no rank computes more than 200 tokens at once" in log
+    assert f"{slots} an epoch; no rank computes more than {most} tokens at once" in log
+    records = [json.loads(line) for line in few_scenes.read_text().splitlines()]
+    beside = [
+        {(packs.count(pack), any(records[sample].get("images") for sample in pack)) for pack in packs}
+        for packs in zip(*(rank["samples"] for rank in ranks), strict=True)
+    ]
+    text_beside_shared_image = {(2, True), (1, False)}
+    assert not sharding or any(text_beside_shared_image <= found for found in beside)
 
 
 @pytest.mark.slow
