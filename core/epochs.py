@@ -41,8 +41,7 @@ class EpochRecipe:
         """Return the mixes and the seed as inputs of a plan's fingerprint."""
         mixes = None if self.mixes is None else _mixes_json(self.mixes)
         seed = None if mixes is None else self.seed
-        # Stored plans have the last two, which are always the same.
-        return {"mix": mixes, "mix_seed": seed, "first_epoch": 0, "visited": None}
+        return {"mix": mixes, "mix_seed": seed}
 
 
 def _mixes_json(mixes: Mixes) -> str:

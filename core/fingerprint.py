@@ -6,8 +6,8 @@ A fingerprint is a flat mapping of names to JSON values. Two of them are compare
 the difference is readable. Lengths depend on everything that decides how a record becomes tokens. A
 plan depends on the digest of the measured lengths and on its policy (`core.policy`) alone.
 
-A frozen value is read only if it has all its keys and no other, each of its type. A damaged file is
-then refused by the name of what is wrong in it.
+A frozen value is read only if it has no unknown key, all keys without a default, and each of its
+type. A damaged file is then refused by the name of what is wrong in it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,14 @@ T = TypeVar("T")
 
 SEAL = "sha256"
 """Key under which sealed values hold their digest."""
+
+STATE_FORMAT = 2
+"""
+Format of sealed states; the first had no number. Raise it with each field that a state gets or
+loses. A new field has a default, which older states take.
+"""
+
+_FORMAT = "format"
 
 _ABSENT = "(absent)"
 
@@ -99,16 +107,18 @@ def to_plain(value: attrs.AttrsInstance) -> dict[str, Any]:
 
 
 def seal(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return plain values with their digest added."""
-    return {**values, SEAL: json_digest(values)}
+    """Return plain values with their format and their digest added."""
+    held = {**values, _FORMAT: STATE_FORMAT}
+    return {**held, SEAL: json_digest(held)}
 
 
 def unseal(values: object) -> dict[str, Any]:
     """
-    Check the digest of sealed values, and return the values without it.
+    Check digest and format of sealed values, and return the values without them.
 
     Raises:
-        ValueError: The values have no digest, or not the digest of their content.
+        ValueError: The values have no digest, or not the digest of their content, or a newer
+            release of this project wrote them.
     """
     if not isinstance(values, Mapping) or SEAL not in values:
         message = f"it has no {SEAL}"
@@ -116,6 +126,11 @@ def unseal(values: object) -> dict[str, Any]:
     held = {key: value for key, value in values.items() if key != SEAL}
     if json_digest(held) != values[SEAL]:
         message = "its digest differs from the saved one"
+        raise ValueError(message)
+    if (number := held.pop(_FORMAT, 1)) > STATE_FORMAT:
+        message = (
+            f"a newer Packplan wrote it (format {number}; this one reads up to {STATE_FORMAT}): install that one"
+        )
         raise ValueError(message)
     return held
 

@@ -21,7 +21,17 @@ from packplan.adapters.trainer.checkpoints import (
 )
 from packplan.adapters.trainer_state import add_digest_on_save
 from packplan.core.errors import ConfigError, StaleError
-from packplan.core.fingerprint import Fingerprint, RunIdentity
+from packplan.core.fingerprint import (
+    SEAL,
+    STATE_FORMAT,
+    Fingerprint,
+    RunIdentity,
+    from_plain,
+    json_digest,
+    seal,
+    to_plain,
+    unseal,
+)
 from packplan.core.schedule import EpochSegment, Progress, ResumeState
 from packplan.core.stream import (
     RankState,
@@ -139,6 +149,28 @@ def test_a_resume_state_comes_back_and_none_that_was_changed(tmp_path: Path, sta
         with pytest.raises(ConfigError, match=r"trainer_state\.json is damaged|not written by this program"):
             find(torn, state_class=kind)
     assert str(whole) == find("last", tmp_path, state_class=kind).folder
+
+
+GOLDEN = json.loads(Path(__file__).with_name("states.json").read_text())
+"""Format -> the states `PLANNED` and `STREAMED`, as releases with that format saved them."""
+
+
+@pytest.mark.parametrize("number", GOLDEN)
+@pytest.mark.parametrize("state", [PLANNED, STREAMED], ids=["plan", "stream"])
+def test_a_state_of_each_format_is_read(number, state):
+    """What a state did not have yet has its default. The newest is what is written today."""
+    stored = GOLDEN[number][type(state).__name__]
+
+    assert state == from_plain(type(state), unseal(stored))
+    if number == max(GOLDEN, key=int):
+        assert stored == json.loads(json.dumps(seal(to_plain(state)))), "a field changed: raise STATE_FORMAT"
+        assert int(number) == STATE_FORMAT
+
+
+def test_a_state_of_a_newer_release_is_refused_as_such():
+    later = {**to_plain(PLANNED), "format": STATE_FORMAT + 1, "mood": "good"}
+    with pytest.raises(ValueError, match=rf"newer Packplan wrote it .format {STATE_FORMAT + 1}; .*: install that"):
+        unseal({**later, SEAL: json_digest(later)})
 
 
 def cut(content: bytes) -> bytes:
