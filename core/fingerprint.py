@@ -128,9 +128,7 @@ def unseal(values: object) -> dict[str, Any]:
         message = "its digest differs from the saved one"
         raise ValueError(message)
     if (number := held.pop(_FORMAT, 1)) > STATE_FORMAT:
-        message = (
-            f"a newer Packplan wrote it (format {number}; this one reads up to {STATE_FORMAT}): install that one"
-        )
+        message = f"a newer Packplan wrote it (format {number}; this one reads up to {STATE_FORMAT}): install that one"
         raise ValueError(message)
     return held
 
