@@ -188,6 +188,7 @@ def test_lists_are_whole():
     assert len(rooms) > 20
     assert [] == [room.name for room in rooms if f"`{room.relative_to(ROOT)}/`" not in rooms_page]
     assert [] == [page for page in PAGES if f"({page.relative_to(ROOT)})" not in index and "docs" in page.parts]
+    assert len(index.split()) < 900, "a first screen is short: move words to a page"
     listed = re.findall(r"\]\((\d{4}-[a-z0-9-]+\.md)\)", text_of(ROOT / "ADR/README.md"))
     assert sorted(listed) == sorted(path.name for path in ROOT.glob("ADR/0*.md")), "list the decision in ADR/README.md"
     assert ("ddp", "fsdp2") == get_args(ModelSharding), "StepTracer and open_step_tracer ask for fsdp2: trace it, too"
