@@ -17,6 +17,7 @@ BENCHMARKS = {
     "train": "training on packs beside padded batches",
     "forecast": "seconds of steps that a calibration has not seen",
     "lengths": "measuring the lengths of samples",
+    "loader": "processor time of a loader for a pack",
     "memory": "forecast peaks of memory beside measured ones",
     "rows": "rows that ranks share: memory and time",
     "degrees": "packs that as many ranks share as each needs, simulated or measured",

@@ -24,7 +24,7 @@ import inspect
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from hashlib import blake2b
 from io import BytesIO
@@ -37,7 +37,6 @@ import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from numpy.typing import NDArray
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from packplan.adapters.files import write_bytes
@@ -79,6 +78,9 @@ BY_TOKEN = {
     _TOKENS, _LABELS, _POSITIONS, _ATTENTION, *_MASKS, *_PACKED, *_NUMBERED, *TYPE_COLUMNS, "shift_labels",
 }  # fmt: skip
 """Columns with a value for each token or each sample of a pack; other columns may be media."""
+
+_VALUED = (_ATTENTION, _LABELS, *_MASKS, *TYPE_COLUMNS)
+"""Columns of a row with a value for each of its tokens."""
 
 _ROW_MASKS = (_ATTENTION, "completion_attention_mask")
 """Names of the mask of a batch's rows; the second is that of KTO in TRL before 1.0."""
@@ -198,8 +200,9 @@ class RowSource:
         digest = blake2b(digest_size=16)
         if _TOKENS in row and not self.of_pairs:
             row = read_row(row, index)
-            digest.update(row[_TOKENS].tobytes() + row[_LABELS].tobytes())
-            row = _media_tensors(row)
+            digest.update(np.ascontiguousarray(row[_TOKENS]).data)
+            digest.update(np.ascontiguousarray(row[_LABELS]).data)
+            row = _media_tensors(row) if len(row) > len((_TOKENS, _LABELS)) else {}
         if row := {name: value for name, value in row.items() if _DERIVED not in name}:
             digest.update(json.dumps(row, default=_as_text, sort_keys=True).encode())
         return digest.digest()
@@ -263,15 +266,12 @@ class RowsOfPacks(Dataset[PackOfRows]):
             StaleError: A row has another length than planned, or changed since it was read first.
         """
         planned = {int(index): int(self.lengths[index]) for index in self.packs[pack]}
-        rows = self.source.fetch([*planned])
+        served = PackOfRows(self.source.fetch([*planned]), pack, planned)
         if self.source.collate is None:
-            rows = [read_row(row, index) for index, row in zip(planned, rows, strict=True)]
-            for index, row in zip(planned, rows, strict=True):
-                refuse_other_length(index, planned[index], row[_TOKENS].size)
-        served = PackOfRows(rows, pack, planned)
+            served[:] = map(read_row, served, planned)
+            refuse_other_lengths(planned, [row[_TOKENS].size for row in served])
         if self.facts is not None:
-            for index, digest in zip(planned, self.source.digests([*planned], served), strict=True):
-                self.facts.refuse_other_row(index, digest)
+            self.facts.refuse_other_rows([*planned], self.source.digests([*planned], served))
         return served
 
     def inspect(self, *, num_workers: int = 0) -> RowFacts:
@@ -293,7 +293,7 @@ class RowsOfPacks(Dataset[PackOfRows]):
         """Compare served rows with *facts* from now on; StaleError if a length is not planned."""
         other = np.flatnonzero((facts.lengths != self.lengths) & (facts.lengths != UNKNOWN))
         for index in other[:1].tolist():
-            refuse_other_length(index, int(self.lengths[index]), int(facts.lengths[index]))
+            refuse_other_lengths({index: int(self.lengths[index])}, [int(facts.lengths[index])])
         facts.rows["length"] = self.lengths  # of rows whose files were not decoded too
         self.facts = facts
 
@@ -345,20 +345,21 @@ def _without_padding(batch: Mapping[str, Any]) -> Row:
     }
 
 
-def refuse_other_length(index: int, planned: int, length: int) -> None:
+def refuse_other_lengths(planned: Mapping[int, int], lengths: Sequence[int]) -> None:
     """
-    Refuse a row whose length is not the planned one.
+    Refuse rows whose lengths are not the planned ones.
 
     Args:
-        index: Index of the row.
-        planned: Planned tokens.
-        length: Tokens of the row now.
+        planned: Index of each row -> planned tokens.
+        lengths: Tokens of each row now.
 
     Raises:
-        StaleError: The numbers differ.
+        StaleError: A number differs.
     """
-    if length != planned:
-        raise StaleError.for_sample(index, f"row {index}", (Difference("length", planned, length),))
+    if [*planned.values()] != lengths:
+        for (index, due), length in zip(planned.items(), lengths, strict=True):
+            if due != length:
+                raise StaleError.for_sample(index, f"row {index}", (Difference("length", due, length),))
 
 
 @attrs.frozen(eq=False)
@@ -403,11 +404,14 @@ class RowFacts:
         """Tokens of each row, or `UNKNOWN`; int64, shape (num_rows,)."""
         return self.rows["length"]
 
-    def refuse_other_row(self, index: int, digest: bytes) -> None:
-        """Raise StaleError if row *index* has another digest now."""
-        if (first := self.rows["digest"][index].tobytes()) != digest:
-            change = Difference("digest", first.hex(), digest.hex())
-            raise StaleError.for_sample(index, f"row {index}", (change,))
+    def refuse_other_rows(self, indices: Sequence[int], digests: Sequence[bytes]) -> None:
+        """Raise StaleError if a row of *indices* has another digest now."""
+        if self.rows["digest"][indices].tobytes() == b"".join(digests):
+            return
+        for index, digest in zip(indices, digests, strict=True):
+            if (first := self.rows["digest"][index].tobytes()) != digest:
+                change = Difference("digest", first.hex(), digest.hex())
+                raise StaleError.for_sample(index, f"row {index}", (change,))
 
 
 def require_supervised_rows(supervised: IntArray) -> None:
@@ -425,6 +429,10 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
+class _ReadRow(dict[str, Any]):
+    """Row as `read_row` returns it, which is not read again."""
+
+
 def read_row(row: Row, index: int | None = None) -> Row:
     """
     Return a tokenized row in one form: `input_ids`, `labels`, token types, and its other columns.
@@ -439,22 +447,22 @@ def read_row(row: Row, index: int | None = None) -> Row:
         ArgumentError: The row has padding or several samples, its ids are no whole numbers, or
             labels or masks have another number of values.
     """
+    if isinstance(row, _ReadRow):
+        return row
     name = "a row" if index is None else f"row {index:,}"
     tokens = _to_integers(row.get(_TOKENS), _TOKENS, name)
-    given = {
-        column: _to_integers(row[column], column, name)
-        for column in (_ATTENTION, _LABELS, *_MASKS, *TYPE_COLUMNS)
-        if row.get(column) is not None
-    }
+    columns = {column for column in BY_TOKEN.intersection(row) if row[column] is not None}
+    given = {column: _to_integers(row[column], column, name) for column in _VALUED if column in columns}
     for column, values in given.items():
         if values.size != tokens.size:
             fact = f"{name} has {counted(tokens.size, 'token')}, but {counted(values.size, 'value')} of {column}"
             raise ArgumentError("host", fact, {"row": index, "tokens": tokens.size, "values": values.size})
     attention = given.pop(_ATTENTION, tokens[:0])
-    if hidden := int((attention == 0).sum()):
+    if attention.size and (hidden := int((attention == 0).sum())):
         fact = f"{name} has padding: {_ATTENTION} is 0 at {hidden:,} of its {counted(tokens.size, 'token')}"
         raise ArgumentError("host", f"{fact}. Make rows without padding, and plan these", {"row": index})
-    if by := _ATTENTION if (attention > 1).any() else _multi_sample_column(row, tokens.size):
+    several = None if columns <= {_TOKENS, _LABELS} else _multi_sample_column(row, columns, tokens.size)
+    if by := _ATTENTION if attention.size and attention.max() > 1 else several:
         fact = f"{name} is a pack of several samples by its {by}, which would see each other: give a row for each"
         raise ArgumentError("host", fact, {"row": index, "column": by})
     labels = given.pop(_LABELS, None)
@@ -462,18 +470,19 @@ def read_row(row: Row, index: int | None = None) -> Row:
         labels = tokens.copy()
         for column in _MASKS:
             labels[given.get(column, tokens[:0]) == 0] = IGNORED_LABEL
-    kept = {column: value for column, value in row.items() if column not in BY_TOKEN}
     types = {column: given[column] for column in TYPE_COLUMNS if column in given}
-    return {**kept, **types, _TOKENS: tokens, _LABELS: labels}
+    kept = {column: row[column] for column in row if column not in BY_TOKEN}
+    return _ReadRow({**kept, **types, _TOKENS: tokens, _LABELS: labels})
 
 
-def _multi_sample_column(row: Row, num_tokens: int) -> str | None:
-    """Return the name of a column by which the row holds several samples; None for one sample."""
+def _multi_sample_column(row: Row, columns: Collection[str], num_tokens: int) -> str | None:
+    """Return which of *columns* says that the row holds several samples; None for one sample."""
     for column in (*_PACKED, *_NUMBERED):
-        values = np.asarray(row[column]) if row.get(column) is not None else np.empty(0)
-        if (values.size > _PACKED[column]) if column in _PACKED else (np.unique(values).size > 1):
-            return column
-    if row.get(_POSITIONS) is None or not num_tokens:
+        if column in columns:
+            values = np.asarray(row[column])
+            if (values.size > _PACKED[column]) if column in _PACKED else (np.unique(values).size > 1):
+                return column
+    if _POSITIONS not in columns or not num_tokens:
         return None
     places = np.asarray(row[_POSITIONS])  # on one axis, or on those of images
     if places.size % num_tokens:
@@ -487,6 +496,8 @@ def _to_integers(values: Any, column: str, name: str) -> NDArray[np.int64]:
     """Return a column's values as int64 of shape (tokens,); ArgumentError for other values."""
     try:
         array = np.asarray(values)
+        if array.dtype == np.int64 and array.ndim == 1:  # the most usual
+            return array
         whole = array.dtype.kind in "iub" or not array.size
     except (RuntimeError, TypeError, ValueError):  # lists of several lengths, tensors of a GPU
         array, whole = np.empty(0), False
@@ -515,20 +526,20 @@ def pad_rows(rows: Sequence[Row], *, types: Sequence[str] = (MEDIA_TYPE_IDS,)) -
     >>> batch["input_ids"].tolist(), batch["attention_mask"].tolist()
     ([[5, 6, 0], [7, 8, 9]], [[1, 1, 0], [1, 1, 1]])
     """
-    rows = [{**dict.fromkeys(types), **read_row(row)} for row in rows]
-    columns = {_TOKENS: 0, _LABELS: IGNORED_LABEL} | {
-        name: 0 for name in types if any(row[name] is not None for row in rows)
+    rows = [read_row(row) for row in rows]
+    lengths = np.array([row[_TOKENS].size for row in rows])
+    real = np.arange(lengths.max()) < lengths[:, None]
+    columns = {_TOKENS: 0, _LABELS: IGNORED_LABEL}
+    columns |= {name: 0 for name in types if any(row.get(name) is not None for row in rows)}
+    batch = {name: np.full(real.shape, filler) for name, filler in columns.items()} | {
+        _ATTENTION: real.astype(np.int64)
     }
-    batch = {
-        name: pad_sequence(
-            [torch.from_numpy(np.zeros_like(row[_TOKENS]) if row[name] is None else row[name]) for row in rows],
-            batch_first=True,
-            padding_value=filler,
+    for name in columns:
+        values = (row.get(name) for row in rows)
+        batch[name][real] = np.concatenate(
+            [np.zeros(size, np.int64) if one is None else one for one, size in zip(values, lengths, strict=True)]
         )
-        for name, filler in columns.items()
-    }
-    mask = pad_sequence([torch.ones(row[_TOKENS].size, dtype=torch.int64) for row in rows], batch_first=True)
-    return {**batch, _ATTENTION: mask, **join_media(rows)}
+    return {name: torch.from_numpy(values) for name, values in batch.items()} | join_media(rows)
 
 
 @attrs.frozen(eq=False)
@@ -566,8 +577,7 @@ class PackInputs:
         (pack,) = packs
         batch = dict(self.collate(list(pack)))
         if self.of_pairs:
-            for (index, length), real in zip(pack.lengths.items(), sample_lengths(batch, len(pack)), strict=True):
-                refuse_other_length(index, length, real)
+            refuse_other_lengths(pack.lengths, sample_lengths(batch, len(pack)))
             return {**batch, PACK: pack.pack}
         tokens, mask = batch[_TOKENS], batch.get(_ATTENTION)
         if mask is None and len(tokens) > 1:
@@ -576,8 +586,7 @@ class PackInputs:
         mask = torch.ones_like(tokens) if mask is None else mask
         planned, found = pack.lengths, mask.sum(1).tolist()
         if len(found) == len(planned):
-            for (index, length), real in zip(planned.items(), found, strict=True):
-                refuse_other_length(index, length, real)
+            refuse_other_lengths(planned, found)
         elif sum(found) != sum(planned.values()):
             fact = f"the collator makes {sum(found):,} tokens of pack {pack.pack}, of {sum(planned.values()):,} planned"
             raise ArgumentError("host", fact, {"pack": pack.pack})

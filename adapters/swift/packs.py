@@ -10,7 +10,7 @@ import torch
 from swift.dataset import AddLengthPreprocessor, EncodePreprocessor
 from torch.utils.data import Dataset
 
-from packplan.adapters.loaders.rows import PACK, UNKNOWN, PackOfRows, RowFacts, refuse_other_length, tensor_bytes
+from packplan.adapters.loaders.rows import PACK, UNKNOWN, PackOfRows, RowFacts, refuse_other_lengths, tensor_bytes
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import DataSetError
 from packplan.core.surface import Plan, plan
@@ -122,7 +122,7 @@ class PlannedPacks(Dataset[PackOfRows]):
             except Exception as error:
                 message = f"row {index:,} of the data set was measured, but cannot be encoded now: {error}"
                 raise DataSetError(message) from error
-        refuse_other_length(index, int(self.plan.lengths[index]), count_tokens(row["lengths"]))
+        refuse_other_lengths({index: int(self.plan.lengths[index])}, [count_tokens(row["lengths"])])
         return row
 
 

@@ -111,6 +111,7 @@ def test_a_call_is_measured_in_seconds_and_bytes(capfd):
     ("words", "figures"),
     [
         ("redraw --samples 500 --distributions chat-4096 --repeat 1", ("own_seconds",)),
+        ("loader --packs 2 --samples 3 --tokens 9 --rounds 1", ("seconds", "over_flattening")),
         ("train --width 128 --layers 1 --samples 5 --rounds 2 --kinds images --packs 300 --ways packed padded",
          ("peak_bytes", "tokens_per_sample", "flops")),
     ],
