@@ -80,10 +80,11 @@ def _vision(rng: np.random.Generator, num: int, _capacity: int) -> NDArray[np.in
     return lengths
 
 
-def _tiles(rng: np.random.Generator, num: int, text: NDArray[np.integer]) -> NDArray[np.integer]:
+def _tiles(rng: np.random.Generator, num: int, text: IntArray) -> IntArray:
     """Return tiles of 256 tokens, up to 12 and a thumbnail of an image, beside *text*."""
     tiles = rng.choice(np.arange(1, 13), num, p=TILE_SHARES)
-    return 256 * (tiles + (tiles > 1)) + text
+    lengths: IntArray = 256 * (tiles + (tiles > 1)) + text
+    return lengths
 
 
 def _tiles_and_answers(rng: np.random.Generator, num: int, _capacity: int) -> NDArray[np.integer]:

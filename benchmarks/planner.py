@@ -33,6 +33,9 @@ from packplan.core.work.model import WorkModel
 WARM_UP = 500
 """Samples that are packed before the clock starts, so that late imports are done."""
 
+_BOUND_STEPS = 100_000_000
+"""Limit of the search for the bound that gaps are measured against: about half a minute."""
+
 DEFAULT_SAMPLES = (10_000, 100_000, 1_000_000, 10_000_000)
 
 PLANNERS = (*ALGORITHMS, *PEERS)
@@ -149,7 +152,7 @@ def _compared(distribution: Distribution, lengths: IntArray, costs: dict[str, Co
     argsort = measure(lambda: lambda: np.argsort(lengths, kind="stable"), lambda _: None, repeat=5, limit_s=600)
     fastest = min((cost.seconds for name, cost in costs.items() if name in PEERS), default=None)
     fewest = min((cost.result[0] for cost in costs.values()), default=None)
-    bound = lower_bound(lengths, capacity=distribution.capacity, known=fewest)
+    bound = lower_bound(lengths, capacity=distribution.capacity, known=fewest, effort=_BOUND_STEPS)
     return {
         name: {
             "seconds": cost.seconds,

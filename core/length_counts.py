@@ -15,7 +15,9 @@ included.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from heapq import heappop, heappush
+from itertools import chain
 
 import attrs
 import numpy as np
@@ -92,7 +94,8 @@ class PackingTrace:
 
     def _bins_longest_first(self) -> NDArray[np.int32]:
         """Return the bin of each sample, samples ordered longest first; shape (num_samples,)."""
-        index, first, num, per_bin = np.array(self._entries, dtype=np.int64).T
+        entries = np.fromiter(chain.from_iterable(self._entries), np.int64, 4 * len(self._entries))
+        index, first, num, per_bin = entries.reshape(-1, 4).T
         order = np.argsort(index, kind="stable")
         first, num, per_bin = first[order], num[order], per_bin[order]
         bins = join_ranges(num, starts=first, dtype=np.int32)
@@ -125,33 +128,6 @@ def _reorder_bins(lengths: IntArray, tally: LengthCounts, bins: NDArray[np.int32
     return labels
 
 
-class _OpenBins:
-    """Open bins of best or first fit, kept as ranges of neighbouring bins with equal room."""
-
-    def __init__(self, *, fullest: bool) -> None:
-        self._fullest, self._size = fullest, 0
-        self._fits: list[tuple[int, int, int, int]] = []  # (preference, first, number, room): the current length fits
-        self._waits: list[tuple[int, int, int]] = []  # (-room, first, number): only a shorter one may fit
-
-    def set_size(self, size: int) -> None:
-        """Set the current length, shorter than before, and admit the ranges that it now fits."""
-        self._size = size
-        while self._waits and -self._waits[0][0] >= size:
-            room, first, number = heappop(self._waits)
-            self.put_range(first, number, -room)
-
-    def put_range(self, first: int, number: int, room: int) -> None:
-        """Add *number* bins from *first* on, each with *room* tokens free."""
-        if room >= self._size:
-            heappush(self._fits, (room if self._fullest else 0, first, number, room))
-        else:
-            heappush(self._waits, (-room, first, number))
-
-    def take_range(self) -> tuple[int, int, int] | None:
-        """Remove the preferred range that the current length fits; return first, number, room."""
-        return heappop(self._fits)[1:] if self._fits else None
-
-
 def fit_decreasing(
     tally: LengthCounts, *, capacity: int, fullest: bool, trace: PackingTrace | None = None
 ) -> PackingTrace:
@@ -165,26 +141,33 @@ def fit_decreasing(
         trace: Trace to append to, whose bins are closed; a new one by default.
     """
     trace = PackingTrace() if trace is None else trace
-    bins, num_bins = _OpenBins(fullest=fullest), trace.num_bins
+    write, num_bins, negated = trace.write, trace.num_bins, [-size for size in tally.sizes]
+    fits: list[tuple[int, int, int, int]] = []  # (preference, first, number, room): the current length fits
+    waits: dict[int, list[tuple[int, int, int, int]]] = {}  # index of the first length that fits -> the same
     for index, (size, count) in enumerate(zip(tally.sizes, tally.counts, strict=True)):
+        for bins in waits.pop(index, ()):
+            heappush(fits, bins)
         left = count
-        bins.set_size(size)
         while left:
-            taken = bins.take_range()
-            if taken is None:
-                taken = (num_bins, -(-left // (capacity // size)), capacity)
-                num_bins += taken[1]
-            first, number, room = taken
+            if fits:
+                _, first, number, room = heappop(fits)
+            else:
+                first, number, room = num_bins, -(-left // (capacity // size)), capacity
+                num_bins += number
             per_bin = room // size
             full = min(number, left // per_bin)
-            rest = min(per_bin, left - full * per_bin) if full < number else 0
             if full:
-                trace.write((index, first, full, per_bin))
-                bins.put_range(first, full, room - per_bin * size)
-            if rest:
-                trace.write((index, first + full, 1, rest))
-                bins.put_range(first + full, 1, room - rest * size)
-            if untouched := number - full - (rest > 0):
-                bins.put_range(first + number - untouched, untouched, room)
-            left -= full * per_bin + rest
+                write((index, first, full, per_bin))
+                left -= full * per_bin
+                less = room - per_bin * size
+                later = bisect_left(negated, -less, index)
+                if later < len(negated):
+                    waits.setdefault(later, []).append((less if fullest else 0, first, full, less))
+            if full < number and left:
+                write((index, first + full, 1, left))
+                less = room - left * size
+                heappush(fits, (less if fullest else 0, first + full, 1, less))
+                full, left = full + 1, 0
+            if full < number:
+                heappush(fits, (room if fullest else 0, first + full, number - full, room))
     return trace
