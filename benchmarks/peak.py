@@ -4,6 +4,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -24,7 +25,8 @@ class PeakOfTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of t
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         for one in tree_iter(found):
-            if isinstance(one, torch.Tensor):
+            # What a collective returns only wraps the tensor that has the memory.
+            if isinstance(one, torch.Tensor) and not isinstance(one, AsyncCollectiveTensor):
                 self._hold(one)
         return found
 
