@@ -112,12 +112,11 @@ class Plan(HasPacks):
             message = f"packs_per_step is {packs_per_step}, but has to be a multiple of world_size {world_size}"
             raise ArgumentError("argument", message)
         most = None if degrees == "auto" else as_whole_number("degrees", degrees, most=MOST_RANKS)
-        options: dict[str, Any] = {"dataloader_drop_last": drop_last, "max_degree": most}
-        if most != 1:
-            tokens = self.packs.loads(self.lengths)
-            options |= {"degrees": pack_degrees(tokens, self.raw.packing_length), "tokens": tokens}
+        tokens = None if most == 1 else self.packs.loads(self.lengths)
+        needed = None if tokens is None else pack_degrees(tokens, self.raw.packing_length)
+        options: dict[str, Any] = {"dataloader_drop_last": drop_last, "degrees": needed, "tokens": tokens}
         return EpochSchedule.from_plan(
-            align_plan(self.raw, world_size=world_size, **options),
+            align_plan(self.raw, world_size=world_size, max_degree=most, **options),
             gradient_accumulation_steps=accumulation,
             num_train_epochs=epochs,
             max_steps=max_steps,

@@ -152,8 +152,7 @@ def forecast_time(
     trained = EpochStats.from_schedule(trainer.pack_stats(0), schedule, 0)
     stats = train.stats_of(train.raw)
     slots = attrs.evolve(schedule, works=None).order(0)
-    shared = schedule.pack_degrees(0)[slots] > 1
-    order = slots[~shared | (np.diff(slots, prepend=-1) != 0)]  # a pack once, not for each of its ranks
+    order = slots[np.diff(slots, prepend=-1) != 0]  # a pack once, not for each of its ranks
     chosen = calibration_packs(
         stats.packs, stats.work, stats.packs.sums(train.works.scaled(0, 0, 1).flops), order,
         world_size=schedule.world_size, batches=schedule.gradient_accumulation_steps, batch_size=schedule.batch_size,
@@ -203,9 +202,9 @@ def time_packs(
     """
     train, before = splits["train"], trainer.schedule
     stats = train.stats_of(attrs.evolve(train.raw, packs=Packs.from_lists(packs)))
-    shared = before.degrees is not None
     schedule = EpochSchedule(
-        degrees=pack_degrees(stats.tokens, stats.packing_length) if shared else None, max_degree=before.max_degree,
+        degrees=None if before.degrees is None else pack_degrees(stats.tokens, stats.packing_length),
+        max_degree=before.max_degree,
         num_packs=len(packs), world_size=before.world_size, dataloader_drop_last=False,
         gradient_accumulation_steps=before.gradient_accumulation_steps, num_train_epochs=REPEATS,
         batch_size=before.batch_size, shuffle=False, sync_at=sync_point_of(config),

@@ -252,6 +252,22 @@ def test_every_command_of_a_plan_takes_a_command_of_ms_swift(command, tmp_path, 
         read_command("swift", [*words[1:], *shares, "--task_type", "embedding"], world_size=2)
 
 
+def test_a_plugin_of_a_plan_counts_the_slots_of_shared_packs(command, tmp_path, capsys):
+    """As in training; what cannot share packs is refused before anything is measured."""
+    sharing = ["swift", "--sequence-parallel-size", "auto", "--world-size", "2", "-o", str(tmp_path / "plugin.py")]
+    words = [*command("images"), "--per_device_train_batch_size", "1"]
+
+    assert 0 == plugin.main([*sharing, *words])
+
+    assert re.search(r"shared +.* on 2 ranks; \d+ slots an epoch; no rank computes more", capsys.readouterr().err)
+    assert re.search(r"install\(degrees='auto', checksum='\w+'\)", (tmp_path / "plugin.py").read_text())
+    four = ["--max-sequence-parallel-size", "4", *words]
+    for refused, said in ((command("pairs"), "--rlhf_type: is dpo"), (command("images"), "_batch_size: is 5"),
+                          (four, "power of two that divides the 2 ranks")):  # fmt: skip
+        assert 2 == plugin.main([*sharing[:-1], str(tmp_path / "refused.py"), *refused])
+        assert said in capsys.readouterr().err
+
+
 def test_memory_is_traced_for_a_command(command, run):
     """On the packs of its plan, with its adapters; not for pairs, nor for several packs at once."""
     words = [*command("text"), "--per_device_train_batch_size", "1"]
