@@ -238,6 +238,7 @@ def _find_plan_bound(
         capacity=policy.packing_length,
         known=known - full,
         effort=effort,
+        report=report,
     )
     return Bound(found.packs + full, found.kind, found.best + full)
 

@@ -59,7 +59,7 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
         "concatenative": Algorithm("in_order", "1", keeps_order=True),
         "first_fit_shuffle": Algorithm("in_order", "1", takes=("seed",)),
         "balanced": Algorithm("balanced", "7", takes=("works", "report")),
-        "certified": Algorithm("fewest", f"3, scipy {scipy.__version__}", takes=("seed", "report")),
+        "certified": Algorithm("fewest", f"4, scipy {scipy.__version__}", takes=("seed", "report")),
     }
 )
 """Algorithms that `pack` and `PlanPolicy` may name."""

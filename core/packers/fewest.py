@@ -3,13 +3,13 @@ Auto and certified: the fewest packs that a search finds, bounded or until they 
 
 `auto` returns the packs of constant volume, or fewer if a bounded search finds them.
 
-`certified` searches until its packs meet the lower bound, or a limit of iterations. It dives: it
-solves the linear relaxation over patterns, and fixes the bins of the most used patterns. A short
-search packs the remaining samples, and the program is solved again for them. If a gap to the bound
-remains, packs in the order of the data and in a random order are tried too. So its packs are never
-more than those of another algorithm.
+`certified` searches until its packs meet the lower bound, or a limit of steps in proportion to the
+gap. It dives: it solves the linear relaxation over patterns, and fixes the bins of the most used
+patterns. A short search packs the remaining samples, and the program is solved again for them. If a
+gap to the bound remains, packs in the order of the data and in a random order are tried too. So its
+packs are never more than those of another algorithm.
 
-All limits count iterations, so the result does not depend on the speed of the machine.
+All limits count steps, so the result does not depend on the speed of the machine.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,8 +23,8 @@ from packplan.core.packers.decreasing import best_quick_packing, constant_volume
 from packplan.core.packers.in_order import concatenative, first_fit_shuffle
 from packplan.core.packs import Packs
 from packplan.core.patterns import Effort, Filling, Pattern, num_packs, pattern_key, to_trace
-from packplan.core.patterns.certificate import certify, find_quick_bound, to_lowest_terms
-from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_SIZES, FloatArray, solve_master
+from packplan.core.patterns.certificate import certify, effort_of_gap, find_quick_bound, to_lowest_terms
+from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_SIZES, FloatArray, estimate_master_steps, solve_master
 from packplan.core.patterns.search import CLOSE, default_effort, find_filling_quickly, find_repeated_filling
 
 MAX_DIVES = 40
@@ -78,18 +78,24 @@ def _pack_to_bound(tally: LengthCounts, *, capacity: int, report: Callable[[str]
     known = best_quick_packing(tally, capacity=capacity)
     tally, capacity = to_lowest_terms(tally, capacity=capacity)
     report(f"{counted(known.num_bins, 'pack')}, looking for the bound")
-    certificate = certify(tally, capacity=capacity, known=known.num_bins, effort=Effort())
+    certificate = certify(tally, capacity=capacity, known=known.num_bins, effort=Effort(), report=report)
     bound, best = certificate.bound, certificate.filling
     if best is None:
         return known, bound
-    searches = _yield_fillings(tally, capacity=capacity, patterns=certificate.patterns)
+    effort = effort_of_gap(min(num_packs(best), known.num_bins), bound)
+    searches = _yield_fillings(tally, capacity=capacity, patterns=certificate.patterns, effort=effort)
     while num_packs(best) > bound and (found := next(searches, None)) is not None:
         best = min(best, found, key=num_packs)
         report(f"{counted(min(num_packs(best), known.num_bins), 'pack')}, the bound is {bound:,}: looking for fewer")
-    return min(known, to_trace(best), key=lambda trace: trace.num_bins), bound
+    fewest = min(known, to_trace(best), key=lambda trace: trace.num_bins)
+    if fewest.num_bins > bound:
+        report(f"{counted(fewest.num_bins, 'pack')}, the bound is {bound:,}: fewer would take longer than they save")
+    return fewest, bound
 
 
-def _yield_fillings(tally: LengthCounts, *, capacity: int, patterns: list[Pattern]) -> Iterator[Filling]:
+def _yield_fillings(
+    tally: LengthCounts, *, capacity: int, patterns: list[Pattern], effort: Effort
+) -> Iterator[Filling]:
     """
     Yield packings, each with more bins fixed by the linear program.
 
@@ -97,15 +103,18 @@ def _yield_fillings(tally: LengthCounts, *, capacity: int, patterns: list[Patter
         tally: Lengths from 1 to *capacity*, counts >= 1.
         capacity: Tokens a bin may hold.
         patterns: Patterns of the relaxation, which include a packing of all samples.
+        effort: Limit of the programs, which end without an error.
     """
     left = list(tally.counts)
     fixed: Filling = []
     pool = {pattern_key(pattern): pattern for pattern in patterns}
     for _ in range(MAX_DIVES):
         usable = [p for p in pool.values() if all(per_bin <= left[index] for index, per_bin in p.items())]
-        master = solve_master(usable, counts=np.array(left))
+        steps = estimate_master_steps(usable)
+        master = solve_master(usable, counts=np.array(left)) if steps <= effort.left else None
         if master is None:
             return
+        effort.spend(steps)
         fixed += _fix_bins(usable, master.uses, left, at_least=_MIN_SHARE_OF_A_DIVE * master.num_packs)
         if not any(left):
             yield fixed

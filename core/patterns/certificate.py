@@ -2,6 +2,7 @@
 Upper and lower bounds on the number of packs, cheapest first, until they meet.
 """
 
+from collections.abc import Callable
 from math import gcd
 from typing import Literal
 
@@ -12,7 +13,7 @@ from packplan.core.length_counts import LengthCounts
 from packplan.core.lengths import IntArray
 from packplan.core.patterns import Effort, Filling, Pattern, num_packs
 from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_SIZES, tighten_bound
-from packplan.core.patterns.search import default_effort, find_filling
+from packplan.core.patterns.search import CLOSE, default_effort, find_filling
 
 MAX_PARTS = 100
 """Parts of the capacity that dual-feasible functions round lengths to, at most."""
@@ -20,6 +21,12 @@ MAX_PARTS = 100
 
 _EFFORTS = 3
 """Times the effort of `auto` that an unlimited search spends before the linear relaxation."""
+
+_STEPS_OF_A_GAP = 250_000_000
+"""
+Steps of linear programs for each 0.1 % of the packs that they may save, about half a minute. A
+smaller gap has as many.
+"""
 
 
 def find_quick_bound(tally: LengthCounts, *, capacity: int) -> int:
@@ -99,7 +106,14 @@ class Certificate:
     kind: BoundKind
 
 
-def certify(tally: LengthCounts, *, capacity: int, known: int, effort: Effort) -> Certificate:
+def effort_of_gap(packs: int, bound: int) -> Effort:
+    """Return the effort of linear programs in proportion to what they may save of *packs*."""
+    return Effort(_STEPS_OF_A_GAP * max(1, CLOSE * (packs - bound) / bound))
+
+
+def certify(
+    tally: LengthCounts, *, capacity: int, known: int, effort: Effort, report: Callable[[str], None] = lambda _: None
+) -> Certificate:
     """
     Return a lower bound on the number of packs, and the packing of a search if one was made.
 
@@ -107,7 +121,9 @@ def certify(tally: LengthCounts, *, capacity: int, known: int, effort: Effort) -
         tally: Lengths from 1 to *capacity*, counts >= 1, at least one; see `to_lowest_terms`.
         capacity: Tokens a pack may hold.
         known: Number of packs of a known packing.
-        effort: Limit of the search beyond the quick bounds.
+        effort: Limit of the search beyond the quick bounds. Linear programs take no more than
+            `effort_of_gap`.
+        report: Called with a progress message.
     """
     bound = find_quick_bound(tally, capacity=capacity)
     if known == bound:
@@ -119,7 +135,10 @@ def certify(tally: LengthCounts, *, capacity: int, known: int, effort: Effort) -
     if num_packs(best) == bound:
         return Certificate(bound, best, [], "reached")
     enough = min(known, num_packs(best))
-    raised, patterns = tighten_bound(tally, capacity=capacity, filling=best, bound=bound, enough=enough, effort=effort)
+    with effort.lend(effort_of_gap(enough, bound).left) as own:
+        raised, patterns = tighten_bound(
+            tally, capacity=capacity, filling=best, bound=bound, enough=enough, effort=own, report=report
+        )
     kind: BoundKind = "reached" if raised == enough else "relaxation" if raised > bound else "quick"
     return Certificate(raised, best, patterns, kind)
 

@@ -12,13 +12,14 @@ The bound never depends on floating point. Dual values are rounded to integers, 
 solved exactly over them. Farley's bound (1990) is then a quotient of integers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from packplan.core.errors import counted
 from packplan.core.length_counts import LengthCounts
 from packplan.core.lengths import IntArray
 from packplan.core.patterns import Effort, Filling, Pattern, PatternKey, SpentError, pattern_key
@@ -40,7 +41,14 @@ FloatArray = NDArray[np.float64]
 
 
 def tighten_bound(
-    tally: LengthCounts, *, capacity: int, filling: Filling, bound: int, enough: int, effort: Effort
+    tally: LengthCounts,
+    *,
+    capacity: int,
+    filling: Filling,
+    bound: int,
+    enough: int,
+    effort: Effort,
+    report: Callable[[str], None] = lambda _: None,
 ) -> tuple[int, list[Pattern]]:
     """
     Raise a lower bound on the number of packs; return it, and the patterns of the last program.
@@ -52,6 +60,7 @@ def tighten_bound(
         bound: Known lower bound.
         enough: Number of packs of a known packing. A bound that reaches it ends the search.
         effort: Limit of the search, which then ends with the best bound so far.
+        report: Called with a progress message.
     """
     sizes, counts = np.array(tally.sizes), np.array(tally.counts)
     pool = {pattern_key(pattern): pattern for pattern, _ in filling}
@@ -60,8 +69,9 @@ def tighten_bound(
     centre = sizes / capacity
     best = 0.0
     with suppress(SpentError):
-        for _ in range(MAX_ROUNDS):
-            effort.spend(_estimate_master_steps(pool))
+        for number in range(1, MAX_ROUNDS + 1):
+            effort.spend(estimate_master_steps(pool.values()))
+            report(f"{counted(enough, 'pack')}, the bound is {bound:,}: program {number} of at most {MAX_ROUNDS}")
             master = solve_master(list(pool.values()), counts=counts)
             if master is None:
                 break
@@ -82,13 +92,13 @@ def tighten_bound(
     return bound, list(pool.values())
 
 
-def _estimate_master_steps(pool: dict[PatternKey, Pattern]) -> int:
+def estimate_master_steps(patterns: Collection[Pattern]) -> int:
     """
     Estimate the steps to solve a master program: some milliseconds, and the product of its sizes
     and entries.
     """
-    num_sizes = len({index for pattern in pool.values() for index in pattern})
-    return 15_000 + num_sizes * sum(map(len, pool.values())) // 4
+    num_sizes = len({index for pattern in patterns for index in pattern})
+    return 15_000 + num_sizes * sum(map(len, patterns)) // 4
 
 
 def _estimate_knapsack_steps(num_sizes: int, capacity: int) -> int:

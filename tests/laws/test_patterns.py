@@ -13,7 +13,7 @@ from packplan.core.bounds import Bound, find_bound, lower_bound
 from packplan.core.length_counts import LengthCounts
 from packplan.core.packers import pack
 from packplan.core.patterns import Effort, SpentError, num_packs
-from packplan.core.patterns.certificate import certify, find_quick_bound
+from packplan.core.patterns.certificate import _STEPS_OF_A_GAP, certify, effort_of_gap, find_quick_bound
 from packplan.core.patterns.guided import _Program, fill_guided
 from packplan.core.patterns.relaxation import solve_knapsack, solve_master, tighten_bound
 from packplan.core.patterns.search import _Search, find_filling, find_repeated_filling, gather_room
@@ -270,3 +270,23 @@ def test_certified_says_how_far_it_is_and_packs_the_same():
     counts = [int(one.split()[0]) for one in words]
     assert sorted(counts, reverse=True) == counts
     assert len(packs) <= counts[-1]
+
+
+def test_certified_ends_where_programs_take_longer_than_they_may_save():
+    """It says each program that it solves, and where packs stay above the bound."""
+    lengths, capacity = [13, 14, 16, 17, 17, 21, 27, 28, 28, 33, 34, 35, 35, 35, 37], 79
+    found = []
+    for steps in (0, _STEPS_OF_A_GAP):
+        words: list[str] = []
+        with (
+            patch("packplan.core.patterns.certificate._STEPS_OF_A_GAP", steps),
+            patch("packplan.core.patterns.relaxation.solve_master", side_effect=solve_master) as masters,
+        ):
+            packs = pack(lengths, capacity=capacity, algorithm="certified", report=words.append)
+        found.append(masters.call_count)
+        assert masters.call_count == sum(": program" in one for one in words)
+        assert f"{len(packs)} packs, the bound is {len(packs) - 1}: fewer would take longer" in words[-1]
+
+    assert 0 == found[0] < found[1]
+    assert effort_of_gap(1004, 1000).left == 4 * effort_of_gap(1001, 1000).left
+    assert effort_of_gap(10_001, 10_000).left == effort_of_gap(1001, 1000).left
