@@ -12,6 +12,7 @@ from pathlib import Path
 from griffe import Extension, Object
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -41,6 +42,16 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     made = [("api/site.css", STYLE), *yield_apis()]
     chosen += [File.generated(config, name, content=content) for name, content in made]
     return Files(chosen)
+
+
+def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
+    """Keep decisions out of the search, and rank the changes and the pages for contributors low."""
+    name = page.file.src_uri
+    if name.startswith("ADR/0"):
+        page.meta["search"] = {"exclude": True}
+    elif not name.startswith(("README", "docs/", "api/")):
+        page.meta["search"] = {"boost": 0.5}
+    return markdown
 
 
 def yield_apis() -> Iterator[tuple[str, str]]:

@@ -275,7 +275,7 @@ def test_commands_that_are_shown_start(page, monkeypatch):
         assert (0, [1]) == (ended.value.code, reached), f"{page.name}: {name} {words}"
 
 
-HOSTED = ("# dpo.py", "# train.py", "# prove.py")
+HOSTED = ("# dpo.py", "# own.py", "# prove.py", "# train.py")
 """First lines of files that need a trainer of others, or workers: other tests run them."""
 
 

@@ -133,6 +133,16 @@ def test_the_site_documents_every_public_name(site):
     assert "&gt;&gt;&gt;" in (site / "api" / "packplan.html").read_text(encoding="utf-8"), "examples are code"
 
 
+def test_the_search_finds_pages_and_no_decisions(site):
+    """Decisions would stand before the guides; changes and contributors' pages rank low."""
+    found = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
+
+    assert [] == [one["location"] for one in found if one["location"].startswith("ADR/0")]
+    low = {one["location"].partition("#")[0] for one in found if "boost" in one}
+    assert low >= {"ADR/index.html", "CHANGELOG.html", "CONTRIBUTING.html"}
+    assert not low & {"index.html", "docs/use-it-in/torch.html"}
+
+
 def test_pages_fit_a_phone_and_a_screen(site, served, tmp_path):
     """Nothing scrolls sideways but wide code and tables by themselves; the console has no line."""
     if BROWSER is None:

@@ -6,6 +6,7 @@ from collections import Counter
 import attrs
 import pytest
 
+import packplan as pp
 from tests.hosts.pages import hosted, plan_of
 from tests.processes import descendants, wait_for
 
@@ -39,6 +40,21 @@ def test_the_loop_goes_on_with_fewer_ranks(reader, made):
 
 
 @hosted
+def test_a_module_of_torch_trains_packs(reader):
+    """Each pack once, and the page's own check passes: outputs are those of the samples alone."""
+    at = reader("torch")
+    trained = trained_packs(at.run(at.commands[2]))
+
+    plan = pp.plan([*range(5, 45)], 64)
+    assert planned_packs(plan.schedule(packs_per_step=2, epochs=1)) == trained
+    page = at.folder / "own.py"
+    page.write_text(page.read_text().replace("(sample[:, :, None] == sample[:, None, :])", "(sample[:, :, None] > 0)"))
+    with at.typing(at.commands[2]) as started:
+        assert 0 != started.wait()
+    assert "Tensor-likes are not close" in at.printed
+
+
+@hosted
 def test_lightning_goes_on_in_the_middle_of_an_epoch(reader, made):
     """With the batch behind the checkpoint's last one, though Lightning has asked for its steps."""
     at = reader("torch")
@@ -47,8 +63,8 @@ def test_lightning_goes_on_in_the_middle_of_an_epoch(reader, made):
     assert optimizers in page.read_text()
     asked = f"{optimizers}        self.trainer.estimated_stepping_batches\n"
     page.write_text(page.read_text().replace(optimizers, asked))
-    first = trained_packs(at.run_until(at.commands[2], "rank 0 step 5 "))
-    rest = trained_packs(at.run(at.commands[3]))
+    first = trained_packs(at.run_until(at.commands[3], "rank 0 step 5 "))
+    rest = trained_packs(at.run(at.commands[4]))
 
     schedule = plan_of(made).schedule(packs_per_step=2, epochs=2)
     planned = planned_packs(schedule)
@@ -80,7 +96,7 @@ def test_ray_starts_lost_workers_again_where_they_were(reader, made):
     """From the checkpoint of the last step that all workers reported."""
     at = reader("torch")
     log = at.folder / "rank0.txt"
-    with at.typing(at.commands[4]) as started:
+    with at.typing(at.commands[5]) as started:
         wait_for(lambda: log.exists() and "rank 0 step 2 " in log.read_text(), "no worker has trained two steps")
         (worker, *_) = [one for one in descendants(started.pid) if "RayTrainWorker" in " ".join(one.cmdline())]
         worker.kill()
@@ -97,7 +113,7 @@ def test_ray_starts_lost_workers_again_where_they_were(reader, made):
 def test_grain_reads_on(reader, made):
     """Both reads together are what a rank trains."""
     at = reader("torch")
-    read = [at.run(command) for command in at.commands[5:]]
+    read = [at.run(command) for command in at.commands[6:8]]
 
     packs = [int(pack) for printed in read for pack in re.findall(r"pack (\d+) of \d+ tokens", printed)]
     schedule = plan_of(made).schedule(world_size=2, packs_per_step=4, epochs=2)
