@@ -70,10 +70,10 @@ UNPROVEN_REASONS = {
 
 UNPADDED_HEADING = "## Without padding"
 
-ABOUT_UNPADDED = """What `packplan.hf.unpad` leaves out of padded rows. Where a layer's state runs over padding, calls
-with such padding are computed padded. BERT, XLM-RoBERTa and ModernBERT leave out every padding
-(`tests/e2e/test_unpad.py`). `python -m tools.models unpadded docs/models.md` wrote this section on {date}, with
-{versions}."""
+ABOUT_UNPADDED = """Padding that `packplan.hf.unpad` leaves out. If a layer carries its state through padding, such
+batches are computed with their padding. BERT, XLM-RoBERTa and ModernBERT leave out every padding
+(`tests/e2e/test_unpad.py`). `python -m tools.models unpadded docs/models.md` wrote this section on {date},
+with {versions}."""
 
 ABOUT_VISION = """Tiny models with random weights, each with its processor and ms-swift's template. Lengths, from image
 headers or full encodes, equal full encodes for images of 45 sizes; samples with 0, 1 and 3 images are equal packed

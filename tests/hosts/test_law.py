@@ -18,7 +18,7 @@ from packplan.adapters.loaders.rows import PackInputs, flatten, pad_rows
 from packplan.core.errors import ArgumentError, CorruptArtefactError, MismatchError, ModelError, StaleError
 from packplan.hf import unpad, use_plan
 from tests.hosts.law import CELLS, CONFIGS, PACKING_LENGTH, cell_of, fork_ranks, main, model_of, rows_of, trainer_of
-from tests.hosts.pages import PAGES
+from tests.processes import ROOT
 
 # isort: split
 import torch
@@ -525,7 +525,7 @@ def test_an_evaluation_without_anything_to_learn_has_no_loss(tmp_path):
 
 def test_the_page_has_the_methods_of_trainers_that_are_replaced():
     """By class: what a new version of a host may change."""
-    table = re.findall(r"^\| `(\w+)` \| [^|]+ \| (`.*`) \|$", (PAGES / "transformers.md").read_text(), re.MULTILINE)
+    table = re.findall(r"^\| `(\w+)` \| [^|]+ \| (`.*`) \|$", (ROOT / "tests" / "README.md").read_text(), re.MULTILINE)
     classes = vars(following) | vars(training)
     if find_spec("swift"):
         classes |= vars(import_module("packplan.adapters.swift.training"))
