@@ -1,6 +1,4 @@
-"""
-Epochs that are planned separately: samples, plan and stored record of each epoch.
-"""
+"""Epochs with plans of their own: the samples, the plan and the stored record of each epoch."""
 
 import hashlib
 import json
@@ -29,7 +27,7 @@ MOST_EPOCHS = 10_000
 
 @attrs.frozen(kw_only=True, eq=False)
 class EpochRecipe:
-    """Mixes and seed that decide the samples of each epoch."""
+    """Mixes and seed, which decide the samples of each epoch."""
 
     mixes: Mixes | None = None
     """Mix that each epoch draws; None takes all samples in each."""
@@ -55,7 +53,7 @@ def _mixes_json(mixes: Mixes) -> str:
 
 @attrs.frozen(kw_only=True, eq=False)
 class RecordLengths:
-    """Lengths and works of all records, from which each epoch takes its samples."""
+    """Lengths and work of all records; each epoch takes those of its samples from here."""
 
     lengths: IntArray
     """Tokens of each record, 0 for one that is no sample; shape (num_records,)."""
@@ -78,8 +76,9 @@ class RecordLengths:
 
     def drawable_lengths(self, policy: PlanPolicy) -> IntArray:
         """
-        Return the tokens of each record that a mix may draw, 0 for one that is no sample or is a
-        long sample that the policy skips; shape (num_records,).
+        Return the length of each record that a mix may draw, else 0; shape (num_records,).
+
+        Bad records may not be drawn, nor long samples if the policy skips them.
         """
         is_kept = policy.allow_single_long or self.lengths < policy.packing_length
         return np.where(is_kept, self.lengths, 0)
@@ -91,7 +90,7 @@ def _as_ints(values: Iterable[int]) -> tuple[int, ...]:
 
 @attrs.frozen(kw_only=True)
 class EpochRecord:
-    """Stored figures and checksum of one epoch's plan."""
+    """Stored figures of one epoch's plan, and its checksum."""
 
     epoch: int
 
@@ -128,7 +127,9 @@ class EpochRecord:
 
 def epoch_selection(recipe: EpochRecipe, policy: PlanPolicy, records: RecordLengths, epoch: int) -> IntArray:
     """
-    Return the records that an epoch plans: int64, ascending, repeated if drawn more than once.
+    Return the indices of the records of an epoch, ascending; int64.
+
+    An index is repeated if the record is drawn more than once.
 
     No mix draws long samples that the policy skips: they would change the shares of its
     sources.
@@ -147,7 +148,7 @@ def epoch_selection(recipe: EpochRecipe, policy: PlanPolicy, records: RecordLeng
 
 @attrs.frozen(eq=False)
 class EpochPlan:
-    """Raw plan of one epoch, with the samples that it packs."""
+    """Raw plan of one epoch, and the samples that it packs."""
 
     epoch: int
 
@@ -168,7 +169,7 @@ def plan_epoch(
     report: Callable[[str], None] = lambda _: None,
 ) -> EpochPlan:
     """
-    Select the samples of an epoch, and return their plan.
+    Select the samples of an epoch and plan them.
 
     Args:
         recipe: Mixes and seed, which decide the samples.
@@ -192,7 +193,7 @@ def plan_epoch(
 
 def record_epoch(planned: EpochPlan, records: RecordLengths) -> EpochRecord:
     """
-    Return the record of an epoch's plan, to be stored.
+    Return the figures and the checksum of an epoch's plan, in the form that is stored.
 
     Args:
         planned: Plan of the epoch.
@@ -225,7 +226,9 @@ def schedule_epochs(
     schedule: EpochSchedule, make_record: Callable[[int], EpochRecord]
 ) -> tuple[EpochSchedule, tuple[EpochRecord, ...]]:
     """
-    Return a schedule over separately planned epochs, without works, and the record of each epoch.
+    Return a schedule over epochs with plans of their own, and the record of each epoch.
+
+    The schedule knows no work of its packs.
 
     Args:
         schedule: Settings of the schedule, and the epoch and step where training starts.
@@ -270,7 +273,7 @@ def _require_batches(record: EpochRecord, schedule: EpochSchedule) -> None:
 
 def plan_fingerprint(recipe: EpochRecipe | None, policy: PlanPolicy, lengths_digest: str) -> Fingerprint:
     """
-    Return the fingerprint of the plans of all epochs.
+    Return the fingerprint of all epochs' plans.
 
     Args:
         recipe: Mixes and seed, if each epoch has a plan; None if all epochs share one.

@@ -1,6 +1,8 @@
 """
-Forecasts of a run: its seconds, from the seconds and FLOPs of measured steps; and the memory of a
-step, from the blocks that a trace of it allocates, up to the longest packing length that fits.
+Forecasts of the time and the memory of a run.
+
+Its seconds follow from the seconds and FLOPs of measured steps. The memory of a step follows from
+the blocks that a trace of it allocates, up to the longest packing length that fits.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from packplan.core.work.model import SampleWorks
 
 @attrs.frozen
 class Pause:
-    """Interruptions of training at an interval of steps: evaluations, or checkpoints."""
+    """Interruption of training at an interval of steps: an evaluation, or a checkpoint."""
 
     seconds: float
     """Seconds of each pause."""
@@ -37,7 +39,7 @@ class Pause:
 
     def total_seconds(self, num_steps: int) -> float:
         """
-        Return the seconds of all pauses of a run.
+        Return the seconds of all such pauses of a run.
 
         Args:
             num_steps: Optimizer steps of the run.
@@ -72,7 +74,7 @@ class RunForecast:
 
     @property
     def epoch_seconds(self) -> float:
-        """Seconds of the steps of the first epoch."""
+        """Seconds of all steps of the first epoch."""
         return float(self.steps.sum())
 
     @property
@@ -82,19 +84,21 @@ class RunForecast:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the run with its pauses; later epochs have the mean step of the first."""
+        """
+        Seconds of the run with its pauses; steps of later epochs take the mean of the first epoch.
+        """
         first, num = self.steps[: self.total_steps], self.total_steps
         later = (num - len(first)) * self.mean_step
         return float(first.sum()) + later + sum(one.total_seconds(num) for one in (self.evaluation, self.checkpoint))
 
     @property
     def uncertainty(self) -> float | None:
-        """Relative uncertainty of the seconds of steps, two standard errors; None if not known."""
+        """Relative uncertainty of the steps' seconds, as two standard errors; None if unknown."""
         return self.timing.uncertainty(self.epoch_seconds, self.refit_seconds.tolist())
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens trained in a second over all ranks, without evaluations and checkpoints."""
+        """Tokens that all ranks train in a second, without evaluations and checkpoints."""
         return self.tokens / self.epoch_seconds
 
 
@@ -109,7 +113,7 @@ def forecast_run(
     evaluates_first: bool = False,
 ) -> RunForecast:
     """
-    Return the forecast of a run.
+    Return the forecast of a run's seconds.
 
     Args:
         timing: Seconds of the parts of the run.
@@ -153,7 +157,7 @@ _VARIES = 1e-6
 
 @attrs.frozen
 class TimeModel:
-    """Coefficients of the seconds of an optimizer step."""
+    """Coefficients by which the seconds of an optimizer step are predicted."""
 
     step: float
     """Seconds of each step: the optimizer, and the exchange between ranks once a step."""
@@ -173,7 +177,7 @@ class TimeModel:
 
 @attrs.frozen
 class MeasuredStep:
-    """One optimizer step that was measured."""
+    """Measured seconds and FLOPs of one optimizer step."""
 
     microbatches: int
     """Microbatches of a rank."""
@@ -198,7 +202,7 @@ class MeasuredStep:
 
 @attrs.frozen
 class Timing:
-    """Seconds of the parts of a run, fitted to measured steps."""
+    """Coefficients that are fitted to measured steps, and the seconds of pauses."""
 
     step_time: TimeModel
 
@@ -219,7 +223,7 @@ class Timing:
 
     def uncertainty(self, seconds: float, refit_seconds: Sequence[float]) -> float | None:
         """
-        Return the relative uncertainty of a prediction, two standard errors; None if not known.
+        Return a prediction's relative uncertainty, as two standard errors; None if unknown.
 
         The standard error is the jackknife's, over the parts that are left out.
 
@@ -247,7 +251,7 @@ class Calibration:
     """Seconds of saving a checkpoint; 0 if the run saves none."""
 
     def fit_timing(self) -> Timing:
-        """Return the timing fitted to these steps, with its error on steps that were left out."""
+        """Return a timing that is fitted to these steps, with its error on left-out steps."""
         time, errors, refits = fit_steps(self.steps), [], []
         for part in range(min(_FOLDS, len(self.steps))):
             left_out = self.steps[part::_FOLDS]
@@ -268,7 +272,7 @@ class Calibration:
 
 def fit_steps(steps: Sequence[MeasuredStep]) -> TimeModel:
     """
-    Return the coefficients of least absolute relative error; 0 for terms that do not vary.
+    Return the coefficients with the least absolute relative error; terms that do not vary are 0.
 
     >>> steps = [MeasuredStep(1, flops, 0, 0, 2 + 3 * flops) for flops in (1, 2, 4)]
     >>> [round(one, 6) for one in attrs.astuple(fit_steps(steps))]
@@ -297,7 +301,7 @@ def fit_steps(steps: Sequence[MeasuredStep]) -> TimeModel:
 
 @attrs.frozen(eq=False)
 class StepFlops:
-    """FLOPs of an epoch's microbatches, from which the seconds of its steps are predicted."""
+    """FLOPs of an epoch's microbatches, by which the seconds of its steps are predicted."""
 
     counts: IntArray
     """Microbatches of a rank in each step; shape (num_steps,)."""
@@ -311,7 +315,7 @@ class StepFlops:
     @classmethod
     def from_epoch(cls, trained: EpochStats, flops: SampleWorks, *, sync_at: SyncPoint) -> StepFlops:
         """
-        Return the FLOPs of an epoch, or of the rest of it.
+        Return the FLOPs of an epoch, or of the rest of a resumed one.
 
         Args:
             trained: Statistics of the epoch.
@@ -368,7 +372,7 @@ def calibration_packs(
     batch_size: int = 1,
 ) -> list[list[int]]:
     """
-    Return the samples of each pack to train, in order, step after step.
+    Return the samples of each pack that is trained to measure time, step after step.
 
     The steps hold packs of like work from the heaviest to the lightest, packs of most images,
     halves of packs, and the run's own first steps. The last step has a single microbatch.
@@ -409,7 +413,7 @@ _FORM = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(iB|B|)")
 
 def parse_bytes(text: str) -> int:
     """
-    Return the bytes that a text names: a GiB has 2 ** 30 bytes, a GB or G has 10 ** 9.
+    Return the bytes that a text such as `80GiB` names: a GiB has 2 ** 30, a GB or G 10 ** 9.
 
     Raises:
         ValueError: It is no positive amount of whole bytes.
@@ -428,7 +432,7 @@ def parse_bytes(text: str) -> int:
 
 def bytes_text(number: float) -> str:
     """
-    Return an amount of bytes for people to read, in powers of 1,024.
+    Return a number of bytes as text for people, in powers of 1,024.
 
     >>> bytes_text(85899345920), bytes_text(1500)
     ('80.00 GiB', '1.46 KiB')
@@ -454,7 +458,7 @@ for the backward pass; temporaries are everything else of the two passes, and of
 
 @attrs.frozen
 class PeakMemory:
-    """Memory of one rank at the moment of its peak, in bytes."""
+    """Memory of one rank when it is highest, in bytes."""
 
     weights: int
     gradients: int
@@ -464,14 +468,14 @@ class PeakMemory:
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds together."""
+        """Bytes of all kinds of memory together."""
         return sum(attrs.astuple(self))
 
 
 @attrs.frozen(eq=False)
 class StepTrace:
     """
-    Blocks of memory of one step, its passes and its update, in steady state.
+    Memory blocks of one steady step, with its passes and its update.
 
     A time is the number of allocations and frees before it.
     """
@@ -522,8 +526,10 @@ class StepTrace:
 
 def peak_candidates(tokens: NDArray[Any], supervised: NDArray[Any], patches: NDArray[Any]) -> tuple[int, ...]:
     """
-    Return the packs that may need the most memory: with the most tokens, the most supervised
-    tokens, the most patches, or the largest sum of shares of all three.
+    Return the packs that may need the most memory.
+
+    These are the packs with the most tokens, the most supervised tokens, the most patches, or the
+    largest sum of shares of all three.
 
     Args:
         tokens: Tokens of each pack; shape (num_packs,).
@@ -549,7 +555,7 @@ _STEP = 64
 
 @attrs.frozen
 class LongestFit:
-    """Longest packing length that fits."""
+    """Longest packing length whose step fits into the memory."""
 
     tokens: int
     """Packing length; 0 if none fits."""
@@ -562,13 +568,13 @@ class LongestFit:
 
 
 def add_margin(peak: float) -> int:
-    """Return the bytes that a GPU needs for a traced peak, with the margin."""
+    """Return the bytes that a GPU needs for a traced peak, with a margin."""
     return math.ceil(peak * (1 + MARGIN))
 
 
 def longest_fit(peak_at: Callable[[int], int], *, start: int, limit: int, most: int) -> LongestFit:
     """
-    Return the longest packing length whose peak fits.
+    Return the longest packing length whose peak fits into the memory.
 
     Memory is nearly linear in tokens. So the line through two lengths names a third one, whose own
     peak corrects it. A length is only returned if its own peak fits.

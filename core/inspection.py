@@ -1,5 +1,5 @@
 """
-Inspection of plans: figures of a plan and of training over it, and the place and steps of a sample.
+Inspection of plans: figures of a plan and its training, and where a sample is trained.
 
 The commands show these values, and a script gets the same ones from a plain list of lengths:
 
@@ -42,7 +42,7 @@ BOUNDS: Mapping[BoundKind, str] = MappingProxyType(
 
 @attrs.frozen
 class PlanSummary:
-    """Figures of a raw plan, which do not depend on the world size."""
+    """Figures of a raw plan, which do not depend on the number of ranks."""
 
     packing_length: int
     """Tokens a pack of several samples may hold."""
@@ -120,8 +120,9 @@ class PlanSummary:
 @attrs.frozen
 class ScheduleSummary:
     """
-    Figures of an epoch and of the run at one world size. In evaluation, a step is one forward
-    pass of each rank.
+    Figures of an epoch and of the run on one number of ranks.
+
+    In an evaluation, a step is one forward pass of each rank.
     """
 
     world_size: int
@@ -241,7 +242,7 @@ def summarise_schedule(
     epoch: int = 0,
 ) -> ScheduleSummary:
     """
-    Return the figures of training that follows a schedule over a plan.
+    Return the figures of training by a schedule over a plan.
 
     Args:
         plan: Plan of samples with these lengths.
@@ -282,7 +283,7 @@ def describe_training(
     plan: RawPlan, lengths: Lengths, schedule: EpochSchedule, *, packed: bool = True, unit: str = "rank"
 ) -> dict[str, str]:
     """
-    Return names and values of what a schedule trains and of what it leaves out, for a table.
+    Return the rows of a table of the samples that a schedule trains, and of those left out.
 
     Args:
         plan: Plan of samples with these lengths; where epochs have plans of their own, of one.
@@ -338,7 +339,7 @@ def _sharing_text(tokens: IntArray, schedule: EpochSchedule) -> str:
 
 def format_table(title: str, rows: Mapping[str, str]) -> str:
     """
-    Return rows as lines below a title, their values in one column.
+    Return lines of text: a title, and each row with its value in one column.
 
     >>> print(format_table("the plan", {"data": "3 samples", "left out": "1 sample"}))
     the plan:
@@ -409,7 +410,7 @@ def summarise_sources(
     plan: RawPlan, table: Table, files: Sequence[DataFile], *, media: MediaTable
 ) -> tuple[SourceSummary, ...]:
     """
-    Return the figures of a plan for each source, in the order of the sources' first files.
+    Return a plan's figures for each source, in the order of the sources' first files.
 
     Args:
         plan: Plan of the records that are samples.
@@ -479,7 +480,9 @@ def _count_by_source(
 
 def length_quantiles(ascending: NDArray[np.integer]) -> tuple[int, ...]:
     """
-    Return the lengths that 5 %, 50 % and 95 % of sorted lengths do not exceed; empty without any.
+    Return the lengths that 5 %, 50 % and 95 % of the sorted lengths do not exceed.
+
+    Empty if there are no lengths.
 
     >>> length_quantiles(np.arange(1, 101))
     (5, 50, 95)
@@ -490,7 +493,7 @@ def length_quantiles(ascending: NDArray[np.integer]) -> tuple[int, ...]:
 
 @attrs.frozen
 class SamplePlace:
-    """Pack that holds a sample, or the reason why none does."""
+    """Pack that holds a sample, or the reason why no pack does."""
 
     kind: Literal["packed", "long", "dropped", "skipped", "absent"]
     """
@@ -508,7 +511,7 @@ class SamplePlace:
 
 @attrs.frozen
 class ScheduledStep:
-    """Optimizer step and rank that train a pack."""
+    """Optimizer step and rank in which a pack is trained."""
 
     step: int
     """Optimizer step of the epoch, from 0."""
@@ -518,7 +521,7 @@ class ScheduledStep:
 
 def find_sample(plan: RawPlan, sample: int) -> SamplePlace:
     """
-    Find a sample in a plan; return its pack, or the reason why it has none.
+    Return the pack that holds a sample, or the reason why no pack does.
 
     >>> from packplan.core.plan import build_raw_plan
     >>> find_sample(build_raw_plan([60, 20, 90], packing_length=80), 1).pack_members
@@ -537,7 +540,7 @@ def find_sample(plan: RawPlan, sample: int) -> SamplePlace:
 
 def count_degrees(degrees: IntArray) -> dict[str, int]:
     """
-    Return the number of packs that each number of ranks shares, by its digits.
+    Return how many packs are shared by each number of ranks; keys are the number as text.
 
     >>> count_degrees(np.array([1, 4, 1]))
     {'1': 2, '4': 1}
@@ -548,8 +551,9 @@ def count_degrees(degrees: IntArray) -> dict[str, int]:
 
 def scheduled_steps(schedule: EpochSchedule, pack: int, *, epoch: int = 0) -> tuple[ScheduledStep, ...]:
     """
-    Return the steps and ranks that train a pack of the raw plan in an epoch: none, one, or several
-    where packs repeat to fill the ranks.
+    Return the steps and ranks that train a pack of the raw plan in an epoch.
+
+    There may be none, or several if packs repeat to fill the ranks.
 
     Args:
         schedule: Schedule over the plan.
@@ -564,8 +568,10 @@ def scheduled_steps(schedule: EpochSchedule, pack: int, *, epoch: int = 0) -> tu
 
 def work_of_steps(works: NDArray[np.float64], *, most: int = 100) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """
-    Return the first steps of at most *most* groups of steps, with the end of the last, and the mean
-    work of a step in each group: on the mean rank, and on its busiest rank.
+    Return the work of steps in at most *most* groups of consecutive steps.
+
+    For each group: its first step, and the mean work of a step on the mean rank and on its busiest
+    rank; then the end of the last group.
 
     Args:
         works: Work of each step on each rank; shape (steps, world_size).
@@ -582,8 +588,10 @@ def work_of_steps(works: NDArray[np.float64], *, most: int = 100) -> tuple[NDArr
 
 def packs_by_algorithm(plan: RawPlan, lengths: Lengths, *, others: bool = True) -> dict[str, int]:
     """
-    Return the packs that the samples of a plan would need, its dropped ones too: at least, in this
-    plan, by each fast algorithm, and as padded batches, whose positions are counted in packs.
+    Return how many packs the samples of a plan need in it, by fast algorithms, and padded.
+
+    The first entry is the lower bound. Positions of padded batches are counted in packs. Dropped
+    samples count too.
 
     Args:
         plan: Plan of samples with these lengths.
@@ -605,8 +613,10 @@ def packs_by_algorithm(plan: RawPlan, lengths: Lengths, *, others: bool = True) 
 
 def compare_packs(first: Packs, second: Packs) -> dict[str, IntArray]:
     """
-    Return the samples that two plans pack differently, ascending: `new` ones are in a pack of
-    *second* alone, `gone` ones of *first* alone, and `moved` ones share a pack with other samples.
+    Return the samples that two plans pack differently, ascending.
+
+    `new` samples are only in a pack of *second*, `gone` ones only in a pack of *first*, and `moved`
+    ones share a pack with other samples.
 
     Args:
         first: Packs of a plan, each with ascending indices.

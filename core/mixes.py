@@ -1,6 +1,4 @@
-"""
-Mixes of several data sets: which samples each source gives to an epoch, by samples or by tokens.
-"""
+"""Mixes of data sets: which samples each source gives to an epoch, by samples or by tokens."""
 
 from __future__ import annotations
 
@@ -64,14 +62,16 @@ class Mix:
 
     @property
     def epoch_total(self) -> int | None:
-        """Samples or tokens of an epoch, as *by* says; None if the YAML gives no total."""
+        """
+        Samples of an epoch, or tokens if the mix is by tokens; None if the YAML gives no total.
+        """
         return self.samples_per_epoch if self.by == "samples" else self.tokens_per_epoch
 
 
 @attrs.frozen
 class Mixes:
     """
-    Mix of each epoch, a curriculum. The last mix also serves all later epochs.
+    Mix of each epoch. In a curriculum, the last mix also serves all later epochs.
 
     >>> mixes = Mixes(tuple(Mix(sources=(Source(jsonl=name, count=1),)) for name in "ab"))
     >>> mixes.files, mixes.mix_of_epoch(0).sources[0].jsonl, mixes.mix_of_epoch(7).sources[0].jsonl
@@ -85,28 +85,28 @@ class Mixes:
     """Whether the YAML lists mixes under `curriculum:`, which begins the keys of faults."""
 
     def mix_of_epoch(self, epoch: int) -> Mix:
-        """Return the mix of an *epoch*, from 0."""
+        """Return the mix of *epoch*, counted from 0."""
         return self.entries[min(epoch, len(self.entries) - 1)]
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Distinct files of all entries, in the order of their first mention."""
+        """Distinct data files of all mixes, in the order in which they are first named."""
         return tuple(dict.fromkeys(source.jsonl for mix in self.entries for source in mix.sources))
 
     @property
     def file_keys(self) -> dict[str, str]:
-        """File -> key in the YAML that names it first."""
+        """Each data file, with the key in the YAML that names it first."""
         named = [(entry, *one) for entry, mix in enumerate(self.entries) for one in enumerate(mix.sources)]
         return {one.jsonl: f"{self.key_prefix(entry)}sources[{number}].jsonl" for entry, number, one in named[::-1]}
 
     def key_prefix(self, entry: int) -> str:
-        """Return the prefix that keys of *entry*, an index, have in the YAML."""
+        """Return the prefix that the keys of mix *entry* have in the YAML."""
         return f"curriculum[{entry}]." if self.is_curriculum else ""
 
 
 def quotas(mix: Mix, available: Sequence[int]) -> list[Fraction]:
     """
-    Return the number of samples, or tokens if the mix is by tokens, that each source gives.
+    Return how many samples each source gives, or how many tokens if the mix is by tokens.
 
     Samples are whole numbers, each within one sample of the exact share: largest remainders come
     first, of equal ones the first source. Tokens are exact shares.
@@ -176,7 +176,7 @@ Seed = tuple[int, int, int]
 
 @attrs.frozen(eq=False)
 class Pool:
-    """Samples that can be drawn from a source; arrays of shape (num_samples,)."""
+    """Samples that can be drawn from one source; arrays of shape (num_samples,)."""
 
     source: Source
 
@@ -187,13 +187,13 @@ class Pool:
     """Tokens of the samples, >= 1."""
 
     def available(self, mix: Mix) -> int:
-        """Return the number of samples, or of tokens if the *mix* is by tokens."""
+        """Return how many samples can be drawn, or how many tokens if the *mix* is by tokens."""
         return len(self.indices) if mix.by == "samples" else int(self.lengths.sum())
 
 
 def source_pools(mix: Mix, mixes: Mixes, lengths: IntArray, sizes: Sequence[int]) -> list[Pool]:
     """
-    Return the pool of each source of a mix: the samples that can be drawn from it.
+    Return the pool of each source of a mix.
 
     Args:
         mix: An entry of *mixes*.
@@ -214,7 +214,7 @@ def source_pools(mix: Mix, mixes: Mixes, lengths: IntArray, sizes: Sequence[int]
 
 def draw_in_order(mixes: Mixes, sizes: Sequence[int], *, seed: int, epoch: int) -> IntArray:
     """
-    Draw the records of an epoch, in the order of training, for mixes by samples; int64.
+    Draw the records of an epoch of a mix by samples, in the order of training; int64.
 
     Args:
         mixes: Mixes without `mixes_faults` and `stream_faults`.
@@ -240,8 +240,9 @@ def draw_in_order(mixes: Mixes, sizes: Sequence[int], *, seed: int, epoch: int) 
 
 def select_records(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], *, seed: int, epoch: int) -> IntArray:
     """
-    Draw the records of an epoch: int64, ascending, repeated where replacement drew them more than
-    once.
+    Draw the records of an epoch; int64, ascending.
+
+    An index is repeated if replacement drew the record more than once.
 
     If the mix is by samples and every record can be drawn, `draw_in_order` draws the same ones.
 
@@ -280,8 +281,9 @@ def _draw_positions(pool: Pool, mix: Mix, quota: Fraction, seed: Seed) -> IntArr
 
 def select_lowest_keys(keys: NDArray[np.uint64], weights: IntArray, quota: Fraction, *, cap: int | None) -> IntArray:
     """
-    Return the positions, ascending, of the lowest keys whose weights sum up to about *quota*: at
-    least one, unless the quota is 0.
+    Return the positions of the lowest keys whose weights add up to about *quota*.
+
+    The positions ascend. At least one is selected, unless the quota is 0.
 
     Equal keys count in order of position. Time is linear for random keys: only those are sorted
     whose highest 16 bits are those of the key where the sum reaches the quota.
@@ -308,8 +310,9 @@ def select_lowest_keys(keys: NDArray[np.uint64], weights: IntArray, quota: Fract
 
 def index_of_nearest_sum(ends: IntArray, quota: Fraction, *, cap: int | None) -> int:
     """
-    Return the index of the sum nearest to a quota, the lower of two equally near. It is never a
-    sum of 0 for a quota above 0.
+    Return the index of the sum nearest to a quota; of two equally near, that of the lower sum.
+
+    For a quota above 0, it is never a sum of 0.
 
     Args:
         ends: Sums, strictly ascending, the first at most the quota and the last at least it.
@@ -354,7 +357,7 @@ _MOST_DRAWS = 10**8
 
 def mixes_faults(mixes: Mixes, sizes: Sequence[int]) -> Iterator[Fault]:
     """
-    Yield the faults of mixes that are found without measuring samples.
+    Yield the faults of mixes that are visible before samples are measured.
 
     Args:
         mixes: The curriculum.
@@ -372,7 +375,7 @@ def mixes_faults(mixes: Mixes, sizes: Sequence[int]) -> Iterator[Fault]:
 
 
 def stream_faults(mixes: Mixes) -> Iterator[Fault]:
-    """Yield the faults of mixes that a stream, which measures no samples, cannot draw."""
+    """Yield the faults of mixes that a stream cannot draw, since it measures no samples."""
     for entry, mix in enumerate(mixes.entries):
         if mix.by == "tokens":
             reason = "is tokens, which only static plans count before they draw: set it to samples"
@@ -381,7 +384,7 @@ def stream_faults(mixes: Mixes) -> Iterator[Fault]:
 
 def faults_once_measured(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], epochs: int) -> Iterator[Fault]:
     """
-    Yield the faults of mixes that are found once samples are measured.
+    Yield the faults of mixes that are visible only once samples are measured.
 
     Args:
         mixes: Mixes without `mixes_faults`.

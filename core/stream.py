@@ -1,4 +1,4 @@
-"""Packing during training: the buffer that samples enter and leave in packs."""
+"""Packing during training: the buffer into which samples go, and which they leave in packs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _exact_ratio(value: float | str | Decimal | Fraction) -> Fraction:
 
 @attrs.frozen(kw_only=True)
 class StreamOptions:
-    """Options for the packing of a stream."""
+    """Options of a stream's packing."""
 
     packing_length: int
     """Token limit of a pack. Samples of as many tokens or more are long."""
@@ -56,13 +56,13 @@ class StreamOptions:
         as_whole_number("packing_buffer", self.packing_buffer)
 
     def reaches_min_fill(self, tokens: int) -> bool:
-        """Return whether a pack of this many tokens reaches the minimum fill."""
+        """Return whether a pack with this many tokens reaches the minimum fill."""
         return tokens >= self.min_fill_ratio * self.packing_length
 
 
 @attrs.frozen
 class StreamItem:
-    """Sample of a stream, named by its position in the epoch's order."""
+    """Sample of a stream, identified by its position in the order of the epoch."""
 
     place: int
     """Place of the record in the epoch's order, from 0."""
@@ -73,7 +73,7 @@ class StreamItem:
 
 @attrs.frozen
 class StreamCounts:
-    """Numbers of samples and tokens of a stream, by outcome."""
+    """Numbers of samples and tokens that a stream trained, dropped or skipped."""
 
     samples: int = 0
     """Samples admitted so far, long ones included."""
@@ -107,7 +107,7 @@ class StreamCounts:
 
     @classmethod
     def from_pack(cls, lengths: Sequence[int], options: StreamOptions) -> StreamCounts:
-        """Return the counts that training one pack adds; its samples were counted when admitted."""
+        """Return the counts that training one pack adds; its samples were counted before."""
         tokens = sum(lengths)
         return cls(
             packs=1,
@@ -117,7 +117,7 @@ class StreamCounts:
         )
 
     def with_pack_dropped(self, lengths: Sequence[int], options: StreamOptions) -> StreamCounts:
-        """Return these counts with one trained pack counted as dropped."""
+        """Return these counts after one pack, counted as trained, is dropped instead."""
         pack = self.from_pack(lengths, options)
         return attrs.evolve(
             self,
@@ -131,7 +131,7 @@ class StreamCounts:
         )
 
     def dropped_more_than(self, share: Decimal) -> bool:
-        """Return whether more than one pack, and more than *share* of all tokens, was dropped."""
+        """Return whether several packs were dropped, with more than *share* of all tokens."""
         return self.dropped_packs > 1 and self.dropped_tokens > share * self.tokens
 
     def __add__(self, other: StreamCounts) -> StreamCounts:
@@ -169,14 +169,16 @@ class ShardState:
 
 
 def read_place(state: ShardState, place: int) -> ShardState:
-    """Return the state after the item at *place* was read."""
+    """Return the state after the item at *place* has been read."""
     return attrs.evolve(state, read=state.read + 1, ahead=(*state.ahead, StreamItem(place)))
 
 
 def admit_first(state: ShardState, length: int, *, options: StreamOptions) -> ShardState:
     """
-    Admit the first item that was read ahead; return the new state. A long item becomes a pack or is
-    skipped. Others enter the buffer, which is packed once it is full.
+    Return the state after the first item that was read ahead is admitted.
+
+    A long item becomes a pack or is skipped. Others enter the buffer, which is packed once it is
+    full.
 
     Args:
         state: State before; an item is ahead.
@@ -207,12 +209,12 @@ def _is_too_small(buffer: Sequence[StreamItem], options: StreamOptions) -> bool:
 
 
 def flush_buffer(state: ShardState, *, options: StreamOptions) -> ShardState:
-    """Pack the rest of the buffer at the end of a shard, and return the new state."""
+    """Return the state after the rest of the buffer is packed, at the end of a shard."""
     return _pack_buffer(state, options, at_end=True)
 
 
 def take_pack(state: ShardState, *, options: StreamOptions) -> tuple[tuple[StreamItem, ...], ShardState]:
-    """Return the first waiting pack, and the state after it was trained."""
+    """Return the first waiting pack, and the state after it has been trained."""
     pack, *packs = state.packs
     counts = StreamCounts.from_pack([item.length for item in pack], options)
     return pack, attrs.evolve(state, packs=tuple(packs), counts=state.counts + counts)
@@ -247,7 +249,7 @@ def _pack_buffer(state: ShardState, options: StreamOptions, *, at_end: bool) -> 
 
 @attrs.frozen
 class StreamSegment:
-    """Earlier part of an epoch, trained on one number of shards."""
+    """Earlier part of an epoch that was trained on one number of shards."""
 
     reads: tuple[int, ...]
     """Number of places that each shard has read."""
@@ -306,7 +308,9 @@ class StreamProgress:
 
 @attrs.frozen
 class StreamState:
-    """Progress and settings of a stream in a checkpoint, which a resumed run is compared with."""
+    """
+    Progress and settings that a stream's checkpoint keeps; a resumed run is compared with them.
+    """
 
     inputs: Fingerprint
     """Everything that decides the samples, their order and their packs."""
@@ -327,7 +331,7 @@ class StreamState:
 
 def unread_places(num_places: int, segments: Sequence[StreamSegment]) -> IntArray:
     """
-    Return the positions in an epoch's order that no shard of its earlier segments has read.
+    Return the positions of an epoch's order that no shard of its earlier segments has read.
 
     >>> unread_places(6, [StreamSegment(reads=(1, 2))]).tolist()
     [2, 4, 5]
@@ -344,7 +348,7 @@ def reshard(
     progress: StreamProgress, ranks: Sequence[RankState], *, world_size: int, shards_per_rank: int
 ) -> tuple[StreamProgress, tuple[RankState, ...]]:
     """
-    Return the progress of a stream and its ranks for another number of ranks or shards per rank.
+    Return the progress of a stream and its ranks for other numbers of ranks or shards per rank.
 
     Args:
         progress: Progress of the stream.

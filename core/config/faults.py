@@ -85,7 +85,7 @@ def missing_data_faults(custom: CustomConfig) -> Iterator[Fault]:
 
 def evaluation_faults(config: RunConfig, section: str, settings: Mapping[str, Any]) -> Iterator[Fault]:
     """
-    Yield a fault for each setting that needs an evaluation, if a run has none.
+    Yield a fault for each setting that needs an evaluation, if the run has none.
 
     Args:
         config: The run.
@@ -109,7 +109,7 @@ def _source_faults(custom: CustomConfig) -> Iterator[Fault]:
 
 
 def source_name_faults(custom: CustomConfig) -> Iterator[Fault]:
-    """Yield a fault for each key of `source_names` that is no data file of the run or mix."""
+    """Yield a fault for each key of `source_names` that is no data file of the run or its mix."""
     for entry in custom.source_names:
         if entry not in {*custom.train_jsonl, *custom.val_jsonl}:
             data = "custom.train_jsonl" if custom.fusion_config is None else "custom.fusion_config"
@@ -259,7 +259,7 @@ _DISTINGUISHING = re.compile(r"\d+|(?:^|_)(?:min|max)(?=_|$)")
 
 @attrs.frozen
 class ForeignKey:
-    """Key of other programs, and the key here that takes its place."""
+    """Key of another program, and our key that takes its place."""
 
     programs: str
     """Names of the programs, as in `TRL and axolotl`."""
@@ -271,7 +271,7 @@ class ForeignKey:
     """Difference between the two, or why there is none here, for people; perhaps empty."""
 
     def advise(self, written: Sequence[str]) -> str:
-        """Return the reason why the key is unknown, with the keys to write in its place, if any."""
+        """Return why the key is unknown, and which of our keys to write in its place, if any."""
         if not written:
             return f"is a key of {self.programs} that {self.about or 'has no counterpart here'}: remove it"
         about = f" ({self.about})" if self.about else ""
@@ -282,7 +282,7 @@ def explain_unknown_key(
     name: str, level: str, known: Iterable[str], *, refused: Mapping[str, str], foreign: Mapping[str, ForeignKey]
 ) -> str:
     """
-    Return the reason why a key is unknown at its place, with advice on what to write.
+    Return why a key is unknown in this place, and what to write instead.
 
     Args:
         name: The key, as it is written.
@@ -320,7 +320,7 @@ def explain_unknown_key(
 
 def similar_keys(name: str, known: Iterable[str]) -> list[str]:
     """
-    Return the keys that *name* may misspell, the nearest first.
+    Return the known keys that *name* may be a misspelling of, the nearest first.
 
     >>> similar_keys("learning_rat", ["learning_rate", "seed"])
     ['learning_rate']
@@ -387,7 +387,7 @@ _REMEDIES: Mapping[str, str] = MappingProxyType(
 
 def explain_error(error: PackplanError) -> str:
     """
-    Return the text of an error with its remedy, if it has one, in keys of a run's YAML.
+    Return an error's text with its remedy, if it has one, in keys of a run's YAML.
 
     >>> from packplan.core.errors import ArgumentError
     >>> explain_error(ArgumentError("too_short", "3 packs cannot feed 4 ranks"))

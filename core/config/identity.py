@@ -1,6 +1,7 @@
 """
-Inputs of lengths and plans, and values of a run that are compared: between its ranks, and with the
-checkpoint that it resumes.
+Inputs of lengths and plans, and the values of a run that have to be the same elsewhere.
+
+They are compared between ranks, and with the checkpoint that a run resumes from.
 
 A path says where something is on a rank's own machine, so ranks compare only whether it is set.
 What lies there is compared by itself: weights, checkpoint, data and tokenizer by their digests,
@@ -25,7 +26,7 @@ from packplan.core.work.model import WorkModel
 
 def plan_policy(config: RunConfig, split: str, *, work: WorkModel | None = None) -> PlanPolicy:
     """
-    Return the plan policy of a split; evaluation never drops.
+    Return the plan policy of a split; evaluation never drops packs.
 
     Args:
         config: The run.
@@ -54,7 +55,7 @@ _STREAM_KEYS = ("seed", "packing_buffer", "packing_drop_last", "packing_allow_si
 
 
 def stream_inputs(config: RunConfig) -> dict[str, Value]:
-    """Return the settings that decide a stream's packs, by key."""
+    """Return the settings that decide the packs of a stream, by key."""
     training = config.training
     return {
         "template.max_length": config.packing_length,
@@ -65,8 +66,10 @@ def stream_inputs(config: RunConfig) -> dict[str, Value]:
 
 def config_length_inputs(config: RunConfig) -> dict[str, Value]:
     """
-    Return the inputs of lengths that a configuration alone decides, without files of the model:
-    keys that declare `lengths`, by name. The packing length is one where the template truncates.
+    Return the keys that decide lengths, with their values; files of the model are not read.
+
+    A key decides lengths if its field declares `lengths`. The packing length is one if the template
+    truncates.
     """
     # To raise changes no length.
     cut = config.template.truncation_strategy in {"left", "right"}
@@ -113,7 +116,7 @@ PER_RANK: Mapping[str, str] = {
 
 def shared_values(config: RunConfig, files: Mapping[str, Any]) -> dict[str, str]:
     """
-    Return the keys of a run that its ranks have to share, with their values as JSON.
+    Return the keys that have to be the same on all ranks, with their values as JSON.
 
     Args:
         config: The run.
@@ -132,7 +135,7 @@ def shared_values(config: RunConfig, files: Mapping[str, Any]) -> dict[str, str]
 
 def flat_values(document: Mapping[str, Any]) -> dict[str, str]:
     """
-    Return the values of nested sections as JSON, by key; None counts as absent.
+    Return the values of nested sections as JSON, by key; a value of None is left out.
 
     >>> flat_values({"a": {"b": 0.5, "c": None}, "d": ["x"]})
     {'a.b': '0.5', 'd': '["x"]'}
@@ -150,7 +153,7 @@ def _flat_items(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 def rank_differences(runs: Sequence[Mapping[str, str]]) -> tuple[RankDifference, ...]:
     """
-    Return each key whose value is not the same on all ranks, by name.
+    Return each key whose value differs between ranks, by name.
 
     Args:
         runs: Key -> value, of each rank.
@@ -199,7 +202,7 @@ UNCOMPARED = re.compile(
 
 def run_identity(config: RunConfig, *, files: Mapping[str, Any], model: Mapping[str, str]) -> RunIdentity:
     """
-    Return the model, samples, loss and settings of a run, as its checkpoints keep them.
+    Return the model, samples, loss and settings that a checkpoint keeps of a run.
 
     Samples of equal lengths may have other labels, so that the plan does not tell them apart.
 

@@ -1,6 +1,7 @@
 """
-Declaration of a YAML key, in one place: its default, its check, and its effect on stored lengths
-and plans. The docstring below a key is its reference text.
+Declaration of YAML keys: the default, the check and the effect of each key in one place.
+
+An effect is one on stored lengths or plans. The docstring below a key is its reference text.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def _accept_any(_: object) -> Iterator[str]:
 @attrs.frozen(kw_only=True)
 class Key:
     """
-    Properties of a YAML key beside its type, default and reference text.
+    Properties of a YAML key, apart from its type, default and reference text.
 
     Each key of `RunConfig` declares `lengths`, `plan` or both, or in `neither` why it enters none.
     """
@@ -60,7 +61,7 @@ class Key:
 
 
 def key_metadata(**facts: Any) -> dict[Any, Any]:
-    """Return the attrs metadata of a YAML key, from fields of `Key`."""
+    """Return the attrs metadata of a YAML key, from the fields of a `Key`."""
     return {Key: Key(**facts)}
 
 
@@ -76,7 +77,7 @@ def key(default: T, **facts: Any) -> T:
 
 
 def key_facts(field: attrs.Attribute[Any]) -> Key:
-    """Return the properties that the field of a YAML key declares."""
+    """Return the properties that a YAML key's field declares."""
     known: Key = field.metadata.get(Key, Key())
     return known
 
@@ -97,7 +98,7 @@ def yield_keys(kind: type, prefix: str = "") -> Iterator[tuple[str, attrs.Attrib
 
 
 def key_faults(section: Any, prefix: str = "") -> Iterator[Fault]:
-    """Yield the faults that checks of single keys find in a section and the sections below it."""
+    """Yield the faults that checks of single keys find in a section and its subsections."""
     for field in attrs.fields(type(section)):
         path, value = f"{prefix}{field.name}", getattr(section, field.name)
         if attrs.has(type(value)):
@@ -113,7 +114,7 @@ def key_faults(section: Any, prefix: str = "") -> Iterator[Fault]:
 
 def must(holds: Callable[[Any], bool], wanted: str) -> Check:
     """
-    Return a check that accepts a value if *holds(value)* is true.
+    Return a check that accepts the values for which *holds* returns true.
 
     Args:
         holds: Function that returns whether a value is right.
@@ -131,12 +132,12 @@ def must(holds: Callable[[Any], bool], wanted: str) -> Check:
 
 
 def at_least(least: int) -> Check:
-    """Return a check that accepts numbers of at least *least*."""
+    """Return a check that accepts numbers from *least* on."""
     return must(lambda value: value >= least, f"at least {least}")
 
 
 def one_of(names: Collection[str]) -> Check:
-    """Return a check that accepts only the given names."""
+    """Return a check that accepts only these names."""
     return must(lambda value: value in names, f"one of {', '.join(names)}")
 
 
@@ -150,7 +151,7 @@ valid_seed = must(lambda value: 0 <= value < 2**32, "from 0 to 2**32 - 1")
 
 
 def pattern_faults(value: str) -> Iterator[str]:
-    """Yield a fault if a text is no regular expression."""
+    """Yield a fault if a text is not a valid regular expression."""
     try:
         re.compile(value)
     except re.error as error:

@@ -1,4 +1,4 @@
-"""Settings that would break a plan or its microbatches, and the hosts that refuse them."""
+"""Settings that would break a plan or its microbatches, and which hosts refuse them."""
 
 from collections.abc import Iterator
 from functools import reduce
@@ -15,7 +15,7 @@ is `packplan.hf.use_plan`, and `balance` is `packplan.hf.balance`.
 
 @attrs.frozen
 class Refusal:
-    """A setting that hosts refuse unless it is unset or off; a setting `…_size` may also be 1."""
+    """Setting that hosts refuse unless it is unset or off; a setting `…_size` may also be 1."""
 
     setting: str
     """Name of the setting; a name behind a dot is an attribute of the setting before."""
@@ -73,12 +73,12 @@ REFUSALS = tuple(
 
 
 def refused_settings(host: Host) -> dict[str, Refusal]:
-    """Return the refusals of a host, by the name of the setting."""
+    """Return a host's refusals, by the name of the setting."""
     return {one.setting: one for one in REFUSALS if host in one.hosts}
 
 
 def active_refusals(arguments: Any, host: Host) -> Iterator[Refusal]:
-    """Yield the refusal of each setting that is on in a host's arguments."""
+    """Yield the refusal of each setting that is switched on in a host's arguments."""
     for setting, refusal in refused_settings(host).items():
         value = reduce(lambda found, name: getattr(found, name, None), setting.split("."), arguments)
         if value and not (setting.endswith("_size") and value == 1 and value is not True):

@@ -1,6 +1,5 @@
 """
-Configuration of `packplan rl`: sections `policy:` and `grpo:`, and the keys that it reads of other
-sections.
+Configuration of `packplan rl`: the sections `policy:` and `grpo:`, and keys of other sections.
 """
 
 from collections.abc import Iterator, Mapping

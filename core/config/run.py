@@ -290,7 +290,7 @@ class CustomConfig:
 
     @property
     def planned_mix(self) -> str | None:
-        """Path of the mix whose epochs are planned before training; None without one."""
+        """Path of the mix whose epochs are planned before training; None if there is none."""
         return self.fusion_config if self.fusion_schedule else None
 
 
@@ -496,17 +496,17 @@ class TrainingConfig:
 
     @property
     def shares_by_degree(self) -> bool:
-        """Whether as many ranks share a pack as it needs."""
+        """Whether a pack is shared by as many ranks as its length needs."""
         return self.sequence_parallel_size == "auto"
 
     @property
     def row_ranks(self) -> int:
-        """Ranks that share every row, and count as one rank of the plan."""
+        """Number of ranks that share every row; together they are one rank of the plan."""
         return 1 if self.sequence_parallel_size == "auto" else self.sequence_parallel_size
 
     @property
     def adds_weights(self) -> bool:
-        """Whether the tuner trains only weights that it adds, and none of the model's."""
+        """Whether the tuner trains only weights that it adds, and none of the model's own."""
         return self.tuner_type not in {"full", "dummy"}
 
 
@@ -535,8 +535,9 @@ class RunConfig:
     @property
     def packing_length(self) -> int:
         """
-        Tokens a pack may hold: `template.max_length`, else `model.max_model_len`, each else
-        `global_max_length`.
+        Tokens that a pack may hold: `template.max_length` or the keys that stand in for it.
+
+        These are `model.max_model_len`, then `global_max_length`.
         """
         length = self.template.max_length or self.global_max_length or self.model.max_model_len
         assert length is not None  # noqa: S101  # `run_faults` refuses a run without one
@@ -544,14 +545,15 @@ class RunConfig:
 
     @property
     def batch_size(self) -> int:
-        """Packs, or samples if not packing, of a rank in one forward pass of training."""
+        """Packs that a rank trains in one forward pass; without packing, samples."""
         # ms-swift's batches count packs.
         return 1 if self.training.packing and self.command is None else self.training.per_device_train_batch_size
 
     def plan_world_size(self, num_ranks: int) -> int:
         """
-        Return the number of groups of ranks that share each row; ArgumentError for uneven groups,
-        or if packs cannot be shared by as many ranks as asked.
+        Return the number of groups of ranks that share each row.
+
+        ArgumentError for uneven groups, or if packs cannot be shared by as many ranks as asked.
         """
         if self.training.shares_by_degree:
             largest_degree(num_ranks, self.training.max_sequence_parallel_size)

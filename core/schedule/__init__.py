@@ -1,4 +1,4 @@
-"""Epoch schedules, which assign packs to ranks and steps, and statistics of an epoch."""
+"""Epoch schedules, which assign packs to ranks and steps, and statistics of their epochs."""
 
 from packplan.core.schedule.schedule import (
     DAMAGED_STATE_REMEDY,

@@ -82,7 +82,7 @@ class EpochSegment:
 
 @attrs.frozen
 class Progress:
-    """Progress of training between two optimizer steps."""
+    """Position of training between two optimizer steps."""
 
     step: int = 0
     """Optimizer steps done."""
@@ -108,7 +108,7 @@ class Progress:
 
 @attrs.frozen
 class Step:
-    """Batches of one rank in one optimizer step."""
+    """Packs that one rank trains in one optimizer step."""
 
     number: int
     """Number of the step, from 1, as trainers log it."""
@@ -132,7 +132,7 @@ def _checked_packs(num_packs: int | tuple[int, ...]) -> int | tuple[int, ...]:
 @attrs.frozen
 class EpochSchedule:
     """
-    Order of packs, batches and steps in each epoch, from the progress `start` on.
+    Order of packs, batches and steps in each epoch, beginning at the progress `start`.
 
     ArgumentError unless every whole epoch gives each rank a batch. After a resume on other ranks,
     the rest of an epoch may be too small for a batch: then it takes no further step.
@@ -269,8 +269,9 @@ class EpochSchedule:
 
     def steps(self, *, rank: int = 0) -> Iterator[Step]:
         """
-        Yield the remaining steps of *rank*, up to `total_steps` or the end of the last planned
-        epoch; ArgumentError if there is no such rank.
+        Yield the remaining steps of *rank*; ArgumentError if there is no such rank.
+
+        They end at `total_steps`, or with the last planned epoch.
 
         >>> schedule = EpochSchedule(
         ...     num_packs=3, world_size=1, dataloader_drop_last=False,
@@ -302,8 +303,9 @@ class EpochSchedule:
 
     def order(self, epoch: int) -> IntArray:
         """
-        Return the remaining pack indices of *epoch* in order, over all ranks; shape (num_left,). A
-        pack stands once for each rank that shares it.
+        Return the remaining pack indices of *epoch* in order, over all ranks; shape (num_left,).
+
+        A pack is listed once for each rank that shares it.
 
         These are the packs of the whole epoch, in the order that `_whole_order` draws, unless the
         run was resumed in its middle.
@@ -340,7 +342,7 @@ class EpochSchedule:
 
     def pack_degrees(self, epoch: int, max_degree: int | None = None) -> IntArray:
         """
-        Return the ranks that share each pack of *epoch*; int64, shape (num_packs,).
+        Return how many ranks share each pack of *epoch*; int64, shape (num_packs,).
 
         Args:
             epoch: Epoch, from 0.
@@ -357,11 +359,13 @@ class EpochSchedule:
 
     @property
     def most_ranks(self) -> int:
-        """Most ranks that share a pack; 1 without degrees."""
+        """Largest number of ranks that share a pack; 1 without degrees."""
         return 1 if self.degrees is None else largest_degree(self.world_size, self.max_degree)
 
     def num_epoch_slots(self, epoch: int) -> int:
-        """Return the slots of the packs in the raw plan of *epoch*, one for each rank of a pack."""
+        """
+        Return the number of slots that the packs of *epoch* take, one for each rank of a pack.
+        """
         return self.num_epoch_packs(epoch) if self.degrees is None else self._num_slots
 
     @cached_property
@@ -397,23 +401,23 @@ class EpochSchedule:
 
     @property
     def packs_per_epoch(self) -> int:
-        """Slots of the whole epoch of `start` over all ranks, repeated packs included."""
+        """Slots of the whole epoch of `start` over all ranks, with those of repeated packs."""
         return aligned_size(self.num_epoch_slots(self.start.epoch), self.world_size, self.dataloader_drop_last)
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of each rank in the whole epoch of `start`, at this world size; >= 1."""
+        """Batches of each rank in the whole epoch of `start`, at this world size; at least 1."""
         return self.num_epoch_batches(self.start.epoch)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in the whole epoch of `start`, at this world size; >= 1."""
+        """Optimizer steps in the whole epoch of `start`, at this world size; at least 1."""
         return self.num_epoch_steps(self.start.epoch)
 
     @property
     def total_steps(self) -> int:
         """
-        Optimizer steps at the end of training, those before `start` included.
+        Optimizer steps at the end of training; those before `start` count too.
 
         An epoch before `start` counts as one epoch, however many steps it took on other ranks.
         """
@@ -443,15 +447,18 @@ class EpochSchedule:
 
     @property
     def num_epochs(self) -> int:
-        """Epochs at the end of training, those before `start` included. The last may be partial."""
+        """
+        Epochs at the end of training; those before `start` count too. The last may be partial.
+        """
         if self.total_steps <= self.start.step:
             return self.start.epoch
         return self._epoch_after(self.total_steps - 1) + 1
 
     def last_step(self, epoch: int) -> int:
         """
-        Return the number of the last optimizer step of *epoch*, the epoch of `start` or a later
-        one. Steps count from 1, steps before `start` included.
+        Return the number of the last optimizer step of *epoch*, that of `start` or a later one.
+
+        Steps count from 1, and steps before `start` count too.
         """
         start = self.start
         end = start.step + self.num_remaining_steps(start.epoch)
@@ -475,8 +482,9 @@ class EpochSchedule:
 
     def trained_packs(self, epoch: int, num_steps: int) -> IntArray:
         """
-        Return the packs of the first *num_steps* remaining steps of *epoch*, over all ranks,
-        repeated packs included; shape (num_trained,). A pack stands once for each of its ranks.
+        Return the packs of the first *num_steps* remaining steps of *epoch*; shape (num_trained,).
+
+        Packs of all ranks are listed, repeated ones too, and a pack once for each of its ranks.
         """
         order, window = self.order(epoch), self.gradient_accumulation_steps
         num_batches = min(self._num_batches(order.size), num_steps * window)
@@ -499,8 +507,9 @@ class EpochSchedule:
 
     def start_fault(self) -> str | None:
         """
-        Return the reason why `start`, perhaps of a damaged checkpoint, cannot be a progress over
-        these packs; None if it can.
+        Return why `start` cannot be a progress over these packs; None if it can.
+
+        A damaged checkpoint may have such a progress.
         """
         start, begun = self.start, self.start.step - self.start.epoch_step
         if isinstance(self.num_packs, int) and not start.epoch <= begun <= start.epoch * self.num_packs:
@@ -519,14 +528,16 @@ class EpochSchedule:
         return None
 
     def progress_at(self, step: int) -> Progress:
-        """Return the progress after *step* optimizer steps, `start.step` or more."""
+        """Return the progress after *step* optimizer steps; *step* is at least `start.step`."""
         epoch = self._epoch_after(step)
         num_batches = (step - self._steps_before(epoch)) * self.gradient_accumulation_steps
         return self._progress(epoch, step, num_batches=num_batches)
 
     def progress_after(self, epoch: int, num_batches: int) -> Progress:
         """
-        Return the progress after each rank has consumed batches of *epoch*, also within a step.
+        Return the progress after each rank has taken *num_batches* batches of *epoch*.
+
+        It may be within a step.
 
         Args:
             epoch: Epoch of the batches, `start.epoch` or later.
@@ -562,7 +573,7 @@ class EpochSchedule:
         return order[segment.pack_offset :]
 
     def consumed_packs(self, epoch: int) -> IntArray:
-        """Return the packs of *epoch* consumed before `start`; none unless `start` is within it."""
+        """Return the packs of *epoch* that were trained before `start`; empty for later epochs."""
         return np.concatenate([order[: segment.pack_offset] for segment, order in self._segment_orders(epoch)])
 
     def _segment_orders(self, epoch: int) -> list[tuple[EpochSegment, IntArray]]:
@@ -601,7 +612,7 @@ DAMAGED_STATE_REMEDY = "name another checkpoint"
 
 @attrs.frozen
 class ResumeState:
-    """Progress and plan in a checkpoint, which a resumed run is compared with."""
+    """Progress and plan that a checkpoint keeps; a resumed run is compared with them."""
 
     plan: str
     """Checksum of the raw plan, or digest of its key where epochs have plans of their own."""
@@ -634,7 +645,7 @@ class ResumeState:
     @classmethod
     def from_schedule(cls, schedule: EpochSchedule, *, tuner: str = "", **facts: Any) -> Self:
         """
-        Return the state at the start of a run.
+        Return the state of a run that has not trained yet.
 
         Args:
             schedule: Order of packs.
@@ -647,8 +658,9 @@ class ResumeState:
 
     def differences(self, now: ResumeState) -> tuple[Difference, ...]:
         """
-        Return the fields in which the current state *now* differs from this stored one, and the
-        inputs that make their plans differ.
+        Return the fields in which the current state *now* differs from this stored one.
+
+        If the plans differ, the inputs that make them differ are listed too.
         """
         names = ("plan", "data", "seed", "shuffle", "tuner", "order_version")
         pairs = [(name, getattr(self, name), getattr(now, name)) for name in names]

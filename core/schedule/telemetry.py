@@ -1,5 +1,5 @@
 """
-Statistics of a schedule: fill, tokens, work and its balance, coverage.
+Statistics of a schedule: fill, tokens, balance of work, and coverage of the samples.
 
 All numbers follow from the plan and the schedule, over all ranks. Nothing is measured or gathered.
 They hold for the run because every fetched sample is compared with the plan, and every rank with
@@ -23,7 +23,7 @@ from packplan.core.work.model import SampleWorks
 
 @attrs.frozen(eq=False)
 class PackStats:
-    """Samples, tokens and work of each pack of a raw plan; arrays of shape (num_packs,)."""
+    """Samples, tokens and work of each pack in a raw plan; arrays of shape (num_packs,)."""
 
     packs: Packs
     samples: IntArray
@@ -85,14 +85,14 @@ class PackStats:
         return stats if works is None else stats.with_works(works)
 
     def with_works(self, works: SampleWorks) -> PackStats:
-        """Return the same packs with the work of their samples from *works*."""
+        """Return the same packs with the work of their samples taken from *works*."""
         packs = self.packs
         media_flops = np.add.reduceat(works.media_flops[packs.indices], packs.offsets[:-1])
         return attrs.evolve(self, work=packs.sums(works.flops), works=works, media_flops=media_flops)
 
     def padded_work(self, packs: IntArray, widths: IntArray) -> NDArray[np.float64]:
         """
-        Return the work of packs of one sample, each padded to its width; of the shape of *packs*.
+        Return the work of packs of one sample, each padded to its width; same shape as *packs*.
         """
         if self.works is None or self.media_flops is None:
             return squares(widths)
@@ -101,7 +101,9 @@ class PackStats:
 
 @attrs.frozen(eq=False)
 class EpochStats:
-    """Statistics of one epoch; steps count from 0 at this run's first step in the epoch."""
+    """
+    Statistics of one epoch; its steps count from 0 at the first step of this run in the epoch.
+    """
 
     pack_stats: PackStats
     world_size: int
@@ -150,38 +152,36 @@ class EpochStats:
 
     def num_positions(self, start: int, stop: int) -> int:
         """
-        Return the number of positions that all ranks compute in steps *start* to before *stop*,
-        padding included.
+        Return how many positions all ranks compute in steps *start* to *stop* - 1.
+
+        Positions of padding count too.
         """
         packs, _, degrees = self._packs(start, stop)
         return int(self._widths(self._by_rank(packs), self._by_rank(degrees)).sum())
 
     def num_tokens(self, start: int, stop: int) -> int:
-        """Return the tokens in steps *start* to before *stop*; a pack counts once in an epoch."""
+        """
+        Return how many tokens steps *start* to *stop* - 1 train; a pack counts once in an epoch.
+        """
         packs, first, _ = self._packs(start, stop)
         return int((self.pack_stats.tokens[packs] * first).sum())
 
     def step_works(self, start: int, stop: int) -> NDArray[np.float64]:
-        """
-        Return the work of each step from *start* to before *stop* on each rank; shape (steps,
-        world_size).
-        """
+        """Return each rank's work in steps *start* to *stop* - 1; shape (steps, world_size)."""
         return _sum_rows(self._pack_works(start, stop), self.packs_per_step // self.world_size)
 
     def microbatch_imbalance(self, start: int, stop: int) -> float:
         """
-        Return the imbalance if ranks wait for each other in each microbatch: the sum of the largest
-        works of a rank over the sum of the mean works. It covers the steps from *start* to before
-        *stop*.
+        Return the imbalance if ranks wait for each other in each microbatch.
+
+        It is the sum of each microbatch's largest work of a rank, over the sum of its mean work, in
+        steps *start* to *stop* - 1.
         """
         batches = _sum_rows(self._pack_works(start, stop), self.batch_size)
         return float(batches.max(axis=1).sum() / batches.mean(axis=1).sum())
 
     def batch_works(self) -> NDArray[np.float64]:
-        """
-        Return the work of each microbatch of the epoch on each rank; shape (num_microbatches,
-        world_size).
-        """
+        """Return each rank's work in each microbatch; shape (num_microbatches, world_size)."""
         return _sum_rows(self._pack_works(0, -(-self.order.size // self.packs_per_step)), self.batch_size)
 
     def _pack_works(self, start: int, stop: int) -> NDArray[np.float64]:
@@ -192,7 +192,7 @@ class EpochStats:
 
     def statistics(self, start: int, stop: int) -> Mapping[str, float]:
         """
-        Return statistics of the steps from *start* to before *stop*, at least one.
+        Return statistics of steps *start* to *stop* - 1; there is at least one.
 
         - `fill`: Mean fill of packs; a long pack counts as full.
         - `samples_per_pack`, and `long_share` of the samples.
@@ -221,8 +221,9 @@ class EpochStats:
 
     def epoch_statistics(self, stop: int) -> Mapping[str, float]:
         """
-        Return statistics of the distinct packs that the epoch consumes before step *stop*, packs
-        before this run included.
+        Return statistics of the distinct packs that the epoch trains before step *stop*.
+
+        Packs before this run count too.
 
         At least one pack has to be consumed.
         """
