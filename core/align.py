@@ -1,4 +1,4 @@
-"""Raw plan -> aligned plan: the packs that the ranks of one world size consume."""
+"""The aligned plan: the packs that the ranks of one world size train, from the raw plan."""
 
 import attrs
 import numpy as np
@@ -18,7 +18,7 @@ _CLASSES = 8
 @attrs.frozen
 class AlignedPlan(HasPacks):
     """
-    Packs of all ranks of one world size: the raw plan, filled or cut at its end.
+    Packs of all ranks at one world size: the raw plan, cut or filled at its end.
 
     They are saved, compared between ranks and logged. What is trained is the order of an
     `EpochSchedule`, which aligns the pack indices of each epoch by `aligned_positions` too.
@@ -60,12 +60,12 @@ class AlignedPlan(HasPacks):
 
     @property
     def shared_by(self) -> IntArray | None:
-        """Ranks that share each pack of the raw plan; None if none is shared."""
+        """Number of ranks that share each pack of the raw plan; None if no pack is shared."""
         return None if self.degrees is None else np.minimum(self.degrees, self.max_degree)
 
     @property
     def pad_needed(self) -> int:
-        """Packs added at the end."""
+        """Number of packs that are added at the end."""
         return len(self.repeated)
 
 
@@ -130,7 +130,9 @@ def align_plan(
 
 def aligned_positions(degrees: IntArray, world_size: int, drop_last: bool) -> IntArray:  # noqa: FBT001  # plain values
     """
-    Return positions of packs, cut at the end or repeated from the front to fill all ranks.
+    Return the positions of packs that fill all ranks.
+
+    Packs at the end are cut, or packs from the front are repeated.
 
     Packs of the smallest degree repeat. They are dropped first, too, and those of the next degree
     only once none is left. As all degrees are powers of two that divide the ranks, the slots come
@@ -164,7 +166,7 @@ def aligned_positions(degrees: IntArray, world_size: int, drop_last: bool) -> In
 
 def lay_out_slots(degrees: IntArray, world_size: int, tokens: IntArray | None = None) -> IntArray:
     """
-    Return the pack of each slot, as its place in the given order; shape (num_slots,).
+    Return the pack in each slot, as its position in the given order; shape (num_slots,).
 
     A microbatch of W ranks has W slots. A pack that several ranks share takes one for each, at a
     multiple of their number. Packs of one degree and length take about as long, and a rank that has
@@ -196,7 +198,7 @@ def lay_out_slots(degrees: IntArray, world_size: int, tokens: IntArray | None = 
 
 def aligned_size(num: int, world_size: int, drop_last: bool) -> int:  # noqa: FBT001  # three plain values
     """
-    Return the number of slots after *num* slots are cut or repeated to fill all ranks.
+    Return the number of slots that fill all ranks, after cutting or repeating *num* slots.
 
     Args:
         num: Slots of the packs, >= 0: one for each rank that shares a pack.
@@ -226,7 +228,7 @@ def count_batches(num: int, *, batch_size: int, drop_last: bool) -> int:
 
 def require_a_batch(num: int, *, world_size: int, batch_size: int, drop_last: bool) -> None:
     """
-    Raise an error if a plan's packs give each rank no batch in a whole epoch.
+    Refuse a plan whose packs give the ranks no batch in a whole epoch.
 
     Args:
         num: Packs of the raw plan.

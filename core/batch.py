@@ -12,8 +12,9 @@ IGNORED_LABEL = -100
 
 def count_row_groups(num_ranks: int, row_ranks: int) -> int:
     """
-    Return the number of groups of ranks that share a packed row. A group counts as one rank of a
-    plan. Group g has *row_ranks* ranks, from g * *row_ranks* on.
+    Return the number of groups of ranks that share a packed row; each counts as a rank of a plan.
+
+    Group g has *row_ranks* ranks, from g * *row_ranks* on.
 
     Args:
         num_ranks: All ranks.
@@ -31,8 +32,10 @@ def count_row_groups(num_ranks: int, row_ranks: int) -> int:
 
 def pack_degrees(tokens: IntArray, packing_length: int, max_degree: int = MOST_RANKS) -> IntArray:
     """
-    Return the degree of each pack: the smallest power of two of ranks that hold its tokens with at
-    most *packing_length* each; int64 of the shape of *tokens*.
+    Return the degree of each pack; int64, same shape as *tokens*.
+
+    The degree is the smallest power of two of ranks that hold the pack's tokens with at most
+    *packing_length* each.
 
     Args:
         tokens: Tokens of each pack, >= 1.
@@ -48,7 +51,7 @@ def pack_degrees(tokens: IntArray, packing_length: int, max_degree: int = MOST_R
 
 def largest_degree(num_ranks: int, asked: int | None = None) -> int:
     """
-    Return the most ranks that may share a pack, where packs have degrees.
+    Return the largest number of ranks that may share a pack, if packs have degrees.
 
     Args:
         num_ranks: All ranks, >= 1.
@@ -89,7 +92,7 @@ def resolve_accumulation(
     forced_batch_size: int = 1,
 ) -> Accumulation:
     """
-    Return the accumulation that keeps the effective batch, although packing forces a batch of 1.
+    Return the accumulation that keeps the effective batch, though packing sets the batch to 1.
 
     Args:
         effective_batch_size: Packs of an optimizer step over all ranks. None takes the product of
@@ -125,21 +128,22 @@ def resolve_accumulation(
 
 @attrs.frozen
 class PartialWindow:
-    """Last optimizer step of an epoch, which has fewer batches than the others."""
+    """Last optimizer step of an epoch that has fewer batches than the others."""
 
     per_rank_batches: int
     gradient_accumulation_steps: int
 
     @property
     def remainder(self) -> int:
-        """Batches of each rank in the epoch's last step."""
+        """Number of each rank's batches in the epoch's last step."""
         return self.per_rank_batches % self.gradient_accumulation_steps
 
     @property
     def even_accumulation(self) -> int | None:
         """
-        Nearest accumulation that divides the epoch's batches, from half to twice the present one;
-        None if no number does.
+        Nearest accumulation that divides the epoch's batches; None if there is none.
+
+        It is between half and twice the present accumulation.
         """
         steps = self.gradient_accumulation_steps
         near = (one for one in range(-(-steps // 2), 2 * steps + 1) if not self.per_rank_batches % one)
@@ -154,7 +158,7 @@ class PartialWindow:
 
 def partial_window(*, per_rank_batches: int, gradient_accumulation_steps: int) -> PartialWindow | None:
     """
-    Return the partial accumulation window at an epoch's end, or None if there is none.
+    Return the partial last step of an epoch, or None if all steps are whole.
 
     >>> partial_window(per_rank_batches=7, gradient_accumulation_steps=4).remainder
     3

@@ -1,4 +1,4 @@
-"""Lower bounds on the number of packs, which limit the distance of a plan from the best one."""
+"""Lower bounds on the number of packs: a plan is at most so far from the best one."""
 
 from collections.abc import Callable
 from math import inf
@@ -19,13 +19,13 @@ sample, about its planning time.
 
 
 def effort_for_bound(num_samples: int) -> float:
-    """Return the steps of a search for a lower bound that takes about as long as planning."""
+    """Return the steps of a search for a lower bound that take about as long as planning."""
     return _FIXED_EFFORT + _EFFORT_OF_A_SAMPLE * num_samples
 
 
 @attrs.frozen
 class Bound:
-    """Lower bound on the number of packs, with the method that found it."""
+    """Lower bound on the number of packs, and the method that found it."""
 
     packs: int
     kind: BoundKind
@@ -53,7 +53,7 @@ def find_bound(
     report: Callable[[str], None] = lambda _: None,
 ) -> Bound:
     """
-    Return the strongest lower bound on the number of packs that *effort* finds.
+    Return the best lower bound on the number of packs that a search of *effort* steps finds.
 
     Quick bounds come first: Martello and Toth's L2 and dual-feasible functions. If no quick packing
     reaches them, the linear relaxation over patterns follows. It takes seconds for thousands of

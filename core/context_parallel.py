@@ -1,5 +1,5 @@
 """
-Context parallelism: layout of sequences in one packed row, and each rank's part of the row.
+Context parallelism: the layout of sequences in a packed row, and the part of each rank.
 
 Each sequence is padded on its own and cut into 2 x cp_size chunks. Rank r takes chunk r from the
 head and chunk r from the tail: all ranks have the same causal work. A rank's row holds its chunks
@@ -22,7 +22,7 @@ from packplan.core.packs import join_ranges
 
 def padded_length(length: int, *, cp_size: int, tp_size: int = 1) -> int:
     """
-    Return the padded length of a sequence, which its ranks can share equally.
+    Return the length to which a sequence is padded, so that its ranks have equal parts.
 
     Args:
         length: Tokens of the sequence, >= 1.
@@ -40,7 +40,7 @@ def padded_length(length: int, *, cp_size: int, tp_size: int = 1) -> int:
 
 def cu_seqlens(lengths: Lengths, *, pad_to_multiple_of: int = 1) -> list[int]:
     """
-    Return the cumulative lengths of sequences in a packed row: each start, then the end.
+    Return the first position of each sequence in a packed row, and the end of the last one.
 
     Args:
         lengths: Tokens of each sequence, >= 1.
@@ -89,8 +89,7 @@ def _frozen_copy(values: Lengths) -> IntArray:
 @attrs.frozen(eq=False)
 class PackedLayout:
     """
-    Layout of sequences in one packed row, each padded by itself, and each rank's part of the
-    row.
+    Layout of a packed row of sequences that are padded one by one, and each rank's part of it.
 
     Raises:
         ArgumentError: The two arrays do not describe one row, a sequence has no token, or its
@@ -150,12 +149,12 @@ class PackedLayout:
 
     @property
     def num_positions(self) -> int:
-        """Number of positions of the row, padding included."""
+        """Number of positions in the row, with padding."""
         return int(self.cu_seqlens_padded[-1])
 
     @cached_property
     def sequence(self) -> IntArray:
-        """Index of each position's sequence, padding included; shape (num_positions,)."""
+        """Index of the sequence at each position, padding included; shape (num_positions,)."""
         return np.repeat(np.arange(self.lengths.size), np.diff(self.cu_seqlens_padded))
 
     @cached_property
@@ -165,14 +164,15 @@ class PackedLayout:
 
     @cached_property
     def is_token(self) -> NDArray[np.bool_]:
-        """Whether a position holds a token, not padding; shape (num_positions,)."""
+        """Whether each position holds a token, not padding; shape (num_positions,)."""
         return self.position_ids < self.lengths[self.sequence]
 
     @cached_property
     def targets(self) -> IntArray:
         """
-        Row position of the token that each position predicts, -1 at the end of a sequence and for
-        padding; shape (num_positions,).
+        Row position of the token that each position predicts, or -1; shape (num_positions,).
+
+        It is -1 at the end of a sequence and at padding.
 
         >>> PackedLayout([0, 3, 4], [0, 4, 5]).targets.tolist()
         [1, 2, -1, -1, -1]
@@ -218,7 +218,7 @@ class PackedLayout:
 
     def causal_work(self) -> tuple[int, ...]:
         """
-        Return the number of query-key pairs that each rank computes, padding included.
+        Return the number of query-key pairs that each rank computes, with those of padding.
 
         >>> PackedLayout.from_lengths([6], cp_size=2).causal_work()
         (18, 18)

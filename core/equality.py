@@ -1,6 +1,7 @@
 """
-Equality of packed samples with the samples alone: verdicts of `packplan check` and of the probe,
-and choice of attention.
+Equality of packed samples with the samples alone, and the choice of attention.
+
+Verdicts of `packplan check` and of the probe say whether they are equal.
 """
 
 from __future__ import annotations
@@ -96,8 +97,7 @@ class Verdict:
 
 def loss_difference(found: float, expected: float, *, term_size: float) -> float:
     """
-    Return the difference of a mean loss from the expected one, over a scale that bounds its
-    rounding.
+    Return how far a mean loss is from the expected one, relative to the bound of its rounding.
 
     Args:
         found: Mean loss in the pack.
@@ -116,7 +116,7 @@ def loss_difference(found: float, expected: float, *, term_size: float) -> float
 
 def judge(findings: Iterable[Deviation], *, precision: Precision, limit: float) -> tuple[Verdict, ...]:
     """
-    Return a verdict for each check that has deviations, in the order of `CHECKS`.
+    Return the verdict of each check that has deviations, in the order of `CHECKS`.
 
     Args:
         findings: Deviations of all packs.
@@ -142,7 +142,7 @@ def judge(findings: Iterable[Deviation], *, precision: Precision, limit: float) 
 
 def pack_kind(media: Sequence[int]) -> str:
     """
-    Name the kind of a pack by its media: `text`, `image`, `several images`, or `mixed`.
+    Return the kind of a pack by its media: `text`, `image`, `several images`, or `mixed`.
 
     Args:
         media: Number of images and videos of each sample.
@@ -155,7 +155,7 @@ def pack_kind(media: Sequence[int]) -> str:
 
 def packs_to_compare(packs: Packs, table: Table, *, count: int) -> list[int]:
     """
-    Choose up to *count* packs of several samples to compare; return their indices, ascending.
+    Return the indices of up to *count* packs of several samples to compare, ascending.
 
     The pack with the most samples of each kind is chosen first, then packs spread over the plan.
 
@@ -202,8 +202,7 @@ _SUMS = 32
 
 def rounding_limit(epsilon: float, *, layers: int) -> float:
     """
-    Return the largest relative difference between logits packed and alone that rounding in the
-    loaded model explains.
+    Return the largest relative difference of logits that rounding in a loaded model explains.
 
     Rounding grows slowly with depth. Logits of eager attention and of sdpa, both correct, were
     measured to differ in 16 bits by 2.3 epsilons at 2 layers and 4.3 at 32. In float32 it was 8 and
@@ -222,7 +221,7 @@ def rounding_limit(epsilon: float, *, layers: int) -> float:
 
 @attrs.frozen
 class StrategyTrial:
-    """Trial of a probe: a strategy to keep samples apart, and the attention that it runs with."""
+    """Trial of a probe: a strategy that may keep samples apart, and the attention it runs with."""
 
     strategy: Strategy
 
@@ -283,13 +282,13 @@ class ProbeResult:
 
     @property
     def equality(self) -> float:
-        """Largest difference of logits, losses and gradients; infinite if one is not finite."""
+        """Largest difference of logits, losses and gradients; infinity if one is not finite."""
         values = (self.logits, self.losses, self.gradients)
         return max(values) if all(map(math.isfinite, values)) else math.inf
 
     def reason_against_packing(self, *, limit: float) -> str | None:
         """
-        Return the reason why samples may not share a row, as a clause, or None if they may.
+        Return why samples may not share a row, as a clause; None if they may.
 
         Args:
             limit: Largest relative difference from the samples alone.
@@ -311,7 +310,7 @@ class ProbeResult:
 
 @attrs.frozen
 class PackingVerdict:
-    """Whether a model may pack, with strategy, attention and measured differences."""
+    """Whether a model may pack, by which strategy and attention, and the measured differences."""
 
     model_type: str
     """Model type in the config.json."""
@@ -355,12 +354,12 @@ class PackingVerdict:
         return f"{self.reason}{by}{measured}{unasked}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the verdict as a JSON document, with infinite numbers as null."""
+        """Return the verdict as a JSON document; infinite numbers are null."""
         return attrs.asdict(self, value_serializer=_finite_or_none)
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> PackingVerdict:
-        """Return the verdict of a document of `to_dict`."""
+        """Return the verdict in a document that `to_dict` made."""
         numbers = document["measured"]
         if numbers is not None:
             numbers = ProbeResult(**{name: math.inf if value is None else value for name, value in numbers.items()})
@@ -375,7 +374,7 @@ def _finite_or_none(_: object, __: object, value: Any) -> Any:
 
 @attrs.frozen
 class AttentionChoice:
-    """Attention that a run uses, and the reason."""
+    """Attention that a run uses, and why."""
 
     name: str
     """`varlen`, or a name of transformers' own."""
@@ -403,7 +402,7 @@ class AttentionChoice:
 
     @property
     def loaded_backend(self) -> str:
-        """Attention of transformers that the model is loaded with."""
+        """Attention of transformers with which the model is loaded."""
         return self.native if self.name == VARLEN else self.name
 
     def __str__(self) -> str:
@@ -418,7 +417,7 @@ def choose_attention(
     on_cpu: bool = False,
 ) -> AttentionChoice:
     """
-    Return the attention of a run; its `leak` is the reason if samples may not share packs.
+    Return a run's attention; its `leak` says why samples may not share packs, if so.
 
     Args:
         attn_impl: Value of `attn_impl`.
@@ -456,7 +455,7 @@ def choose_attention(
 
 def reason_against_backend(attn_impl: str, *, flash_installed: bool, on_cpu: bool) -> str | None:
     """
-    Return the reason why an attention backend cannot train on this machine; None if it can.
+    Return why an attention backend cannot train on this machine; None if it can.
 
     Args:
         attn_impl: Name of the backend.

@@ -1,5 +1,5 @@
 """
-Everything that this project raises on purpose.
+Errors that this project raises on purpose.
 
     PackplanError
     ├── UserError                   the caller can fix it: exit status 2
@@ -34,7 +34,7 @@ import attrs
 
 
 class PackplanError(Exception):
-    """Base of all errors raised on purpose; its text is bounded, whatever it quotes."""
+    """Base class of all errors raised on purpose; the length of its text is limited."""
 
     kind: str = ""
     """Name of the fact, by which programs tell errors of one class apart and find a remedy."""
@@ -51,7 +51,7 @@ class PackplanError(Exception):
 
 
 class UserError(PackplanError):
-    """Base of errors that the caller can fix."""
+    """Base class of errors that the caller can fix."""
 
 
 @attrs.define(eq=False)
@@ -70,7 +70,7 @@ class _FactError(PackplanError):
 
 @attrs.frozen
 class Fault:
-    """One thing wrong with a configuration."""
+    """One fault of a configuration."""
 
     path: str
     """Key of the YAML, with its section."""
@@ -135,7 +135,7 @@ class DataSetError(UserError):
 @attrs.define(eq=False)
 class ArgumentError(_FactError, UserError, ValueError):
     """
-    An argument of a library function cannot be used, or samples give no plan.
+    An argument of a library function cannot be used, or the samples allow no plan.
 
     Kinds of samples that give no plan: `empty` (there is none), `all_skipped`, `all_dropped` (no
     pack remains), `dropped_tokens` (the fill filter drops too many tokens), `too_long` (a sample is
@@ -146,12 +146,14 @@ class ArgumentError(_FactError, UserError, ValueError):
 
 @attrs.define(eq=False)
 class ModelError(_FactError, UserError):
-    """A model may not pack, or not with this attention; or its probe, work or memory is unknown."""
+    """
+    A model may not pack, or not with this attention; or its work or memory cannot be computed.
+    """
 
     @classmethod
     def for_leak(cls, model_type: str, attn_impl: str, reason: str) -> ModelError:
         """
-        Return the error of a model whose samples may not share packs.
+        Return the error about a model whose samples may not share packs.
 
         Args:
             model_type: The model's `model_type`.
@@ -168,17 +170,17 @@ SHARED_BY = "ranks of the longest pack"
 
 @attrs.define(eq=False)
 class StaleError(_FactError, UserError):
-    """Something stored was made from other inputs than this run has."""
+    """Stored data were made from other inputs than those of this run."""
 
     @classmethod
     def for_lengths(cls, where: str, differences: tuple[Difference, ...]) -> StaleError:
-        """Return the error of stored lengths that were measured from other inputs."""
+        """Return the error about stored lengths that were measured from other inputs."""
         fact = format_lines(f"the lengths in {where} were measured from other inputs", differences)
         return cls("stale_lengths", fact, {"differences": differences})
 
     @classmethod
     def for_plan(cls, checkpoint: str, differences: tuple[Difference, ...]) -> StaleError:
-        """Return the error of a checkpoint that was trained from another plan."""
+        """Return the error about a checkpoint that was trained by another plan."""
         head = f"{checkpoint} was trained from another plan or in another way, so this run cannot go on with it"
         keys = {difference.key for difference in differences}
         fact, facts = format_lines(head, differences), {"differences": differences}
@@ -189,7 +191,7 @@ class StaleError(_FactError, UserError):
 
     @classmethod
     def for_file(cls, name: str, found: str) -> StaleError:
-        """Return the error of a data file that changed while it was open; *found* says how."""
+        """Return the error about a data file that changed while it was open; *found* says how."""
         return cls("changed_sample", f"{name} has changed since this run opened it: {found}", {"file": name})
 
     @classmethod
@@ -197,7 +199,7 @@ class StaleError(_FactError, UserError):
         cls, index: int, where: str, differences: tuple[Difference, ...], *, copy: str | None = None
     ) -> StaleError:
         """
-        Return the error of a sample that is not the one that was planned.
+        Return the error about a sample that has changed since it was planned.
 
         Args:
             index: Number of the sample.
@@ -241,12 +243,12 @@ class OutputError(UserError):
 
 @attrs.define(eq=False)
 class RunError(_FactError, UserError):
-    """A run that has begun cannot go on: its ranks, its processes, or its numbers."""
+    """A run that has begun cannot continue, because of its ranks, its processes or its numbers."""
 
     @classmethod
     def for_worker(cls, worker: int, method: str, reason: str) -> RunError:
         """
-        Return the error of a worker of reinforcement learning that raised or died.
+        Return the error about a worker of reinforcement learning that raised an error or died.
 
         Args:
             worker: Rank of the worker.
@@ -257,7 +259,7 @@ class RunError(_FactError, UserError):
 
 
 class VerificationError(PackplanError):
-    """Something stored or shared has failed its verification."""
+    """Stored or shared data have failed a verification."""
 
 
 @attrs.define(eq=False)
@@ -279,7 +281,7 @@ class CorruptArtefactError(VerificationError):
 
 @attrs.frozen
 class Difference:
-    """One key in which two fingerprints differ."""
+    """Key in which two fingerprints differ."""
 
     key: str
     stored: object
@@ -291,7 +293,7 @@ class Difference:
 
 @attrs.frozen
 class RankDifference:
-    """One key in which ranks differ."""
+    """Key in which ranks differ."""
 
     key: str
 
@@ -332,9 +334,7 @@ def _ranks_in_words(ranks: list[int]) -> str:
 
 
 def counted(number: int, name: str) -> str:
-    """
-    Return a number with its noun, in the plural unless it is 1: `1 pack`, `2 epochs`, `0 batches`.
-    """
+    """Return a number and its noun, in the plural unless the number is 1: `1 pack`, `0 batches`."""
     return f"{number:,} {name}" + ("" if number == 1 else "es" if name.endswith("tch") else "s")
 
 
@@ -357,8 +357,9 @@ def token_range(lowest: int, highest: int) -> str:
 
 def format_ranges(indices: Iterable[int], *, most: int | None = None) -> str:
     """
-    Return indices as text, in order. Consecutive indices are a range; a range that repeats is
-    written once, with its number of times.
+    Return indices as text, in order; consecutive indices are a range.
+
+    A range that repeats is written once, with the number of its repeats.
 
     Args:
         indices: Whole numbers.
@@ -382,7 +383,7 @@ def format_ranges(indices: Iterable[int], *, most: int | None = None) -> str:
 
 def format_lines(head: str, items: Iterable[object]) -> str:
     """
-    Return a headline, with each item indented on a line below it.
+    Return a headline, and each item indented on a line below it.
 
     >>> print(format_lines("the run has 1 fault", ["seed: is x"]))
     the run has 1 fault:
@@ -400,7 +401,7 @@ fact or the remedy.
 
 def shorten(text: str) -> str:
     r"""
-    Return *text* without the middle of lines that are too long, or of too many lines.
+    Return *text* without the middle of long lines, and without the middle of many lines.
 
     >>> text = shorten("the image " + "x" * 75_852 + " does not exist")
     >>> len(text), text[:12], text[-16:], "… 75,877 characters …" in text

@@ -1,6 +1,7 @@
 """
-Fingerprints: named inputs of stored lengths or of a plan, with a digest. Also conversion of frozen
-values to plain JSON values, sealed by a digest.
+Fingerprints of stored lengths and plans: named inputs with a digest.
+
+Frozen values are also converted to plain JSON values here, and sealed by a digest.
 
 A fingerprint is a flat mapping of names to JSON values. Two of them are compared key by key, and
 the difference is readable. Lengths depend on everything that decides how a record becomes tokens. A
@@ -56,7 +57,7 @@ def _sort_inputs(inputs: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def field_differences(first: attrs.AttrsInstance, second: attrs.AttrsInstance) -> tuple[Difference, ...]:
-    """Return the fields in which two values of the same class differ."""
+    """Return the fields in which two values of one class differ."""
     names = (field.name for field in attrs.fields(type(first)))
     found = (Difference(name, getattr(first, name), getattr(second, name)) for name in names)
     return tuple(one for one in found if one.stored != one.current)
@@ -65,7 +66,7 @@ def field_differences(first: attrs.AttrsInstance, second: attrs.AttrsInstance) -
 @attrs.frozen
 class Fingerprint:
     """
-    Named inputs of stored lengths or of a plan, and their digest.
+    Named inputs of stored lengths or of a plan, and a digest of these inputs.
 
     >>> Fingerprint({"b": 1, "a": "x"}).digest == Fingerprint({"a": "x", "b": 1}).digest
     True
@@ -102,19 +103,19 @@ NO_IDENTITY = RunIdentity()
 
 
 def to_plain(value: attrs.AttrsInstance) -> dict[str, Any]:
-    """Return a frozen attrs value as dicts, lists, texts and numbers."""
+    """Return a frozen attrs value as dicts, lists, strings and numbers."""
     return attrs.asdict(value, value_serializer=lambda _, __, held: held.tolist() if _is_array(held) else held)
 
 
 def seal(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return plain values with their format and their digest added."""
+    """Return plain values with their format version and their digest."""
     held = {**values, _FORMAT: STATE_FORMAT}
     return {**held, SEAL: json_digest(held)}
 
 
 def unseal(values: object) -> dict[str, Any]:
     """
-    Check digest and format of sealed values, and return the values without them.
+    Check the digest and the format of sealed values, and return the plain values.
 
     Raises:
         ValueError: The values have no digest, or not the digest of their content, or a newer
@@ -135,7 +136,7 @@ def unseal(values: object) -> dict[str, Any]:
 
 def from_plain(kind: type[T], value: object) -> T:
     """
-    Return the frozen value that `to_plain` turned into plain values.
+    Return the frozen value whose plain values `to_plain` returned.
 
     Args:
         kind: Class of the value, an attrs class.

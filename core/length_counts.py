@@ -56,7 +56,7 @@ def _table_limit(lengths: IntArray) -> int:
 
 class PackingTrace:
     """
-    Record of the bins that take the samples of each length, written while an algorithm packs.
+    Record of the bins into which an algorithm puts the samples of each length.
 
     An entry is (index, first, num, per_bin): bins `first … first + num - 1` take `per_bin` samples
     of that length each. Entries of one length take its samples in the order they are written.

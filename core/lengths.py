@@ -1,4 +1,4 @@
-"""Checks and conversions of lengths, works and other numbers that callers pass."""
+"""Checks and conversions of the lengths, works and other numbers that callers pass."""
 
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
@@ -63,9 +63,7 @@ def as_lengths(lengths: Lengths, *, least: int = 1) -> IntArray:
 
 
 def as_lengths_up_to(lengths: Lengths, *, capacity: int) -> IntArray:
-    """
-    Return *lengths* as `as_lengths` does; ArgumentError also for a length over *capacity*.
-    """
+    """Return the result of `as_lengths`; ArgumentError also for a length over *capacity*."""
     array = as_lengths(lengths)
     if array.size and int(array.max()) > capacity:
         index = int(np.argmax(array > capacity))
@@ -139,7 +137,9 @@ def _raise_first_bad(values: Sequence[object]) -> None:
 
 
 def squares(lengths: IntArray) -> NDArray[np.float64]:
-    """Return the squares of *lengths* as float64, since they may exceed 64-bit integers."""
+    """
+    Return the squares of *lengths* as float64, since 64-bit integers may be too small for them.
+    """
     found: NDArray[np.float64] = lengths.astype(np.float64) ** 2
     return found
 
@@ -171,7 +171,7 @@ def as_whole_number(name: str, value: int, *, least: int = 1, most: int = 2**63 
 
 
 def round_up_lengths(lengths: IntArray, multiple: int) -> IntArray:
-    """Round lengths up to a multiple; ArgumentError if their total then passes 64 bits."""
+    """Return lengths rounded up to a multiple; ArgumentError if their sum exceeds 64 bits."""
     multiple = as_whole_number("the pad multiple", multiple)
     if lengths.size and (int(lengths.max()) + multiple) * lengths.size >= 2**63:
         total = sum(-(-length // multiple) * multiple for length in lengths.tolist())
@@ -183,7 +183,7 @@ def round_up_lengths(lengths: IntArray, multiple: int) -> IntArray:
 
 def exact_share(name: str, value: float | str | Decimal | Fraction) -> Fraction:
     """
-    Return a share as a fraction, exactly as written; ArgumentError if it is not from 0 to 1.
+    Return a share as an exact fraction; ArgumentError if it is not from 0 to 1.
 
     >>> exact_share("min_fill_ratio", 0.55)
     Fraction(11, 20)
@@ -200,7 +200,7 @@ def exact_share(name: str, value: float | str | Decimal | Fraction) -> Fraction:
 
 def as_works(works: Any, num: int, *, items: str = "packs") -> NDArray[np.float64]:
     """
-    Return works as an array of float64, after a check of number and values; shape (num,).
+    Return the work of each item as float64, after a check of number and values; shape (num,).
 
     Args:
         works: Work of each item, in any unit.

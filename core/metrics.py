@@ -1,4 +1,4 @@
-"""Utilisation, waste, balance, efficiency and gap of packs."""
+"""Metrics of packs: utilisation, waste, balance, efficiency and gap."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class PackingMetrics:
 
     @property
     def efficiency(self) -> float:
-        """Least number of packs by tokens alone, over the number of packs; 1 is ideal."""
+        """Fewest packs that the tokens alone need, over the number of packs; 1 is ideal."""
         return self.packs_by_tokens / self.num_packs
 
     @property
     def gap(self) -> float:
-        """Packs beyond the lower bound, over the bound. 0 proves that no packing is better."""
+        """Packs above the lower bound, over the bound; 0 proves that no packing is better."""
         return (self.num_packs - self.lower_bound) / self.lower_bound
 
     def __add__(self, other: PackingMetrics) -> PackingMetrics:
@@ -69,7 +69,7 @@ class PackingMetrics:
 
 def packing_metrics(lengths: Lengths, packs: AnyPacks, *, capacity: int, bound: int | None = None) -> PackingMetrics:
     """
-    Return the metrics of packs against a lower bound on their number.
+    Return the metrics of packs, with a lower bound on their number.
 
     Args:
         lengths: Tokens of each sample, >= 1.
@@ -115,7 +115,7 @@ def packing_metrics(lengths: Lengths, packs: AnyPacks, *, capacity: int, bound: 
 
 def padded_positions(lengths: Lengths, *, batch_size: int) -> float:
     """
-    Return the expected positions of all padded batches, if samples are batched at random.
+    Return the expected number of positions if random samples are batched with padding.
 
     The mean is exact, over all ways to draw. The longest of b samples out of n is among the k
     shortest with probability C(k, b) / C(n, b).

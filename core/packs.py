@@ -1,5 +1,5 @@
 """
-Packs: a frozen sequence of packs, stored flat.
+Packs: an immutable sequence of packs, stored in flat arrays.
 
 Rules that every `Packs` keeps: `offsets` is int64 of shape (num_packs + 1,), starts at 0 and rises
 strictly (no pack is empty); `indices` is int64 of shape (offsets[-1],); pack k is
@@ -31,7 +31,7 @@ def _frozen_array(values: Any) -> IntArray:
 @attrs.frozen(eq=False, repr=False)
 class Packs(Sequence[list[int]]):
     """
-    Packs of sample indices; reads like a list of lists.
+    Packs of sample indices, which read like a list of lists.
 
     >>> packs = Packs.from_lists([[0, 2], [1]])
     >>> len(packs), packs[0], packs[1:].tolist(), packs == [[0, 2], [1]]
@@ -55,7 +55,9 @@ class Packs(Sequence[list[int]]):
 
     @classmethod
     def from_lists(cls, packs: Iterable[Sequence[int]]) -> Packs:
-        """Build from lists of sample indices, in their order; ArgumentError for a negative one."""
+        """
+        Make packs from lists of sample indices, in their order; ArgumentError for a negative one.
+        """
         packs = list(packs)
         offsets = np.zeros(len(packs) + 1, dtype=np.int64)
         np.cumsum([len(pack) for pack in packs], out=offsets[1:])
@@ -68,7 +70,9 @@ class Packs(Sequence[list[int]]):
     @classmethod
     def from_labels(cls, labels: NDArray[np.int32]) -> Packs:
         """
-        Build from the bin of each sample. Indices ascend in a pack, and packs by first index.
+        Make packs from the bin of each sample.
+
+        Indices ascend in a pack, and packs ascend by their first index.
 
         Args:
             labels: Bins, numbered from 0 without gaps; shape (num_samples,).
@@ -95,7 +99,7 @@ class Packs(Sequence[list[int]]):
 
     def sums(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """
-        Return the exact sum over each pack, rounded to float64. It is the same on every processor.
+        Return the exact sum of *values* over each pack as float64; the same on every processor.
 
         Args:
             values: A whole number >= 0 for each sample, of any magnitude; float64, shape
@@ -117,13 +121,13 @@ class Packs(Sequence[list[int]]):
         return Packs(offsets, self.indices[starts + np.arange(offsets[-1])])
 
     def to_labels(self, num_records: int) -> IntArray:
-        """Return the index of each record's pack, -1 for none; shape (num_records,)."""
+        """Return the pack index of each record, -1 for none; shape (num_records,)."""
         owners = np.full(num_records, -1, dtype=np.int64)
         owners[self.indices] = np.repeat(np.arange(len(self)), self.sizes())
         return owners
 
     def tolist(self) -> list[list[int]]:
-        """Return all packs as lists of ints."""
+        """Return all packs as lists of integers."""
         return list(self)
 
     def __len__(self) -> int:
@@ -163,7 +167,7 @@ class Packs(Sequence[list[int]]):
 
 
 class HasPacks(Protocol):
-    """Object that has packs, and reads like a list of them."""
+    """Object that has packs and reads like a list of them."""
 
     @property
     def packs(self) -> Packs:
@@ -204,7 +208,7 @@ def as_packs(value: AnyPacks) -> Packs:
 
 def filled_tokens(loads: IntArray | Sequence[int], packing_length: int) -> IntArray:
     """
-    Return the tokens of the packing length that each pack fills. A long pack counts as full.
+    Return how many tokens of the packing length each pack fills; a long pack counts as full.
 
     >>> filled_tokens([30, 80, 200], 80).tolist()
     [30, 80, 80]
@@ -223,9 +227,7 @@ def concatenate(parts: Sequence[Packs]) -> Packs:
 
 
 def sort_by_first_index(packs: Packs) -> Packs:
-    """
-    Return the packs, ordered by their first index; the order inside a pack stays.
-    """
+    """Return the packs in the order of their first indices; each pack keeps its own order."""
     return packs.take(np.argsort(packs.indices[packs.offsets[:-1]], kind="stable"))
 
 
@@ -237,7 +239,7 @@ Samples sorted at a time, so that their keys fit the cache. There a radix sort i
 
 def join_ranges(counts: IntArray, *, starts: IntArray, dtype: type[np.signedinteger[Any]] = np.int64) -> NDArray[Any]:
     """
-    Concatenate ranges: `counts[0]` numbers up from `starts[0]`, `counts[1]` from `starts[1]`, …
+    Return joined ranges: `counts[0]` numbers from `starts[0]` on, then those from `starts[1]`, …
 
     Args:
         counts: Number of values from each start, >= 0; shape (num_starts,).

@@ -1,4 +1,6 @@
-"""Lengths -> raw plan: long samples, packs, the fill filter, order."""
+"""
+The raw plan of samples, from their lengths: long samples, packs, the fill filter and the order.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ _SAVED = 500
 
 @attrs.frozen
 class RawPlan(HasPacks):
-    """All packs of a plan, ordered by first sample. They do not depend on the world size."""
+    """All packs of a plan, in the order of their first samples, for any number of ranks."""
 
     packs: Packs
     """Packs for training: ascending indices in a pack, packs by first index."""
@@ -74,7 +76,7 @@ class RawPlan(HasPacks):
 
     @property
     def planned_samples(self) -> int:
-        """Number of samples in `packs`."""
+        """Number of samples in all packs."""
         return self.packs.num_samples
 
     @property
@@ -95,7 +97,7 @@ class RawPlan(HasPacks):
 
     def with_indices(self, indices: IntArray) -> RawPlan:
         """
-        Return the plan with other sample indices.
+        Return the same plan with each sample index replaced.
 
         Args:
             indices: New index of each sample, ascending; int64, shape (num_samples,).
@@ -290,7 +292,7 @@ def _no_packs_error(lengths: IntArray, skipped: IntArray, dropped: Packs, policy
 
 def refuse_longer(lengths: Lengths, policy: PlanPolicy) -> None:
     """
-    Raise an error if a sample is longer than a pack and the policy refuses such samples.
+    Refuse samples that are longer than a pack, if the policy says so.
 
     Args:
         lengths: Tokens of each record, 0 for one that is no sample; shape (num_records,).
@@ -313,7 +315,7 @@ def refuse_longer(lengths: Lengths, policy: PlanPolicy) -> None:
 
 def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
     """
-    Raise an error if the fill filter drops a larger share of the tokens than the policy allows.
+    Refuse a plan whose fill filter drops a larger share of the tokens than the policy allows.
 
     One dropped pack is always allowed: the last pack of a small data set is rarely full.
 
@@ -346,7 +348,7 @@ def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
 
 def unsupervised_samples(plan: RawPlan, supervised: Lengths) -> IntArray:
     """
-    Return the planned samples that have no supervised token, ascending; int64.
+    Return the planned samples without supervised tokens, ascending; int64.
 
     Args:
         plan: The raw plan.
@@ -361,7 +363,7 @@ def unsupervised_samples(plan: RawPlan, supervised: Lengths) -> IntArray:
 
 def require_supervised(plan: RawPlan, supervised: Lengths) -> None:
     """
-    Raise an error if no planned sample has a supervised token.
+    Refuse a plan in which no sample has a supervised token.
 
     Args:
         plan: The raw plan.
@@ -406,7 +408,7 @@ def plan_to_arrays(plan: RawPlan) -> dict[str, IntArray]:
 
 
 def plan_from_arrays(arrays: Mapping[str, IntArray]) -> RawPlan:
-    """Rebuild the plan from the arrays of `plan_to_arrays`; ValueError if they are no plan."""
+    """Rebuild a plan from the arrays of `plan_to_arrays`; ValueError if they do not form one."""
     return RawPlan(
         packs=Packs(arrays["offsets"], arrays["indices"]),
         dropped_packs=Packs(arrays["dropped_offsets"], arrays["dropped_indices"]),

@@ -133,13 +133,14 @@ class PlanPolicy:
 
     @property
     def counts_lengths(self) -> bool:
-        """Whether packing sees only the number of samples of each length, not which they are."""
+        """Whether packs depend only on the number of samples of each length."""
         return self.packing and self.max_images is None and find_algorithm(self.algorithm).counts_lengths
 
     def fingerprint(self, lengths_digest: str) -> Fingerprint:
         """
-        Return the fingerprint of the raw plan of stored lengths, without fields that cannot change
-        the packs.
+        Return the fingerprint of the raw plan of stored lengths.
+
+        Fields that cannot change the packs are left out.
 
         The algorithm enters with its version. The ratio enters only if packs are dropped, the seed
         only if packs are drawn, the work only if the algorithm packs by work. Without packing, only

@@ -1,4 +1,4 @@
-"""Protocols of the outside world that the application uses, in the words of core."""
+"""Protocols by which the application uses the outside world, in the words of core."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -31,14 +31,14 @@ ReportProgress = Callable[[str], None]
 
 
 class LengthSource(Protocol):
-    """Records that can be measured in any order, with equal results."""
+    """Records that can be measured in any order, with the same results."""
 
     def __len__(self) -> int:
         """Return the number of records."""
 
     def data_digest(self, count: int, /, *, without: Sequence[int] = ()) -> str:
         """
-        Return the digest of the first *count* records, except the bad ones in *without*.
+        Return the digest of the first *count* records, leaving out the bad ones in *without*.
 
         Args:
             count: Number of records.
@@ -47,24 +47,24 @@ class LengthSource(Protocol):
 
     def digest_and_folder(self, index: int, /) -> tuple[str, str]:
         """
-        Return the digest of record *index*, and the absolute folder that relative paths of its
-        media start from.
+        Return the digest of record *index*, and the folder where its relative media paths start.
+
+        The folder is absolute.
         """
 
     def fingerprint(self) -> Fingerprint:
-        """Return all inputs of the measurements, such as the tokenizer, except the data."""
+        """Return everything that measurements depend on, such as the tokenizer, except the data."""
 
     def measure_in_full(self, index: int, /) -> Measurement:
-        """
-        Measure sample *index* by encoding it in full; RecordError if it cannot become a sample.
-        """
+        """Encode sample *index* in full and measure it; RecordError if it is no sample."""
 
     def measure_many(
         self, indices: Sequence[int], /, *, in_full: bool, epoch: int | None = None
     ) -> Generator[RecordOutcome, None, None]:
         """
-        Measure several records in the order of *indices*, perhaps in parallel. Closing the
-        generator ends the measuring processes.
+        Yield the outcomes of records in the order of *indices*, perhaps measured in parallel.
+
+        Closing the generator ends the processes that measure.
 
         Args:
             indices: Sample indices; consecutive ones where *epoch* is None.
@@ -87,7 +87,7 @@ class LengthSource(Protocol):
 
 @attrs.frozen
 class StoredRows:
-    """Stored measurements: rows of records, and rows of their media."""
+    """Stored measurements: the rows of records, and the rows of their media."""
 
     table: Table
     """Measurements of the first records."""
@@ -104,7 +104,7 @@ class StoredRows:
 
 @attrs.frozen
 class Origin:
-    """Origin of stored measurements: their inputs and their data."""
+    """Inputs and data from which stored measurements were made."""
 
     key: Fingerprint
     """All inputs of the measurements but the data."""
@@ -128,7 +128,7 @@ class Origin:
         self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]
     ) -> tuple[Difference, ...]:
         """
-        Return the differences between this origin and the present state of its source.
+        Return the differences between this origin and the current state of its source.
 
         Args:
             key: All inputs of the source's measurements but the data.
@@ -146,7 +146,7 @@ class Origin:
 
 @attrs.frozen
 class StoredLengths:
-    """Content of a store of lengths, not checked against the present data."""
+    """Content of a store of lengths, not yet compared with the current data."""
 
     origin: Origin
 
@@ -163,7 +163,7 @@ class StoredLengths:
 
 @attrs.frozen
 class StoredPlan:
-    """Plan of a split as it is stored, not checked against the present lengths."""
+    """Stored plan of a split, not yet compared with the current lengths."""
 
     key: Fingerprint
     """Inputs of the plan."""
@@ -178,11 +178,11 @@ class StoredPlan:
 
 
 class Lock(Protocol):
-    """Lock that lets one job at a time write to the stores."""
+    """Lock that lets only one job at a time write to the stores."""
 
     def hold(self, *, timeout_s: float, report: ReportProgress) -> AbstractContextManager[None]:
         """
-        Hold the lock inside a `with` block; the end of the process releases it too.
+        Hold the lock inside a `with` block; it is also released when the process ends.
 
         Args:
             timeout_s: Seconds to wait for another job; 0 waits for ever.
@@ -194,19 +194,21 @@ class Lock(Protocol):
 
 
 class RankGroup(Protocol):
-    """The data-parallel learners of one run."""
+    """Data-parallel ranks of one run."""
 
     @property
     def rank(self) -> int:
-        """Index of this learner, from 0."""
+        """Index of this rank, from 0."""
 
     @property
     def world_size(self) -> int:
-        """Number of learners."""
+        """Number of ranks."""
 
     def build_on_rank_zero(self, build: Callable[[ReportProgress], Arrays], *, timeout_s: float) -> Arrays:
         """
-        Build arrays on rank 0, and return them on every rank; no collective is pending meanwhile.
+        Build arrays on rank 0, and return them on every rank.
+
+        No collective is pending while rank 0 builds.
 
         Args:
             build: Function that rank 0 alone runs, perhaps for hours. The waiting ranks show its
@@ -218,16 +220,17 @@ class RankGroup(Protocol):
         """
 
     def gather(self, value: str, /) -> tuple[str, ...]:
-        """Return the value of every rank, by rank; RunError if one does not respond in time."""
+        """Return the values of all ranks, by rank; RunError if one does not respond in time."""
 
     def stop_heartbeat(self) -> None:
-        """Stop the heartbeat that shows waiting ranks that rank 0 is alive; planning is over."""
+        """Stop the heartbeat of rank 0, once planning is over and no rank waits for it."""
 
     def any(self, flag: bool, /) -> bool:  # noqa: FBT001  # one positional truth, as in the builtin
-        """Return whether any rank's flag is set."""
+        """Return whether the flag is set on any rank."""
 
     def gather_arrays(self, arrays: Arrays, /) -> tuple[Arrays, ...]:
         """
-        Return the arrays of every rank, by rank; RunError if another rank is gone. Shapes may
-        differ.
+        Return the arrays of all ranks, by rank; their shapes may differ.
+
+        RunError if another rank is gone.
         """

@@ -1,4 +1,4 @@
-"""Orders that follow from a seed alone."""
+"""Orders that depend only on a seed."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,9 @@ from packplan.core.lengths import IntArray
 
 def seeded_permutation(num: int, *, seed: int | Sequence[int]) -> IntArray:
     """
-    Return a permutation of the numbers below *num*. It depends on *seed* alone, not on the version
-    of numpy.
+    Return a permutation of the numbers below *num* that depends only on *seed*.
+
+    It is the same under every version of numpy.
 
     Args:
         num: Number of values, >= 0.

@@ -1,5 +1,5 @@
 """
-Plans for scripts and notebooks: lengths in, packs, figures and a schedule out.
+Plans for scripts and notebooks: from lengths to packs, figures and a schedule.
 
 >>> from packplan.core.surface import plan
 >>> found = plan([60, 20, 50, 30, 40, 40], 80)
@@ -46,7 +46,7 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 
 @attrs.frozen(eq=False, repr=False)
 class Plan(HasPacks):
-    """Packs of a list of lengths, with their figures and the schedules that train them."""
+    """Packs of a list of lengths, with their figures and their schedules."""
 
     raw: RawPlan
     """The packs, with every count that planning gives."""
@@ -56,12 +56,14 @@ class Plan(HasPacks):
 
     @property
     def packs(self) -> Packs:
-        """Sample indices of each pack; reads like a list of lists."""
+        """Sample indices of each pack, which read like a list of lists."""
         return self.raw.packs
 
     @cached_property
     def checksum(self) -> str:
-        """SHA-256 of the packs. Equal lengths and options give an equal checksum anywhere."""
+        """
+        SHA-256 of the packs; equal lengths and options give the same checksum on every machine.
+        """
         return plan_checksum(self.raw.packs)
 
     @cached_property
@@ -126,7 +128,7 @@ class Plan(HasPacks):
         )
 
     def show(self) -> PlanTable:
-        """Return a table of the figures, with a drawing of the first packs in a notebook."""
+        """Return a table of the figures; in a notebook, it also draws the first packs."""
         return PlanTable(self)
 
     def report(self, path: Any) -> None:
@@ -168,7 +170,7 @@ def plan(
     work: WorkModel | None = None,
 ) -> Plan:
     """
-    Group samples into packs; every sample is in one, unless an option says otherwise.
+    Group samples into packs; every sample is in one pack, unless an option says otherwise.
 
     Args:
         lengths: Tokens of each sample, >= 1.
@@ -219,13 +221,13 @@ def plan(
 
 @attrs.frozen(repr=False)
 class PlanTable:
-    """Figures of a plan as text, and as a page with a drawing where a notebook shows it."""
+    """Figures of a plan as text; a notebook shows them as HTML with a drawing."""
 
     plan: Plan
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """Names and values of the figures, without those that are 0."""
+        """Name and value of each figure that is not 0."""
         raw, summary = self.plan.raw, self.plan.summary
         num_over = int((self.plan.lengths[list(raw.single_long)] > raw.packing_length).sum())
         beyond = len(raw.packs) + len(raw.dropped_packs) - raw.lower_bound
@@ -263,7 +265,7 @@ class PlanTable:
 
 def draw_packs(packs: Sequence[Sequence[int]], *, packing_length: int) -> str:
     """
-    Return an SVG drawing of packs: a bar of its samples for each, on grey to the packing length.
+    Return an SVG drawing of packs: a bar of samples for each, on grey up to the packing length.
 
     Args:
         packs: Tokens of each sample of each pack.
@@ -287,8 +289,7 @@ def draw_packs(packs: Sequence[Sequence[int]], *, packing_length: int) -> str:
 
 def draw_first_packs(plan: RawPlan, lengths: IntArray) -> list[str]:
     """
-    Return drawings of the first packs, 20 in each and at most 60; none if their samples are too
-    many to be seen.
+    Return drawings of up to 60 first packs, 20 in each; none if the samples would be too small.
 
     Args:
         plan: Plan of samples with these lengths.

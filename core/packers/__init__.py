@@ -1,5 +1,5 @@
 """
-Packing algorithms by name.
+Packing algorithms, by name.
 
 To add an algorithm, write a function of its name in a module of this package, and an entry of
 `ALGORITHMS` with that module. The function takes lengths, each from 1 to `capacity`, `capacity` by
@@ -26,7 +26,7 @@ from packplan.core.packs import Packs
 
 @attrs.frozen
 class Algorithm:
-    """Module of a packing algorithm, the version of its packs, and the inputs they depend on."""
+    """Module of a packing algorithm, the version of its packs, and the inputs that decide them."""
 
     module: str
     """Module of this package whose function has the name of the algorithm; loaded at first use."""
@@ -66,7 +66,7 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
 
 
 def find_algorithm(name: str) -> Algorithm:
-    """Return the algorithm *name*; ArgumentError with all names if there is none."""
+    """Return the algorithm *name*; ArgumentError lists all names if there is none."""
     if name not in ALGORITHMS:
         message = f"algorithm is {name!r}, but has to be one of {', '.join(ALGORITHMS)}"
         raise ArgumentError("argument", message)
@@ -86,7 +86,7 @@ def as_seed(seed: int) -> int:
 
 def check_algorithm_works(algorithm: str, works: Any, num: int) -> NDArray[np.float64] | None:
     """
-    Check the works that are given to an algorithm; return them as float64, or None for None.
+    Return the work that an algorithm is given, checked, as float64; None for None.
 
     Args:
         algorithm: Name of the algorithm that packs them.
@@ -117,8 +117,9 @@ def pack(
     report: Callable[[str], None] = lambda _: None,
 ) -> Packs:
     """
-    Group samples into packs of at most *capacity* tokens. Indices ascend in a pack, and packs
-    ascend by their first index.
+    Group samples into packs of at most *capacity* tokens.
+
+    Indices ascend in a pack, and packs ascend by their first index.
 
     Args:
         lengths: Tokens of each sample, each from 1 to *capacity*. A numpy array of integers is

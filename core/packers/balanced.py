@@ -1,5 +1,5 @@
 """
-Balanced: packs of equal work within the capacity, at most one in two hundred more than `auto`.
+Packer `balanced`: packs of equal work, at most one in two hundred more than `auto`.
 
 Groups of some thousand packs are levelled separately, so time and memory are linear in the samples.
 Samples in order of length and work are assigned to the groups in turn, so groups are alike.

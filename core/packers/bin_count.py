@@ -1,4 +1,4 @@
-"""Splitting of the fullest packs, to reach a wanted number of packs."""
+"""Splits the fullest packs until there is a given number of packs."""
 
 from heapq import heapify, heappop, heappush
 
@@ -11,7 +11,7 @@ from packplan.core.packs import Packs, concatenate, sort_by_first_index
 
 def split_to_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multiple: int) -> Packs:
     """
-    Split packs until there are at least *minimum*, and a multiple of *multiple*.
+    Split packs until their number is at least *minimum* and a multiple of *multiple*.
 
     The fullest pack of several samples is split next, into halves of about equal load. Its samples
     go to the emptier half, longest first.

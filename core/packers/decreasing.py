@@ -24,14 +24,16 @@ from packplan.core.length_counts import LengthCounts, PackingTrace, fit_decreasi
 
 
 def best_quick_packing(tally: LengthCounts, *, capacity: int) -> PackingTrace:
-    """Return the packing with the fewest bins among all algorithms of this module."""
+    """Return the packing with the fewest bins among the algorithms of this module."""
     quick = (constant_volume, best_fit_decreasing, first_fit_decreasing, modified_first_fit_decreasing)
     return min((algorithm(tally, capacity=capacity) for algorithm in quick), key=lambda trace: trace.num_bins)
 
 
 def constant_volume(tally: LengthCounts, *, capacity: int) -> PackingTrace:
     """
-    Put each sample into the emptiest bin, of equal ones the first, or into a new bin if none fits.
+    Put each sample into the emptiest bin, or into a new bin if it fits nowhere.
+
+    Of equally empty bins, the first is taken.
 
     Bins are ranges of neighbours with equal room. A new bin is the emptiest until it is full, so it
     takes all its samples at once.
@@ -62,12 +64,14 @@ def constant_volume(tally: LengthCounts, *, capacity: int) -> PackingTrace:
 
 
 def best_fit_decreasing(tally: LengthCounts, *, capacity: int) -> PackingTrace:
-    """Put each sample into the fullest bin that it fits, of equal ones the first."""
+    """
+    Put each sample into the fullest bin with room for it; of equally full ones, into the first.
+    """
     return fit_decreasing(tally, capacity=capacity, fullest=True)
 
 
 def first_fit_decreasing(tally: LengthCounts, *, capacity: int) -> PackingTrace:
-    """Put each sample into the first bin that it fits."""
+    """Put each sample into the first bin with room for it."""
     return fit_decreasing(tally, capacity=capacity, fullest=False)
 
 
@@ -89,9 +93,7 @@ class _BinRange:
 
 
 def modified_first_fit_decreasing(tally: LengthCounts, *, capacity: int) -> PackingTrace:
-    """
-    Give each large sample a bin, fill these bins up, and pack the rest by first-fit decreasing.
-    """
+    """Give each large sample a bin, fill these bins, and pack the rest by first-fit decreasing."""
     trace = PackingTrace()
     left = list(tally.counts)
     medium, small, tiny = (sum(size * parts > capacity for size in tally.sizes) for parts in (2, 3, 6))

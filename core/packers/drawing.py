@@ -1,5 +1,5 @@
 """
-Redraw: another packing of the same samples, of equal quality, by a seeded draw.
+Redraw: another packing of the same samples of equal quality, drawn by a seed.
 
 All samples are put end to end in a random order, which is cut after every *capacity* tokens. The
 whole samples between two cuts are a group, which is packed as one item. Samples across a cut are
@@ -58,7 +58,7 @@ def redraw(
     report: Callable[[str], None] = lambda _: None,
 ) -> Packs:
     """
-    Draw other packs than the algorithm's own, of at most 0.5 % more in number.
+    Draw packs that differ from the algorithm's own; they are at most 0.5 % more.
 
     The packs depend on the arguments alone. Two given samples share a pack in few epochs, as far
     as their lengths allow.

@@ -1,5 +1,5 @@
 """
-Exchanges of samples between packs, which make packs fit or give them equal work.
+Exchanges of samples between packs, so that the packs fit or have equal work.
 
 A part of a pack is a single sample, or up to four of its samples drawn at random. All parts of all
 packs are sorted by tokens. In each round, every part is compared with the one a random number of
@@ -75,7 +75,7 @@ class _Parts:
 
 @attrs.define(eq=False)
 class ExchangeSearch:
-    """Packs of samples that are changed in place by exchanges between two packs at a time."""
+    """Packs that a search changes in place, by exchanging samples between two packs at a time."""
 
     tokens: IntArray
     """Tokens of each sample; shape (num_samples,)."""
@@ -107,7 +107,7 @@ class ExchangeSearch:
 
     def exchange_until_fitting(self, *, nearly: bool = False) -> bool:
         """
-        Exchange until no pack exceeds the capacity; return whether that succeeded.
+        Exchange samples until no pack exceeds the capacity; return whether that succeeded.
 
         Args:
             nearly: Whether to end when few packs exceed it.
@@ -117,7 +117,9 @@ class ExchangeSearch:
 
     def level(self) -> None:
         """
-        Exchange until packs have equal work, or nothing helps. No pack may exceed the capacity.
+        Exchange samples until the packs have equal work, or no exchange helps.
+
+        No pack may exceed the capacity.
         """
         self._exchange(level=True, few=self.num // _FEW)
 

@@ -1,5 +1,7 @@
 """
-Auto and certified: the fewest packs that a search finds, bounded or until they meet the bound.
+Packers `auto` and `certified`: searches for the fewest packs.
+
+`auto` has a limit of steps; `certified` searches until the packs meet the bound.
 
 `auto` returns the packs of constant volume, or fewer if a bounded search finds them.
 
@@ -55,7 +57,7 @@ def auto(tally: LengthCounts, *, capacity: int) -> PackingTrace:
 
 def certified(lengths: IntArray, *, capacity: int, seed: int, report: Callable[[str], None]) -> Packs:
     """
-    Search for the fewest packs until they meet the bound or a limit of iterations.
+    Search for the fewest packs, until they meet the bound or a limit of iterations.
 
     Args:
         lengths: Tokens, each from 1 to *capacity*.

@@ -1,5 +1,5 @@
 """
-Packers that take samples one by one in an order: that of the data, or a random one.
+Packers that take samples one by one, in the order of the data or in a random one.
 
 The literature calls the packing in the order of the data next fit.
 """
@@ -41,7 +41,7 @@ def concatenative(lengths: IntArray, *, capacity: int) -> Packs:
 
 def first_fit_shuffle(lengths: IntArray, *, capacity: int, seed: int) -> Packs:
     """
-    Put each sample, in a shuffled order, into the first bin that it fits.
+    Put each sample, in a shuffled order, into the first bin with room for it.
 
     Args:
         lengths: Tokens, each from 1 to *capacity*.

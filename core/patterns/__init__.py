@@ -1,5 +1,5 @@
 """
-Patterns: the samples of each length that a bin takes, and the number of bins with each pattern.
+Patterns: how many samples of each length a bin takes, and how many bins have each pattern.
 
 `guided` fills bins in the proportions of a linear program, and `search` improves such a filling.
 `relaxation` bounds the number of packs from below by a linear program over all lengths.
@@ -25,12 +25,12 @@ PatternKey = tuple[tuple[int, int], ...]
 
 
 def pattern_key(pattern: Pattern) -> PatternKey:
-    """Return a hashable key that equal patterns share."""
+    """Return a hashable key that is the same for equal patterns."""
     return tuple(sorted(pattern.items()))
 
 
 def num_packs(filling: Filling) -> int:
-    """Return the number of bins of a filling."""
+    """Return the number of bins in a filling."""
     return sum(num for _, num in filling)
 
 
@@ -46,25 +46,25 @@ def to_trace(filling: Filling) -> PackingTrace:
 
 
 class SpentError(Exception):
-    """Raised when a search would exceed its effort."""
+    """A search would exceed its limit of steps."""
 
 
 class Effort:
-    """Budget of steps for all parts of a search."""
+    """Limit of steps for all parts of a search."""
 
     def __init__(self, limit: float = inf) -> None:
         """Allow *limit* steps; unlimited by default."""
         self.left = limit
 
     def spend(self, steps: int) -> None:
-        """Subtract *steps* that are about to be taken; SpentError if fewer remain."""
+        """Count *steps* that are about to be taken; SpentError if fewer are left."""
         if steps > self.left:
             raise SpentError
         self.left -= steps
 
     @contextmanager
     def lend(self, most: float) -> Iterator["Effort"]:
-        """Lend up to *most* steps to a `with` block; take its unused steps back at the end."""
+        """Lend up to *most* steps to a `with` block; unused steps come back at its end."""
         steps = int(min(most, self.left))
         self.spend(steps)
         own = Effort(steps)

@@ -31,7 +31,7 @@ smaller gap has as many.
 
 def find_quick_bound(tally: LengthCounts, *, capacity: int) -> int:
     """
-    Return the better of the L2 bound and the bound of dual-feasible functions.
+    Return the better one of the L2 bound and the bound of dual-feasible functions.
 
     L2 (Martello and Toth, "Lower bounds and reduction procedures for the bin packing problem",
     1990): take a threshold K up to half the capacity. Samples above `capacity - K` need a pack
@@ -115,7 +115,7 @@ def certify(
     tally: LengthCounts, *, capacity: int, known: int, effort: Effort, report: Callable[[str], None] = lambda _: None
 ) -> Certificate:
     """
-    Return a lower bound on the number of packs, and the packing of a search if one was made.
+    Return a lower bound on the number of packs, and a packing if a search made one.
 
     Args:
         tally: Lengths from 1 to *capacity*, counts >= 1, at least one; see `to_lowest_terms`.
@@ -145,8 +145,9 @@ def certify(
 
 def to_lowest_terms(tally: LengthCounts, *, capacity: int) -> tuple[LengthCounts, int]:
     """
-    Divide lengths and capacity by the greatest common divisor of the lengths. The packings are the
-    same.
+    Divide lengths and capacity by the greatest common divisor of the lengths.
+
+    The packings stay the same.
     """
     unit = gcd(*tally.sizes) or 1
     return LengthCounts([size // unit for size in tally.sizes], tally.counts), capacity // unit

@@ -1,5 +1,5 @@
 """
-Guided filling: bins in the proportions of a linear program over few groups of lengths.
+Guided filling: bins in the proportions that a linear program over few length groups gives.
 
 Where a pack holds two to six samples, filling bins one by one uses up the lengths that would have
 made the last bins full. The linear program over patterns (Gilmore and Gomory, "A linear programming
@@ -47,7 +47,7 @@ and to enter one.
 
 def fill_guided(tally: LengthCounts, *, capacity: int, num_groups: int, effort: Effort) -> Filling:
     """
-    Pack all samples by guided filling: into bins in the proportions of linear programs.
+    Pack all samples by guided filling.
 
     Args:
         tally: Lengths from 1 to *capacity*; counts may be 0.

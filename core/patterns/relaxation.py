@@ -1,5 +1,5 @@
 """
-The linear relaxation of packing over patterns, by column generation.
+The linear relaxation of packing over patterns, solved by column generation.
 
 The relaxation is the number of packs if patterns may be used in fractions (Gilmore and Gomory, "A
 linear programming approach to the cutting-stock problem", 1961, 1963). HiGHS solves the master
@@ -51,7 +51,7 @@ def tighten_bound(
     report: Callable[[str], None] = lambda _: None,
 ) -> tuple[int, list[Pattern]]:
     """
-    Raise a lower bound on the number of packs; return it, and the patterns of the last program.
+    Raise a lower bound on the number of packs; return it with the last program's patterns.
 
     Args:
         tally: Lengths from 1 to *capacity*, counts >= 1.
@@ -121,7 +121,7 @@ class MasterSolution:
 
 def solve_master(patterns: list[Pattern], *, counts: IntArray) -> MasterSolution | None:
     """
-    Solve the LP master problem: fewest fractional uses of *patterns* that cover all samples.
+    Solve the master program: the fewest fractional uses of *patterns* that cover all samples.
 
     A sample may take the place of a longer one.
 
@@ -154,7 +154,7 @@ def solve_master(patterns: list[Pattern], *, counts: IntArray) -> MasterSolution
 
 @attrs.frozen
 class SolvedKnapsack:
-    """Solved knapsack: patterns of the highest total price, given the price of each sample."""
+    """Solved knapsack: the patterns with the highest total price, given a price of each sample."""
 
     sizes: IntArray
     prices: IntArray
@@ -168,16 +168,16 @@ class SolvedKnapsack:
 
     @property
     def best_price(self) -> int:
-        """The highest price of a pattern."""
+        """Highest price of a pattern."""
         return int(self.worth[-1])
 
     def worth_with_each_size(self) -> IntArray:
-        """Return the highest price of a pattern that has each size; shape (num_sizes,)."""
+        """Return the highest price of a pattern that contains each size; shape (num_sizes,)."""
         worth: IntArray = self.prices + self.worth[self.worth.size - 1 - self.sizes]
         return worth
 
     def patterns_with(self, indices: list[int]) -> Iterator[Pattern]:
-        """Yield the pattern of the highest price that has each size of *indices*."""
+        """Yield, for each size of *indices*, the pattern of the highest price that contains it."""
         used = np.maximum.accumulate(np.where(self.first >= 0, np.arange(self.first.size), 0)).tolist()
         first, sizes = self.first.tolist(), self.sizes.tolist()
         for index in indices:
@@ -191,7 +191,7 @@ class SolvedKnapsack:
 
 def solve_knapsack(sizes: IntArray, prices: IntArray, capacity: int) -> SolvedKnapsack:
     """
-    Solve the unbounded knapsack exactly, in integers.
+    Solve the unbounded knapsack problem exactly, in integers.
 
     Args:
         sizes: Tokens of each kind of item, longest first; shape (num_kinds,).

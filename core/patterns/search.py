@@ -83,7 +83,7 @@ def find_filling(tally: LengthCounts, *, capacity: int, enough: int, effort: Eff
 
 def find_repeated_filling(tally: LengthCounts, *, capacity: int, bound: int, effort: Effort) -> Filling:
     """
-    Search for a packing of few bins, of which each stands as often as keeps the search small.
+    Search for a packing of few bins whose patterns repeat, so that the search stays small.
 
     One sample of each *ratio* neighbours is packed, the longest, for all of them. So a search takes
     as long for ten million samples as for thousands, and loses less than a bin for each repetition.
@@ -121,7 +121,7 @@ def _take_longest(tally: LengthCounts, ratio: int) -> LengthCounts:
 
 
 def find_filling_quickly(tally: LengthCounts, *, capacity: int) -> Filling:
-    """Return a packing of few bins by guided filling and exchanges alone; counts may be 0."""
+    """Return a packing of few bins by guided filling and exchanges only; counts may be 0."""
     search = _Search(tally, capacity, FEW_GROUPS, Effort())
     return search.improve(search.fill(tally.counts), enough=sum(tally.counts))
 
@@ -178,7 +178,7 @@ def _split_at_random(filling: Filling, num: int, seed: int) -> tuple[Filling, Fi
 
 def gather_room(filling: Filling, tally: LengthCounts, *, capacity: int, effort: Effort) -> tuple[Filling, Filling]:
     """
-    Exchange samples so that fewer bins have room; return the full bins, and the others.
+    Exchange samples so that fewer bins have room; return the full bins and the others.
 
     Args:
         filling: Packing of samples.
