@@ -4,7 +4,7 @@ Train the same samples on packs, in padded batches, and in padded batches sorted
 Samples are text of real lengths, and images with text. A padded batch holds as many samples as a
 pack does on average, so all ways take about as many optimizer steps. Each way trains in a process
 of its own, one epoch in each round, and is compared with the others round by round. Samples are
-encoded beforehand.
+encoded beforehand. Times are those of the processor, or on a GPU, of the clock.
 
 "allowed" is the ratio of the operations of both ways, counted by `WorkModel`. If time were
 operations alone, a way would be so many times as fast. Only a wide model comes near: at a width of
@@ -134,7 +134,7 @@ class TrainRow:
     """Forward operations of an epoch."""
 
     seconds: tuple[float, ...]
-    """Seconds of an epoch over its samples, one value for each round."""
+    """Processor time of an epoch over its samples, one value for each round; on a GPU, time."""
 
     tokens_per_sample: float
     peak_bytes: int

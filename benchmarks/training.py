@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import TrainerCallback
 
-from benchmarks.child import peak_bytes, reset_peak
+from benchmarks.child import NotMeasuredError, peak_bytes, reset_peak
 from benchmarks.train import ComputedBatch, Way, operations
 from benchmarks.work import image_flops
 from packplan.adapters.ranks.torch_group import OneRank
@@ -49,6 +49,9 @@ class Encoded:
 
     def __init__(self, samples: SwiftEncoder) -> None:
         self._encoded = [samples.encode(index) for index in range(len(samples))]
+        self.num_fetched = 0
+        """Samples fetched so far."""
+
         kept: Any = copy.copy(samples)
         kept.encode = lambda index: dict(self._encoded[index])  # the collator adds to a sample
         self._samples = kept
@@ -66,25 +69,30 @@ class Encoded:
 
     def encode_planned(self, index: int, planned: Table) -> dict[str, Any]:
         """Return sample *index*; StaleError if it is not the planned one."""
+        self.num_fetched += 1
         found: dict[str, Any] = self._samples.encode_planned(index, planned)
         return found
 
 
 class EpochClock(TrainerCallback):
-    """Seconds of the last epoch."""
+    """Seconds of the last epoch: of the processor, or on a GPU, of the clock."""
 
     def __init__(self, *, on_gpu: bool) -> None:
         self._on_gpu, self._start, self.seconds = on_gpu, 0.0, 0.0
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         """Start the clock."""
-        self._start = time.perf_counter()
+        self._start = self._now()
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         """Stop the clock."""
-        if self._on_gpu:
-            torch.cuda.synchronize()
-        self.seconds = time.perf_counter() - self._start
+        self.seconds = self._now() - self._start
+
+    def _now(self) -> float:
+        if not self._on_gpu:
+            return time.process_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
 
 
 def samples_of_a_pack(config: RunConfig) -> int:
@@ -115,7 +123,7 @@ def epochs(config: RunConfig, way: Way, size: int, device: str) -> Iterator[dict
         config = attrs.evolve(config, training=attrs.evolve(config.training, **unpacked))
     trainer, splits = prepare(config, OneRank())
     encoded = Encoded(splits["train"].encoder)
-    trainer.train_dataset.samples = encoded
+    trainer.train_dataset.encoder = encoded
     if way.rows == "sorted":
         fields = attrs.asdict(trainer.schedule, recurse=False, filter=lambda field, _: field.init)
         trainer.follower.reschedule(SortedSchedule(**fields, lengths=np.array(encoded.lengths)))
@@ -123,8 +131,12 @@ def epochs(config: RunConfig, way: Way, size: int, device: str) -> Iterator[dict
     clock = EpochClock(on_gpu=on_gpu)
     trainer.add_callback(clock)
     while True:
-        before = reset_peak()
+        before, encoded.num_fetched = reset_peak(), 0
         trainer.train()
+        if encoded.num_fetched < len(encoded.lengths):
+            raise NotMeasuredError(
+                f"only {encoded.num_fetched} of {len(encoded.lengths)} samples were encoded beforehand"
+            )
         peak = torch.cuda.max_memory_allocated() if on_gpu else peak_bytes() - before
         if on_gpu:
             torch.cuda.empty_cache()  # the other ways come next, on the same GPU

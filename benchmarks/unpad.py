@@ -23,7 +23,7 @@ from typing import Any
 
 import attrs
 
-from benchmarks.child import run_in_child
+from benchmarks.child import NotMeasuredError, run_in_child
 from benchmarks.table import show
 from packplan.adapters.progress import progress
 
@@ -46,10 +46,10 @@ class UnpadRow:
     host: str
 
     real: int
-    """Positions of the steps that are computed without padding, by all models."""
+    """Positions of the timed steps that are computed without padding, by all models."""
 
     padded: int
-    """Positions of the steps with padding."""
+    """Positions of the timed steps with padding."""
 
     padded_s: float
     """Seconds of the steps as they are."""
@@ -150,19 +150,17 @@ def _train(host: str, *, way: str, options: argparse.Namespace) -> dict[str, Any
             separate_samples(trainer.model, named="packplan")
             trainer.data_collator = DataCollatorWithFlattening()
         hooks = [unpad(one, logits=host != "trainer") for one in models] if way in ("packed", "balanced") else []
-        before = [(one.counts.real, one.counts.padded) for one in hooks]
         try:
             if way == "balanced":
                 balance(trainer, max_tokens=options.max_tokens)
         except ArgumentError:
             return None
-        steps = _Steps(trainer, options.steps, on_gpu=options.device == "cuda")
+        steps = _Steps(trainer, options.steps, hooks, on_gpu=options.device == "cuda")
         trainer.train()
-    counts = [
-        (one.counts.real - real, one.counts.padded - padded) for one, (real, padded) in zip(hooks, before, strict=True)
-    ]
+    if len(steps.losses) != options.steps + 1 or not steps.peak or (hooks and not steps.real):
+        raise NotMeasuredError(f"{host}, {way}: {len(steps.losses)} steps, {steps.real} positions without padding")
     return {
-        "real": sum(real for real, _ in counts), "padded": sum(padded for _, padded in counts), "peak": steps.peak,
+        "real": steps.real, "padded": steps.padded, "peak": steps.peak,
         "losses": steps.losses, "norms": steps.norms, "seconds": steps.seconds,
     }  # fmt: skip
 
@@ -170,8 +168,11 @@ def _train(host: str, *, way: str, options: argparse.Namespace) -> dict[str, Any
 class _Steps:
     """Steps of a trainer: the first warms up, and the tensors of the last are counted."""
 
-    def __init__(self, trainer: Any, timed: int, *, on_gpu: bool) -> None:
-        self.seconds, self.peak, self._on_gpu = 0.0, 0, on_gpu
+    def __init__(self, trainer: Any, timed: int, hooks: list[Any], *, on_gpu: bool) -> None:
+        self.seconds, self.peak, self._hooks, self._on_gpu = 0.0, 0, hooks, on_gpu
+        self.real = self.padded = 0
+        """Positions of the timed steps, computed and given."""
+
         self.losses: list[float] = []
         self.norms: list[float] = []
         self._model, self._step, self._timed = trainer.model, trainer.training_step, timed
@@ -186,13 +187,20 @@ class _Steps:
                 loss = self._step(*arguments)
             self.peak = mode.peak
             return loss
-        start = self._now()
+        before, start = self._positions(), self._now()
         loss = self._step(*arguments)
-        self.seconds += (self._now() - start) * bool(self.losses)
+        if self.losses:
+            self.seconds += self._now() - start
+            real, padded = self._positions()
+            self.real, self.padded = self.real + real - before[0], self.padded + padded - before[1]
         self.losses.append(float(loss))
         squares = (one.grad.double().square().sum() for one in self._model.parameters() if one.grad is not None)
         self.norms.append(float(sum(squares)) ** 0.5)
         return loss
+
+    def _positions(self) -> tuple[int, int]:
+        """Return the positions that all hooked models have computed, and were given, so far."""
+        return sum(one.counts.real for one in self._hooks), sum(one.counts.padded for one in self._hooks)
 
     def _now(self) -> float:
         if not self._on_gpu:

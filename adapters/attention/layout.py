@@ -19,6 +19,8 @@ import attrs
 import torch
 from transformers.masking_utils import sdpa_mask
 
+from packplan.adapters.attention.rows import PackedRow
+
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """
 Mask function of transformers: indices of batch, head, query and key -> whether the query attends to
@@ -53,8 +55,17 @@ class Layout:
 
     _longest: int | None = None
 
+    _known_lengths: tuple[int, ...] | None = None
+
     @classmethod
-    def from_boundaries(cls, cu_seqlens: torch.Tensor, *, is_causal: bool, longest: int | None = None) -> Layout:
+    def from_boundaries(
+        cls,
+        cu_seqlens: torch.Tensor,
+        *,
+        is_causal: bool,
+        longest: int | None = None,
+        lengths: tuple[int, ...] | None = None,
+    ) -> Layout:
         """
         Return the layout of blocks without windows and masks.
 
@@ -63,12 +74,15 @@ class Layout:
             is_causal: Whether tokens attend to no later token.
             longest: Tokens of the longest block, if known. Otherwise reading them later waits for
                 the GPU.
+            lengths: Tokens of each block, if known, with the same effect.
         """
-        return cls(cu_seqlens.to(torch.int32), is_causal, longest=longest)
+        return cls(cu_seqlens.to(torch.int32), is_causal, longest=longest, known_lengths=lengths)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each block."""
+        if self._known_lengths is not None:
+            return self._known_lengths
         return tuple(stop - start for start, stop in pairwise(self.cu_seqlens.tolist()))
 
     @property
@@ -98,7 +112,14 @@ class Layout:
         return tuple(map(tuple, groups.values()))
 
 
-def read_layout(mask_function: MaskFunction, *, length: int, window: int | None, device: torch.device | str) -> Layout:
+def read_layout(
+    mask_function: MaskFunction,
+    *,
+    length: int,
+    window: int | None,
+    device: torch.device | str,
+    row: PackedRow | None = None,
+) -> Layout:
     """
     Read the blocks of a row from a mask function.
 
@@ -114,6 +135,8 @@ def read_layout(mask_function: MaskFunction, *, length: int, window: int | None,
         window: Most tokens that a token attends to by transformers, itself included; None for no
             limit.
         device: Device of the row.
+        row: Samples of the row. If their lengths are known, they are compared with the mask first,
+            which waits for the device once.
     """
     zero = torch.zeros((), dtype=torch.long, device=device)
     tokens = torch.arange(length, device=device)
@@ -123,13 +146,15 @@ def read_layout(mask_function: MaskFunction, *, length: int, window: int | None,
 
     begins = torch.ones(length, dtype=torch.bool, device=device)
     begins[1:] = ~attends(tokens[1:], tokens[:-1])
-    first = tokens[begins]
-    cu_seqlens = torch.cat([first, first.new_tensor([length])]).to(torch.int32)
-    layout = Layout.from_boundaries(cu_seqlens, is_causal=True)
     own = begins.cumsum(0) - 1
-    reach = layout.longest if window is None else min(window, layout.longest)
-    if _is_causal_window(attends, first, cu_seqlens[1:].long() - 1, own, reach):
-        return attrs.evolve(layout, window=None if reach == layout.longest else reach)
+    if row is not None and row.known_lengths is not None:
+        layout = Layout.from_boundaries(row.boundaries, is_causal=True, lengths=row.known_lengths)
+        if (found := _find_window(attends, layout, own, row.sample_ids, window)) is not None:
+            return found
+    first = tokens[begins]
+    layout = Layout.from_boundaries(torch.cat([first, first.new_tensor([length])]), is_causal=True)
+    if (found := _find_window(attends, layout, own, own, window)) is not None:
+        return found
     masks = tuple(
         sdpa_mask(1, n, n, start, start, mask_function, allow_is_causal_skip=False, device=device)
         for n, start in zip(layout.lengths, first.tolist(), strict=True)
@@ -137,28 +162,36 @@ def read_layout(mask_function: MaskFunction, *, length: int, window: int | None,
     return attrs.evolve(layout, masks=masks)
 
 
-def _is_causal_window(
+def _find_window(
     attends: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    first: torch.Tensor,
-    last: torch.Tensor,
+    layout: Layout,
+    begun: torch.Tensor,
     own: torch.Tensor,
-    reach: int,
-) -> bool:
+    window: int | None,
+) -> Layout | None:
     """
-    Test some pairs of each token; return whether all attend to their last *reach* tokens alone.
+    Test some pairs of each token; return the layout with its window, or None if the mask is neither
+    causal nor a window in its blocks.
 
     Args:
         attends: Answers for queries and keys, both of shape (pairs,).
-        first: First token of each block; shape (blocks,).
-        last: Last token of each block; shape (blocks,).
-        own: Block of each token; shape (tokens,).
-        reach: Number of tokens, itself included.
+        layout: Blocks without a window.
+        begun: Block of each token by the mask; shape (tokens,).
+        own: Block of each token by the layout; shape (tokens,).
+        window: See `read_layout`.
     """
-    tokens = torch.arange(len(own), device=own.device)
+    reach = layout.longest if window is None else min(window, layout.longest)
+    first, last, tokens = (
+        layout.cu_seqlens[:-1].long(),
+        layout.cu_seqlens[1:].long() - 1,
+        torch.arange(len(own), device=own.device),
+    )
     steps = [1 << power for power in range(1, len(own).bit_length())]
     pairs = [(tokens, key) for key in (tokens + 1, first[own], last[own], tokens - reach + 1, tokens - reach)]
     pairs += [(first, first + step) for step in steps] + [(last, last - step) for step in steps]
     queries, keys = (torch.cat(part) for part in zip(*pairs, strict=True))
     keys = torch.minimum(torch.maximum(keys, first[own[queries]]), last[own[queries]])
     expected = (keys <= queries) & (keys > queries - reach)
-    return torch.equal(attends(queries, keys), expected)
+    if not ((attends(queries, keys) == expected).all() & (begun == own).all()):  # waits for the device
+        return None
+    return attrs.evolve(layout, window=None if reach == layout.longest else reach)

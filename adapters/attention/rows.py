@@ -15,10 +15,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from functools import cached_property, partial, wraps
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import attrs
+import numpy as np
 import torch
 
 from packplan.adapters.attention.shares import RowShare
@@ -41,6 +42,9 @@ class PackedRow:
     share: RowShare | None = None
     """This rank's part of the row, where several ranks share it."""
 
+    known_lengths: tuple[int, ...] | None = None
+    """Tokens of each sample of a padded batch; None if reading them waits for the device."""
+
     @cached_property
     def starts_by_token(self) -> torch.Tensor:
         """Row position at which each token's sample begins; int64 of shape (tokens,)."""
@@ -49,6 +53,8 @@ class PackedRow:
     @cached_property
     def boundaries(self) -> torch.Tensor:
         """Starts of the samples, and the row's end; int64 of shape (samples + 1,)."""
+        if self.known_lengths is not None:
+            return torch.tensor([0, *accumulate(self.known_lengths)]).to(self.sample_ids.device, non_blocking=True)
         return torch.searchsorted(
             self.sample_ids, torch.arange(int(self.sample_ids[-1]) + 2, device=self.sample_ids.device)
         )
@@ -56,6 +62,8 @@ class PackedRow:
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each sample; padding of a row that ranks share counts as one more sample."""
+        if self.known_lengths is not None:
+            return self.known_lengths
         return tuple(stop - start for start, stop in pairwise(self.boundaries.tolist()))
 
     def same_sample(self, batch: Any, head: Any, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:  # noqa: ARG002  # transformers passes them
@@ -121,15 +129,38 @@ class RealTokens:
     row: PackedRow
     """The packed row; each row of the batch that has a token is a sample of it."""
 
+    mask: torch.Tensor
+    """Mask of the batch, of which this was read."""
+
+    padding_places: frozenset[Padding]
+    """Set with `left of` if padding comes before real tokens, `between` if between them."""
+
+    has_sample_numbers: bool
+    """Whether the mask has numbers above 1: sample numbers of rows that are packed already."""
+
     @classmethod
     def from_mask(cls, mask: torch.Tensor) -> RealTokens:
-        """Return the tokens where *mask*, of shape (rows, positions), is not 0."""
-        places = mask.flatten().nonzero().flatten()
-        begins = (places // mask.shape[1]).diff() != 0
-        own = torch.cat([places.new_zeros(min(1, len(places))), begins.cumsum(0)])
-        has_holes = bool(((places.diff() != 1) & ~begins).any())
-        row = PackedRow(own, places % mask.shape[1] if has_holes else None)
-        return cls(places, (mask.shape[0], mask.shape[1]), row)
+        """
+        Return the tokens where *mask*, of shape (rows, positions), is not 0.
+
+        All facts are read from one copy of the mask, so that the device is waited for once.
+        """
+        has_numbers = not mask.is_floating_point() and mask.dtype != torch.bool
+        host = (mask if has_numbers else mask != 0).numpy(force=True)
+        places = np.flatnonzero(host)
+        rows, columns = np.divmod(places, mask.shape[1])
+        begins = np.diff(rows, prepend=-1) != 0
+        starts = np.flatnonzero(begins)
+        lengths = tuple(np.diff(starts, append=len(places)).tolist())
+        sides: dict[Padding, bool] = {
+            "left of": bool(columns[starts].any()),
+            "between": bool((np.diff(places)[~begins[1:]] != 1).any()),
+        }
+        numbers = torch.from_numpy(np.stack([places, begins.cumsum() - 1, columns]))
+        on_device, own, column = numbers.to(mask.device, non_blocking=True)
+        row = PackedRow(own, column if sides["between"] else None, known_lengths=lengths)
+        padded = frozenset(side for side, there in sides.items() if there)
+        return cls(on_device, (mask.shape[0], mask.shape[1]), row, mask, padded, has_numbers and bool((host > 1).any()))
 
     def take(self, values: torch.Tensor, *, axis: int = 0) -> torch.Tensor:
         """
@@ -154,17 +185,6 @@ class RealTokens:
         """Return values of shape (tokens, …) as (rows * positions, …), with zeros elsewhere."""
         rows, positions = self.shape
         return values.new_zeros(rows * positions, *values.shape[1:]).index_copy(0, self.places, values)
-
-    @property
-    def padding_places(self) -> set[Padding]:
-        """Set with `left of` if padding comes before real tokens, `between` if between them."""
-        columns = self.places % self.shape[1]
-        starts = self.row.starts_by_token == torch.arange(len(self.places), device=self.places.device)
-        sides: dict[Padding, bool] = {
-            "left of": bool(columns[starts].any()),
-            "between": self.row.columns is not None,
-        }
-        return {side for side, there in sides.items() if there}
 
     @property
     def restarting_positions(self) -> torch.Tensor:

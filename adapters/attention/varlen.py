@@ -73,18 +73,20 @@ def build_mask(
     starts_at_zero = all(isinstance(offset, int) and offset == 0 for offset in offsets)
     if row is not None and len(row.sample_ids) != q_length:
         row = None
-    if row is not None and attention_mask is not None and bool(attention_mask.all()):
+    is_known = row is not None and row.known_lengths is not None  # by `unpad`, which passes a mask of ones
+    if row is not None and attention_mask is not None and (is_known or bool(attention_mask.all())):
         attention_mask = None  # some models pass a mask without effect
     is_square = batch_size == 1 and attention_mask is None and starts_at_zero and q_length == kv_length
     if is_square and (row is not None or not options.get("allow_is_bidirectional_skip")):
         if row is not None:
             options["allow_is_bidirectional_skip"] = False
-            if mask_function is bidirectional_mask_function:
-                return Layout.from_boundaries(row.boundaries, is_causal=False)
+            if mask_function is bidirectional_mask_function or (is_known and mask_function is causal_mask_function):
+                is_causal = mask_function is causal_mask_function
+                return Layout.from_boundaries(row.boundaries, is_causal=is_causal, lengths=row.known_lengths)
             mask_function, allow_is_causal_skip = mask_within_samples(mask_function, row, local_size), False
         is_triangle = allow_is_causal_skip and (local_size is None or q_length < local_size)
         if not is_triangle and not options.get("use_vmap"):
-            return read_layout(mask_function, length=q_length, window=local_size, device=device)
+            return read_layout(mask_function, length=q_length, window=local_size, device=device, row=row)
     mask: torch.Tensor | None = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,

@@ -103,16 +103,24 @@ class TextStack:
                 given |= given.pop(parameter.name, {})
         return given
 
-    def find_real_tokens(self, given: dict[str, Any]) -> RealTokens | None:
-        """Return the real tokens of a call's padded batch; None if the call has to pass through."""
+    def find_real_tokens(self, given: dict[str, Any], known: RealTokens | None = None) -> RealTokens | None:
+        """
+        Return the real tokens of a call's padded batch; None if the call has to pass through.
+
+        Args:
+            given: Arguments of the call by name.
+            known: Real tokens of a mask that is read already.
+        """
         mask, values = given.get("attention_mask"), given.get("input_ids")
         values = given.get("inputs_embeds") if values is None else values
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or values is None or values.shape[:2] != mask.shape:
             return None
-        if any(name.startswith(_BOUNDARIES) for name in given) or _is_generation(given) or _has_sample_numbers(mask):
+        if any(name.startswith(_BOUNDARIES) for name in given) or _is_generation(given):
             return None
-        tokens = RealTokens.from_mask(mask)
-        if len(tokens.places) in (0, mask.numel()) or self._positions_restart(given.get("position_ids"), tokens):
+        tokens = known if known is not None and known.mask is mask else RealTokens.from_mask(mask)
+        if tokens.has_sample_numbers or len(tokens.places) in (0, mask.numel()):
+            return None
+        if self._positions_restart(given.get("position_ids"), tokens):
             return None
         passes = self.unpacked_sides and self.unpacked_sides & tokens.padding_places
         return None if passes or self._would_join_rows(given, tokens) else tokens
@@ -207,11 +215,6 @@ def _is_cache(value: Any) -> bool:
     return isinstance(value, Cache) or type(value).__name__.endswith("Cache")
 
 
-def _has_sample_numbers(mask: torch.Tensor) -> bool:
-    """Return whether a mask has values above 1: sample numbers of rows that are packed already."""
-    return not mask.is_floating_point() and mask.dtype != torch.bool and bool((mask > 1).any())
-
-
 def _take_tokens(name: str, value: Any, tokens: RealTokens) -> Any:
     """Return the real tokens of an argument of shape (rows, positions, …); others unchanged."""
     if not isinstance(value, torch.Tensor) or name.startswith((*_NOT_BY_TOKEN, "position_ids", "attention_mask")):
@@ -244,6 +247,9 @@ class _Thread(local):
 
     asked: Any = None
     """Module whose call came first, packed or not: ranks that share weights meet there alone."""
+
+    read: RealTokens | None = None
+    """Real tokens of the outermost call, whose mask its text stack need not read again."""
 
     headed: RealTokens | None = None
     """Tokens of a call whose labels are packed too."""
@@ -346,7 +352,7 @@ class Unpadding:
             given = {name: one for name, one in given.items() if name != "use_cache" and not _is_cache(one)}
         if given.get("output_attentions") and not self._runs_padded:
             raise PackplanError("attention without padding keeps no weights: for output_attentions `remove` the hooks")
-        tokens = None if self._runs_padded else self.stack.find_real_tokens(given)
+        tokens = None if self._runs_padded else self.stack.find_real_tokens(given, now.read)
         inside = ExitStack()
         now.open.append((tokens, inside))
         if tokens is None:
@@ -395,7 +401,7 @@ class Unpadding:
         self._thread.asked = module if self._thread.asked is None else self._thread.asked
         if tokens is None:
             return None
-        self._thread.outermost = module
+        self._thread.outermost, self._thread.read = module, tokens
         return None if module is self.stack.module else self._pack_labels(module, given, tokens)
 
     def _pack_labels(self, module: Any, given: dict[str, Any], tokens: RealTokens) -> Any:
@@ -428,7 +434,7 @@ class Unpadding:
         now.asked = None if now.asked is module else now.asked
         if now.outermost is not module:
             return None
-        tokens, now.outermost, now.headed, now.reads_padding = now.headed, None, None, False
+        tokens, now.outermost, now.read, now.headed, now.reads_padding = now.headed, None, None, None, False
         if tokens is None or output is None or not kwargs.get(_SCORES):
             return None
         for name, value in list(output.items()):

@@ -11,6 +11,8 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -208,6 +210,51 @@ def test_logits_of_padding_are_left_out_on_request(kind):
     # Labels that padding between tokens predicts.
     for one, is_training in ((batch, False), (batch | {"attention_mask": BETWEEN}, True)):
         assert (ROWS, POSITIONS) == model.train(is_training)(**one).logits.shape[:2]
+
+
+class Waits(TorchDispatchMode):
+    """Counts operations that wait for a GPU to read numbers of tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        masks = args[1] if function is torch.ops.aten.index.Tensor else ()
+        if any(one is not None and one.dtype == torch.bool for one in masks) or function.overloadpacket in WAITING:
+            self.found.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+WAITING = {
+    torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.equal, torch.ops.aten.masked_select,
+}  # fmt: skip
+
+
+class Copies(TorchFunctionMode):
+    """Counts methods that copy a tensor to the host, which a CPU does without an operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__name__", "") in {"tolist", "cpu", "numpy"}:
+            self.found.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("family", "most"), [("qwen2", 2), ("gemma2", 3)])
+def test_a_call_waits_for_the_device_at_most_three_times(family, most):
+    """For its mask, its labels, and a window of its attention; a padded call waits twice."""
+    model, _ = hooked(family, logits=False)
+    batch = batch_of(padded())
+    model(**batch)  # it is compared with the padded call
+
+    with Copies() as copies, Waits() as waits:
+        model(**batch)
+
+    assert most == len(copies.found + waits.found), copies.found + waits.found
 
 
 def test_states_along_a_row_are_kept_and_calls_that_pass_through_keep_all_logits():
@@ -444,7 +491,6 @@ def test_what_cannot_be_packed_is_refused_by_name(named):
 FAULTS = {
     "order": lambda packed: {"input_ids": packed["input_ids"].flip(1)},
     "positions": lambda packed: {"position_ids": torch.arange(packed["input_ids"].shape[1])[None]},
-    "mask": lambda packed: {"attention_mask": (packed["position_ids"] != 1).long()},
     "shifted": lambda _: {},
 }
 """Fault -> arguments of the packed call in its place."""
@@ -452,7 +498,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_packed_call_with_a_fault_is_found_by_its_probe(fault):
-    """Tokens in another order, positions that go on, a mask, and shifted results are refused."""
+    """Tokens in another order, positions that go on, and shifted results are refused."""
     model = build("gpt2")
 
     def is_packed(given):
