@@ -1,5 +1,5 @@
 """
-Attention over packed rows, in which samples attend to themselves alone.
+Attention over packed rows, in which each sample attends only to itself.
 
 `set_varlen_attention` makes a model use the attention functions of this package, and
 `using_native_attention` transformers' own inside a block, to compute references. `layout` finds the
@@ -47,7 +47,7 @@ AttentionInterface.register(PATCHES_NAME, _uncompiled(attend_to_patches))
 
 def set_attention(model: Any, attention: AttentionChoice) -> None:
     """
-    Make a model use varlen attention, follow rows and run layers by sample, as *attention* says.
+    Make a model use varlen attention, follow rows and run layers by sample, as *attention* asks.
 
     Attentions of transformers itself are set when the model is opened.
 
@@ -82,7 +82,7 @@ def attention_names(config: Any) -> dict[str, str]:
 
 
 def takes_packed_images(model: Any, part: str) -> bool:
-    """Return whether *part* is the vision tower, and it takes packed images (`grid_thw`)."""
+    """Return whether *part* is the vision tower and takes packed images (`grid_thw`)."""
     config = getattr(model.config, part, None)
     towers = (one for one in model.modules() if config is not None and getattr(one, "config", None) is config)
     return part == "vision_config" and any("grid_thw" in inspect.signature(one.forward).parameters for one in towers)
@@ -91,7 +91,7 @@ def takes_packed_images(model: Any, part: str) -> bool:
 @contextmanager
 def using_native_attention(model: Any, native: str = NATIVE) -> Iterator[None]:
     """
-    Make a model use transformers' own attention inside the block.
+    Make a model use transformers' own attention inside this context.
 
     With gradient checkpointing, run the backward pass inside the block too.
 
@@ -110,7 +110,7 @@ def using_native_attention(model: Any, native: str = NATIVE) -> Iterator[None]:
 
 class PatchProjection(torch.nn.Conv3d):
     """
-    Convolution over patches of its kernel's own size, computed as a matrix product.
+    Convolution over patches of its kernel's size, computed as a matrix product.
 
     Measured on one core of a CPU, with 5,000 patches of 1,176 values and 32 outputs, forward and
     backward: 42 ms as a convolution, 11 ms as a product.
@@ -118,7 +118,7 @@ class PatchProjection(torch.nn.Conv3d):
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         """
-        Return the projections of patches; shape (patches, outputs, 1, 1, 1).
+        Return the projection of each patch; shape (patches, outputs, 1, 1, 1).
 
         Patches have the shape (patches, channels, *kernel).
         """
@@ -129,8 +129,7 @@ class PatchProjection(torch.nn.Conv3d):
 
 def project_patches(model: torch.nn.Module) -> None:
     """
-    Turn a model's convolutions whose stride is their kernel into `PatchProjection`, with their
-    weights.
+    Replace a model's convolutions whose stride is their kernel size by `PatchProjection`.
 
     Sums are rounded in another order. Saved weights and their names stay the same.
     """

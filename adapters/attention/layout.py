@@ -1,6 +1,7 @@
 """
-Layout of a packed row: the blocks within which its tokens attend, in place of a mask of shape
-(tokens, tokens).
+Layout of a packed row: the blocks within which tokens attend.
+
+It takes the place of a mask of shape (tokens, tokens).
 
 Rules: a layout is read from the model's own mask function, so that windows and overlays keep their
 meaning. The model passes it to its layers as the attention mask. So backward passes and recomputed
@@ -31,7 +32,7 @@ the key.
 @attrs.frozen(eq=False)
 class Layout:
     """
-    Blocks of a packed row, one after the other; tokens attend within their own block alone.
+    Consecutive blocks of a packed row; a token attends only within its own block.
 
     >>> Layout.from_boundaries(torch.tensor([0, 3, 5], dtype=torch.int32), is_causal=True).lengths
     (3, 2)
@@ -67,7 +68,7 @@ class Layout:
         lengths: tuple[int, ...] | None = None,
     ) -> Layout:
         """
-        Return the layout of blocks without windows and masks.
+        Return the layout of blocks that have neither windows nor masks.
 
         Args:
             cu_seqlens: Starts of the blocks, and the row's end; integers of shape (blocks + 1,).
@@ -80,7 +81,7 @@ class Layout:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each block."""
+        """Number of tokens in each block."""
         if self._known_lengths is not None:
             return self._known_lengths
         return tuple(stop - start for start, stop in pairwise(self.cu_seqlens.tolist()))
@@ -100,12 +101,14 @@ class Layout:
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest block."""
+        """Number of tokens in the longest block."""
         return max(self.lengths) if self._longest is None else self._longest
 
     @cached_property
     def block_batches(self) -> tuple[tuple[int, ...], ...]:
-        """Block indices of each batch: blocks of one length, or one block if blocks have masks."""
+        """
+        Block indices of each batch: blocks of one length, or a single block if blocks have masks.
+        """
         groups: dict[int, list[int]] = {}
         for position, length in enumerate(self.lengths):
             groups.setdefault(position if self.masks is not None else length, []).append(position)

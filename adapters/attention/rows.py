@@ -1,5 +1,5 @@
 """
-The samples of the row that a model is computing, read off positions or off a padded batch.
+Samples of the row that a model is computing, found by positions or by a padded batch's mask.
 
 Most models find samples by restarting positions. Some never pass positions to their masks, and
 layers that carry a state along the row have no mask. With `follow_rows`, a model keeps its row in a
@@ -28,7 +28,7 @@ from packplan.core.errors import PackplanError
 
 @attrs.frozen(eq=False)
 class PackedRow:
-    """Samples of a packed row, one after the other."""
+    """Consecutive samples of a packed row."""
 
     sample_ids: torch.Tensor
     """Sample of each token, counted from 0; int64 of shape (tokens,)."""
@@ -47,12 +47,12 @@ class PackedRow:
 
     @cached_property
     def starts_by_token(self) -> torch.Tensor:
-        """Row position at which each token's sample begins; int64 of shape (tokens,)."""
+        """Row position at which the sample of each token begins; int64, shape (tokens,)."""
         return torch.searchsorted(self.sample_ids, self.sample_ids)
 
     @cached_property
     def boundaries(self) -> torch.Tensor:
-        """Starts of the samples, and the row's end; int64 of shape (samples + 1,)."""
+        """First position of each sample, and the end of the row; int64, shape (samples + 1,)."""
         if self.known_lengths is not None:
             return torch.tensor([0, *accumulate(self.known_lengths)]).to(self.sample_ids.device, non_blocking=True)
         return torch.searchsorted(
@@ -61,14 +61,14 @@ class PackedRow:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each sample; padding of a row that ranks share counts as one more sample."""
+        """Number of tokens of each sample; padding of a row that ranks share is one more sample."""
         if self.known_lengths is not None:
             return self.known_lengths
         return tuple(stop - start for start, stop in pairwise(self.boundaries.tolist()))
 
     def same_sample(self, batch: Any, head: Any, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:  # noqa: ARG002  # transformers passes them
         """
-        Return whether query and key are of one sample: a mask function like transformers' own.
+        Return whether query and key belong to one sample: a mask function as transformers has them.
 
         Args:
             batch: Batch index, always 0.
@@ -79,9 +79,7 @@ class PackedRow:
         return self.sample_ids[queries] == self.sample_ids[keys]
 
     def same_chunk(self, size: int) -> Callable[..., torch.Tensor]:
-        """
-        Return a mask function for chunks of *size* tokens, counted from the start of each sample.
-        """
+        """Return a mask function for chunks of *size* tokens; each sample begins a new chunk."""
         columns = (
             torch.arange(len(self.sample_ids), device=self.sample_ids.device) if self.columns is None else self.columns
         )
@@ -94,7 +92,7 @@ class PackedRow:
         return in_same_chunk
 
     def with_padded_distances(self, mask_function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Return *mask_function* with distances that count the padding between tokens too."""
+        """Return *mask_function* with distances that also count padding between tokens."""
         columns = self.columns
         if columns is None:
             return mask_function
@@ -110,7 +108,7 @@ Padding = Literal["left of", "between"]
 @attrs.frozen(eq=False)
 class RealTokens:
     """
-    Tokens of a padded batch without its padding, row after row.
+    Tokens of a padded batch, row after row and without padding.
 
     >>> tokens = RealTokens.from_mask(torch.tensor([[1, 1, 0], [0, 1, 1]]))
     >>> tokens.take(torch.tensor([[5, 6, 0], [0, 7, 8]]))
@@ -133,7 +131,7 @@ class RealTokens:
     """Mask of the batch, of which this was read."""
 
     padding_places: frozenset[Padding]
-    """Set with `left of` if padding comes before real tokens, `between` if between them."""
+    """Set with `left of` if padding stands before real tokens, `between` if between them."""
 
     has_sample_numbers: bool
     """Whether the mask has numbers above 1: sample numbers of rows that are packed already."""
@@ -141,7 +139,7 @@ class RealTokens:
     @classmethod
     def from_mask(cls, mask: torch.Tensor) -> RealTokens:
         """
-        Return the tokens where *mask*, of shape (rows, positions), is not 0.
+        Return the tokens at which *mask*, of shape (rows, positions), is not 0.
 
         All facts are read from one copy of the mask, so that the device is waited for once.
         """
@@ -174,7 +172,7 @@ class RealTokens:
 
     def put_back(self, values: torch.Tensor) -> torch.Tensor:
         """
-        Return values of the packed row at their places in the batch, and zeros elsewhere.
+        Return the values of the packed row at their places in the batch, and zeros elsewhere.
 
         Args:
             values: Shape (1, tokens, …). The result has the shape (rows, positions, …).
@@ -188,7 +186,7 @@ class RealTokens:
 
     @property
     def restarting_positions(self) -> torch.Tensor:
-        """Positions that begin at 0 with each sample; int64 of shape (1, tokens)."""
+        """Positions that start at 0 in each sample; int64, shape (1, tokens)."""
         return (torch.arange(len(self.places), device=self.places.device) - self.row.starts_by_token)[None]
 
 
@@ -197,7 +195,7 @@ _ROW: ContextVar[PackedRow | None] = ContextVar("row")
 
 def read_row(position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None = None) -> PackedRow | None:
     """
-    Return the row of a model's call; a sample begins where positions do not increase by one.
+    Return the row of a model's call; a new sample begins where positions do not increase by 1.
 
     Args:
         position_ids: Shape (1, tokens), or (4, 1, tokens) with the positions of the text first.
@@ -225,7 +223,7 @@ def read_row(position_ids: torch.Tensor | None, attention_mask: torch.Tensor | N
 
 def prepend_text_positions(inputs: dict[str, Any]) -> dict[str, Any]:
     """
-    Return the inputs of ms-swift's trainer with the positions of the text as their first row.
+    Return the inputs of ms-swift's trainer with the text positions as their first row.
 
     transformers separates packed samples only by that row: without it samples attend to each other.
     It is `text_position_ids`, which ms-swift's collator splits off the three rows of media, or
@@ -239,13 +237,13 @@ def prepend_text_positions(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def current_row() -> PackedRow | None:
-    """Return the row that a model with `follow_rows` computes now; None if there is none."""
+    """Return the row that a model with `follow_rows` is computing; None if there is none."""
     return _ROW.get(None)
 
 
 def row_inside_model() -> PackedRow | None:
     """
-    Return the current row, for layers and masks that need it; None if the call is not packed.
+    Return the current row for layers and masks that need one; None if the call is not packed.
 
     Raises:
         PackplanError: The call is outside of the forward pass of a model that follows rows.
@@ -259,7 +257,7 @@ def row_inside_model() -> PackedRow | None:
 
 @contextmanager
 def using_row(row: PackedRow | None) -> Iterator[None]:
-    """Make *row* the current row until the block ends."""
+    """Make *row* the current row inside this context."""
     token = _ROW.set(row)
     try:
         yield
@@ -284,7 +282,7 @@ def _checkpoint_with_row(
 
 
 def restore_rows_on_recompute(modules: Iterable[Any]) -> None:
-    """Make *modules* that checkpoint layers restore the row when they compute layers again."""
+    """Make *modules* that checkpoint layers restore the row when they recompute layers."""
     for module in modules:
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
         if checkpoint is not None and getattr(checkpoint, "func", None) is not _checkpoint_with_row:
@@ -293,7 +291,7 @@ def restore_rows_on_recompute(modules: Iterable[Any]) -> None:
 
 def follow_rows(model: Any) -> None:
     """
-    Make a model set `current_row` from its arguments during each forward pass.
+    Make a model set `current_row` from its arguments in each forward pass.
 
     So do its inner models, which hosts call by themselves; inside of the model they keep its row.
     """
@@ -324,7 +322,7 @@ _BOUNDARIES = ("cu_seq", "max_length", "max_seq", "seq_idx")
 
 def run_by_sample(model: torch.nn.Module, classes: Collection[str]) -> None:
     """
-    Make layers run once for each sample of a packed row, so that they carry no state over.
+    Make layers run once for each sample of a packed row, so that no state passes between samples.
 
     Args:
         model: Model with `follow_rows`.

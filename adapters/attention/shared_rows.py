@@ -1,5 +1,5 @@
 """
-Rows over several ranks: a model computes a rank's part of each packed row (`share_rows`).
+Rows over several ranks: `share_rows` makes a model compute a rank's part of each packed row.
 
 All ranks of a group give the model the same row. Before the decoder the row is cut: a rank goes on
 with its tokens, and attention sees all of them (`attention.shares`). After it, the parts are joined
@@ -65,7 +65,7 @@ def _hold(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 
 def sharing_by(degree: int | None) -> AbstractContextManager[None]:
     """
-    Let *degree* ranks share each row inside the block, whatever its length.
+    Let *degree* ranks share each row inside this context, whatever its length.
 
     Args:
         degree: Ranks of a group, as one of `RowGroups` has them. 1 computes whole rows, as the
@@ -77,7 +77,7 @@ def sharing_by(degree: int | None) -> AbstractContextManager[None]:
 @attrs.frozen(eq=False)
 class RowGroups:
     """
-    Groups of consecutive ranks that share rows; every rank makes them, in the same order.
+    Groups of consecutive ranks that share rows; every rank makes them in the same order.
 
     Group g of n ranks has the ranks from g * n on.
     """
@@ -91,7 +91,7 @@ class RowGroups:
     @classmethod
     def make(cls, degrees: Iterable[int], timeout: timedelta, *, packing_length: int | None = None) -> RowGroups | None:
         """
-        Make the groups of this rank, or return None if no rank shares a row; every rank calls this.
+        Make the groups of this rank; None if no rank shares a row. Every rank calls this.
 
         Args:
             degrees: Ranks that share each of some rows.
@@ -118,33 +118,39 @@ class RowGroups:
         return int(pack_degrees(np.array([num_tokens]), self.packing_length, self.degrees[-1])[0])
 
     def group_of(self, num_tokens: int) -> dist.ProcessGroup | None:
-        """Return the ranks that share a row of *num_tokens* tokens; None if this one alone does."""
+        """
+        Return the ranks that share a row of *num_tokens* tokens; None if only this one computes it.
+        """
         return self.by_degree.get(self.degree_of(num_tokens))
 
     def weight_of(self, num_tokens: int) -> float:
         """
-        Return the weight of a row's loss on this rank, so that it counts once over all ranks.
+        Return the weight of a row's loss on this rank; over all ranks, the row counts once.
 
         It is 1 / degree, but 1 where as many ranks share every row: all count equally often then.
         """
         return 1.0 if self.packing_length is None else 1 / self.degree_of(num_tokens)
 
     def is_first(self, num_tokens: int) -> bool:
-        """Return whether this rank is the first that shares a row of *num_tokens* tokens."""
+        """
+        Return whether this rank is the first of those that share a row of *num_tokens* tokens.
+        """
         group = self.group_of(num_tokens)
         return group is None or group.rank() == 0
 
     def counts(self, num_tokens: int) -> bool:
         """
-        Return whether this rank counts a row's tokens, as a divisor of losses: of a group, only the
-        first rank does, but all do where as many ranks share every row.
+        Return whether this rank counts the tokens of a row towards a loss's divisor.
+
+        Of a group, only the first rank does. If all rows are shared by the same number of ranks,
+        all do.
         """
         return self.packing_length is None or self.is_first(num_tokens)
 
 
 def share_rows(model: Any, groups: RowGroups, *, logits: bool = False) -> None:
     """
-    Let groups of ranks share the packed rows that a model is given; every rank calls this.
+    Let groups of ranks share the packed rows that a model computes; every rank calls this.
 
     The model has to attend by this project's attention (`set_attention`, `unpad`). Losses, logits
     and hidden states are those of the whole row on every rank, and the mean of the gradients of the
@@ -197,7 +203,7 @@ def share_rows(model: Any, groups: RowGroups, *, logits: bool = False) -> None:
 
 
 def count_tokens(given: Mapping[str, Any]) -> int:
-    """Return the tokens of a call of a model, without padding."""
+    """Return the number of tokens in a model's call, without padding."""
     mask, values = given.get("attention_mask"), given.get("input_ids")
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
         return int(mask.sum())
@@ -226,7 +232,9 @@ def _require_same_rows(given: dict[str, Any], group: dist.ProcessGroup) -> None:
 
 
 def attention_for_shared_rows(choice: AttentionChoice) -> AttentionChoice:
-    """Return *choice* with `follows_rows`; ModelError if its attention cannot share rows."""
+    """
+    Return *choice* with `follows_rows`; ModelError if ranks cannot share rows under its attention.
+    """
     if choice.name != VARLEN or choice.split:
         fact = (
             f"rows are shared by ranks under {VARLEN}, without layers that carry a state, but this takes {choice}: "
@@ -265,7 +273,9 @@ def _select_targets(given: dict[str, Any], share: RowShare) -> tuple[torch.Tenso
 
 def divide_row(row: PackedRow, group: dist.ProcessGroup) -> tuple[PackedRow, RowShare]:
     """
-    Return a row padded to a multiple of the ranks by one more sample, and this rank's part of it.
+    Return a row with padding as one more sample, and this rank's part of the row.
+
+    The padded row has a multiple of the ranks as its length.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     part = -(-len(row.sample_ids) // size)
@@ -277,9 +287,7 @@ def divide_row(row: PackedRow, group: dist.ProcessGroup) -> tuple[PackedRow, Row
 
 
 class SharedRows:
-    """
-    Hooks by which a decoder computes only this rank's part of each row that a group shares.
-    """
+    """Hooks that make a decoder compute only this rank's part of each row that a group shares."""
 
     def __init__(
         self,
@@ -315,7 +323,7 @@ class SharedRows:
 
     @property
     def is_active(self) -> bool:
-        """Whether rows may be shared: under varlen attention."""
+        """Whether rows may be shared: only under varlen attention."""
         return self._decoder.config._attn_implementation in (NAME, ROWS_NAME)  # noqa: SLF001  # has no public name
 
     def remove(self) -> None:
@@ -408,7 +416,7 @@ def _join_parts(value: Any, share: RowShare) -> Any:
 @contextmanager
 def context_parallel(model: Any, *, layout: PackedLayout, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """
-    Let a model compute this rank's part of a packed row, by a layout of the row.
+    Make a model compute this rank's part of a packed row, as a layout divides it.
 
     Inside the block, give the model the part as `input_ids` of shape (1, num_positions / cp_size),
     or the whole row, perhaps with images, which every rank embeds. It returns the part's logits.

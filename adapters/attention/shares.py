@@ -1,6 +1,5 @@
 """
-A packed row on several ranks: each computes a part of its tokens, and in attention a part of its
-heads.
+A packed row on several ranks: each computes a part of its tokens, and some heads in attention.
 
 All layers but attention take tokens one by one. Attention needs all tokens, but its heads one by
 one. So the ranks exchange before it, the tokens of some heads for those of all heads, and back
@@ -24,7 +23,9 @@ import torch.distributed._functional_collectives as collectives  # which have gr
 
 @attrs.frozen(eq=False)
 class RowShare:
-    """Part of a packed row: the tokens that a rank computes in all layers but attention."""
+    """
+    Part of a packed row that a rank computes: its tokens in all layers, but its heads in attention.
+    """
 
     group: dist.ProcessGroup
     """Ranks that share the row."""
@@ -48,16 +49,16 @@ class RowShare:
 
     @cached_property
     def rank(self) -> int:
-        """Rank in the group."""
+        """Index of this rank in the group."""
         return self.group.rank()
 
     @property
     def num_positions(self) -> int:
-        """Positions of the row, padding included."""
+        """Number of positions in the row, with padding."""
         return len(self.positions) * self.num_ranks
 
     def head_ranges(self, num_heads: int) -> list[range]:
-        """Return the range of query heads of each rank; ranges differ by at most 1 head."""
+        """Return the range of query heads of each rank; ranges differ by at most one head."""
         least, rest = divmod(num_heads, self.num_ranks)
         ends = [number * least + min(number, rest) for number in range(self.num_ranks + 1)]
         return [range(*span) for span in pairwise(ends)]
@@ -71,7 +72,7 @@ class RowShare:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
-        Return query, key and value of all tokens, for the heads of this rank.
+        Return query, key and value of all tokens for this rank's heads.
 
         Key heads that serve query heads of several ranks go to each of them. Where a rank's query
         heads begin or end within those of a key head, each query head gets its own copy of it.
@@ -101,7 +102,7 @@ class RowShare:
 
     def to_tokens(self, output: torch.Tensor, num_heads: int) -> torch.Tensor:
         """
-        Return the output of all heads, for this rank's tokens; shape (1, part, heads, size).
+        Return the output of all heads for this rank's tokens; shape (1, part, heads, size).
 
         Args:
             output: Shape (1, tokens, heads, size), with all tokens and the heads of this rank.
@@ -116,13 +117,13 @@ class RowShare:
         return received.transpose(0, 1).contiguous()[None]
 
     def gather(self, part: torch.Tensor, axis: int) -> torch.Tensor:
-        """Return the values of the row's tokens along an axis, from the parts of all ranks."""
+        """Return the values of all tokens of the row along an axis, from the parts of all ranks."""
         row = gather_rows(part.movedim(axis, 0), self.group)
         return (row if self.restore is None else row.index_select(0, self.restore)).movedim(0, axis)
 
     def take(self, values: torch.Tensor, axis: int) -> torch.Tensor:
         """
-        Return the values of this rank's tokens along an axis; the padding repeats the last token.
+        Return the values of this rank's tokens along an axis; padding repeats the last token.
 
         If all ranks compute the loss of the whole row, each gets the whole gradient of *values*.
         """
@@ -151,6 +152,6 @@ def _exchange_rows(rows: torch.Tensor, sent: list[int], received: list[int], gro
 
 
 def gather_rows(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the rows of all ranks, joined in the order of the ranks."""
+    """Return the rows of all ranks, joined in rank order."""
     result: torch.Tensor = collectives.all_gather_single_autograd(part.contiguous(), 0, group)
     return result

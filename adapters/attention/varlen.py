@@ -1,5 +1,5 @@
 """
-Attention of variable length: each block of a packed row by itself, without a mask, on every device.
+Attention of variable length: each block of a packed row by itself, without a mask, on any device.
 
 GPUs that support it run one call of torch's `varlen_attn`. Other devices run torch's own attention
 block by block. Inputs that are no packed row (padded batches, generation with a cache) go to
@@ -54,7 +54,7 @@ def build_mask(
     **options: Any,
 ) -> Layout | torch.Tensor | None:
     """
-    Return the layout of a packed row, or the mask of transformers' sdpa for other inputs.
+    Return the layout of a packed row; for other inputs, the mask of transformers' sdpa.
 
     transformers passes these arguments to functions of `AttentionMaskInterface`. A packed row is a
     batch of one, without padding and earlier keys, whose mask is more than one causal triangle.
@@ -176,7 +176,7 @@ def _attend_no_head(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
 
 def mask_within_samples(mask_function: MaskFunction, row: PackedRow, local_size: int | None) -> MaskFunction:
     """
-    Return a mask function under which tokens attend within their own sample alone.
+    Return a mask function under which a token attends only within its own sample.
 
     transformers counts chunks from the row's start; here they are counted from each sample's start.
 
@@ -213,8 +213,9 @@ OwnAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor 
 
 def own_code_attention(module: torch.nn.Module, options: Mapping[str, Any]) -> OwnAttention | None:
     """
-    Return the attention of the model's own code, if it is given options that torch's attention does
-    not have, such as soft caps; else None.
+    Return the attention of the model's own code if torch's attention lacks its options, else None.
+
+    Soft caps are such options.
 
     Args:
         module: Attention layer.
@@ -278,7 +279,7 @@ def attend_to_patches(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """
-    Attend within the images or windows of a vision tower's packed patches, without a causal mask.
+    Attend within the images or windows of a vision tower's packed patches, without causality.
 
     See `attend`.
     """
@@ -296,7 +297,7 @@ def attend_within_blocks(
     scaling: float | None,
 ) -> torch.Tensor:
     """
-    Return attention within the blocks of a row, shape (1, tokens, heads, size), by the best kernel.
+    Return attention within the blocks of a row, by the best kernel; shape (1, tokens, heads, size).
 
     Args:
         query: Shape (1, heads, tokens, size).
@@ -320,7 +321,7 @@ def why_not_fused(
     query: torch.Tensor, layout: Layout, *, dropout: float, capability: tuple[int, int] | None
 ) -> str | None:
     """
-    Return the reason why torch's `varlen_attn` does not support a row; None if it does.
+    Return why torch's `varlen_attn` does not support a row; None if it does.
 
     Args:
         query: Shape (1, heads, tokens, size).
@@ -345,7 +346,7 @@ def fused_arguments(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, *, scaling: float | None
 ) -> dict[str, Any]:
     """
-    Return the arguments of `varlen_attn` for a row.
+    Return the arguments with which `varlen_attn` computes a row.
 
     Tensors have the shape (tokens, heads, size); see `attend`.
     """
@@ -367,7 +368,7 @@ def fused_arguments(
 
 @contextmanager
 def tracing_as_on_gpu() -> Iterator[None]:
-    """Inside the block, treat tensors off the GPU as on a GPU whose `varlen_attn` is supported."""
+    """Inside this context, treat all tensors as on a GPU that supports `varlen_attn`."""
     token = _TRACED.set(_CAPABILITY)
     try:
         yield
@@ -385,7 +386,7 @@ def _gpu_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which products of a tensor are computed: of autocast, or its own."""
+    """Return the dtype in which a tensor's products are computed: that of autocast, or its own."""
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 

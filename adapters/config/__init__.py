@@ -1,3 +1,3 @@
 """
-A run's YAML: its layers, overrides and values, checked against this project's keys and ms-swift's.
+A run's YAML: its layers, overrides and values, checked against our keys and those of ms-swift.
 """

@@ -1,6 +1,7 @@
 """
-Reads YAML files into one document: a file overrides the file that it extends, and the command line
-overrides both.
+Reads YAML files into one document.
+
+A file overrides the file that it extends, and the command line overrides both.
 """
 
 import os
@@ -64,7 +65,7 @@ def _refusal(source: Path, reason: str, *, key: str = "") -> ConfigError:
 
 def apply_overrides(document: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """
-    Return a document without keys that are null, and with the values of the command line.
+    Return a document with the values of the command line, and without keys that are null.
 
     Args:
         document: Content of a YAML.
@@ -94,8 +95,9 @@ def apply_overrides(document: Mapping[str, Any], overrides: Iterable[str]) -> di
 
 def expand_path(path: str) -> str:
     """
-    Return *path* with `~` and `~name` at its start, and `${NAME}` anywhere, replaced by the home
-    folder and the environment's value.
+    Return *path* with `~` and `~name` at its start, and `${NAME}` anywhere, expanded.
+
+    They become home folders, and values of the environment.
 
     Raises:
         ValueError: There is no such user or variable.
@@ -172,8 +174,10 @@ def _parse_yaml(text: str) -> Any:
 
 def merge_sections(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Return *base* with the values of *top*: sections merge key by key, null removes a key of *base*,
-    any other value replaces that of *base*. Null is a value in `columns`, where it ignores a key.
+    Return *base* with the values of *top*; sections are merged key by key.
+
+    Null removes a key of *base*; any other value replaces that of *base*. In `columns`, null is a
+    value: it ignores a key.
     """
     merged = dict(base)
     for key, value in top.items():

@@ -1,4 +1,6 @@
-"""Reads the YAML of a run strictly: every fault at once, each with its path and remedy."""
+"""
+Reads the YAML of a run strictly: all faults are reported at once, with their paths and remedies.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -104,7 +106,7 @@ def load_rl_config(path: str | Path, grpo_keys: Mapping[str, TrainerKey], *, ove
 
 
 def known_keys(kind: type) -> Iterator[str]:
-    """Yield the dotted path of every section and key of a frozen class of configuration."""
+    """Yield the dotted path of every section and key of a configuration class."""
     paths = (path for path, field in yield_keys(kind) if get_origin(field.type) is not Mapping)
     parts = (part.removesuffix("[]") for path in paths for part in accumulate(path.split("."), "{}.{}".format))
     return iter(dict.fromkeys(parts))
@@ -133,8 +135,9 @@ def _mentions_any(fault: Fault, paths: Sequence[str]) -> bool:
 
 def load_mixes(path: str | Path) -> Mixes:
     """
-    Read the YAML of `custom.fusion_config`: one mix of data sets for all epochs, or a curriculum
-    with a mix for each epoch. If a file has several paths, the first is used throughout.
+    Read the YAML of `custom.fusion_config`: one mix for all epochs, or a curriculum of mixes.
+
+    If a file has several paths, the first is used throughout.
 
     Args:
         path: YAML file.

@@ -1,7 +1,8 @@
 """
-Types, choices and bounds of the training arguments of ms-swift and TRL, read from tables, since
-importing these libraries takes seconds; and faults of settings that this machine lacks a package
-for, or would ignore.
+Types, choices and bounds of the training arguments of ms-swift and TRL.
+
+They are read from tables, since importing these libraries takes seconds. Settings that need a
+missing package, or that this machine would ignore, are faults.
 
 A table holds for one version of its libraries; `make reference` writes it from the installed ones.
 If other versions are installed, their own classes are read (`installed_keys` of
@@ -76,7 +77,7 @@ _BELOW_ONE = frozenset({"adam_beta1", "adam_beta2", "warmup_ratio"})
 
 @attrs.frozen
 class TrainerKey:
-    """Types, choices and bounds of the values that a trainer's key takes."""
+    """Types, choices and bounds of a trainer key's values."""
 
     types: tuple[str, ...]
     """Names of the types, keys of `WORDS`; `float` takes whole numbers too."""
@@ -94,7 +95,7 @@ class TrainerKey:
     """Whether a text is the path of a file or folder."""
 
     def convert(self, value: Any) -> Any:
-        """Return *value*, from YAML, in a type that the key takes; ValueError if it takes none."""
+        """Return a YAML value in a type that the key takes; ValueError if there is none."""
         given, kind = value, TYPES.get(type(value), "")
         if value is False and "no" in self.choices:  # YAML reads no as false
             value, kind = "no", "str"
@@ -132,7 +133,7 @@ class TrainerKey:
 
 
 def flat_types(annotation: Any) -> Iterator[Any]:
-    """Yield the types of an annotation, unions taken apart, and the texts of its literals."""
+    """Yield the types in an annotation: those of its unions, and the texts of its literals."""
     origin = typing.get_origin(annotation)
     if origin in {types.UnionType, typing.Union}:
         for argument in typing.get_args(annotation):
@@ -147,7 +148,7 @@ def argument_keys(
     kind: Any, choices: Mapping[str, Iterable[str]] = types.MappingProxyType({})
 ) -> dict[str, TrainerKey]:
     """
-    Return the keys of a class of transformers' training arguments, by name of the field.
+    Return the keys of a class of training arguments, by field name.
 
     Args:
         kind: The class, a dataclass.
@@ -200,7 +201,9 @@ def read_key_table(path: Path = SFT_KEYS_FILE) -> dict[str, TrainerKey] | None:
 
 
 def read_foreign_keys() -> dict[str, ForeignKey]:
-    """Return the keys of other programs by name; of ms-swift, also those without a counterpart."""
+    """
+    Return the keys of other programs, by name; for ms-swift, also those without a counterpart.
+    """
     found = dict.fromkeys(json.loads(SFT_KEYS_FILE.read_text(encoding="utf-8"))["others"], ForeignKey("ms-swift"))
     for row in json.loads(FOREIGN_KEYS_FILE.read_text(encoding="utf-8")):
         ours, about = row.pop("here"), row.pop("about", "").replace("`", "")
@@ -212,8 +215,9 @@ def read_foreign_keys() -> dict[str, ForeignKey]:
 
 def read_nested_settings(value: Any) -> Mapping[str, Any]:
     """
-    Return the settings in the value of a key of `SETTINGS_FILES`: a section, JSON text, or the path
-    of a JSON file. They are empty if a file cannot be read; the trainer then refuses it.
+    Return the settings in a value of `SETTINGS_FILES`: a section, JSON text, or a file's path.
+
+    They are empty if a file cannot be read; the trainer then refuses it.
     """
     if isinstance(value, (str, Path)):
         with contextlib.suppress(ValueError):
@@ -223,8 +227,9 @@ def read_nested_settings(value: Any) -> Mapping[str, Any]:
 
 def machine_faults(settings: Mapping[str, Any], *, on_cpu: bool, section: str = "training") -> Iterator[Fault]:
     """
-    Yield faults of settings that need a missing package, that this machine would ignore, or by
-    which several ranks train as one.
+    Yield a fault for each setting that this machine cannot follow.
+
+    It needs a missing package, would be ignored here, or makes several ranks train as one.
 
     Args:
         settings: Settings of the trainer.
@@ -252,7 +257,7 @@ def machine_faults(settings: Mapping[str, Any], *, on_cpu: bool, section: str = 
 
 def require_deepspeed_agrees(args: Any) -> None:
     """
-    Refuse settings of DeepSpeed that contradict training arguments, before anything is loaded.
+    Refuse settings of DeepSpeed that contradict training arguments, before loading anything.
 
     Raises:
         ValueError: As transformers does it later, when it begins to train.

@@ -1,6 +1,7 @@
 """
-Structures the document of a YAML into frozen classes, by the types of their fields. Nothing is
-guessed, and every fault has its path.
+Builds objects of frozen classes from a YAML document, by the types of their fields.
+
+Nothing is guessed, and every fault has its path.
 """
 
 import contextlib
@@ -40,8 +41,9 @@ def structure_document(
     document: Mapping[str, Any], kind: type[T], advise: Advise, *, required: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[T | None, list[Fault]]:
     """
-    Build an object of a frozen class from a document; return it, and all faults of the document.
-    In the object, keys with a fault have their defaults; it is None if that is not possible.
+    Build an object of a frozen class from a document; return it and the document's faults.
+
+    Keys with a fault have their defaults in the object; it is None if that is not possible.
 
     Args:
         document: Keys, and sections of keys.

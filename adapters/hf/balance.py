@@ -1,5 +1,5 @@
 """
-`balance`: microbatches of limited tokens in TRL's GRPO and RLOO trainers.
+`balance`: microbatches under a token limit in TRL's GRPO and RLOO trainers.
 
 The trainer decides which answers an optimizer step trains, and computes the loss. `balance` divides
 the rows of the step's batches into new microbatches, with `core.shard`:
@@ -44,7 +44,7 @@ _DIVIDED_BY_STEP = ("dapo", "cispo", "vespo")
 
 @attrs.define
 class BalanceCounts:
-    """Steps, microbatches, tokens and moved rows that `balance` has counted on this rank."""
+    """Numbers of steps, microbatches, tokens and moved rows on this rank."""
 
     steps: int = 0
     """Optimizer steps."""
@@ -62,7 +62,7 @@ class BalanceCounts:
     """Packing metrics of this rank's microbatches, fillers left out; None before the first."""
 
     def add_microbatches(self, loads: Sequence[int], max_tokens: int) -> None:
-        """Add the microbatches of a step, of *loads* tokens, to the metrics."""
+        """Add the microbatches of one step to the metrics; *loads* are their tokens."""
         if loads:
             bound = -(-sum(min(load, max_tokens) for load in loads) // max_tokens)
             packs = [[index] for index in range(len(loads))]
@@ -81,7 +81,7 @@ def balance(
     move_rows: bool = True,
 ) -> BalanceCounts:
     """
-    Make a trainer run the answers of each optimizer step in microbatches of limited tokens.
+    Make a trainer compute the answers of each optimizer step in microbatches under a token limit.
 
     ```py
     trainer = GRPOTrainer(model, reward, args, train_dataset=prompts)
@@ -131,7 +131,9 @@ def _find_work_model(model: Any) -> WorkModel | None:
 
 def split_microbatches(microbatches: list[list[int]], num: int) -> list[list[int]]:
     """
-    Halve the microbatch of most rows until there are *num*; add empty ones if rows run out.
+    Halve the microbatch with the most rows until there are *num* of them.
+
+    If no microbatch has two rows, empty ones are added.
 
     >>> split_microbatches([[0, 1, 2], [3]], 3), split_microbatches([[0]], 2)
     ([[0], [1, 2], [3]], [[0], []])

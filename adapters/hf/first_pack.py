@@ -1,5 +1,5 @@
 """
-Comparison of a pack of a trainer's first step with its samples alone, by the trainer's own loss.
+Comparison of one pack of a trainer's first step with its samples alone, by the trainer's loss.
 
 The pack and each of its samples pass the collator, the trainer's preparation, the model and the
 loss. Losses are compared, and gradients with respect to the embeddings of each token id. The
@@ -34,7 +34,7 @@ _MOST_IDS = 2**31
 
 
 class LocalAccelerator:
-    """An accelerator whose `gather` and `reduce` return this rank's values alone."""
+    """Accelerator whose `gather` and `reduce` return only this rank's values."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -43,7 +43,7 @@ class LocalAccelerator:
         return getattr(self._accelerator, name)
 
     def gather(self, tensor: Any, **_: Any) -> Any:
-        """Return this rank's tensor, without those of other ranks."""
+        """Return only this rank's tensor."""
         return tensor
 
     gather_for_metrics = reduce = gather
@@ -51,7 +51,9 @@ class LocalAccelerator:
 
 def require_pack_as_alone(trainer: Any, batches: list[Mapping[str, Any]], num_items: Any) -> None:
     """
-    Compare the batch of the most samples of a step with these samples alone; all ranks call this.
+    Compare the batch of a step that has the most samples with these samples alone.
+
+    All ranks call this.
 
     Args:
         trainer: Trainer of packs, a `ServesPacks`.

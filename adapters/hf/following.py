@@ -1,5 +1,5 @@
 """
-Mixins for trainers that follow the schedule of a plan; `insert_base_class` adds them.
+Mixins for trainers that train packs by the schedule of a plan; `insert_base_class` adds them.
 
 `FollowsSchedule` fits every trainer of transformers, TRL, ms-swift and `packplan sft`: steps,
 epochs, checked batches, resumed runs. `ComputesPacks` makes noise that of each sample, and the
@@ -51,7 +51,7 @@ _ROUTER = "router_aux_loss_coef"
 
 
 class PackplanProgress(TrainerCallback, ExportableState):
-    """Callback that keeps the progress of a plan in checkpoints, under the name of this class."""
+    """Callback that stores the progress of a plan in checkpoints, under this class's name."""
 
     def __init__(self, follower: Any = None) -> None:  # only a restored copy has none, and is not saved
         self.follower, self.step = follower, 0
@@ -61,7 +61,7 @@ class PackplanProgress(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"progress": self.follower.state_dict(step=self.step)}}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002  # transformers passes them
-        """Record the step; in an epoch resumed in its middle, correct `state.epoch`."""
+        """Record the step; in an epoch that was resumed in its middle, correct `state.epoch`."""
         self.step, schedule = state.global_step, self.follower.schedule
         start, window = schedule.start, schedule.gradient_accumulation_steps
         if start.epoch_step and self.step <= schedule.last_step(start.epoch):
@@ -73,7 +73,7 @@ class PackplanProgress(TrainerCallback, ExportableState):
 @contextmanager
 def noise_by_sample(trainer: Any) -> Iterator[None]:
     """
-    Add NEFTune's noise to each sample of a row as if it were alone, inside the block.
+    Inside this context, scale NEFTune's noise for each sample of a row as if it were alone.
 
     NEFTune adds random noise to the embeddings of tokens in training. It is at most
     `neftune_noise_alpha / sqrt(tokens * hidden_size)`, where transformers takes the tokens of the
@@ -122,7 +122,7 @@ def noise_by_sample(trainer: Any) -> Iterator[None]:
 
 
 class FollowsSchedule:
-    """Methods of a trainer that trains the packs of a schedule, in its order."""
+    """Mixin of a trainer that trains packs in the order of a schedule."""
 
     args: Any
     accelerator: Any
@@ -148,7 +148,7 @@ class FollowsSchedule:
 
     @property
     def schedule(self) -> EpochSchedule:
-        """Epoch schedule that the trainer follows."""
+        """Epoch schedule by which the trainer trains."""
         return self.follower.schedule
 
     def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
@@ -172,7 +172,7 @@ class FollowsSchedule:
 
     def set_initial_training_values(self, *args: Any) -> Any:
         """
-        Return the trainer's tuple of training counts, with the steps and epochs of the schedule.
+        Return the trainer's training counts, with the steps and epochs of the schedule.
 
         Steps before a resume are included, even if another number of ranks trained them.
         """
@@ -203,7 +203,11 @@ class FollowsSchedule:
             self.control.should_training_stop = False
 
     def get_batch_samples(self, batches_left: Any, num_batches: int, *args: Any) -> Any:
-        """Return a step's batches and loss divisor; MismatchError if the schedule has others."""
+        """
+        Return the batches of a step and their loss divisor.
+
+        MismatchError if the schedule has other batches.
+        """
         batches, num_items = super().get_batch_samples(batches_left, num_batches, *args)  # type: ignore[misc]
         refuse_other_packs(batches, islice(self._expected, num_batches))
         return batches, num_items
@@ -238,7 +242,7 @@ class _LossSums:
 
 class ComputesPacks:
     """
-    Passes of packs through the model, by sample and by token.
+    Mixin that computes the loss of packs, in training and evaluation.
 
     Training adds the noise of each sample alone. Evaluation on `EvalBatches` returns the mean loss
     over supervised tokens, each pack once.
@@ -259,7 +263,7 @@ class ComputesPacks:
             return super()._inner_training_loop(*args, **options)  # type: ignore[misc]  # of the trainer's class
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
-        """Evaluate packs by the mean loss over tokens, and other data sets as the trainer does."""
+        """Evaluate packs by the mean loss over tokens, and other data as the trainer does."""
         if not isinstance(getattr(dataloader, "batch_sampler", None), EvalBatches):
             with sharing_by(1):  # ranks have other rows each
                 return super().evaluation_loop(dataloader, *args, **options)  # type: ignore[misc]  # of the trainer's class
@@ -294,7 +298,9 @@ class ComputesPacks:
         return outputs
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
-        """Return the loss of a batch; in training, weighed so that a shared row counts once."""
+        """
+        Return the loss of a batch; in training, it is weighted so that a shared row counts once.
+        """
         groups = None if self._evaluated is not None else self.row_groups
         if groups is None:
             return super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]  # of the trainer's class
@@ -319,16 +325,16 @@ class ComputesPacks:
             super()._compute_acc(*args, **options)  # type: ignore[misc]  # of ms-swift's trainer
 
     def counts(self, inputs: Mapping[str, Any]) -> bool:
-        """Return whether this rank counts the tokens of a batch, which others may share."""
+        """Return whether this rank counts the tokens of a batch that other ranks may share."""
         return self.row_groups is None or self.row_groups.counts(count_tokens(inputs))
 
     def count_learned(self, inputs: dict[str, Any]) -> float:
-        """Return the supervised tokens of a batch, or the sum of their weights."""
+        """Return the number of supervised tokens of a batch, or the sum of their weights."""
         return float(inputs[NORMALISER]) if NORMALISER in inputs else count_supervised(inputs["labels"])
 
 
 class ServesPacks(ComputesPacks, FollowsSchedule):
-    """Loaders and evaluation of packs, for a trainer of another project."""
+    """Mixin that makes a trainer of another library load and evaluate packs."""
 
     model: Any
     eval_dataset: Any
@@ -385,7 +391,11 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
         return RunIdentity(Fingerprint(flat_values({**settings, **reference}) | _model_facts(self.model)))
 
     def get_batch_samples(self, *args: Any) -> Any:
-        """Return a step's batches and loss divisor; compare a pack of the first step before."""
+        """
+        Return the batches of a step and their loss divisor.
+
+        Before the first step, one of its packs is compared with its samples alone.
+        """
         batches, num_items = super().get_batch_samples(*args)
         if self._checks_first_pack and batches:
             require_pack_as_alone(self, batches, num_items)
@@ -394,13 +404,15 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Let samples be computed alone: each rank by itself, by transformers' own attention."""
+        """
+        Inside this context, compute samples alone: on each rank, by transformers' own attention.
+        """
         with sharing_by(1), using_native_attention(self.model, self.native):
             yield
 
     @contextmanager
     def prepared(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield inputs as the trainer prepares them, inside of what it wraps around a step."""
+        """Yield inputs as the trainer prepares them, inside its own context of a step."""
         yield self._prepare_inputs(inputs)  # type: ignore[attr-defined]  # of the trainer's class
 
     def get_train_dataloader(self, *_: Any, **__: Any) -> Any:
@@ -416,7 +428,7 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
         return self._make_loader(self._eval_packs, batches)
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-        """Log values as the trainer does, without rates of packs."""
+        """Log values as the trainer does, but no rates of samples, which would count packs."""
         logs = drop_pack_rates(logs, of_evaluation=self._eval_packs is not None)
         super().log(logs, *args, **options)  # type: ignore[misc]  # of the trainer's class
 
@@ -436,7 +448,7 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
         return None if num_items is None else torch.as_tensor(num_items).clamp(min=1)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
-        """Return the loss of a batch, without passing its pack indices to the model."""
+        """Return the loss of a batch; pack indices are not passed to the model."""
         inputs = {key: value for key, value in inputs.items() if key != PACK}
         num_items, config = options.get("num_items_in_batch"), self.model.config.get_text_config()
         with ExitStack() as stack:
@@ -462,8 +474,7 @@ def _model_facts(model: Any) -> dict[str, Any]:
 
 def drop_pack_rates(logs: dict[str, float], *, of_evaluation: bool = True) -> dict[str, float]:
     """
-    Remove samples per second from *logs*, since trainers count packs as samples; return the same
-    dict.
+    Remove samples per second from *logs*, since trainers count packs; return the same dict.
 
     Args:
         logs: Values to log.
@@ -476,14 +487,14 @@ def drop_pack_rates(logs: dict[str, float], *, of_evaluation: bool = True) -> di
 
 
 def insert_base_class(trainer: Any, base: type) -> None:
-    """Give a trainer a new class of the same name, which derives from *base* and its old class."""
+    """Give a trainer a new class of the same name, derived from *base* and its previous class."""
     kind = type(trainer)
     trainer.__class__ = type(kind.__name__, (base, kind), {})
 
 
 def start_table(trainer: Any, plan: Plan, schedule: EpochSchedule) -> str:
     """
-    Return the table of what a trainer trains: data, packs, steps and attention.
+    Return the table that describes a trainer's run: data, packs, steps and attention.
 
     Args:
         trainer: Trainer of transformers.
@@ -501,7 +512,7 @@ def share_packs(
     trainer: Any, schedule: EpochSchedule, plan: Plan, eval_plan: Plan | None
 ) -> tuple[RowGroups | None, IntArray | None]:
     """
-    Return the ranks that share rows of a schedule, and how many share each pack of evaluation.
+    Return the groups of ranks that share a schedule's rows, and the degree of each evaluation pack.
 
     Args:
         trainer: Trainer of transformers.
@@ -520,7 +531,7 @@ def share_packs(
 
 
 def require_same_rows(plan: str, data: str) -> None:
-    """Raise MismatchError if ranks have other checksums of the plan, or digests of the rows."""
+    """Refuse ranks whose plans have other checksums, or whose rows have other digests."""
     checksums = gather_object([(plan, data)])
     if len(set(checksums)) > 1:
         fact = "the ranks have different packs or rows: give all the same rows, in the same order"

@@ -1,5 +1,5 @@
 """
-Packing inside a model: a padded batch is computed as one row without padding.
+Packed calls: a model computes a padded batch as one row without padding.
 
 Before the text stack of a model runs, the real tokens of all rows become one row, in which tokens
 attend only within their sample. After it, the results are put back at their places in the batch. So
@@ -59,7 +59,7 @@ _NOT_BY_TOKEN = ("pixel", "image", "video", "attentions", "past_key_values", "po
 
 @attrs.define
 class UnpadCounts:
-    """Packed calls of a hooked model, and the positions that they were given and computed."""
+    """Numbers of packed calls of a hooked model, and of the positions with and without padding."""
 
     calls: int = 0
     """Forward calls that ran as one packed row."""
@@ -73,7 +73,7 @@ class UnpadCounts:
 
 @attrs.define(eq=False)
 class TextStack:
-    """Module whose calls are packed, and the rules for its positions and padding."""
+    """Module whose calls are packed, with the rules for its positions and padding."""
 
     module: Any
     positions: Positions = "columns"
@@ -96,7 +96,7 @@ class TextStack:
         self._signature = inspect.signature(self.module.forward)
 
     def bind_arguments(self, args: Any, kwargs: Any) -> dict[str, Any]:
-        """Return the positional and keyword arguments of a call, by parameter name."""
+        """Return the arguments of a call, by parameter name."""
         given = dict(self._signature.bind_partial(*args, **kwargs).arguments)
         for parameter in self._signature.parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
@@ -105,7 +105,7 @@ class TextStack:
 
     def find_real_tokens(self, given: dict[str, Any], known: RealTokens | None = None) -> RealTokens | None:
         """
-        Return the real tokens of a call's padded batch; None if the call has to pass through.
+        Return the real tokens of a call's batch; None if the call is not to be packed.
 
         Args:
             given: Arguments of the call by name.
@@ -141,7 +141,7 @@ class TextStack:
         return bool(((steps < 0) & (tokens.row.sample_ids.diff() == 0)).any())
 
     def pack(self, given: dict[str, Any], tokens: RealTokens) -> dict[str, Any]:
-        """Return the arguments of a call with the real tokens as one row."""
+        """Return the arguments of a call with its real tokens as one row."""
         packed = {name: _take_tokens(name, value, tokens) for name, value in given.items() if name != "cache_position"}
         # With a mask of ones, transformers does not look for samples in the positions.
         ones = given["attention_mask"].new_ones(1, len(tokens.places))
@@ -177,7 +177,7 @@ class TextStack:
 
     def put_results_back(self, output: Any, tokens: RealTokens, *, keep_packed: bool) -> Any:
         """
-        Put the results of a packed call at their places in the batch.
+        Put the results of a packed call back at their places in the padded batch.
 
         Args:
             output: Output of the module.
@@ -323,7 +323,7 @@ class Unpadding:
         HOOKED[stack.module] = self
 
     def remove(self) -> None:
-        """Take the hooks off; the model keeps its attention."""
+        """Remove the hooks; the model keeps its attention."""
         for handle in self.handles:
             handle.remove()
         for one in self._callers:
@@ -332,16 +332,18 @@ class Unpadding:
         HOOKED.pop(self.stack.module, None)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Return a context in which calls run padded."""
+        """Return a context in which calls are computed padded."""
         return replace_attributes(self, is_paused=True)
 
     def trial(self, counts: UnpadCounts | None = None, *, padded: bool = False) -> AbstractContextManager[None]:
-        """Return a context in which *counts* count this thread's calls; they may run padded."""
+        """
+        Return a context in which this thread's calls are counted in *counts*, and may run padded.
+        """
         return replace_attributes(self._thread, trial=counts or UnpadCounts(), is_padded=padded)
 
     @property
     def is_trial(self) -> bool:
-        """Whether calls of this thread compare, inside of `trial`, and train nothing."""
+        """Whether a call of this thread only compares, inside of `trial`, and trains nothing."""
         return self._thread.trial is not None
 
     def _pack(self, module: Any, args: Any, kwargs: Any) -> Any:
@@ -449,7 +451,7 @@ def _refuse_copy(*_: int) -> NoReturn:
 
 @cache
 def log_once(fact: str) -> None:
-    """Log a warning once in this process."""
+    """Log a warning only once in this process."""
     log.warning("%s", fact)
 
 

@@ -1,5 +1,5 @@
 """
-Steps of preference data (DPO, KTO, rewards) whose microbatches are packs of unequally many samples.
+Steps of preference data (DPO, KTO, rewards), whose packs have different numbers of samples.
 
 TRL's loss of a batch is the mean over its samples. `TrainsPairs` weights it by the batch's share of
 the step's samples, over all ranks, so the step's loss is their mean. A value that TRL logs is the
@@ -38,7 +38,7 @@ Logged = dict[str, tuple[float, float]]
 
 def weighted_means(batches: Sequence[Logged], extremes: Mapping[str, Callable[..., Any]]) -> dict[str, float]:
     """
-    Return the mean of each value over batches; 0 where none has a weight.
+    Return the weighted mean of each value over batches; 0 if no batch has a weight.
 
     Args:
         batches: Logged values of each batch.
@@ -70,7 +70,7 @@ class _Step:
 
 
 class TrainsPairs(ServesPacks):
-    """Methods of a trainer of TRL that trains packs of preference data."""
+    """Mixin of a TRL trainer that trains packs of preference data."""
 
     fixed_arguments = PREFERENCE_ARGUMENTS
     loss_of_samples = "mean"
@@ -80,7 +80,7 @@ class TrainsPairs(ServesPacks):
     _step: _Step | None = None  # None in the comparison of the first pack too
 
     def get_batch_samples(self, *args: Any) -> Any:
-        """Return a step's batches, whose samples are counted over all ranks."""
+        """Return the batches of a step; their samples are counted over all ranks."""
         self._step = None
         batches, num_items = super().get_batch_samples(*args)
         own = torch.tensor(sum(map(self.count_learned, batches)), device=self.args.device)
@@ -126,7 +126,7 @@ class TrainsPairs(ServesPacks):
         return {name: (value, weights[sides[name]][name in _BY_TOKEN]) for name, value in values.items()}
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
-        """Evaluate packs, whose logged values are means over all samples, each once."""
+        """Evaluate packs; logged values are means over all samples, each counted once."""
         self._step = step = _Step()
         output = super().evaluation_loop(*args, **options)
         self._log_step(step)
@@ -134,7 +134,7 @@ class TrainsPairs(ServesPacks):
         return output
 
     def prediction_step(self, *args: Any, **options: Any) -> Any:
-        """Return what the trainer does; what it sums over ranks has no repeated batch."""
+        """Compute a batch as the trainer does; repeated batches do not enter sums over ranks."""
         gather, share = self.accelerator.gather_for_metrics, float(not self._repeats)
         sums = {"gather_for_metrics": lambda one: gather(share * one)} if self._metrics is None else {}
         with replace_attributes(self.accelerator, **sums):

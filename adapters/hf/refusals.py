@@ -1,4 +1,4 @@
-"""Checks for settings and losses with which a trainer cannot follow a plan, or use `balance`."""
+"""Checks that a trainer's settings and loss allow it to train a plan, or to use `balance`."""
 
 import dataclasses
 import logging
@@ -39,13 +39,13 @@ def _name_in_trl(trainer: Any) -> str | None:
 
 
 def is_preference_trainer(trainer: Any) -> bool:
-    """Return whether a trainer is one of TRL for preference data."""
+    """Return whether a trainer is one of TRL's for preference data."""
     return _name_in_trl(trainer) in _PREFERENCE
 
 
 def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
     """
-    Refuse arguments of `use_plan` that are no trainer of rows, or no plans of its data sets.
+    Refuse arguments of `use_plan` that are not a trainer of rows, or not plans of its data sets.
 
     Args:
         trainer: First argument of `use_plan`.
@@ -76,8 +76,9 @@ def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
 
 def changed_meanings(args: Any, plan: Plan, schedule: EpochSchedule) -> Iterator[str]:
     """
-    Yield a sentence for each setting of a trainer that means something else under a plan. Numbers
-    of steps are left out if they have their default, which nobody chose.
+    Yield a sentence for each setting of a trainer that means something else under a plan.
+
+    Numbers of steps that have their default are left out.
 
     Args:
         args: Training arguments, as the user gave them.
@@ -105,7 +106,7 @@ def changed_meanings(args: Any, plan: Plan, schedule: EpochSchedule) -> Iterator
 
 def refuse_plan_conflicts(trainer: Any, *, row_ranks: int | Literal["auto"], evaluates: bool) -> None:
     """
-    Refuse a trainer that would not follow a plan.
+    Refuse a trainer whose settings contradict a plan.
 
     Args:
         trainer: Trainer of transformers.
@@ -170,7 +171,7 @@ def _parallelism_conflicts(trainer: Any) -> Iterator[str]:
 
 def warn_of_unclipped_gradients(args: Any, section: str) -> None:
     """
-    Warn if DeepSpeed clips no gradients, although the trainer has a default.
+    Warn if DeepSpeed clips no gradients although the trainer's default would.
 
     Args:
         args: Training arguments.

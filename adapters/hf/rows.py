@@ -1,4 +1,6 @@
-"""Rows of TRL's batches of prompts and answers: `split_batch` splits, `join_rows` joins them."""
+"""
+Rows of TRL's batches of prompts and answers: `split_batch` splits batches, `join_rows` joins rows.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +20,7 @@ _BY_TOKEN = ("completion_ids", "completion_mask", "tool_mask", "importance_sampl
 
 @attrs.frozen
 class BatchCounts:
-    """Rows and tokens of a batch, by which its loss and logged means are weighed."""
+    """Numbers of rows and tokens of a batch, by which its loss and logged means are weighted."""
 
     rows: float
     tokens: float
@@ -53,7 +55,7 @@ class BatchRows:
 
 def split_batch(batch: Mapping[str, Any]) -> BatchRows:
     """
-    Return the rows of a batch, without padding after their end.
+    Return the rows of a batch, each without the padding after its end.
 
     A row is a prompt, padded left, and an answer, padded right. Padding of prompts stays, since it
     decides positions.

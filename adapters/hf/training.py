@@ -1,4 +1,4 @@
-"""`use_plan`: a trainer of transformers or TRL trains the packs of a plan by its schedule."""
+"""`use_plan`: makes a trainer of transformers or TRL train the packs of a plan by its schedule."""
 
 import logging
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def use_plan(
     check: bool = True,
 ) -> EpochSchedule:
     """
-    Make a trainer train the packs of a plan, and return the plan's epoch schedule.
+    Make a trainer train the packs of a plan; return the schedule of its epochs.
 
     ```py
     plan = packplan.plan([len(ids) for ids in rows["input_ids"]], 4096)
@@ -145,7 +145,7 @@ def use_plan(
 
 def row_lengths(trainer: Any, rows: Any = None) -> list[int]:
     """
-    Return the tokens of each row as a trainer's collator makes them, for `packplan.plan`.
+    Return the length of each row as a trainer's collator makes it, for `packplan.plan`.
 
     The tokens of a pair of answers are those of both rows that the model computes.
 
@@ -160,7 +160,7 @@ def row_lengths(trainer: Any, rows: Any = None) -> list[int]:
 
 def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None) -> Any:
     """
-    Return a batch's part of the mean loss over a step's supervised tokens.
+    Return a batch's share of the mean loss over all supervised tokens of a step.
 
     Args:
         outputs: Outputs of a causal language model; `logits` of shape (rows, tokens, vocabulary).

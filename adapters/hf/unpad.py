@@ -1,6 +1,5 @@
 """
-Hooks with which a model skips padding (`unpad`), and attention that keeps the samples of packed
-rows apart (`separate_samples`).
+Models without padding (`unpad`), and models that keep samples of a row apart (`separate_samples`).
 
 `unpad` tries each module whose calls may be packed, with each way to count positions. It keeps the
 pair with which padded rows have the same results with and without the hooks of `packed_calls`.
@@ -50,7 +49,7 @@ _SEED = 5
 
 def unpad(model: Any, *, logits: bool = True, groups: RowGroups | None = None, check: bool = True) -> Unpadding:
     """
-    Hook a model so that it computes no padding: the real tokens of a batch run as one packed row.
+    Make a model compute no padding: the real tokens of a batch become one packed row.
 
     ```py
     trainer = DPOTrainer(model, args=args, train_dataset=rows)
@@ -111,7 +110,7 @@ def separate_samples(
     model: Any, *, named: str | None = None, ready: bool = True, groups: RowGroups | None = None
 ) -> AttentionChoice:
     """
-    Make a model attend only within each sample of a packed row, and return the attention it uses.
+    Make a model attend only within each sample of a packed row; return the attention it uses.
 
     A model loaded with `attn_implementation="packplan"` takes the fastest attention that passes the
     probe. Another model keeps its own. The probe takes some seconds, on a small copy of the model
@@ -142,7 +141,7 @@ def set_isolating_attention(
     model: Any, *, named: str, groups: RowGroups | None = None, logits: bool = False
 ) -> AttentionChoice:
     """
-    Set an attention that keeps samples apart in a probe of a small copy of the model; return it.
+    Set and return an attention that keeps samples apart on a small copy of the model.
 
     Args:
         model: Model of transformers.

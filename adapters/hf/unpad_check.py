@@ -1,4 +1,4 @@
-"""Assertion that `unpad` does not change a trainer's loss and gradients."""
+"""Assertion that `unpad` leaves the loss and the gradients of a trainer unchanged."""
 
 import copy
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from packplan.core.errors import ArgumentError, MismatchError
 
 @attrs.frozen
 class UnpaddedStep:
-    """Loss and gradients of a trainer's batch with and without padding."""
+    """Loss and gradients of a trainer's batch, with and without padding."""
 
     loss: float
     """Loss without padding."""

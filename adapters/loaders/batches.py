@@ -1,5 +1,5 @@
 """
-Batch samplers that yield the packs of a schedule on one rank, and keep the progress for resume.
+Batch samplers that yield one rank's packs by a schedule, and keep the progress for a resume.
 
     batches = PackBatches(schedule, rank, world_size)
     loader = DataLoader(RowsOfPacks(rows, plan), batch_sampler=batches, collate_fn=PackInputs())
@@ -28,7 +28,7 @@ PROGRESS = "PackplanProgress"
 
 class PackBatches:
     """
-    Batch sampler of one rank's pack indices, in the order of a schedule, epoch by epoch.
+    Batch sampler that yields the pack indices of one rank, epoch by epoch, by a schedule.
 
     Each iteration yields the batches of `epoch`, or those that are left of it in a loaded state,
     and then moves on to the next epoch. After an iteration that stopped early, another iteration is
@@ -78,12 +78,12 @@ class PackBatches:
         self.reschedule(schedule)
 
     def reschedule(self, schedule: EpochSchedule) -> None:
-        """Serve *schedule*, of the same plan and ranks, from its start, now and after `restart`."""
+        """Serve *schedule*, of the same plan and ranks, from its start; also after `restart`."""
         self._given = self.schedule = schedule
         self.set_epoch(schedule.start.epoch)
 
     def restart(self) -> None:
-        """Forget what was served and loaded: serve the given schedule from its start again."""
+        """Forget the progress, also a loaded one, and serve the given schedule from its start."""
         self.reschedule(self._given)
 
     def set_epoch(self, epoch: int) -> None:
@@ -131,7 +131,7 @@ class PackBatches:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
-        Go on from a state of `state_dict`, perhaps of another number of ranks.
+        Continue from a state that `state_dict` returned, perhaps on another number of ranks.
 
         Raises:
             StaleError: The state belongs to another plan, data, seed, order or run.
@@ -152,8 +152,10 @@ class PackBatches:
 
 class EvalBatches:
     """
-    Batch sampler for evaluation, in the order of the plan: batch b is on rank b % world_size, or,
-    where ranks share packs, in the slots of `lay_out_slots`.
+    Batch sampler for evaluation, in the order of the plan.
+
+    Batch b is on rank b % world_size. If ranks share packs, batches are in the slots of
+    `lay_out_slots`.
 
     Every rank has the same number of batches; if needed, the first ones are repeated at the end.
 
@@ -188,8 +190,9 @@ class EvalBatches:
 
     def is_counted(self, number: int) -> bool:
         """
-        Return whether batch *number* of this rank counts: it is not a repeat. All ranks that share
-        it agree.
+        Return whether batch *number* of this rank counts, and is not a repeat.
+
+        All ranks that share it agree.
         """
         return bool(self._counted[number])
 
@@ -199,14 +202,14 @@ class EvalBatches:
 
 
 def find_progress(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the progress in a trainer's state, as `PackBatches.state_dict` made it, or None."""
+    """Return the progress that a trainer's state holds, or None."""
     entry = state["stateful_callbacks"].get(PROGRESS)
     return None if entry is None else entry["attributes"]["progress"]
 
 
 def read_saved_progress(folder: Path) -> Mapping[str, Any]:
     """
-    Return the progress in a checkpoint of a trainer, for `PackBatches.load_state_dict`.
+    Return the progress that a trainer's checkpoint holds, for `PackBatches.load_state_dict`.
 
     Raises:
         ArgumentError: The checkpoint was not trained from a plan.

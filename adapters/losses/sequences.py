@@ -1,6 +1,5 @@
 """
-Losses on packed logits: `PackedLoss` runs an ordinary loss sequence by sequence, and `FusedLoss`
-runs a loss by token on the whole row.
+Losses on packed logits: `PackedLoss` runs a loss by sequence, `FusedLoss` by token.
 
 The data are named fields of a batch of sequences, padded on the right. One dimension of a field may
 run along the sequence (`core.shard.inputs`). Entry t along it belongs to token t, which the logits
@@ -45,7 +44,7 @@ _PREFERENCES = {"bpo", "cpo", "dpo", "ipo", "kto", "orpo", "preference", "prefer
 
 
 class SequenceLoss(Protocol):
-    """Ordinary loss of a padded batch of one or more sequences, which knows nothing of packing."""
+    """Ordinary loss of a padded batch of sequences; it knows nothing of packing."""
 
     def __call__(
         self, logits: torch.Tensor, data: Mapping[str, Any], *, num_sequences: float, num_tokens: float
@@ -62,7 +61,7 @@ class SequenceLoss(Protocol):
 
 
 class TokenLoss(Protocol):
-    """Loss that is a weighted sum over tokens, each computed from its own fields alone."""
+    """Loss that is a weighted sum over tokens, each computed only from its own fields."""
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -71,13 +70,15 @@ class TokenLoss(Protocol):
     @property
     def normalisation(self) -> Normalisation:
         """
-        Kind of mean: `token`, over all tokens; `sequence`, over sequences of their token means; or
-        `constant`, over sequences of their token sums divided by `divisor`.
+        Kind of the mean: `token`, `sequence` or `constant`.
+
+        `token` is over all tokens; `sequence` is over the sequences' token means; `constant` is
+        over the sequences' token sums, each divided by `divisor`.
         """
 
     @property
     def divisor(self) -> float:
-        """Number of tokens by which `constant` divides the sum of each sequence."""
+        """Number by which `constant` divides the token sum of each sequence."""
 
     def __call__(
         self, log_probabilities: torch.Tensor, fields: Mapping[str, torch.Tensor]
@@ -94,7 +95,7 @@ class TokenLoss(Protocol):
 
 def refuse_whole_batch_loss(loss: object) -> None:
     """
-    Refuse a loss that cannot be computed on parts of a batch, such as a preference loss over pairs.
+    Refuse a loss that cannot be computed on parts of a batch, such as one over pairs.
 
     Raises:
         ArgumentError: The loss has a true attribute `needs_whole_batch`, or has none and is named
@@ -149,7 +150,7 @@ class _SequenceFields:
 
 @attrs.frozen
 class PackedLoss(_SequenceFields):
-    """Runs an ordinary loss on packed logits, unchanged, one sequence at a time."""
+    """Runs an ordinary loss on packed logits, one sequence at a time."""
 
     loss: SequenceLoss = attrs.field(validator=_require_separable)
 
@@ -271,7 +272,7 @@ class FusedLoss(_SequenceFields):
 
 def normalisers(token_mask: torch.Tensor) -> tuple[int, float]:
     """
-    Return the number of sequences with a token that counts, and the total weight of tokens.
+    Return the number of sequences with counted tokens, and the total weight of the tokens.
 
     Their sums over the global batch are `num_sequences` and `num_tokens` of a loss.
 
@@ -283,7 +284,9 @@ def normalisers(token_mask: torch.Tensor) -> tuple[int, float]:
 
 
 def combine_metrics(parts: Sequence[Metrics]) -> dict[str, torch.Tensor]:
-    """Combine metrics in float64: `…_min` by minimum, `…_max` by maximum, others by sum."""
+    """
+    Combine metrics in float64: `…_min` by the minimum, `…_max` by the maximum, others by the sum.
+    """
     whole = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         values = torch.stack([torch.as_tensor(part[name]).detach().double() for part in parts if name in part])

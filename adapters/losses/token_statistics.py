@@ -1,5 +1,5 @@
 """
-Log-probabilities of tokens, and entropies of their distributions, from logits.
+Log-probabilities of tokens and entropies of their distributions, computed from logits.
 
 Forward and backward passes convert a block of positions at a time to float32. So no array of the
 size of the logits is made, other than their gradient.
@@ -24,7 +24,7 @@ def token_statistics(
     logits: torch.Tensor, targets: torch.Tensor, *, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Return the log-probability of each target, and the entropy of each position's distribution.
+    Return the log-probability of each target, and the entropy at each position.
 
     Args:
         logits: Logits of any floating type; shape (num_positions, vocabulary). If ranks share rows,
