@@ -1,5 +1,5 @@
 """
-Probe: test on a small copy of a model whether it keeps the samples of a pack apart.
+Probe: a test whether a model keeps the samples of a pack apart, on a small copy of it.
 
 `shrink` makes the configuration small, by rules and by trial. `small_model` builds the copy. `rows`
 compares a packed row with its samples alone, on the copy or on the model that is about to train,

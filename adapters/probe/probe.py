@@ -1,4 +1,4 @@
-"""Verdict on whether and how a model may pack; see `core.equality.PackingVerdict`."""
+"""Verdict whether a model may pack, and how; see `core.equality.PackingVerdict`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def probe_small_copy(
     config: Any, *, attn_impl: str = AUTO, trust_remote_code: bool = False, on_cpu: bool = True
 ) -> PackingVerdict:
     """
-    Return the verdict on packing of a model, from a small copy with random weights.
+    Return the verdict on a model from a small copy of it with random weights.
 
     Args:
         config: Configuration of transformers, of the user's own model.
@@ -155,7 +155,7 @@ class _SmallCopies:
 
 @attrs.define(eq=False)
 class SmallProbe:
-    """Probe of one model: tries attentions one after the other, on small copies."""
+    """Probe of one model, which tries one attention after another on small copies."""
 
     config: Any = attrs.field(converter=trained_config)
     """Configuration of transformers, of the user's own model."""
@@ -177,7 +177,7 @@ class SmallProbe:
     _verdicts: dict[StrategyTrial, PackingVerdict] = attrs.field(factory=dict, init=False)
 
     def verdict(self, attn_impl: str) -> PackingVerdict:
-        """Return the verdict on a model under a value of `model.attn_impl`."""
+        """Return the verdict on a model under one value of `model.attn_impl`."""
         with hiding_warnings(), _using_one_thread():
             try:
                 return self._find_verdict(attn_impl)
@@ -187,8 +187,10 @@ class SmallProbe:
     @cached_property
     def mixing_module(self) -> str | None:
         """
-        Name and class of the first module of the unchanged model that mixes samples, or differs
-        from its result for a sample alone; None if none is found.
+        Name and class of the unchanged model's first module that mixes samples; None without one.
+
+        A module also counts if its result for a packed sample differs from that for the sample
+        alone.
         """
         with hiding_warnings(), _using_one_thread():
             try:
@@ -235,8 +237,9 @@ class SmallProbe:
 
 def split_state_layers(model: Any, row: ProbeRow) -> tuple[str, ...]:
     """
-    Make a model's layers that carry a state run sample by sample, one class after the other, and
-    return their class names.
+    Make layers that carry a state run sample by sample; return the names of their classes.
+
+    One class after the other is tried.
 
     Args:
         model: Model that follows its rows.

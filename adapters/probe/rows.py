@@ -1,6 +1,8 @@
 """
-Random samples and images, packed and each alone: on a small copy of a model, or on the model that
-is about to train, with its own weights and kernels.
+Random samples and images, computed packed and each alone.
+
+A small copy of a model computes them, or the model that is about to train, with its own weights and
+kernels.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ _IDS = 2000
 
 @attrs.frozen(eq=False)
 class ProbeRow:
-    """Samples of random tokens, one after the other, and each alone."""
+    """Samples of random tokens, as one row and each alone."""
 
     packed: PackedBatch
     """The row as training gives it to the model: positions that restart, and no mask."""
@@ -60,7 +62,7 @@ class ProbeRow:
     @classmethod
     def draw(cls, model: Any, lengths: Sequence[int], *, ids: Sequence[int]) -> ProbeRow:
         """
-        Draw a row for a model.
+        Draw random samples for a model.
 
         Args:
             model: Model of transformers.
@@ -83,7 +85,7 @@ class ProbeRow:
 
 def draw_token_types(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """
-    Return a model's arguments of token types, by which some models decide who attends to whom.
+    Return a model's token type arguments, by which some models decide who attends to whom.
 
     Args:
         model: Model of transformers.
@@ -98,7 +100,7 @@ def draw_token_types(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def compare_row(model: Any, row: ProbeRow, alone: Outcome, *, median: bool = False) -> ProbeResult:
     """
-    Compare a packed row with its samples alone, and measure gradients between samples.
+    Compare a packed row with its samples alone, and measure the gradients between samples.
 
     Args:
         model: Model in evaluation mode, set to pack.
@@ -121,7 +123,7 @@ def probe_ready_model(
     model: Any, *, native: str, named: str, asked: str = "the loaded model", groups: RowGroups | None = None
 ) -> ProbeResult:
     """
-    Compare a packed row of short samples with the samples alone, on a model that is ready to train.
+    Compare a packed row of short samples with these samples alone, on a model ready to train.
 
     Where ranks share rows of the model, the row is computed once by each number of ranks.
 
@@ -173,7 +175,7 @@ def build_small_copy(
     device: Any = None,
 ) -> Any:
     """
-    Return a small copy of a model, with random weights that this process holds in full.
+    Return a small copy of a model, with random weights that are whole on this process.
 
     Args:
         model: Model of transformers, perhaps with adapters.
@@ -195,7 +197,7 @@ def probe_sharing_copy(
     model: Any, choice: AttentionChoice, *, named: str, groups: RowGroups, device: Any = None
 ) -> ProbeResult:
     """
-    Probe a small copy of a model whose rows ranks share; all of them call this.
+    Probe a small copy of a model whose rows are shared by ranks; all of these ranks call this.
 
     It stands for a model whose weights these ranks share too, so that none can be probed.
 
@@ -214,14 +216,14 @@ def probe_sharing_copy(
 
 
 def device_and_precision(model: torch.nn.Module) -> str:
-    """Return the device and precision of a model in words: `cpu, float32`."""
+    """Return device and precision of a model as text, such as `cpu, float32`."""
     weight = next(model.parameters())
     device = torch.cuda.get_device_name(weight.device) if weight.device.type == "cuda" else weight.device.type
     return f"{device}, {compute_precision(model)}"
 
 
 def ordinary_token_ids(config: Any) -> list[int]:
-    """Return the token ids below `_IDS` that a configuration does not name as special tokens."""
+    """Return the token ids below `_IDS` that are not special tokens of a configuration."""
     parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
     special = {
         value
@@ -239,7 +241,7 @@ _GRIDS = ((1, 12, 20), (1, 4, 4), (1, 16, 12))
 
 def probe_images(model: Any, *, native: str) -> ProbeResult:
     """
-    Compare the features of images in one pass with those of each image alone.
+    Compare features of images that are computed in one pass with those of each image alone.
 
     Args:
         model: Model of transformers that takes images, set to pack.

@@ -1,5 +1,5 @@
 """
-Small copy of a model's configuration: kinds and order of the layers stay, sizes shrink.
+Small copy of a model's configuration: layers keep their kinds and order, sizes shrink.
 
 Rules go by the names of keys, not by the family. Windows, chunks, blocks and the lengths at which
 rotary factors change become shorter than the probe's samples, so that the samples reach each
@@ -153,7 +153,7 @@ _COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _RULES)
 
 def shrink_config(config: Mapping[str, Any], layers_per_kind: int = 1) -> dict[str, Any]:
     """
-    Return a small copy of a configuration as `to_dict` gives it, with its parts (text, vision).
+    Return a small copy of a configuration in the form of `to_dict`, with its parts (text, vision).
 
     Args:
         config: Configuration to shrink.
@@ -304,8 +304,9 @@ _NO_SIZES = (
 
 def possible_lengths(small: Mapping[str, Any], *, text: str | None) -> dict[KeyPath, int]:
     """
-    Return key path and value of numbers in a small copy's configuration that may be lengths, such
-    as windows, and that no rule shrinks.
+    Return key path and value of each number that may be a length and that no rule shrinks.
+
+    Such numbers are windows, for example.
 
     Args:
         small: Result of `shrink_config`.
@@ -331,8 +332,7 @@ def _walk_possible_lengths(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath,
 
 def shrink_by_trial(paths: Sequence[KeyPath], runs: Callable[[NewValues], bool]) -> tuple[NewValues, list[KeyPath]]:
     """
-    Return smaller values with which the model still runs, and the paths of numbers that cannot
-    shrink.
+    Return smaller values with which the model still runs, and paths whose values cannot shrink.
 
     Args:
         paths: Key paths of numbers that may be lengths in tokens, such as windows.
@@ -355,7 +355,7 @@ def shrink_by_trial(paths: Sequence[KeyPath], runs: Callable[[NewValues], bool])
 
 
 def replace_values(small: Mapping[str, Any], new_values: NewValues) -> dict[str, Any]:
-    """Return a copy of a configuration with *new_values* in it."""
+    """Return a copy of a configuration with *new_values* put in."""
     changed = copy.deepcopy(dict(small))
     for (*parts, last), size in new_values.items():
         part: Any = changed

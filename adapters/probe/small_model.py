@@ -1,4 +1,4 @@
-"""Builder of a small copy of a model, whose random weights make every mechanism count."""
+"""Small copies of a model, with random weights under which every mechanism has an effect."""
 
 import contextlib
 import copy
@@ -33,7 +33,9 @@ _PLAIN_STD = 0.05
 
 @contextlib.contextmanager
 def hiding_warnings() -> Iterator[None]:
-    """Hide all warnings inside the block, such as those of missing kernels and unusual sizes."""
+    """
+    Hide all warnings inside this context, such as those about missing kernels and unusual sizes.
+    """
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)
     try:
@@ -45,12 +47,12 @@ def hiding_warnings() -> Iterator[None]:
 
 
 def error_text(error: Exception) -> str:
-    """Return the class and message of an error as one line of at most 300 characters."""
+    """Return an error's class and message in one line of at most 300 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def open_model_config(model: ModelConfig) -> Any:
-    """Return transformers' configuration of a model's folder; ConfigError if it is refused."""
+    """Return transformers' configuration of a model folder; ConfigError if it cannot be used."""
     try:
         config = AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code)
     except Exception as error:
@@ -66,7 +68,7 @@ def open_model_config(model: ModelConfig) -> Any:
 
 @attrs.define(eq=False)
 class SmallModels:
-    """Builder of small copies of one model; keeps their configuration and number of weights."""
+    """Builder of small copies of one model, which keeps its configuration and number of weights."""
 
     config: Any
     """Configuration of transformers, of the user's own model."""
@@ -82,7 +84,7 @@ class SmallModels:
 
     def build(self, *, attention: str, new_values: NewValues = MappingProxyType({})) -> Any:
         """
-        Build a small copy with random weights, in float32, in evaluation mode.
+        Build a small copy with random float32 weights, in evaluation mode.
 
         Args:
             attention: Name of transformers' attention that it is built with.
@@ -148,7 +150,9 @@ def _instantiate(kind: Any, small: Any, *, attention: str, trust_remote_code: bo
 
 def diversify_weights(model: torch.nn.Module) -> None:
     """
-    Add noise to constant weights, which may turn a mechanism off, and scale up very small ones.
+    Add noise to constant weights, and scale up very small ones.
+
+    Constant weights may turn a mechanism off.
     """
     with torch.no_grad():
         for weight in model.parameters():

@@ -1,5 +1,5 @@
 """
-Proof that packed samples are apart, on any torch model and a batch of any collator.
+Proof that packed samples stay apart, for any torch model and a batch of any collator.
 
 `batches` reads where samples begin, and cuts a packed batch into its samples. `comparison` computes
 samples packed and alone, and compares both. `gradients` computes which samples a result depends on.

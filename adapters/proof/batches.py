@@ -1,4 +1,4 @@
-"""A packed batch of any collator: where its samples begin, and each sample alone."""
+"""A packed batch of any collator: where each sample begins, and each sample alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Place = tuple[int, slice]
 
 @attrs.frozen(eq=False)
 class Sample:
-    """A sample as a batch of its own, with the targets of its loss."""
+    """One sample as a batch by itself, with the targets of its loss."""
 
     inputs: Mapping[str, Any]
     """Arguments of the model: a batch of one."""
@@ -48,7 +48,7 @@ class Sample:
 
 @attrs.frozen(eq=False)
 class PackedBatch:
-    """Rows of samples, as a collator made them."""
+    """Rows of samples as a collator made them."""
 
     inputs: Mapping[str, Any]
     """Arguments of the model, without labels."""
@@ -65,7 +65,7 @@ class PackedBatch:
     @classmethod
     def read(cls, batch: Mapping[str, Any], starts: Starts | None) -> PackedBatch:
         """
-        Find the samples of a packed batch.
+        Find where the samples of a packed batch begin.
 
         Args:
             batch: Arguments of the model, of packed rows.
@@ -128,7 +128,7 @@ class PackedBatch:
 
     def samples(self, alone: Sequence[Mapping[str, Any]] | None = None) -> list[Sample]:
         """
-        Return each sample alone: cut out of its row, or as the user's own collator made it.
+        Return each sample alone: cut out of its row, or made by the user's own collator.
 
         Args:
             alone: A batch of each sample by itself, in the order of the rows; None cuts them out.
@@ -154,18 +154,18 @@ class PackedBatch:
 
 
 def shape_text(shape: Shape) -> str:
-    """Return a batch's shape in words."""
+    """Return the shape of a batch as text."""
     rows, tokens = shape
     return f"{counted(rows, 'row')} of {tokens:,} tokens"
 
 
 def places_by_lengths(lengths: Iterable[int]) -> tuple[Place, ...]:
-    """Return the places of samples that follow each other in one row, by their lengths."""
+    """Return the places of consecutive samples in one row, from their lengths."""
     return tuple((0, slice(*span)) for span in pairwise(accumulate(lengths, initial=0)))
 
 
 def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch's arguments of the model, without labels, pack indices and None."""
+    """Return the model's arguments in a batch; labels, pack indices and None are left out."""
     return {key: value for key, value in batch.items() if key not in ("labels", PACK) and value is not None}
 
 

@@ -1,4 +1,4 @@
-"""The two assertions: samples of a packed batch are apart, and equal to themselves alone."""
+"""Two assertions: packed samples are apart, and each has the results that it has alone."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from packplan.core.errors import ArgumentError, MismatchError, ModelError
 
 def assert_isolated(model: torch.nn.Module, batch: Mapping[str, Any], starts: Starts | None = None) -> None:
     """
-    Assert that no sample of a packed batch depends on another one.
+    Assert that no sample of a packed batch depends on another sample.
 
     The gradient of each sample's logits with respect to the embeddings of the others has to be
     exactly 0. The model computes in evaluation mode, and its mode is restored.
@@ -118,7 +118,7 @@ def assert_equal_to_alone(
 
 
 def refuse_sharded_weights(model: torch.nn.Module) -> None:
-    """Raise ModelError for the first weight that this process does not hold in full."""
+    """Refuse a model if this process does not hold all of its weights in full."""
     if (name := find_sharded_weight(model)) is not None:
         reason = f"its weight {name} is sharded, as FSDP and ZeRO-3 leave it: ask the model before"
         raise ModelError("probe", reason)

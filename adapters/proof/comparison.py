@@ -1,5 +1,5 @@
 """
-Comparison of a model's results for packed samples with those for the same samples alone.
+Comparison of a model's results for packed samples with its results for each sample alone.
 
 `run_watched` computes packed rows, and `read_outcome` reads logits, losses and gradients of each
 sample off the result. `run_alone` computes each sample by itself, and `compare` returns the
@@ -87,7 +87,7 @@ def run_watched(
     model: torch.nn.Module, packed: PackedBatch, *, call: Call | None = None
 ) -> tuple[WatchedPass, torch.Tensor]:
     """
-    Compute packed rows; return the pass with its embeddings, and the logits.
+    Compute packed rows; return the pass, which keeps their embeddings, and the logits.
 
     Args:
         model: Model that computes.
@@ -110,7 +110,7 @@ def read_outcome(
     keep_logits: bool = True,
 ) -> Outcome:
     """
-    Return the outcome of samples whose logits one pass computed.
+    Return logits, losses and gradients of samples whose logits one forward pass computed.
 
     Args:
         model: Model that computed them.
@@ -144,7 +144,7 @@ def run_alone(
     keep_logits: bool = True,
 ) -> Outcome:
     """
-    Return the outcome of samples that are each computed alone, the last one first.
+    Return logits, losses and gradients of samples that are computed one by one, the last one first.
 
     In the row's order, a state that a layer keeps between calls would be the row's, and not show.
 
@@ -176,7 +176,7 @@ def run_alone(
 
 def compare(found: Outcome, expected: Outcome, *, median: bool = False) -> Comparison:
     """
-    Return the differences of an outcome from the expected one.
+    Return how an outcome differs from the expected one.
 
     Args:
         found: Outcome of packed samples.
@@ -200,7 +200,7 @@ def compare_values(
     found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], *, median: bool = False
 ) -> list[float]:
     """
-    Return the largest difference of each sample's values, over the largest expected value.
+    Return each sample's largest difference, relative to the largest expected value.
 
     Args:
         found: Values of each sample; shape (tokens, width).
@@ -214,7 +214,7 @@ def compare_values(
 
 def reduce_differences(tokens: torch.Tensor, *, median: bool) -> float:
     """
-    Return the largest difference of a sample's tokens, or the median; inf if any is not finite.
+    Return the largest (or median) difference of a sample's tokens; infinity if not all are finite.
 
     Args:
         tokens: Difference of each token; shape (tokens,).
@@ -250,14 +250,14 @@ def read_logits(output: Any, shape: Shape) -> torch.Tensor:
 
 
 def compute_precision(model: torch.nn.Module) -> Precision:
-    """Return the precision of a model's products: that of autocast if on, else of its weights."""
+    """Return the precision of a model's products: that of autocast, else that of its weights."""
     names: dict[torch.dtype, Precision] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
     return names.get(compute_dtype(next(model.parameters())), "float32")
 
 
 def difference_limit(model: torch.nn.Module, precision: Precision | None = None, *, experts: bool = True) -> float:
     """
-    Return the largest relative difference of packed samples from themselves alone that is allowed.
+    Return the largest relative difference that is allowed between packed samples and samples alone.
 
     Args:
         model: Model that computes.
@@ -271,7 +271,7 @@ def difference_limit(model: torch.nn.Module, precision: Precision | None = None,
 
 def experts_may_differ(model: torch.nn.Module) -> bool:
     """
-    Return whether rounding may choose other experts for a token.
+    Return whether rounding may make a model choose other experts for a token.
 
     This holds for scores that are rounded to 16 bits or TF32.
     """

@@ -1,5 +1,5 @@
 """
-Comparison of a hooked model's first call of each kind with its padded pass.
+Comparison of the first call of each kind of a hooked model with its padded pass.
 
 What `unpad` proved on tokens of its own is compared once more on the user's batch: loss, outputs,
 and the gradient with respect to the embeddings of the tokens. Training then goes on bit by bit as
@@ -62,10 +62,10 @@ NOT_PACKED = "it is given no mask of rows and positions"
 
 
 class FirstCalls:
-    """Comparison of the first call of each kind, before the call itself."""
+    """Comparisons of a model's calls with padded passes, once for each kind of call."""
 
     def __init__(self, native: str) -> None:
-        """Let the attention *native* of transformers compute padded passes."""
+        """Compute padded passes by transformers' attention *native*."""
         self._native, self._key = native, f"packplan/unlike_padded/{next(_NUMBERS)}"
         self._kinds: set[Any] = set()
         self._has_met = False  # with the calls of the same model on other ranks
@@ -75,7 +75,7 @@ class FirstCalls:
         self, hooks: Any, module: Any, given: dict[str, Any], tokens: RealTokens | None, *, meets: bool
     ) -> None:
         """
-        Compare a call with its padded pass if it is the first of its kind.
+        Compare a call with its padded pass, if it is the first call of its kind.
 
         Args:
             hooks: `Unpadding` of the model.
@@ -164,12 +164,12 @@ class FirstCalls:
         return ""
 
     def remove(self) -> None:
-        """Tell other ranks that this one has removed its hooks."""
+        """Tell the other ranks that this rank has removed its hooks."""
         if has_ranks():
             _get_default_store().set(f"{self._key}/{dist.get_rank()}", _HOOKLESS)
 
     def refuse_step(self, *_: Any) -> None:
-        """Raise MismatchError if a rank has found a difference, before weights are updated."""
+        """Raise MismatchError before weights are updated, if any rank has found a difference."""
         if has_ranks():
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # gradients are reduced now, so each rank has had its call
@@ -194,7 +194,7 @@ def _raise_first(fact: str | None) -> None:
 @contextmanager
 def raising_together(model: torch.nn.Module) -> Iterator[None]:
     """
-    Let an error that one rank raises in the block end all ranks, where they share the weights.
+    Raise an error of one rank on all ranks, where they share the model's weights.
 
     Otherwise a rank may run the block alone, and nothing is changed.
     """

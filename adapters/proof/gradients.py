@@ -1,5 +1,5 @@
 """
-Dependence of results on samples, by gradients with respect to the embeddings of tokens.
+Dependence of results on samples, measured by gradients with respect to token embeddings.
 
 Without a path from a sample to a result, the gradient is exactly 0, whatever the kernel rounds. So
 there is no threshold, and the smallest dependence on another sample shows.
@@ -25,7 +25,7 @@ _SEED = 11
 
 def view_by_token(value: Any, shape: Shape) -> torch.Tensor | None:
     """
-    Return a view of a tensor with rows and tokens as the first axes; None if it has no such axes.
+    Return a view of a tensor whose first axes are rows and tokens; None if it has no such axes.
 
     Args:
         value: Anything that a module takes or returns.
@@ -46,7 +46,7 @@ def view_by_token(value: Any, shape: Shape) -> torch.Tensor | None:
 
 @attrs.frozen(eq=False)
 class TensorNode:
-    """Node of autograd's graph for a tensor of a forward pass, with the tensor's shape."""
+    """Node of the autograd graph that stands for a tensor of a forward pass, with its shape."""
 
     edge: GradientEdge
     example: torch.Tensor
@@ -54,7 +54,7 @@ class TensorNode:
 
     @classmethod
     def from_value(cls, value: Any, shape: Shape) -> TensorNode | None:
-        """Return a tensor's node; None if it has no gradient, or not the tokens of the batch."""
+        """Return the node of a tensor; None if it has no gradient or no tokens of the batch."""
         if view_by_token(value, shape) is None or not value.requires_grad or not value.is_floating_point():
             return None
         return cls(get_gradient_edge(value), value.new_empty(1).expand(value.shape))
@@ -62,7 +62,7 @@ class TensorNode:
 
 @attrs.frozen
 class Dependence:
-    """Sizes of gradients by which one sample's result depends on another sample, and on itself."""
+    """Gradients that say how much one sample's result depends on another sample, and on itself."""
 
     reader: int
     """Index of the sample whose result is differentiated."""
@@ -78,7 +78,7 @@ class Dependence:
 
     @property
     def isolation(self) -> float:
-        """`size` over `own`; infinite if `own` is 0, or one of them is not finite."""
+        """`size` over `own`; infinity if `own` is 0, or if one of them is not finite."""
         if not self.own > 0 or not math.isfinite(self.own) or not math.isfinite(self.size):
             return math.inf
         return self.size / self.own
@@ -86,7 +86,7 @@ class Dependence:
 
 @attrs.frozen(eq=False)
 class WatchedPass:
-    """A forward pass of packed rows whose embeddings are watched."""
+    """Forward pass of packed rows whose embeddings are recorded."""
 
     packed: PackedBatch
 
@@ -98,7 +98,7 @@ class WatchedPass:
 
     def logit_dependences(self, logits: torch.Tensor, readers: Iterable[int] | None = None) -> Iterator[Dependence]:
         """
-        Yield for each reader the other sample that its logits depend on most.
+        Yield, for each reader, the other sample on which its logits depend most.
 
         Args:
             logits: Logits that the pass computed of the rows.
@@ -117,7 +117,7 @@ class WatchedPass:
 
     def dependences(self, result: TensorNode, readers: Iterable[int] | None = None) -> Iterator[Dependence]:
         """
-        Yield for each reader the other sample that its part of a result depends on most.
+        Yield, for each reader, the other sample on which its part of a result depends most.
 
         Args:
             result: Tensor of the pass.
@@ -165,7 +165,9 @@ class WatchedPass:
 
 @contextmanager
 def watching_embeddings(model: torch.nn.Module, packed: PackedBatch) -> Iterator[WatchedPass]:
-    """Inside the block, record the embeddings of a forward pass of packed rows, with gradients."""
+    """
+    Inside this context, record the embeddings of a forward pass of packed rows, with gradients.
+    """
     watched = WatchedPass(packed, dict(packed.inputs))
 
     def collect_source(_: Any, __: Any, output: Any) -> Any:

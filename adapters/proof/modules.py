@@ -1,5 +1,5 @@
 """
-The module in which samples are mixed, or computed otherwise than alone.
+Search for the module that mixes samples, or computes a packed sample otherwise than alone.
 
 The calls of a model's modules are a tree. The search goes down from the model: of the calls inside
 a call, it takes the first whose output shows the fault while its inputs do not. Calls beside that
@@ -25,7 +25,7 @@ C = TypeVar("C")
 
 @attrs.frozen
 class NamedModule:
-    """A module, with its name by `named_modules`."""
+    """Module of a model, with its name in `named_modules`."""
 
     name: str
     """Empty for the model itself."""
@@ -53,8 +53,9 @@ class _ModuleCall:
 
 def first_leak(model: torch.nn.Module, packed: PackedBatch) -> tuple[Dependence, NamedModule | None] | None:
     """
-    Return the dependence of the first sample whose logits depend on another one, or not on itself,
-    and the module that mixes them, if it is found; None if there is no such sample.
+    Return the first sample whose logits depend on another one, or not on itself; None without one.
+
+    Returned are the dependence, and the module that mixes the samples if it is found.
 
     Args:
         model: Model in evaluation mode.
@@ -109,7 +110,7 @@ def _kept_parts(value: Any, keep: Callable[[Any], Any | None]) -> list[Any]:
 
 def first_mixing_module(model: torch.nn.Module, packed: PackedBatch, reader: int) -> NamedModule | None:
     """
-    Return the first module whose output for a sample depends on another sample, unlike its input.
+    Return the first module whose output, but not its input, mixes a sample with another one.
 
     Args:
         model: Model in evaluation mode.
@@ -142,7 +143,7 @@ def first_different_module(
     model: torch.nn.Module, packed: PackedBatch, alone: Mapping[str, Any], place: Place, *, limit: float
 ) -> NamedModule | None:
     """
-    Return the first module whose output for a sample differs from that for the sample alone.
+    Return the first module whose output for a packed sample differs from that for it alone.
 
     Args:
         model: Model in evaluation mode.

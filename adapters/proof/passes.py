@@ -1,5 +1,5 @@
 """
-Comparison of a packed call of a model with its padded pass, on a batch of the user's.
+Comparison of a model's packed call with its padded pass, on a batch of the user.
 
 `run_pass` computes a call without dropout and noise, with the random state, buffers and gradients
 that it found, and leaves them so. `difference_text` compares the results of two passes by sample.
@@ -34,7 +34,7 @@ _STATES, _GRADIENT = "last hidden state", "gradient of the embeddings"
 
 @attrs.define(eq=False)
 class Pass:
-    """Results of a forward pass, and how far rounding may change them."""
+    """Results of a forward pass, and how much rounding may change them."""
 
     values: dict[str, list[torch.Tensor]] = attrs.field(factory=dict)
     """Name -> values of each sample; shape (tokens, width), or (1, width) for pooled ones."""
@@ -59,7 +59,7 @@ def run_pass(
     keeps: Any = None,
 ) -> Pass:
     """
-    Compute a call and the gradient of its loss, or else of a fixed sum of its outputs.
+    Compute a call and the gradient of its loss; without a loss, that of a fixed sum of its outputs.
 
     Args:
         model: Model of transformers without wrappers.
@@ -181,7 +181,7 @@ def _split(values: torch.Tensor, samples: torch.Tensor) -> list[torch.Tensor]:
 
 def difference_text(found: Pass, expected: Pass) -> str | None:
     """
-    Return how results differ more than rounding explains, as a clause; None if they do not.
+    Return how two results differ beyond rounding, as a clause; None if they do not.
 
     Args:
         found: Packed pass.

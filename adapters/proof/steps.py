@@ -1,5 +1,5 @@
 """
-Assertion that an optimizer step of the user's own trainer is the mean over its supervised tokens.
+Assertion that an optimizer step of a user's trainer is the mean over its supervised tokens.
 
 A trainer of transformers runs its own `train` to the end of the first step: its loader, its
 accumulation, its number of items, its `training_step`, its log. The update of the weights is left
@@ -47,7 +47,9 @@ NOISE = "neftune_noise_alpha"
 
 @attrs.frozen
 class StepLoss:
-    """An optimizer step, compared with the mean over its supervised tokens."""
+    """
+    Loss and gradients of an optimizer step, compared with the mean over its supervised tokens.
+    """
 
     loss: float | None
     """Loss that the trainer reports; None if it reports none."""
@@ -70,7 +72,7 @@ class StepLoss:
 
 def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limit: float | None = None) -> StepLoss:
     """
-    Assert that an optimizer step has the loss and gradients of the mean of its supervised tokens.
+    Assert that loss and gradients of a step are those of the mean over its supervised tokens.
 
     The first step of the training is computed: all its passes, forward and backward, on all ranks,
     without the update of the weights. All ranks call this. Dropout is off meanwhile. Weights,
@@ -237,13 +239,13 @@ def _run_for_mean(model: torch.nn.Module, samples: list[Sample], tokens: int, au
 
 
 def has_ranks() -> bool:
-    """Return whether other ranks run; those of a traced step are fake."""
+    """Return whether there are other ranks; the ranks of a traced step are not real."""
     is_one = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
     return not is_one and dist.get_backend() != "fake"
 
 
 def gather_from_ranks(value: Any) -> list[Any]:
-    """Return the values of all ranks, in their order; all ranks call this."""
+    """Return the values of all ranks, in rank order; all ranks call this."""
     if not has_ranks():
         return [value]
     found = [value] * dist.get_world_size()
@@ -254,9 +256,10 @@ def gather_from_ranks(value: Any) -> list[Any]:
 @contextmanager
 def restoring_training_state(model: torch.nn.Module) -> Iterator[None]:
     """
-    Inside the block, turn dropout and noise off in training too, let gradients of inputs pass
-    checkpoints, and start without gradients; at its end, restore gradients, buffers, modes and
-    random state.
+    Inside this context, compute without dropout and noise, and restore everything at its end.
+
+    Gradients of inputs pass checkpoints, and there are no gradients at first. Restored are
+    gradients, buffers, modes and random states.
     """
     with ExitStack() as stack:
         for weight in model.parameters():
@@ -279,7 +282,7 @@ def restoring_training_state(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def restoring_attributes(owner: Any) -> Iterator[None]:
-    """Restore all attributes of an object when the block ends."""
+    """Restore all attributes of an object at the end of this context."""
     before = dict(vars(owner))
     try:
         yield

@@ -1,1 +1,1 @@
-"""Ranks over torch.distributed that notice each other's failures, and workers on ranks or Ray."""
+"""Ranks over torch.distributed that notice each other's failures; workers on ranks or on Ray."""

@@ -1,4 +1,4 @@
-"""Checks of the environment variables by which torchrun describes the ranks."""
+"""Checks of torchrun's environment variables, which describe the ranks."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ _MAX_RANKS, _MAX_PORT = 100_000, 2**16 - 1
 
 def read_world_size(environment: Mapping[str, str] | None = None) -> int:
     """
-    Check the variables of torchrun, and return the number of ranks; 1 without torchrun.
+    Check torchrun's variables, and return the number of ranks; 1 without torchrun.
 
     Args:
         environment: Environment variables; without any, those that this process has now: `datasets`
@@ -58,7 +58,7 @@ def _parse_number(text: str) -> int | None:
 @contextmanager
 def wrap_rendezvous_errors(environment: Mapping[str, str] | None = None) -> Iterator[None]:
     """
-    Turn a RuntimeError in this context, in which a rank joins the others, into a RunError.
+    Turn a RuntimeError of a rank that joins the others into a RunError.
 
     Args:
         environment: See `read_world_size`; they have the address of the store.

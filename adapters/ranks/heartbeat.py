@@ -1,5 +1,5 @@
 """
-Process beside rank 0 that writes rank 0's current task, and its death, to the store of the ranks.
+Process beside rank 0 that writes its current task, and its death, to the ranks' store.
 
 It is a process, not a thread, for two reasons. Solvers hold the interpreter for seconds, and the
 heartbeat has to outlive rank 0 to report its death.
@@ -31,7 +31,7 @@ class Heartbeat:
     """Heartbeat of this process in a store, from construction to `stop`."""
 
     def __init__(self, store: Store) -> None:
-        """Start the heartbeat; the new process connects to the store by itself."""
+        """Start the process of the heartbeat, which connects to the store by itself."""
         context = multiprocessing.get_context("fork")
         receiver, self._sender = context.Pipe(duplex=False)
         # A slow heartbeat loses reports, but never blocks rank 0.
@@ -43,7 +43,7 @@ class Heartbeat:
             receiver.close()
 
     def report(self, words: str) -> None:
-        """Send rank 0's current task in words to the heartbeat, at most once in `BEAT_S`."""
+        """Send rank 0's current task, as text, to the heartbeat, at most once in `BEAT_S`."""
         if (now := time.monotonic()) - self._reported >= BEAT_S:
             self._reported = now
             with contextlib.suppress(BlockingIOError):
@@ -51,7 +51,7 @@ class Heartbeat:
                 self._sender.send_bytes(words.encode()[:1000])
 
     def stop(self) -> None:
-        """End the heartbeat's process without reporting that rank 0 died."""
+        """End the process of the heartbeat without a report that rank 0 has died."""
         self._process.kill()
         self._process.join()
         self._sender.close()

@@ -72,7 +72,7 @@ class _RankActor:
 
 class RayWorkers:
     """
-    Workers that are Ray actors.
+    Workers that are Ray actors, each a rank.
 
     Attributes:
         process_ids: Process ids of the workers, on their machines.
@@ -117,7 +117,7 @@ class RayWorkers:
 
     def run_all_workers_sharded_data(self, method: str, shards: Sequence[Any], /, **options: Any) -> list[Arrays]:
         """
-        Call a method of every worker, each with its own shard, and return the results by worker.
+        Call a method of every worker with its own shard; return the results by worker.
 
         Args:
             method: Name of the method, which takes a shard and the options.

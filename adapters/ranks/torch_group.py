@@ -1,5 +1,5 @@
 """
-Ranks over torch.distributed: rank 0 builds arrays, the others wait for its broadcast at the store.
+Ranks over torch.distributed: rank 0 builds arrays, and the others wait for its broadcast.
 
 `RankWorkers` makes each rank compute its own shard with a worker object of the user's.
 """
@@ -60,15 +60,15 @@ class OneRank:
         return build(lambda _: None)
 
     def gather(self, value: str) -> tuple[str, ...]:
-        """Return the one rank's value; see `core.ports.RankGroup`."""
+        """Return the value of the only rank; see `core.ports.RankGroup`."""
         return (value,)
 
     def any(self, flag: bool) -> bool:  # noqa: FBT001  # see the port
-        """Return the one rank's flag; see `core.ports.RankGroup`."""
+        """Return the flag of the only rank; see `core.ports.RankGroup`."""
         return flag
 
     def gather_arrays(self, arrays: Arrays) -> tuple[Arrays, ...]:
-        """Return the one rank's arrays; see `core.ports.RankGroup`."""
+        """Return the arrays of the only rank; see `core.ports.RankGroup`."""
         return (arrays,)
 
     def stop_heartbeat(self) -> None:
@@ -76,7 +76,7 @@ class OneRank:
 
 
 class TorchGroup:
-    """A `core.ports.RankGroup` over a process group that torchrun's environment describes."""
+    """A `core.ports.RankGroup` over the process group that torchrun's environment describes."""
 
     def __init__(self, *, use_cpu: bool, timeout_s: float = 1800.0) -> None:
         """
@@ -126,7 +126,7 @@ class TorchGroup:
         return arrays
 
     def gather(self, value: str) -> tuple[str, ...]:
-        """Return the value of every rank, by rank; see `core.ports.RankGroup`."""
+        """Return the values of all ranks, by rank; see `core.ports.RankGroup`."""
         self._calls += 1
         keys = [f"gathered/{self._calls}/{rank}" for rank in range(self.world_size)]
         with wrap_rank_errors(self.rank):
@@ -141,7 +141,7 @@ class TorchGroup:
         return bool(flags.item())
 
     def gather_arrays(self, arrays: Arrays) -> tuple[Arrays, ...]:
-        """Return the arrays of every rank, by rank; see `core.ports.RankGroup`."""
+        """Return the arrays of all ranks, by rank; see `core.ports.RankGroup`."""
         mine = {name: np.array(array, order="C") for name, array in arrays.items()}
         gathered = []
         for rank, answer in enumerate(self.gather(_describe_arrays(mine))):
@@ -152,18 +152,18 @@ class TorchGroup:
         return tuple(gathered)
 
     def stop_heartbeat(self) -> None:
-        """Stop rank 0's heartbeat. From then on, failing collectives show that a rank is lost."""
+        """Stop rank 0's heartbeat; from now on, failing collectives show that a rank is lost."""
         if self._heartbeat:
             self._heartbeat.stop()
             self._heartbeat = None
 
     def report_failure(self, error: Exception) -> None:
-        """Publish the error that ends this rank to the waiting ranks, if the store still runs."""
+        """Publish the error that ends this rank to the waiting ranks, if the store still exists."""
         with suppress(dist.DistError):
             self._store.set(DIED, f"rank {self.rank} failed: {_error_text(error)}")
 
     def leave(self) -> None:
-        """Leave the group once every rank does, since one rank's process may hold the store."""
+        """Leave the group once every rank does: the process of one rank may hold the store."""
         dist.barrier()
         self.stop_heartbeat()
         # Threads of its transports that outlive the interpreter may abort the process.
@@ -254,7 +254,7 @@ def _first_sentence(error: BaseException) -> str:
 @contextmanager
 def wrap_rank_errors(rank: int) -> Iterator[None]:
     """
-    Turn torch's errors of lost connections in this context into RunErrors; other errors pass.
+    Turn torch's errors about lost connections in this context into RunErrors.
 
     Args:
         rank: This rank, for the message.
@@ -270,7 +270,7 @@ def wrap_rank_errors(rank: int) -> Iterator[None]:
 
 def join_launch(*, timeout_s: float = 1800.0, refusal: Exception | None = None) -> tuple[Store, int, int]:
     """
-    Wait at the store of torchrun's environment until all ranks have come, and share refusals.
+    Wait until all ranks of torchrun's environment have come, and share their refusals.
 
     Args:
         timeout_s: Seconds to wait for the other ranks.
@@ -373,20 +373,18 @@ class _KeyWatch:
 
 
 class RankWorkers:
-    """
-    Workers that are torchrun's ranks, or this process alone. Each rank gets the results of all.
-    """
+    """Workers that are torchrun's ranks, or only this process; each rank gets all results."""
 
     def __init__(self, worker: Any, group: RankGroup) -> None:
         self._worker, self._group = worker, group
 
     @property
     def num_workers(self) -> int:
-        """Number of ranks of the group."""
+        """Number of ranks in the group."""
         return self._group.world_size
 
     def run_all_workers_sharded_data(self, method: str, shards: Sequence[Any], /, **options: Any) -> list[Arrays]:
-        """Call *method* with this rank's shard, and return all ranks' results, by rank."""
+        """Call *method* with this rank's shard; return the results of all ranks, by rank."""
         rank = self._group.rank
         try:
             with wrap_rank_errors(rank):
@@ -415,7 +413,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def weight_digests(model: torch.nn.Module) -> dict[str, str]:
-    """Return type, shape and digest of each weight of the state dict, as text, by `weight NAME`."""
+    """Return type, shape and digest of each weight as text, by `weight NAME`."""
     return {
         f"weight {name}": f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)} {_weight_digest(weight)}"
         for name, weight in model.state_dict().items()

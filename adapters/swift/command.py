@@ -1,5 +1,5 @@
 """
-A training command of ms-swift, resolved by ms-swift itself: its arguments, template and rows.
+A training command of ms-swift as ms-swift resolves it: its arguments, template and rows.
 
 No weights are loaded. Arguments that contradict a plan are refused, and named by their flags.
 """
@@ -45,7 +45,7 @@ TESTED_VERSIONS = ("4.6.0",)
 
 @attrs.frozen(eq=False)
 class SwiftCommand:
-    """Training command of ms-swift, with its resolved arguments."""
+    """Training command of ms-swift, with the arguments that it resolves."""
 
     arguments: Any
     """Arguments as ms-swift resolves them."""
@@ -55,12 +55,12 @@ class SwiftCommand:
 
     @property
     def world_size(self) -> int:
-        """Data-parallel ranks: processes, or groups of processes that share each row."""
+        """Number of data-parallel ranks; processes that share each row are one rank."""
         return count_row_groups(self.num_processes, row_ranks(self.arguments))
 
     @property
     def sequences_per_row(self) -> int:
-        """Number of sequences in each row: 2 for preference pairs, 0 if it differs between rows."""
+        """Number of sequences in a row: 2 for preference pairs, 0 if rows differ."""
         if self.splits_texts or self.arguments.task_type in {"embedding", "reranker", "generative_reranker"}:
             return 0
         kind = getattr(self.arguments, "rlhf_type", None)
@@ -68,35 +68,35 @@ class SwiftCommand:
 
     @property
     def splits_texts(self) -> bool:
-        """Whether a text of more than `--max_length` tokens becomes several rows."""
+        """Whether a text of more than `--max_length` tokens is split into several rows."""
         return bool(self.arguments.truncation_strategy == "split")
 
     @property
     def algorithm(self) -> str:
-        """Packing algorithm of the plugin, a name in `core.packers.ALGORITHMS`."""
+        """Packing algorithm of the plugin: a name in `core.packers.ALGORITHMS`."""
         return ALGORITHMS[self.arguments.packing_strategy]
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Batches of a rank in a step; by default, ms-swift trains 16 samples over all ranks."""
+        """Batches of a rank in one step; by default, all ranks together train 16 samples."""
         asked, size = self.arguments.gradient_accumulation_steps, self.arguments.per_device_train_batch_size
         return int(asked) if asked is not None else max(1, math.ceil(16 / size / self.num_processes))
 
     @property
     def deepspeed(self) -> Any:
-        """DeepSpeed's configuration, or the path of its file; None without DeepSpeed."""
+        """Configuration of DeepSpeed, or the path of its file; None without DeepSpeed."""
         named = Path(swift.__file__).parent / "config" / f"{self.arguments.deepspeed}.json"
         return str(named) if named.is_file() else self.arguments.deepspeed
 
     def length_inputs(self) -> dict[str, Value]:
-        """Return the arguments on which lengths depend, for their fingerprint."""
+        """Return the arguments that lengths depend on, for their fingerprint."""
         asked = self.arguments.get_template_kwargs()
         asked |= {"task_type": self.arguments.task_type, "parts": self.sequences_per_row}
         return {f"swift.{name}": value if isinstance(value, int) else str(value) for name, value in asked.items()}
 
     def open_template(self) -> Any:
         """
-        Return the template of ms-swift, in training mode.
+        Return ms-swift's template of the command, in training mode.
 
         Raises:
             ConfigError: ms-swift cannot load the processor or the template.
@@ -153,7 +153,7 @@ class SwiftCommand:
 
 def expand_config_file(arguments: Sequence[str]) -> list[str]:
     """
-    Return the arguments of a command, with a YAML or JSON file in first place expanded.
+    Return a command's arguments, in which a leading YAML or JSON file is expanded.
 
     ms-swift reads the file, and sets the environment variables that it names.
     """
@@ -165,7 +165,7 @@ def expand_config_file(arguments: Sequence[str]) -> list[str]:
 
 def read_command(task: str, arguments: Sequence[str], *, started: int, world_size: int | None = None) -> SwiftCommand:
     """
-    Return a command as ms-swift resolves it, before it loads anything.
+    Return a command as ms-swift resolves it; nothing is loaded yet.
 
     Args:
         task: Command of ms-swift: `sft`, `pt` or `rlhf`.
@@ -207,7 +207,7 @@ def _wrap_swift_errors() -> Iterator[None]:
 
 
 def refuse_untested_version(version: str) -> None:
-    """Raise ConfigError for a version of ms-swift that is not in `TESTED_VERSIONS`."""
+    """Refuse a version of ms-swift that is not in `TESTED_VERSIONS`."""
     if version not in TESTED_VERSIONS:
         reason = (
             f"{version} is not a version that this plugin was tested with ({', '.join(TESTED_VERSIONS)}): install that "
@@ -218,7 +218,7 @@ def refuse_untested_version(version: str) -> None:
 
 def prepare_arguments(arguments: Any, *, degrees: int | Literal["auto"] = 1) -> None:
     """
-    Refuse arguments that contradict a plan, and set the arguments that its packs need.
+    Refuse arguments that contradict a plan, and set those that its packs need.
 
     It replaces ms-swift's own check, which demands flash attention.
 
@@ -239,14 +239,14 @@ def prepare_arguments(arguments: Any, *, degrees: int | Literal["auto"] = 1) -> 
 
 
 def unplanned_rlhf(arguments: Any) -> str | None:
-    """Return the `--rlhf_type` if its trainer makes its own batches; None if packs are planned."""
+    """Return the `--rlhf_type` if its trainer makes its own batches, without a plan; else None."""
     kind = getattr(arguments, "rlhf_type", None)
     packed = kind == "kto" and arguments.packing and arguments.sequence_parallel_size == 1
     return None if kind == "dpo" or (packed and not arguments.model_meta.is_multimodal) else kind
 
 
 def row_ranks(arguments: Any) -> int:
-    """Return the number of ranks that share each row, from arguments after `prepare_arguments`."""
+    """Return how many ranks share each row, from the arguments after `prepare_arguments`."""
     return getattr(arguments, "packplan_row_ranks", 1)
 
 
@@ -266,7 +266,7 @@ def _plan_conflicts(arguments: Any) -> Iterator[Fault]:
 
 def sharing_conflicts(arguments: Any) -> Iterator[Fault]:
     """
-    Yield each argument with which as many ranks as a long pack needs cannot share it.
+    Yield each argument under which ranks cannot share packs by their lengths.
 
     Args:
         arguments: Arguments of a command of ms-swift.

@@ -25,10 +25,12 @@ _DIGEST, _SUPERVISED = "packplan_digest", "packplan_learned"
 
 
 class RowFactsPreprocessor(AddLengthPreprocessor):  # type: ignore[misc]  # has no types
-    """Preprocessor of ms-swift that adds its length, digest and supervised tokens to each row."""
+    """Preprocessor of ms-swift that adds lengths, digest and supervised tokens to each row."""
 
     def preprocess(self, row: Row) -> Row:
-        """Return a row, not encoded, with its lengths, digest and number of supervised tokens."""
+        """
+        Return a row, not encoded, with its lengths, its digest and its number of supervised tokens.
+        """
         encoded = EncodePreprocessor.preprocess(self, row)
         digest, supervised = encoded_row_facts(encoded)
         return {**row, "lengths": encoded["lengths"], _DIGEST: digest, _SUPERVISED: supervised}
@@ -36,7 +38,7 @@ class RowFactsPreprocessor(AddLengthPreprocessor):  # type: ignore[misc]  # has 
 
 def encoded_row_facts(row: Mapping[str, Any]) -> tuple[bytes, int]:
     """
-    Return the digest of a row, and the number of its supervised tokens.
+    Return the digest of a row, and its number of supervised tokens.
 
     A row without labels for its tokens, such as a row that is not encoded, counts as one token.
     """
@@ -50,7 +52,7 @@ def encoded_row_facts(row: Mapping[str, Any]) -> tuple[bytes, int]:
 
 class PlannedPacks(Dataset[PackOfRows]):
     """
-    Packs of a data set of ms-swift: item k has the encoded rows of pack k.
+    Packs of an ms-swift data set: item k has the encoded rows of pack k.
 
     Every process plans by itself, since equal lengths give equal packs. A row that has another
     length than planned, or cannot be encoded, is an error, and no other row takes its place.
@@ -93,7 +95,7 @@ class PlannedPacks(Dataset[PackOfRows]):
     @cached_property
     def facts(self) -> RowFacts:
         """
-        Digest of all rows of the data set, and the number of supervised tokens of each.
+        Digest of all rows, and the number of supervised tokens of each row.
 
         For a data set that ms-swift has cached with lengths, they describe the rows as stored.
         """
@@ -127,12 +129,12 @@ class PlannedPacks(Dataset[PackOfRows]):
 
 
 def count_tokens(lengths: int | Sequence[int]) -> int:
-    """Return the tokens of a row: its length, or the sum of the lengths of its sequences."""
+    """Return the length of a row; a row with several sequences has the sum of their lengths."""
     return lengths if isinstance(lengths, int) else sum(lengths)
 
 
 class PackCollator:
-    """Wrapper of ms-swift's collator that adds the list of a batch's pack indices under `PACK`."""
+    """Wrapper of ms-swift's collator that adds the pack indices of a batch under `PACK`."""
 
     def __init__(self, collate: Callable[[list[Any]], dict[str, Any]]) -> None:
         self._collate = collate

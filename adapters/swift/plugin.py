@@ -1,4 +1,4 @@
-"""Plugin by which ms-swift's training commands plan packs and train them; see `install`."""
+"""Plugin that makes ms-swift's training commands plan packs and train them; see `install`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -161,6 +161,6 @@ class _PlannedPipeline:
 
 
 def report(text: str) -> None:
-    """Print a line on rank 0, at any log level of ms-swift."""
+    """Print a line on rank 0, whatever the log level of ms-swift."""
     if is_master():
         print(f"packplan: {text}", flush=True)

@@ -1,4 +1,4 @@
-"""Trainers of ms-swift that train the packs of a plan, or their own batches without padding."""
+"""Trainers of ms-swift that train a plan's packs, or their own batches without padding."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ def follow_plan(
     check: bool = True,
 ) -> EpochSchedule:
     """
-    Make a trainer of ms-swift train the packs of its data set, and return their epoch schedule.
+    Make a trainer of ms-swift train the packs of its data set; return their epoch schedule.
 
     Args:
         trainer: Trainer whose training data are `PlannedPacks`.
@@ -77,7 +77,7 @@ def follow_plan(
 
 def unpad_models(pipeline: Any) -> list[Unpadding]:
     """
-    Make each model of a pipeline of ms-swift skip padding, and return the hooks of each.
+    Make each model of an ms-swift pipeline compute no padding; return the hooks of each.
 
     Raises:
         ModelError: The probe of a model fails.

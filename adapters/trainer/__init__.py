@@ -1,1 +1,1 @@
-"""ms-swift's trainer on packs: data sets, loaders, losses, checkpoints, evaluation."""
+"""ms-swift's trainer on packs: its data sets, loaders, losses, checkpoints and evaluation."""

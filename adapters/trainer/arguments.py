@@ -1,5 +1,5 @@
 """
-ms-swift's training arguments, made from a run's configuration and tried before measuring starts.
+ms-swift's training arguments, made from a run's configuration and tried before measuring.
 
 Settings that ms-swift would silently ignore are refused. Other errors are its own, about a name, a
 number or a missing package. `installed_keys` is the source of the table of `trainer_keys`.
@@ -32,12 +32,12 @@ TrainingArguments: typing.TypeAlias = Seq2SeqTrainingArguments
 
 
 def runs_on_cpu(settings: Mapping[str, Any]) -> bool:
-    """Return whether training uses no GPU, because *settings* say so or there is none."""
+    """Return whether training uses no GPU: because of *settings*, or because there is none."""
     return bool(settings.get("use_cpu")) or not torch.cuda.is_available()
 
 
 def shards_weights(arguments: TrainingArguments) -> bool:
-    """Return whether each rank holds only a part of the weights: with FSDP or DeepSpeed ZeRO-3."""
+    """Return whether each rank holds only a part of the weights: under FSDP or DeepSpeed ZeRO-3."""
     return bool(arguments.fsdp) or is_deepspeed_zero3_enabled()
 
 
@@ -94,7 +94,7 @@ def make_training_arguments(config: RunConfig, *, gradient_accumulation_steps: i
 
 
 def yield_setting_faults(arguments: Any) -> Iterator[Fault]:
-    """Use training arguments that would otherwise fail late; yield a fault for each that fails."""
+    """Try training arguments that would otherwise fail late; yield a fault for each that fails."""
     for (key, *others), use in _TRIALS.items():
         try:
             use(arguments)

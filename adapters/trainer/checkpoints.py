@@ -1,4 +1,4 @@
-"""Checkpoints: the search for the one to resume from, digests of files, and the resume state."""
+"""Checkpoints: which one a run resumes from, the digests of its files, and the resume state."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ files, and the SHA-256 of a share of the checkpoint's other files, by name.
 
 @attrs.frozen
 class Checkpoint(Generic[State]):
-    """Checkpoint to resume from, with its resume state."""
+    """Checkpoint to resume from, with the resume state that it holds."""
 
     folder: str
 
@@ -79,7 +79,7 @@ def find_checkpoint(
     differences: Callable[[Any], tuple[Difference, ...]] | None = None,
 ) -> Checkpoint[Any]:
     """
-    Return the checkpoint to resume from.
+    Return the checkpoint that a run resumes from.
 
     Every rank calls this, and reads a share of the files.
 
@@ -123,7 +123,7 @@ def find_checkpoint(
 
 def saved_plans(checkpoint: str, output_dir: str) -> frozenset[str]:
     """
-    Return the names of the plans of the checkpoints that `find_checkpoint` chooses from.
+    Return the names of the plans in the checkpoints from which `find_checkpoint` chooses.
 
     Args:
         checkpoint: Folder of a checkpoint, or `last`.
@@ -159,14 +159,14 @@ def attention_entry(attn_impl: str) -> dict[str, Any]:
 
 
 def remove_digests(folder: Path) -> None:
-    """Remove the digests of a checkpoint folder before it is overwritten."""
+    """Remove the digests in a checkpoint folder before its files are overwritten."""
     for file in folder.glob(_DIGESTS):
         file.unlink()
 
 
 def write_digests(folder: Path, *, share: int, num_shares: int) -> None:
     """
-    Write the digests of a share of a checkpoint's files.
+    Write the digests of a share of the files in a checkpoint.
 
     Args:
         folder: The checkpoint, complete except for the trainer's state.
@@ -243,7 +243,7 @@ def _read_checkpoint(folder: Path, state_class: type) -> Checkpoint[Any] | str:
 
 
 def newest_checkpoint(output_dir: str) -> Path | None:
-    """Return the checkpoint folder of the latest step, complete or not; None if there is none."""
+    """Return the checkpoint folder of the last step, complete or not; None if there is none."""
     return next(_list_newest_first(Path(output_dir)), None)
 
 

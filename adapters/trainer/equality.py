@@ -1,5 +1,5 @@
 """
-Comparison of training on a pack with transformers on each of its samples alone.
+Comparison of training on a pack with transformers' results for each of its samples alone.
 
 The pack passes all stages of training: data set, collator, the trainer's preparation, ms-swift's
 hooks. The reference passes none of them: each sample is encoded alone, the model itself makes the
@@ -37,7 +37,7 @@ _READERS = 8
 
 @attrs.frozen(eq=False)
 class PackComparison:
-    """Comparison of a trainer's packs with their samples alone, in results and gradients."""
+    """Comparison of a trainer's packs with their samples alone: results and gradients."""
 
     trainer: PlanTrainer
 
@@ -46,7 +46,7 @@ class PackComparison:
 
     @property
     def no_gradients_reason(self) -> str | None:
-        """Reason why gradients and a step's loss are not compared; None if they are."""
+        """Reason why gradients and the loss of a step are not compared; None if they are."""
         config = trained_config(self.trainer.model.config)
         name = config._attn_implementation  # noqa: SLF001  # no public question
         on_cpu = self.trainer.accelerator.device.type == "cpu"
@@ -54,12 +54,14 @@ class PackComparison:
 
     @property
     def limit(self) -> float:
-        """Largest tolerated difference of logits and gradients, if the same experts are chosen."""
+        """
+        Largest difference of logits and gradients that is allowed, if the same experts are chosen.
+        """
         return difference_limit(self.trainer.model, self.trainer.precision, experts=False)
 
     def deviations(self, pack: int) -> Iterator[Deviation]:
         """
-        Yield the deviations of a pack from its samples alone.
+        Yield how a pack deviates from its samples alone.
 
         Args:
             pack: Pack index.

@@ -32,7 +32,7 @@ from packplan.core.samples.tables import Table
 
 class PackedDataset(Dataset[PackOfRows | PackplanError]):
     """
-    Data set whose item k is pack k of `packs`, with encoded samples.
+    Data set of packs: item k has the encoded samples of pack k.
 
     An error is returned, not raised. Raised in a loader's worker process, it would lose its type
     and fields. The loader raises it.
@@ -87,7 +87,7 @@ _POWERS = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}
 
 @attrs.frozen
 class Collator:
-    """Collator of packs that makes a packed or padded batch, whatever the template is set to."""
+    """Collator that makes a packed or padded batch of packs, whatever the template is set to."""
 
     template: Template
 
@@ -142,7 +142,7 @@ def replace_packing(template: Template, *, packed: bool) -> Iterator[None]:
 
 def fill_token_weights(packs: Sequence[Sequence[Any]]) -> list[list[Sample]]:
     """
-    Return the samples of packs. If any has token weights, the others get 1 per supervised token.
+    Return the samples of packs; if any has token weights, others get weight 1 at supervised tokens.
 
     ms-swift would otherwise join the existing weights without gaps.
     """
@@ -158,8 +158,7 @@ def loss_weights(
     labels: torch.Tensor, starts: torch.Tensor, *, reduction: Reduction, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
     """
-    Return the weight of each label in the loss, 0 if it is ignored; a step's loss is the weighted
-    mean.
+    Return the weight of each label in the loss, 0 if it is ignored; the step's loss is their mean.
 
     The reduction `token` gives equal weight to every token, and `sample` to every sample. `sqrt`
     lies between (square averaging in InternVL 2.5, 2024): a token in a sample of n supervised
@@ -181,7 +180,7 @@ def loss_weights(
 
 
 def with_zero_weights(batch: Batch) -> Batch:
-    """Return a copy of a batch in which every token weighs 0 in losses and metrics."""
+    """Return a copy of a batch whose tokens all have weight 0 in losses and metrics."""
     labels = torch.full_like(batch["labels"], IGNORED_LABEL)
     weights = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
     return {**batch, "labels": labels, "loss_scale": weights, NORMALISER: 0.0}
@@ -189,7 +188,7 @@ def with_zero_weights(batch: Batch) -> Batch:
 
 def prepare_worker(number: int, *, num_workers: int, rank: int) -> None:
     """
-    Make this worker process of a loader end with its rank, and set its random seed.
+    Make this worker process of a loader end when its rank ends, and set its random seed.
 
     Args:
         number: Index of the worker, from 0.

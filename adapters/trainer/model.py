@@ -1,4 +1,4 @@
-"""Loading of the model to train, with the run's freezes and adapters."""
+"""Loading of the model that is trained, with its frozen weights and adapters."""
 
 import contextlib
 import sys
@@ -31,7 +31,7 @@ def open_model(
     outline: bool = False,
 ) -> torch.nn.Module:
     """
-    Load a model without `use_cache`, set its attention, freeze it and add adapters by *training*.
+    Load a model without `use_cache`, set its attention, freeze weights and add adapters.
 
     Args:
         model: Model to load.

@@ -13,7 +13,7 @@ from packplan.core.errors import ConfigError
 
 def prepare_tuner(model: Any, training: TrainingConfig, arguments: RunArguments) -> Any:
     """
-    Freeze weights and add adapters, as `swift sft` does.
+    Freeze weights and add adapters as `swift sft` does.
 
     Args:
         model: Model as ms-swift loaded it.

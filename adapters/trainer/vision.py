@@ -1,5 +1,5 @@
 """
-Inputs of vision models other than tokens: media, positions, and a dummy image.
+Inputs of vision models besides tokens: media, positions, and a dummy image.
 
 With the dummy image, the vision tower runs on every batch, even without images. Where ranks share
 weights or gradients, a rank that skips the tower would block the others: FSDP and ZeRO-3 wait for
@@ -33,20 +33,20 @@ _SECONDS = "second_per_grid_ts"
 
 
 def plain_model(model: Any) -> Any:
-    """Return the model inside its adapters, or the model itself if it has none."""
+    """Return the model inside its adapters; without adapters, the model itself."""
     if hasattr(model, "adapters"):  # a `SwiftModel`
         return model.base_model
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def parameter_names(function: Callable[..., Any]) -> set[str]:
-    """Return the parameter names of a function."""
+    """Return the names of a function's parameters."""
     return set(inspect.signature(function).parameters)
 
 
 def token_types(config: Any, input_ids: torch.Tensor) -> torch.Tensor:
     """
-    Return the type of each token: 1 for images, 2 for videos, 0 for text; of the tokens' shape.
+    Return the type of each token, as an array of the same shape: 0 text, 1 images, 2 videos.
 
     Args:
         config: Configuration of a model that takes images.
@@ -63,14 +63,16 @@ def token_types(config: Any, input_ids: torch.Tensor) -> torch.Tensor:
 
 
 def find_rope_index(model: nn.Module) -> Callable[..., Any] | None:
-    """Return a model's function for multimodal positions, `get_rope_index`; None without one."""
+    """
+    Return the function `get_rope_index` of a model, which gives multimodal positions; or None.
+    """
     parts: Iterator[Any] = model.modules()
     return next((part.get_rope_index for part in parts if hasattr(part, "get_rope_index")), None)
 
 
 def media_inputs(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """
-    Return the media of a sample or batch as inputs of the model, such as pixels and token types.
+    Return a sample's or batch's media as inputs of the model, such as pixels and token types.
 
     Args:
         model: Model of transformers, perhaps with adapters.
@@ -95,7 +97,7 @@ def add_media_positions(
     batch: dict[str, Any], template: Template, samples: list[dict[str, Any]], *, packed: bool
 ) -> None:
     """
-    Add to a collated batch the positions of media, in three rows, that its template does not make.
+    Add multimodal positions to a collated batch, in three rows, if its template makes none.
 
     The positions of the text are then under `text_position_ids`, as in batches of templates that
     make both. A key for pixels is added, too.
@@ -138,7 +140,7 @@ def _language_model_attribute(part: Any) -> str | None:
 
 @attrs.frozen(eq=False)
 class DummyImage:
-    """Black image, and the part of a model that computes its image features."""
+    """Black image, and the part of a model that computes image features of it."""
 
     inner: Any
     """Module with the vision tower, the language model and `get_image_features`."""
@@ -175,7 +177,7 @@ class DummyImage:
 
     @property
     def towers(self) -> list[str]:
-        """Names of the modules of `inner` that process images before the language model."""
+        """Names of the modules of `inner` that compute images before the language model."""
         heads = {id(getattr(self.inner, name, None)) for name in ("lm_head", "audio_tower")}
         return [name for name, part in self.inner.named_children() if name != self.reader and id(part) not in heads]
 

@@ -1,1 +1,1 @@
-"""Training on a stream, which is packed while training: data set and trainer."""
+"""Training on a stream, which is packed during training: its data set and its trainer."""

@@ -1,6 +1,7 @@
 """
-Data set and collator of a stream. In every epoch, each sample goes to one shard: one loader
-worker of one rank.
+Data set and collator of a stream.
+
+In every epoch, each sample goes to one shard: one loader worker of one rank.
 """
 
 import logging
@@ -48,7 +49,7 @@ class ShardProgress:
 
 
 class StreamedPack(PackOfRows):
-    """Pack of a stream, with the progress of its shard after this pack."""
+    """Pack of a stream, with its shard's progress after this pack."""
 
     def __init__(self, samples: Iterable[Sample], pack: int, progress: ShardProgress) -> None:
         super().__init__(samples, pack)
@@ -57,14 +58,14 @@ class StreamedPack(PackOfRows):
 
 @attrs.frozen
 class ShardEnd:
-    """Item that follows the last pack of a shard, with the shard's final progress."""
+    """Item after the last pack of a shard, with the shard's final progress."""
 
     progress: ShardProgress
 
 
 class StreamDataset(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
     """
-    Iterable data set of the packs of this rank and worker, each with its shard's progress.
+    Iterable data set of the packs of one rank and worker, each with its shard's progress.
 
     An error is yielded, not raised, as in `PackedDataset`, and ends the stream.
 
@@ -92,22 +93,22 @@ class StreamDataset(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
         self.start = RankState()
 
     def set_epoch(self, epoch: int) -> None:
-        """Read records in the order of *epoch* from now on."""
+        """Read the records in the order of *epoch* from now on."""
         self.indices = self._order(epoch)
 
     def start_from(self, start: RankState, segments: tuple[StreamSegment, ...] = ()) -> None:
         """
-        Set the progress from which the next iteration starts, and earlier *segments* of the epoch.
+        Set the progress at which the next iteration starts, and the epoch's earlier *segments*.
         """
         self.start, self.segments = start, segments
 
     def num_left(self, shards: Sequence[ShardState]) -> int:
-        """Return the number of this rank's records that are not trained, skipped or dropped yet."""
+        """Return how many of this rank's records are not yet trained, skipped or dropped."""
         parts = [self._shard_places(shard, len(shards))[state.read :] for shard, state in enumerate(shards)]
         return sum(map(len, parts)) + sum(len(state.waiting_items) for state in shards)
 
     def filler_pack(self) -> PackOfRows:
-        """Return a pack of one early record of the epoch, as filler for a rank without packs."""
+        """Return a pack of one early record of the epoch, for a rank that has no pack left."""
         samples = (self.encoder.encode(int(index)) for index in self.indices)
         limit, allows_long = self.options.packing_length, self.options.allow_single_long
         return PackOfRows([next(sample for sample in samples if allows_long or sample["length"] < limit)], 0)
@@ -182,7 +183,7 @@ class StreamDataset(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
 
 @attrs.frozen
 class StreamCollator:
-    """Collator of a pack that adds its samples' lengths, and its shard's progress."""
+    """Collator of a pack that adds the lengths of its samples and the progress of its shard."""
 
     collate: Callable[[list[Any]], Any]
     """Collator of packs."""

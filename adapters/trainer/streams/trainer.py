@@ -1,5 +1,5 @@
 """
-Trainer of a stream: packs are formed during training, so their number is not known before.
+Trainer of a stream, whose packs are made during training, so that their number is unknown.
 
 Ranks run out of packs at different times. Before each step they agree, by one small collective,
 whether it takes place. Without `training.packing_drop_last`, steps go on until no rank has a pack,
@@ -43,7 +43,7 @@ _FEW_UNDERFILLED = 0.05
 
 @attrs.frozen
 class StreamTotals:
-    """Counts of a stream's samples, over all ranks and all epochs so far."""
+    """Counts of a stream's samples over all ranks and all epochs so far."""
 
     counts: StreamCounts
 
@@ -65,7 +65,7 @@ class StreamTotals:
 
 
 class StreamTrainer(CheckedTrainer):
-    """ms-swift's trainer on the packs of a stream, a `StreamDataset`."""
+    """ms-swift's trainer on the packs of a `StreamDataset`."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class StreamTrainer(CheckedTrainer):
         return self._open_loader(self.train_dataset, collate_fn=self.data_collator, persistent_workers=False)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
-        """Return transformers' tuple of training counts, with this trainer's number of epochs."""
+        """Return transformers' training counts, with this trainer's number of epochs."""
         _, *others, max_steps = super().set_initial_training_values(args, dataloader)
         return self.start.epoch if self.start.step >= max_steps else self.num_epochs, *others, max_steps
 
@@ -124,7 +124,9 @@ class StreamTrainer(CheckedTrainer):
         self, epoch_iterator: Iterator[Batch | ShardEnd], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], Any]:
         """
-        Return the packs of the next step, [] after an epoch's last; DataSetError if it had no step.
+        Return the packs of the next step; [] after an epoch's last step.
+
+        DataSetError if the epoch had no step.
         """
         del num_batches  # a guess of the trainer
         size, batches = self.args.gradient_accumulation_steps, self._note_progress(epoch_iterator)
@@ -219,7 +221,7 @@ class StreamTrainer(CheckedTrainer):
             Trainer.log(self, logs)
 
     def totals(self) -> StreamTotals:
-        """Return the counts over all epochs; every rank has to call this."""
+        """Return the counts over all epochs; every rank calls this."""
         counts = self._earlier + self._epoch_counts()
         *summed, trained = self.sum_over_ranks(torch.tensor([*attrs.astuple(counts), self._trained])).tolist()
         return StreamTotals(StreamCounts(*summed), trained)
@@ -258,7 +260,7 @@ class StreamTrainer(CheckedTrainer):
         return RankState(shards, following, self._earlier, self._trained)
 
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
-        """Train on one pack, and record the lengths of its samples for the log."""
+        """Train on one pack, and record its samples' lengths for the log."""
         self._lengths.append(lengths := inputs.pop(LENGTHS))
         self._trained += len(lengths)
         # While a shard evicts packs, newer ones wait; none does at its end.
@@ -268,7 +270,7 @@ class StreamTrainer(CheckedTrainer):
         return loss
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-        """Log a step's loss, with statistics of all ranks over the steps since the last log."""
+        """Log the loss of a step, with statistics of all ranks since the last log."""
         if "loss" in logs:
             counts = self.totals().counts
             logs = {
