@@ -44,7 +44,7 @@ newest:
 	HOST_PYTHON=$(abspath $(HOSTS)/bin/python) $(HOSTS)/bin/python -m pytest --durations=10 tests/hosts
 
 pinned:
-	EVERY_CELL=1 $(RUN) -m pytest --durations=10 $(PAGE) tests/e2e/test_zero.py
+	EVERY_CELL=1 $(RUN) -m pytest --durations=10 $(PAGE) tests/e2e/test_zero.py tests/e2e/test_bench.py
 
 $(HOSTS)/.ready: $(READY) Makefile $(wildcard docs/use-it-in/*.md)
 	@echo "Setting up $(HOSTS), once."

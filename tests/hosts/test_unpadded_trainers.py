@@ -1,5 +1,6 @@
 """TRL's trainers compute the same without padding: loss, gradients, and what they log."""
 
+import json
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ import trl
 from datasets import Dataset
 
 import packplan as pp
+from benchmarks.__main__ import main
 from packplan.adapters.hf.refusals import is_old_trl
 from packplan.core.errors import ArgumentError, MismatchError
 from packplan.hf import row_lengths, unpad, use_plan
@@ -207,3 +209,14 @@ def test_scores_of_labels_are_put_back(first):
     own = (mask * mask.roll(1, 1))[:, 1:].bool() | ~learned[:, 1:].bool()
     for name in ("log_probs", "entropy", "is_top1", "label_mask"):
         torch.testing.assert_close(found[name][own], due[name][own], msg=name)
+
+
+def test_the_benchmark_counts_the_positions_of_the_steps_that_it_times(capsys):
+    """Of one step of three: the first warms up, and the tensors of the last are counted."""
+    words = "--hosts trainer --steps 1 --rows 8 --width 32 --max-tokens 64 --longest 40 --layers 1 --json"
+
+    assert 0 == main(["unpad", *words.split()])
+
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert 0 < row["real"] < row["padded"] <= 8 * (40 + 1)
+    assert all(row[name] > 0 for name in ("padded_s", "packed_s", "row_s", "peak"))
