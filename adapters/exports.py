@@ -1,6 +1,7 @@
 """
-Packs of a plan as files that other tools read: plain Parquet, Megatron-Bridge, LLaMA-Factory; and
-rows of ms-swift with their lengths.
+Packs of a plan as files of other tools: plain Parquet, Megatron-Bridge, LLaMA-Factory.
+
+Rows of ms-swift are written with their lengths.
 
 Every export of packs holds all samples of each pack, text only, in the order of the plan or of an
 epoch, and the plan's checksum. It is published complete or not at all; few packs are in memory.
@@ -55,7 +56,7 @@ Row = Mapping[str, Any]
 
 def export_parquet(rows: Any, plan: Plan, path: str | Path, *, order: Order = None) -> None:
     """
-    Write packs to a Parquet file, one row a pack.
+    Write packs to a Parquet file, one row for each pack.
 
     Columns: `pack` (index), `samples` and `lengths` (a value for each sample), `input_ids`,
     `labels` and `position_ids` (a value for each token). Labels are not shifted: the label of a
@@ -155,8 +156,9 @@ def export_llama_factory(
 
 def export_cached_rows(splits: Mapping[str, tuple[Any, Sequence[Sequence[int]]]], folder: Path) -> None:
     """
-    Write rows of ms-swift with their lengths to a folder for its `--cached_dataset`; rows of
-    evaluation go to the folder `EVAL` within.
+    Write rows of ms-swift with their lengths to a folder for its `--cached_dataset`.
+
+    Rows of evaluation go to the folder `EVAL` in it.
 
     Args:
         splits: Name of each split, `train` or another -> its rows, a `datasets.Dataset`, and for
@@ -257,7 +259,7 @@ def _refuse_media(whose: str, columns: Any) -> None:
 
 @contextmanager
 def publish_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to *folder* at the end, or removed on an error."""
+    """Yield a temporary folder that is renamed to *folder* at the end; an error removes it."""
     with wrap_write_errors(folder):
         unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
         try:

@@ -1,5 +1,5 @@
 """
-Facts about single model families, kept in `families.json`. Everything else is read from the model.
+Facts about single model families, in `families.json`; all other facts are read from the model.
 
 `swift`: architecture -> default model type and template of ms-swift, where its registry lists
 several. `embeds`: templates of ms-swift whose own image embedding fails with this transformers,
@@ -24,24 +24,24 @@ def _read_families() -> dict[str, Any]:
 
 
 def default_swift_types(architecture: str) -> tuple[str, str] | None:
-    """Return ms-swift's default model type and template where it has several; None elsewhere."""
+    """Return ms-swift's default model type and template if it has several; None otherwise."""
     found = _read_families()["swift"].get(architecture)
     return None if found is None else (found[0], found[1])
 
 
 def leaves_images_to_model(template: str) -> bool:
-    """Return whether the model itself has to embed images, since ms-swift's *template* cannot."""
+    """Return whether the model embeds images itself, because ms-swift's *template* cannot."""
     return template in _read_families()["embeds"]
 
 
 def may_probe_template(template: str) -> bool:
-    """Return whether models of a template may be probed; false for those not shown to pack."""
+    """Return whether models of a template may be probed; false if they were never shown to pack."""
     return template not in _read_families()["unshown"]
 
 
 def trained_part(model: Any) -> Any:
     """
-    Return the module of a model that is trained: the thinker of an Omni model, else the model.
+    Return the module of a model that is trained: of an Omni model the thinker, else the model.
 
     The model may be wrapped by PEFT.
     """
@@ -49,15 +49,17 @@ def trained_part(model: Any) -> Any:
 
 
 def trained_config(config: Any) -> Any:
-    """Return the configuration of the module that `trained_part` returns, from the model's."""
+    """
+    Return the configuration of the module that `trained_part` returns, from that of the model.
+    """
     return getattr(config, "thinker_config", None) or config
 
 
 def is_audio_weight(name: str) -> bool:
-    """Return whether a weight, by its name, only serves audio input or output of an Omni model."""
+    """Return whether a weight of an Omni model serves only audio, by its name."""
     return not _AUDIO.isdisjoint(name.split("."))
 
 
 def missing_default_keys(model_type: str) -> dict[str, Any]:
-    """Return keys and values that the default configuration of *model_type* lacks for a model."""
+    """Return the keys, with values, that the default configuration of *model_type* lacks."""
     return dict(_read_families()["complete"].get(model_type, {}))

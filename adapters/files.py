@@ -1,6 +1,7 @@
 """
-Files that are published complete or not at all, locks for their writers, and manifests with digests
-of themselves and of their files.
+Files that are complete or absent, locks for their writers, and manifests.
+
+A manifest has digests of itself and of its files.
 """
 
 import errno
@@ -73,7 +74,7 @@ def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of JSON text; ValueError if it is invalid or nested too deeply."""
+    """Return the value of a JSON text; ValueError if it is invalid or nested too deeply."""
     try:
         return require_shallow(json.loads(text))
     except RecursionError:
@@ -86,7 +87,7 @@ _TOO_DEEP = f"is nested more than {_DEEPEST} deep, or has more than {_MOST_VALUE
 
 
 def require_shallow(value: T) -> T:
-    """Return a value of lists and mappings; ValueError if it is too deep or too large."""
+    """Return a value of lists and mappings; ValueError if it is nested too deeply or too large."""
     left: list[tuple[Any, int]] = [(value, 0)]
     number = 0
     while left:
@@ -101,8 +102,9 @@ def require_shallow(value: T) -> T:
 @contextmanager
 def wrap_write_errors(path: Path) -> Iterator[None]:
     """
-    Raise OutputError in place of an OSError in this context, as on a full disk; its message names
-    *path*. Errors of a lack of memory, or of too many open files, pass unchanged.
+    Turn an OSError in this context into an OutputError that names *path*.
+
+    Errors about lack of memory, or too many open files, are not changed.
     """
     try:
         yield
@@ -113,7 +115,7 @@ def wrap_write_errors(path: Path) -> Iterator[None]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, unless it exists; OutputError if it cannot be made."""
+    """Make a folder and its parents, unless it exists; OutputError if it cannot be made."""
     with wrap_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -196,8 +198,7 @@ def write_bytes(path: Path, data: bytes | memoryview) -> None:
 @contextmanager
 def publish_file(path: Path) -> Iterator[BinaryIO]:
     """
-    Yield a temporary file, which is flushed and renamed to *path* at the end, or removed on an
-    error.
+    Yield a temporary file that is flushed and renamed to *path* at the end; an error removes it.
 
     Raises:
         OSError: The file cannot be written, or *path* is a pipe or a device, as /dev/full.
@@ -219,7 +220,7 @@ def publish_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def append_bytes(path: Path, data: bytes | memoryview) -> None:
-    """Append *data* to a file and flush it; readers use it once a manifest counts it."""
+    """Append *data* to a file and flush it; readers do not use it until a manifest counts it."""
     with wrap_write_errors(path), path.open("ab") as file:
         file.write(data)
         file.flush()
@@ -236,7 +237,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_unpublished(folder: Path) -> None:
-    """Remove temporary files of a killed writer; the caller has to hold the folder's lock."""
+    """Remove the temporary files of a killed writer; the caller holds the folder's lock."""
     for left in folder.glob(f".*{_UNPUBLISHED}"):
         left.unlink()
 
@@ -248,8 +249,9 @@ def write_manifest(path: Path, content: Mapping[str, Any]) -> None:
 
 def read_manifest(path: Path, schema: str) -> dict[str, Any] | None:
     """
-    Return the content of a manifest, or None if there is none; CorruptArtefactError if it is
-    damaged or of another schema.
+    Return the content of a manifest; None if there is none.
+
+    CorruptArtefactError if it is damaged or of another schema.
     """
     try:
         text = path.read_bytes()
@@ -282,7 +284,7 @@ def write_array(path: Path, array: NDArray[Any]) -> dict[str, Any]:
 
 def read_array(folder: Path, entry: Mapping[str, Any]) -> NDArray[Any]:
     """
-    Return the memory-mapped array of a manifest's entry; CorruptArtefactError if its bytes differ.
+    Return the memory-mapped array of a manifest's entry; CorruptArtefactError if it has changed.
     """
     path = folder / Path(entry["file"]).name
     array, digest = map_array(path, np.dtype(entry["dtype"]), int(entry["size"]), is_whole=True)
@@ -293,8 +295,7 @@ def read_array(folder: Path, entry: Mapping[str, Any]) -> NDArray[Any]:
 
 def map_array(path: Path, dtype: np.dtype[Any], size: int, *, is_whole: bool = False) -> tuple[NDArray[Any], Any]:
     """
-    Return the first *size* elements of a file, memory-mapped, and the running SHA-256 of their
-    bytes.
+    Return the first *size* elements of a file, memory-mapped, and the running SHA-256 of them.
 
     Args:
         path: Binary file.

@@ -1,6 +1,5 @@
 """
-A batch of sequences as tensors, and its microbatches: packed rows, or padded batches as wide as
-their sharding says.
+A batch of sequences as tensors, and its microbatches: packed rows or padded batches.
 
 Rules: every field has one entry per sequence, along the first dimension of a tensor or in a list
 (images, texts). A tensor with a value for each token is right-padded along its sequence dimension,
@@ -36,7 +35,7 @@ WEIGHTS = "weights"
 @attrs.frozen(eq=False)
 class BatchedData:
     """
-    Batch of sequences of unequal length: named tensors and lists with an entry per sequence.
+    Batch of sequences of different lengths: tensors and lists with an entry for each sequence.
 
     >>> fields = {"input_ids": torch.tensor([[5, 6, 0], [7, 8, 9]])}
     >>> batch = BatchedData.from_fields(fields, lengths=[2, 3])
@@ -128,7 +127,7 @@ class BatchedData:
 
     @property
     def width(self) -> int:
-        """Positions of each sequence in the tokens, padding included."""
+        """Number of positions of each sequence in the tokens, padding included."""
         return self.tensor(self.input_key).shape[1]
 
     def __len__(self) -> int:
@@ -143,19 +142,19 @@ class BatchedData:
         return name in self.fields
 
     def tensor(self, name: str) -> Tensor:
-        """Return a field; ArgumentError if it is no tensor."""
+        """Return a field; ArgumentError if it is not a tensor."""
         field = self[name]
         if not isinstance(field, Tensor):
             raise ArgumentError("batch", f"field {name} is a list, where a tensor is needed")
         return field
 
     def pad_value(self, name: str) -> float:
-        """Return the pad value of a field, 0 by default."""
+        """Return the padding value of a field, which is 0 by default."""
         return self.pad_values.get(name, 0)
 
     def with_fields(self, sequence_dims: Mapping[str, int | None] = MappingProxyType({}), /, **fields: Field) -> Self:
         """
-        Return the batch with fields added or replaced; ArgumentError as in `from_fields`.
+        Return the batch with fields added or replaced; see `from_fields` for errors.
 
         Args:
             sequence_dims: Dimensions of the new fields, as in `from_fields`.
@@ -173,8 +172,9 @@ class BatchedData:
 
     def select(self, indices: Sequence[int] | Tensor) -> Self:
         """
-        Return the sequences at *indices*, in that order; an index may repeat. ArgumentError if the
-        batch has no such sequence.
+        Return the sequences at *indices*, in that order; an index may repeat.
+
+        ArgumentError if the batch has no such sequence.
         """
         message = f"sequences of this batch are selected by whole numbers from 0 to {len(self) - 1:,}"
         places = _to_int64(indices, 0, len(self), message)
@@ -186,14 +186,15 @@ class BatchedData:
         return attrs.evolve(self, fields=fields, lengths=self.lengths[places])
 
     def slice(self, start: int, stop: int) -> Self:
-        """Return the sequences from *start* to before *stop*; tensors are views."""
+        """Return sequences *start* to *stop* - 1; their tensors are views."""
         fields = {name: field[start:stop] for name, field in self.fields.items()}
         return attrs.evolve(self, fields=fields, lengths=self.lengths[start:stop])
 
     def truncate(self, width: int) -> Self:
         """
-        Return the batch with every sequence dimension *width* long, truncated or padded at its end;
-        longer sequences lose their last tokens.
+        Return the batch with each sequence dimension cut or padded to *width* at its end.
+
+        Longer sequences lose their last tokens.
         """
         as_whole_number("width", width)
         lengths = self.lengths.clamp(max=width)
@@ -208,16 +209,15 @@ class BatchedData:
         return attrs.evolve(self, fields=fields, lengths=lengths)
 
     def to(self, device: torch.device) -> Self:
-        """
-        Return the batch with its tensor fields on a device; `lengths` stay where they are.
-        """
+        """Return the batch with its tensor fields on a device; `lengths` stay where they are."""
         fields = {name: field.to(device) if isinstance(field, Tensor) else field for name, field in self.fields.items()}
         return attrs.evolve(self, fields=fields)
 
     def shard(self, sharding: Sharding) -> list[ShardedData]:
         """
-        Return each worker's part, with the field `WEIGHTS`; ArgumentError if the sharding was made
-        for other lengths.
+        Return the part of each worker, with the field `WEIGHTS`.
+
+        ArgumentError if the sharding was made for other lengths.
         """
         if sharding.lengths.tolist() != self.lengths.tolist():
             message = "the sharding was made for sequences of other lengths than those of this batch"
@@ -234,7 +234,7 @@ class BatchedData:
 
 def concatenate(batches: Sequence[BatchedData]) -> BatchedData:
     """
-    Return the sequences of all batches, each field padded to the widest with its own pad value.
+    Return the sequences of all batches; each field is padded to the widest, with its padding value.
 
     Raises:
         ArgumentError: There is no batch, or one has other fields than the first: in name, in kind,
@@ -283,7 +283,7 @@ def _describe_field(batch: BatchedData, name: str) -> str:
 
 @attrs.frozen(eq=False)
 class ShardedData:
-    """One worker's part of a batch: its sequences, filler included, and their microbatches."""
+    """Part of a batch for one worker: its sequences, with filler, and their microbatches."""
 
     data: BatchedData
 
@@ -299,7 +299,7 @@ class ShardedData:
         return chain.from_iterable(map(self.microbatches, range(len(self.global_batches))))
 
     def microbatches(self, batch: int) -> Iterator[Microbatch]:
-        """Yield the microbatches of the global batch with index *batch*, packed or padded."""
+        """Yield the microbatches of global batch number *batch*, packed or padded."""
         first = sum(len(earlier.indices) for earlier in self.global_batches[:batch])
         cut = self.global_batches[batch]
         for (start, stop), width in zip(cut.boundaries, cut.widths.tolist(), strict=True):
@@ -330,14 +330,16 @@ class Microbatch:
 
     @property
     def pad_id(self) -> int:
-        """Token id of padding."""
+        """Token id that stands for padding."""
         return int(self.data.pad_value(self.data.input_key))
 
     @property
     def labels(self) -> Tensor:
         """
-        Labels as models of transformers take them, not shifted; shape (rows, width). They are the
-        field `labels`, or else the tokens; first tokens of sequences and padding are ignored.
+        Labels as transformers takes them, not shifted; shape (rows, width).
+
+        They are the field `labels`, or else the tokens. First tokens of sequences and padding are
+        ignored.
         """
         name = "labels" if "labels" in self.data else self.data.input_key
         source = self.data.tensor(name)
@@ -350,8 +352,10 @@ class Microbatch:
     @property
     def attention_mask(self) -> Tensor | None:
         """
-        Mask of the positions with tokens, bool of shape (rows, width). None for a single row, which
-        needs no mask: it is padded at its end, or packed, with position ids that restart.
+        Mask of the positions that hold tokens; bool, shape (rows, width), or None for one row.
+
+        A single row needs no mask: it is padded at its end, or packed, with position ids that
+        restart.
         """
         if len(self.input_ids) == 1:
             return None
@@ -359,22 +363,24 @@ class Microbatch:
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """Cumulative tokens of the sequences, from 0; int32, shape (num_sequences + 1,)."""
+        """Cumulative token counts of the sequences, from 0; int32, shape (num_sequences + 1,)."""
         return torch.tensor(self.layout.cu_seqlens, dtype=torch.int32)
 
     @property
     def cu_seqlens_padded(self) -> Tensor:
-        """Cumulative positions, padding included, from 0; int32, shape (num_sequences + 1,)."""
+        """Cumulative position counts with padding, from 0; int32, shape (num_sequences + 1,)."""
         return torch.tensor(self.layout.cu_seqlens_padded, dtype=torch.int32)
 
     @property
     def max_seqlen(self) -> int:
-        """Positions of the longest sequence with its padding, for kernels of variable length."""
+        """Positions of the longest sequence with its padding, for variable-length kernels."""
         return int(np.diff(self.layout.cu_seqlens_padded).max())
 
     def unpacked(self, values: Tensor, *, pad_value: float = 0) -> Tensor:
         """
-        Return values by position as values by sequence; shape (num_sequences, width of `data`, …).
+        Return values by position as values by sequence; shape (num_sequences, width, …).
+
+        The width is that of `data`.
 
         Args:
             values: Values of all positions, shape (rows * width, …).

@@ -1,5 +1,5 @@
 """
-Folder of a model, and facts about the model from its files, read without torch and ms-swift.
+Folder of a model, and facts from its files, which are read without torch and ms-swift.
 
 Models are found in the local caches of Hugging Face and ModelScope, without their libraries and
 without a network; or ms-swift downloads them, with `model.download`. Caches are at `HF_HUB_CACHE`,
@@ -24,12 +24,12 @@ _ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether a name has the form `owner/name` of a hub id, and is no existing path."""
+    """Return whether a name is a hub id `owner/name`, and not an existing path."""
     return _ID.fullmatch(name) is not None and not name.startswith((".", "/")) and not Path(name).exists()
 
 
 def find_cached_model(name: str) -> Path | None:
-    """Return the cached folder of a model, by its hub id `owner/name`; None if no cache has it."""
+    """Return the cached folder of the hub id `owner/name`; None if no cache has it."""
     searches = (_hugging_face_folders, _modelscope_folders)
     for search in searches if prefers_hugging_face() else reversed(searches):
         for folder in search(name):
@@ -40,7 +40,7 @@ def find_cached_model(name: str) -> Path | None:
 
 def find_model(name: str) -> Path:
     """
-    Return a model's folder or config.json, by path or cached hub id; ConfigError if not found.
+    Return a model's folder or config.json, by path or cached hub id; ConfigError if there is none.
     """
     path = Path(name)
     if path.is_file() or (path / "config.json").is_file():
@@ -53,17 +53,17 @@ def find_model(name: str) -> Path:
 
 
 def prefers_hugging_face() -> bool:
-    """Return whether Hugging Face comes before ModelScope, by `USE_HF` as ms-swift reads it."""
+    """Return whether Hugging Face is asked before ModelScope; ms-swift reads `USE_HF` for this."""
     return os.environ.get("USE_HF", "0").strip().lower() in {"1", "true", "yes", "y", "t", "on"}
 
 
 def download_command(name: str) -> str:
-    """Return the shell command that downloads a model by its hub id, from the preferred hub."""
+    """Return the shell command that downloads a hub id from the preferred hub."""
     return f"hf download {name}" if prefers_hugging_face() else f"modelscope download --model {name}"
 
 
 def download_model(name: str) -> Path:
-    """Have ms-swift download a model by its hub id; return its folder, ConfigError on failure."""
+    """Let ms-swift download a hub id; return the model's folder, or ConfigError if that fails."""
     from swift.utils import safe_snapshot_download  # takes seconds to import
 
     with wrap_load_errors("model.model", f"{name} cannot be downloaded"):
@@ -115,13 +115,13 @@ PROCESSING_FILES = (
 
 
 def config_model_type(model: ModelConfig) -> str:
-    """Return the `model_type` of the model's config.json; ConfigError if it cannot be read."""
+    """Return the `model_type` in a model's config.json; ConfigError if it cannot be read."""
     return str(config_content(model)["model_type"])
 
 
 def model_faults(model: ModelConfig, *, loads: bool = False) -> tuple[Fault, ...]:
     """
-    Return the faults of a model's config.json, or if it has no fault, those of its weights.
+    Return the faults of a model's config.json; if it has none, those of the weights.
 
     Args:
         model: Section `model` of the run.
@@ -138,7 +138,7 @@ def model_faults(model: ModelConfig, *, loads: bool = False) -> tuple[Fault, ...
 
 def config_content(model: ModelConfig) -> Mapping[str, Any]:
     """
-    Return the content of the model's config.json.
+    Return the content of a model's config.json.
 
     Raises:
         ConfigError: It names no `model_type`, or the generation_config.json beside it has an end
@@ -178,7 +178,7 @@ def _require_end_tokens(path: Path) -> None:
 
 
 def config_architecture(model: ModelConfig) -> str:
-    """Return the first architecture in the model's config.json, or its model type without one."""
+    """Return the first architecture in a model's config.json; without one, the model type."""
     content = config_content(model)
     return str((content.get("architectures") or [content["model_type"]])[0])
 
@@ -189,7 +189,7 @@ _NUMBERED = re.compile(r"(.*?)\.(\d+)\.")
 
 def refuse_missing_layers(model: ModelConfig) -> None:
     """
-    Refuse a config.json that has more layers than the weights beside it.
+    Refuse a config.json with more layers than the weights beside it have.
 
     transformers only warns, and trains the missing layers from random weights.
 
@@ -236,7 +236,7 @@ def _weight_names(folder: Path) -> Collection[str]:
 
 def require_whole_weights(model: ModelConfig) -> None:
     """
-    Refuse weight files that are truncated, missing or no weights, by their sizes and headers.
+    Refuse weight files that are missing, truncated or damaged, by their sizes and headers.
 
     Adapters beside a config.json are checked too. A folder without weights passes.
 
@@ -272,7 +272,7 @@ def _read_json(path: Path) -> Any:
 
 
 def damaged_json_reason(folder: str) -> str:
-    """Return the message on the first damaged JSON file of a folder; empty if none is damaged."""
+    """Return a message about the first damaged JSON file of a folder; empty if there is none."""
     for path in sorted(Path(folder).glob("*.json")):
         try:
             _read_json(path)
@@ -320,8 +320,9 @@ def _require_whole_file(path: Path) -> None:
 
 def config_digest(model: ModelConfig) -> str:
     """
-    Return the digest of the model's config.json, and of the Python code beside it if the run may
-    execute that (`model.trust_remote_code`).
+    Return the digest of a model's config.json, and of Python code there that the run may execute.
+
+    `model.trust_remote_code` allows that.
 
     Raises ConfigError if there is no config.json.
     """
@@ -338,8 +339,9 @@ _SAMPLED, _MOST_SAMPLED = 256, 256
 
 def model_file_facts(folder: Path, *, patterns: Sequence[str] = ("config.json",)) -> dict[str, str]:
     """
-    Map `model.model NAME` to size and digest, as text, for each file of a model; empty if *folder*
-    does not exist. Files of weights are digested in part.
+    Return size and digest of each file of a model, as text, by `model.model NAME`.
+
+    Empty if *folder* does not exist. Weight files are digested in part.
 
     Args:
         folder: Folder of the model.

@@ -1,6 +1,7 @@
 """
-Evaluation mode of a model, its state and the random state, weights from a checkpoint, norms of
-gradients, and a check of weights before they are saved.
+State of a model and of random numbers, weights of checkpoints, and norms of gradients.
+
+Weights are also checked before they are saved.
 
 The check uses the root mean square of the trained weights. A step with a learning rate of 1e30
 leaves finite weights that hold nothing of the model. The loss of another forward pass may be finite
@@ -34,7 +35,9 @@ _MIN_SIZE = 0.01
 
 @contextmanager
 def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Set a model to evaluation mode until the block ends; each module then has its mode again."""
+    """
+    Set a model to evaluation mode in this context; at its end, each module has its mode again.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -46,7 +49,7 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
-    """Replace attributes of an object or a module until the block ends."""
+    """Replace attributes of an object or a module inside this context."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)
@@ -58,7 +61,9 @@ def replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
 
 
 def local_part(tensor: Any) -> torch.Tensor:
-    """Return this rank's part of a `DTensor` or a weight of ZeRO 3; any other tensor itself."""
+    """
+    Return this rank's part of a `DTensor` or a ZeRO 3 weight; any other tensor is returned itself.
+    """
     if hasattr(tensor, "ds_tensor"):
         part: torch.Tensor = tensor.ds_tensor.detach()
         start = dist.get_rank(tensor.ds_process_group) * part.numel()
@@ -69,7 +74,7 @@ def local_part(tensor: Any) -> torch.Tensor:
 
 def find_sharded_weight(model: torch.nn.Module) -> str | None:
     """
-    Return the name of the first weight of which this process holds a part; None if it holds all.
+    Return the name of the first weight that this process holds only in part; None if it holds all.
 
     Such are the weights under FSDP and ZeRO 3, also while they are gathered: small ones stay so
     until a checkpoint is loaded.
@@ -83,7 +88,7 @@ def find_sharded_weight(model: torch.nn.Module) -> str | None:
 
 @contextmanager
 def hold_buffers_and_rng(model: torch.nn.Module) -> Iterator[None]:
-    """Restore a model's buffers and the random state (Python, numpy, torch) when the block ends."""
+    """Restore a model's buffers and the random state (Python, numpy, torch) after this context."""
     drawn, drawn_by_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # that of others
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
@@ -99,7 +104,7 @@ def hold_buffers_and_rng(model: torch.nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def root_mean_square(weights: Iterable[torch.Tensor], *, sharded: bool = False) -> float:
     """
-    Return the root mean square of the trained weights; nan or inf if one of them is not finite.
+    Return the root mean square of the trained weights; nan or inf if one is not finite.
 
     Args:
         weights: Weights of the model, or this rank's part of them.
@@ -112,7 +117,7 @@ def root_mean_square(weights: Iterable[torch.Tensor], *, sharded: bool = False) 
 @torch.no_grad()
 def sum_of_squares(tensors: Iterable[torch.Tensor], *, sharded: bool) -> tuple[float, float]:
     """
-    Return the sum of squares of all elements, and their number.
+    Return the sum of squares of all elements, and the number of elements.
 
     Args:
         tensors: Tensors, or this rank's parts.
@@ -143,7 +148,7 @@ def _counted_share(tensor: Any) -> float:
 
 def is_ruined(rms: float, *, before: float) -> bool:
     """
-    Return whether weights have lost their values, by their root mean square.
+    Return whether weights have lost their values, by a comparison of their root mean squares.
 
     Args:
         rms: Root mean square of the trained weights now.
@@ -157,7 +162,7 @@ def is_ruined(rms: float, *, before: float) -> bool:
 
 def load_by_model_class(model: Any, checkpoint: str) -> bool:
     """
-    Load a checkpoint's weights by the model's own class; return whether this was done.
+    Load a checkpoint's weights by the model's own class; return whether that was possible.
 
     Only the class knows legacy names of weights; other loaders skip such weights with a warning.
     PEFT models are left unchanged.
@@ -174,7 +179,9 @@ def load_by_model_class(model: Any, checkpoint: str) -> bool:
 
 
 def weight_gradients(model: torch.nn.Module, loss: torch.Tensor) -> Gradients:
-    """Return the gradient of *loss* for each trained weight on which it depends, by name."""
+    """
+    Return the gradient of *loss* with respect to each trained weight that it depends on, by name.
+    """
     named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     found = torch.autograd.grad(loss, [one for _, one in named], allow_unused=True)
     return {name: one for (name, _), one in zip(named, found, strict=True) if one is not None}
@@ -188,7 +195,7 @@ def add_gradients(total: Gradients, gradients: Gradients) -> float:
 
 
 def difference_norms(found: Gradients, expected: Gradients) -> Mapping[str, float]:
-    """Return the norm of the difference of each weight's gradients; a missing one counts as 0."""
+    """Return the norm of each weight's gradient difference; a missing gradient counts as 0."""
     norms = {}
     for name in {**found, **expected}:
         mine, own = (part[name].double() if name in part else 0.0 for part in (found, expected))

@@ -1,5 +1,5 @@
 """
-Processes that end when their parent ends, even if SIGKILL ends the parent.
+Processes that end when their parent ends, also by SIGKILL.
 
 Each process that this project starts calls `end_with_parent` first: measuring processes, loader
 workers, ranks of a launcher, servers of engines, benchmarks. There are two exceptions. Rank 0's
@@ -37,7 +37,7 @@ _LOST = {
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """
-    Have the kernel signal this process when its parent ends, or now if the parent has ended.
+    Make the kernel signal this process when its parent ends, or now if it has ended.
 
     The kernel watches the thread that started this process, so that thread has to live as long as
     its process. Only Linux has such a signal; elsewhere this does nothing.
@@ -61,7 +61,7 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 
 def end_with_launcher() -> None:
     """
-    End this rank by SIGTERM when the agent of torchrun that started it ends.
+    End this rank by SIGTERM when the torchrun agent that started it ends.
 
     On SIGTERM, training saves a checkpoint after the running step, and other commands end at once.
     Without a launcher this does nothing.
@@ -72,7 +72,7 @@ def end_with_launcher() -> None:
 
 def end_with_process(pid: int) -> None:
     """
-    End this process when another process of this machine ends; only on Linux.
+    End this process when another process on this machine ends; only on Linux.
 
     Args:
         pid: Id of the other process. If it has ended already, this process ends at once.
@@ -135,7 +135,7 @@ def _prepare_process(prepare: Callable[..., None], arguments: tuple[Any, ...]) -
 
 def hide_connection_errors() -> None:
     """
-    Suppress tracebacks of connection errors in this process from now on.
+    Hide tracebacks of connection errors in this process from now on.
 
     multiprocessing prints such errors if the process that receives its tensors, in shared memory,
     has ended. That process reports the reason itself.
@@ -152,8 +152,9 @@ def hide_connection_errors() -> None:
 @contextmanager
 def wrap_process_errors(doing: str, keys: str) -> Iterator[None]:
     """
-    Raise RunError in place of the error of a pool or of torch that lost one of its processes. torch
-    may raise at any line of the context.
+    Turn the error of a pool, or of torch, that has lost a process into a RunError.
+
+    torch may raise it at any line of the context.
 
     Args:
         doing: Task of these processes, as a participle: `measuring samples`.
@@ -173,7 +174,7 @@ def wrap_process_errors(doing: str, keys: str) -> Iterator[None]:
 @contextmanager
 def hold_ctrl_c() -> Iterator[None]:
     """
-    Keep Ctrl-C from processes started in the block, and delay it in this process to its end.
+    Keep Ctrl-C from processes that start in this context; this process gets it at the end.
 
     So this process alone handles Ctrl-C, and no child prints a traceback. While a process forks,
     Python runs callbacks of libraries and drops their errors: KeyboardInterrupt would be lost. To

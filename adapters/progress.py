@@ -1,5 +1,5 @@
 """
-Progress of long stages, with the time left: a bar on a terminal, a log line every 30 s elsewhere.
+Progress of long stages and the time left: a bar on a terminal, elsewhere a log line every 30 s.
 
 `hide` turns bars and lines off. `TrainingBar` is the bar of optimizer steps.
 """
@@ -34,15 +34,16 @@ _state = {"hidden": False}
 
 
 def hide(*, hidden: bool) -> None:
-    """Hide all progress of this process from now on, or with *hidden* false show it again."""
+    """Hide all progress of this process from now on; with *hidden* false, show it again."""
     _state["hidden"] = hidden
 
 
 @contextmanager
 def loading_libraries(*, file: TextIO | None = None) -> Iterator[None]:
     """
-    Show on a terminal that torch, transformers and ms-swift are being imported, and pause garbage
-    collection. The line is removed at the end.
+    Show on a terminal that torch, transformers and ms-swift are being imported.
+
+    Garbage collection is paused meanwhile. The line is removed at the end.
 
     Imports make a million objects that live as long as the process. Collecting garbage among them
     took 1.3 s of 8.
@@ -100,7 +101,7 @@ class _Bar(tqdm):  # type: ignore[misc]  # its library has no types
 
 class TrainingBar:
     """
-    Bar of training steps at the bottom of a terminal; all other output appears above it.
+    Bar of training steps at the bottom of a terminal; other output appears above it.
 
     No thread draws it, since processes with threads should not fork.
     """
@@ -129,7 +130,7 @@ class TrainingBar:
 
     def update(self, *, done: int | None = None, text: str | None = None) -> None:
         """
-        Draw the bar again.
+        Draw the bar at its new position.
 
         Args:
             done: Steps that are done; None leaves them.

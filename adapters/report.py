@@ -1,6 +1,8 @@
 """
-A page about plans, as one HTML file that loads nothing: figures in words, plots by matplotlib as
-SVG, and the numbers of each plot as a table. Jinja escapes all texts of users; no plot has one.
+A page about plans, as one HTML file that loads nothing.
+
+It has figures in words, plots by matplotlib as SVG, and the numbers of each plot as a table. Jinja
+escapes all texts of users; plots contain none.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ Numbers = NDArray[Any]
 
 @attrs.frozen
 class Chart:
-    """A plot, the sentence that it shows, and its numbers; the first of the rows is their head."""
+    """Plot, with the sentence that it shows and its numbers; the first row is their heading."""
 
     title: str
     text: str
@@ -50,7 +52,7 @@ class Chart:
 
 @attrs.frozen(eq=False)
 class ReportedPlan:
-    """A plan as the page shows it."""
+    """Plan in the form that the page shows."""
 
     name: str
     plan: RawPlan
@@ -81,7 +83,7 @@ class ReportedPlan:
     warnings: Sequence[str] = ()
 
     def charts(self) -> Iterator[Chart]:
-        """Yield the plots of the plan."""
+        """Yield the plots about the plan."""
         plan, summary, sources = self.plan, self.summary, self.sources
         limit, longest = plan.packing_length, max(one.max() for one in sources.values())
         edges = np.geomspace(min(one.min() for one in sources.values()), max(longest, limit) + 1, 41)
@@ -122,7 +124,9 @@ def render_page(title: str, plans: Sequence[ReportedPlan]) -> str:
 
 
 def write_report(plan: Plan, path: str | Path) -> None:
-    """Write a page about a plan of a list of lengths, in place of any file; see `Plan.report`."""
+    """
+    Write a page about a plan of a list of lengths; a file there is replaced. See `Plan.report`.
+    """
     raw, lengths = plan.raw, plan.lengths
     figures = [[(*row, "") for row in plan.show().rows]]
     needs, drawings = packs_by_algorithm(raw, lengths), draw_first_packs(raw, lengths)

@@ -1,5 +1,5 @@
 """
-Makes torchvision importable beside a CPU-only torch.
+Makes torchvision importable with a torch that is built for CPUs.
 
 The published torchvision is a CUDA build: beside a CPU-only torch its import fails, because the
 operators that it gives a meta implementation are not registered. Qwen-VL's processor needs only its
@@ -17,10 +17,12 @@ _kept_alive: list[Any] = []
 
 
 class OperatorDeclarer(MetaPathFinder):
-    """Import finder that declares the operators missing in torchvision's library."""
+    """Import finder that declares operators that torchvision's library lacks."""
 
     def find_spec(self, fullname: str, *_: object) -> None:
-        """Return None always; declare the operators once, before the module that needs them."""
+        """
+        Return None; declare the operators once, before the module that needs them is imported.
+        """
         if fullname != "torchvision._meta_registrations":
             return
         sys.meta_path.remove(self)

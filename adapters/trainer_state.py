@@ -1,6 +1,7 @@
 """
-State of a transformers trainer in a checkpoint, with a digest that is checked on reading; parts of
-its optimizer that DeepSpeed keeps.
+State of a transformers trainer in a checkpoint, with a digest that is checked when it is read.
+
+DeepSpeed keeps parts of the optimizer, which are checked too.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ _DIGEST_KEY = "packplan_sha256"
 
 
 def add_digest_on_save(state: Any) -> None:
-    """Have the `TrainerState` *state* add a digest to its file whenever it is saved."""
+    """Make the `TrainerState` *state* add a digest to its file whenever it is saved."""
     if getattr(type(state), "save_to_json", None) is not _save_with_digest:
         state.__class__ = type(f"Sealed{type(state).__name__}", (type(state),), {"save_to_json": _save_with_digest})
 
@@ -42,7 +43,7 @@ def _save_with_digest(state: Any, json_path: str) -> None:
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
     """
-    Return the trainer's state in a checkpoint, of Packplan or of another program.
+    Return the trainer's state in a checkpoint of Packplan or of another program.
 
     Raises:
         OSError: The file of the state is missing.
@@ -64,7 +65,7 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
 
 def require_same_step(folder: Path, state: Mapping[str, Any], step: int) -> None:
     """
-    Refuse a trainer's state of another optimizer step than Packplan's state in the checkpoint.
+    Refuse a trainer's state whose optimizer step is not that of Packplan's state beside it.
 
     Args:
         folder: Folder of the checkpoint.
@@ -81,7 +82,7 @@ def require_same_step(folder: Path, state: Mapping[str, Any], step: int) -> None
 
 def find_other_parts(folder: Path, *, stage: int | None, num_ranks: int) -> str | None:
     """
-    Return why a run cannot take the optimizer of a checkpoint, as a clause; None if it can.
+    Return why a run cannot load a checkpoint's optimizer, as a clause; None if it can.
 
     A file of DeepSpeed may be missing or torn, or of another stage or number of ranks.
 

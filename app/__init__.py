@@ -1,5 +1,5 @@
 """
-Commands of `packplan`, built from the rules of core and the adapters.
+Commands of `packplan`, which combine the rules of core with the adapters.
 
 `python -m app.COMMAND` imports this first: from here on, Ctrl-C is answered by a line, also while
 modules are being imported.
@@ -12,7 +12,7 @@ import packplan.adapters  # prepares what transformers and swift import
 
 
 def install_ctrl_c_hook() -> None:
-    """Install an exception hook that prints a line for Ctrl-C instead of a traceback."""
+    """Install an exception hook that prints one line for Ctrl-C, and no traceback."""
     sys.excepthook = _print_interrupt
 
 

@@ -47,7 +47,7 @@ log = logging.getLogger("packplan.app.check")
 
 @attrs.frozen
 class Report:
-    """Results of comparing packs with their samples alone."""
+    """Results of a comparison of packs with their samples alone."""
 
     model: str
     model_type: str
@@ -70,13 +70,13 @@ class Report:
 
     @property
     def failures(self) -> list[Verdict]:
-        """Verdicts that are over their limits."""
+        """Verdicts that exceed their limits."""
         return [verdict for verdict in self.verdicts if not verdict.passed]
 
 
 def check(config: RunConfig, *, num_packs: int) -> Report:
     """
-    Compare packs of a run's plan with their samples alone.
+    Compare packs of a run's plan with each of their samples alone.
 
     Args:
         config: The run.
@@ -99,7 +99,7 @@ def check(config: RunConfig, *, num_packs: int) -> Report:
 
 def compare_packs(config: RunConfig, trainer: PlanTrainer, train: Split, *, num_packs: int) -> Report:
     """
-    Compare packs of a run that is ready to train; see `check`.
+    Compare packs of a run that is prepared to train; see `check`.
 
     Args:
         config: The run.

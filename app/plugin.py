@@ -100,7 +100,7 @@ def _share_by_degree(config: RunConfig, most: int | None) -> RunConfig:
 
 
 def plan_command(config: RunConfig) -> str:
-    """Plan a command; return its plan's checksum, by the indices that ms-swift gives to rows."""
+    """Plan a command, and return its plan's checksum; rows have ms-swift's indices."""
     with loading_libraries():
         from packplan.app.plan.build import build
         from packplan.app.wiring.ranks import join_ranks

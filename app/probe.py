@@ -27,7 +27,7 @@ _HEAD = ("backend", "packs", "isolation", "equality", "seconds", "how")
 
 
 def as_table(found: Sequence[BackendProbe]) -> str:
-    """Return the results of a probe as a table in plain text."""
+    """Return the results of a probe as a table in text."""
     rows = [_HEAD, *(_table_cells(one) for one in found if one.verdict is not None)]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -52,7 +52,7 @@ def _table_cells(found: BackendProbe) -> tuple[str, ...]:
 
 
 def as_json(model: str, found: Sequence[BackendProbe]) -> str:
-    """Return the results of a probe as the text of one JSON document."""
+    """Return the results of a probe as JSON text."""
     backends = []
     for one in found:
         verdict = None if one.verdict is None else one.verdict.to_dict()

@@ -1,4 +1,4 @@
-"""Rewards of the demo's tasks, as TRL's trainers call them: a score for each completion."""
+"""Rewards of the demo's tasks in the form that TRL calls: a score for each completion."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ Completions = Sequence[Sequence[dict[str, str]]]
 
 def character_overlap(completions: Completions, answer: Sequence[str], **_: Any) -> list[float]:
     """
-    Return the F1 score of the characters of each completion and its answer, blanks left out.
+    Return the F1 score of the characters of each completion and its answer, without blanks.
 
     >>> character_overlap([[{"role": "assistant", "content": "dab"}]], ["a bad day"])
     [0.6]

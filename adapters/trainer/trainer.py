@@ -103,12 +103,12 @@ class KeepIntervals(TrainerCallback):
     """Keeps this run's intervals of logging, saving and evaluation, not a resumed checkpoint's."""
 
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Replace the intervals in *state*, which a checkpoint may have restored, by this run's."""
+        """Replace intervals that a checkpoint may have restored in *state* by this run's."""
         state.compute_steps(args, state.max_steps)
 
 
 class SaveOnSigterm(TrainerCallback):
-    """On SIGTERM, saves one checkpoint of all ranks after the running step, and ends training."""
+    """On SIGTERM, saves one checkpoint of all ranks after the current step, and ends training."""
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
@@ -195,7 +195,7 @@ class CheckedTrainer(ComputesPacks, Seq2SeqTrainer):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP or DeepSpeed trains, so that checkpoints may be in parts."""
+        """Whether FSDP or DeepSpeed is in use, so that checkpoints may be in parts."""
         return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
     @property
@@ -255,7 +255,11 @@ class CheckedTrainer(ComputesPacks, Seq2SeqTrainer):
                 loader.close()
 
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
-        """Train on one batch and sum its loss; before the first, record the weights' magnitude."""
+        """
+        Train on one batch and add up its loss; before the first, record the size of the weights.
+
+        The size is their root mean square.
+        """
         if self._rms_before is None:
             self._rms_before = self._weight_rms()
         loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
@@ -358,7 +362,7 @@ class CheckedTrainer(ComputesPacks, Seq2SeqTrainer):
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
         """
-        Evaluate all packs by the loss alone, and return the metrics, whose means are over tokens.
+        Evaluate all packs by their loss alone; return metrics whose means are over tokens.
 
         Raises:
             MismatchError: A pack is missing, or another one is served.
@@ -373,7 +377,7 @@ class CheckedTrainer(ComputesPacks, Seq2SeqTrainer):
     @contextlib.contextmanager
     def media_hook(self) -> Iterator[None]:
         """
-        Register ms-swift's hook that passes images to the model, for this context.
+        Inside this context, let ms-swift's hook pass images to the model.
 
         If the hook is registered already, as it is during `train`, nothing is done.
         """
@@ -446,7 +450,7 @@ class PlanTrainer(FollowsSchedule, CheckedTrainer):
         Trainer.log(self, dict(stats.epoch_statistics(self.state.global_step - self._epoch_start)))
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-        """Log a step's loss, with statistics of the steps since the last log."""
+        """Log the loss of a step, with statistics of the steps since the last log."""
         if "loss" in logs and self._stats is not None:
             start, stop = self._logged_until - self._epoch_start, self.state.global_step - self._epoch_start
             seconds, positions = self.lap_seconds(), self._stats.num_positions(start, stop)
@@ -459,6 +463,6 @@ class PlanTrainer(FollowsSchedule, CheckedTrainer):
 
 
 def logit_inputs(prepared: dict[str, Any]) -> dict[str, Any]:
-    """Return those prepared inputs with which a forward pass returns logits and no loss."""
+    """Return the prepared inputs with which a forward pass returns logits and no loss."""
     others = ("labels", "compute_loss_func", "loss_scale", "text_position_ids", "channel")
     return {key: value for key, value in prepared.items() if key not in others}

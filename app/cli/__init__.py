@@ -1,1 +1,1 @@
-"""Parts of every command: options, exit statuses, Ctrl-C, full disks."""
+"""Parts that every command uses: options, exit statuses, Ctrl-C, full disks."""

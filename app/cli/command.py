@@ -1,4 +1,4 @@
-"""Options, logging and exit statuses of every command, and one message for each error."""
+"""Options, logging and exit statuses of all commands, and one message for each error."""
 
 import argparse
 import errno
@@ -46,7 +46,7 @@ EXTRAS = MappingProxyType({"ray": "rl", "deepspeed": "deepspeed", "qwen_omni_uti
 
 
 def command_parser(name: str, about: str | None) -> argparse.ArgumentParser:
-    """Return the parser of `packplan NAME`, whose help begins with *about* as it is written."""
+    """Return the parser of `packplan NAME`; its help begins with *about*, unchanged."""
     return argparse.ArgumentParser(
         prog=f"packplan {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -61,13 +61,15 @@ def add_logging_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, *, about: str = RUN_HELP) -> None:
-    """Declare the path of a YAML, with the help *about*, and overrides, for `parse_arguments`."""
+    """
+    Declare the path of a YAML, with the help text *about*, and overrides; see `parse_arguments`.
+    """
     parser.add_argument("config", metavar="run.yaml", help=about)
     add_overrides(parser)
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Declare arguments `section.key=value`, which override keys of the command's YAML."""
+    """Declare arguments `section.key=value` that override keys of the command's YAML."""
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value",
         help="in place of the YAML's: training.seed=7; null unsets what the YAML sets",
@@ -76,8 +78,9 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
     """
-    Parse the options of a command whose overrides may stand before and behind options. A subcommand
-    sets its own parser as the default of `parser`, which then reports what is wrong.
+    Parse the options of a command; overrides may stand before and after options.
+
+    A subcommand sets its own parser as the default of `parser`, which then reports errors.
     """
     options, others = parser.parse_known_args(arguments)
     if wrong := [text for text in others if text.startswith("-") or "=" not in text]:
@@ -91,8 +94,10 @@ def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None
 
 def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = False, kept: str = KEPT_NOTE) -> int:
     """
-    Run *command*; return 0, 1 for a closed pipe, 2 for the user's fault or a full disk, 3 for a
-    failed verification, 130 for Ctrl-C. Any other exception is a fault of Packplan, and is raised.
+    Run *command*, and return its exit status.
+
+    It is 1 for a closed pipe, 2 for the user's fault or a full disk, 3 for a failed verification,
+    130 for Ctrl-C, else 0. Any other exception is a fault of Packplan, and is raised.
 
     Args:
         command: The work to run.
@@ -146,8 +151,9 @@ def _raise_file_limit() -> None:
 
 def run_program(main: Callable[[], int]) -> int:
     """
-    Run a program's main, flush its output, and return its exit status, also where argparse, Ctrl-C
-    or a package that is not installed ends it.
+    Run the main function of a program, flush its output, and return its exit status.
+
+    argparse, Ctrl-C or a missing package may end it.
 
     Args:
         main: Reads the command line, and returns the exit status.
@@ -224,7 +230,7 @@ def _discard_output(stream: TextIO) -> None:
 
 def plain_console(width: int | None = None) -> "Console":
     """
-    Return a console that prints text as it is, and lines as long as they are.
+    Return a console that prints text unchanged, and does not wrap lines.
 
     *width* is the width of tables, in columns, where standard output is no terminal.
     """
@@ -235,7 +241,7 @@ def plain_console(width: int | None = None) -> "Console":
 
 def time_text(seconds: float) -> str:
     """
-    Return seconds as text in hours, minutes, seconds or milliseconds.
+    Return seconds as text, in hours, minutes, seconds or milliseconds.
 
     >>> [time_text(one) for one in (0.25, 9, 100, 7200)]
     ['250 ms', '9.0 s', '1.7 min', '2.00 h']
@@ -275,12 +281,12 @@ def parse_ranks(text: str) -> int:
 
 
 def parse_positives(text: str, parse: Callable[[str], int] = parse_positive) -> list[int]:
-    """Parse numbers of at least 1, split by commas, for argparse; return them sorted, once each."""
+    """Parse numbers of at least 1, separated by commas, for argparse; return each once, sorted."""
     return sorted({parse(part.strip()) for part in text.split(",")})
 
 
 def parse_rank_counts(text: str) -> list[int]:
-    """Parse numbers of ranks, separated by commas, for argparse; return them sorted, once each."""
+    """Parse numbers of ranks, separated by commas, for argparse; return each once, sorted."""
     return parse_positives(text, parse_ranks)
 
 

@@ -1,1 +1,1 @@
-"""From samples to aligned plans: measured once, planned by rank 0, shared with the others."""
+"""From samples to aligned plans: lengths are measured once, and rank 0 plans for all ranks."""

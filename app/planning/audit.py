@@ -1,5 +1,5 @@
 """
-Audits of measurements: some samples are encoded again before a plan is made of all.
+Audits of measurements: some samples are encoded again before all are planned.
 
 | when | function | samples | why |
 |---|---|---|---|
@@ -55,9 +55,7 @@ for those of images. Fewer than `REPEATED_SAMPLES` are encoded where they have m
 
 
 def check_images(source: LengthSource, stored: StoredRows) -> None:
-    """
-    Compare the stored images of some samples with their files; StaleError if one was replaced.
-    """
+    """Compare the stored images of some samples with their files; StaleError if one has changed."""
     indices = _spread_indices(np.flatnonzero(num_media(stored.table)))
     for index, measured in zip(indices, from_tables(stored.table, stored.media, indices), strict=True):
         for number, (then, now) in enumerate(zip(measured.media, source.media_facts(index), strict=True)):
@@ -69,8 +67,9 @@ def check_images(source: LengthSource, stored: StoredRows) -> None:
 
 def recheck_stored(source: LengthSource, stored: StoredRows) -> int:
     """
-    Encode up to `REPEATED_SAMPLES` stored samples again, fewer where they are long; return their
-    number.
+    Encode up to `REPEATED_SAMPLES` stored samples again; return how many.
+
+    Fewer are encoded if they are long.
 
     Raises:
         DataSetError: One encodes to another measurement than is stored.
@@ -92,7 +91,7 @@ def recheck_stored(source: LengthSource, stored: StoredRows) -> int:
 
 def check_repeatability_early(source: LengthSource, num_measured: int, *, report: ReportProgress, skips: bool) -> None:
     """
-    Encode a few of the missing samples three times, if many are missing, and compare the results.
+    If many samples are not measured yet, encode a few of them three times, and compare.
 
     Args:
         source: All records.
@@ -122,8 +121,7 @@ def check_repeatability_early(source: LengthSource, num_measured: int, *, report
 
 def check_repeatability(source: LengthSource, stored: StoredRows) -> dict[str, Any]:
     """
-    Encode some samples twice more, compare with their measurements, and return what the manifest
-    tells of it.
+    Encode some samples twice more and compare; return what the manifest records of this.
 
     Raises:
         DataSetError: A sample encodes differently each time.

@@ -1,7 +1,8 @@
 """
-Plans of measured records: the one of all epochs, or, where epochs have plans of their own, each.
-These are counted before the first step, and planned again when they are trained, one ahead, so that
-two at most are in memory.
+Plans of measured records: one for all epochs, or one for each epoch.
+
+Plans of single epochs are counted before the first step, and made again when they are trained. At
+most two are in memory, since the next one is planned ahead.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ _BAR = "{desc}{postfix} [{elapsed}]"
 
 def works_of_records(model: WorkModel, table: Table) -> SampleWorks:
     """
-    Return the work of measured records.
+    Return the work of each measured record.
 
     Args:
         model: Work of a model.
@@ -42,8 +43,9 @@ def works_of_records(model: WorkModel, table: Table) -> SampleWorks:
 
 def lengths_of_records(policy: PlanPolicy, table: Table, files: Sequence[DataFile] = ()) -> RecordLengths:
     """
-    Return the lengths of measured records, 0 outside the policy's part, and their works and images
-    if *policy* packs by them; DataSetError if a sample has no token.
+    Return the lengths of measured records, and the work and images by which *policy* packs.
+
+    Lengths are 0 outside of the policy's part. DataSetError if a sample has no token.
 
     Args:
         policy: Settings of planning.
@@ -73,7 +75,7 @@ def plan_first_epoch(
     report: ReportProgress = lambda _: None,
 ) -> RawPlan:
     """
-    Build the raw plan of epoch 0. It serves all epochs, unless each has a plan of its own.
+    Build the raw plan of epoch 0, which serves all epochs unless each has its own plan.
 
     Args:
         name: Name of the split, for messages.
@@ -97,27 +99,27 @@ def plan_first_epoch(
 
 @attrs.frozen(eq=False)
 class EpochPlanner:
-    """Plans the epochs of a split."""
+    """Planner of the epochs of a split."""
 
     policy: PlanPolicy
     recipe: EpochRecipe
     samples: RecordLengths
 
     def plan(self, epoch: int) -> EpochPlan:
-        """Return the plan of an epoch; ArgumentError if it drops too much, or no pack remains."""
+        """Return the plan of an epoch; ArgumentError if it drops too much, or has no pack."""
         plan = plan_epoch(self.recipe, self.policy, self.samples, epoch, quick_bound=True)
         refuse_dropped(plan.raw, self.samples.lengths, self.policy)
         return plan
 
     def make_record(self, plan: EpochPlan) -> EpochRecord:
-        """Return the record of a plan: its counts, and the checksums of samples and packs."""
+        """Return the record of a plan: its counts, and checksums of its samples and packs."""
         return record_epoch(plan, self.samples)
 
 
 @attrs.frozen(eq=False)
 class PlannedEpochs:
     """
-    All epochs of a run: the record of each, and the packs of the one that is trained.
+    Records of all epochs of a run, and the packs of the epoch that is trained.
 
     While an epoch is trained, a thread plans the next one. It shares nothing with training, and
     takes part in nothing that ranks do together.
@@ -135,7 +137,7 @@ class PlannedEpochs:
 
     def stats(self, epoch: int) -> PackStats:
         """
-        Return the statistics of an epoch's packs, and begin to plan the next epoch.
+        Return the statistics of an epoch's packs, and start planning the next epoch.
 
         Raises:
             MismatchError: The plan is not the one that was counted before the first step.

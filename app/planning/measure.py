@@ -1,6 +1,5 @@
 """
-Samples -> measurements, read from top to bottom: load what is stored, measure what is missing,
-audit, complete.
+Measurements of samples: load stored ones, measure missing ones, audit and complete them.
 
 Records are measured by `split.source`, a `SwiftMeasurer` in a run. Lengths that a table knows are
 taken from it (`custom.lengths`). Records that cannot become samples are counted, up to a share
@@ -57,7 +56,7 @@ _SKIP_ADVICE = "custom.on_bad_record: skip leaves such records out, and plan sho
 
 def measure(split: Split, report: ReportProgress) -> Table:
     """
-    Return the measurements of all records of a split, measuring those that its store does not have.
+    Return the measurements of all records of a split; those that its store lacks are measured.
 
     Where an audit shows the shortcut to be wrong, every sample is encoded in full.
 
@@ -186,11 +185,11 @@ def _measure_missing(split: Split, stored: StoredRows, *, bad: BadRecords, repor
 
 
 class BadRecords:
-    """Bad records that were found in a source so far, up to a largest share of all records."""
+    """Bad records found in a source so far; their share of all records is limited."""
 
     def __init__(self, source: LengthSource, *, max_share: Decimal | None) -> None:
         """
-        Begin without bad records.
+        Start without bad records.
 
         Args:
             source: All records.
@@ -207,7 +206,7 @@ class BadRecords:
 
     def restore(self, known: Sequence[BadRecord]) -> None:
         """
-        Take the bad records of an earlier start in place of those so far.
+        Replace the bad records so far by those of an earlier start.
 
         Raises:
             RecordError: There are any, and no record may be bad.
@@ -219,8 +218,9 @@ class BadRecords:
 
     def add(self, index: int, error: RecordError) -> None:
         """
-        Add record *index*, which is above the earlier ones; raise *error* if none may be bad,
-        DataSetError if too many are.
+        Add record *index*, which is above all earlier ones.
+
+        *error* is raised if no record may be bad, and DataSetError if too many are.
         """
         if self._max_share is None:
             # Where the run is to be changed, skipping records would lose all like this one.
@@ -241,14 +241,14 @@ class BadRecords:
         self.records = records
 
     def log_warning(self, name: str) -> None:
-        """Log a warning with the bad records of split *name*, if there are any."""
+        """Log a warning about the bad records of split *name*, if there are any."""
         if self.records:
             log.warning("%s: %s", name, bad_records_line(self.records, len(self._source)))
 
 
 def bad_records_line(records: Sequence[BadRecord], total: int) -> str:
     """
-    Return a line with the number of bad records and the first of them.
+    Return a line with the number of bad records, and the first ones.
 
     Args:
         records: Bad records, ascending.
@@ -261,7 +261,7 @@ def bad_records_line(records: Sequence[BadRecord], total: int) -> str:
 
 def failure_lines(records: Sequence[BadRecord]) -> Iterator[str]:
     """
-    Yield the bad records by their reason, the most frequent first, each with its first places.
+    Yield bad records grouped by reason, the most frequent first, with the first places of each.
 
     Args:
         records: Bad records, ascending. Reasons that differ in numbers alone are one.
@@ -277,7 +277,7 @@ def failure_lines(records: Sequence[BadRecord]) -> Iterator[str]:
 
 def merge_known(source: LengthSource, indices: range, table: KnownTable) -> Generator[RecordOutcome, None, None]:
     """
-    Yield the measurement of each record, from a table or by measuring what that lacks.
+    Yield the measurement of each record, from a table or, where the table lacks it, by measuring.
 
     Args:
         source: All records.

@@ -1,6 +1,7 @@
 """
-Measures and plans a split, and the epochs that have plans of their own: rank 0 alone, and what it
-made is compared between all ranks.
+Measures and plans a split, and epochs with plans of their own.
+
+Rank 0 does this for all ranks, and the result is compared between them.
 """
 
 import json
@@ -45,11 +46,11 @@ taken.
 
 
 class Ranks:
-    """Ranks of a run: rank 0 builds arrays for all, and one deadline bounds all their waits."""
+    """Ranks of a run: rank 0 builds arrays for all, and all waits end by one deadline."""
 
     def __init__(self, group: RankGroup, *, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """
-        Start the deadline.
+        Start the time until the deadline.
 
         Args:
             group: All ranks.
@@ -60,12 +61,12 @@ class Ranks:
         self.group, self._timeout_s, self._clock, self._started_s = group, timeout_s, clock, clock()
 
     def seconds_left(self) -> float:
-        """Return the seconds until the deadline: almost 0 after it; 0 means that there is none."""
+        """Return the seconds until the deadline: almost 0 after it, and 0 if there is none."""
         return max(self._timeout_s - (self._clock() - self._started_s), _LATE_S) if self._timeout_s else 0.0
 
     def build_on_rank_zero(self, lock: Lock, make: Callable[[ReportProgress], Arrays]) -> Arrays:
         """
-        Return the arrays that rank 0 makes, on every rank, while *lock* keeps other jobs out.
+        Return arrays that rank 0 makes, on every rank; *lock* keeps other jobs out meanwhile.
 
         Args:
             lock: Lock of the stores.
@@ -83,7 +84,7 @@ class Ranks:
 
     def require_same(self, what: str, value: str) -> None:
         """
-        Compare a value between all ranks; MismatchError if one holds another.
+        Compare a value between all ranks; MismatchError if one of them has another.
 
         Args:
             what: The value's name, for the error.
@@ -97,7 +98,7 @@ class Ranks:
 
 def measure_and_plan(split: Split, ranks: Ranks, *, world_size: int | None = None) -> Split:
     """
-    Fill a split with its lengths and plan, compare these between all ranks, and return the split.
+    Give a split its lengths and plan, compare them between all ranks, and return the split.
 
     Args:
         split: Samples, policy and stores.
@@ -167,7 +168,7 @@ def _require_drawable(recipe: EpochRecipe | None, policy: PlanPolicy, samples: R
 
 def plan_epochs(split: Split, recipe: EpochRecipe, schedule: EpochSchedule, ranks: Ranks) -> EpochSchedule:
     """
-    Plan all epochs on rank 0, store a record of each, and return the schedule over them.
+    Plan all epochs on rank 0, store their records, and return the schedule over them.
 
     Args:
         split: The split, whose first epoch is planned; its `epochs` are set.

@@ -1,4 +1,6 @@
-"""Aligned plan -> epoch schedule: the batches of an optimizer step, and the order of training."""
+"""
+The epoch schedule of an aligned plan: batches of an optimizer step, and the order of training.
+"""
 
 import json
 import logging
@@ -28,14 +30,14 @@ MOST_BYTES = 2**22
 
 
 def refuse_stream(config: RunConfig) -> None:
-    """Refuse a run that packs a stream while it trains, and so has no plan; ConfigError."""
+    """Refuse a run that packs a stream during training, and so has no plan."""
     if config.custom.trainer_variant != "sft":
         reason = "is rollout, whose packs come as samples come: there is no plan; set it to sft for what needs one"
         raise ConfigError.for_key("custom.trainer_variant", reason)
 
 
 def accumulation_of(config: RunConfig, *, world_size: int) -> Accumulation:
-    """Return the accumulation of a run; ArgumentError if the ranks cannot realise it."""
+    """Return the gradient accumulation of a run; ArgumentError if its ranks cannot realise it."""
     training = config.training
     return resolve_accumulation(
         effective_batch_size=training.effective_batch_size,
@@ -47,7 +49,7 @@ def accumulation_of(config: RunConfig, *, world_size: int) -> Accumulation:
 
 
 def forced_batch_lines(config: RunConfig) -> Iterator[str]:
-    """Yield a line for each setting of batches that packing changes, or that has no effect."""
+    """Yield a line for each batch setting that packing changes, or that has no effect."""
     training = config.training
     if training.packing and training.per_device_train_batch_size != 1:
         yield (
@@ -62,8 +64,7 @@ def forced_batch_lines(config: RunConfig) -> Iterator[str]:
 
 def balanced_sync_point(config: RunConfig) -> SyncPoint | None:
     """
-    Return the point at which the ranks of a run wait for each other; None if its packs are not
-    assigned by work.
+    Return where a run's ranks wait for each other; None if packs are not assigned by work.
 
     `training.packing_balance: auto` takes `microbatch` under FSDP and under DeepSpeed from stage 2
     on, else `step`. On one rank, assigning by work changes nothing.
@@ -75,14 +76,16 @@ def balanced_sync_point(config: RunConfig) -> SyncPoint | None:
 
 
 def sync_point_of(config: RunConfig) -> SyncPoint:
-    """Return the point at which a run's ranks wait for each other, by FSDP and DeepSpeed."""
+    """Return where the ranks of a run wait for each other, which FSDP and DeepSpeed decide."""
     training = config.training
     stage = zero_stage(training.trainer.get("deepspeed"))
     return "microbatch" if training.trainer.get("fsdp") or stage >= REDUCES_EACH_BACKWARD else "step"
 
 
 def zero_stage(deepspeed: Any) -> int:
-    """Return the ZeRO stage of `training.deepspeed`, settings or their file; 0 if it names none."""
+    """
+    Return the ZeRO stage in `training.deepspeed`, given as settings or file; 0 if there is none.
+    """
     if isinstance(deepspeed, (str, Path)):
         try:
             path = Path(deepspeed)
@@ -100,9 +103,10 @@ def schedule_of_split(
     config: RunConfig, split: str, aligned: AlignedPlan, works: NDArray[np.number] | None = None
 ) -> EpochSchedule:
     """
-    Return the schedule of a run's split from its beginning; ArgumentError if the ranks cannot
-    realise the batch. `accumulation_of` decides the batches of a step here, as in the trainer's
-    arguments.
+    Return the schedule of a split from its beginning.
+
+    ArgumentError if the ranks cannot realise the batch. `accumulation_of` decides the batches of a
+    step here, as in the trainer's arguments.
 
     An evaluation is one epoch, whose steps are the forward passes of each rank.
 
@@ -131,7 +135,7 @@ def schedule_of_split(
 
 def partial_window_line(schedule: EpochSchedule) -> tuple[int, str] | None:
     """
-    Return the line that the last step of an epoch is smaller, and its level; None if it is not.
+    Return a line, with its level, if an epoch's last step is smaller; None if it is not.
 
     It is a warning where another batch size gives even steps, else a note.
     """

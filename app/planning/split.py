@@ -1,6 +1,7 @@
 """
-One split of a run, `train` or `eval`, from its samples to its plan: a `Split` is filled in order,
-opened, measured, planned, aligned.
+One split of a run, `train` or `eval`, from its samples to its plan.
+
+A `Split` is filled in order: opened, measured, planned, aligned.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class Stores:
-    """Stores of a split's lengths and plans, and the lock that guards them."""
+    """Stores of a split's lengths and plans, and the lock that guards their folder."""
 
     lengths: DiskLengthStore
     plans: DiskPlanStore
@@ -46,7 +47,7 @@ class Stores:
 
 @attrs.frozen
 class KnownTable:
-    """Place of a table of known lengths, and the function that reads it."""
+    """Path of a table of known lengths, and the function that reads it."""
 
     where: str
     """Place of the table, for messages."""
@@ -56,9 +57,7 @@ class KnownTable:
 
 
 def align_options(config: RunConfig, split: str) -> dict[str, Any]:
-    """
-    Return the keyword arguments of `align_measured` for a run's split; evaluation drops no packs.
-    """
+    """Return the arguments of `align_measured` for a split; evaluation drops no packs."""
     training, packed = config.training, config.training.packing if split == "train" else config.eval_packing
     shares: dict[str, Any] = {"shares": True, "most": training.max_sequence_parallel_size}
     shares = shares if training.shares_by_degree and packed else {}
@@ -72,7 +71,7 @@ def align_measured(
     raw: RawPlan, lengths: IntArray, *, world_size: int, shares: bool = False, most: int | None = None, **options: Any
 ) -> AlignedPlan:
     """
-    Return a plan of measured records for a number of ranks.
+    Return the aligned plan of measured records for a number of ranks.
 
     Args:
         raw: The plan.
@@ -154,19 +153,19 @@ class Split:
 
     @cached_property
     def works(self) -> SampleWorks:
-        """Work of each record of a measured split, which balances ranks."""
+        """Work of each record of a measured split; ranks are balanced by it."""
         return works_of_records(self.work_model, self.table)
 
     def raw_packs_of(self, epoch: int) -> Packs:
-        """Return the packs of an epoch's raw plan, which a schedule names by their indices."""
+        """Return the packs in an epoch's raw plan; a schedule names them by index."""
         return self.raw.packs if self.epochs is None else self.epochs.stats(epoch).packs
 
     def pack_stats(self, epoch: int) -> PackStats:
-        """Return the statistics of the packs of an epoch."""
+        """Return the statistics of an epoch's packs."""
         return self.stats_of(self.raw) if self.epochs is None else self.epochs.stats(epoch)
 
     def stats_of(self, plan: RawPlan) -> PackStats:
-        """Return the statistics of the packs of a plan of this split's samples."""
+        """Return the statistics of the packs in a plan of this split."""
         return PackStats.from_plan(plan, self.lengths, packed=self.policy.packing, works=self.works)
 
     def plan_key(self, lengths_digest: str) -> Fingerprint:
@@ -174,7 +173,7 @@ class Split:
         return plan_fingerprint(self.recipe, self.policy, lengths_digest)
 
     def plan_name(self, key: Fingerprint, raw: RawPlan) -> str:
-        """Return the digest by which a checkpoint knows a plan, or all epochs' plans."""
+        """Return the digest by which checkpoints identify a plan, or the plans of all epochs."""
         return key.digest if self.recipe else plan_checksum(raw.packs)
 
     def align(self, world_size: int) -> AlignedPlan:
@@ -188,7 +187,7 @@ class Split:
 
     @property
     def unsupervised(self) -> IntArray:
-        """Planned samples without a supervised token, ascending."""
+        """Planned samples without supervised tokens, ascending."""
         return unsupervised_samples(self.raw, column(self.table, "supervised"))
 
     @property

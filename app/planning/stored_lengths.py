@@ -39,7 +39,7 @@ def yield_refusals(
     plan: RawPlan | None, lengths: IntArray, policy: PlanPolicy, *, supervised: Lengths | None = None
 ) -> Iterator[str]:
     """
-    Yield each reason for which training refuses stored lengths, or the plan of them.
+    Yield each reason why training would refuse stored lengths, or their plan.
 
     Args:
         plan: The stored plan; None skips the checks of it.
@@ -62,8 +62,9 @@ def yield_refusals(
 
 def yield_stale_inputs(config: RunConfig, lengths: StoredLengths) -> Iterator[str]:
     """
-    Yield a line for each setting that differs from that of the stored lengths; `verify` alone finds
-    other data and another model.
+    Yield a line for each setting that differs from that of the stored lengths.
+
+    Only `verify` finds other data or another model.
     """
     inputs = lengths.origin.key.inputs
     asked = config_length_inputs(config)

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 def train_stream(config: RunConfig, trainer: StreamTrainer) -> None:
     """
-    Train from a stream, by the trainer that `prepare_stream` builds.
+    Train from a stream, with the trainer that `prepare_stream` builds.
 
     Raises:
         PackplanError: Something the user can fix.
@@ -64,7 +64,7 @@ def train_stream(config: RunConfig, trainer: StreamTrainer) -> None:
 
 
 def prepare_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
-    """Decide the attention, plan the evaluation, and build the trainer."""
+    """Choose the attention, plan the evaluation, and build the trainer."""
     training = config.training
     warn_of_overwriting(training, group)
     checkpoint = open_checkpoint(config, group, StreamState)

@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 def train(config: RunConfig, group: RankGroup) -> tuple[PlanTrainer, dict[str, Split]]:
     """
-    Plan and train; return the trainer, and the splits that it trained and evaluated.
+    Plan and train; return the trainer, and the splits that are trained and evaluated.
 
     Raises:
         PackplanError: Something the user can fix, or something stored that is damaged.
@@ -71,7 +71,7 @@ def train(config: RunConfig, group: RankGroup) -> tuple[PlanTrainer, dict[str, S
 
 def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> tuple[PlanTrainer, dict[str, Split]]:
     """
-    Decide the attention, measure, plan, schedule, and build the trainer; return it with its splits.
+    Choose the attention, measure, plan, schedule and build the trainer; return it and its splits.
 
     Args:
         config: The run.
@@ -190,9 +190,7 @@ def _check_and_log_end(config: RunConfig, trainer: PlanTrainer) -> None:
 
 @contextmanager
 def logging_interruption(trainer: CheckedTrainer) -> Iterator[None]:
-    """
-    If Ctrl-C ends the block, log the steps that were done and the last checkpoint, on rank 0.
-    """
+    """If Ctrl-C ends this context, log the steps done and the last checkpoint, on rank 0."""
     try:
         yield
     except KeyboardInterrupt:
@@ -203,7 +201,9 @@ def logging_interruption(trainer: CheckedTrainer) -> Iterator[None]:
 
 
 def log_nothing_left(step: int, end: str) -> None:
-    """Log that the checkpoint at *step* leaves nothing to train; *end* is the end in words."""
+    """
+    Log that nothing is left to train after the checkpoint at *step*; *end* is the end in words.
+    """
     log.warning(
         "the checkpoint is at optimizer step %d, and the run ends %s: nothing is left to train; raise "
         "training.num_train_epochs or training.max_steps",
@@ -213,7 +213,7 @@ def log_nothing_left(step: int, end: str) -> None:
 
 
 def log_termination(trainer: CheckedTrainer, end: str) -> None:
-    """Log that SIGTERM ended a run before *end*, the last step or the run's length in words."""
+    """Log that SIGTERM ended a run early; *end* is its last step or its length in words."""
     log.warning(
         "SIGTERM: saved a checkpoint at step %d of %s; training.resume_from_checkpoint: last goes on from there",
         trainer.state.global_step,
@@ -223,8 +223,9 @@ def log_termination(trainer: CheckedTrainer, end: str) -> None:
 
 def log_outcome(config: RunConfig, trainer: CheckedTrainer) -> None:
     """
-    Log the steps of a run that was not ended early, where its model and its numbers are, and the
-    command that loads it. The log shows such lines of rank 0 alone.
+    Log a finished run: its steps, where its model and numbers are, and how to load the model.
+
+    Such lines are shown only on rank 0.
     """
     steps = trainer.state.global_step
     done = f"{counted(steps, 'optimizer step')} {verb_for(steps)} done"

@@ -1,4 +1,5 @@
 """
-Builds what a run needs from its configuration. `commands`, `runs`, `policies`, `stores` and
-`length_tables` load no torch; the others do.
+Parts of a run, built from its configuration.
+
+`commands`, `runs`, `policies`, `stores` and `length_tables` load no torch; the others do.
 """

@@ -54,8 +54,10 @@ _STEP_ARGUMENTS = (
 
 def require_traceable(config: RunConfig) -> None:
     """
-    Raise ConfigError for what is not traced: a run on several ranks of torchrun, and a command that
-    trains pairs, split texts, another task or several packs a batch.
+    Refuse a run that cannot be traced.
+
+    That is a run on several ranks of torchrun, or a command that trains pairs, split texts, another
+    task or several packs a batch.
     """
     if (started := read_world_size()) > 1:
         raise ConfigError("torchrun", (Fault("", f"starts {started} ranks: use --world-size instead"),))
@@ -73,14 +75,16 @@ def require_traceable(config: RunConfig) -> None:
 
 
 def starts_swift_command(word: str) -> bool:
-    """Return whether a word is a program that starts a command of ms-swift, and not a YAML."""
+    """Return whether a word is a program that starts an ms-swift command, and not a YAML."""
     return bool(_PROGRAM.fullmatch(Path(word).name)) and ("/" not in word or Path(word).is_file())
 
 
 def split_command(given: Sequence[str] | None, *, skip: int = 0) -> tuple[list[str], list[str]]:
     """
-    Return the words of a command line up to and with the program that starts a command of ms-swift,
-    and the words after it; without such a program, all words and none.
+    Return the words up to the program that starts an ms-swift command, and the words after it.
+
+    The first part contains the program. Without such a program, it is all words, and the second is
+    empty.
 
     Args:
         given: Words of a command line of this project; None takes those of the process.
@@ -94,7 +98,7 @@ def split_command(given: Sequence[str] | None, *, skip: int = 0) -> tuple[list[s
 
 def read_run_or_command(path: str, words: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
     """
-    Read a run's YAML, or a command of ms-swift.
+    Read the YAML of a run, or a command of ms-swift.
 
     Args:
         path: The YAML, or the first word of a command.
@@ -131,7 +135,11 @@ def read_command(path: str, words: Sequence[str] = (), *, world_size: int | None
 
 
 def num_command_ranks(config: RunConfig) -> int | None:
-    """Return the number of ranks of a run's command, row-sharing ones as one; None for a YAML."""
+    """
+    Return the number of ranks in a run's command; None for a YAML.
+
+    Ranks that share rows count as one.
+    """
     return None if config.command is None else config.command.world_size
 
 

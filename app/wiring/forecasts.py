@@ -1,6 +1,8 @@
 """
-Forecasts of a run by its own trainer and packs: the memory of a step, traced without weights, and
-the seconds of the run, from steps that are timed.
+Forecasts of a run by its own trainer and packs.
+
+The memory of a step is traced without weights; the seconds of the run follow from steps that are
+timed.
 """
 
 import math
@@ -51,7 +53,7 @@ _NOT_TRACED = (
 
 
 def config_to_trace(config: RunConfig) -> RunConfig:
-    """Return a run with settings that let its step be traced on this machine's CPU."""
+    """Return a run with the settings that allow tracing its step on this machine's CPU."""
     settings: Mapping[str, Any] = config.training.trainer
     kept = {name: value for name, value in settings.items() if name not in _NOT_TRACED}
     # bfloat16 and float16 have the same size.
@@ -74,8 +76,9 @@ def open_step_tracer(
     accumulates: bool,
 ) -> Iterator[StepTracer]:
     """
-    Yield a tracer of the steps of one rank, on the model that a run trains, with its freezes and
-    adapters, on the device `meta`.
+    Yield a tracer of one rank's steps, on the model that a run trains.
+
+    The model is on the device `meta`, with its freezes and adapters.
 
     Args:
         config: The run.
@@ -111,8 +114,9 @@ _MAX_EVAL_PACKS = 8
 
 def config_to_time(config: RunConfig) -> RunConfig:
     """
-    Return a run that starts from the beginning, and evaluates and saves at its last step alone. It
-    logs each step if the run does, else none, as a logged step takes longer.
+    Return a run that starts from the beginning, and evaluates and saves only at its last step.
+
+    It logs each step if the run does, else none, since a logged step takes longer.
     """
     training, end = config.training, 10**9
     evaluates = bool(config.custom.val_jsonl) and training.trainer.get("eval_strategy") != "no"
@@ -138,8 +142,9 @@ def forecast_time(
     config: RunConfig, trainer: PlanTrainer, splits: Mapping[str, Split], group: RankGroup
 ) -> RunForecast:
     """
-    Time steps of a run, and return the forecast of the whole run. Every rank calls this, and cannot
-    use the trainer afterwards.
+    Time some steps of a run, and return the forecast of the whole run.
+
+    Every rank calls this, and cannot use the trainer afterwards.
 
     Args:
         config: The run.
@@ -166,8 +171,7 @@ def forecast_time(
 
 def evaluation_flops(config: RunConfig, planned: Split) -> StepFlops:
     """
-    Return the FLOPs of an evaluation, as if it were one step: ranks wait for each other only at
-    its end.
+    Return the FLOPs of an evaluation as those of one step: ranks wait only at its end.
 
     Args:
         config: The run.

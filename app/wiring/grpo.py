@@ -1,4 +1,6 @@
-"""The trainer of `packplan rl`: TRL's `GRPOTrainer`, with microbatches as `policy.` says."""
+"""
+The trainer of `packplan rl`: TRL's `GRPOTrainer` with the microbatches that `policy.` asks for.
+"""
 
 import functools
 import logging
@@ -44,8 +46,9 @@ def installed_keys() -> dict[str, TrainerKey]:
 
 def train(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
     """
-    Train a run, save the policy to its output folder, and return the trainer. The ranks' process
-    group has to be open, for TRL's trainer uses it.
+    Train a run, save the policy to its output folder, and return the trainer.
+
+    The ranks' process group has to be open, since TRL's trainer uses it.
 
     Args:
         config: The run.
@@ -83,7 +86,7 @@ def train(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
 
 def open_trainer(config: RlConfig, *, quiet: bool = False) -> tuple[GRPOTrainer, list[Unpadding], BalanceCounts | None]:
     """
-    Load the model; return its trainer, the hooks of its models, and the counts of its microbatches.
+    Load the model; return its trainer, the hooks of its models, and the microbatch counts.
 
     Args:
         config: The run.

@@ -1,4 +1,4 @@
-"""Tables of lengths: written for any tool, and read by runs in place of measuring."""
+"""Tables of lengths: written for any tool, and read by runs instead of measuring."""
 
 import contextlib
 import logging
@@ -30,7 +30,7 @@ def config_to_measure(
     data: Sequence[str], output: Path, *, model: str | None, path: str | None, overrides: Sequence[str]
 ) -> RunConfig:
     """
-    Return a run for measuring data without training; its artefacts are in `interim_folder`.
+    Return a run that measures data without training; its artefacts are in `interim_folder`.
 
     Args:
         data: Data files; empty where a YAML names them.
@@ -62,12 +62,12 @@ def config_to_measure(
 
 
 def interim_folder(output: Path) -> Path:
-    """Return the folder that keeps measurements until the table *output* is written."""
+    """Return the folder of the measurements until the table *output* is written."""
     return output.with_name(f"{output.name}.measuring")
 
 
 def refuse_other_output(output: Path) -> None:
-    """Raise ConfigError if *output* is another file than a table of lengths, or has no folder."""
+    """Refuse an *output* that is another file than a table of lengths, or has no folder."""
     if not output.parent.is_dir():
         raise ConfigError.for_key("--output", f"is {output}, whose folder does not exist: make it")
     if output.exists():
@@ -77,7 +77,7 @@ def refuse_other_output(output: Path) -> None:
 
 @contextlib.contextmanager
 def wrap_output_errors(output: Path) -> Iterator[None]:
-    """In the block, turn StaleError of the table or its measurements to ConfigError by --output."""
+    """Turn a StaleError about the table or its measurements into a ConfigError about --output."""
     try:
         yield
     except StaleError as error:
@@ -89,7 +89,7 @@ def wrap_output_errors(output: Path) -> Iterator[None]:
 
 def open_known_lengths(path: str | Path, source: LengthSource, *, key: str = "custom.lengths") -> KnownTable:
     """
-    Open a table of lengths, which are taken from it in place of measuring.
+    Open a table of lengths that are used instead of measuring.
 
     Args:
         path: The table.
@@ -123,7 +123,7 @@ def _wrap_key_errors(key: str, remedy: str = "") -> Iterator[None]:
 
 def publish_table(split: Split, stored: StoredRows, output: Path) -> None:
     """
-    Write the table of measured records, and remove the folder that kept them.
+    Write the table of measured records, and remove the folder of their measurements.
 
     Args:
         split: Records that were measured.

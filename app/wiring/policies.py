@@ -1,6 +1,4 @@
-"""
-Settings that a run's plans follow from: policy, work of its model, and the mixes of its epochs.
-"""
+"""Settings that decide a run's plans: policy, work of the model, and mixes of its epochs."""
 
 from collections.abc import Iterable
 
@@ -19,8 +17,9 @@ from packplan.core.work.model import WorkModel
 
 def policy_of_split(config: RunConfig, split: str) -> PlanPolicy:
     """
-    Return the policy by which a run plans its split `train` or `eval`, with the model's work if the
-    packing algorithm takes it.
+    Return the policy by which a split is planned.
+
+    It has the work of the model if the packing algorithm takes it.
     """
     uses_works = config.training.packing and "works" in ALGORITHMS[config.training.packing_algorithm].takes
     return plan_policy(config, split, work=work_of_run(config)[0] if uses_works else None)
@@ -28,7 +27,7 @@ def policy_of_split(config: RunConfig, split: str) -> PlanPolicy:
 
 def work_of_run(config: RunConfig) -> tuple[WorkModel, str | None]:
     """
-    Return the work of a run's model, forward and backward, and why it is estimated, if it is.
+    Return the work of a run's model, forward and backward, and why it is only estimated, if so.
     """
     model, estimated = _forward_work(config)
     training = config.training

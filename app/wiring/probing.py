@@ -40,7 +40,7 @@ class BackendProbe:
 
     @property
     def packs_by_itself(self) -> bool:
-        """Whether samples may share packs under the model's own code, without Packplan."""
+        """Whether samples may share packs in the model's own code, without Packplan."""
         return self.may_pack and not (self.verdict.follows_rows or self.verdict.split)  # type: ignore[union-attr]  # it passes
 
 
@@ -48,7 +48,7 @@ def probe_backends(
     path: Path, *, dtype: Precision | None, device: str | None, trust_remote_code: bool
 ) -> Iterator[BackendProbe]:
     """
-    Yield the result under each attention, first under `auto`, which a run takes by default.
+    Yield the result for each attention; the first is `auto`, the default of a run.
 
     Args:
         path: Folder of the model, or its config.json.

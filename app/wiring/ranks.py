@@ -1,7 +1,4 @@
-"""
-The ranks of a run, the comparison of their settings, and the lock on the folder that the run trains
-into.
-"""
+"""Ranks of a run, comparison of their settings, and the lock on the run's output folder."""
 
 import contextlib
 import json
@@ -38,8 +35,9 @@ def join_ranks(
     config: RunConfig, *, use_cpu: bool = False, options: Mapping[str, Any] = MappingProxyType({})
 ) -> Iterator[RankGroup]:
     """
-    Join the ranks of torchrun's environment, if there are several, compare their configurations,
-    options and versions, and leave at the end.
+    Join torchrun's ranks, if there are several, compare their runs, and leave them at the end.
+
+    Compared are configurations, options and versions.
 
     Args:
         config: The run.
@@ -63,7 +61,7 @@ def join_ranks(
 @contextlib.contextmanager
 def open_rank_group(settings: Mapping[str, Any], *, use_cpu: bool = False) -> Iterator[RankGroup]:
     """
-    Join the ranks of torchrun's environment, if there are several, and leave them at the end.
+    Join torchrun's ranks, if there are several, and leave them at the end.
 
     Args:
         settings: Settings of the trainer, with `use_cpu` and `ddp_timeout`.
@@ -99,8 +97,9 @@ def _rank_values(config: RunConfig, options: Mapping[str, Any]) -> dict[str, str
 
 def read_settings_files(config: RunConfig) -> dict[str, Any]:
     """
-    Return the content of the settings files and mixes that a run names, by key. Settings files that
-    cannot be read are left out: the trainer refuses them.
+    Return the content of settings files and mixes that a run names, by key.
+
+    Unreadable settings files are left out: the trainer refuses them.
     """
     found: dict[str, Any] = {}
     for key in SETTINGS_FILES:
@@ -148,7 +147,7 @@ def require_same_run(group: RankGroup, values: Mapping[str, str]) -> None:
 
 def require_same_weights(group: RankGroup, model: torch.nn.Module) -> None:
     """
-    Compare all weights of a model between ranks, each of which holds the whole model.
+    Compare all weights of a model between ranks; each rank holds the whole model.
 
     Every rank calls this.
 
@@ -165,8 +164,7 @@ def require_same_weights(group: RankGroup, model: torch.nn.Module) -> None:
 @contextlib.contextmanager
 def hold_output_lock(config: RunConfig, group: RankGroup, *, key: str = "training.output_dir") -> Iterator[None]:
     """
-    Make the folder that a run writes, and keep other runs from writing it until the block ends;
-    every rank calls this.
+    Make a run's output folder, and keep other runs from writing there; every rank calls this.
 
     Args:
         config: The run.

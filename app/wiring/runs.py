@@ -1,6 +1,7 @@
 """
-Reads a run's YAML, finds its model and data as folders and files on this machine, and refuses
-missing ones before slow libraries are imported.
+Reads a run's YAML, and finds its model and data on this machine.
+
+Missing ones are refused before slow libraries are imported.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ Run = TypeVar("Run", bound=RunConfig)
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
-    Read a run's YAML, and resolve its model, data and mixes to files on this machine.
+    Read the YAML of a run, and resolve its model, data and mixes to files on this machine.
 
     Args:
         path: The YAML; a relative `extends:` starts at its folder, all other relative paths at the
@@ -55,7 +56,7 @@ def read_rl_config(path: str | Path, overrides: Sequence[str] = ()) -> RlConfig:
 
 
 def trainer_keys(table: Path = SFT_KEYS_FILE) -> Mapping[str, TrainerKey]:
-    """Return the keys of `training.` that are passed on to the installed ms-swift."""
+    """Return the keys of `training.` that are passed on to ms-swift."""
     keys = read_key_table(table)
     if keys is None:
         # Of another version than the table: its own keys take seconds to import.
@@ -67,8 +68,9 @@ def trainer_keys(table: Path = SFT_KEYS_FILE) -> Mapping[str, TrainerKey]:
 
 def resolve_inputs(config: Run) -> Run:
     """
-    Return a run whose data are files, whose system prompt is a text, and whose model is a folder,
-    if a cache holds it or it may be downloaded.
+    Return a run whose data are files, whose system prompt is text and whose model is a folder.
+
+    The model's folder is in a cache, or is downloaded if the run allows it.
 
     Raises:
         ConfigError: A mix or a system prompt cannot be read, or lacks a named file, or data
@@ -134,8 +136,9 @@ def _resolve_model(model: ModelConfig) -> ModelConfig:
 @contextlib.contextmanager
 def raising_on_all_ranks() -> Iterator[None]:
     """
-    Check torchrun's environment, and raise an error of the block on all ranks: the others get it
-    when they meet, instead of waiting for this one.
+    Check torchrun's environment, and raise an error of this context on all ranks.
+
+    The others get the error when they meet, instead of waiting for this rank.
 
     Raises:
         ConfigError: The environment is incomplete, or contradicts itself.
@@ -154,8 +157,9 @@ def raising_on_all_ranks() -> Iterator[None]:
 
 def require_inputs(config: RunConfig, *, loads: bool = False) -> None:
     """
-    Raise ConfigError if the model or data do not exist, before slow libraries are imported. A
-    command's are not checked: ms-swift has found them.
+    Refuse a missing model or missing data before slow libraries are imported.
+
+    Those of a command are not checked: ms-swift has found them.
 
     Args:
         config: The run.

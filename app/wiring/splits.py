@@ -1,4 +1,4 @@
-"""A run's splits, opened for every command that plans, trains or verifies; nothing is written."""
+"""Splits of a run, opened for every command that plans, trains or verifies; nothing is written."""
 
 import logging
 from collections.abc import Iterable
@@ -25,8 +25,7 @@ log = logging.getLogger(__name__)
 
 def open_splits(config: RunConfig) -> dict[str, Split]:
     """
-    Open each split of a run, `train` and perhaps `eval`: settings, stores, samples and their
-    measurer.
+    Open the splits of a run, `train` and perhaps `eval`: settings, stores, samples and measurer.
     """
     splits = {}
     custom, training = config.custom, config.training
@@ -45,7 +44,7 @@ def open_splits(config: RunConfig) -> dict[str, Split]:
 
 
 def open_encoders(config: RunConfig) -> dict[str, SwiftEncoder]:
-    """Open the records of each split, `train` and perhaps `eval`, on one template."""
+    """Open the records of the splits, `train` and perhaps `eval`, with one template."""
     if config.command is not None:
         return _open_command_encoders(config)
     template = open_template(
@@ -72,8 +71,7 @@ def _open_command_encoders(config: RunConfig) -> dict[str, SwiftEncoder]:
 
 def export_rows(splits: Iterable[Split], folder: Path) -> dict[str, int]:
     """
-    Write the rows of a command of ms-swift that are samples, with their lengths; return the number
-    of rows written of each split.
+    Write the samples of an ms-swift command with their lengths; return the number for each split.
 
     Args:
         splits: Measured splits of the command.

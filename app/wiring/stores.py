@@ -1,4 +1,4 @@
-"""Folders, stores and data files of a run on disk, and new files that commands write."""
+"""Folders, stores and data files of a run on disk, and new files of commands."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from packplan.core.schedule import DAMAGED_STATE_REMEDY, ResumeState
 
 
 def artefacts_folder(output_dir: str | Path) -> Path:
-    """Return the folder of a run's verdicts, with a folder in it for each split's artefacts."""
+    """Return the folder of a run's verdicts, which has a folder for each split's artefacts."""
     return Path(output_dir) / "static_packing"
 
 
@@ -37,7 +37,7 @@ def open_stores(config: RunConfig, split: str) -> Stores:
 
 def find_stored_plan(folder: Path, split: str) -> tuple[StoredPlan, StoredLengths | None]:
     """
-    Return the stored plan of a split, and its lengths, if they are beside it.
+    Return the stored plan of a split, and its lengths if they are beside it.
 
     Args:
         folder: Output folder of a run, or a folder of artefacts.
@@ -54,7 +54,7 @@ def find_stored_plan(folder: Path, split: str) -> tuple[StoredPlan, StoredLength
 
 def read_resume_state(folder: Path) -> ResumeState | None:
     """
-    Return the progress of a plan in a checkpoint; None for a folder that is no checkpoint.
+    Return the progress of a plan in a checkpoint; None for any other folder.
 
     Raises:
         CorruptArtefactError: The trainer's state is damaged.
@@ -73,14 +73,13 @@ def read_resume_state(folder: Path) -> ResumeState | None:
 
 
 def records_cache(config: RunConfig) -> Path:
-    """Return the folder of a run's copies of data files."""
+    """Return the folder of the copies of a run's data files."""
     return Path(config.custom.records_cache or Path(config.training.output_dir) / "records")
 
 
 def open_split_records(config: RunConfig, split: str) -> FileRecords:
     """
-    Open the data files of a split, to count or locate its records; DataSetError if a file cannot be
-    read.
+    Open the data files of a split, to count or find records; DataSetError if a file is unreadable.
     """
     paths = config.custom.train_jsonl if split == "train" else config.custom.val_jsonl
     return open_records(paths, cache=records_cache(config))
@@ -88,7 +87,7 @@ def open_split_records(config: RunConfig, split: str) -> FileRecords:
 
 def write_new_file(path: Path, text: str, *, replaces: str | None = None) -> None:
     """
-    Write the file of --output; ConfigError if it exists with another content.
+    Write the file that --output names; ConfigError if it exists with other content.
 
     Args:
         path: The file.
@@ -103,7 +102,7 @@ def write_new_file(path: Path, text: str, *, replaces: str | None = None) -> Non
 
 def refuse_other_parts(key: str, folder: str, deepspeed: Any, *, num_ranks: int) -> None:
     """
-    Refuse a checkpoint whose optimizer DeepSpeed keeps in other parts, or whose files are missing.
+    Refuse a checkpoint if DeepSpeed has divided its optimizer otherwise, or files are missing.
 
     Args:
         key: Key that names the checkpoint.

@@ -58,14 +58,14 @@ Differences = Callable[[State], tuple[Difference, ...]]
 
 
 def hide_trainer_progress(config: RunConfig) -> RunConfig:
-    """Return a run whose trainer shows no progress by default; hide transformers' own at once."""
+    """Return a run whose trainer shows no progress by default; hide transformers' bars now."""
     disable_progress_bar()
     trainer = {"disable_tqdm": True, **config.training.trainer}
     return attrs.evolve(config, training=attrs.evolve(config.training, trainer=trainer))
 
 
 def warn_of_overwriting(training: TrainingConfig, group: RankGroup) -> None:
-    """Warn that training from the beginning writes over checkpoints of an earlier run."""
+    """Warn that training from the beginning overwrites checkpoints of an earlier run."""
     if training.resume_from_checkpoint is not None or group.rank != 0:
         return
     if (newest := newest_checkpoint(training.output_dir)) is not None:
@@ -78,8 +78,10 @@ def warn_of_overwriting(training: TrainingConfig, group: RankGroup) -> None:
 
 def open_checkpoint(config: RunConfig, group: RankGroup, kind: type[State]) -> Checkpoint[State] | None:
     """
-    Return the checkpoint that a run resumes from, None if it starts from the beginning. Its model,
-    loss and settings are this run's; the plan is not yet known. Every rank calls this.
+    Return the checkpoint that a run resumes from; None if it starts from the beginning.
+
+    Its model, loss and settings are those of the run; the plan is not yet known. Every rank calls
+    this.
 
     Args:
         config: The run.
@@ -99,7 +101,9 @@ def open_checkpoint(config: RunConfig, group: RankGroup, kind: type[State]) -> C
 
 
 def resumable_plans(config: RunConfig) -> frozenset[str] | None:
-    """Return the names of plans that a run may resume; None if it starts from the beginning."""
+    """
+    Return the names of plans from which a run may resume; None if it starts from the beginning.
+    """
     asked = config.training.resume_from_checkpoint
     return None if asked is None else saved_plans(str(asked), config.training.output_dir)
 
@@ -108,8 +112,9 @@ def match_checkpoint(
     config: RunConfig, group: RankGroup, checkpoint: Checkpoint[State], differences: Differences[State]
 ) -> Checkpoint[State]:
     """
-    Return *checkpoint* if it has no differences from this run; else, if the run resumes from
-    `last`, the newest one without any. StaleError if there is none.
+    Return *checkpoint* if it agrees with this run, else the newest one that does.
+
+    Another one is taken only if the run resumes from `last`. StaleError if there is none.
 
     Args:
         config: The run.
@@ -143,7 +148,7 @@ def _find_checkpoint(
 
 
 def identity_of_run(config: RunConfig) -> RunIdentity:
-    """Return the identity of a run: its model, loss and settings, as its checkpoints keep them."""
+    """Return the model, loss and settings of a run, as its checkpoints keep them."""
     model = model_file_facts(Path(config.model.model), patterns=PROCESSING_FILES)
     model["template.template"] = swift_types(config.model, config.template)[1]
     return run_identity(config, files=read_settings_files(config), model=model)
@@ -151,7 +156,7 @@ def identity_of_run(config: RunConfig) -> RunIdentity:
 
 def open_follower(config: RunConfig, train: Split, schedule: EpochSchedule, group: RankGroup) -> PackBatches:
     """
-    Return this rank's batches of a run; their resume states name the run's plan, data and settings.
+    Return this rank's batches; their resume states name the run's plan, data and settings.
 
     Args:
         config: The run.
@@ -173,7 +178,7 @@ def open_follower(config: RunConfig, train: Split, schedule: EpochSchedule, grou
 
 def open_arguments(config: RunConfig, *, world_size: int) -> TrainingArguments:
     """
-    Build the trainer's arguments, whose accumulation gives the effective batch.
+    Build the trainer's arguments; their accumulation gives the effective batch.
 
     Args:
         config: The run.
@@ -232,7 +237,7 @@ def _open_model(
 
 def use_vision_tower_in_each_batch(model: Any, template: Any, arguments: TrainingArguments) -> None:
     """
-    Let ranks that share a model's weights or gradients use all of its vision tower in every batch.
+    Make ranks that share weights or gradients use the whole vision tower in every batch.
 
     Args:
         model: Model that is ready to train.
@@ -312,7 +317,7 @@ def find_stream_start(
     checkpoint: Checkpoint[StreamState] | None, group: RankGroup, arguments: TrainingArguments
 ) -> tuple[StreamProgress, RankState]:
     """
-    Return the progress at which a stream starts, of all ranks and of this one.
+    Return the progress at which a stream starts: of all ranks, and of this rank.
 
     Args:
         checkpoint: Checkpoint to resume from; None starts from the beginning.

@@ -1,5 +1,5 @@
 """
-Verdict on whether samples may share packs of a run's model, and the run's attention by it.
+Verdict whether samples may share packs of a run's model, and the attention that follows from it.
 
 The model is probed as a small copy, and once more when it is loaded. A verdict is stored beside the
 plans, by a fingerprint of everything that it depends on.
@@ -32,8 +32,9 @@ log = logging.getLogger(__name__)
 
 def decide_attention(config: RunConfig, *, isolated: bool) -> AttentionChoice:
     """
-    Decide the attention of a run, once, before anything is measured. The model is probed, unless
-    its verdict is stored.
+    Choose the attention of a run, once, before anything is measured.
+
+    The model is probed, unless its verdict is stored.
 
     Args:
         config: The run.
@@ -56,8 +57,9 @@ def decide_attention(config: RunConfig, *, isolated: bool) -> AttentionChoice:
 
 def require_packing_model(config: RunConfig) -> PackingVerdict | None:
     """
-    Return the verdict on a run's model; ModelError if it may not pack, or if its attention is not
-    installed. So hours of measuring are not wasted.
+    Return the verdict on a run's model; ModelError if it may not pack.
+
+    Also if its attention is not installed. So hours of measuring are not wasted.
 
     The verdict is None if no model is probed: nothing is packed, the attention needs a GPU that is
     not here, or the run is a command of ms-swift, whose model the plugin probes.
@@ -71,7 +73,7 @@ def require_packing_model(config: RunConfig) -> PackingVerdict | None:
 
 
 def probe_unless_stored(config: RunConfig) -> PackingVerdict:
-    """Return the stored verdict on a run's model, or that of a probe now."""
+    """Return the stored verdict on a run's model, or probe the model now."""
     on_cpu = runs_on_cpu(config.training.trainer)
     stored = load_verdict(config)
     if stored is not None and not (stored.strategy == "flash" and on_cpu):
@@ -96,8 +98,9 @@ def probe_loaded_model(
     config: RunConfig, model: Any, verdict: PackingVerdict, *, whole: bool, keep: bool, groups: RowGroups | None = None
 ) -> None:
     """
-    Probe the loaded model, unless it was probed on this device before, or its small copy failed;
-    store the verdict.
+    Probe the loaded model and store the verdict, unless that is known already.
+
+    It is known if the model was probed on this device before, or its small copy failed.
 
     Args:
         config: The run.
@@ -144,16 +147,17 @@ def _refuse_leak(config: RunConfig, attention: AttentionChoice) -> None:
 
 def needs_verdict(config: RunConfig) -> bool:
     """
-    Return whether a run's model has to be probed here: it packs, or its attention depends on the
-    verdict. False for a command of ms-swift, whose model the plugin probes.
+    Return whether a run's model has to be probed here.
+
+    That is so if it packs, or if its attention depends on the verdict. A command of ms-swift is not
+    probed here: the plugin probes its model.
     """
     return config.command is None and (config.training.packing or config.model.attn_impl in (AUTO, VARLEN))
 
 
 def verdict_key(config: RunConfig) -> Fingerprint:
     """
-    Return everything that the verdict on a run's model depends on; ConfigError if its folder does
-    not say what it is.
+    Return everything that the verdict on a model depends on; ConfigError if the folder is unclear.
     """
     packages = {name: installed_version(name) for name in ("torch", "transformers", "ms-swift", "flash-attn")}
     return Fingerprint(
@@ -169,8 +173,9 @@ def verdict_key(config: RunConfig) -> Fingerprint:
 
 def load_verdict(config: RunConfig) -> PackingVerdict | None:
     """
-    Return the verdict on a run's model as it is now, if it is stored; CorruptArtefactError if it is
-    damaged.
+    Return the stored verdict on a run's model as it is now; None if there is none.
+
+    CorruptArtefactError if it is damaged.
     """
     return _open_verdicts(config).load(verdict_key(config))
 
