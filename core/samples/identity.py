@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from packplan.core.samples.media import IMAGE_KEYS, PART_KEYS, PATH_KEYS, VIDEO_KEYS
+from packplan.core.samples.media import IMAGE_KEYS, IMAGE_MARKS, PART_KEYS, PATH_KEYS, VIDEO_KEYS
 from packplan.core.samples.urls import is_url, may_hold_signature, strip_signature
 
 HEAD_BYTES = 65_536
@@ -24,8 +24,8 @@ DIGEST_BYTES = 32
 
 _DATA_URI = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,")
 
-_BASE64_START = re.compile(r"(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9+/]{60}")
-"""Beginning of a JPEG, PNG, GIF, WebP or BMP in base64."""
+_BASE64_START = re.compile(rf"(?:{IMAGE_MARKS})[A-Za-z0-9+/]{{60}}")
+"""Beginning of an image in base64, without blanks."""
 
 _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 
@@ -35,7 +35,7 @@ _WRITTEN = ("tools", "arguments", "parameters", "input", "content")
 _MEDIA = frozenset({*IMAGE_KEYS, *VIDEO_KEYS, *PART_KEYS, *PATH_KEYS})
 """Keys of a record, in small letters, that hold media."""
 
-_MAY_DIFFER = re.compile(rf'"(?:data:|/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3]|(?:{"|".join(_WRITTEN)})":\{{|tools":\[)')
+_MAY_DIFFER = re.compile(rf'"(?:data:|{IMAGE_MARKS}|(?:{"|".join(_WRITTEN)})":\{{|tools":\[)')
 """
 Text in plain JSON that the canonical form may change, apart from `null`. It begins with one fixed
 character, which is found five times as fast as a choice of two.

@@ -35,14 +35,17 @@ Keys by which qwen_vl_utils scales and samples a single medium; ms-swift ignores
 
 _DATA_URI = re.compile(r"data:(?P<type>[^;,]*)(?P<coded>;base64)?,")
 
-_BASE64_START = re.compile(r"\s*(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9+/\s]{60}")
+IMAGE_MARKS = "/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3]"
+"""Alternatives of a pattern: how JPEG, PNG, GIF, WebP and BMP begin in base64."""
+
+_BASE64_START = re.compile(rf"\s*(?:{IMAGE_MARKS})[A-Za-z0-9+/\s]{{60}}")
 """Beginning of an image in base64; `_BASE64` tells a damaged one from a path."""
 
 INLINE_IMAGE = re.compile(f'"(?:data:image/|{_BASE64_START.pattern})')
 """Beginning of an image inside JSON text."""
 
-_BASE64 = re.compile(r"\s*(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3])[A-Za-z0-9+/\s]{60,}={0,2}\s*\Z")
-"""JPEG, PNG, GIF, WebP or BMP in base64. A path differs by the dot before its extension."""
+_BASE64 = re.compile(rf"\s*(?:{IMAGE_MARKS})[A-Za-z0-9+/\s]{{60,}}={{0,2}}\s*\Z")
+"""An image in base64. A path differs by the dot before its extension."""
 
 _SCHEME = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9+.-]+)://")
 
