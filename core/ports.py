@@ -228,6 +228,9 @@ class RankGroup(Protocol):
     def any(self, flag: bool, /) -> bool:  # noqa: FBT001  # one positional truth, as in the builtin
         """Return whether the flag is set on any rank."""
 
+    def wait_for_all(self) -> None:
+        """Wait until every rank is here; RunError if one is gone, which is noticed at once."""
+
     def gather_arrays(self, arrays: Arrays, /) -> tuple[Arrays, ...]:
         """
         Return the arrays of all ranks, by rank; their shapes may differ.

@@ -226,3 +226,6 @@ class ScriptedGroup:
 
     def any(self, flag: bool) -> bool:  # noqa: FBT001  # see the port
         return flag
+
+    def wait_for_all(self) -> None:
+        """All are here."""

@@ -67,6 +67,9 @@ class OneRank:
         """Return the flag of the only rank; see `core.ports.RankGroup`."""
         return flag
 
+    def wait_for_all(self) -> None:
+        """Return at once; see `core.ports.RankGroup`."""
+
     def gather_arrays(self, arrays: Arrays) -> tuple[Arrays, ...]:
         """Return the arrays of the only rank; see `core.ports.RankGroup`."""
         return (arrays,)
@@ -139,6 +142,10 @@ class TorchGroup:
         with wrap_rank_errors(self.rank):
             dist.all_reduce(flags, dist.ReduceOp.MAX)
         return bool(flags.item())
+
+    def wait_for_all(self) -> None:
+        """Wait until every rank is here; see `core.ports.RankGroup`."""
+        self.any(False)  # noqa: FBT003  # only its arrival counts
 
     def gather_arrays(self, arrays: Arrays) -> tuple[Arrays, ...]:
         """Return the arrays of all ranks, by rank; see `core.ports.RankGroup`."""
@@ -393,7 +400,7 @@ class RankWorkers:
             raise
         except Exception as error:
             raise RunError.for_worker(rank, method, f"{type(error).__name__}: {error}") from error
-        self._group.any(False)  # noqa: FBT003  # unlike `gather_arrays`, it notices at once that a rank is gone
+        self._group.wait_for_all()  # unlike `gather_arrays`, it notices at once that a rank is gone
         return list(self._group.gather_arrays(result))
 
     def close(self) -> None:

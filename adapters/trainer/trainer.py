@@ -316,7 +316,7 @@ class CheckedTrainer(ComputesPacks, Seq2SeqTrainer):
 
     def _wait_for_ranks(self) -> None:
         """Wait for all ranks."""
-        self.group.any(False)  # noqa: FBT003  # only its arrival counts
+        self.group.wait_for_all()
 
     def _weight_rms(self) -> float:
         return root_mean_square(self.model.parameters(), sharded=self.group.world_size > 1)

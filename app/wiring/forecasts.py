@@ -260,6 +260,6 @@ def _using_temporary_output(trainer: PlanTrainer, group: RankGroup) -> Iterator[
     trainer.args.output_dir = str(folder)
     try:
         yield
-        group.any(False)  # noqa: FBT003  # all ranks have written before the folder goes
+        group.wait_for_all()  # all ranks have written before the folder goes
     finally:
         shutil.rmtree(folder, ignore_errors=True)

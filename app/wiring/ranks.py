@@ -137,7 +137,7 @@ def require_same_run(group: RankGroup, values: Mapping[str, str]) -> None:
     if len(set(group.gather(Fingerprint(values).digest))) == 1:
         return
     by_rank = group.gather(json.dumps(dict(values)))
-    group.any(False)  # noqa: FBT003  # all have read it: now a rank may end, and its store with it
+    group.wait_for_all()  # all have read it: now a rank may end, and its store with it
     differences = rank_differences([json.loads(one) for one in by_rank])
     fact = format_lines("ranks were given different runs", differences)
     if group.rank:  # one report is enough
@@ -157,7 +157,7 @@ def require_same_weights(group: RankGroup, model: torch.nn.Module) -> None:
     if group.world_size == 1:
         return
     digests = weight_digests(model)
-    group.any(False)  # noqa: FBT003  # some ranks load longer than `gather` lets another be silent
+    group.wait_for_all()  # some ranks load longer than `gather` lets another be silent
     require_same_run(group, digests)
 
 

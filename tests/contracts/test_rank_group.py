@@ -68,7 +68,7 @@ def play_rank(scene: str, out: str) -> None:
         if (scene, os.environ["RANK"]) == ("joins", "1"):
             dist.init_process_group = lambda *_, **__: os._exit(0)
         group = torch_group.TorchGroup(use_cpu=True, timeout_s=4 if scene == "joins" else 60)
-        group.any(False)  # noqa: FBT003  # all have joined before one is lost
+        group.wait_for_all()  # all have joined before one is lost
         LOSSES.get(scene, lambda _: None)(group)
         arrays = group.build_on_rank_zero(partial(build_in, scene, note), timeout_s=0.5 if scene == "slow" else 60)
         own = {"own": np.full((group.rank + 1, 2), group.rank, dtype=np.float32), "none": np.zeros((0, 3))}
