@@ -85,7 +85,7 @@ class ModelConfig:
     """Type of the weights; unset, the model's."""
 
     experts_impl: Literal["eager", "grouped_mm", "batched_mm"] | None = key(None, neither=LOADS)
-    """Computation of a mixture's experts; unset, transformers' choice."""
+    """How the experts of a mixture are computed; unset, transformers' choice."""
 
     trust_remote_code: bool = key(False, neither=LOADS)
     """Run Python code from the model's folder."""
@@ -103,10 +103,10 @@ class ModelConfig:
     """Bits of a quantised weight: 4 or 8."""
 
     bnb_4bit_quant_type: Literal["nf4", "fp4"] | None = key(None, neither=LOADS)
-    """Numbers that 4 bits stand for; unset, `nf4`."""
+    """Number format of 4-bit weights; unset, `nf4`."""
 
     bnb_4bit_use_double_quant: bool | None = key(None, neither=LOADS)
-    """Quantise the scales of weights of 4 bits too; unset, `true`."""
+    """Also quantise the scales of 4-bit weights; unset, `true`."""
 
     rope_scaling: str | None = key(None, neither=LOADS)
     """Scaling of positions to longer texts: `linear`, `dynamic`, `yarn`, or settings as JSON."""
@@ -135,7 +135,7 @@ class TemplateConfig:
 
     fps: float | None = key(None, lengths="value if set", check=above_0)
     """
-    Frames sampled from a second of video, and frames per second of a list of frames; unset,
+    Frames sampled from each second of a video; a list of frames has this rate too. Unset,
     ms-swift's `FPS`, 2.
     """
 
@@ -167,12 +167,12 @@ class TemplateConfig:
 
     system: str | None = key(None, lengths="value")
     """
-    System prompt of records without one, or a `.txt` file of it; `\\n` starts a line. Unset, the
-    template's.
+    System prompt of records without one, or a `.txt` file that holds it; `\\n` is a line break.
+    Unset, the template's.
     """
 
     today: str | None = key(None, lengths="value if set")
-    """Day that a template writes into prompts as today's date, as `2026-11-28`."""
+    """Date that a template writes into prompts as today's, such as `2026-11-28`."""
 
     agent_template: str | None = key(None, lengths="value")
     """ms-swift's notation of tools, calls and answers; unset, the template's."""
@@ -184,7 +184,7 @@ class TemplateConfig:
     """
 
     add_non_thinking_prefix: bool | None = key(None, lengths="value if set")
-    """`false` adds no empty thoughts to answers without any, in hybrid thinking templates."""
+    """In hybrid thinking templates, `false` adds no empty thoughts to answers that have none."""
 
     preserve_thinking: bool | None = key(None, lengths="value if set")
     """
@@ -196,7 +196,7 @@ class TemplateConfig:
     """`true` trains empty thoughts too, which hybrid thinking templates leave out of the loss."""
 
     use_chat_template: bool | None = key(None, lengths="value if set")
-    """`false` encodes the texts of records alone, as `swift pt` does."""
+    """`false` encodes only the texts of records, as `swift pt` does."""
 
     truncation_strategy: Literal["left", "right", "raise"] | None = key(None, lengths="value")
     """End at which longer samples are truncated; `raise` refuses them. Unset, they stay whole."""
@@ -224,7 +224,7 @@ class CustomConfig:
         per_rank="names sources for `plan show`, by their paths",
         check=must(lambda name: bool(name.strip()), "a name"),
     )
-    """Names for data files, by which samples are counted: `{data/chats.jsonl: chats}`."""
+    """Names of data files, under which samples are counted: `{data/chats.jsonl: chats}`."""
 
     fusion_config: PathText | None = key(None, neither=_SELECTS)
     """YAML of a mix of data sets, or of a curriculum of mixes."""
@@ -242,19 +242,22 @@ class CustomConfig:
     """Answer dense captions with their summary."""
 
     max_line_bytes: int = key(2**20, neither=_LIMITS, check=at_least(1))
-    """Bytes of a record's texts, images aside; longer ones are refused."""
+    """Largest number of bytes of a record's texts, without images; longer records are refused."""
 
     max_video_s: float = key(7200.0, neither=_LIMITS, check=above_0)
-    """Seconds of a video; longer ones are refused before decoding."""
+    """Longest video in seconds; longer ones are refused before decoding."""
 
     max_video_bytes: int = key(2**32, neither=_LIMITS, check=at_least(1))
-    """Bytes of a video's sampled frames before scaling; more are refused before decoding."""
+    """
+    Most bytes of a video's sampled frames before scaling; videos with more are refused before
+    decoding.
+    """
 
     max_image_pixels: int = key(89_478_485, neither=_LIMITS, check=at_least(1))
-    """Pixels of an image; larger ones are refused before decoding."""
+    """Most pixels of an image; larger images are refused before decoding."""
 
     literal_image_tags: bool = key(False, neither=_LIMITS)
-    """Let `<image>` stand as text in records without images; else these are refused."""
+    """Keep `<image>` as text in records without images; otherwise such records are refused."""
 
     columns: dict[str, str | None] = key(attrs.Factory(dict), lengths="value", check=one_of(sorted(RECORD_KEYS)))
     """
@@ -266,12 +269,10 @@ class CustomConfig:
     """`stop` at a record that cannot become a sample, or `skip` and count it."""
 
     max_bad_share: Decimal = key(Decimal("0.01"), neither=_ACCEPTS, check=from_0_to_1, stream="refused")
-    """Share of records that may be skipped; more stop the run."""
+    """Largest share of records that may be skipped; if more are bad, the run stops."""
 
     lengths: PathText | None = key(None, neither="names lengths that have the same fingerprint", stream="evaluation")
-    """
-    Table that `packplan measure` wrote. Records whose content it has are not measured again.
-    """
+    """Table that `packplan measure` wrote; records in it are not measured again."""
 
     records_cache: PathText | None = key(None, neither=_COPIES)
     """
@@ -281,8 +282,8 @@ class CustomConfig:
 
     media_dir: PathText | None = key(None, lengths="otherwise")
     """
-    Folder that relative paths of images and videos start from; unset, ms-swift's `ROOT_IMAGE_DIR`,
-    else the folder of their data file.
+    Folder where relative paths of images and videos start; unset, ms-swift's `ROOT_IMAGE_DIR`, else
+    the folder of their data file.
     """
 
     media_cache: PathText | None = key(None, neither=_COPIES)
@@ -328,13 +329,16 @@ class TrainingConfig:
     """Packs filled below this share of the packing length, an exact decimal, are dropped."""
 
     packing_drop_last: bool = key(True, plan=True)
-    """Drop packs below `packing_min_fill_ratio`; in streams, at the end of an epoch alone."""
+    """Drop packs below `packing_min_fill_ratio`; streams do so only at the end of an epoch."""
 
     packing_max_dropped_share: Decimal = key(Decimal("0.01"), neither=_ACCEPTS, check=from_0_to_1)
-    """Share of tokens that dropped packs may have; more, in at least two packs, is an error."""
+    """
+    Largest share of the tokens that dropped packs may have; more, in at least two packs, is an
+    error.
+    """
 
     packing_max_images: int | None = key(None, plan=True, check=at_least(1), stream="refused")
-    """Images that samples of one pack may have together; a sample with more has its own pack."""
+    """Most images in one pack; a sample with more is a pack by itself."""
 
     packing_allow_single_long: bool = key(True, plan=True)
     """Give each sample of at least the packing length its own pack; `false` skips it."""
@@ -351,7 +355,7 @@ class TrainingConfig:
         None, neither="names lengths that have the same fingerprint", stream="evaluation"
     )
     """
-    `output_dir` of another run with the same inputs, whose lengths are read if this run has none.
+    `output_dir` of another run with the same inputs; its lengths are read if this run has none.
     """
 
     packing_length_cache_persist_every: int | None = key(
@@ -362,10 +366,12 @@ class TrainingConfig:
     packing_length_precompute_workers: int = key(
         8, neither=_MEASURES, per_rank="cores of a rank's machine", check=at_least(1), stream="evaluation"
     )
-    """Processes that measure, at most one a core."""
+    """Number of processes that measure, at most one for each core."""
 
     effective_batch_size: int | None = key(None, neither=TRAINS, check=at_least(1))
-    """Packs (samples, if unpacked) of a step over all ranks; unset, from the next two keys."""
+    """
+    Packs (without packing, samples) of a step over all ranks; unset, the next two keys decide.
+    """
 
     per_device_train_batch_size: int = key(1, neither=TRAINS, check=at_least(1))
     """Batch of a rank. Packing forces 1; accumulation then keeps the packs of a step."""
