@@ -146,6 +146,7 @@ DISTRIBUTIONS = {
         Distribution("vlm-16384", 16384, _vision),
         Distribution("vlm-8192", 8192, _vision),
         Distribution("vlm-4096", 4096, _vision),
+        Distribution("tiles-3072", 3072, _tiles_and_answers),
         Distribution("tiles-4096", 4096, _tiles_and_answers),
         Distribution("tiles-8192", 8192, _tiles_and_answers),
         Distribution("tile-labels-4096", 4096, _tiles_and_labels),

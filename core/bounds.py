@@ -83,7 +83,7 @@ def find_bound(
     if not tally.sizes:
         return Bound(0, "reached", 0)
     tally, capacity = to_lowest_terms(tally, capacity=capacity)
-    quick = find_quick_bound(tally, capacity=capacity)
+    quick = find_quick_bound(tally, capacity=capacity, known=known)
     enough = quick if effort == inf else quick + quick // CLOSE
     if not effort or (known and known <= enough):
         return Bound(quick, "reached" if quick == known else "quick", known or sum(tally.counts))

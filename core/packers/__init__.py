@@ -51,14 +51,14 @@ class Algorithm:
 
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
     {
-        "auto": Algorithm("fewest", "4", counts_lengths=True),
+        "auto": Algorithm("fewest", "5", counts_lengths=True),
         "constant_volume": Algorithm("decreasing", "1", counts_lengths=True),
         "best_fit_decreasing": Algorithm("decreasing", "1", counts_lengths=True),
         "first_fit_decreasing": Algorithm("decreasing", "1", counts_lengths=True),
         "modified_first_fit_decreasing": Algorithm("decreasing", "1", counts_lengths=True),
         "concatenative": Algorithm("in_order", "1", keeps_order=True),
         "first_fit_shuffle": Algorithm("in_order", "1", takes=("seed",)),
-        "balanced": Algorithm("balanced", "7", takes=("works", "report")),
+        "balanced": Algorithm("balanced", "8", takes=("works", "report")),
         "certified": Algorithm("fewest", f"4, scipy {scipy.__version__}", takes=("seed", "report")),
     }
 )

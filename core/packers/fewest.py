@@ -45,8 +45,8 @@ def auto(tally: LengthCounts, *, capacity: int) -> PackingTrace:
     fewer packs, else the packing with the fewest packs that a bounded search finds.
     """
     terms, width = to_lowest_terms(tally, capacity=capacity)
-    bound = find_quick_bound(terms, capacity=width)
     best = constant_volume(tally, capacity=capacity)
+    bound = find_quick_bound(terms, capacity=width, known=best.num_bins)
     if best.num_bins > bound + bound // CLOSE and width <= MAX_CAPACITY and len(terms.sizes) <= MAX_SIZES:
         found = find_repeated_filling(terms, capacity=width, bound=bound, effort=default_effort(terms))
         best = min(best, to_trace(found), key=lambda trace: trace.num_bins)

@@ -13,7 +13,6 @@ literature calls that a large neighbourhood search (Shaw, 1998).
 from bisect import bisect_left, insort
 from contextlib import suppress
 from heapq import heappop, heappush
-from math import inf
 
 import attrs
 import numpy as np
@@ -25,10 +24,10 @@ from packplan.core.patterns.guided import fill_guided, fill_slots
 FEW_GROUPS, MORE_GROUPS = 32, 96
 """Groups of lengths in the first search, and in a second one if the first needs too many packs."""
 
-GROUPS, FINE_GROUPS = (32, 64), (64, 128)
+GROUPS, FINE_GROUPS = (32, 64), (64, 96)
 """
-Groups of lengths in the first search of `auto`, and in a second one; fine ones where packs repeat
-and hold few samples.
+Groups of lengths in the search of `auto`, and in a second one with the effort that is left; fine
+ones where packs hold few samples. Many samples in packs that do not repeat take the others in turn.
 """
 
 _PACKS_OF_A_SEARCH, _LEAST_REPEATS, _FEW_SAMPLES = 4000, 3, 4
@@ -96,14 +95,13 @@ def find_repeated_filling(tally: LengthCounts, *, capacity: int, bound: int, eff
     """
     repeats = bound // _PACKS_OF_A_SEARCH
     ratio = repeats if repeats >= _LEAST_REPEATS else 1
-    groups = FINE_GROUPS if ratio > 1 and sum(tally.counts) <= _FEW_SAMPLES * bound else GROUPS
     longest = _take_longest(tally, ratio)
     close, enough = ((bound + bound // share) // ratio for share in (CLOSE, _ENOUGH))
-    fillings = []
-    for num_groups, most in zip(groups, (effort.left / 2, inf), strict=True):
-        with effort.lend(most) as own:
-            search = _Search(longest, capacity, num_groups, own)
-            fillings.append(search.improve(search.fill(longest.counts), enough))
+    are_few = sum(tally.counts) <= _FEW_SAMPLES * bound
+    fillings: list[Filling] = []
+    for num_groups in FINE_GROUPS if are_few else GROUPS if ratio > 1 else reversed(GROUPS):
+        search = _Search(longest, capacity, num_groups, effort)
+        fillings.append(search.improve(search.fill(longest.counts), enough))
         if num_packs(fillings[-1]) <= close or len(longest.sizes) <= num_groups:
             break
     best = min(fillings, key=num_packs)
