@@ -8,6 +8,7 @@ command, as in `packplan plugin swift -o plugin.py swift sft --model ...`, the c
 first, and the plugin refuses every other plan.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,14 @@ import attrs
 import numpy as np
 
 from packplan.adapters.progress import loading_libraries
-from packplan.app.cli.command import add_logging_options, command_parser, parse_ranks, run_command, run_program
+from packplan.app.cli.command import (
+    add_logging_options,
+    command_parser,
+    parse_number,
+    parse_ranks,
+    run_command,
+    run_program,
+)
 from packplan.app.wiring.commands import COMMAND, read_command, split_command
 from packplan.app.wiring.stores import write_new_file
 from packplan.core.checksum import plan_checksum
@@ -47,6 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--any-version", action="store_true", help="let the plugin run with untested versions of the tool"
     )
+    parser.add_argument(
+        "--allow-left-out", type=partial(parse_number, most=100), metavar="PERCENT",
+        help="largest percentage of the training rows that ms-swift may leave out (default: 1)",
+    )  # fmt: skip
     parser.add_argument("--no-check", action="store_true", help="do not compare the first pack with its samples alone")
     parser.add_argument(
         "--sequence-parallel-size", choices=["auto"], metavar="auto",
@@ -79,6 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
             given["any_version"] = True
         if options.no_check:
             given["check"] = False
+        if options.allow_left_out is not None:
+            given["max_left_out"] = options.allow_left_out / 100
         called = ", ".join(f"{name}={value!r}" for name, value in given.items())
         write_new_file(output, _TEXT.format(name=output.name, options=called))
         print(f"{output}: add --packing true --external_plugins {output} to swift sft, pt, or rlhf (dpo, kto)")

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import groupby, takewhile
+from textwrap import wrap
 from types import MappingProxyType
 from typing import Any
 
@@ -390,6 +391,26 @@ def format_lines(head: str, items: Iterable[object]) -> str:
       seed: is x
     """
     return "\n  ".join([f"{head}:", *map(str, items)])
+
+
+LINE_WIDTH = 110
+"""Characters of the widest line on the console of a run, unless a word is longer."""
+
+
+def fit_lines(text: str, *, indent: int = 2) -> str:
+    """
+    Return *text* with lines wider than `LINE_WIDTH` broken between words.
+
+    Args:
+        text: Lines.
+        indent: Spaces before the second and further parts of a line.
+
+    >>> [len(line) for line in fit_lines("word " * 30).splitlines()]
+    [109, 41]
+    """
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    broken = (wrap(line, LINE_WIDTH, subsequent_indent=" " * indent, **options) for line in text.splitlines())
+    return "\n".join(part for parts in broken for part in parts or [""])
 
 
 MAX_LINE, MAX_LINES = 500, 60

@@ -5,6 +5,7 @@ No weights are loaded. Arguments that contradict a plan are refused, and named b
 """
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +20,10 @@ from swift.cli.main import parse_yaml_args
 from swift.dataset import DatasetLoader, EncodePreprocessor
 from swift.pipelines.train.kto import prepare_kto_dataset
 from swift.pipelines.utils import get_cached_dataset
-from swift.utils import parse_args, seed_everything
+from swift.utils import get_device_count, parse_args, seed_everything
 
 from packplan.adapters.models import replace_attributes
+from packplan.adapters.samples.data_files import broken_lines
 from packplan.adapters.swift.packs import ALGORITHMS
 from packplan.core.batch import count_row_groups
 from packplan.core.config.refusals import active_refusals
@@ -121,7 +123,7 @@ class SwiftCommand:
             ConfigError: ms-swift cannot load the data, or there is no row to train.
         """
         arguments, rows = self.arguments, {}
-        with _wrap_swift_errors():
+        with loading_rows(arguments):
             seed_everything(arguments.seed)
             cached = get_cached_dataset(arguments)
             loaded = arguments.load_dataset() if arguments.dataset or arguments.val_dataset else (None, None)
@@ -202,8 +204,25 @@ def _wrap_swift_errors() -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:  # each of its checks raises as it likes
-        reason = f"refuses the command: {str(error) or type(error).__name__}"[:500]
+        facts = dict.fromkeys(str(one) or type(one).__name__ for one in (error, error.__cause__) if one is not None)
+        reason = f"refuses the command: {': '.join(facts)}"[:500]
         raise ConfigError(COMMAND, (Fault("ms-swift", reason),)) from error
+
+
+@contextmanager
+def loading_rows(arguments: Any) -> Iterator[None]:
+    """
+    Turn any exception in this context, which loads the rows of a command, into a ConfigError.
+
+    Its faults are the lines that are not JSON, if there are any.
+    """
+    try:
+        with _wrap_swift_errors():
+            yield
+    except ConfigError as error:
+        names = {"--dataset": arguments.dataset, "--val_dataset": arguments.val_dataset}
+        faults = [Fault(flag, line) for flag, files in names.items() for line in broken_lines(files)]
+        raise ConfigError(COMMAND, tuple(faults) or error.faults) from error
 
 
 def refuse_untested_version(version: str) -> None:
@@ -257,6 +276,8 @@ def _plan_conflicts(arguments: Any) -> Iterator[Fault]:
         yield Fault("--rlhf_type", f"is {kind}, whose rows are not packed: leave out --packing, not the plugin")
     elif not kind and not arguments.packing:
         yield Fault("--packing", "is false, but packs are planned: say --packing true, or leave the plugin out")
+    if (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1 and not (arguments.use_cpu or get_device_count()):
+        yield Fault("--use_cpu", f"is false, but {started} ranks were started where no GPU is: add --use_cpu true")
     for refusal in active_refusals(arguments, "rlhf" if kind else "plugin"):
         yield Fault(f"--{refusal.setting}", str(refusal))
     shares = arguments.packing and arguments.sequence_parallel_size > 1

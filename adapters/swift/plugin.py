@@ -1,5 +1,6 @@
 """Plugin that makes ms-swift's training commands plan packs and train them; see `install`."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -12,11 +13,17 @@ from swift.utils import is_master
 
 from packplan.adapters.hf.following import start_table
 from packplan.adapters.loaders.rows import require_supervised_rows
-from packplan.adapters.swift.command import prepare_arguments, refuse_untested_version, row_ranks, unplanned_rlhf
+from packplan.adapters.swift.command import (
+    loading_rows,
+    prepare_arguments,
+    refuse_untested_version,
+    row_ranks,
+    unplanned_rlhf,
+)
 from packplan.adapters.swift.packs import PlannedPacks, RowFactsPreprocessor
 from packplan.adapters.swift.training import follow_plan, unpad_models
 from packplan.core.checksum import plan_checksum
-from packplan.core.errors import DataSetError, PackplanError, counted
+from packplan.core.errors import ArgumentError, ConfigError, DataSetError, PackplanError, counted, fit_lines, verb_for
 
 
 def install(
@@ -25,6 +32,7 @@ def install(
     any_version: bool = False,
     check: bool = True,
     degrees: int | Literal["auto"] = 1,
+    max_left_out: float = 0.01,
 ) -> None:
     """
     Make `swift sft`, `swift pt` and `swift rlhf --rlhf_type dpo` train planned packs.
@@ -40,6 +48,8 @@ def install(
         check: Whether the first pack is compared with its samples alone, before the first step.
         degrees: Most ranks that share a pack that is longer than `--packing_length`, a power of two
             that divides the ranks; `auto` takes the largest.
+        max_left_out: Largest share of the training rows that ms-swift may leave out, since they are
+            too long or cannot be encoded. More stop the command.
 
     Raises:
         ConfigError: The version of ms-swift was not tested.
@@ -50,11 +60,12 @@ def install(
         return
     pipeline: Any = sft.SwiftSft
     own = (pipeline.train, pipeline._encode_dataset, pipeline._post_process_datasets)  # noqa: SLF001  # no public names
-    steps = _PlannedPipeline(checksum, check, degrees, *own)
+    steps = _PlannedPipeline(checksum, check, degrees, max_left_out, *own)
     sft.PackingDataset, sft.AddLengthPreprocessor = PlannedPacks, RowFactsPreprocessor
     SftArguments._check_padding_free = _as_method(partial(prepare_arguments, degrees=degrees))  # noqa: SLF001
     SftArguments._init_stream = _as_method(partial(_replace_padding_free, SftArguments._init_stream))  # noqa: SLF001
     pipeline._encode_dataset, pipeline._post_process_datasets = _as_method(steps.encode), _as_method(steps.pack)  # noqa: SLF001
+    pipeline._get_dataset = _as_method(partial(_load_rows, pipeline._get_dataset))  # noqa: SLF001
     # It reads the first pack.
     pipeline.train, pipeline._show_dataset = _as_method(steps.train), _as_method(pipeline._show_dataset)  # noqa: SLF001
 
@@ -63,17 +74,24 @@ def _as_method(step: Callable[..., Any]) -> Callable[..., Any]:
     """
     Return *step* as a plain function, so that a class can have it as a method.
 
-    A PackplanError in it ends the process with its message, without a traceback.
+    A PackplanError in it ends the process with its message, without a traceback. Of ranks that were
+    given the same faulty arguments, the first one prints them.
     """
 
     def method(*given: Any, **options: Any) -> Any:
         try:
             return step(*given, **options)
         except PackplanError as error:
-            message = f"packplan: {error}"
-            raise SystemExit(message) from error
+            told = is_master() or not isinstance(error, (ArgumentError, ConfigError))
+            raise SystemExit(f"packplan: {error}" if told else 1) from error
 
     return method
+
+
+def _load_rows(load: Callable[[Any], Any], pipeline: Any) -> Any:
+    """Return the rows of a pipeline by its own step *load*; ConfigError where a file is broken."""
+    with loading_rows(pipeline.args):
+        return load(pipeline)
 
 
 def _replace_padding_free(resolve: Callable[[Any], None], arguments: Any) -> None:
@@ -95,10 +113,11 @@ class _PlannedPipeline:
     """Steps for ms-swift's training pipeline that plan and train packs, or only skip padding."""
 
     checksum: str | None
-    """See `install`; so are the next two."""
+    """See `install`; so are the next three."""
 
     check: bool
     degrees: int | Literal["auto"]
+    max_left_out: float
 
     _train: Callable[[Any, Any], Any]
     """ms-swift's own step `train`; the next two are its steps that encode rows and pack them."""
@@ -108,15 +127,32 @@ class _PlannedPipeline:
     _pack: Callable[[Any, list[Any]], list[Any]]
 
     def encode(self, pipeline: Any, *data_sets: Any, **options: Any) -> Any:
-        """Encode data sets by ms-swift's step, and print how many rows it leaves out."""
+        """
+        Encode data sets by ms-swift's step, and print how many rows it leaves out.
+
+        Raises:
+            DataSetError: It leaves out more of the rows that are to be packed than it may.
+        """
         before = [0 if rows is None else len(rows) for rows in data_sets]
         encoded = self._encode(pipeline, *data_sets, **options)
         after = [0 if rows is None else len(rows) for rows in encoded]
         for name, num, kept in zip(("training", "evaluation"), before, after, strict=True):
             if kept < num:
-                of = f"{num - kept:,} of {counted(num, 'row')} of {name}"
-                report(f"ms-swift left out {of}: longer than --max_length, or not to be encoded")
+                self._report_left_out(pipeline.args, name, num - kept, num)
         return encoded
+
+    def _report_left_out(self, arguments: Any, name: str, number: int, num_rows: int) -> None:
+        """Print how many rows are left out; DataSetError if they are more than may be."""
+        rows = (
+            f"{number:,} of {counted(num_rows, 'row')} of {name} ({number / num_rows:.1%}) {verb_for(number)} left out"
+        )
+        text = f"--max_length is {arguments.max_length:,}, and {rows}: longer, or not to be encoded"
+        if arguments.packing:
+            text += f". To train longer rows, raise it, and set --packing_length {arguments.packing_length}"
+            if name == "training" and number > self.max_left_out * num_rows:
+                text += f"; packplan plugin swift --allow-left-out {math.ceil(100 * number / num_rows)} leaves them out"
+                raise DataSetError(text)
+        report(f"warning: {text}")
 
     def pack(self, pipeline: Any, data_sets: list[Any]) -> list[Any]:
         """
@@ -147,7 +183,9 @@ class _PlannedPipeline:
         shares: dict[str, Any] = {"row_ranks": row_ranks(pipeline.args), "degrees": self.degrees}
         schedule = follow_plan(trainer, attn_impl=pipeline.args.attn_impl, **shares, check=self.check)
         report(start_table(trainer, trainer.train_dataset.plan, schedule))
-        return self._train(pipeline, trainer)
+        result = self._train(pipeline, trainer)
+        report(f"trained the plan up to step {trainer.state.global_step:,} of {schedule.total_steps:,}")
+        return result
 
     def _train_unpadded(self, pipeline: Any, trainer: Any) -> Any:
         """Train the trainer's own batches, and print the number of padding positions left out."""
@@ -161,6 +199,6 @@ class _PlannedPipeline:
 
 
 def report(text: str) -> None:
-    """Print a line on rank 0, whatever the log level of ms-swift."""
+    """Print lines on rank 0, whatever the log level of ms-swift."""
     if is_master():
-        print(f"packplan: {text}", flush=True)
+        print(fit_lines(f"packplan: {text}"), flush=True)

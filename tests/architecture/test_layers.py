@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[2]
 CORE_MAY_IMPORT = {
     "__future__", "ast", "attrs", "base64", "binpacking", "bisect", "collections", "contextlib", "decimal", "difflib",
     "fractions", "functools", "hashlib", "heapq", "importlib", "itertools", "json",
-    "math", "numbers", "numpy", "operator", "packplan.core", "re", "scipy", "shlex", "types", "typing",
+    "math", "numbers", "numpy", "operator", "packplan.core", "re", "scipy", "shlex", "textwrap",
+    "types", "typing",
 }  # fmt: skip
 """Pure arithmetic and values; of scipy, linear programming alone; of ast, literals and sums."""
 

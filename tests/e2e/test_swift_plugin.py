@@ -118,7 +118,8 @@ REFUSED = {
     "rm-packed": ("rlhf", "qwen2_pairs", f"{ONE} --rlhf_type rm", ["ConfigError", "--rlhf_type"]),
     "kto-shared": ("rlhf", "qwen2_pairs", f"{ONE} --rlhf_type kto --packing false --sequence_parallel_size 2",
                    ["ConfigError", "--sequence_parallel_size"]),
-    "no-row": ("sft", "qwen2", f"{ONE} --max_length 20", ["DataSetError", ""]),
+    "left-out": ("sft", "qwen2", f"{ONE} --max_length 100", ["DataSetError", ""]),
+    "broken": ("sft", "broken", ONE, ["ConfigError", "--dataset"]),
     "no-label": ("sft", "qwen2", f"{ONE} --max_length 20 --truncation_strategy right", ["ArgumentError", "host"]),
     "unlike": ("sft", "qwen2", ONE, ["MismatchError", "unlike_alone"]),
     "longer": ("sft", "changed_vl", f"{ONE} --max_length 900", ["StaleError", "changed_sample"]),
@@ -172,7 +173,8 @@ def ran(demo, server, tmp_path_factory) -> Callable[[str], Ran]:
     runs = tmp_path_factory.mktemp("runs")
     write_records(runs, demo)
     write_others(runs, demo)
-    assert 0 == plugin.main(["swift", "-o", str(runs / "plugin.py")])
+    few, most = ["--allow-left-out", "5"], ["--allow-left-out", "90"]
+    assert 0 == plugin.main(["swift", *few, "-o", str(runs / "plugin.py")])
     assert 0 == plugin.main(["swift", "--sequence-parallel-size", "auto", "-o", str(runs / "shares.py")])
 
     def words(name: str, data: str, more: str, *plugins: str) -> list[str]:
@@ -191,7 +193,7 @@ def ran(demo, server, tmp_path_factory) -> Callable[[str], Ran]:
     written = words("planned", "qwen2", f"{ONE} --max_length 100 --packing_length 300 --packing true")
     trained = [*written, "--external_plugins", str(runs / "planned.py")]
     planned = [
-        ("written", "plugin", ["swift", "-o", str(runs / "planned.py"), "swift", "sft", *written]),
+        ("written", "plugin", ["swift", *most, "-o", str(runs / "planned.py"), "swift", "sft", *written]),
         ("planned", "sft", trained),
         ("replanned", "sft", [*trained, "--max_length", "90"]),
     ]
@@ -231,6 +233,7 @@ def write_others(runs: Path, demo: Path) -> None:
     seen = [{**asked, "content": "<image>?"}, {"role": "assistant", "content": "a dot"}]
     changed = [{"messages": rows[0]["messages"]}, chat(*seen, images=[shutil.copy(min(images), runs)])]
     write_lines(runs / "changed_vl.jsonl", changed)
+    (runs / "broken.jsonl").write_text(f"{json.dumps(rows[0])}\n{{\n")
 
 
 @pytest.mark.parametrize(("name", "of", "ranks"), [("two-ranks", "qwen2", 2), ("shared", "qwen2_5_vl", 1)])
@@ -373,7 +376,7 @@ def test_rows_are_planned_as_ms_swift_gives_them(name, length, more, ran):
     found, change = run.plan(length), len(run.rows()) - NUM
     run.assert_planned(found, found.schedule(seed=42))
     assert change
-    assert more == (change > 0) == (f"ms-swift left out {-change} of {NUM} rows of training" not in run.said)
+    assert more == (change > 0) == (f"warning: --max_length is 100, and {-change} of {NUM} rows" not in run.said)
 
 
 def test_a_batch_may_hold_several_packs(ran):
@@ -411,8 +414,8 @@ def test_other_types_train_the_same_without_padding(kind, ran):
 @pytest.mark.parametrize("name", [*REFUSED, *NOT_BY_DEGREE, "fewer", "replanned"])
 def test_what_cannot_be_trained_as_planned_is_refused(name, ran):
     """
-    By flag, before a row is read; rows that changed, on any rank, before they are trained; a pack
-    whose samples see each other, before the first step.
+    By flag, before a row is read; rows that are left out, a broken line, and rows that changed, on
+    any rank, before they are trained; a pack whose samples see each other, before the first step.
     """
     changed = ["DataSetError", ""] if name == "replanned" else ["MismatchError", "ranks_disagree"]
     due = (REFUSED | NOT_BY_DEGREE).get(name, [changed])[-1]
@@ -420,7 +423,7 @@ def test_what_cannot_be_trained_as_planned_is_refused(name, ran):
 
     errors = [json.loads(path.read_text()) for path in folder.glob("error*.json")]
     assert [due] * (2 if name in {"fewer", *NOT_BY_DEGREE} else 1) == errors
-    assert due[0] != "ConfigError" or not [*folder.glob("rows*"), *folder.glob("out")]
+    assert due[0] != "ConfigError" or not [*folder.glob("rows*")]
     assert name in {"gone", "longer"} or not [*folder.glob("trained*")]
 
 

@@ -20,7 +20,8 @@ def test_the_page_s_commands_train_and_go_on(demo, server, tmp_path):
     spy.write_text("import os\n\nfrom tests.e2e.plugin_run import Spy\n\nSpy(os.environ['RECORD'])\n")
     # The published torchvision is no CPU build, and ms-swift imports it first of all.
     (tmp_path / "sitecustomize.py").write_text("import packplan.adapters\n")
-    words = f"--model_type qwen2 --template qwen2_5 --max_length {LENGTH['qwen2']} --save_steps 3 --tuner_type full "
+    limits = f"--max_length {LENGTH['qwen2']} --packing_length {LENGTH['qwen2']}"
+    words = f"--model_type qwen2 --template qwen2_5 {limits} --save_steps 3 --tuner_type full "
     words += f"--num_train_epochs 2 --gradient_accumulation_steps 1 {PLAIN} --external_plugins plugin.py {spy}"
     at = Reader(server, "swift", tmp_path, given)
     write, begin, go_on = at.commands
