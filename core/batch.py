@@ -151,8 +151,8 @@ class PartialWindow:
 
     def __str__(self) -> str:
         return (
-            f"the last optimizer step of each epoch sees {self.remainder} of {self.gradient_accumulation_steps} "
-            f"batches per rank ({self.per_rank_batches} an epoch): its packs per step are inexact"
+            f"the last step of each epoch has {counted(self.remainder, 'batch')} of a rank instead of "
+            f"{self.gradient_accumulation_steps:,}"
         )
 
 

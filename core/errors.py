@@ -399,7 +399,8 @@ LINE_WIDTH = 110
 
 def fit_lines(text: str, *, indent: int = 2) -> str:
     """
-    Return *text* with lines wider than `LINE_WIDTH` broken between words.
+    Return *text* with lines wider than `LINE_WIDTH` broken between words, but for those of a shell
+    command that go on after a backslash.
 
     Args:
         text: Lines.
@@ -409,8 +410,21 @@ def fit_lines(text: str, *, indent: int = 2) -> str:
     [109, 41]
     """
     options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-    broken = (wrap(line, LINE_WIDTH, subsequent_indent=" " * indent, **options) for line in text.splitlines())
-    return "\n".join(part for parts in broken for part in parts or [""])
+    lines: list[str] = []
+    for line in text.splitlines():
+        whole = line.endswith("\\") or not line
+        lines += [line] if whole else wrap(line, LINE_WIDTH, subsequent_indent=" " * indent, **options)
+    return "\n".join(lines)
+
+
+def format_command(*parts: str) -> str:
+    r"""
+    Return a shell command on one line, or with each part on its own line if that would be long.
+
+    >>> format_command("packplan plan show", "run.yaml")
+    'packplan plan show run.yaml'
+    """
+    return (" " if sum(map(len, parts)) < LINE_WIDTH - 30 else " \\\n").join(parts)
 
 
 MAX_LINE, MAX_LINES = 500, 60

@@ -19,7 +19,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.errors import ArgumentError, counted, format_lines, verb_for
+from packplan.core.errors import ArgumentError, counted, fit_lines, format_lines, verb_for
 from packplan.core.lengths import IntArray, Lengths, as_lengths
 from packplan.core.metrics import padded_positions
 from packplan.core.packers import ALGORITHMS, pack
@@ -295,11 +295,10 @@ def describe_training(
     long, limit, size = list(plan.single_long) if packed else [], plan.packing_length, schedule.batch_size
     held, left_out = "none: samples are trained in padded batches", []
     if packed:
-        fewest = f"{counted(plan.lower_bound, 'pack')}{' in all' * bool(plan.dropped_packs)}"
-        held = (
-            f"{len(plan.packs):,} of {counted(limit, 'token')}, fill {plan.fill:.4f}; no plan has fewer than {fewest} "
-            f"({BOUNDS[plan.bound_kind]})"
-        )
+        fewest, total = plan.lower_bound, len(plan.packs) + len(plan.dropped_packs)
+        needed = f"no plan has fewer than {counted(fewest, 'pack')}{' in all' * bool(plan.dropped_packs)}"
+        needed = "the fewest possible" if total == fewest else needed
+        held = f"{len(plan.packs):,} of {counted(limit, 'token')}, fill {plan.fill:.4f}; {needed}"
     if number := len(plan.skipped_long):
         left_out.append(
             f"{counted(number, 'sample')} of {limit:,} tokens or more, {counted(plan.skipped_tokens, 'token')}"
@@ -314,9 +313,9 @@ def describe_training(
     if schedule.epochs_differ:
         own = f"{counted(schedule.num_epochs, 'epoch')} with plans of their own"
         steps = f"{counted(schedule.total_steps, 'step')} in all, over {own},"
-    window = schedule.gradient_accumulation_steps
-    batch = counted(schedule.world_size * size * window, "pack" if packed else "sample")
-    ranks = counted(schedule.world_size, unit)
+    per_rank, ranks = size * schedule.gradient_accumulation_steps, counted(schedule.world_size, unit)
+    batch = f"{counted(schedule.world_size * per_rank, 'pack' if packed else 'sample')} a step"
+    batch += f", {per_rank:,} on each {unit}" if schedule.world_size > 1 else ""
     rows = {
         "data": f"{counted(plan.num_samples, 'sample')}, {counted(plan.num_tokens, 'token')}",
         "packs": held,
@@ -324,9 +323,32 @@ def describe_training(
         "shared": schedule.degrees is not None
         and _sharing_text(plan.packs.loads(as_lengths(lengths, least=0)), schedule),
         "left out": "; ".join(left_out),
-        "training": f"{steps} on {ranks}; {batch} a step = {ranks} x {size:,} per device x {window:,} accumulation",
+        "training": f"{steps} on {ranks}; {batch}",
+        "resumed": schedule.start.step and describe_resume(schedule, "pack" if packed else "sample"),
     }
     return {name: text for name, text in rows.items() if text}
+
+
+def describe_resume(schedule: EpochSchedule, name: str = "pack") -> str:
+    """
+    Return what a resumed run has trained and what is left, as a row of its table.
+
+    Args:
+        schedule: Schedule that starts where the checkpoint ended.
+        name: Name of what a step trains.
+    """
+    start, ranks = schedule.start, schedule.world_size
+    left = f"{counted(max(0, schedule.total_steps - start.step), 'step')} left, {schedule.total_steps:,} in all"
+    if not start.epoch_step:
+        return f"after step {start.step:,}, with epoch {start.epoch:,}, counted from 0; {left}"
+    consumed, slots = schedule.consumed_packs(start.epoch).size, schedule.num_epoch_slots(start.epoch)
+    name = name if schedule.degrees is None else "slot"
+    before = start.segments[-1].world_size if start.segments else ranks
+    again = schedule.num_remaining_batches(start.epoch) * ranks * schedule.batch_size - (slots - consumed)
+    changed = f", now on {counted(ranks, 'rank')} instead of {before:,}" if before != ranks else ""
+    changed += f", {again:,} of them again" if again > 0 else ""
+    done = f"{counted(consumed, name)} of epoch {start.epoch:,} {verb_for(consumed)} trained"
+    return f"after step {start.step:,}: {done}, {slots - consumed:,} {verb_for(slots - consumed)} not{changed}; {left}"
 
 
 def _sharing_text(tokens: IntArray, schedule: EpochSchedule) -> str:
@@ -339,7 +361,7 @@ def _sharing_text(tokens: IntArray, schedule: EpochSchedule) -> str:
 
 def format_table(title: str, rows: Mapping[str, str]) -> str:
     """
-    Return lines of text: a title, and each row with its value in one column.
+    Return rows as lines below a title, their values in one column, no wider than a console.
 
     >>> print(format_table("the plan", {"data": "3 samples", "left out": "1 sample"}))
     the plan:
@@ -347,7 +369,11 @@ def format_table(title: str, rows: Mapping[str, str]) -> str:
       left out  1 sample
     """
     width = max(map(len, rows))
-    return format_lines(title, (f"{name:<{width}}  {text}" for name, text in rows.items()))
+    below = "\n" + " " * (width + 4)
+    texts = {name: text.replace("\n", below) for name, text in rows.items()}
+    return fit_lines(
+        format_lines(title, (f"{name:<{width}}  {text}" for name, text in texts.items())), indent=width + 4
+    )
 
 
 QUANTILES = (5, 50, 95)

@@ -360,7 +360,7 @@ def _try_strategy(copies: _SmallCopies, trial: StrategyTrial, blank: PackingVerd
     follows = trial.follows_rows and trial.strategy != "own"  # which reads its rows by itself
     return attrs.evolve(
         blank, strategy=trial.strategy, split=split, follows_rows=follows or bool(split), measured=measured,
-        reason="no gradient passes between samples, and samples are equal to themselves alone",
+        reason="packed samples do not influence each other, and give the results of each alone",
         not_exercised=not_exercised,
     )  # fmt: skip
 

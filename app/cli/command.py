@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TextIO
 
 from packplan.adapters.processes import end_with_launcher
-from packplan.core.errors import OutputError, PackplanError, VerificationError
+from packplan.core.errors import OutputError, PackplanError, VerificationError, fit_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -291,11 +291,11 @@ def parse_rank_counts(text: str) -> list[int]:
 
 
 class _LevelFormatter(logging.Formatter):
-    """Formatter that puts the level before warnings and errors."""
+    """Formatter that puts the level before warnings and errors, and breaks lines that are wide."""
 
     def format(self, record: logging.LogRecord) -> str:
         record.mark = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-        return super().format(record)
+        return fit_lines(super().format(record))
 
 
 class _ErrorOutput(logging.Handler):

@@ -19,7 +19,8 @@ from packplan.app.wiring.commands import num_command_ranks, read_run_or_command
 from packplan.app.wiring.runs import raising_on_all_ranks, require_inputs
 from packplan.app.wiring.stores import artefacts_folder
 from packplan.core.config.run import RunConfig
-from packplan.core.errors import DataSetError, counted
+from packplan.core.errors import DataSetError, counted, format_command
+from packplan.core.inspection import format_table
 from packplan.core.ports import RankGroup
 
 log = logging.getLogger(__name__)
@@ -76,13 +77,13 @@ def run(options: argparse.Namespace) -> None:
 
 def _log_next(config: RunConfig, words: list[str], ranks: int) -> None:
     """Log the plan's folder, and the commands that show it and train it on *ranks* processes."""
-    typed = shlex.join(words)
+    typed = [shlex.quote(word) for word in words]
     train = f"torchrun --nproc-per-node {ranks} -m packplan.app.sft" if ranks > 1 else "packplan sft"
-    train = f"{train} {typed}"
+    rows = {"to see it": format_command("packplan plan show", *typed), "to train": format_command(train, *typed)}
     if num_command_ranks(config):
-        train = "the command with --external_plugins plugin.py, which packplan plugin swift -o plugin.py writes"
-    folder = artefacts_folder(config.training.output_dir)
-    log.info("the plan is in %s; to see it: packplan plan show %s; to train: %s", folder, typed, train)
+        rows["to see it"] = "packplan plan show, before the same command"
+        rows["to train"] = "the command with --external_plugins plugin.py, which packplan plugin swift writes"
+    log.info("%s", format_table(f"the plan is in {artefacts_folder(config.training.output_dir)}", rows))
 
 
 def build(config: RunConfig, group: RankGroup, *, splits: Sequence[Split], world_size: int | None = None) -> None:

@@ -43,6 +43,8 @@ def log_run(config: RunConfig, splits: Sequence[Split], schedule: EpochSchedule,
         ),
     )
     _log_epochs(splits[0], schedule)
+    for split in splits:
+        log.debug("%s: %s", split.name, _alignment_text(split))
     warnings = [f"{split.name}: {line}" for split in splits for line in plan_warnings(split)]
     if config.command is None:
         warnings += forced_batch_lines(config)
@@ -67,28 +69,29 @@ def describe_run(config: RunConfig, splits: Sequence[Split], schedule: EpochSche
     """
     train = splits[0]
     rows = describe_training(train.raw, train.lengths, schedule, packed=train.policy.packing)
-    training = rows.pop("training")
+    training = {name: rows.pop(name) for name in ("training", "resumed") if name in rows}
     supervised = int(column(train.table, "supervised")[train.raw.packs.indices].sum(dtype=np.int64))
     rows["supervised"] = f"{counted(supervised, 'token')} ({supervised / train.raw.planned_tokens:.1%} of the planned)"
     if train.raw.dropped_packs:
         rows["left out"] += " (training.packing_drop_last: false keeps them)"
-    if train.raw.auto_packs:
-        rows["by auto"] = f"about {counted(train.raw.auto_packs, 'pack')} (training.packing_algorithm: auto)"
-    rows |= {"aligned": _alignment_text(train), "plan": _checksum_text(train, of_command=config.command is not None)}
+    if train.raw.auto_packs and config.command is None:
+        rows["better"] = f"training.packing_algorithm: auto needs about {counted(train.raw.auto_packs, 'pack')}"
+    rows["plan"] = _checksum_text(train, of_command=config.command is not None)
     rows |= {split.name: describe_evaluation(split) for split in splits[1:]}
     if train.epochs is not None:
         packs = [one.num_packs for one in train.epochs.records]
         rows["epochs"] = (
             f"{min(packs):,} to {max(packs):,} packs each, by plans of their own; the above is of the first"
         )
-    rows["training"] = training
+    rows |= training
     level, line = partial_window_line(schedule) or (logging.WARNING, "")
     if level == logging.INFO:
         rows["unusual"] = line
+    rows["ranks"] = _ranks_text(train)
     if (size := config.training.row_ranks) > 1:
-        rows["ranks"] = f"{size} share each row, and count as one (training.sequence_parallel_size)"
+        rows["ranks"] += f"; {size} share each row, and count as one (training.sequence_parallel_size)"
     elif schedule.works is not None and schedule.world_size > 1:
-        rows["ranks"] = f"get packs of a step by work, and meet in each {schedule.sync_at} (training.packing_balance)"
+        rows["ranks"] += f"; those of a step are shared out for equal work of each {schedule.sync_at}"
     return rows
 
 
@@ -101,25 +104,35 @@ def describe_evaluation(split: Split) -> str:
     return f"{size} in {held}, plan {same}{aligned}"
 
 
+def _ranks_text(split: Split) -> str:
+    """Return how the packs of an epoch are cut or filled for the ranks."""
+    aligned, unit = split.aligned, "pack" if split.policy.packing else "sample"
+    spread = f"{counted(len(split.raw.packs), unit)} on {counted(aligned.world_size, 'rank')}"
+    if aligned.num_dropped:
+        return f"{spread}, the last {aligned.num_dropped:,} dropped"
+    repeated = f"{aligned.pad_needed:,} repeated ({format_ranges(aligned.repeated, most=SHOWN)})"
+    return f"{spread}, {repeated if aligned.pad_needed else 'none repeated'}"
+
+
 def _alignment_text(split: Split) -> str:
+    """Return the numbers and checksums of a plan as it is stored."""
     aligned = split.aligned
-    repeated = f" (packs {format_ranges(aligned.repeated, most=SHOWN)})" if aligned.pad_needed else ""
     return (
         f"N_raw_packs {len(split.raw.packs):,}, N_aligned_packs {len(aligned.packs):,}, world_size "
         f"{aligned.world_size}, dataloader_drop_last {str(aligned.dataloader_drop_last).lower()}, pad_needed "
-        f"{aligned.pad_needed:,}{repeated}"
+        f"{aligned.pad_needed:,}, raw_plan checksum {split.raw_checksum}, aligned_plan checksum {split.checksum}"
     )
 
 
 def _checksum_text(split: Split, *, of_command: bool) -> str:
     """
-    Return the checksums of a plan; for a command of ms-swift, that of the same packs by the indices
+    Return the checksum of a plan; for a command of ms-swift, that of the same packs by the indices
     that ms-swift gives to rows, as its plugin prints it.
     """
     if of_command:
         row = np.cumsum(column(split.table, "bad") == 0) - 1
         return plan_checksum(split.raw.with_indices(row).packs)[:12]
-    return f"raw_plan checksum {split.raw_checksum[:12]}, aligned_plan checksum {split.checksum[:12]}"
+    return split.raw_checksum[:12]
 
 
 def _log_epochs(split: Split, schedule: EpochSchedule) -> None:

@@ -38,7 +38,7 @@ from packplan.app.wiring.trainers import (
 )
 from packplan.app.wiring.verdicts import decide_attention
 from packplan.core.config.run import RunConfig
-from packplan.core.errors import counted, verb_for
+from packplan.core.errors import counted, format_command, verb_for
 from packplan.core.inspection import format_table
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochSchedule, ResumeState
@@ -135,44 +135,10 @@ def _schedule_packs(
 def _log_plans(config: RunConfig, splits: list[Split], schedule: EpochSchedule, attention: str) -> None:
     """Log what is trained, the step of a resume, and the source of the works."""
     log_run(config, splits, schedule, attention=attention)
-    if schedule.start.step:
-        unit = "pack" if config.training.packing else "sample"
-        _log_resume(schedule, unit if schedule.degrees is None else "slot")
+    if schedule.start.step >= schedule.total_steps:
+        log_nothing_left(schedule.start.step, f"at {schedule.total_steps:,}")
     if estimated := work_of_run(config)[1]:
         log.warning("work is estimated from tokens and their squares: %s", estimated)
-
-
-def _log_resume(schedule: EpochSchedule, unit: str) -> None:
-    start = schedule.start
-    if start.step >= schedule.total_steps:
-        log_nothing_left(start.step, f"at {schedule.total_steps:,}")
-        return
-    if not start.epoch_step:
-        log.info(
-            "going on after optimizer step %d with epoch %d, which takes %s per rank and %s",
-            start.step,
-            start.epoch,
-            counted(schedule.num_remaining_batches(start.epoch), "batch"),
-            counted(schedule.num_remaining_steps(start.epoch), "step"),
-        )
-        return
-    log.info(
-        "resuming after optimizer step %d, in epoch %d: %s of it %s consumed; the rest takes %s per rank and %s",
-        start.step,
-        start.epoch,
-        counted(consumed := schedule.consumed_packs(start.epoch).size, unit),
-        verb_for(consumed),
-        counted(schedule.num_remaining_batches(start.epoch), "batch"),
-        counted(schedule.num_remaining_steps(start.epoch), "step"),
-    )
-    before = start.segments[-1].world_size if start.segments else schedule.world_size
-    if before != schedule.world_size:
-        log.info(
-            "the epoch began on %s and goes on with %d: what it has not consumed is trained once, cut or "
-            "filled for these ranks",
-            counted(before, "rank"),
-            schedule.world_size,
-        )
 
 
 def _check_and_log_end(config: RunConfig, trainer: PlanTrainer) -> None:
@@ -232,9 +198,9 @@ def log_outcome(config: RunConfig, trainer: CheckedTrainer) -> None:
     if trainer.last_save is None:
         log.info("%s; no checkpoint was saved (training.save_strategy)", done)
         return
-    rows = {"the model": trainer.last_save, "its numbers": str(Path(trainer.args.output_dir) / "logging.jsonl")}
+    rows = {"model": trainer.last_save, "log": str(Path(trainer.args.output_dir) / "logging.jsonl")}
     if not trainer.is_sharded:
-        rows["to ask it"] = _inference_command(config, trainer, trainer.last_save)
+        rows["to try it"] = _inference_command(config, trainer, trainer.last_save)
     log.info("%s", format_table(done, rows))
 
 
@@ -243,7 +209,8 @@ def _inference_command(config: RunConfig, trainer: CheckedTrainer, checkpoint: s
     Return the ms-swift command that loads a checkpoint, with the settings that its files lack.
     """
     base = [config.model.model, "--adapters"] if config.training.adds_weights else []
-    words = ["swift", "infer", "--model", *base, checkpoint]
     template = trainer.template
+    flags = [("--model", *base, checkpoint)]
     kinds = {"model_type": template.model_meta.model_type, "template": template.template_meta.template_type}
-    return shlex.join(words + [word for name, kind in kinds.items() if kind for word in (f"--{name}", kind)])
+    flags += [(f"--{name}", kind) for name, kind in kinds.items() if kind]
+    return format_command("swift infer", *map(shlex.join, flags))

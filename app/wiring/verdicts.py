@@ -90,7 +90,8 @@ def _probe_once(digest: str, model: ModelConfig, attn_impl: str, *, on_cpu: bool
     verdict = probe_small_copy(
         open_model_config(model), attn_impl=attn_impl, trust_remote_code=model.trust_remote_code, on_cpu=on_cpu
     )
-    log.info("%s was asked whether it may pack, in %.1f s: %s", verdict.model_type, time.monotonic() - start, verdict)
+    outcome = "passed" if verdict.passes else "failed"
+    log.info("probe of %s %s in %.1f s: %s", verdict.model_type, outcome, time.monotonic() - start, verdict)
     return verdict
 
 
@@ -119,13 +120,12 @@ def probe_loaded_model(
     if not whole:
         if keep and verdict.passes:
             log.info(
-                "the loaded model was not asked whether it may pack, since ranks share its weights: "
-                "what its small copy showed counts"
+                "the loaded model is not probed, since ranks share its weights: the probe of a small copy of it counts"
             )
     # `packplan check` looks at models that do not pass, too. Ranks of a row are asked together.
     elif verdict.passes and (groups is not None or place not in verdict.loaded_on):
         measured = probe_ready_model(model, native=verdict.native, named=config.model.attn_impl, groups=groups)
-        log.info("the loaded model (%s) was asked too: %s", place, measured)
+        log.info("probe of the loaded model (%s) passed too: %s", place, measured)
         verdict = attrs.evolve(verdict, loaded_on=(*verdict.loaded_on, place))
     if keep:
         store_verdict(config, verdict)

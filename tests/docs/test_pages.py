@@ -355,7 +355,7 @@ def test_the_page_lists_the_keys_that_ranks_may_have_for_themselves():
 
 def test_quoted_log_lines_are_logged(tmp_path):
     """Numbers aside, by a plan of long and unsupervised samples, and an uneven accumulation."""
-    source = ListSource([2000, 2000, 5, 5, 5])
+    source = ListSource([2000, 2000, 640, 486, 384, 204, 230])
     source.masked = (2, 3)
     partial = partial_window(per_rank_batches=7, gradient_accumulation_steps=4)
     split, config = plan_split(source, tmp_path), parsed()

@@ -97,7 +97,7 @@ def test_a_build_says_the_steps_the_place_of_the_plan_and_what_to_type_next(writ
     *lines, last = run("build", path, "--world-size", 2).err.splitlines()
 
     (steps,) = (line for line in lines if "steps an epoch" in line)
-    assert re.search(r"\d+ steps an epoch, \d+ in all on 2 ranks; 8 packs a step = 2 ranks x 1 per device x 4", steps)
+    assert re.search(r"\d+ steps an epoch, \d+ in all on 2 ranks; 8 packs a step, 4 on each rank", steps)
     assert f"the plan is in {tmp_path / 'run' / 'static_packing'}; to see it: " in last
     assert last.endswith(f"plan show {path}; to train: torchrun --nproc-per-node 2 -m packplan.app.sft {path}")
 

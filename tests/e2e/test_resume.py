@@ -96,9 +96,9 @@ def test_a_resume_ends_bit_for_bit_as_one_run_does(  # noqa: PLR0917  # fixtures
     with caplog.at_level(logging.INFO):
         resumed = execute(write_run(model, name="again", training=keys, **overlay))
 
-    began = f"resuming after optimizer step {stop}, in" if stop else f"going on after optimizer step {per_epoch} with"
+    began = f"after step {stop}: " if stop else f"after step {per_epoch}, with epoch 1, "
     assert began in caplog.text
-    assert not re.search("the run goes on by|work is estimated|packs of a step by work", caplog.text)
+    assert not re.search("the run goes on by|work is estimated|equal work", caplog.text)
     assert steps(whole.history) == steps(resumed.history)
     found = tmp_path / "again" / f"checkpoint-{last}"
     assert_equal(found, tmp_path / "whole" / found.name)
@@ -219,7 +219,7 @@ def test_other_ranks_finish_the_epoch_with_what_it_has_left(start_ranks, write_r
     path = write_run("qwen3", name="again", training={**keys, "effective_batch_size": 6}, template={"max_length": 128})
 
     assert [0, 0, 0] == finished(start_ranks(3, path, out))
-    assert "the epoch began on 2 ranks and goes on with 3" in (out / "rank0.log").read_text()
+    assert "now on 3 ranks instead of 2" in (out / "rank0.log").read_text()
     before, after = rank_main.seen(tmp_path / "first", 2), rank_main.seen(out, 3)
     every = set(range(before[0]["num_raw"]))
     left = every - {rank["fetched"][0] for rank in before}

@@ -14,6 +14,7 @@ import pytest
 
 from packplan.adapters.progress import TrainingBar, hide, loading_libraries, progress
 from packplan.app.cli.command import run_command
+from packplan.core.errors import LINE_WIDTH, format_command
 
 
 class Terminal(io.StringIO):
@@ -140,3 +141,16 @@ def test_lines_say_what_is_done_and_what_is_left(caplog):
 
     assert re.fullmatch(r"measuring train: 2,500 of 5,000 samples, +[\d.]+ samples/s, 00:00 left, 93 packs", last)
     assert "measuring train, 93 packs, 00:00 so far" == log_stage(caplog, bar_format="{desc}")[-1]
+
+
+def test_no_line_of_a_log_is_wider_than_a_console(capsys):
+    """Lines break between words; a word that is wider is whole, and so is a shell command."""
+    path, log = "/data" * 30, logging.getLogger("packplan.unit")
+    texts = [" ".join(["word"] * 99), f"saved {path} now", format_command("swift infer", *["--model run"] * 9)]
+
+    assert 0 == run_command(lambda: [log.warning("%s", text) for text in texts], verbose=False)
+
+    lines = capsys.readouterr().err.splitlines()
+    assert [] == [line for line in lines if len(line) > LINE_WIDTH and path not in line]
+    assert "".join(lines).count("word") == 99
+    assert 9 == sum(line.endswith(" \\") for line in lines)
