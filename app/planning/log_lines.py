@@ -69,7 +69,7 @@ def describe_run(config: RunConfig, splits: Sequence[Split], schedule: EpochSche
     """
     train = splits[0]
     rows = describe_training(train.raw, train.lengths, schedule, packed=train.policy.packing)
-    training = {name: rows.pop(name) for name in ("training", "resumed") if name in rows}
+    training: dict[str, str] = {name: rows.pop(name) for name in ("training", "resumed") if name in rows}
     supervised = int(column(train.table, "supervised")[train.raw.packs.indices].sum(dtype=np.int64))
     rows["supervised"] = f"{counted(supervised, 'token')} ({supervised / train.raw.planned_tokens:.1%} of the planned)"
     if train.raw.dropped_packs:

@@ -237,7 +237,7 @@ def test_every_command_of_a_plan_takes_a_command_of_ms_swift(command, tmp_path, 
     assert [False, True] == ["does not say --packing true" in text for text in (built, again)]
     told = [[line for line in text.splitlines() if "steps an epoch" in line] for text in (built, again, of_keys)]
     assert told[0] == told[1] == told[2] != []
-    assert "; to train: the command with --external_plugins plugin.py" in again
+    assert "to train   the command with --external_plugins plugin.py" in again
     assert [2, 2] == [row["world_size"] for row in rows]
     assert rows[0]["plan"]["num_packs"] > rows[1]["plan"]["num_packs"]
     assert "install(checksum='" in (tmp_path / "plugin.py").read_text()
