@@ -12,7 +12,7 @@ import re
 import stat
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -313,3 +313,23 @@ def map_array(path: Path, dtype: np.dtype[Any], size: int, *, is_whole: bool = F
         raise CorruptArtefactError(str(path), f"it has {counted(found, 'byte')} instead of {expected:,}")
     array = np.memmap(path, dtype=dtype, mode="r", shape=(size,)) if size else np.zeros(0, dtype=dtype)
     return array, hashlib.sha256(array.data)
+
+
+def broken_lines(names: Iterable[str]) -> Iterator[str]:
+    """
+    Yield the first line that is not JSON of each file of JSON Lines, as a clause.
+
+    Args:
+        names: Names of files, perhaps with a number of records, as ms-swift takes them.
+    """
+    for path in (Path(name.partition("#")[0]) for name in names):
+        if path.suffix != ".jsonl" or not path.is_file():
+            continue
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    json.loads(line.strip() or "{}")
+                except ValueError as error:
+                    reason = str(error).partition(":")[0]
+                    yield f"names {path}, whose line {number:,} is not JSON ({reason}): correct it"
+                    break

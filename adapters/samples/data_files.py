@@ -8,7 +8,6 @@ read where they are, all other formats from a copy.
 
 import glob
 import itertools
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -238,23 +237,3 @@ def _detect_format(path: Path, name: str) -> tuple[str, bool]:
         return suffix, is_compressed
     is_array = _ARRAY_OF_OBJECTS.match(head) or (suffix == "json" and _ARRAY.match(head))
     return "array" if is_array else "lines", is_compressed
-
-
-def broken_lines(names: Iterable[str]) -> Iterator[str]:
-    """
-    Yield the first line that is not JSON of each file of JSON Lines, as a clause.
-
-    Args:
-        names: Names of files, perhaps with a number of records, as ms-swift takes them.
-    """
-    for path in (Path(name.partition("#")[0]) for name in names):
-        if path.suffix != ".jsonl" or not path.is_file():
-            continue
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    json.loads(line.strip() or "{}")
-                except ValueError as error:
-                    reason = str(error).partition(":")[0]
-                    yield f"names {path}, whose line {number:,} is not JSON ({reason}): correct it"
-                    break

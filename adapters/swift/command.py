@@ -22,8 +22,8 @@ from swift.pipelines.train.kto import prepare_kto_dataset
 from swift.pipelines.utils import get_cached_dataset
 from swift.utils import get_device_count, parse_args, seed_everything
 
+from packplan.adapters.files import broken_lines
 from packplan.adapters.models import replace_attributes
-from packplan.adapters.samples.data_files import broken_lines
 from packplan.adapters.swift.packs import ALGORITHMS
 from packplan.core.batch import count_row_groups
 from packplan.core.config.refusals import active_refusals
