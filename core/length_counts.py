@@ -1,6 +1,7 @@
 """
-Equal lengths counted once, and any fit over them. The cost of planning grows with distinct
-lengths, not with samples.
+Equal lengths counted once, and any fit over them.
+
+The cost of planning grows with the number of distinct lengths, not with that of samples.
 
 Rules: index 0 is the longest length; samples of one length keep their input order, and algorithms
 take them in that order. An algorithm fills a `PackingTrace` over indices; only `PackingTrace.packs`

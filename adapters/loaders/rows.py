@@ -1,6 +1,7 @@
 """
-Packs of rows as a torch data set (`RowsOfPacks`) with a collator (`PackInputs`), and the loader of
-all trainers (`PackLoader`).
+Packs of rows: a torch data set (`RowsOfPacks`), a collator (`PackInputs`), and a loader.
+
+`PackLoader` is the loader of all trainers.
 
 A row is one sample: a mapping with `input_ids`, perhaps `labels`, and perhaps the tensors of a
 processor (`pixel_values`, `image_grid_thw`, …). A user's own collator may take other rows. Item k

@@ -1,7 +1,8 @@
 """
-Plans on disk: `raw_plan.json` and its flat arrays, and `plan_ws<W>.json` for each world size. If
-each epoch has a plan of its own, only the first is stored, and `schedule_ws<W>.json` has a record
-of each epoch.
+Plans on disk: `raw_plan.json`, its arrays, and `plan_ws<W>.json` for each world size W.
+
+If each epoch has its own plan, only the first is stored, and `schedule_ws<W>.json` has a record of
+each epoch.
 
 The arrays are published first and the manifest with their digests last, so a reader sees a whole
 plan or none. `verdict.json` beside the plans holds the verdict on the run's model.

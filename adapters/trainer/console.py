@@ -1,6 +1,7 @@
 """
-The console of a run: a bar on a terminal, and one line for each logging step, evaluation and
-checkpoint. Every number goes to `logging.jsonl` and the services of `report_to`.
+Console of a run: a bar on a terminal, and one line for each log, evaluation and checkpoint.
+
+Every number goes to `logging.jsonl` and the services of `report_to`.
 """
 
 import logging

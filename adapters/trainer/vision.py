@@ -204,8 +204,9 @@ class DummyImage:
 
     def ensure_tower_runs(self, *, passes: int = 1) -> None:
         """
-        Hook the model so that the tower runs at least *passes* times on every batch, with the dummy
-        image if needed. Results do not change.
+        Hook the model so that the tower runs at least *passes* times on every batch.
+
+        The dummy image is added if needed; results do not change.
 
         Several passes are needed if ranks synchronise in each pass, and images and videos take one
         each. ms-swift does so itself for some models and engines; then nothing is added.

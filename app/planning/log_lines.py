@@ -1,6 +1,7 @@
 """
-The table at the start of a run, and warnings about its plans, in words that the documentation
-explains.
+The table at the start of a run, and warnings about its plans.
+
+The documentation explains their words.
 """
 
 import logging
@@ -155,8 +156,9 @@ def _log_epochs(split: Split, schedule: EpochSchedule) -> None:
 
 def source_draws_text(record: EpochRecord, files: Sequence[DataFile]) -> str:
     """
-    Return text with the number of samples and share of tokens that an epoch draws from each source.
-    It is empty if there is only one source.
+    Return the number of samples and the share of tokens that an epoch draws from each source.
+
+    The text is empty if there is only one source.
 
     Args:
         record: Record of the epoch.

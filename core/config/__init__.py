@@ -1,4 +1,5 @@
 """
-Keys of a run's YAML as classes, their faults, advice on unknown keys, and the keys that enter
-fingerprints or are compared between ranks.
+Keys of a run's YAML as classes, their faults, and advice on unknown keys.
+
+Some keys enter fingerprints, or are compared between ranks.
 """

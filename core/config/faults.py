@@ -1,6 +1,7 @@
 """
-Faults of a run's configuration that concern several keys, advice on unknown keys, and remedies of
-errors that core states without a key.
+Faults of a configuration that concern several keys, and advice on unknown keys.
+
+Core states some errors without a key; their remedies in keys are here.
 
 All faults are reported at once. An unknown key is told where it belongs, or which key it misspells:
 `packing_lenght` is `packing_length`, and `min_pixels` is not `max_pixels`. docs/troubleshooting.md

@@ -84,8 +84,9 @@ def key_facts(field: attrs.Attribute[Any]) -> Key:
 
 def yield_keys(kind: type, prefix: str = "") -> Iterator[tuple[str, attrs.Attribute[Any]]]:
     """
-    Yield each key of a class and of the sections below it: its path and its field. Keys of a list's
-    sections have a `[]`.
+    Yield the path and the field of each key of a class and of its subsections.
+
+    Keys of a list's sections have a `[]`.
     """
     for field in attrs.fields(attrs.resolve_types(kind)):
         path, item = f"{prefix}{field.name}", next(iter(get_args(field.type)), None)

@@ -66,8 +66,9 @@ class PolicyConfig:
 @attrs.frozen(kw_only=True)
 class RlConfig(RunConfig):
     """
-    Configuration of `packplan rl`. Its YAML has no section `training:`; that field holds the output
-    folder alone.
+    Configuration of `packplan rl`.
+
+    Its YAML has no section `training:`; that field holds only the output folder.
     """
 
     policy: PolicyConfig = attrs.field(factory=PolicyConfig)

@@ -41,8 +41,9 @@ _TINY = 1e-6
 
 def auto(tally: LengthCounts, *, capacity: int) -> PackingTrace:
     """
-    Return the packing of constant volume if it is close to the bound and no quick algorithm needs
-    fewer packs, else the packing with the fewest packs that a bounded search finds.
+    Return the packing of constant volume if it is good enough, else that of a bounded search.
+
+    The first is good enough if it is close to the bound and no quick algorithm needs fewer packs.
     """
     terms, width = to_lowest_terms(tally, capacity=capacity)
     best = constant_volume(tally, capacity=capacity)

@@ -100,8 +100,9 @@ class MessageOptions:
 
 def to_messages(shaped: ShapedRecord, options: MessageOptions) -> dict[str, Any]:
     """
-    Convert a record into ms-swift's form: `messages`, and `tools`, `images`, `videos` and `channel`
-    if it has them.
+    Convert a record into ms-swift's form.
+
+    This is `messages`, and `tools`, `images`, `videos` and `channel` if the record has them.
 
     Args:
         shaped: Result of `to_shape` for the record.

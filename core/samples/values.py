@@ -32,8 +32,9 @@ def has(record: Mapping[str, Any], name: str) -> bool:
 
 def parse_literal(value: Any, name: str) -> Any:
     """
-    Parse a text as JSON or a Python literal, and return any other value as is; UnusableRecordError,
-    which names the key *name*, for any other text.
+    Parse a text as JSON or a Python literal, and return any other value unchanged.
+
+    UnusableRecordError names the key *name* if a text is neither.
     """
     if not isinstance(value, str):
         return value
