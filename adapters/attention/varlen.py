@@ -30,7 +30,7 @@ from transformers.masking_utils import (
 
 from packplan.adapters.attention.layout import Layout, MaskFunction, read_layout
 from packplan.adapters.attention.rows import PackedRow, current_row, row_inside_model
-from packplan.core.errors import PackplanError
+from packplan.core.errors import ArgumentError, PackplanError
 
 log = logging.getLogger(__name__)
 
@@ -134,9 +134,14 @@ def attend(
 
     Returns:
         The output, of shape (batch, tokens, heads, size), and no weights.
+
+    Raises:
+        ArgumentError: Positions restart within the row, but the mask is that of one sample.
     """
     options |= {"dropout": dropout, "scaling": scaling}
     row = current_row()
+    if row is None and not getattr(module, "layer_idx", 0):  # one look at the positions is enough
+        _refuse_joined_samples(options.get("position_ids"), attention_mask, query.shape[2])
     if row is None or (share := row.share) is None:
         return _attend_whole_row(module, (query, key, value), attention_mask, options), None
     if own_code_attention(module, options) is not None and not share.has_whole_groups(query.shape[1], key.shape[1]):
@@ -149,6 +154,26 @@ def attend(
     parts = share.to_heads(query, key, value)
     output = _attend_whole_row(module, parts, attention_mask, options) if parts[0].shape[1] else _attend_no_head(*parts)
     return share.to_tokens(output, query.shape[1]), None
+
+
+def _refuse_joined_samples(positions: torch.Tensor | None, mask: Layout | torch.Tensor | None, length: int) -> None:
+    """
+    Refuse a packed row for which transformers made no mask between its samples.
+
+    Args:
+        positions: Position ids of the call.
+        mask: See `attend`.
+        length: Tokens of the row.
+    """
+    is_one_block = mask is None or (isinstance(mask, Layout) and len(mask.lengths) == 1)
+    if not is_one_block or type(positions) is not torch.Tensor or positions.shape != (1, length):
+        return
+    if number := int((positions.diff() < 1).sum()):
+        fact = (
+            f"position_ids begin {number + 1} samples in one row, but transformers keeps them apart only without a "
+            "cache and without an attention_mask: pass use_cache=False, and leave attention_mask out"
+        )
+        raise ArgumentError("packed_batch", fact)
 
 
 def _attend_whole_row(

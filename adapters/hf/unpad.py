@@ -115,7 +115,8 @@ def separate_samples(
     A model loaded with `attn_implementation="packplan"` takes the fastest attention that passes the
     probe. Another model keeps its own. The probe takes some seconds, on a small copy of the model
     and then on the model itself: gradients between samples have to be exactly 0, and each sample's
-    results those of the sample alone.
+    results those of the sample alone. `config.use_cache` is set to False, since transformers keeps
+    samples apart only in calls without a cache.
 
     Args:
         model: Model of transformers, perhaps with adapters.
@@ -127,7 +128,11 @@ def separate_samples(
     Raises:
         ModelError: The probe fails.
     """
-    named = named or trained_config(model.config)._attn_implementation  # noqa: SLF001  # has no public name
+    config = trained_config(model.config)
+    named = named or config._attn_implementation  # noqa: SLF001  # has no public name
+    for one in (config, config.get_text_config()):
+        if hasattr(one, "use_cache"):
+            one.use_cache = False
     with raising_together(model):
         choice = set_isolating_attention(model, named=named, groups=groups)
         if ready and find_sharded_weight(model) is None:

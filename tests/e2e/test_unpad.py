@@ -27,7 +27,7 @@ from transformers import (
 from packplan.adapters.attention.rows import PackedRow, RealTokens, read_row
 from packplan.adapters.hf.packed_calls import TextStack, log_once
 from packplan.core.errors import ArgumentError, ModelError, PackplanError
-from packplan.hf import unpad
+from packplan.hf import flatten, separate_samples, unpad
 from tests.e2e import unpad_rank
 from tests.e2e.unpad_rank import POSITIONS, ROWS, batch_of, build, computed, padded
 from tests.processes import finished
@@ -594,3 +594,21 @@ def pictures_batch(processor, family: str, side: str):
 def test_ranks_compute_the_same(server, tmp_path):
     """Under DDP, FSDP 2 and ZeRO 1 to 3, hooked before or after, with adapters and images."""
     assert [0, 0] == finished(server.ranks(2, unpad_rank.main, folder=tmp_path))
+
+
+@pytest.mark.parametrize("named", ["packplan", "sdpa"])
+def test_samples_of_a_row_stay_apart_by_default(named):
+    """In a call without options. With a cache, or a mask of ones, our attention refuses the row."""
+    model = build("qwen2", attn_implementation=named)
+    alone = [{"input_ids": [7, 8, 9, 10, 11]}, {"input_ids": [5, 6, 7]}]
+    row = flatten(alone)
+
+    for options in ({"use_cache": True}, {"attention_mask": torch.ones_like(row["input_ids"])}):
+        if named == "packplan":
+            with pytest.raises(ArgumentError, match="position_ids begin 2 samples in one row"):
+                model(**row, **options)
+    separate_samples(model)
+    found = model(**row).logits[0]
+    due = torch.cat([model(input_ids=torch.tensor([one["input_ids"]])).logits[0] for one in alone])
+
+    torch.testing.assert_close(found, due)
