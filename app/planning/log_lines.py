@@ -74,7 +74,7 @@ def describe_run(config: RunConfig, splits: Sequence[Split], schedule: EpochSche
     supervised = int(column(train.table, "supervised")[train.raw.packs.indices].sum(dtype=np.int64))
     rows["supervised"] = f"{counted(supervised, 'token')} ({supervised / train.raw.planned_tokens:.1%} of the planned)"
     if train.raw.dropped_packs:
-        rows["left out"] += " (training.packing_drop_last: false keeps them)"
+        rows["left out"] += " (kept by training.packing_drop_last: false)"
     if train.raw.auto_packs and config.command is None:
         rows["better"] = f"training.packing_algorithm: auto needs about {counted(train.raw.auto_packs, 'pack')}"
     rows["plan"] = _checksum_text(train, of_command=config.command is not None)

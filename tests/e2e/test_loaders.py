@@ -91,7 +91,7 @@ def test_a_run_says_last_where_its_checkpoint_is_and_what_loads_it(server, write
     defaults = {"gradient_checkpointing": True, "dataloader_num_workers": 1}
     run = server.packplan("sft", write_run("qwen2", training={**TEXT, **defaults, "save_strategy": "epoch"}))
 
-    done, *rows = run.said.splitlines()[-4:]
+    done, *rows = re.sub(r"( \\)?\n {4,}", " ", run.said).splitlines()[-4:]
     checkpoint, numbers, command = (row.strip().partition("  ")[2].strip() for row in rows)
     assert "packplan: 1 optimizer step is done:" == done
     shown = r"packplan: step 1/1  loss [\d.]+  lr [\de.+-]+  fill [\d.]+ +[\d,]+ tokens/s  0s left\n"
@@ -133,6 +133,11 @@ def test_ctrl_c_while_processes_start_is_not_lost(start):
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
+def whole_lines(text: str) -> list[str]:
+    """Return the lines of a log, each in one part."""
+    return text.replace("\n  ", " ").splitlines()
+
+
 def test_ctrl_c_says_which_checkpoint_has_how_much(write_run, monkeypatch, capfd):
     """The folder that goes on, and the step it was at; and the way to go on, last."""
     path = write_run("qwen2", training={**TEXT, "save_strategy": "steps", "save_steps": 1, "max_steps": 3})
@@ -146,7 +151,7 @@ def test_ctrl_c_says_which_checkpoint_has_how_much(write_run, monkeypatch, capfd
     monkeypatch.setattr(PlanTrainer, "training_step", interrupted)
     assert 130 == sft.main([str(path)])
 
-    *_, said, last = capfd.readouterr().err.splitlines()
+    *_, said, last = whole_lines(capfd.readouterr().err)
     steps, _, checkpoint = said.partition("; the last checkpoint is ")
     assert "packplan: warning: interrupted after 2 optimizer steps" == steps
     assert (Path(checkpoint) / "model.safetensors").is_file()
@@ -155,4 +160,4 @@ def test_ctrl_c_says_which_checkpoint_has_how_much(write_run, monkeypatch, capfd
 
     keys = {**TEXT, "save_strategy": "no", "max_steps": 3, "resume_from_checkpoint": "last"}
     assert 130 == sft.main([str(write_run("qwen2", training=keys))])
-    assert said == capfd.readouterr().err.splitlines()[-2]
+    assert said == whole_lines(capfd.readouterr().err)[-2]
