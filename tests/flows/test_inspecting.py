@@ -145,7 +145,7 @@ def test_show_warns_of_what_training_would_refuse_or_do_otherwise(store, said, s
         "filled below 1.0 are dropped",
         "are skipped",
         "not yet checked",
-        "the last optimizer step of each epoch sees",
+        "the last step of each epoch has",
     ):
         assert words in warnings
     assert "warning: " in said("show", path)
@@ -456,7 +456,9 @@ def test_a_side_that_cannot_be_compared_is_named(store, said, tmp_path, capfd):
     ):
         assert reason in said("diff", *words, status=status)
     assert 0 == command.main(["diff", str(path), str(path), "training.packing_min_fill_ratio=0.9"])
-    assert "training would plan again: min_fill_ratio: stored '0.65', now '0.9'" in capfd.readouterr().err
+    assert "training would plan again: min_fill_ratio: stored '0.65', now '0.9'" in " ".join(
+        capfd.readouterr().err.split()
+    )
     checkpoint = save_checkpoint(path, 1) / "trainer_state.json"
     for file in (checkpoint, train_folder(path) / "raw_plan.json"):
         file.write_bytes(file.read_bytes().replace(b"0", b"1", 1))
