@@ -94,18 +94,21 @@ def test_a_build_says_the_steps_the_place_of_the_plan_and_what_to_type_next(writ
     """For the ranks that it was built for."""
     path = write_run("qwen3", training={"effective_batch_size": 8})
 
-    *lines, last = run("build", path, "--world-size", 2).err.splitlines()
+    def built(path, *words):
+        printed = run("build", path, *words).err
+        return " ".join(printed.replace(" \\\n", " ").split())
 
-    (steps,) = (line for line in lines if "steps an epoch" in line)
+    steps = built(path, "--world-size", 2)
+
     assert re.search(r"\d+ steps an epoch, \d+ in all on 2 ranks; 8 packs a step, 4 on each rank", steps)
-    assert f"the plan is in {tmp_path / 'run' / 'static_packing'}; to see it: " in last
-    assert last.endswith(f"plan show {path}; to train: torchrun --nproc-per-node 2 -m packplan.app.sft {path}")
+    assert f"the plan is in {tmp_path / 'run' / 'static_packing'}: to see it packplan plan show {path} " in steps
+    assert steps.endswith(f"to train torchrun --nproc-per-node 2 -m packplan.app.sft {path}")
 
-    assert f"to train packplan sft {path}" in " ".join(run("build", path).err.replace("\\\n", "").split())
+    assert built(path).endswith(f"to train packplan sft {path}")
     shared = write_run("qwen3", name="shared", training={"effective_batch_size": 1, "sequence_parallel_size": 2})
-    told = run("build", shared).err
-    assert "1 pack a step = 1 rank x" in told
-    assert "to train: torchrun --nproc-per-node 2 " in told
+    told = built(shared)
+    assert "on 1 rank; 1 pack a step" in told
+    assert "to train torchrun --nproc-per-node 2 " in told
 
 
 def test_bad_records_are_left_out_by_every_command(write_run, run, tmp_path):
