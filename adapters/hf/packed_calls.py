@@ -353,7 +353,7 @@ class Unpadding:
         if now.outermost is not None:  # whose caller gave no cache: the model made it
             given = {name: one for name, one in given.items() if name != "use_cache" and not _is_cache(one)}
         if given.get("output_attentions") and not self._runs_padded:
-            raise PackplanError("attention without padding keeps no weights: for output_attentions `remove` the hooks")
+            raise PackplanError("unpad computes no attention weights: leave output_attentions out, or remove the hooks")
         tokens = None if self._runs_padded else self.stack.find_real_tokens(given, now.read)
         inside = ExitStack()
         now.open.append((tokens, inside))

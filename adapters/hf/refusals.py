@@ -8,6 +8,7 @@ from importlib.metadata import version
 from numbers import Integral
 from typing import Any, Literal
 
+import numpy as np
 from transformers.integrations.deepspeed import deepspeed_config
 
 from packplan.core.config.refusals import active_refusals
@@ -20,6 +21,9 @@ log = logging.getLogger(__name__)
 _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 """Losses of GRPO that are sums or means over rows or tokens."""
 
+
+_MANY = 0.5
+"""Share of samples longer than a pack from which the packing length is taken for a mistake."""
 
 _PREFERENCE = ("DPOTrainer", "KTOTrainer", "RewardTrainer")
 """Trainers of TRL whose loss is a mean over pairs, or over rows, of preference data."""
@@ -67,7 +71,7 @@ def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
     for name, value in (("plan", plan), ("eval_plan", plan if eval_plan is None else eval_plan)):
         if fact is None and not isinstance(value, (Plan, Integral)):
             fact = (
-                f"{name} is of type {type(value).__name__}: give the tokens of a pack, as 4096, or what "
+                f"{name} is of type {type(value).__name__}: give a whole number of tokens such as 4096, or what "
                 "packplan.plan(lengths, packing_length) returns"
             )
     if fact is not None:
@@ -85,15 +89,25 @@ def changed_meanings(args: Any, plan: Plan, schedule: EpochSchedule) -> Iterator
         plan: Plan of the training data.
         schedule: Schedule of the plan under these arguments.
     """
+    lengths, size = plan.lengths, plan.raw.packing_length
+    if (longer := lengths > size).mean() > _MANY:
+        yield (
+            f"{int(longer.sum()):,} of {counted(len(lengths), 'sample')} are longer than {counted(size, 'token')}, so "
+            f"each is a pack by itself, of up to {int(lengths.max()):,} tokens: "
+            f"{int(np.quantile(lengths, 0.95, method='higher')):,} tokens hold 95 % of the samples"
+        )
     rows, steps = args.per_device_train_batch_size, schedule.total_steps
     if rows > 1:
         yield (
-            f"per_device_train_batch_size is {rows}: a step accumulates {rows} packs where it had as many rows, so it "
-            f"has more tokens, and there are {counted(steps, 'step')}; 1 takes one pack at a time"
+            f"a step trains {rows} packs on each rank where it trained {rows} rows, so it has more tokens; training "
+            f"has {counted(steps, 'step')}; for fewer tokens in a step, set per_device_train_batch_size to 1"
         )
     limit = getattr(args, "max_length", None)  # of TRL
     if limit and (at_limit := int((plan.lengths == limit).sum())):
-        yield f"max_length is {limit:,}, and {counted(at_limit, 'row')} have just as many tokens: TRL may have cut them"
+        yield (
+            f"max_length is {limit:,}, and TRL may have cut {counted(at_limit, 'row')} to this length: to keep them "
+            "whole, set max_length=None in the trainer's arguments"
+        )
     if args.eval_strategy == "no" and args.eval_steps:
         yield f"eval_steps is {args.eval_steps}, but eval_strategy is 'no', so nothing is evaluated"
     defaults = {one.name: one.default for one in dataclasses.fields(args)}

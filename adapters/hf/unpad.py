@@ -81,7 +81,10 @@ def unpad(model: Any, *, logits: bool = True, groups: RowGroups | None = None, c
     inner = unwrap(model)
     with raising_together(inner):
         if any(module in HOOKED for module in inner.modules()):
-            raise ArgumentError("host", "the model computes no padding already: `remove` its hooks first")
+            raise ArgumentError(
+                "host",
+                "the model has the hooks of unpad or use_plan already: leave unpad out, or remove them first",
+            )
         if groups is None and is_bidirectional(inner.config):
             attention = AttentionChoice(VARLEN)
             set_attention(inner, attention)
@@ -198,9 +201,15 @@ def unwrap(model: Any) -> Any:
         raise ModelError("probe", "DataParallel computes on copies of the model: start a process for each GPU")
     if not hasattr(inner, "base_model"):
         kind = type(inner).__name__
-        raise ArgumentError("host", f"{kind} is no model of transformers: open it, or give the model inside of it")
+        own = (
+            "give trainer.model" if hasattr(model, "get_train_dataloader") else "give the model of transformers inside"
+        )
+        raise ArgumentError("host", f"{kind} is no model of transformers, which unpad takes: {own}")
     if inner.config.is_encoder_decoder or getattr(inner.config, "add_cross_attention", False):
-        raise ModelError("probe", f"{inner.config.model_type} attends to an encoder's rows too, which stay padded")
+        raise ModelError(
+            "probe",
+            f"{inner.config.model_type} attends to an encoder's rows too, which stay padded: train it without unpad",
+        )
     return inner
 
 

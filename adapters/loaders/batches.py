@@ -220,7 +220,9 @@ def read_saved_progress(folder: Path) -> Mapping[str, Any]:
         progress = find_progress(state) or {}
         step = progress["progress"]["step"]
     except (OSError, KeyError, TypeError) as error:
-        message = f"{folder} has no progress of a plan ({error!r}): it was trained without one"
+        message = (
+            f"{folder} has no progress of a plan: it was trained without one, so start without resume_from_checkpoint"
+        )
         raise ArgumentError("host", message, {"folder": str(folder)}) from error
     require_same_step(folder, state, step)
     return progress

@@ -143,7 +143,7 @@ class RowSource:
     def _find_stored(self) -> Any:
         if not hasattr(self.rows, "__len__") or not hasattr(self.rows, "__getitem__"):
             kind = type(self.rows).__name__
-            fact = f"a plan needs rows by index, and a {kind} only yields them one after the other"
+            fact = f"a plan needs rows by index, but {kind} gives them one after the other: use a Dataset"
             raise ArgumentError("host", fact, {"rows": kind})
         if not (features := getattr(self.rows, "features", None)):
             return None
@@ -251,7 +251,10 @@ class RowsOfPacks(Dataset[PackOfRows]):
         """
         self.source = rows if isinstance(rows, RowSource) else RowSource(rows, collate)
         if (num := len(self.source.rows)) != plan.raw.num_samples:
-            fact = f"the plan has {counted(plan.raw.num_samples, 'sample')}, but the data set {num:,} rows"
+            fact = (
+                f"the plan has {counted(plan.raw.num_samples, 'sample')}, but the data set {num:,} rows: plan the "
+                "lengths of these rows"
+            )
             raise ArgumentError("host", fact, {"planned": plan.raw.num_samples, "rows": num})
         self.packs, self.lengths = plan.packs, plan.lengths
 

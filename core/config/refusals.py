@@ -61,7 +61,7 @@ REFUSALS = tuple(
         ("context_parallel_size deepspeed_autotp_size", _SWIFT, _SHARES, "set it to 1"),
         ("sequence_parallel_size", ("rlhf",), _SHARES, "set it to 1"),
         ("packing eval_packing", ("trainer",), "packs rows by itself",
-         "build the trainer without packing=True: use_plan(trainer, args.max_length) packs its rows instead"),
+         "remove it from the trainer's arguments: use_plan(trainer, args.max_length) packs them"),
         ("include_for_metrics", ("trainer",), "hands inputs of padded rows to metrics of packs", _REMOVE),
         ("accelerator_config.dispatch_batches accelerator_config.split_batches", ("trainer",),
          "hands the batches of one rank out to all", _REMOVE),

@@ -234,7 +234,13 @@ def test_a_step_has_as_many_packs_as_it_had_rows(tmp_path, caplog):
 
     assert -(-len(PLAN.packs) // 12) == schedule.steps_per_epoch
     assert (1, 12) == (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps)
-    told = ("per_device_train_batch_size is 4", "save_steps", "eval_steps", "warmup_steps", "max_length")
+    told = (
+        "a step trains 4 packs on each rank where it trained 4 rows",
+        "save_steps",
+        "eval_steps",
+        "warmup_steps",
+        "max_length",
+    )
     assert all(name in caplog.text for name in told)
     metrics = trainer.train().metrics
     assert schedule.total_steps == trainer.state.global_step
@@ -254,6 +260,14 @@ def test_a_number_plans_packs_of_the_trainer_s_own_rows(tmp_path, caplog):
     assert ["attention", "data", "packs", "plan", "training"] == sorted(rows.keys() - {"long"})
     assert PLAN.checksum[:12] == rows["plan"].strip()
     assert f"{schedule.steps_per_epoch} steps an epoch, {schedule.total_steps} in all on 1 rank" in rows["training"]
+
+
+def test_a_packing_length_that_few_samples_fit_is_warned_of(tmp_path, caplog):
+    """As when a number of rows is given in its place; with a length that holds most of them."""
+    use_plan(trainer_with(tmp_path), 4)
+
+    assert f"of {len(ROWS)} samples are longer than 4 tokens, so each is a pack by itself" in caplog.text
+    assert f"{sorted(PLAN.lengths)[-(-95 * (len(ROWS) - 1) // 100)]} tokens hold 95 % of the samples" in caplog.text
 
 
 def test_numbers_of_steps_that_nobody_chose_are_not_warned_of(tmp_path, caplog):
