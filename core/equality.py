@@ -305,7 +305,7 @@ class ProbeResult:
         return None
 
     def __str__(self) -> str:
-        return f"isolation {self.isolation:.2g} (must be 0), equality {self.equality:.2g}"
+        return f"isolation {self.isolation:.2g}, largest difference {self.equality:.2g}"
 
 
 @attrs.frozen

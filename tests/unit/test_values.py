@@ -96,7 +96,7 @@ def test_varlen_by_name_is_refused_where_it_does_not_run():
 def test_a_verdict_survives_json(measured):
     """Numbers that are none too; people read them, or that nothing could be measured."""
     one = verdict(None, split=("Mixer", "Other"), measured=measured, not_exercised=("vision",))
-    numbers = measured and f" (isolation {measured.isolation} (must be 0), equality 1e-07)"
+    numbers = measured and f" (isolation {measured.isolation}, largest difference 1e-07)"
 
     assert one == PackingVerdict.from_dict(json.loads(json.dumps(one.to_dict(), allow_nan=False)))
     assert str(one).endswith(f"sample by sample{numbers or ''}; not asked: vision")
