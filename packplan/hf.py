@@ -26,12 +26,13 @@ try:
         flatten,
         refuse_other_packs,
     )
+    from packplan.adapters.vision_tower import ensure_vision_forward
 except ModuleNotFoundError as error:
     if error.name in {"torch", "transformers", "accelerate", "peft", "pyarrow"}:
         error.msg = f"packplan.hf needs {error.name}: pip install 'packplan[hf]'"
     raise
 
 __all__ = [
-    "PACK", "PackBatches", "PackInputs", "RowsOfPacks", "balance", "count_supervised", "flatten", "refuse_other_packs",
-    "row_lengths", "separate_samples", "token_mean", "unpad", "use_plan",
+    "PACK", "PackBatches", "PackInputs", "RowsOfPacks", "balance", "count_supervised", "ensure_vision_forward",
+    "flatten", "refuse_other_packs", "row_lengths", "separate_samples", "token_mean", "unpad", "use_plan",
 ]  # fmt: skip

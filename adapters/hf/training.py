@@ -34,7 +34,8 @@ from packplan.adapters.loaders.rows import (
     require_supervised_rows,
     token_type_columns,
 )
-from packplan.adapters.models import replace_attributes
+from packplan.adapters.models import find_sharded_weight, replace_attributes
+from packplan.adapters.vision_tower import ensure_vision_forward
 from packplan.core.batch import IGNORED_LABEL, count_row_groups
 from packplan.core.errors import ArgumentError, ModelError, PackplanError
 from packplan.core.schedule import EpochSchedule
@@ -126,6 +127,7 @@ def use_plan(
     schedule = _make_schedule(args, plan, row_ranks=sequence_parallel_size, most=max_sequence_parallel_size)
     groups, eval_degrees = share_packs(trainer, schedule, plan, eval_plan)
     trainer.unpaddings = unpaddings = _unpad_for_loss(trainer, groups, check=check)
+    _keep_ranks_in_step(trainer, [one.model for one in unpaddings])
     trainer.unpadding, trainer.native, trainer.row_groups = unpaddings[0], unpaddings[0].native, unpaddings[0].groups
     if not (pairs or trainer.model_accepts_loss_kwargs) and trainer.compute_loss_func is None:
         trainer.compute_loss_func = token_mean
@@ -257,6 +259,24 @@ def _unpad_for_loss(trainer: Any, groups: RowGroups | None, *, check: bool) -> l
     options: dict[str, Any] = {"logits": type(trainer).compute_loss is not Trainer.compute_loss, "groups": groups}
     hooks = ((HOOKED[module] for module in one.modules() if module in HOOKED) for one in models)
     return [next(own, None) or unpad(one, **options, check=check) for one, own in zip(models, hooks, strict=True)]
+
+
+def _keep_ranks_in_step(trainer: Any, models: list[Any]) -> None:
+    """
+    Let vision towers run in every batch, where a rank that skips one, for want of images, would
+    leave the others waiting: they share weights, or DDP looks for no unused ones.
+    """
+    args, rows, collate = trainer.args, trainer.train_dataset, _find_row_collator(trainer) or pad_rows
+    finds_unused = args.ddp_find_unused_parameters
+    if finds_unused is None:  # transformers' default
+        finds_unused = not args.gradient_checkpointing
+    shares = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or find_sharded_weight(models[0]) is not None
+    if args.world_size == 1 or (finds_unused and not shares) or not hasattr(models[0], "get_image_features"):
+        return
+    batches = (collate([rows[index]]) for index in range(len(rows)))
+    seen = next((one for one in batches if any(name.startswith("pixel_values") for name in one)), None)
+    for model in models if seen is not None else ():
+        ensure_vision_forward(model, seen)
 
 
 class _PlannedTraining(ServesPacks):

@@ -31,6 +31,7 @@ from packplan.adapters.attention.rows import RealTokens
 from packplan.adapters.models import find_sharded_weight
 from packplan.adapters.proof.passes import Pass, difference_text, run_pass
 from packplan.adapters.proof.steps import gather_from_ranks, has_ranks
+from packplan.adapters.vision_tower import count_tower_runs
 from packplan.core.errors import MismatchError, ModelError
 
 log = logging.getLogger(__name__)
@@ -122,7 +123,15 @@ class FirstCalls:
         """Return whether a rank has a new kind of call; all ranks meet here equally often."""
         mode = module, module.training, torch.is_grad_enabled()
         left = self._calls_left.get(mode, _ASKED_CALLS) if meets else 0
-        is_due = left > 0 and any(gather_from_ranks(is_new))
+        found = gather_from_ranks((is_new, count_tower_runs(module, given))) if left > 0 else []
+        runs = {runs for _, runs in found}
+        if len(runs) > 1:
+            fact = (
+                f"ranks that share weights run the vision tower {min(runs)} to {max(runs)} times in a call, and would "
+                "wait for each other: packplan.hf.ensure_vision_forward(model, inputs) lets all run it"
+            )
+            raise MismatchError("ranks_disagree", fact)
+        is_due = any(is_new for is_new, _ in found)
         if meets:
             self._calls_left[mode] = _ASKED_CALLS if is_due else max(left - 1, 0)
         if is_new and not is_due:

@@ -14,6 +14,7 @@ from packplan.adapters.hf.refusals import refuse_plan_conflicts
 from packplan.adapters.hf.unpad import separate_samples, unpad
 from packplan.adapters.models import load_by_model_class
 from packplan.adapters.swift.packs import PackCollator, PlannedPacks
+from packplan.adapters.vision_tower import SEEING
 from packplan.core.align import align_plan
 from packplan.core.batch import count_row_groups, pack_degrees
 from packplan.core.config.identity import PREFERENCE_ARGUMENTS
@@ -83,8 +84,9 @@ def unpad_models(pipeline: Any) -> list[Unpadding]:
         ModelError: The probe of a model fails.
     """
     found = [getattr(pipeline, name, None) for name in _MODELS]
-    models = [model for held in found for model in (held if isinstance(held, list) else [held])]
-    return [unpad(model) for model in dict.fromkeys(models) if model is not None]
+    models = {one: None for held in found for one in (held if isinstance(held, list) else [held]) if one is not None}
+    SEEING.update(part for model in models for part in model.modules())  # ms-swift adds images to calls without
+    return [unpad(model) for model in models]
 
 
 def make_schedule(plan: Plan, args: Any, *, world_size: int, degrees: int | Literal["auto"] = 1) -> EpochSchedule:

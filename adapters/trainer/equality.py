@@ -24,7 +24,8 @@ from packplan.adapters.proof.comparison import Outcome, compare, difference_limi
 from packplan.adapters.proof.gradients import WatchedPass
 from packplan.adapters.samples.media import IMAGES, VIDEOS
 from packplan.adapters.trainer.trainer import PLAIN_LOSS, PlanTrainer, logit_inputs
-from packplan.adapters.trainer.vision import find_rope_index, media_inputs, parameter_names
+from packplan.adapters.trainer.vision import find_rope_index, media_inputs
+from packplan.adapters.vision_tower import parameter_names
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.equality import Deviation, reason_against_backend
 from packplan.core.errors import PackplanError

@@ -26,7 +26,7 @@ from packplan.adapters.samples.video_reading import has_separate_video_pass
 from packplan.adapters.trainer.arguments import make_training_arguments
 from packplan.adapters.trainer.model import open_model
 from packplan.adapters.trainer.trainer import PlanTrainer
-from packplan.adapters.trainer.vision import DummyImage, plain_model
+from packplan.adapters.trainer.vision import dummy_image, plain_model
 from packplan.app.planning.schedule import schedule_of_split, sync_point_of
 from packplan.app.planning.split import Split, align_measured
 from packplan.core.batch import pack_degrees
@@ -99,7 +99,7 @@ def open_step_tracer(
     arguments = make_training_arguments(config, gradient_accumulation_steps=1)
     if encoder.takes_images and (world_size > 1 or config.training.freeze_llm):
         separately = sharding == "fsdp2" and has_separate_video_pass(template)
-        DummyImage.from_model(model, template).ensure_tower_runs(passes=1 + separately)
+        dummy_image(model, template).ensure_tower_runs(passes=1 + separately)
     trainer = TracedTrainer(
         group=OneRank(), attention=attention, eval_dataset=None, reduction=config.training.loss_reduction, model=model,
         args=arguments, template=template, packed=config.training.packing, train_dataset=None,

@@ -36,7 +36,7 @@ from packplan.adapters.trainer.model import open_model
 from packplan.adapters.trainer.streams.dataset import StreamDataset
 from packplan.adapters.trainer.streams.trainer import StreamTrainer
 from packplan.adapters.trainer.trainer import PlanTrainer
-from packplan.adapters.trainer.vision import DummyImage, plain_model
+from packplan.adapters.trainer.vision import dummy_image, plain_model
 from packplan.app.planning.schedule import accumulation_of
 from packplan.app.planning.split import Split
 from packplan.app.wiring.ranks import read_settings_files, require_same_run, require_same_weights
@@ -248,7 +248,7 @@ def use_vision_tower_in_each_batch(model: Any, template: Any, arguments: Trainin
         ConfigError: The model has no function for image features, or no image reaches a part
             of its tower.
     """
-    dummy = DummyImage.from_model(model, template)
+    dummy = dummy_image(model, template)
     waits = not shards_weights(arguments) and not arguments.ddp_find_unused_parameters
     if waits and (unreached := dummy.unreached_weights()):
         reason = (

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from packplan.adapters.loaders.rows import PackOfRows
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.trainer import arguments as swift_arguments
-from packplan.adapters.trainer.vision import DummyImage
+from packplan.adapters.trainer.vision import dummy_image
 from packplan.app.plan import __main__ as plan
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.trainers import use_vision_tower_in_each_batch
@@ -108,7 +108,7 @@ def on_rank(config, out):
     rank, world_size, port, *_ = [os.environ.pop(name) for name in names]
     prepared = prepare(read_config(config), OneRank())
     trainer, encode = prepared.trainer, prepared.samples["train"].encode
-    model, dummy = trainer.model, DummyImage.from_model(trainer.model, trainer.template)
+    model, dummy = trainer.model, dummy_image(trainer.model, trainer.template)
     use_vision_tower_in_each_batch(model, trainer.template, SimpleNamespace(fsdp=True))
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=int(rank), world_size=int(world_size))

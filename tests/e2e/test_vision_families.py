@@ -23,7 +23,7 @@ from packplan.adapters.loaders.rows import PackOfRows
 from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.trainer import vision
 from packplan.adapters.trainer.tuners import _refuse_unmatched
-from packplan.adapters.trainer.vision import DummyImage
+from packplan.adapters.trainer.vision import dummy_image
 from packplan.app.check import compare_packs
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.splits import open_encoders, open_splits
@@ -150,7 +150,7 @@ def blur(trainer) -> None:
             lambda part: part + part.mean([*range(part.dim() - 1)]) if torch.is_tensor(part) else part, output
         )
 
-    dummy = DummyImage.from_model(trainer.model, trainer.template)
+    dummy = dummy_image(trainer.model, trainer.template)
     dummy.inner.get_submodule(dummy.towers[0]).register_forward_hook(mixed)
 
 
@@ -187,7 +187,7 @@ def test_a_family_is_shown_to_pack(vision_run, ready, folder, family):
     trainer.data_collator = plain
 
     before = [loss_and_unused(prepared, index)[0] for index in (1, 2)]
-    dummy = DummyImage.from_model(trainer.model, trainer.template)
+    dummy = dummy_image(trainer.model, trainer.template)
     assert [] == dummy.unreached_weights()
     dummy.ensure_tower_runs()
     assert [(loss, set()) for loss in before] == [loss_and_unused(prepared, index) for index in (1, 2)]

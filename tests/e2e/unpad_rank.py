@@ -22,7 +22,7 @@ from packplan.adapters.hf.packed_calls import TextStack
 from packplan.adapters.models import find_sharded_weight
 from packplan.adapters.proof import first_calls
 from packplan.core.errors import MismatchError, ModelError
-from packplan.hf import unpad
+from packplan.hf import ensure_vision_forward, unpad
 from tests.hosts import law
 
 _SIZES = {
@@ -120,7 +120,10 @@ def assert_same(wrap: Any, family: str, hooked_first: Any, name: str) -> None:
     model.train()
     hooks = hooks or unpad(model)
     assert ("zero 3" in name or "fsdp" in name) == (find_sharded_weight(model) is not None), name
-    for batch in [seen_batch(own, seed=rank)] if sees else batches:
+    if sees:  # the last rank has no image in its second call
+        batches = [seen_batch(own, seed=rank), seen_batch(own, seed=rank, blind=bool(rank))]
+        ensure_vision_forward(model, batches[0])
+    for batch in batches:
         found, gradients = computed(model, batch)
         with hooks.paused():
             due, expected = computed(model, batch)
@@ -129,10 +132,12 @@ def assert_same(wrap: Any, family: str, hooked_first: Any, name: str) -> None:
     assert hooks.counts.real < hooks.counts.padded, name
 
 
-def seen_batch(mask: torch.Tensor, *, seed: int) -> dict[str, torch.Tensor]:
-    """Return a batch with an image of four tokens in each row."""
+def seen_batch(mask: torch.Tensor, *, seed: int, blind: bool = False) -> dict[str, torch.Tensor]:
+    """Return a batch with an image of four tokens in each row, unless it is blind."""
     batch = batch_of(mask, seed=seed)
     ids = batch["input_ids"].clamp_(max=law.LAST)
+    if blind:
+        return batch | {"labels": ids.where(batch["labels"] != -100, -100), "mm_token_type_ids": torch.zeros_like(ids)}
     for row, first in enumerate(mask.argmax(1).tolist()):
         ids[row, first + 1 : first + 5] = law.IMAGE
     batch["labels"] = ids.where(batch["labels"] != -100, -100)
@@ -242,6 +247,11 @@ def refuse_together() -> None:
             unpad(model)
         with pytest.raises(MismatchError, match=f"rank 1: the first call .*{words}"):
             model(**batch)
+
+    model = shard_seen(law.model_of("qwen2_5_vl"))
+    unpad(model)
+    with pytest.raises(MismatchError, match="run the vision tower 0 to 1 times in a call"):
+        model(**seen_batch(padded(), seed=0, blind=bool(rank)))
 
     hooks = unpad(engine(build("qwen2"), stage=3))  # as a reference model
     if rank:

@@ -35,8 +35,10 @@ import packplan as pp
 from packplan.adapters.models import find_sharded_weight
 from packplan.hf import row_lengths, unpad, use_plan
 from tests.e2e import unpad_rank
-from tests.hosts.law import arguments, model_of, rows_of, tokenizer
+from tests.e2e.alone import step_alone
+from tests.hosts.law import IMAGE, arguments, model_of, rows_of, tokenizer
 from tests.hosts.pages import own_callbacks
+from tests.nearness import norm
 from tests.processes import ROOT, finished
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -48,6 +50,15 @@ _PAIRS = {"prompt": _WORDS * 4, "chosen": _WORDS * 4, "rejected": _WORDS[::-1] *
 _ROWS = {name: [[7 + one % 3] * (1 + 5 * one % 17) for one in range(16)] for name in ("input_ids", "labels")}
 
 _SEEN = [row for row in rows_of("qwen2_5_vl") if "pixel_values" in row][:8]
+
+
+def blind(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with words in the place of its image."""
+    ids, labels = ([7 if one == IMAGE else one for one in row[name]] for name in ("input_ids", "labels"))
+    return {"input_ids": ids, "labels": labels, "mm_token_type_ids": [0] * len(ids)}
+
+
+_SEEN[::2] = map(blind, _SEEN[::2])
 
 build = partial(model_of, "qwen2", pad_token_id=0, eos_token_id=1)
 
@@ -66,13 +77,14 @@ def settings_of(stage: int) -> dict[str, Any] | None:
 
 
 def stage_of(case: str) -> int:
-    return int(case[len("ZeRO ")])
+    return int(case[len("ZeRO ")]) if "ZeRO" in case else 0
 
 
 def trainer_of(host: str, case: str, folder: Path) -> Any:
     """Return a trainer as its users make it, whose model is made before or after its arguments."""
     adapters = "adapters" in case
     AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # of the case before
     unset_hf_deepspeed_config()
     keys = {"per_device_train_batch_size": 2, "max_steps": 3, "learning_rate": 1e-2, "disable_tqdm": True}
     keys |= {"deepspeed": settings_of(stage_of(case)), "gradient_checkpointing": adapters}
@@ -91,7 +103,11 @@ def trainer_of(host: str, case: str, folder: Path) -> Any:
         pairs = Dataset.from_dict({name: _PAIRS[name] for name in ("chosen", "rejected")})
         return trl.RewardTrainer(model, args=args, train_dataset=pairs, processing_class=tokenizer(*_WORDS))
     if "images" in host:
-        return Trainer(model, args, train_dataset=_SEEN)
+        trainer = Trainer(model, args, train_dataset=_SEEN)
+        if case == "FSDP 2":  # accelerate shares weights on GPUs alone
+            unpad_rank.shard_seen(model)
+            trainer.accelerator.prepare_model = lambda model, **_: model
+        return trainer
     collate = DataCollatorForTokenClassification(tokenizer(*_WORDS))
     return Trainer(model, args, collate, train_dataset=Dataset.from_dict(_ROWS))
 
@@ -118,26 +134,34 @@ def compare(folder: str, host: str, case: str) -> None:
 
 
 def follow(folder: str, host: str) -> None:
-    """Train a plan at each stage: losses and gradient norms are the same."""
+    """Train a plan at each stage: losses and gradient norms are the same, with images as alone."""
     found = {}
     with own_callbacks():
         for case in PLANNED[host]:
             trainer = trainer_of(host, case, Path(folder))
             lengths = row_lengths(trainer)
-            use_plan(trainer, pp.plan(lengths, max(20, max(lengths) + 9)))
+            schedule = use_plan(trainer, pp.plan(lengths, max(20, max(lengths) + 9)))
+            assert bool(stage_of(case)) == trainer.is_deepspeed_enabled
             found[case] = numbers_of(trainer)
     assert len(found["ZeRO 0"]) == 6
+    if "images" in host:
+        steps = [next(iter(schedule.steps(rank=rank))) for rank in range(2)]
+        packs = [[trainer.train_packs.packs[pack] for (pack,) in step.batches] for step in steps]
+        sees = [[any("pixel_values" in _SEEN[one] for one in pack) for pack in own] for own in packs]
+        assert sees[0] != sees[1], "one rank's batch has an image, and the other's none"
+        due = step_alone(BUILDS[host](), [_SEEN[one] for own in packs for pack in own for one in pack])
+        assert found["ZeRO 0"][:2] == pytest.approx([due.loss, norm(due.gradients)], rel=1e-6)
     for case, numbers in found.items():
         assert found["ZeRO 0"] == pytest.approx(numbers, rel=1e-6, abs=1e-7), (host, case)
 
 
 PLANNED = {
     "Trainer": ["ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3, built first"],
-    "Trainer, images": ["ZeRO 0", "ZeRO 2", "ZeRO 3, built first"],
+    "Trainer, images": ["ZeRO 0", "ZeRO 2", "ZeRO 3, built first", "FSDP 2"],
     "DPOTrainer": ["ZeRO 0", "ZeRO 2", "ZeRO 3, built first"],
     "RewardTrainer": ["ZeRO 0", "ZeRO 2", "ZeRO 3, built first"],
 }
-"""Trainer -> cases of a plan: stage of ZeRO, 0 for DDP; whether the model is built first."""
+"""Trainer -> cases of a plan: FSDP, or stage of ZeRO, 0 for DDP; if the model is built first."""
 
 CASES = {
     "Trainer": ["ZeRO 1", "ZeRO 2, built first", "ZeRO 3, built first", "ZeRO 3"],
