@@ -275,8 +275,9 @@ def _keep_ranks_in_step(trainer: Any, models: list[Any]) -> None:
         return
     batches = (collate([rows[index]]) for index in range(len(rows)))
     seen = next((one for one in batches if any(name.startswith("pixel_values") for name in one)), None)
-    for model in models if seen is not None else ():
-        ensure_vision_forward(model, seen)
+    if seen is not None:
+        for model in models:
+            ensure_vision_forward(model, seen)
 
 
 class _PlannedTraining(ServesPacks):
