@@ -222,7 +222,7 @@ def test_all_ranks_end_with_what_one_of_them_finds(server, tmp_path):
 
 
 def test_all_ranks_end_where_one_refuses_a_sharded_model(server, tmp_path):
-    """A probe that fails; a wrong module; positions that go on; hooks that one rank lacks."""
+    """A probe that fails; a wrong module; wrong positions; images or hooks that one rank lacks."""
     assert [0, 0] == finished(server.ranks(2, unpad_rank.refuse_together, folder=tmp_path))
 
 
@@ -234,7 +234,7 @@ def test_ranks_that_share_weights_stop_asking_each_other(caplog):
     def ask(*, is_new):
         return calls._ask_ranks(model, {"input_ids": 1}, None, is_new=is_new)
 
-    with mock.patch.object(first_calls, "gather_from_ranks", lambda value: asked.append(value) or [False, value]):
+    with mock.patch.object(first_calls, "gather_from_ranks", lambda value: asked.append(value) or [(False, 0), value]):
         assert ask(is_new=True)
         assert not any(ask(is_new=False) for _ in range(3 * first_calls._ASKED_CALLS))
         assert len(asked) == 1 + first_calls._ASKED_CALLS
