@@ -17,7 +17,7 @@ from swift.template import StdTemplateInputs, Template
 
 from packplan.adapters.families import leaves_images_to_model, may_probe_template
 from packplan.adapters.model_folder import PROCESSING_FILES, damaged_json_reason
-from packplan.adapters.samples.arguments import RunArguments, swift_model_type, template_arguments
+from packplan.adapters.samples.arguments import RunArguments, swift_model_type, swift_types, template_arguments
 from packplan.adapters.samples.video_reading import set_video_sampling
 from packplan.adapters.versions import installed_version
 from packplan.core.config.identity import config_length_inputs
@@ -118,9 +118,9 @@ def open_template(
         processor: Processor of the model; None loads it.
     """
     _refuse_unknown_names(template)
-    arguments = template_arguments(model, template)
     if packs:
-        _refuse_unproven_model(arguments.template)
+        _refuse_unproven_model(swift_types(model, template)[1])
+    arguments = template_arguments(model, template)
     cuts = template.truncation_strategy in {"left", "right"}
     if arguments.loss_scale != template.loss_scale:
         _log_info_once("template.loss_scale is %s: ms-swift trains %s so", arguments.loss_scale, arguments.template)
