@@ -64,9 +64,8 @@ def template_arguments(model: ModelConfig, template: TemplateConfig) -> RunArgum
         template: Section `template`, whose system prompt is a text.
 
     Raises:
-        ConfigError: The folder has code that may not run, or the kind of the model is not clear.
+        ConfigError: The kind of the model is not clear.
     """
-    refuse_remote_code(model)
     model_type, template_type = swift_types(model, template)
     arguments = _resolve(model, model_type, template=template_type, **_set_keys(template, _OF_TEMPLATE))
     arguments.system = template.system  # a name that ends in .txt may be a text by now

@@ -17,7 +17,13 @@ from swift.template import StdTemplateInputs, Template
 
 from packplan.adapters.families import leaves_images_to_model, may_probe_template
 from packplan.adapters.model_folder import PROCESSING_FILES, damaged_json_reason
-from packplan.adapters.samples.arguments import RunArguments, swift_model_type, swift_types, template_arguments
+from packplan.adapters.samples.arguments import (
+    RunArguments,
+    refuse_remote_code,
+    swift_model_type,
+    swift_types,
+    template_arguments,
+)
 from packplan.adapters.samples.video_reading import set_video_sampling
 from packplan.adapters.versions import installed_version
 from packplan.core.config.identity import config_length_inputs
@@ -117,6 +123,7 @@ def open_template(
         packs: Whether samples share packs; templates that cannot collate packs are refused then.
         processor: Processor of the model; None loads it.
     """
+    refuse_remote_code(model)
     _refuse_unknown_names(template)
     if packs:
         _refuse_unproven_model(swift_types(model, template)[1])

@@ -16,6 +16,7 @@ from packplan.adapters.attention.layout import Layout
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app.check import compare_packs, main
 from packplan.app.wiring.runs import read_config
+from packplan.core.errors import ArgumentError
 from tests.e2e.ready import prepare
 from tests.made.pictures import write_scenes
 
@@ -191,7 +192,6 @@ FAULTS = {
     "the fourth row is gone": (
         "qwen3_vl", "", without_the_fourth_row, {"positions", "logits", "isolation", "gradients"}, set()
     ),
-    "a cache": ("qwen3", "", cache_on, {"logits", "isolation"}, set()),
     "a sample begins late": ("qwen3", "", begin_late, {"logits", "sample loss", "gradients"}, ROWS),
     "another reduction": ("qwen2", "", lambda trainer: [(trainer, "reduction", "sample")], STEP, ROWS),
     "weights are lost": ("qwen2", "weighed", tampered(lose_weights), STEP, ROWS),
@@ -210,6 +210,12 @@ def test_a_planted_fault_is_found(compared, model, data, plant, fail, pass_):  #
     assert not failed & pass_
     if plant is without_the_fourth_row:
         assert "row text" == next(one for one in report.verdicts if one.check == "positions").worst.detail
+
+
+def test_a_cache_that_joins_samples_is_refused(compared):
+    """By the attention itself, before anything is computed."""
+    with pytest.raises(ArgumentError, match=r"position_ids begin . samples in one row, .*: pass use_cache=False"):
+        compared("qwen3", "", cache_on)
 
 
 def test_the_command_prints_a_table_or_a_document_and_its_status_tells(demo, write_run, scenes, tmp_path, capsys):

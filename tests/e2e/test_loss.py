@@ -175,7 +175,7 @@ def test_a_step_over_several_ranks_is_the_mean_over_all_of_them(  # noqa: PLR091
     plain = attrs.evolve(run.schedule, world_size=world_size, works=None)
     if length:
         tokens = run.planned["train"].raw.packs.loads(run.planned["train"].lengths)
-        plain = attrs.evolve(plain, degrees=pack_degrees(tokens, length))
+        plain = attrs.evolve(plain, degrees=pack_degrees(tokens, length), tokens=tokens)
         assert {1, 2, *([4] if world_size > 2 else [])} == {*plain.pack_degrees(0).tolist()}
     assert plain.batches_per_epoch % accumulation or plain.num_packs % world_size, "nothing is ragged"
     assert length or sorted(first["fetched"]) != sorted(chain(*plain.batches(0, rank=0))), "nothing is assigned"
