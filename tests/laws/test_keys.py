@@ -50,7 +50,7 @@ def length_inputs(config: RunConfig) -> dict[str, object]:
              "custom": {"object_field_order": "geometry_first", "use_summary": True,
                         "columns": {"q": "query", "a": "response"}},
              "training": {"packing_algorithm": "balanced", "packing_drop_last": False}},
-            ["6b3727f07274a1d4", "b280a28361bd465d", "b280a28361bd465d"],
+            ["6b3727f07274a1d4", "1a18bac50a47997a", "1a18bac50a47997a"],
         ),
         (
             {"template": {"fps": 0.5, "fps_min_frames": 2, "fps_max_frames": 8, "video_min_pixels": 784,

@@ -1,5 +1,6 @@
 """A plan and its schedule in numbers, samples and steps: the same as counting by hand."""
 
+import re
 import statistics
 from fractions import Fraction
 from itertools import combinations
@@ -15,6 +16,7 @@ from packplan.core.bounds import lower_bound
 from packplan.core.errors import ArgumentError
 from packplan.core.inspection import (
     compare_packs,
+    describe_resume,
     find_sample,
     scheduled_steps,
     summarise,
@@ -229,6 +231,23 @@ def test_a_schedule_is_summed_up_as_it_is_trained(drawn):
     assert sum(imbalances) / len(steps) == pytest.approx(summary.work_imbalance)
     assert max(imbalances) == pytest.approx(summary.worst_work_imbalance)
     event(f"ragged: {summary.last_step_batches < per_step}, repeated: {summary.repeated_packs > 0}, packed: {packed}")
+
+
+@given(strategies.schedules(), st.data())
+def test_a_resumed_run_says_what_is_trained_and_what_is_left(schedule, data):
+    """Trained and left together are the epoch's packs; steps are those of the whole run."""
+    step = data.draw(st.integers(schedule.start.step, max(schedule.start.step, schedule.total_steps - 1)))
+    resumed = attrs.evolve(schedule, start=schedule.progress_at(step))
+    said = describe_resume(resumed)
+
+    assert said.startswith(f"after step {step:,}")
+    assert f"{max(0, schedule.total_steps - step):,} step" in said
+    assert said.endswith(f" left, {schedule.total_steps:,} in all")
+    if resumed.start.epoch_step:
+        first, rest = (
+            int(one.replace(",", "")) for one in re.findall(r": ([\d,]+) .*?, ([\d,]+) (?:is|are) not", said)[0]
+        )
+        assert resumed.num_epoch_slots(resumed.start.epoch) == first + rest
 
 
 def test_padded_batches_have_no_fill_and_no_gap():
