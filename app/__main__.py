@@ -15,14 +15,14 @@ from packplan.app.cli.command import run_program
 
 COMMANDS = MappingProxyType(
     {
-        "sft": ("packplan.app.sft", "fine-tune a model from a static pack plan, or from a stream"),
-        "plan": ("packplan.app.plan.__main__", "measure, plan, and look at plans, before training"),
-        "measure": ("packplan.app.measure", "write the exact lengths of records as a table, for any tool"),
-        "check": ("packplan.app.check", "show that packed training is the same training, on your own model"),
         "probe": ("packplan.app.probe", "prove that a model keeps packed samples apart, or show where they mix"),
-        "export": ("packplan.app.export", "write the rows of a command of ms-swift with their lengths"),
+        "plan": ("packplan.app.plan.__main__", "measure, plan, and look at plans, before training"),
+        "check": ("packplan.app.check", "show that packed training is the same training, on your own model"),
+        "sft": ("packplan.app.sft", "fine-tune a model from a static pack plan, or from a stream"),
         "plugin": ("packplan.app.plugin", "train planned packs inside swift sft, by one more flag"),
         "rl": ("packplan.app.rl", "train on the model's own answers, by TRL, in packed microbatches"),
+        "measure": ("packplan.app.measure", "write the exact lengths of records as a table, for any tool"),
+        "export": ("packplan.app.export", "write the rows of a command of ms-swift with their lengths"),
     }
 )
 """Command -> its module, which is imported when it is called, and its help text."""
@@ -38,8 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"packplan {__version__}")
-    parser.add_argument("command", choices=COMMANDS, help="one of those below")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own")
+    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of the commands below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
     options = parser.parse_args(arguments)
     status: int = import_module(COMMANDS[options.command][0]).main(options.arguments)
     return status

@@ -1,11 +1,9 @@
 """
-Plan a run before it is paid for: `build` measures and plans as training would; the others use what
-is stored.
+Plan a run before you pay for it: `build` measures and plans as training would.
 
-All but `time` work without a GPU, and load no weights. `show`, `whatif`, `report` and `diff` read
-stored plans alone, and load neither torch nor ms-swift, unless a text is decoded. In place of a
-run's YAML, all but `time` take a command of ms-swift as their last words (`packplan plan build
-swift sft --model ...`).
+The other commands use what it stored. `time` trains some steps, on the run's own hardware. The
+others need no GPU and load no weights, and take a command of ms-swift in place of a run's YAML:
+`packplan plan build swift sft --model ...`.
 """
 
 import argparse

@@ -30,8 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_config_arguments(parser)
     parser.add_argument(
-        "--world-size", type=parse_ranks, metavar="N", help="ranks, row-sharing ones as one (default: those that run)"
-    )
+        "--world-size", type=parse_ranks, metavar="N",
+        help="number of ranks (those that share rows count as one; default: those that run)",
+    )  # fmt: skip
     parser.add_argument(
         "--list-failures",
         action="store_true",

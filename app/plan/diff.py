@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("second", metavar="B", help="another one, whose keys may be overridden")
     add_overrides(parser)
     parser.add_argument("--split", choices=["train", "eval"], default="train", help="split (default: train)")
-    parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="ranks (default: most that each is for)")
+    parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="number of ranks (default: as for show)")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
 
 

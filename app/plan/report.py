@@ -1,6 +1,6 @@
 """
 Write a page about a stored plan: lengths of each source, packs and their fill, what is left out,
-work of each step over the ranks, and what other algorithms would need.
+work of each step over the ranks, and packs by other algorithms.
 
 The page is one HTML file that loads nothing and runs no script, for light and dark screens and
 phones. Its figures are those of show --all. Time and memory are shown if the run was trained.
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="page (default: report.html)"
     )
     parser.add_argument("--split", choices=["train", "eval"], help="only this one (default: all that the run has)")
-    parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="ranks (default: most built for)")
+    parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="number of ranks (default: as for show)")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -2,8 +2,8 @@
 Show what is stored: which samples the plan leaves out, how full its packs are, and how many steps
 training takes. With --all, every figure.
 
-Reads the artefacts of build alone: no data, no model, neither torch nor ms-swift. Whether they
-still fit the data is what verify finds. With --pack or --sample, one pack or sample is explained.
+Reads what build stored: no data, no model, neither torch nor ms-swift. verify finds out whether it
+still fits the data. With --pack or --sample, one pack or sample is explained.
 """
 
 import argparse
@@ -45,8 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument("--split", choices=["train", "eval"], help="only this one (default: all that the run has)")
     parser.add_argument(
-        "--world-size", type=parse_ranks, metavar="N", help="ranks, row-sharing ones as one (default: most built for)"
-    )
+        "--world-size", type=parse_ranks, metavar="N",
+        help="number of ranks (those that share rows count as one; default: the largest that a plan was built for)",
+    )  # fmt: skip
     parser.add_argument(
         "--epoch", type=parse_number, metavar="N", help="where epochs have plans of their own: this one (default: 0)"
     )

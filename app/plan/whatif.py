@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--world-size", type=parse_rank_counts, metavar="N,N",
-        help="ranks, row-sharing ones as one (default: 1, a command's)",
+        help="numbers of ranks (those that share rows count as one; default: 1, or those of a command)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
 

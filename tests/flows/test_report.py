@@ -109,7 +109,7 @@ def test_its_numbers_are_those_of_show(run, page, capfd):
     assert [one["name"] for one in sources] == lengths[0][1:]
     assert [one["num_samples"] for one in sources] == total(lengths)
     assert [plan["num_packs"]] == total(page.tables["Packs by fill"]) == total(page.tables["Samples of a pack"])
-    needed = {name: number(packs) for name, _, packs in page.tables["What others would need"]}
+    needed = {name: number(packs) for name, _, packs in page.tables["Packs by other algorithms"]}
     assert plan["lower_bound"] == needed.pop("no plan has fewer")
     assert plan["num_packs"] + plan["dropped_packs"] == needed.pop("this plan")
     positions = padded_positions(LENGTHS, batch_size=round(plan["samples_per_pack"]))
@@ -156,7 +156,7 @@ def test_a_page_is_small_whatever_the_number_of_samples(tmp_path):
     assert len(page.text) < 10**6
     assert 3 == page.text.count('viewBox="0 0 640 ')
     assert [len(lengths)] == total(page.tables["Samples by length"])
-    assert f"{len(plan.packs):,}" == page.tables["What others would need"][1][2]
+    assert f"{len(plan.packs):,}" == page.tables["Packs by other algorithms"][1][2]
     assert not re.search("font-family|font:", page.text.split("</style>")[1])
     assert [] == draw_first_packs(plan_of(lengths, 10**6, algorithm="best_fit_decreasing").raw, lengths)
 
