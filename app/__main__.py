@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"packplan {__version__}")
-    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of the commands below")
+    parser.add_argument("command", choices=COMMANDS, help="one of the commands below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
     options = parser.parse_args(arguments)
     status: int = import_module(COMMANDS[options.command][0]).main(options.arguments)
