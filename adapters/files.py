@@ -328,7 +328,7 @@ def broken_lines(names: Iterable[str]) -> Iterator[str]:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
-                    json.loads(line.strip() or "{}")
+                    parse_json(line.decode().strip() or "{}")
                 except ValueError as error:
                     reason = str(error).partition(":")[0]
                     yield f"names {path}, whose line {number:,} is not JSON ({reason}): correct it"

@@ -305,7 +305,8 @@ class ComputesPacks:
         if groups is None:
             return super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]  # of the trainer's class
         num, seen = count_tokens(inputs), getattr(self, "_total_train_tokens", None)
-        loss, weight = super().compute_loss(model, inputs, *args, **options), groups.weight_of(num)  # type: ignore[misc]
+        loss = super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]  # of the trainer's class
+        weight = groups.weight_of(num)
         if seen is not None and model.training:  # TRL has added the tokens of all ranks
             own = torch.tensor(num * groups.is_first(num), device=self.args.device)
             self._total_train_tokens = seen + int(self.accelerator.reduce(own))
@@ -317,7 +318,7 @@ class ComputesPacks:
         gather, groups = self.accelerator.gather, self.row_groups
         counted = groups is None or groups.is_first(count_tokens(inputs))
         with replace_attributes(self.accelerator, gather=lambda tokens: gather(tokens * counted)):
-            super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+            super()._track_num_input_tokens(inputs)  # type: ignore[misc]  # of the trainer's class
 
     def _compute_acc(self, *args: Any, **options: Any) -> None:
         """Count token accuracy as ms-swift does, but not where ranks share a part of the rows."""

@@ -13,6 +13,7 @@ from transformers.integrations.deepspeed import deepspeed_config
 
 from packplan.core.config.refusals import active_refusals
 from packplan.core.errors import ArgumentError, counted
+from packplan.core.inspection import length_quantiles
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
 
@@ -94,7 +95,7 @@ def changed_meanings(args: Any, plan: Plan, schedule: EpochSchedule) -> Iterator
         yield (
             f"{int(longer.sum()):,} of {counted(len(lengths), 'sample')} are longer than {counted(size, 'token')}, so "
             f"each is a pack by itself, of up to {int(lengths.max()):,} tokens: "
-            f"{int(np.quantile(lengths, 0.95, method='higher')):,} tokens hold 95 % of the samples"
+            f"{length_quantiles(np.sort(lengths))[-1]:,} tokens hold 95 % of the samples"
         )
     rows, steps = args.per_device_train_batch_size, schedule.total_steps
     if rows > 1:

@@ -111,17 +111,7 @@ def use_plan(
     refuse_misuse(trainer, plan, eval_plan)
     refuse_plan_conflicts(trainer, row_ranks=sequence_parallel_size, evaluates=eval_plan is not None)
     pairs, args = is_preference_trainer(trainer), trainer.args
-    if getattr(trainer, "precompute_ref_log_probs", False):  # KTO of TRL before 1.0 does so when it makes loaders
-        trainer.get_train_dataloader()
-        if eval_plan is not None:
-            trainer.get_eval_dataloader()
-    plan, packs = _plan_packs(trainer, trainer.train_dataset, plan)
-    eval_packs = None
-    if eval_plan is not None:
-        eval_plan, eval_packs = _plan_packs(trainer, trainer.eval_dataset, eval_plan)
-    if packs.facts is None and not any(gather_object([any(Path(args.output_dir).glob(f"*/{FACTS_FILE}"))])):
-        packs.take_facts(_read_together(trainer, packs.source, decode=False))
-    require_same_rows(plan.checksum, "" if packs.facts is None else packs.facts.digest)
+    plan, packs, eval_plan, eval_packs = _open_packs(trainer, plan, eval_plan)
     pad = partial(pad_rows, types=token_type_columns(trainer.model))
     collator = PackInputs(packs.source.collate or pad, of_pairs=pairs)
     schedule = _make_schedule(args, plan, row_ranks=sequence_parallel_size, most=max_sequence_parallel_size)
@@ -185,6 +175,24 @@ def _find_row_collator(trainer: Any) -> Collate | None:
 
 def _open_rows(trainer: Any, rows: Any) -> RowSource:
     return RowSource(rows, _find_row_collator(trainer), of_pairs=is_preference_trainer(trainer))
+
+
+def _open_packs(
+    trainer: Any, plan: Plan | int, eval_plan: Plan | int | None
+) -> tuple[Plan, RowsOfPacks, Plan | None, RowsOfPacks | None]:
+    """Return both plans with their packs; the rows are read, unless a checkpoint may know them."""
+    if getattr(trainer, "precompute_ref_log_probs", False):  # KTO of TRL before 1.0 does so when it makes loaders
+        trainer.get_train_dataloader()
+        if eval_plan is not None:
+            trainer.get_eval_dataloader()
+    plan, packs = _plan_packs(trainer, trainer.train_dataset, plan)
+    eval_packs = None
+    if eval_plan is not None:
+        eval_plan, eval_packs = _plan_packs(trainer, trainer.eval_dataset, eval_plan)
+    if packs.facts is None and not any(gather_object([any(Path(trainer.args.output_dir).glob(f"*/{FACTS_FILE}"))])):
+        packs.take_facts(_read_together(trainer, packs.source, decode=False))
+    require_same_rows(plan.checksum, "" if packs.facts is None else packs.facts.digest)
+    return plan, packs, eval_plan, eval_packs
 
 
 def _plan_packs(trainer: Any, rows: Any, plan: Plan | int) -> tuple[Plan, RowsOfPacks]:
@@ -307,7 +315,7 @@ class _PlannedTraining(ServesPacks):
         if self.args.should_save and self.train_packs.facts is not None:
             folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")  # type: ignore[attr-defined]  # of the trainer's class
             self.train_packs.facts.save(folder)
-        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]  # of the trainer's class
 
     @contextmanager
     def prepared(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -156,7 +156,7 @@ class RowSource:
         Read a rank's share of the rows once, and return their facts.
 
         Args:
-            decode: Whether to decode files, where only this tells the length of a row.
+            decode: Whether to decode files if the length of a row is not known otherwise.
             num_workers: Processes that read rows; useful where rows are computed when read.
             rank: This rank, from 0.
             world_size: Ranks that share the reading.
@@ -298,8 +298,9 @@ class RowsOfPacks(Dataset[PackOfRows]):
         other = np.flatnonzero((facts.lengths != self.lengths) & (facts.lengths != UNKNOWN))
         for index in other[:1].tolist():
             refuse_other_lengths({index: int(self.lengths[index])}, [int(facts.lengths[index])])
-        facts.rows["length"] = self.lengths  # of rows whose files were not decoded too
-        self.facts = facts
+        rows = facts.rows.copy()
+        rows["length"] = self.lengths  # also of rows whose files were not decoded
+        self.facts = RowFacts(rows)
 
 
 def _as_text(value: Any) -> Any:

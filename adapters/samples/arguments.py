@@ -72,7 +72,7 @@ def template_arguments(model: ModelConfig, template: TemplateConfig) -> RunArgum
     return arguments
 
 
-def training_arguments(model: ModelConfig, training: TrainingConfig) -> RunArguments:
+def model_arguments(model: ModelConfig, training: TrainingConfig) -> RunArguments:
     """
     Return the arguments of a model and its tuner as `swift sft` resolves them.
 
@@ -97,6 +97,8 @@ def _set_keys(section: Any, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _resolve(model: ModelConfig, model_type: str | None, **given: Any) -> RunArguments:
+    if model.rope_scaling:  # unset, it limits packs alone
+        given["max_model_len"] = model.max_model_len
     with wrap_load_errors("model.model", f"{model.model} cannot be loaded by ms-swift"):
         return RunArguments(model_type=model_type, **_set_keys(model, _OF_MODEL), **given)
 

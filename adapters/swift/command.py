@@ -5,7 +5,6 @@ No weights are loaded. Arguments that contradict a plan are refused, and named b
 """
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -276,8 +275,8 @@ def _plan_conflicts(arguments: Any) -> Iterator[Fault]:
         yield Fault("--rlhf_type", f"is {kind}, whose rows are not packed: leave out --packing, not the plugin")
     elif not kind and not arguments.packing:
         yield Fault("--packing", "is false, but packs are planned: say --packing true, or leave the plugin out")
-    if (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1 and not (arguments.use_cpu or get_device_count()):
-        yield Fault("--use_cpu", f"is false, but {started} ranks were started where no GPU is: add --use_cpu true")
+    if (ranks := arguments.global_world_size) > 1 and not (arguments.use_cpu or get_device_count()):
+        yield Fault("--use_cpu", f"is false, but {ranks} ranks were started where no GPU is: add --use_cpu true")
     for refusal in active_refusals(arguments, "rlhf" if kind else "plugin"):
         yield Fault(f"--{refusal.setting}", str(refusal))
     shares = arguments.packing and arguments.sequence_parallel_size > 1

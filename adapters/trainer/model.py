@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from packplan.adapters.attention import project_patches, set_attention
 from packplan.adapters.files import wrap_load_errors
 from packplan.adapters.model_folder import require_whole_weights
-from packplan.adapters.samples.arguments import training_arguments
+from packplan.adapters.samples.arguments import model_arguments
 from packplan.adapters.trainer.tuners import prepare_tuner
 from packplan.core.config.run import ModelConfig, TrainingConfig
 from packplan.core.equality import AttentionChoice
@@ -41,7 +41,7 @@ def open_model(
         outline: Whether to read config.json alone, and leave the weights on the device `meta`.
     """
     _refuse_quantisation(model, on_cpu=device is None or device.type == "cpu")
-    arguments = training_arguments(model, training)
+    arguments = model_arguments(model, training)
     if not sys.stderr.isatty():
         disable_progress_bar()
     if not outline:

@@ -7,6 +7,7 @@ Missing ones are refused before slow libraries are imported.
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -77,7 +78,10 @@ def resolve_inputs(config: Run) -> Run:
             cannot be copied.
     """
     model = _resolve_model(config.model)
-    custom, template = config.custom, attrs.evolve(config.template, system=_read_system(config.template.system))
+    custom, system, key = config.custom, config.template.system, "model.new_special_tokens"
+    template = attrs.evolve(config.template, system=system and _read_named("template.system", system))
+    tokens = ((_read_named(key, one).split() if one.endswith(".txt") else [one]) for one in model.new_special_tokens)
+    model = attrs.evolve(model, new_special_tokens=tuple(chain.from_iterable(tokens)))
     if custom.fusion_config is not None:
         custom = attrs.evolve(custom, train_jsonl=load_mixes(custom.fusion_config).files)
         if faults := tuple(source_name_faults(custom)):
@@ -89,16 +93,16 @@ def resolve_inputs(config: Run) -> Run:
     return attrs.evolve(config, model=model, template=template, custom=custom)
 
 
-def _read_system(system: str | None) -> str | None:
-    """Return the text of a system prompt, itself or a `.txt` file, as ms-swift reads it."""
-    if system is None or not system.endswith(".txt"):
-        return system and system.replace("\\n", "\n")
+def _read_named(key: str, text: str) -> str:
+    """Return the text of a key, itself or a `.txt` file, as ms-swift reads it."""
+    if not text.endswith(".txt"):
+        return text.replace("\\n", "\n")
     try:
-        return Path(system).read_text(encoding="utf-8")
+        return Path(text).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        why = f"{Path(system).absolute()} cannot be read ({getattr(error, 'strerror', None) or error})"
-        reason = f"is {system}, a file by its ending, but {why}: name an existing file, or end a text otherwise"
-        raise ConfigError.for_key("template.system", reason) from None
+        why = f"{Path(text).absolute()} cannot be read ({getattr(error, 'strerror', None) or error})"
+        reason = f"is {text}, a file by its ending, but {why}: name an existing file, or end a text otherwise"
+        raise ConfigError.for_key(key, reason) from None
 
 
 def _copy_remote_data(custom: CustomConfig, cache: Path, run: str) -> CustomConfig:

@@ -108,11 +108,20 @@ class ModelConfig:
     bnb_4bit_use_double_quant: bool | None = key(None, neither=LOADS)
     """Also quantise the scales of 4-bit weights; unset, `true`."""
 
-    rope_scaling: str | None = key(None, neither=LOADS)
-    """Scaling of positions to longer texts: `linear`, `dynamic`, `yarn`, or settings as JSON."""
+    rope_scaling: str | None = key(
+        None,
+        neither=LOADS,
+        check=must(lambda text: text.startswith("{"), 'JSON, as {"rope_type": "yarn", "factor": 2}'),
+    )
+    """
+    Scaling of positions to longer texts: JSON of its settings. Without a factor in it,
+    `model.max_model_len` decides the factor.
+    """
 
     new_special_tokens: tuple[str, ...] = key((), lengths="value if set")
-    """Tokens to add to the vocabulary, each with weights of its own."""
+    """
+    Tokens to add to the vocabulary, each with weights of its own; a `.txt` file lists several.
+    """
 
 
 @attrs.frozen(kw_only=True)

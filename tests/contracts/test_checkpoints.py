@@ -158,7 +158,7 @@ GOLDEN = json.loads(Path(__file__).with_name("states.json").read_text())
 @pytest.mark.parametrize("number", GOLDEN)
 @pytest.mark.parametrize("state", [PLANNED, STREAMED], ids=["plan", "stream"])
 def test_a_state_of_each_format_is_read(number, state):
-    """What a state did not have yet has its default. The newest is what is written today."""
+    """Fields that its format lacks have their defaults; the newest format is written today."""
     stored = GOLDEN[number][type(state).__name__]
 
     assert state == from_plain(type(state), unseal(stored))

@@ -56,6 +56,20 @@ def test_a_system_prompt_is_read_as_ms_swift_reads_it(system, text, open_source,
     assert changed == system.endswith(".txt")
 
 
+def test_tokens_are_read_from_a_file_as_ms_swift_reads_them(write_run, tmp_path):
+    """Lengths depend on the tokens, not on the file's name; a missing file is refused."""
+    (tmp_path / "tokens.txt").write_text("<a> <b>\n<c>")
+    named = [str(tmp_path / "tokens.txt"), "<d>"]
+    path = write_run("qwen2", model={"new_special_tokens": named})
+    words = ["--model", read_config(path).model.model, "--model_type", "qwen2", "--template", "qwen2_5"]
+    theirs = read_command("sft", [*words, "--dataset", "a", "--new_special_tokens", *named], started=1).arguments
+
+    assert theirs.new_special_tokens == [*read_config(path).model.new_special_tokens] == ["<a>", "<b>", "<c>", "<d>"]
+    (tmp_path / "tokens.txt").unlink()
+    with pytest.raises(ConfigError, match=r"model\.new_special_tokens: is .*tokens\.txt, .* cannot be read"):
+        read_config(path)
+
+
 def test_a_system_prompt_that_is_no_file_is_refused(write_run):
     path = write_run("qwen2", template={"system": "gone.txt"})
     with pytest.raises(

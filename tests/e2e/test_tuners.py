@@ -66,6 +66,7 @@ OTHERS = {
     },
     "more tokens": ("qwen2", {"new_special_tokens": [f"<{number}>" for number in range(200)]}, "embed"),
     "longer texts": ("qwen3", {"rope_scaling": '{"rope_type": "yarn", "factor": 2.0}'}, "embed"),
+    "texts of a length": ("qwen2", {"rope_scaling": '{"rope_type": "yarn"}', "max_model_len": 70_000}, "embed"),
 }  # fmt: skip
 """The same of tuners that add weights as others do or none, and of freezes."""
 

@@ -212,7 +212,7 @@ def test_scores_of_labels_are_put_back(first):
 
 
 def test_the_benchmark_counts_the_positions_of_the_steps_that_it_times(capsys):
-    """Of one step of three: the first warms up, and the tensors of the last are counted."""
+    """Three steps run: the first warms up, and the tensors of the last are counted."""
     words = "--hosts trainer --steps 1 --rows 8 --width 32 --max-tokens 64 --longest 40 --layers 1 --json"
 
     assert 0 == main(["unpad", *words.split()])

@@ -121,7 +121,10 @@ def test_auto_closes_the_gap_of_constant_volume(lengths, capacity, expected, mor
     ],
 )  # fmt: skip
 def test_auto_is_within_a_thousandth_of_the_bound_or_one_pack(name, num):
-    """Of a quick bound, but for few packs; constant volume needs more, or as many as the bound."""
+    """
+    The bound is the quick one. Few packs may be one above it. Constant volume needs more than
+    `auto`, or no more than the bound.
+    """
     lengths, capacity = DISTRIBUTIONS[name].lengths(num, seed=0), DISTRIBUTIONS[name].capacity
 
     found, quick = (len(pack(lengths, capacity=capacity, algorithm=one)) for one in ("auto", "constant_volume"))

@@ -39,6 +39,11 @@ def test_defaults_are_the_specifications():
     assert (True, "sft", ("a.jsonl",)) == (config.eval_packing, custom.trainer_variant, custom.train_jsonl)
 
 
+def test_a_scaling_of_positions_is_not_named():
+    """By its name alone, transformers 5 does not load it from ms-swift."""
+    assert "is 'yarn', but has to be JSON" in faults_of({"model.rope_scaling": "yarn"})["model.rope_scaling"]
+
+
 @pytest.mark.parametrize(
     ("lengths", "packing_length"),
     [((80, 70, 60), 80), ((None, 70, 60), 70), ((None, None, 60), 60), ((None, None, None), None)],
