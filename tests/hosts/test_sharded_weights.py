@@ -47,6 +47,8 @@ _WORDS = ["red", "blue " * 3, "a circle of many words " * 4, "bars " * 9]
 
 _PAIRS = {"prompt": _WORDS * 4, "chosen": _WORDS * 4, "rejected": _WORDS[::-1] * 4}
 
+_KTO = {"prompt": _WORDS * 4, "completion": _WORDS[::-1] * 4, "label": [True, True, False, True] * 4}
+
 _ROWS = {name: [[7 + one % 3] * (1 + 5 * one % 17) for one in range(16)] for name in ("input_ids", "labels")}
 
 _SEEN = [row for row in rows_of("qwen2_5_vl") if "pixel_values" in row][:8]
@@ -92,6 +94,8 @@ def trainer_of(host: str, case: str, folder: Path) -> Any:
         keys["optim"] = "sgd"  # Adam makes steps of noise where gradients are zero, as those of biases of keys
     make = BUILDS.get(host, build)
     models = [make(), make()] if "built first" in case else []
+    if host == "KTOTrainer":
+        keys |= {"loss_type": "apo_zero_unpaired", "remove_unused_columns": False}
     config = getattr(trl, host.replace("Trainer", "Config"), TrainingArguments)
     args = arguments(config, folder, **keys)
     model, reference = models or (make(), make())
@@ -99,6 +103,9 @@ def trainer_of(host: str, case: str, folder: Path) -> Any:
         given = {"peft_config": LoraConfig(init_lora_weights=False)} if adapters else {"ref_model": reference}
         rows = Dataset.from_dict(_PAIRS)
         return trl.DPOTrainer(model, args=args, train_dataset=rows, processing_class=tokenizer(*_WORDS), **given)
+    if host == "KTOTrainer":
+        rows = Dataset.from_dict(_KTO)
+        return trl.KTOTrainer(model, reference, args=args, train_dataset=rows, processing_class=tokenizer(*_WORDS))
     if host == "RewardTrainer":
         pairs = Dataset.from_dict({name: _PAIRS[name] for name in ("chosen", "rejected")})
         return trl.RewardTrainer(model, args=args, train_dataset=pairs, processing_class=tokenizer(*_WORDS))
@@ -160,6 +167,7 @@ PLANNED = {
     "Trainer, images": ["ZeRO 0", "ZeRO 2", "ZeRO 3, built first", "FSDP 2"],
     "DPOTrainer": ["ZeRO 0", "ZeRO 2", "ZeRO 3, built first"],
     "RewardTrainer": ["ZeRO 0", "ZeRO 2", "ZeRO 3, built first"],
+    "KTOTrainer": ["ZeRO 0", "ZeRO 2", "ZeRO 3, built first"],
 }
 """Trainer -> cases of a plan: FSDP, or stage of ZeRO, 0 for DDP; if the model is built first."""
 
