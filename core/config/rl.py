@@ -1,5 +1,6 @@
 """
-Configuration of `packplan rl`: the sections `policy:` and `grpo:`, and keys of other sections.
+Configuration of `packplan rl`: its sections `policy:` and `grpo:`, and the keys of `sft` that it
+reads.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,41 +23,48 @@ class SequencePackingConfig:
     """Pack sequences into microbatches."""
 
     train_mb_tokens: int = key(4096, check=at_least(1))
-    """Tokens of a microbatch in updates of the policy; a longer sequence has its own."""
+    """
+    Tokens of a microbatch in updates of the policy. A longer sequence is a microbatch by itself.
+    """
 
     logprob_mb_tokens: int | None = key(None, check=at_least(1))
     """
-    Limit for log-probabilities alone, of the policy or the reference model; unset,
-    `train_mb_tokens`.
+    Tokens of a microbatch that only computes log-probabilities, of the policy or the reference
+    model. If unset, `train_mb_tokens`.
     """
 
     algorithm: str = key("modified_first_fit_decreasing", check=one_of(ALGORITHMS))
-    """Packing algorithm, as `training.packing_algorithm` has them."""
+    """Packing algorithm, by the names of `training.packing_algorithm`."""
 
     sequence_length_round: int = key(1, check=at_least(1))
-    """Lengths are rounded up to a multiple of it."""
+    """Lengths are rounded up to a multiple of this number."""
 
 
 @attrs.frozen(kw_only=True)
 class DynamicBatchingConfig:
-    """`policy.dynamic_batching`: microbatches of sequences of like length, padded."""
+    """`policy.dynamic_batching`: padded microbatches of sequences of similar length."""
 
     enabled: bool = False
-    """Pad sequences of like length to one width."""
+    """Form microbatches of sequences of similar length, padded to one width."""
 
     train_mb_tokens: int = key(4096, check=at_least(1))
-    """Sequences times width of a microbatch in updates of the policy."""
+    """Number of sequences times their padded width, in a microbatch of the policy's updates."""
 
     logprob_mb_tokens: int | None = key(None, check=at_least(1))
-    """Limit for log-probabilities alone; unset, `train_mb_tokens`."""
+    """
+    The same limit for microbatches that only compute log-probabilities. If unset,
+    `train_mb_tokens`.
+    """
 
     sequence_length_round: int = key(64, check=at_least(1))
-    """Widths are rounded up to a multiple of it."""
+    """Widths are rounded up to a multiple of this number."""
 
 
 @attrs.frozen(kw_only=True)
 class PolicyConfig:
-    """`policy.`: microbatches of `packplan rl`; with neither section enabled, TRL forms them."""
+    """
+    `policy.`: how `packplan rl` forms microbatches. If neither section is enabled, TRL forms them.
+    """
 
     sequence_packing: SequencePackingConfig = attrs.field(factory=SequencePackingConfig)
 
@@ -68,15 +76,15 @@ class RlConfig(RunConfig):
     """
     Configuration of `packplan rl`.
 
-    Its YAML has no section `training:`; that field holds only the output folder.
+    Its YAML has no section `training:`; the field `training` holds only the output folder.
     """
 
     policy: PolicyConfig = attrs.field(factory=PolicyConfig)
 
     grpo: Mapping[str, Any] = attrs.field(factory=dict)
     """
-    `reward_funcs`, functions as `module:function`, and arguments of TRL's `GRPOConfig`, and of its
-    `ModelConfig` for low-rank adapters.
+    `reward_funcs` (functions, as `module:function`), arguments of TRL's `GRPOConfig`, and those of
+    its `ModelConfig` for low-rank adapters.
     """
 
 
@@ -94,7 +102,7 @@ _READ_KEYS = frozenset(
 
 
 def rl_faults(config: RlConfig) -> Iterator[Fault]:
-    """Yield everything wrong with a run of reinforcement learning that its types cannot express."""
+    """Yield each fault of a run of reinforcement learning that its types cannot express."""
     yield from key_faults(config)
     yield from missing_data_faults(config.custom)
     yield from evaluation_faults(config, "grpo", config.grpo)

@@ -1,9 +1,9 @@
 """
-Configuration of a run: frozen classes that mirror the YAML, section by section.
+Configuration of a run: frozen classes that mirror the YAML, one class for each section.
 
-Each key states its type, default, check and effect at its field (`core.config.keys`), and its
-reference text below it. Keys of `training.` that belong to ms-swift or transformers are in
-`TrainingConfig.trainer`, unchanged.
+Each field declares the type, default, check and effect of its key (`core.config.keys`). The
+docstring below a field is the key's text in docs/configuration.md. Keys of `training.` that belong
+to ms-swift or transformers are kept unchanged in `TrainingConfig.trainer`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from packplan.core.samples.shapes import RECORD_KEYS
 Tuner: TypeAlias = Literal["full", "lora", "adapter", "boft", "dummy", "fourierft", "ia3", "llamapro", "vera"]
 
 PathText: TypeAlias = Annotated[str, "path"]
-"""Path of a file or folder, in which `~` and `${NAME}` are replaced when the YAML is read."""
+"""Path of a file or folder. `~` and `${NAME}` in it are replaced when the YAML is read."""
 
 LOADS = "decides how the model is loaded, not what samples are"
 _LIMITS = "decides which records are refused, not how long the others are"
@@ -61,52 +61,52 @@ def _read_only(keys: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @attrs.frozen(kw_only=True)
 class ModelConfig:
-    """`model.`: the model."""
+    """`model.`: the model, and how it is loaded."""
 
     model: PathText = attrs.field(metadata=key_metadata(lengths="otherwise", plan=True))
     """
-    Folder of model, tokenizer and processor, or an id in a local cache of Hugging Face or
-    ModelScope.
+    Folder with the model, its tokenizer and its processor, or an id in a local cache of Hugging
+    Face or ModelScope.
     """
 
     model_type: str | None = key(None, lengths="otherwise")
     """
-    ms-swift's name of the architecture; unset, the only one that its registry has for the folder.
-    Text models unknown to it need none.
+    ms-swift's name of the architecture. If unset, the only one that its registry has for the
+    folder. Text models that ms-swift does not know need none.
     """
 
     attn_impl: str = key("auto", neither=TRAINS, check=_is_backend)
     """
-    Attention backend: `varlen` attends to each sample by itself; others are transformers'. `auto`
-    takes the fastest that passes the probe.
+    Attention backend. `auto` takes the fastest that passes the probe, `varlen` is Packplan's own,
+    and other names are those of transformers.
     """
 
     torch_dtype: Literal["float32", "bfloat16", "float16"] | None = key(None, neither=LOADS)
-    """Type of the weights; unset, the model's."""
+    """Data type of the weights. If unset, that of the model's files."""
 
     experts_impl: Literal["eager", "grouped_mm", "batched_mm"] | None = key(None, neither=LOADS)
-    """How the experts of a mixture are computed; unset, transformers' choice."""
+    """How a mixture of experts computes its experts. If unset, transformers chooses."""
 
     trust_remote_code: bool = key(False, neither=LOADS)
-    """Run Python code from the model's folder."""
+    """Run Python code that the model's folder contains."""
 
     max_model_len: int | None = key(None, lengths="otherwise", plan=True, check=at_least(1))
-    """Tokens of a pack, if `template.max_length` is unset."""
+    """Tokens of a pack if `template.max_length` is unset."""
 
     download: bool = key(False, neither=LOADS)
     """Let ms-swift download a model that no local cache holds."""
 
     quant_method: Literal["bnb"] | None = key(None, neither=LOADS)
-    """Load quantised weights under adapters (QLoRA); needs a GPU."""
+    """Load quantised weights, to train adapters on them (QLoRA). Needs a GPU."""
 
     quant_bits: int | None = key(None, neither=LOADS)
     """Bits of a quantised weight: 4 or 8."""
 
     bnb_4bit_quant_type: Literal["nf4", "fp4"] | None = key(None, neither=LOADS)
-    """Number format of 4-bit weights; unset, `nf4`."""
+    """Number format of 4-bit weights. If unset, `nf4`."""
 
     bnb_4bit_use_double_quant: bool | None = key(None, neither=LOADS)
-    """Also quantise the scales of 4-bit weights; unset, `true`."""
+    """Also quantise the scales of 4-bit weights. If unset, `true`."""
 
     rope_scaling: str | None = key(
         None,
@@ -114,118 +114,133 @@ class ModelConfig:
         check=must(lambda text: text.startswith("{"), 'JSON, as {"rope_type": "yarn", "factor": 2}'),
     )
     """
-    Scaling of positions to longer texts: JSON of its settings. Without a factor in it,
-    `model.max_model_len` decides the factor.
+    Settings that scale rotary positions to longer texts, as JSON. If they have no factor, it
+    follows from `model.max_model_len`.
     """
 
     new_special_tokens: tuple[str, ...] = key((), lengths="value if set")
     """
-    Tokens to add to the vocabulary, each with weights of its own; a `.txt` file lists several.
+    Tokens to add to the vocabulary, with new weights. A `.txt` file in the list may name several.
     """
 
 
 @attrs.frozen(kw_only=True)
 class TemplateConfig:
-    """`template.`: encoding of records."""
+    """`template.`: how records become tokens."""
 
     template: str | None = key(None, lengths="otherwise")
     """
-    ms-swift's name of the chat template; unset, that of the model's `args.json`, else the only one
-    of its registry. Templates that do not declare packing need `training.packing: false`.
+    ms-swift's name of the chat template. If unset, the name in the model's `args.json`, else the
+    only one that ms-swift's registry has for the model. Templates that do not support packing need
+    `training.packing: false`.
     """
 
     max_length: int | None = key(None, lengths="otherwise", plan=True, check=at_least(1))
     """
-    Packing length, the tokens of a pack; unset, `global_max_length`, else `model.max_model_len`.
+    Packing length: the most tokens of a pack. If unset, `global_max_length`, else
+    `model.max_model_len`.
     """
 
     max_pixels: int | None = key(None, lengths="value", check=at_least(1))
-    """Pixels to which larger images are scaled down; unset, the processor's."""
+    """Most pixels of an image; larger images are scaled down. If unset, the processor's limit."""
 
     fps: float | None = key(None, lengths="value if set", check=above_0)
     """
-    Frames sampled from each second of a video; a list of frames has this rate too. Unset,
-    ms-swift's `FPS`, 2.
+    Frames sampled from each second of a video; also the rate of videos that are lists of frames. If
+    unset, 2 (ms-swift's `FPS`).
     """
 
     fps_min_frames: int | None = key(None, lengths="value if set", check=at_least(1))
-    """Fewest frames of a video; unset, ms-swift's `FPS_MIN_FRAMES`, 4."""
+    """Fewest frames of a video. If unset, 4 (ms-swift's `FPS_MIN_FRAMES`)."""
 
     fps_max_frames: int | None = key(
         None, lengths="value if set", check=must(lambda frames: frames >= 2, "at least 2: frames are taken in pairs")
     )
-    """Most frames of a video; unset, ms-swift's `FPS_MAX_FRAMES`, 768."""
+    """Most frames of a video. If unset, 768 (ms-swift's `FPS_MAX_FRAMES`)."""
 
     video_min_pixels: int | None = key(None, lengths="value if set", check=at_least(1))
     """
-    Pixels to which smaller frames are scaled up; unset, ms-swift's `VIDEO_MIN_TOKEN_NUM`, 128
-    tokens.
+    Fewest pixels of a frame; smaller frames are scaled up. If unset, the pixels of 128 tokens
+    (ms-swift's `VIDEO_MIN_TOKEN_NUM`).
     """
 
     video_max_pixels: int | None = key(None, lengths="value if set", check=at_least(1))
     """
-    Pixels to which larger frames are scaled down; unset, ms-swift's `VIDEO_MAX_TOKEN_NUM`, 768
-    tokens.
+    Most pixels of a frame; larger frames are scaled down. If unset, the pixels of 768 tokens
+    (ms-swift's `VIDEO_MAX_TOKEN_NUM`).
     """
 
     video_total_pixels: int | None = key(None, lengths="value if set", check=at_least(1))
     """
-    Most pixels of a video's frames together, a pair of frames counted once; unset, nine tenths of
-    ms-swift's `MODEL_SEQ_LEN`, 128,000 tokens.
+    Most pixels of all frames of a video; two frames count as one. If unset, those of 115,200 tokens
+    (nine tenths of ms-swift's `MODEL_SEQ_LEN`, 128,000).
     """
 
     system: str | None = key(None, lengths="value")
     """
-    System prompt of records without one, or a `.txt` file that holds it; `\\n` is a line break.
-    Unset, the template's.
+    System prompt of records that have none: its text, in which `\\n` is a line break, or a `.txt`
+    file. If unset, the template's.
     """
 
     today: str | None = key(None, lengths="value if set")
-    """Date that a template writes into prompts as today's, such as `2026-11-28`."""
+    """Date that templates write into prompts as the current one, such as `2026-11-28`."""
 
     agent_template: str | None = key(None, lengths="value")
-    """ms-swift's notation of tools, calls and answers; unset, the template's."""
+    """
+    ms-swift's name of the format of tools, their calls and their answers. If unset, the template's.
+    """
 
     loss_scale: str = key("default", lengths="value")
     """
-    Trained tokens, by ms-swift's names: `default` trains the assistant's turns, `last_round` its
-    last, `all` everything. Names of weights follow or stand alone: `last_round+hermes`.
+    Which tokens are trained, by ms-swift's names: `default` trains the assistant's turns,
+    `last_round` only its last turn, `all` every token. A name of weights may follow, as in
+    `last_round+hermes`, or stand alone.
     """
 
     add_non_thinking_prefix: bool | None = key(None, lengths="value if set")
-    """In hybrid thinking templates, `false` adds no empty thoughts to answers that have none."""
+    """
+    `false` adds no empty thoughts to answers without thoughts. Only hybrid thinking templates add
+    them.
+    """
 
     preserve_thinking: bool | None = key(None, lengths="value if set")
     """
-    `true` keeps the thoughts of all answers, `false` only those after the last question; unset, by
-    the template and `loss_scale`.
+    `true` keeps the thoughts of all answers, `false` only those after the last question. If unset,
+    the template and `loss_scale` decide.
     """
 
     disable_ignore_empty_think: bool | None = key(None, lengths="value if set")
-    """`true` trains empty thoughts too, which hybrid thinking templates leave out of the loss."""
+    """
+    `true` trains empty thoughts too. By default, hybrid thinking templates leave them out of the
+    loss.
+    """
 
     use_chat_template: bool | None = key(None, lengths="value if set")
-    """`false` encodes only the texts of records, as `swift pt` does."""
+    """`false` encodes only the texts of records, without the chat template, as `swift pt` does."""
 
     truncation_strategy: Literal["left", "right", "raise"] | None = key(None, lengths="value")
-    """End at which longer samples are truncated; `raise` refuses them. Unset, they stay whole."""
+    """
+    End at which samples longer than a pack are truncated; `raise` refuses them. If unset, they stay
+    whole.
+    """
 
 
 @attrs.frozen(kw_only=True)
 class CustomConfig:
-    """`custom.`: the data, and the variant of the trainer."""
+    """`custom.`: the data, and whether packs are planned or made while training."""
 
     train_jsonl: tuple[PathText, ...] = key((), lengths="otherwise")
     """
-    Data files, patterns (`data/*.parquet`), folders of `datasets`; also at URLs, as `s3://…`.
-    Relative media paths start at their file's folder. Needed without `fusion_config`.
+    Data files, patterns (`data/*.parquet`), folders of `datasets`, or URLs such as `s3://…`.
+    Relative paths of images and videos start at the folder of their data file. Needed unless
+    `fusion_config` is set.
     """
 
     val_jsonl: tuple[PathText, ...] = key((), lengths="otherwise")
-    """Data files of the evaluation."""
+    """Data files of the evaluation, in the same forms."""
 
     val_share: Decimal = key(Decimal(0), plan=True, check=from_0_below_1, stream="refused")
-    """Share of the records that is held out for the evaluation, drawn by `seed`."""
+    """Share of the records that is held out for the evaluation. `seed` decides which."""
 
     source_names: dict[PathText, str] = key(
         attrs.Factory(dict),
@@ -233,170 +248,204 @@ class CustomConfig:
         per_rank="names sources for `plan show`, by their paths",
         check=must(lambda name: bool(name.strip()), "a name"),
     )
-    """Names of data files, under which samples are counted: `{data/chats.jsonl: chats}`."""
+    """Names of data files in counts and figures, as `{data/chats.jsonl: chats}`."""
 
     fusion_config: PathText | None = key(None, neither=_SELECTS)
-    """YAML of a mix of data sets, or of a curriculum of mixes."""
+    """YAML file that describes a mix of data sets, or a curriculum of mixes."""
 
     fusion_schedule: Literal["planned"] | None = key(None, neither=_SELECTS, stream="refused")
-    """Draw and plan all epochs of `fusion_config` before training. Unset, a plan refuses a mix."""
+    """
+    `planned` draws and plans all epochs of `fusion_config` before training. Static packing needs it
+    for a mix.
+    """
 
     trainer_variant: Literal["sft", "rollout"] = key("sft", plan=True)
-    """`sft` trains from static plans; `rollout` packs during training."""
+    """`sft` plans all packs before training; `rollout` makes packs while training (a stream)."""
 
     object_field_order: Literal["desc_first", "geometry_first"] = key("desc_first", lengths="value")
-    """Order of description and geometry in dense captions."""
+    """Which comes first in answers of dense captions: the description or the geometry."""
 
     use_summary: bool = key(False, lengths="value")
-    """Answer dense captions with their summary."""
+    """Train on the summary of a dense caption as its answer."""
 
     max_line_bytes: int = key(2**20, neither=_LIMITS, check=at_least(1))
-    """Largest number of bytes of a record's texts, without images; longer records are refused."""
+    """Most bytes of a record's texts, images not counted. Longer records are refused."""
 
     max_video_s: float = key(7200.0, neither=_LIMITS, check=above_0)
-    """Longest video in seconds; longer ones are refused before decoding."""
+    """Longest video in seconds. Longer videos are refused before they are decoded."""
 
     max_video_bytes: int = key(2**32, neither=_LIMITS, check=at_least(1))
     """
-    Most bytes of a video's sampled frames before scaling; videos with more are refused before
-    decoding.
+    Most bytes of a video's sampled frames, before they are scaled. Videos with more are refused
+    before they are decoded.
     """
 
     max_image_pixels: int = key(89_478_485, neither=_LIMITS, check=at_least(1))
-    """Most pixels of an image; larger images are refused before decoding."""
+    """Most pixels of an image file. Larger images are refused before they are decoded."""
 
     literal_image_tags: bool = key(False, neither=_LIMITS)
-    """Keep `<image>` as text in records without images; otherwise such records are refused."""
+    """
+    Keep `<image>` as text in records that have no images. By default, such records are refused.
+    """
 
     columns: dict[str, str | None] = key(attrs.Factory(dict), lengths="value", check=one_of(sorted(RECORD_KEYS)))
     """
-    The data's keys -> names of records, as `{q: query, a: response}`. `{label: null}` ignores a
-    key, in messages too.
+    Renames keys of the data: `{q: query, a: response}` reads `q` as `query`. `{label: null}`
+    ignores a key, also inside messages.
     """
 
     on_bad_record: Literal["stop", "skip"] = key("stop", neither=_ACCEPTS, stream="refused")
-    """`stop` at a record that cannot become a sample, or `skip` and count it."""
+    """At a record that cannot become a sample, `stop` with an error, or `skip` it and count it."""
 
     max_bad_share: Decimal = key(Decimal("0.01"), neither=_ACCEPTS, check=from_0_to_1, stream="refused")
-    """Largest share of records that may be skipped; if more are bad, the run stops."""
+    """Largest share of the records that may be skipped. If more are bad, the run stops."""
 
     lengths: PathText | None = key(None, neither="names lengths that have the same fingerprint", stream="evaluation")
-    """Table that `packplan measure` wrote; records in it are not measured again."""
+    """Table of lengths from `packplan measure`. Records in it are not measured again."""
 
     records_cache: PathText | None = key(None, neither=_COPIES)
     """
-    Folder for copies of data files at URLs and of formats other than JSON Lines and Arrow, and for
-    indices of large files; unset, `records` in `training.output_dir`.
+    Folder for copies of data files from URLs or in formats other than JSON Lines and Arrow, and for
+    indices of large files. If unset, `records` in `training.output_dir`.
     """
 
     media_dir: PathText | None = key(None, lengths="otherwise")
     """
-    Folder where relative paths of images and videos start; unset, ms-swift's `ROOT_IMAGE_DIR`, else
-    the folder of their data file.
+    Folder where relative paths of images and videos start. If unset, ms-swift's `ROOT_IMAGE_DIR`,
+    else the folder of their data file.
     """
 
     media_cache: PathText | None = key(None, neither=_COPIES)
-    """Folder for images and videos at URLs, fetched once. Unset, such media are refused."""
+    """
+    Folder for copies of images and videos from URLs; each is fetched once. If unset, media at URLs
+    are refused.
+    """
 
     @property
     def planned_mix(self) -> str | None:
-        """Path of the mix whose epochs are planned before training; None if there is none."""
+        """Path of the mix whose epochs are planned before training, or None."""
         return self.fusion_config if self.fusion_schedule else None
 
 
 @attrs.frozen(kw_only=True)
 class TrainingConfig:
-    """`training.`: packing, batches and the trainer."""
+    """`training.`: packing, batches, tuners and the trainer."""
 
     output_dir: PathText = attrs.field(metadata=key_metadata(neither="decides where results are kept"))
     """Folder of checkpoints, logs and plans."""
 
     packing: bool = key(True, plan=True)
-    """`false` trains padded batches by the same trainer; packing keys may stay."""
+    """
+    `false` trains padded batches with the same trainer. Other packing keys may stay in the YAML.
+    """
 
     packing_mode: Literal["static", "dynamic"] = key("static", neither=_STREAMS)
-    """`static` in the variant `sft`, `dynamic` in `rollout`."""
+    """`static` if `custom.trainer_variant` is `sft`, `dynamic` if it is `rollout`."""
 
     packing_algorithm: str = key("constant_volume", plan=True, check=one_of(ALGORITHMS), stream="refused")
     """One of `core.packers.ALGORITHMS`."""
 
     packing_epochs: Literal["same", "replanned"] = key("same", plan=True, stream="refused")
     """
-    `same`: every epoch has the packs of the first. `replanned`: each draws its own from `seed`.
+    `same`: every epoch has the same packs. `replanned`: each epoch has its own packs, drawn from
+    `seed`.
     """
 
     packing_buffer: int = key(512, neither=_STREAMS, check=at_least(1))
-    """Samples packed together in dynamic mode; static mode refuses other values."""
+    """
+    Samples that are packed together if `packing_mode` is `dynamic`. Static packing refuses other
+    values than the default.
+    """
 
     packing_balance: Literal["auto", "step", "microbatch", "none"] = key("auto", neither=TRAINS, stream="refused")
     """
-    Assign a step's packs to ranks by work: `step` for equal sums, `microbatch` for ranks that meet
-    in each microbatch (FSDP, DeepSpeed from stage 2 on), `auto` for either, `none` as packs come.
+    How a step's packs are assigned to ranks. `step`: equal work over the step. `microbatch`: equal
+    work in each microbatch, for ranks that wait for each other there (FSDP, DeepSpeed from stage 2
+    on). `auto`: whichever fits. `none`: in the order of the epoch.
     """
 
     packing_min_fill_ratio: Decimal = key(Decimal("0.65"), plan=True, check=from_0_to_1)
-    """Packs filled below this share of the packing length, an exact decimal, are dropped."""
+    """
+    Packs filled below this share of the packing length are dropped. The value is read as an exact
+    decimal.
+    """
 
     packing_drop_last: bool = key(True, plan=True)
-    """Drop packs below `packing_min_fill_ratio`; streams do so only at the end of an epoch."""
+    """Drop packs below `packing_min_fill_ratio`. Streams drop them only at the end of an epoch."""
 
     packing_max_dropped_share: Decimal = key(Decimal("0.01"), neither=_ACCEPTS, check=from_0_to_1)
     """
-    Largest share of the tokens that dropped packs may have; more, in at least two packs, is an
-    error.
+    Largest share of the tokens that dropped packs may hold. More is an error, unless a single pack
+    holds them.
     """
 
     packing_max_images: int | None = key(None, plan=True, check=at_least(1), stream="refused")
-    """Most images in one pack; a sample with more is a pack by itself."""
+    """Most images in a pack. A sample with more is a pack by itself."""
 
     packing_allow_single_long: bool = key(True, plan=True)
-    """Give each sample of at least the packing length its own pack; `false` skips it."""
+    """
+    Give each sample of at least the packing length a pack by itself. `false` leaves such samples
+    out.
+    """
 
     eval_packing: bool | None = key(None, plan=True)
     """
-    Pack the evaluation; unset, in static plans. It needs `packing`, and does not change the metric.
+    Pack the evaluation, which needs `packing` and leaves the metric unchanged. If unset, static
+    plans pack it, streams do not.
     """
 
     packing_wait_timeout_s: float = key(7200.0, neither=_MEASURES, check=at_least(0), stream="evaluation")
-    """Seconds that ranks wait for rank 0, and rank 0 for other jobs in its folders; 0: for ever."""
+    """
+    Seconds that ranks wait for rank 0, and that rank 0 waits for other jobs in its folders. 0 waits
+    for ever.
+    """
 
     packing_lengths_from: PathText | None = key(
         None, neither="names lengths that have the same fingerprint", stream="evaluation"
     )
     """
-    `output_dir` of another run with the same inputs; its lengths are read if this run has none.
+    `output_dir` of another run with the same inputs. Its lengths are used if this run has none yet.
     """
 
     packing_length_cache_persist_every: int | None = key(
         None, neither=_MEASURES, check=at_least(1), stream="evaluation"
     )
-    """Samples between flushes of measured lengths; unset, by the size of the data."""
+    """
+    Measured lengths are saved each time this many samples are measured. If unset, the size of the
+    data decides.
+    """
 
     packing_length_precompute_workers: int = key(
         8, neither=_MEASURES, per_rank="cores of a rank's machine", check=at_least(1), stream="evaluation"
     )
-    """Number of processes that measure, at most one for each core."""
+    """Processes that measure lengths; at most one for each core is used."""
 
     effective_batch_size: int | None = key(None, neither=TRAINS, check=at_least(1))
     """
-    Packs (without packing, samples) of a step over all ranks; unset, the next two keys decide.
+    Packs of a step over all ranks; samples if `packing` is `false`. If unset, the next two keys
+    decide.
     """
 
     per_device_train_batch_size: int = key(1, neither=TRAINS, check=at_least(1))
-    """Batch of a rank. Packing forces 1; accumulation then keeps the packs of a step."""
+    """
+    Samples of a padded batch on each rank. Packing sets it to 1 and accumulates more batches, so a
+    step has as many packs as it would have samples.
+    """
 
     gradient_accumulation_steps: int | None = key(None, neither=TRAINS, check=at_least(1))
-    """Batches of a rank in a step, unless `effective_batch_size` or packing decide; unset, 1."""
+    """
+    Batches of a rank in a step, unless `effective_batch_size` or packing decides. If unset, 1.
+    """
 
     per_device_eval_batch_size: int = key(1, neither=TRAINS, check=at_least(1))
-    """Samples of a padded evaluation batch; packed evaluation forces 1."""
+    """Samples of a padded batch of the evaluation. Packed evaluation sets it to 1."""
 
     sequence_parallel_size: int | Literal["auto"] = key(
         1, neither=TRAINS, check=must(lambda size: size == "auto" or size >= 1, "at least 1, or auto"), stream="refused"
     )
     """
-    Ranks that share each row of packed samples, and count as one rank of the plan. `auto`: each
-    long pack takes the smallest power of two of ranks that holds it, every other pack one rank.
+    Number of ranks that share each pack, and count as one rank of the plan. `auto`: each long pack
+    takes as many ranks as hold it (a power of two), every other pack one rank.
     """
 
     max_sequence_parallel_size: int | None = key(
@@ -406,62 +455,73 @@ class TrainingConfig:
         stream="refused",
     )
     """
-    Most ranks that share a pack where `sequence_parallel_size` is `auto`; unset, the largest power
-    of two that divides the ranks.
+    Most ranks that share a pack if `sequence_parallel_size` is `auto`. If unset, the largest power
+    of two that divides the number of ranks.
     """
 
     dataloader_drop_last: bool = key(False, neither=TRAINS, stream="refused")
-    """Drop packs that do not fill all ranks; `false` repeats packs from the front."""
+    """
+    Drop the last packs of an epoch if they do not fill all ranks. `false` repeats packs from the
+    front instead.
+    """
 
     num_train_epochs: float = key(3.0, neither=TRAINS)
-    """Epochs; may be fractional, but not in streams."""
+    """Number of epochs. It may be fractional, except in streams."""
 
     max_steps: int = key(
         -1, neither=TRAINS, check=must(lambda steps: steps == -1 or steps >= 1, "at least 1, or -1 for no limit")
     )
-    """Optimizer steps in total, if positive; overrides epochs."""
+    """Optimizer steps in total, in place of `num_train_epochs`. -1 sets no limit."""
 
     loss_reduction: Literal["token", "sample", "sqrt"] = key("token", neither=TRAINS)
-    """Unit of equal weight in a step's loss over all ranks: token, sample, or between (`sqrt`)."""
+    """
+    What has equal weight in a step's loss over all ranks: each supervised token, each sample, or a
+    middle way (`sqrt`).
+    """
 
     seed: int = key(42, plan=True, check=valid_seed)
-    """Seed of weights, dropout, and each epoch's order of packs."""
+    """Seed of new weights, of dropout, and of the order of packs in each epoch."""
 
     resume_from_checkpoint: PathText | None = key(None, neither=TRAINS)
-    """Folder of a checkpoint, or `last` for the newest whole one of `output_dir`."""
+    """Folder of a checkpoint, or `last` for the newest complete one in `output_dir`."""
 
     tuner_type: Tuner = key("full", plan=True)
     """
-    Train all weights, low-rank adapters, or what another of ms-swift's tuners adds; `dummy` trains
-    what the loader leaves unfrozen.
+    Which weights are trained: all of them (`full`), low-rank adapters (`lora`), or those that
+    another tuner of ms-swift adds. `dummy` trains the weights that the model's loader leaves
+    unfrozen.
     """
 
     lora_rank: int = key(8, neither=TUNES, check=at_least(1))
-    """Rank of adapters."""
+    """Rank of LoRA adapters."""
 
     lora_alpha: float = key(32.0, neither=TUNES, check=at_least(1))
-    """Adapters' outputs are scaled by this over their rank."""
+    """Outputs of LoRA adapters are multiplied by this value over their rank."""
 
     lora_dropout: float = key(0.05, neither=TUNES, check=from_0_below_1)
-    """Dropout of adapters' inputs."""
+    """Dropout of the inputs of LoRA adapters."""
 
     target_modules: tuple[str, ...] = key(("all-linear",), neither=TUNES)
-    """Modules with adapters: names, `all-linear` or `all-embedding`."""
+    """Modules that get adapters: names, `all-linear` or `all-embedding`."""
 
     target_regex: str | None = key(None, neither=TUNES, check=pattern_faults)
-    """Pattern of names of modules with adapters, in place of `target_modules`."""
+    """
+    Regular expression for the names of modules that get adapters, in place of `target_modules`.
+    """
 
     target_parameters: tuple[str, ...] = key((), neither=TUNES)
-    """Parameters with adapters of their own, such as those of experts that are not modules."""
+    """Parameters that get adapters of their own, such as experts that are not modules."""
 
     modules_to_save: tuple[str, ...] = key((), neither=TUNES)
-    """Modules trained whole beside adapters: names, `all-embedding` or `all-norm`."""
+    """
+    Modules that are trained in full beside the adapters: names, `all-embedding` or `all-norm`.
+    """
 
     use_rslora: bool = key(False, neither=TUNES)
-    """Scale adapters by the square root of their rank (rsLoRA)."""
+    """Divide `lora_alpha` by the square root of the rank instead of the rank (rsLoRA)."""
 
     use_dora: bool = key(False, neither=TUNES)
-    """Train the magnitude of each weight beside its adapter (DoRA)."""
+    """Also train the magnitude of each adapted weight (DoRA)."""
 
     init_weights: str | None = key(
         None,
@@ -472,12 +532,12 @@ class TrainingConfig:
         ),
     )
     """
-    Start of low-rank adapters: `gaussian`, `false` for random ones, or from the weights `pissa`,
-    `pissa_niter_16` or `olora`; unset, a start that changes nothing.
+    Initial LoRA adapters: `gaussian`, `false` (all random), or derived from the model's weights by
+    `pissa`, `pissa_niter_16` or `olora`. If unset, adapters that leave outputs unchanged.
     """
 
     lorap_lr_ratio: float | None = key(None, neither=TUNES, check=above_0)
-    """Learning rate of an adapter's second matrix over its first's (LoRA+)."""
+    """Learning rate of an adapter's second matrix, as a multiple of that of its first (LoRA+)."""
 
     freeze_llm: bool = key(False, plan=True)
     """Freeze the language model."""
@@ -489,34 +549,34 @@ class TrainingConfig:
     """Freeze the projector of the vision tower."""
 
     freeze_parameters: tuple[str, ...] = key((), neither=TUNES)
-    """Prefixes of names of frozen weights, in full training."""
+    """Freeze weights whose names start with one of these, if `tuner_type` is `full`."""
 
     freeze_parameters_regex: str | None = key(None, neither=TUNES, check=pattern_faults)
-    """Pattern of names of frozen weights."""
+    """Freeze weights whose names match this regular expression."""
 
     freeze_parameters_ratio: float = key(0.0, neither=TUNES, check=from_0_below_1)
-    """Share of the weights that is frozen, beginning with the model's first."""
+    """Freeze this share of the weights, beginning with the model's first."""
 
     trainable_parameters: tuple[str, ...] = key((), neither=TUNES)
-    """Prefixes of names of trained weights, whatever is frozen."""
+    """Train weights whose names start with one of these, even if another key freezes them."""
 
     trainable_parameters_regex: str | None = key(None, neither=TUNES, check=pattern_faults)
-    """Pattern of names of trained weights, whatever is frozen."""
+    """Train weights whose names match this regular expression, even if another key freezes them."""
 
     trainer: Mapping[str, Any] = attrs.field(factory=dict, converter=_read_only, metadata=key_metadata(neither=TRAINS))
     """
-    Any other key of ms-swift's `Seq2SeqTrainingArguments` and of its tuners, passed unchanged; its
-    type is checked.
+    All other keys of ms-swift's `Seq2SeqTrainingArguments` and of its tuners. Types are checked,
+    and values passed on unchanged.
     """
 
     @property
     def shares_by_degree(self) -> bool:
-        """Whether a pack is shared by as many ranks as its length needs."""
+        """Whether the length of each pack decides how many ranks share it."""
         return self.sequence_parallel_size == "auto"
 
     @property
     def row_ranks(self) -> int:
-        """Number of ranks that share every row; together they are one rank of the plan."""
+        """Number of ranks that share every pack, and together count as one rank of the plan."""
         return 1 if self.sequence_parallel_size == "auto" else self.sequence_parallel_size
 
     @property
@@ -531,7 +591,7 @@ TUNERS: tuple[str, ...] = get_args(Tuner)
 
 @attrs.frozen(kw_only=True)
 class RunConfig:
-    """Configuration of a run, as its YAML states it."""
+    """Configuration of a run, with all sections of its YAML."""
 
     model: ModelConfig
     template: TemplateConfig
@@ -539,20 +599,24 @@ class RunConfig:
     training: TrainingConfig
 
     global_max_length: int | None = key(None, lengths="otherwise", plan=True, check=at_least(1))
-    """Tokens; sets `template.max_length` and `model.max_model_len` where these are unset."""
+    """
+    Number of tokens for `template.max_length` and `model.max_model_len`, where these are unset.
+    """
 
     source: str = attrs.field(default="", eq=False, metadata=key_metadata(set_by_command=True))
-    """Name of the YAML, for messages; empty for a run that none describes."""
+    """Name of the YAML, for messages. Empty for a run without a YAML."""
 
     command: Any = key(None, set_by_command=True)
-    """Command of ms-swift that trains the run, as it resolves it; None for `packplan sft`."""
+    """
+    ms-swift's own command that trains the run, with its arguments resolved. None for `packplan
+    sft`.
+    """
 
     @property
     def packing_length(self) -> int:
         """
-        Tokens that a pack may hold: `template.max_length` or the keys that stand in for it.
-
-        These are `model.max_model_len`, then `global_max_length`.
+        Most tokens of a pack: `template.max_length`, else `global_max_length`, else
+        `model.max_model_len`.
         """
         length = self.template.max_length or self.global_max_length or self.model.max_model_len
         assert length is not None  # noqa: S101  # `run_faults` refuses a run without one
@@ -560,15 +624,14 @@ class RunConfig:
 
     @property
     def batch_size(self) -> int:
-        """Packs that a rank trains in one forward pass; without packing, samples."""
+        """Packs of a rank in one forward pass; samples if `training.packing` is false."""
         # ms-swift's batches count packs.
         return 1 if self.training.packing and self.command is None else self.training.per_device_train_batch_size
 
     def plan_world_size(self, num_ranks: int) -> int:
         """
-        Return the number of groups of ranks that share each row.
-
-        ArgumentError for uneven groups, or if packs cannot be shared by as many ranks as asked.
+        Return the number of groups of ranks that share packs. Raises ArgumentError if the groups
+        are uneven, or if packs cannot be shared by that many ranks.
         """
         if self.training.shares_by_degree:
             largest_degree(num_ranks, self.training.max_sequence_parallel_size)
