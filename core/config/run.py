@@ -475,8 +475,8 @@ class TrainingConfig:
 
     loss_reduction: Literal["token", "sample", "sqrt"] = key("token", neither=TRAINS)
     """
-    What has equal weight in a step's loss over all ranks: each supervised token, each sample, or a
-    middle way (`sqrt`).
+    Unit of equal weight in a step's loss over all ranks: supervised tokens, samples, or a middle
+    way (`sqrt`).
     """
 
     seed: int = key(42, plan=True, check=valid_seed)
