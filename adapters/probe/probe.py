@@ -15,7 +15,7 @@ import torch
 from packplan.adapters.attention import NAME, ROWS_NAME, project_patches, set_attention, takes_packed_images
 from packplan.adapters.attention.rows import run_by_sample
 from packplan.adapters.families import trained_config
-from packplan.adapters.probe.rows import ProbeRow, compare_row, probe_images
+from packplan.adapters.probe.rows import ProbeRow, probe_images
 from packplan.adapters.probe.shrink import (
     FIRST_ID,
     LONGEST,
@@ -27,7 +27,7 @@ from packplan.adapters.probe.shrink import (
     shrink_config,
 )
 from packplan.adapters.probe.small_model import SmallModels, error_text, hiding_warnings
-from packplan.adapters.proof.comparison import Outcome, compare_values, run_alone
+from packplan.adapters.proof.comparison import Outcome, compare_values, packed_and_alone, run_alone
 from packplan.adapters.proof.modules import NamedModule, first_different_module, first_leak
 from packplan.core.equality import (
     AUTO,
@@ -149,7 +149,7 @@ class _SmallCopies:
     def measure_copy(self, trial: StrategyTrial, split: tuple[str, ...] = ()) -> tuple[Any, ProbeResult, str | None]:
         """Return a copy that packs, its probe result, and the reason against packing, if any."""
         model = self.build_packing_copy(trial, split)
-        measured = compare_row(model, self.row, self.alone)
+        measured = packed_and_alone(model, self.row.packed, self.row.samples, alone=self.alone).worst
         return model, measured, measured.reason_against_packing(limit=self.limit)
 
 

@@ -24,14 +24,12 @@ from packplan.adapters.probe.small_model import SmallModels, error_text
 from packplan.adapters.proof.batches import PackedBatch, Sample, places_by_lengths
 from packplan.adapters.proof.comparison import (
     Outcome,
-    compare,
     compare_values,
     compute_precision,
     difference_limit,
     experts_may_differ,
-    read_outcome,
+    packed_and_alone,
     run_alone,
-    run_watched,
 )
 from packplan.core.equality import AttentionChoice, ProbeResult
 from packplan.core.errors import ModelError, PackplanError
@@ -98,27 +96,6 @@ def draw_token_types(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: (ids % 4).clamp(max=min(num_types, 2) - 1) for name in names}
 
 
-def compare_row(model: Any, row: ProbeRow, alone: Outcome, *, median: bool = False) -> ProbeResult:
-    """
-    Compare a packed row with its samples alone, and measure the gradients between samples.
-
-    Args:
-        model: Model in evaluation mode, set to pack.
-        row: Row with the samples.
-        alone: Outcome of the samples alone. If it has no gradients, weights' gradients are not
-            compared.
-        median: Compare the median difference of each sample's tokens, not the largest, and no
-            losses.
-    """
-    packed = row.packed
-    watched, logits = run_watched(model, packed)
-    isolation = max(one.isolation for one in watched.logit_dependences(logits))
-    own = [logits[place] for place in packed.places]
-    found = read_outcome(model, own, row.samples, with_gradients=bool(alone.gradients))
-    apart = compare(found, alone, median=median)
-    return ProbeResult(isolation, max(apart.logits), max(apart.losses, default=0.0), apart.gradients)
-
-
 def probe_ready_model(
     model: Any, *, native: str, named: str, asked: str = "the loaded model", groups: RowGroups | None = None
 ) -> ProbeResult:
@@ -158,7 +135,8 @@ def _ask_row(model: Any, row: ProbeRow, alone: Outcome, degree: int) -> tuple[Pr
     """Return how a row that *degree* ranks share differs, and why it may not be packed, or None."""
     try:
         with sharing_by(degree):
-            measured = compare_row(model, row, alone, median=experts_may_differ(model))
+            median = experts_may_differ(model)
+            measured = packed_and_alone(model, row.packed, row.samples, alone=alone, median=median).worst
     except Exception as error:  # whatever the code of a family raises
         if degree == 1 and isinstance(error, PackplanError):
             raise

@@ -11,12 +11,10 @@ from packplan.adapters.models import evaluation_mode, find_sharded_weight
 from packplan.adapters.proof.batches import PackedBatch, Starts, shape_text
 from packplan.adapters.proof.comparison import (
     Comparison,
-    compare,
     difference_limit,
     experts_may_differ,
-    read_outcome,
+    packed_and_alone,
     run_alone,
-    run_watched,
 )
 from packplan.adapters.proof.modules import NamedModule, first_different_module, first_leak
 from packplan.core.batch import IGNORED_LABEL
@@ -98,9 +96,8 @@ def assert_equal_to_alone(
     if not any(one.requires_grad for one in model.parameters()):
         raise ModelError("probe", "none of its weights trains (requires_grad), so it has no gradients to compare")
     with evaluation_mode(model), torch.enable_grad():
-        _, logits = run_watched(model, row)
-        packed = read_outcome(model, [logits[place] for place in row.places], samples)
-        apart = compare(packed, run_alone(model, samples), median=experts_may_differ(model))
+        median, expected = experts_may_differ(model), run_alone(model, samples)
+        apart = packed_and_alone(model, row, samples, alone=expected, readers=(), median=median)
         for number, different in enumerate(apart.logits):
             if not different <= limit:
                 fact = f"the logits of sample {number} differ from those of the sample alone by {different:.2g}"

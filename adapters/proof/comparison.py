@@ -1,26 +1,27 @@
 """
 Comparison of a model's results for packed samples with its results for each sample alone.
 
-`run_watched` computes packed rows, and `read_outcome` reads logits, losses and gradients of each
-sample off the result. `run_alone` computes each sample by itself, and `compare` returns the
-differences. A caller gives the model, its samples, and how its host calls the model.
+The probe, `packplan check` and `packplan.testing` take `run_alone`, which computes each sample by
+itself, and `packed_and_alone`, which computes the packed rows and returns the differences. A caller
+gives the model, its samples, and how its host calls the model.
 `difference_limit` returns the largest difference that is allowed, for a model of any size.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
+from torch.autograd.graph import GradientEdge
 
 from packplan.adapters.attention.varlen import compute_dtype
 from packplan.adapters.models import Gradients, add_gradients, difference_norms, weight_gradients
 from packplan.adapters.proof.batches import PackedBatch, Sample, Shape, shape_text
-from packplan.adapters.proof.gradients import WatchedPass, watching_embeddings
+from packplan.adapters.proof.gradients import Dependence, WatchedPass, watching_embeddings
 from packplan.core.batch import IGNORED_LABEL
-from packplan.core.equality import EQUALITY_LIMITS, Precision, loss_difference, rounding_limit
+from packplan.core.equality import EQUALITY_LIMITS, Precision, ProbeResult, loss_difference, rounding_limit
 from packplan.core.errors import ModelError
 
 _MIN_TOKENS = 8
@@ -81,6 +82,59 @@ class Comparison:
 
     weight: str
     """Name of the weight whose gradient differs most."""
+
+    dependences: tuple[Dependence, ...] = ()
+    """How much each reader's logits depend on other samples."""
+
+    @property
+    def worst(self) -> ProbeResult:
+        """Largest dependence on another sample, and largest differences."""
+        isolation = max((one.isolation for one in self.dependences), default=0.0)
+        return ProbeResult(isolation, max(self.logits), max(self.losses, default=0.0), self.gradients)
+
+
+def packed_and_alone(
+    model: torch.nn.Module,
+    packed: PackedBatch,
+    samples: Sequence[Sample],
+    *,
+    alone: Outcome,
+    call: Call | None = None,
+    readers: Iterable[int] | None = None,
+    sources: Iterable[tuple[GradientEdge, int]] = (),
+    step: Callable[[], tuple[float, Gradients]] | None = None,
+    median: bool = False,
+) -> Comparison:
+    """
+    Compute packed rows, and return how their samples differ from the same samples alone.
+
+    Args:
+        model: Model in evaluation mode, set to pack.
+        packed: Rows, with the arguments of the call.
+        samples: The rows' samples, in their order.
+        alone: Outcome of `run_alone`. If it has no gradients, those of weights are not compared.
+        call: The way in which a host calls the model; None calls it as it is.
+        readers: Samples whose dependence on other samples is computed; None takes all.
+        sources: Pixels of the rows, each with the index of its sample.
+        step: Computes loss and gradients of the rows as training does; None takes those of the
+            samples' weighted losses.
+        median: See `compare`.
+
+    Raises:
+        ModelError: There are no logits for each token, or they have no gradient for *readers*.
+    """
+    readers = range(len(samples)) if readers is None else [*readers]
+    with torch.set_grad_enabled(bool(readers or alone.gradients)):
+        watched, logits = run_watched(model, packed, call=call)
+    watched.sources.extend(sources)
+    dependences = tuple(watched.logit_dependences(logits, readers)) if readers else ()
+    own = [logits[place] for place in packed.places]
+    found = read_outcome(model, own, samples, with_gradients=bool(alone.gradients and step is None))
+    if alone.gradients and step is not None:
+        del watched, logits, own
+        loss, gradients = step()
+        found = attrs.evolve(found, loss=loss, gradients=gradients)
+    return attrs.evolve(compare(found, alone, median=median), dependences=dependences)
 
 
 def run_watched(

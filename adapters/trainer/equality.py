@@ -9,6 +9,7 @@ attention, so that a fault in this project's attention is found, not repeated.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -18,10 +19,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from packplan.adapters.attention import using_native_attention
 from packplan.adapters.families import trained_config
 from packplan.adapters.loaders.rows import NORMALISER
-from packplan.adapters.models import evaluation_mode, replace_attributes, weight_gradients
-from packplan.adapters.proof.batches import PackedBatch, Place, Sample, next_tokens, places_by_lengths
-from packplan.adapters.proof.comparison import Outcome, compare, difference_limit, read_outcome, run_alone, run_watched
-from packplan.adapters.proof.gradients import WatchedPass
+from packplan.adapters.models import Gradients, evaluation_mode, replace_attributes, weight_gradients
+from packplan.adapters.proof.batches import PackedBatch, Sample, next_tokens, places_by_lengths
+from packplan.adapters.proof.comparison import difference_limit, packed_and_alone, run_alone
 from packplan.adapters.samples.media import IMAGES, VIDEOS
 from packplan.adapters.trainer.trainer import PLAIN_LOSS, PlanTrainer, logit_inputs
 from packplan.adapters.trainer.vision import find_rope_index, media_inputs
@@ -86,23 +86,26 @@ class PackComparison:
         with using_native_attention(trainer.model, trainer.attention.native):
             alone = run_alone(trainer.model, samples, call=self._call_model, with_gradients=gradients)
         media = _split_pixels(encoded, collated) if gradients else []
-        prepared, watched, logits = self._run_packed(collated, places, with_gradients=gradients)
-        watched.sources.extend(media)
+        with self._prepared_pack(collated) as prepared:
+            inputs = {key: one for key, one in logit_inputs(prepared).items() if key != "logits_to_keep"}
         for index, (_, span), sample, own in zip(indices, places, samples, encoded, strict=True):
             yield from _diff_rows(pack, index, self._own_positions(sample.inputs), prepared["position_ids"][..., span])
             labels = torch.tensor([IGNORED_LABEL, *own["labels"][1:]])  # alone, nothing comes before to predict it
             yield Deviation("labels", int((collated["labels"][0, span].cpu() != labels).sum()), pack, index)
         targets = next_tokens(collated["labels"][0])  # a label that crosses a border counts to the sample before it
-        packed = [attrs.evolve(one, targets=targets[span]) for one, (_, span) in zip(samples, places, strict=True)]
-        found = read_outcome(trainer.model, [logits[place] for place in places], packed, with_gradients=False)
-        if gradients:
-            readers = torch.linspace(0, len(places) - 1, min(_READERS, len(places))).round().int().tolist()
-            for one in watched.logit_dependences(logits, readers):
-                detail = f"on sample {indices[one.source]}" if one.size else ""
-                yield Deviation("isolation", one.isolation, pack, indices[one.reader], detail)
-            del watched, logits
-            found = self._run_step(collated, found)
-        apart = compare(found, alone)
+        apart = packed_and_alone(
+            trainer.model,
+            PackedBatch(inputs, None, (1, collated["labels"].shape[1]), places),
+            [attrs.evolve(one, targets=targets[span]) for one, (_, span) in zip(samples, places, strict=True)],
+            alone=alone,
+            call=partial(self._call_on_pack, collated),
+            readers=_spread(len(places)) if gradients else (),
+            sources=media,
+            step=partial(self._run_step, collated),
+        )
+        for one in apart.dependences:
+            detail = f"on sample {indices[one.source]}" if one.size else ""
+            yield Deviation("isolation", one.isolation, pack, indices[one.reader], detail)
         for index, value, loss in zip(indices, apart.logits, apart.losses, strict=True):
             yield Deviation("logits", value, pack, index)
             yield Deviation("sample loss", loss, pack, index)
@@ -114,33 +117,31 @@ class PackComparison:
         with self.trainer.accelerator.autocast():
             return self.trainer.model(**inputs)
 
+    def _call_on_pack(self, collated: dict[str, Any], **inputs: Any) -> Any:
+        with self._pack_hooks(collated):
+            return self._call_model(**inputs)
+
+    @contextlib.contextmanager
+    def _pack_hooks(self, collated: dict[str, Any]) -> Iterator[None]:
+        """Inside this context, ms-swift's hooks for a pack are active, as in training."""
+        trainer = self.trainer
+        with trainer.media_hook(), trainer.template.forward_context(trainer.model, dict(collated)):
+            yield
+
     @contextlib.contextmanager
     def _prepared_pack(self, collated: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield inputs that the trainer prepares from a pack; its hooks are active in the block."""
-        trainer = self.trainer
-        with trainer.media_hook(), trainer.template.forward_context(trainer.model, dict(collated)):
-            yield trainer._prepare_inputs(dict(collated))  # noqa: SLF001  # what training does, and no less
+        with self._pack_hooks(collated):
+            yield self.trainer._prepare_inputs(dict(collated))  # noqa: SLF001  # what training does, and no less
 
-    def _run_packed(
-        self, collated: dict[str, Any], places: tuple[Place, ...], *, with_gradients: bool
-    ) -> tuple[dict[str, Any], WatchedPass, torch.Tensor]:
-        """Run the model on a pack; return its inputs, its watched embeddings, and its logits."""
-        with torch.set_grad_enabled(with_gradients), self._prepared_pack(collated) as prepared:
-            inputs = logit_inputs(prepared)
-            inputs.pop("logits_to_keep", None)
-            row = PackedBatch(inputs, None, (1, collated["labels"].shape[1]), places)
-            return prepared, *run_watched(self.trainer.model, row, call=self._call_model)
-
-    def _run_step(self, collated: dict[str, Any], found: Outcome) -> Outcome:
-        """Run the trainer's own step on a pack; return *found* with its loss and gradients."""
+    def _run_step(self, collated: dict[str, Any]) -> tuple[float, Gradients]:
+        """Run the trainer's own step on a pack; return its loss and gradients."""
         trainer = self.trainer
         with replace_attributes(trainer.args, **PLAIN_LOSS), self._prepared_pack(collated) as inputs:
             items = torch.tensor(collated[NORMALISER] or 1.0, device=trainer.accelerator.device)
             with trainer.accelerator.autocast():
                 loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=items)
-            return attrs.evolve(
-                found, loss=float(loss.detach().double()), gradients=weight_gradients(trainer.model, loss)
-            )
+            return float(loss.detach().double()), weight_gradients(trainer.model, loss)
 
     def _model_samples(self, encoded: Sequence[dict[str, Any]]) -> list[Sample]:
         """
@@ -171,6 +172,12 @@ class PackComparison:
         given = parameter_names(rope)
         positions, _ = rope(**{key: value for key, value in inputs.items() if key in given})
         return torch.cat([text, positions[:, 0]])
+
+
+def _spread(samples: int) -> list[int]:
+    """Return up to `_READERS` sample numbers, spread evenly."""
+    numbers: list[int] = torch.linspace(0, samples - 1, min(_READERS, samples)).round().int().tolist()
+    return numbers
 
 
 def _to_device(device: torch.device, batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,8 +31,8 @@ from packplan.adapters import attention
 from packplan.adapters.attention import PatchProjection, project_patches, varlen
 from packplan.adapters.attention.layout import Layout, read_layout
 from packplan.adapters.attention.rows import read_row, using_row
-from packplan.adapters.probe.rows import ProbeRow, compare_row
-from packplan.adapters.proof.comparison import run_alone
+from packplan.adapters.probe.rows import ProbeRow
+from packplan.adapters.proof.comparison import packed_and_alone, run_alone
 
 pytestmark = pytest.mark.slow
 
@@ -91,7 +91,7 @@ def difference(model, lengths):
     row = drawn(model, lengths)
     with attention.using_native_attention(model):
         alone = run_alone(model, row.samples)
-    found = compare_row(model, row, alone)
+    found = packed_and_alone(model, row.packed, row.samples, alone=alone).worst
     assert 0 == found.isolation
     return found.equality
 
