@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
                 from packplan.app.wiring import grpo
                 from packplan.app.wiring.ranks import hold_output_lock, open_rank_group
         with open_rank_group(config.grpo) as group, hold_output_lock(config, group, key="grpo.output_dir"):
-            grpo.train(config, quiet=options.quiet)
+            grpo.train(config, group, quiet=options.quiet)
 
     return run_command(command, verbose=options.verbose, quiet=options.quiet)
 

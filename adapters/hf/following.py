@@ -33,7 +33,7 @@ from packplan.adapters.loaders.batches import EvalBatches, PackBatches, read_sav
 from packplan.adapters.loaders.rows import NORMALISER, PACK, PackLoader, count_supervised, refuse_other_packs
 from packplan.adapters.model_folder import model_file_facts
 from packplan.adapters.models import replace_attributes
-from packplan.adapters.trainer_state import add_digest_on_save, find_other_parts
+from packplan.adapters.trainer_state import add_digest_on_save, find_damaged_part, find_other_parts
 from packplan.core.batch import IGNORED_LABEL, pack_degrees
 from packplan.core.config.identity import FIXED_ARGUMENTS, flat_values
 from packplan.core.equality import NATIVE
@@ -165,7 +165,9 @@ class FollowsSchedule:
             self.follower.load_state_dict(read_saved_progress(Path(folder)))
             engine = self.accelerator.state.deepspeed_plugin
             stage = None if engine is None else engine.hf_ds_config.get_value("zero_optimization.stage", 0)
-            if fact := find_other_parts(Path(folder), stage=stage, num_ranks=self.args.world_size):
+            facts = [find_other_parts(Path(folder), stage=stage, num_ranks=self.args.world_size)]
+            facts += gather_object([facts[0] or find_damaged_part(Path(folder), rank=self.args.process_index)])
+            if fact := next(filter(None, facts), None):
                 raise ArgumentError("host", f"{folder} cannot be resumed from: {fact}")
         self._progress.step = self.schedule.start.step
         return super()._inner_training_loop(*args, **options)  # type: ignore[misc]  # of the trainer's class

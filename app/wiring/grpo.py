@@ -22,18 +22,21 @@ from packplan.adapters.files import wrap_save_errors
 from packplan.adapters.hf.balance import BalanceCounts
 from packplan.adapters.hf.packed_calls import Unpadding
 from packplan.adapters.hf.refusals import warn_of_unclipped_gradients
-from packplan.adapters.ranks.environment import read_world_size
 from packplan.adapters.samples.data_files import open_records
 from packplan.adapters.samples.prompts import Prompts
+from packplan.adapters.trainer_state import find_damaged_part
 from packplan.app.wiring.stores import records_cache, refuse_other_parts
 from packplan.core.config.rl import RlConfig
 from packplan.core.errors import ConfigError, PackplanError
+from packplan.core.ports import RankGroup
 from packplan.hf import balance, unpad
 
 log = logging.getLogger(__name__)
 
 _ADAPTER_PREFIXES = ("lora_", "use_peft", "use_rslora", "use_dora")
 """Beginnings of the names of TRL's `ModelConfig` that say how adapters are made."""
+
+_CHECKPOINT_KEY = "grpo.resume_from_checkpoint"
 
 _PLACEHOLDER_KEYS = ("image_token_id", "video_token_id", "audio_token_id")
 
@@ -44,14 +47,13 @@ def installed_keys() -> dict[str, TrainerKey]:
     return {**adapters, **argument_keys(GRPOConfig), "reward_funcs": TrainerKey(("str", "list"))}
 
 
-def train(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
+def train(config: RlConfig, group: RankGroup, *, quiet: bool = False) -> GRPOTrainer:
     """
     Train a run, save the policy to its output folder, and return the trainer.
 
-    The ranks' process group has to be open, since TRL's trainer uses it.
-
     Args:
         config: The run.
+        group: All ranks; TRL's trainer uses their process group.
         quiet: Whether no progress is shown.
 
     Raises:
@@ -61,10 +63,13 @@ def train(config: RlConfig, *, quiet: bool = False) -> GRPOTrainer:
     folder, checkpoint = config.training.output_dir, config.grpo.get("resume_from_checkpoint")
     if checkpoint == "last" and (checkpoint := get_last_checkpoint(folder)) is None:
         reason = f"is last, but {folder} has no checkpoint: remove it to begin at step 1"
-        raise ConfigError.for_key("grpo.resume_from_checkpoint", reason)
+        raise ConfigError.for_key(_CHECKPOINT_KEY, reason)
     if checkpoint is not None:
         engine = config.grpo.get("deepspeed")
-        refuse_other_parts("grpo.resume_from_checkpoint", checkpoint, engine, num_ranks=read_world_size())
+        refuse_other_parts(_CHECKPOINT_KEY, checkpoint, engine, num_ranks=group.world_size)
+        facts = group.gather(find_damaged_part(Path(checkpoint), rank=group.rank) or "")
+        if fact := next(filter(None, facts), None):
+            raise ConfigError.for_key(_CHECKPOINT_KEY, f"is {checkpoint}, but {fact}")
     if quiet or not sys.stderr.isatty():
         disable_progress_bar()
     trainer, hooks, counts = open_trainer(config, quiet=quiet)

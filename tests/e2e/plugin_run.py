@@ -3,9 +3,11 @@
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile, is_zipfile
 
 import packplan as pp
 from tests.records import write_lines
@@ -60,6 +62,8 @@ def main(commands: list[tuple[str, str, list[str]]], folder: str) -> None:
     for name, task, words in commands:
         spy.folder = Path(folder, name)
         spy.folder.mkdir(exist_ok=True)
+        if "damaged" in name:
+            copy_damaged(Path(folder, name.replace("-damaged", ""), "out", "checkpoint-2"), spy.folder / "checkpoint-2")
         with (
             (spy.folder / f"said{spy.rank}").open("w") as said,
             contextlib.redirect_stdout(said),
@@ -72,10 +76,32 @@ def main(commands: list[tuple[str, str, list[str]]], folder: str) -> None:
                 cause: Any = error.__cause__
                 keys = [fault.path for fault in getattr(cause, "faults", ())] or [cause.kind]
                 outcome, found = "error", [type(cause).__name__, *keys]
+                print(error)
             except Exception as error:  # noqa: BLE001  # the other commands go on
                 outcome, found = "error", ["traceback", repr(error)]
             (spy.folder / f"{outcome}{spy.rank}.json").write_text(json.dumps(found))
     spy.packs = False  # it notes no steps of other trainers of this process
+
+
+def copy_damaged(checkpoint: Path, copy: Path) -> None:
+    """Copy a checkpoint, and change a byte of DeepSpeed's part of a rank; all ranks call this."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        shutil.copytree(checkpoint, copy)
+        (path,) = copy.glob("global_step*/*zero_pp_rank_1_*optim_states.pt")
+        change_a_byte(path)
+    dist.barrier()
+
+
+def change_a_byte(path: Path) -> None:
+    """Change one byte of the largest entry of an archive, or of a text; its headers stay."""
+    held, entry = bytearray(path.read_bytes()), b""
+    if is_zipfile(path):
+        with ZipFile(path) as archive:
+            entry = max(map(archive.read, archive.namelist()), key=len)
+    held[held.index(entry) + len(entry) // 2] ^= 1
+    path.write_bytes(held)
 
 
 class Spy:

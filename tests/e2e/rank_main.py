@@ -104,6 +104,9 @@ def several(runs: list[tuple[str, str]], out: str, commands: Sequence[tuple[str,
             plugin_run.main(commands, out)
         for name, config in runs:
             Path(out, name).mkdir(exist_ok=True)
+            if "damaged" in name:
+                whole = Path(out, name.replace("-damaged", ""), "checkpoint-2")
+                plugin_run.copy_damaged(whole, Path(out, name, "checkpoint-2"))
             if name.startswith("rl"):
                 with without_swift(), mock.patch.object(ranks, "open_rank_group", joined):
                     status = rl.main([config, "--quiet"])

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app import rl
 from packplan.app.wiring import grpo
 from packplan.app.wiring.runs import read_rl_config
@@ -26,7 +27,7 @@ def _callbacks():
 
 def train(path):
     """Train a run, and return its trainer."""
-    return grpo.train(read_rl_config(path, ()), quiet=True)
+    return grpo.train(read_rl_config(path, ()), OneRank(), quiet=True)
 
 
 def logged(folder) -> list[dict]:

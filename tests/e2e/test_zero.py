@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 
 from packplan.adapters.models import root_mean_square
 from packplan.adapters.ranks.torch_group import OneRank
-from packplan.adapters.trainer_state import find_other_parts
+from packplan.adapters.trainer_state import find_damaged_part, find_other_parts
 from packplan.app import plugin
 from packplan.app.sft.train import prepare
 from packplan.app.wiring.runs import read_config
 from packplan.core.errors import ConfigError
 from tests.e2e import rank_main
-from tests.e2e.plugin_run import LENGTH, PLAIN, Ran, write_records
+from tests.e2e.plugin_run import LENGTH, PLAIN, Ran, change_a_byte, write_records
 from tests.e2e.test_swift_plugin import write_others
 from tests.processes import finished
 
@@ -32,12 +32,13 @@ EVERY_CELL = "EVERY_CELL" in os.environ
 
 PACKED = "--gradient_accumulation_steps 2 --packing true --tuner_type full --save_strategy"
 
-RESUMED = "--save_strategy no --resume_from_checkpoint {runs}/text-zero3/out/checkpoint-2"
+RESUMED = "--save_strategy no --resume_from_checkpoint {runs}"
 
 SWIFT = {
     "text-": ("sft", "qwen2", f"{PACKED} no"),
     "text-zero3": ("sft", "qwen2", f"{PACKED} steps --save_steps 2"),
-    "text-other-zero2": ("sft", "qwen2", f"{PACKED} no {RESUMED}"),
+    "text-other-zero2": ("sft", "qwen2", f"{PACKED} no {RESUMED}/text-zero3/out/checkpoint-2"),
+    "text-damaged-zero3": ("sft", "qwen2", f"{PACKED} no {RESUMED}/text-damaged-zero3/checkpoint-2"),
 }  # fmt: skip
 """Run, whose name ends in `--deepspeed` -> command, data, which name the model, and words."""
 
@@ -55,7 +56,7 @@ if EVERY_CELL:
            for kind in ("kto", "rm", "simpo", "cpo", "orpo", *OTHERS) for stage in ("", "zero2", "zero3")},
         **{f"texts-{stage}": ("pt", "qwen2", f"{PACKED} no --gradient_accumulation_steps 1")
            for stage in ("", "zero2")},
-        "text-again-zero3": ("sft", "qwen2", f"{PACKED} no {RESUMED}"),
+        "text-again-zero3": ("sft", "qwen2", f"{PACKED} no {RESUMED}/text-zero3/out/checkpoint-2"),
         "text-own": ("sft", "qwen2", f"{PACKED} no"),
         "text-zero2": ("sft", "qwen2", f"{PACKED} no"),
         **{f"images-{stage}": ("sft", "qwen2_5_vl", f"{PACKED} no --tuner_type lora") for stage in ("", "zero3")},
@@ -105,6 +106,7 @@ RL = {
     "rl": {},
     "rl-three": {"deepspeed": settings(3)},
     "rl-two-of-three": {"deepspeed": settings(2), "resume_from_checkpoint": LAST % "rl-three"},
+    "rl-three-damaged": {"deepspeed": settings(3), "resume_from_checkpoint": LAST % "rl-three-damaged"},
     "rl-unlike": {"deepspeed": settings(2) | {"gradient_clipping": 2.0}},
 }
 """Run of `packplan rl` -> keys of `grpo.`"""
@@ -178,7 +180,7 @@ def assert_same(due: list[dict], found: list[dict]) -> None:
     assert near == steps(found)
 
 
-@pytest.mark.parametrize("name", [name for name in SWIFT if not re.search("-$|again|other", name)])
+@pytest.mark.parametrize("name", [name for name in SWIFT if not re.search("-$|again|other|damaged", name)])
 def test_commands_of_ms_swift_train_the_same(name, ran):
     """Every loss and gradient norm of a plan is that of ranks with whole weights."""
     whole, shared = ran(f"{name.partition('-')[0]}-"), ran(name)
@@ -280,12 +282,21 @@ def test_other_parts_of_an_optimizer_are_refused_before_anything_is_loaded(ran):
 
 
 @pytest.mark.parametrize("name", ["three", "rl-three", *["two", "rl-two"] * EVERY_CELL])
-def test_a_file_of_deepspeed_that_is_missing_or_torn_is_refused(name, ran, tmp_path, monkeypatch):
-    """Each by its name, whichever rank wrote it, before anything is loaded."""
+def test_a_file_of_deepspeed_that_is_missing_or_changed_is_found(name, ran, tmp_path, monkeypatch):
+    """By its name, by the rank that wrote it or the first of a node; one byte is enough."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     folder = shutil.copytree(ran(name).folder / "checkpoint-2", tmp_path / "checkpoint-2")
     given = {"stage": 3 if "three" in name else 2, "num_ranks": 2}
+
+    def damaged() -> list[str]:
+        found = []
+        for rank in range(2):
+            monkeypatch.setenv("LOCAL_RANK", str(rank))
+            found += filter(None, [find_damaged_part(folder, rank=rank)])
+        return found
+
     assert find_other_parts(folder, **given) is None
+    assert damaged() == []
     files = [folder / "latest", *folder.glob("global_step*/*.pt")]
     assert len(files) == (5 if "three" in name else 4)
     for path in files:
@@ -293,9 +304,26 @@ def test_a_file_of_deepspeed_that_is_missing_or_torn_is_refused(name, ran, tmp_p
         path.unlink()
         assert re.match(rf"its (file )?{path.name} is missing|its optimizer is kept in 1 part by ZeRO 1 or 2",
                         find_other_parts(folder, **given))  # fmt: skip
-        path.write_bytes(held[: len(held) // 2])
-        assert re.search("was not written to its end|names no folder", find_other_parts(folder, **given))
+        for change in (lambda path: path.write_bytes(held[: len(held) // 2]), change_a_byte):  # noqa: B023
+            path.write_bytes(held)
+            change(path)
+            if path.name == "latest":
+                assert "names no folder" in find_other_parts(folder, **given)
+            else:
+                (fact,) = damaged()
+                assert fact.startswith(f"its {path.name} is damaged, or was not written to its end: ")
         path.write_bytes(held)
+
+
+def test_a_changed_byte_of_deepspeed_ends_a_resume(ran):
+    """On all ranks, by the name of the file of the last rank, before anything is loaded."""
+    fact = "checkpoint-2{}its zero_pp_rank_1_mp_rank_00_optim_states.pt is damaged, or was not written to its end"
+    swift = ran("text-damaged-zero3")
+    for rank in range(2):
+        assert ["ArgumentError", "host"] == json.loads((swift.folder / f"error{rank}.json").read_text())
+        assert "2" == (ran("rl-three-damaged").folder / f"status{rank}").read_text()
+    assert fact.format(" cannot be resumed from: ") in swift.said
+    assert fact.format(", but ") in (ran("").folder / "rank0.log").read_text()
 
 
 def test_ruined_weights_end_a_run_before_a_save(ran, demo):
