@@ -35,8 +35,8 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> None:
     folder: Path = options.cached_dataset
     if folder.exists():
         raise ConfigError.for_key("--cached-dataset", f"is {folder}, which exists: name a new folder, or remove it")
-    config = read_command(options.source, words, world_size=options.world_size)
-    if not config.command.sequences_per_row:
+    config, host = read_command(options.source, words, world_size=options.world_size)
+    if not host.sequences_per_row:
         reason = (
             "has rows that are encoded in full to be measured: write them with swift export --to_cached_dataset true"
         )
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> None:
 
     splits = list(open_splits(config).values())
     with join_ranks(config) as group:
-        build(config, group, splits=splits, world_size=config.command.world_size)
+        build(config, group, splits=splits, world_size=host.world_size)
     numbers = export_rows(splits, folder)
     flags = [f"--cached_dataset {folder}", *([f"--cached_val_dataset {folder / 'val'}"] if "eval" in numbers else [])]
     rows = counted(numbers["train"], "row")

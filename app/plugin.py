@@ -27,7 +27,7 @@ from packplan.app.cli.command import (
 from packplan.app.wiring.commands import COMMAND, read_command, split_command
 from packplan.app.wiring.stores import write_new_file
 from packplan.core.checksum import plan_checksum
-from packplan.core.config.run import RunConfig
+from packplan.core.config.run import HostCommand, RunConfig
 from packplan.core.errors import ConfigError
 from packplan.core.packs import Packs
 from packplan.core.samples.tables import column, sample_indices
@@ -83,10 +83,10 @@ def main(arguments: list[str] | None = None) -> int:
         if options.sequence_parallel_size:
             given["degrees"] = most or options.sequence_parallel_size
         if options.source:
-            config = read_command(options.source, words, world_size=options.world_size)
+            config, host = read_command(options.source, words, world_size=options.world_size)
             if options.sequence_parallel_size:
-                config = _share_by_degree(config, most)
-            given["checksum"] = plan_command(config)
+                config = _share_by_degree(config, host, most)
+            given["checksum"] = plan_command(config, host.world_size)
         if options.any_version:
             given["any_version"] = True
         if options.no_check:
@@ -101,20 +101,23 @@ def main(arguments: list[str] | None = None) -> int:
     return run_command(command, verbose=options.verbose, quiet=options.quiet)
 
 
-def _share_by_degree(config: RunConfig, most: int | None) -> RunConfig:
+def _share_by_degree(config: RunConfig, host: HostCommand, most: int | None) -> RunConfig:
     """Return the run of a command in which at most *most* ranks share each long pack."""
-    from packplan.adapters.swift.command import sharing_conflicts
+    from packplan.adapters.swift import command
 
-    if faults := tuple(sharing_conflicts(config.command.arguments)):
+    resolved = command.read_command(host.task, host.words, started=host.num_processes)
+    if faults := tuple(command.sharing_conflicts(resolved.arguments)):
         raise ConfigError(COMMAND, faults)
     shares: dict[str, Any] = {"sequence_parallel_size": "auto", "max_sequence_parallel_size": most}
     shared = attrs.evolve(config, training=attrs.evolve(config.training, **shares))
-    shared.plan_world_size(config.command.world_size)  # refuses what the ranks cannot
+    shared.plan_world_size(host.world_size)  # refuses what the ranks cannot
     return shared
 
 
-def plan_command(config: RunConfig) -> str:
-    """Plan a command, and return its plan's checksum; rows have ms-swift's indices."""
+def plan_command(config: RunConfig, world_size: int) -> str:
+    """
+    Plan a command on *world_size* ranks; return its plan's checksum, by ms-swift's indices of rows.
+    """
     with loading_libraries():
         from packplan.app.plan.build import build
         from packplan.app.wiring.ranks import join_ranks
@@ -122,7 +125,7 @@ def plan_command(config: RunConfig) -> str:
 
     train = open_splits(config)["train"]
     with join_ranks(config) as group:
-        build(config, group, splits=[train], world_size=config.command.world_size)
+        build(config, group, splits=[train], world_size=world_size)
     # ms-swift numbers only the rows that it keeps.
     kept = sample_indices(train.table)
     packs = Packs(train.raw.packs.offsets, np.searchsorted(kept, train.raw.packs.indices))

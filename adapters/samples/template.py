@@ -233,7 +233,7 @@ def length_inputs(config: RunConfig, template: Template) -> Fingerprint:
         "model.model_type": swift_model_type(config.model),
         "template.template": arguments.template,
         "swift.loss_scale": arguments.loss_scale,
-        **({} if config.command is None else config.command.length_inputs()),
+        **({} if config.command is None else config.command.length_inputs),
         "template.prompt": render_prompt(template),
     }
     folder = Path(config.model.model)

@@ -16,10 +16,8 @@ import swift
 from swift.arguments import PretrainArguments, RLHFArguments, SftArguments
 from swift.arguments import sft_args as training
 from swift.cli.main import parse_yaml_args
-from swift.dataset import DatasetLoader, EncodePreprocessor
-from swift.pipelines.train.kto import prepare_kto_dataset
-from swift.pipelines.utils import get_cached_dataset
-from swift.utils import get_device_count, parse_args, seed_everything
+from swift.pipelines.train import SwiftPretrain, SwiftRLHF, SwiftSft
+from swift.utils import get_device_count, parse_args
 
 from packplan.adapters.files import broken_lines
 from packplan.adapters.models import replace_attributes
@@ -29,7 +27,10 @@ from packplan.core.config.refusals import active_refusals
 from packplan.core.errors import ConfigError, Fault
 from packplan.core.fingerprint import Value
 
-_ARGUMENTS: Mapping[str, type[Any]] = {"sft": SftArguments, "pt": PretrainArguments, "rlhf": RLHFArguments}
+_COMMANDS: Mapping[str, tuple[type[Any], type[Any]]] = {
+    "pt": (PretrainArguments, SwiftPretrain), "rlhf": (RLHFArguments, SwiftRLHF), "sft": (SftArguments, SwiftSft),
+}  # fmt: skip
+"""Command of ms-swift -> its arguments and its pipeline; those of `sft` are the base of all."""
 
 COMMAND = "the command"
 """Name of the command in errors."""
@@ -95,61 +96,72 @@ class SwiftCommand:
         asked |= {"task_type": self.arguments.task_type, "parts": self.sequences_per_row}
         return {f"swift.{name}": value if isinstance(value, int) else str(value) for name, value in asked.items()}
 
-    def open_template(self) -> Any:
+    def open_pipeline(self) -> "DryRun":
         """
-        Return ms-swift's template of the command, in training mode.
+        Return ms-swift's own pipeline of the command, with its template, and without a model.
 
         Raises:
             ConfigError: ms-swift cannot load the processor or the template.
         """
+        arguments = self.arguments
+        if getattr(arguments, "rlhf_type", None) == "kto":  # pairs the rows of a step
+            per_rank = arguments.per_device_train_batch_size * self.gradient_accumulation_steps
+            arguments.global_batch_size = self.num_processes * per_rank
+        _, kind = next(one for one in _COMMANDS.values() if isinstance(arguments, one[0]))
         with _wrap_swift_errors():
-            template = self.arguments.get_template(self.arguments.get_model_processor(load_model=False)[1])
-            template.set_mode("train")  # halves of pairs are encoded one by one
-            template.packing = template.padding_free = True
-        return template
+            opened: DryRun = type(kind.__name__, (DryRun, kind), {})(arguments)
+        return opened
 
-    def open_rows(self, template: Any) -> dict[str, Any]:
+
+class DryRun:
+    """
+    Part of a training pipeline of ms-swift that prepares its template and its rows alone.
+
+    No weights are loaded, no row is encoded but where texts are split, and no file is written.
+    """
+
+    args: Any
+    template: Any
+
+    def read_rows(self) -> dict[str, Any]:
         """
         Return the data set `train`, and `eval` if the command has one, by name.
 
         Both are `datasets.Dataset`s in ms-swift's order. If texts are split, the rows are encoded.
         Columns with lengths, which a cached data set has, are left out.
 
-        Args:
-            template: Template from `open_template`.
-
         Raises:
             ConfigError: ms-swift cannot load the data, or there is no row to train.
         """
-        arguments, rows = self.arguments, {}
-        with loading_rows(arguments):
-            seed_everything(arguments.seed)
-            cached = get_cached_dataset(arguments)
-            loaded = arguments.load_dataset() if arguments.dataset or arguments.val_dataset else (None, None)
-            if getattr(arguments, "rlhf_type", None) == "kto":  # pairs the rows of a step
-                per_rank = arguments.per_device_train_batch_size * self.gradient_accumulation_steps
-                arguments.global_batch_size = self.num_processes * per_rank
-                loaded = prepare_kto_dataset(arguments, *loaded)
-            for split, parts, more in zip(("train", "eval"), cached, loaded, strict=True):
-                if more is not None:
-                    parts.append(self._split_texts(template, more) if self.splits_texts else more)
-                if parts:
-                    whole = DatasetLoader.concat_datasets(parts)
-                    rows[split] = whole.remove_columns([*{"lengths", "length"} & {*whole.column_names}])
+        with loading_rows(self.args):
+            found = zip(("train", "eval"), self._prepare_dataset(), strict=True)  # type: ignore[attr-defined]  # of ms-swift
+        rows = {split: one for split, one in found if one is not None}
         if "train" not in rows:
             raise ConfigError(COMMAND, (Fault("--dataset", "has no row that ms-swift can read: look at its log"),))
+        return {
+            split: one.remove_columns([*{"lengths", "length"} & {*one.column_names}]) for split, one in rows.items()
+        }
+
+    def _prepare_model_tokenizer(self) -> None:
+        self.model, self.processor = self.args.get_model_processor(load_model=False)
+
+    def _prepare_template(self) -> None:
+        super()._prepare_template()  # type: ignore[misc]  # of ms-swift
+        self.template.set_mode("train")  # halves of pairs are encoded one by one
+        self.template.packing = self.template.padding_free = True
+
+    def _save_val_dataset(self, rows: Any) -> None:
+        """Write nothing."""
+
+    def _encode_dataset(self, *rows: Any, **options: Any) -> Any:
+        splits = self.args.truncation_strategy == "split"
+        return super()._encode_dataset(*rows, **options) if splits else rows  # type: ignore[misc]  # of ms-swift
+
+    def _post_process_datasets(self, rows: list[Any]) -> list[Any]:
         return rows
 
-    def _split_texts(self, template: Any, rows: Any) -> Any:
-        """Return the encoded rows into which ms-swift splits texts."""
-        arguments = self.arguments
-        return EncodePreprocessor(template=template)(
-            rows,
-            num_proc=arguments.dataset_num_proc,
-            load_from_cache_file=arguments.load_from_cache_file,
-            strict=arguments.strict,
-            batch_size=1000,
-        )
+    def _show_dataset(self, *rows: Any) -> None:
+        """Print nothing."""
 
 
 def expand_config_file(arguments: Sequence[str]) -> list[str]:
@@ -177,7 +189,7 @@ def read_command(task: str, arguments: Sequence[str], *, started: int, world_siz
     Raises:
         ConfigError: ms-swift refuses the command, or its arguments contradict a plan.
     """
-    kind = _ARGUMENTS[task]
+    kind, _ = _COMMANDS[task]
     unplanned = {name: lambda _: None for name in _SKIPPED_METHODS if hasattr(kind, name)}
     planned = type(kind.__name__, (kind,), {**unplanned, "_check_padding_free": prepare_arguments})
     with (

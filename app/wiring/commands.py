@@ -23,7 +23,15 @@ import attrs
 from packplan.adapters.progress import loading_libraries
 from packplan.adapters.ranks.environment import read_world_size
 from packplan.app.wiring.runs import read_config
-from packplan.core.config.run import TUNERS, CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+from packplan.core.config.run import (
+    TUNERS,
+    CustomConfig,
+    HostCommand,
+    ModelConfig,
+    RunConfig,
+    TemplateConfig,
+    TrainingConfig,
+)
 from packplan.core.errors import ConfigError, Fault
 
 if TYPE_CHECKING:
@@ -64,7 +72,7 @@ def require_traceable(config: RunConfig) -> None:
     if config.command is None:
         return
     faults = []
-    if config.command.sequences_per_row != 1 or config.command.arguments.task_type != "causal_lm":
+    if config.command.sequences_per_row != 1 or config.command.task_type != "causal_lm":
         reason = "trains pairs, another task or split texts, but steps of texts are traced: use a run's YAML"
         faults.append(Fault("swift", reason))
     if config.batch_size > 1:
@@ -116,9 +124,11 @@ def read_run_or_command(path: str, words: Sequence[str] = (), *, world_size: int
     return read_config(path, words)
 
 
-def read_command(path: str, words: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
+def read_command(
+    path: str, words: Sequence[str] = (), *, world_size: int | None = None
+) -> tuple[RunConfig, HostCommand]:
     """
-    Read a command of ms-swift.
+    Read a command of ms-swift: the run that it is, and the command.
 
     Args:
         path: See `read_run_or_command`.
@@ -131,7 +141,7 @@ def read_command(path: str, words: Sequence[str] = (), *, world_size: int | None
     config = read_run_or_command(path, words, world_size=world_size)
     if config.command is None:
         raise ConfigError(path, (Fault("", "is a run of packplan sft: name a command of ms-swift"),))
-    return config
+    return config, config.command
 
 
 def num_command_ranks(config: RunConfig) -> int | None:
@@ -156,7 +166,7 @@ def _resolve_command(words: Sequence[str], world_size: int | None) -> RunConfig:
     command = read_command(task, arguments, started=ranks, world_size=world_size)
     if not any(word.partition("=")[0] in {"--packing", "--padding_free"} for word in arguments):
         log.warning("the command does not say --packing true, without which ms-swift trains no packs: add it")
-    return _run_from_command(command)
+    return _run_from_command(command, task, arguments)
 
 
 def _split_words(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
@@ -197,7 +207,7 @@ def _count_started_ranks(launcher: Sequence[str], *, is_swift: bool) -> int:
     return ranks
 
 
-def _run_from_command(command: SwiftCommand) -> RunConfig:
+def _run_from_command(command: SwiftCommand, task: str, words: Sequence[str]) -> RunConfig:
     """Return the run by which a command of ms-swift is planned and forecast."""
     arguments = command.arguments
     shared = {field.name for field in attrs.fields(TrainingConfig)} - {"resume_from_checkpoint", "trainer"}
@@ -239,7 +249,15 @@ def _run_from_command(command: SwiftCommand) -> RunConfig:
                 "trainer": trainer | {"deepspeed": command.deepspeed},
             }
         ),
-        command=command,
+        command=HostCommand(
+            task=task,
+            words=tuple(words),
+            num_processes=command.num_processes,
+            world_size=command.world_size,
+            task_type=arguments.task_type,
+            sequences_per_row=command.sequences_per_row,
+            length_inputs=command.length_inputs(),
+        ),
     )
 
 

@@ -1,9 +1,9 @@
 """Splits of a run, opened for every command that plans, trains or verifies; nothing is written."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -13,11 +13,12 @@ from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.samples.rows import DatasetRowsEncoder, DatasetRowsFile, DatasetRowsMeasurer
 from packplan.adapters.samples.template import open_template
+from packplan.adapters.swift.command import read_command
 from packplan.app.planning.split import Split, align_options
 from packplan.app.wiring.length_tables import open_known_lengths
 from packplan.app.wiring.policies import epoch_recipe, policy_of_split, work_of_run
 from packplan.app.wiring.stores import open_stores, records_cache
-from packplan.core.config.run import RunConfig
+from packplan.core.config.run import HostCommand, RunConfig
 from packplan.core.samples.tables import column, sample_indices
 
 log = logging.getLogger(__name__)
@@ -43,10 +44,10 @@ def open_splits(config: RunConfig) -> dict[str, Split]:
     return splits
 
 
-def open_encoders(config: RunConfig) -> dict[str, SwiftEncoder]:
+def open_encoders(config: RunConfig) -> Mapping[str, SwiftEncoder]:
     """Open the records of the splits, `train` and perhaps `eval`, with one template."""
     if config.command is not None:
-        return _open_command_encoders(config)
+        return _open_command_encoders(config, config.command)
     template = open_template(
         config.model, config.template, packing_length=config.packing_length, packs=config.training.packing
     )
@@ -60,13 +61,28 @@ def open_encoders(config: RunConfig) -> dict[str, SwiftEncoder]:
     return encoders
 
 
-def _open_command_encoders(config: RunConfig) -> dict[str, SwiftEncoder]:
+def _open_command_encoders(config: RunConfig, command: HostCommand) -> dict[str, DatasetRowsEncoder]:
     """Open the rows of each split of a command of ms-swift, on the command's template."""
+    pipeline = read_command(command.task, command.words, started=command.num_processes).open_pipeline()
+    return {split: open_rows(config, pipeline.template, split, rows) for split, rows in pipeline.read_rows().items()}
+
+
+def open_rows(config: RunConfig, template: Any, split: str, rows: Any) -> DatasetRowsEncoder:
+    """
+    Open the rows of a split of an ms-swift command.
+
+    Args:
+        config: Run of the command.
+        template: Template of the command, in training mode.
+        split: `train` or `eval`.
+        rows: Rows of the command, a `datasets.Dataset`.
+    """
+    assert config.command is not None  # noqa: S101  # the caller has looked
     names = {"train": config.custom.train_jsonl, "eval": config.custom.val_jsonl}
-    template, parts = config.command.open_template(), max(config.command.sequences_per_row, 1)
-    rows = config.command.open_rows(template).items()
-    files = {split: DatasetRowsFile(held, name=" ".join(names[split]), sequences_per_row=parts) for split, held in rows}
-    return {split: DatasetRowsEncoder(config, template=template, rows=file) for split, file in files.items()}
+    file = DatasetRowsFile(
+        rows, name=" ".join(names[split]), sequences_per_row=max(config.command.sequences_per_row, 1)
+    )
+    return DatasetRowsEncoder(config, template=template, rows=file)
 
 
 def export_rows(splits: Iterable[Split], folder: Path) -> dict[str, int]:

@@ -30,6 +30,7 @@ from packplan.core.config.keys import (
     valid_seed,
 )
 from packplan.core.equality import BACKENDS
+from packplan.core.fingerprint import Value
 from packplan.core.packers import ALGORITHMS
 from packplan.core.samples.shapes import RECORD_KEYS
 
@@ -590,6 +591,32 @@ TUNERS: tuple[str, ...] = get_args(Tuner)
 
 
 @attrs.frozen(kw_only=True)
+class HostCommand:
+    """Command of ms-swift that trains a run in place of `packplan sft`."""
+
+    task: str
+    """`sft`, `pt` or `rlhf`."""
+
+    words: tuple[str, ...]
+    """Words of the command line after the task."""
+
+    num_processes: int
+    """Training processes that the command starts."""
+
+    world_size: int
+    """Number of data-parallel ranks; processes that share each row are one rank."""
+
+    task_type: str
+    """Kind of model that is trained, such as `causal_lm`."""
+
+    sequences_per_row: int
+    """Number of sequences in a row: 2 for preference pairs, 0 if rows differ."""
+
+    length_inputs: Mapping[str, Value]
+    """Arguments that lengths depend on, for their fingerprint."""
+
+
+@attrs.frozen(kw_only=True)
 class RunConfig:
     """Configuration of a run, with all sections of its YAML."""
 
@@ -606,11 +633,8 @@ class RunConfig:
     source: str = attrs.field(default="", eq=False, metadata=key_metadata(set_by_command=True))
     """Name of the YAML, for messages. Empty for a run without a YAML."""
 
-    command: Any = key(None, set_by_command=True)
-    """
-    ms-swift's own command that trains the run, with its arguments resolved. None for `packplan
-    sft`.
-    """
+    command: HostCommand | None = key(None, set_by_command=True)
+    """Command of ms-swift that trains the run; None for `packplan sft`."""
 
     @property
     def packing_length(self) -> int:

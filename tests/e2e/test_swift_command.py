@@ -242,12 +242,12 @@ def test_every_command_of_a_plan_takes_a_command_of_ms_swift(command, tmp_path, 
     assert rows[0]["plan"]["num_packs"] > rows[1]["plan"]["num_packs"]
     assert "install(checksum='" in (tmp_path / "plugin.py").read_text()
     shares, shards = ["--sequence_parallel_size", "2"], ["--deepspeed", "zero2"]
-    shared = read_command("swift", [*words[1:], *shares], world_size=2)
-    assert (2, 4) == (shared.command.world_size, shared.command.num_processes), "ranks that share rows are one"
-    sharded = read_command("swift", [*words[1:], *shards], world_size=2)
+    _, shared = read_command("swift", [*words[1:], *shares], world_size=2)
+    assert (2, 4) == (shared.world_size, shared.num_processes), "ranks that share rows are one"
+    sharded, _ = read_command("swift", [*words[1:], *shards], world_size=2)
     assert 2 == zero_stage(sharded.training.trainer["deepspeed"]), "by its name in ms-swift"
-    both = read_command("swift", [*words[1:], *shares, *shards], world_size=2)
-    assert (2, 4) == (both.command.world_size, both.command.num_processes)
+    _, both = read_command("swift", [*words[1:], *shares, *shards], world_size=2)
+    assert (2, 4) == (both.world_size, both.num_processes)
     with pytest.raises(ConfigError, match=r"--task_type: .*--sequence_parallel_size"):
         read_command("swift", [*words[1:], *shares, "--task_type", "embedding"], world_size=2)
 
