@@ -23,18 +23,20 @@ class Source:
     """One data set of a mix. Exactly one of `ratio` and `count` is given."""
 
     jsonl: PathText
-    """Data file, or a pattern of them."""
+    """Data file, or a pattern of files."""
 
     ratio: Decimal | None = None
-    """Share among the sources with a ratio, an exact decimal."""
+    """
+    Share of this source among all sources with a ratio. The value is read as an exact decimal.
+    """
 
     count: int | None = None
-    """Samples of the source in each epoch, beside the ratios."""
+    """Samples of this source in each epoch, in addition to those drawn by ratio."""
 
     cap: int | None = None
     """
-    Most samples of the source in an epoch, or tokens under `by: tokens`. The rest goes to the other
-    sources, by their ratios.
+    Most samples of this source in an epoch, or tokens under `by: tokens`. The other sources take
+    the rest, by their ratios.
     """
 
     replacement: bool = False
@@ -53,12 +55,12 @@ class Mix:
 
     samples_per_epoch: int | None = None
     """
-    Samples of all sources in an epoch. Unset, the first source to run out sets the total; if none
-    can, all samples within the caps do.
+    Samples of all sources in an epoch. If unset, an epoch has as many as the ratios allow until the
+    first source runs out. If none can run out, it has all samples within the caps.
     """
 
     tokens_per_epoch: int | None = None
-    """Total of an epoch in tokens, for `by: tokens`."""
+    """Tokens of all sources in an epoch, under `by: tokens`."""
 
     @property
     def epoch_total(self) -> int | None:
@@ -106,7 +108,7 @@ class Mixes:
 
 def quotas(mix: Mix, available: Sequence[int]) -> list[Fraction]:
     """
-    Return how many samples each source gives, or how many tokens if the mix is by tokens.
+    Return the number of samples that each source gives, or of tokens if the mix is by tokens.
 
     Samples are whole numbers, each within one sample of the exact share: largest remainders come
     first, of equal ones the first source. Tokens are exact shares.
