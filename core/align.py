@@ -1,4 +1,4 @@
-"""The aligned plan: the packs that the ranks of one world size train, from the raw plan."""
+"""Aligned plans: the raw plan's packs, cut or repeated until the number of ranks divides them."""
 
 import attrs
 import numpy as np
@@ -9,10 +9,15 @@ from packplan.core.lengths import MOST_RANKS, IntArray, as_whole_number
 from packplan.core.packs import AnyPacks, HasPacks, Packs, as_packs, concatenate
 
 _TOGETHER = 8
-"""Microbatches that stay together. Steps of as many, or of a part of them, have equal ranks."""
+"""
+Number of microbatches that are put together. Steps of this many, or of a divisor of it, load the
+ranks alike.
+"""
 
 _CLASSES = 8
-"""Shared packs of one class are alike: up to an eighth of the least tokens of a rank apart."""
+"""
+Number of classes within the least tokens of a rank. Shared packs of one class are put together.
+"""
 
 
 @attrs.frozen
@@ -20,8 +25,8 @@ class AlignedPlan(HasPacks):
     """
     Packs of all ranks at one world size: the raw plan, cut or filled at its end.
 
-    They are saved, compared between ranks and logged. What is trained is the order of an
-    `EpochSchedule`, which aligns the pack indices of each epoch by `aligned_positions` too.
+    An aligned plan is saved, logged and compared between ranks. Training follows the order of an
+    `EpochSchedule`, which aligns each epoch in the same way (`aligned_positions`).
     """
 
     packs: Packs
@@ -50,13 +55,17 @@ class AlignedPlan(HasPacks):
     """
 
     degrees: IntArray | None = attrs.field(default=None, eq=attrs.cmp_using(eq=np.array_equal), repr=False)
-    """Ranks that each pack of the raw plan needs, as `pack_degrees` has them; None shares none."""
+    """
+    Number of ranks that share each pack of the raw plan (`pack_degrees`). None shares no pack.
+    """
 
     max_degree: int = 1
     """Most ranks that share a pack."""
 
     tokens: IntArray | None = attrs.field(default=None, eq=attrs.cmp_using(eq=np.array_equal), repr=False)
-    """Tokens of each pack of the raw plan, by which shared packs are ordered; None leaves them."""
+    """
+    Tokens of each pack of the raw plan, by which shared packs are ordered. None keeps their order.
+    """
 
     @property
     def shared_by(self) -> IntArray | None:
@@ -89,12 +98,12 @@ def align_plan(
             cyclically.
         batch_size: Packs of a rank in one forward pass, >= 1. Dropping the remainder also drops a
             smaller last batch.
-        degrees: Ranks that each pack needs, powers of two; shape (num_packs,). None gives each pack
-            one rank.
+        degrees: Number of ranks that share each pack, powers of two; shape (num_packs,). None gives
+            each pack one rank.
         max_degree: Most ranks that share a pack; None takes the largest power of two that divides
             *world_size*.
-        tokens: Tokens of each pack, so that shared packs of like length stand together; shape
-            (num_packs,). None leaves their order.
+        tokens: Tokens of each pack, by which shared packs of similar length are put together; shape
+            (num_packs,). None keeps their order.
 
     Raises:
         ArgumentError: No pack, dropping would leave no batch, or *max_degree* is impossible.
@@ -134,9 +143,9 @@ def aligned_positions(degrees: IntArray, world_size: int, drop_last: bool) -> In
 
     Packs at the end are cut, or packs from the front are repeated.
 
-    Packs of the smallest degree repeat. They are dropped first, too, and those of the next degree
-    only once none is left. As all degrees are powers of two that divide the ranks, the slots come
-    out exactly.
+    Packs of the smallest degree are repeated or dropped first, those of the next degree only once
+    none is left. Since all degrees are powers of two that divide the ranks, the slots always fill
+    all ranks exactly.
 
     Args:
         degrees: Ranks that share each pack, 1 for packs that fit: powers of two that divide
@@ -168,18 +177,18 @@ def lay_out_slots(degrees: IntArray, world_size: int, tokens: IntArray | None = 
     """
     Return the pack in each slot, as its position in the given order; shape (num_slots,).
 
-    A microbatch of W ranks has W slots. A pack that several ranks share takes one for each, at a
-    multiple of their number. Packs of one degree and length take about as long, and a rank that has
-    a short one would wait for them. So packs stand by descending degree, which also aligns them and
-    fills every microbatch, and shared ones by descending class of length. Groups of microbatches
-    then return to the place that one of their packs was drawn for. The slots do not depend on the
-    number of microbatches in a step.
+    A microbatch of W ranks has W slots. A pack that several ranks share takes one for each,
+    beginning at a multiple of their number. Ranks wait for the slowest pack of a microbatch, so
+    packs that take about equally long are put together. Packs are sorted by descending degree,
+    which also aligns them and fills every microbatch, and shared packs by descending class of
+    length. Groups of microbatches are then moved to the place that the epoch's order gives to one
+    of their packs. The slots do not depend on the number of microbatches in a step.
 
     Args:
         degrees: Slots of each pack, powers of two that divide *world_size*, in the order of the
             epoch. Their sum is a multiple of *world_size*.
         world_size: Slots of a microbatch, one a rank.
-        tokens: Tokens of each pack, in that order; None takes shared packs of a degree as alike.
+        tokens: Tokens of each pack, in the same order. None does not sort shared packs by length.
 
     >>> lay_out_slots(np.array([1, 4, 1, 2, 1, 1, 1, 1]), 4).tolist()
     [1, 1, 1, 1, 3, 3, 0, 2, 4, 5, 6, 7]

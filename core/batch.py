@@ -40,7 +40,8 @@ def pack_degrees(tokens: IntArray, packing_length: int, max_degree: int = MOST_R
     Args:
         tokens: Tokens of each pack, >= 1.
         packing_length: Tokens that a pack of several samples may hold, >= 1.
-        max_degree: Most ranks that share a pack, a power of two. Packs that need more take these.
+        max_degree: Most ranks that share a pack, a power of two. Packs that need more take this
+            many.
 
     >>> pack_degrees(np.array([7, 8, 9, 16, 33]), 8, max_degree=4).tolist()
     [1, 1, 2, 2, 4]
@@ -55,7 +56,7 @@ def largest_degree(num_ranks: int, asked: int | None = None) -> int:
 
     Args:
         num_ranks: All ranks, >= 1.
-        asked: The number that is asked for; None takes the largest power of two that divides
+        asked: Number that the caller asks for. None takes the largest power of two that divides
             *num_ranks*.
 
     Raises:
@@ -92,7 +93,7 @@ def resolve_accumulation(
     forced_batch_size: int = 1,
 ) -> Accumulation:
     """
-    Return the accumulation that keeps the effective batch, though packing sets the batch to 1.
+    Return the accumulation that keeps the effective batch where packing sets the batch size to 1.
 
     Args:
         effective_batch_size: Packs of an optimizer step over all ranks. None takes the product of

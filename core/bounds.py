@@ -1,4 +1,4 @@
-"""Lower bounds on the number of packs: a plan is at most so far from the best one."""
+"""Lower bounds on the number of packs, which show how far a plan can be from the best one."""
 
 from collections.abc import Callable
 from math import inf
@@ -13,8 +13,8 @@ from packplan.core.patterns.search import CLOSE
 
 _FIXED_EFFORT, _EFFORT_OF_A_SAMPLE = 380_000, 0.3
 """
-Steps of the usual search for a lower bound: a fixed number, about 0.1 s, and a number for each
-sample, about its planning time.
+Steps of the usual search for a lower bound: a fixed number (about 0.1 s), and a number for each
+sample (about the time of planning it).
 """
 
 
@@ -65,9 +65,9 @@ def find_bound(
         capacity: Tokens a pack may hold, >= 1.
         known: Number of packs of a known packing. A bound that reaches it ends the search; with an
             effort, a quick bound within one pack in 1,000 of it does, too.
-        effort: Steps that may be spent beyond the quick bounds (`core.patterns`), of about a
-            third of a microsecond each. 0 leaves the relaxation out. Its programs end where they
-            take longer than they may save: half a minute for each 0.1 % of the packs.
+        effort: Steps that may be spent beyond the quick bounds (`core.patterns`), of about a third
+            of a microsecond each. 0 leaves the relaxation out. Its linear programs are ended where
+            they would take longer than they may save: half a minute for each 0.1 % of the packs.
         report: Called with a progress message.
 
     Raises:

@@ -153,7 +153,9 @@ class EpochPlan:
     epoch: int
 
     selection: IntArray
-    """Record indices of the epoch's samples, ascending; drawn twice, an index stands twice."""
+    """
+    Record indices of the epoch's samples, ascending. An index that is drawn twice appears twice.
+    """
 
     raw: RawPlan
     """Raw plan, whose sample indices are record indices."""
@@ -228,7 +230,7 @@ def schedule_epochs(
     """
     Return a schedule over epochs with plans of their own, and the record of each epoch.
 
-    The schedule knows no work of its packs.
+    The returned schedule does not know the work of its packs.
 
     Args:
         schedule: Settings of the schedule, and the epoch and step where training starts.

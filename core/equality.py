@@ -24,7 +24,7 @@ VARLEN = "varlen"
 """Packplan's attention of variable length: each sample of a pack by itself, without a mask."""
 
 NATIVE = "sdpa"
-"""Default attention of transformers. It computes the samples alone if it is exact."""
+"""Default attention of transformers. If it is exact, the samples alone are computed with it."""
 
 FLEX = "flex_attention"
 
@@ -97,7 +97,7 @@ class Verdict:
 
 def loss_difference(found: float, expected: float, *, term_size: float) -> float:
     """
-    Return how far a mean loss is from the expected one, relative to the bound of its rounding.
+    Return the distance of a mean loss from the expected one, relative to the bound of its rounding.
 
     Args:
         found: Mean loss in the pack.

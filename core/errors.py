@@ -14,13 +14,13 @@ Errors that this project raises on purpose.
     │   ├── OutputError             a file or folder cannot be written, or another job writes it
     │   └── RunError                a run that has begun cannot go on
     └── VerificationError           something is not what it has to be: exit status 3
-        ├── MismatchError           packs, ranks or samples are not what was planned, or are alone;
-        │                           an AssertionError too
+        ├── MismatchError           packs or ranks differ from the plan, or packed samples from the
+        │                           samples alone; an AssertionError too
         └── CorruptArtefactError    a stored file is not what was written
 
-A class is what a caller tells apart; a `kind` is one fact that a class states. The fact is in the
-words of the library; `core.config.faults.explain_error` adds what helps, in keys of a YAML. Fields
-are positional, so that errors survive pickling between processes.
+Callers tell errors apart by their class. A class may state several facts, told apart by `kind`.
+Texts use the words of the library; `core.config.faults.explain_error` adds the remedy, in keys of a
+YAML. Fields are positional, so that errors survive pickling between processes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class PackplanError(Exception):
     """Base class of all errors raised on purpose; the length of its text is limited."""
 
     kind: str = ""
-    """Name of the fact, by which programs tell errors of one class apart and find a remedy."""
+    """
+    Name of the stated fact, by which programs tell errors of one class apart and find a remedy.
+    """
 
     details: Mapping[str, Any] = MappingProxyType({})
     """Numbers and names in the fact, by name."""
@@ -399,8 +401,8 @@ LINE_WIDTH = 110
 
 def fit_lines(text: str, *, indent: int = 2) -> str:
     """
-    Return *text* with lines wider than `LINE_WIDTH` broken between words, but for those of a shell
-    command that go on after a backslash.
+    Return *text* with lines wider than `LINE_WIDTH` broken between words, except lines of a shell
+    command that end in a backslash.
 
     Args:
         text: Lines.

@@ -7,8 +7,8 @@ A fingerprint is a flat mapping of names to JSON values. Two of them are compare
 the difference is readable. Lengths depend on everything that decides how a record becomes tokens. A
 plan depends on the digest of the measured lengths and on its policy (`core.policy`) alone.
 
-A frozen value is read only if it has no unknown key, all keys without a default, and each of its
-type. A damaged file is then refused by the name of what is wrong in it.
+A stored value is accepted only if every key is known, every key without a default is there, and
+every value has its type. So a damaged file is refused with the name of the key that is wrong.
 """
 
 from __future__ import annotations

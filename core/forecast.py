@@ -352,13 +352,15 @@ class StepFlops:
 
 
 REPEATS = 3
-"""Times that the list of steps is measured, each time as a whole."""
+"""Number of times that the whole list of steps is measured."""
 
 _QUANTILES = (1.0, 0.0, 0.5, 0.75, 0.25)
 """Quantiles of work whose packs are measured; the heaviest come first."""
 
 _WINDOW = 8
-"""A measured step has packs of like work, from one 8th of the plan at most, perhaps repeated."""
+"""
+A measured step has packs of similar work, from at most one eighth of the plan. Packs may repeat.
+"""
 
 
 def calibration_packs(
@@ -374,8 +376,9 @@ def calibration_packs(
     """
     Return the samples of each pack that is trained to measure time, step after step.
 
-    The steps hold packs of like work from the heaviest to the lightest, packs of most images,
-    halves of packs, and the run's own first steps. The last step has a single microbatch.
+    There are steps of packs of similar work from the heaviest to the lightest, of the packs with
+    the most images, of halves of packs, and the run's own first steps. The last step has a single
+    microbatch.
 
     Args:
         packs: Packs of the plan.

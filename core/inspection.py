@@ -59,7 +59,7 @@ class PlanSummary:
     """Packs beyond the bound, dropped packs included, over the bound. None without packing."""
 
     auto_packs: int
-    """Packs that `auto` needs at most; 0 where it saves at most 0.2 %, or was not compared."""
+    """Most packs that `auto` would need; 0 if it saves at most 0.2 %, or was not compared."""
 
     num_samples: int
     """Samples of the data set: planned, dropped and skipped ones."""
@@ -128,7 +128,7 @@ class ScheduleSummary:
     world_size: int
 
     packs_per_rank: int
-    """Packs that each rank takes in an epoch, or shares of them."""
+    """Packs that each rank computes in an epoch. A shared pack counts for each of its ranks."""
 
     packs_by_degree: Mapping[str, int]
     """Number of ranks that share a pack, in digits -> number of such packs."""
@@ -286,11 +286,12 @@ def describe_training(
     Return the rows of a table of the samples that a schedule trains, and of those left out.
 
     Args:
-        plan: Plan of samples with these lengths; where epochs have plans of their own, of one.
+        plan: Plan of samples with these lengths. Where each epoch has its own plan, that of one
+            epoch.
         lengths: Tokens of each record, 0 for one that is no sample.
         schedule: Schedule of the plan.
         packed: Whether samples share packs; if not, each sample is a pack.
-        unit: Name of what takes a pack: a rank, or a group of ranks.
+        unit: Noun for the taker of a pack: `rank`, or a group of ranks.
     """
     long, limit, size = list(plan.single_long) if packed else [], plan.packing_length, schedule.batch_size
     held, left_out = "none: samples are trained in padded batches", []
@@ -331,11 +332,11 @@ def describe_training(
 
 def describe_resume(schedule: EpochSchedule, name: str = "pack") -> str:
     """
-    Return what a resumed run has trained and what is left, as a row of its table.
+    Return the trained and the remaining part of a resumed run, as a row of its table.
 
     Args:
         schedule: Schedule that starts where the checkpoint ended.
-        name: Name of what a step trains.
+        name: Noun for the items that a step trains.
     """
     start, ranks = schedule.start, schedule.world_size
     left = f"{counted(max(0, schedule.total_steps - start.step), 'step')} left, {schedule.total_steps:,} in all"
@@ -596,8 +597,9 @@ def work_of_steps(works: NDArray[np.float64], *, most: int = 100) -> tuple[NDArr
     """
     Return the work of steps in at most *most* groups of consecutive steps.
 
-    For each group: its first step, and the mean work of a step on the mean rank and on its busiest
-    rank; then the end of the last group.
+    The first value returned has the first step of each group, and the end of the last one. The
+    others have the mean work of a step in each group: that of the mean rank, and that of the
+    busiest.
 
     Args:
         works: Work of each step on each rank; shape (steps, world_size).
@@ -614,7 +616,7 @@ def work_of_steps(works: NDArray[np.float64], *, most: int = 100) -> tuple[NDArr
 
 def packs_by_algorithm(plan: RawPlan, lengths: Lengths, *, others: bool = True) -> dict[str, int]:
     """
-    Return how many packs the samples of a plan need in it, by fast algorithms, and padded.
+    Return the number of packs for a plan's samples: in the plan, by fast algorithms, and padded.
 
     The first entry is the lower bound. Positions of padded batches are counted in packs. Dropped
     samples count too.
@@ -622,7 +624,7 @@ def packs_by_algorithm(plan: RawPlan, lengths: Lengths, *, others: bool = True) 
     Args:
         plan: Plan of samples with these lengths.
         lengths: Tokens of each record, 0 for one that is no sample.
-        others: Whether other algorithms count; none knows a limit of images.
+        others: Whether to run other algorithms, none of which keeps a limit of images.
     """
     tokens = as_lengths(lengths, least=0)[np.sort(np.concatenate([plan.packs.indices, plan.dropped_packs.indices]))]
     short = tokens[tokens < plan.packing_length]

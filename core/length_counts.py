@@ -1,5 +1,5 @@
 """
-Equal lengths counted once, and any fit over them.
+Counts of equal lengths, and packing by best fit or first fit over these counts.
 
 The cost of planning grows with the number of distinct lengths, not with that of samples.
 
@@ -7,8 +7,8 @@ Rules: index 0 is the longest length; samples of one length keep their input ord
 take them in that order. An algorithm fills a `PackingTrace` over indices; only `PackingTrace.packs`
 touches single samples, in passes over cache-sized blocks.
 
-Any fit is best fit and first fit, longest samples first. Both stay with a bin until the length no
-longer fits. In first fit, the bin remains the first that fits; in best fit, it becomes the fullest.
+Best fit and first fit take the longest samples first. Both keep filling a bin until the length no
+longer fits: in first fit, the bin remains the first that fits; in best fit, it becomes the fullest.
 So a range of neighbouring bins with equal room takes its samples in one move. The packs are those
 of the item-by-item algorithms (Johnson, "Near-optimal bin packing algorithms", 1973), ties
 included.

@@ -30,7 +30,7 @@ def as_lengths(lengths: Lengths, *, least: int = 1) -> IntArray:
 
     Args:
         lengths: Tokens of each sample.
-        least: Fewest tokens of each: 1, or 0 where some records are no samples and have 0 tokens.
+        least: Lowest length that is allowed: 1, or 0 if records that are no samples have 0 tokens.
 
     Raises:
         ArgumentError: A value is not a whole number of at least *least*, or the total passes
@@ -126,7 +126,8 @@ def _raise_where_total_overflows(lengths: IntArray) -> None:
 
 
 def _raise_first_bad(values: Sequence[object]) -> None:
-    # pandas and Arrow give a column of whole numbers with a gap as floats: not the first is wrong.
+    # pandas and Arrow give a column of whole numbers with a gap as floats. Then the gap is the
+    # fault, not the first value.
     missing = next((index for index, value in enumerate(values) if isinstance(value, float) and isnan(value)), None)
     if missing is not None:
         fact = f"length {missing} is NaN: a length is a whole number of tokens"

@@ -63,7 +63,7 @@ class PackingMetrics:
         return (self.num_packs - self.lower_bound) / self.lower_bound
 
     def __add__(self, other: PackingMetrics) -> PackingMetrics:
-        """Return the metrics of both sets of packs, which were packed apart."""
+        """Return the metrics of both sets of packs together; the sets were packed separately."""
         return PackingMetrics(*(a + b for a, b in zip(attrs.astuple(self), attrs.astuple(other), strict=True)))
 
 

@@ -1,4 +1,6 @@
-"""Mixes of data sets: which samples each source gives to an epoch, by samples or by tokens."""
+"""
+Mixes of data sets: the samples that each source gives to an epoch, shared by samples or by tokens.
+"""
 
 from __future__ import annotations
 
@@ -189,7 +191,9 @@ class Pool:
     """Tokens of the samples, >= 1."""
 
     def available(self, mix: Mix) -> int:
-        """Return how many samples can be drawn, or how many tokens if the *mix* is by tokens."""
+        """
+        Return the number of samples that can be drawn, or of tokens if the *mix* is by tokens.
+        """
         return len(self.indices) if mix.by == "samples" else int(self.lengths.sum())
 
 

@@ -70,8 +70,8 @@ class RawPlan(HasPacks):
 
     auto_packs: int = attrs.field(default=0, eq=False)
     """
-    Packs that `auto` needs about for the same samples: the search for the bound found them; 0 where
-    that saves at most 0.2 %.
+    About the number of packs that `auto` would need for the same samples, found by the search for
+    the bound. 0 if it saves at most 0.2 %.
     """
 
     @property
@@ -131,7 +131,7 @@ def build_raw_plan(
 
     Args:
         lengths: Tokens of each sample, >= 1.
-        policy: All settings of planning. By default *fields* alone, which then need
+        policy: All settings of planning. None takes *fields* alone, which then need
             `packing_length`.
         epoch: Number of the epoch that is packed, from 0. It changes nothing unless the policy is
             `replanned`.
@@ -206,8 +206,9 @@ def build_raw_plan(
 
 def _sizes_with_images(lengths: IntArray, images: Lengths | None, policy: PlanPolicy) -> tuple[IntArray, int]:
     """
-    Return the room that each sample takes, and that of a pack, in a common unit: of its tokens, or
-    of its images if these take a larger share of `max_images`. What fits keeps both limits.
+    Return the room that each sample takes, and the room of a pack, in one unit. A sample takes the
+    room of its tokens, or that of its images if this is larger. So packs within the room keep both
+    limits.
     """
     if policy.max_images is None:
         return lengths, policy.packing_length

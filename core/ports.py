@@ -96,7 +96,7 @@ class StoredRows:
     """Media table of the same records."""
 
     in_full: bool = False
-    """Whether the records were encoded in full, since the shortcut proved wrong."""
+    """Whether the records were encoded in full, because the shortcut proved wrong."""
 
     repeatability: Mapping[str, Any] | None = None
     """Figures of samples that were encoded again with equal results; None if not yet checked."""
@@ -132,7 +132,8 @@ class Origin:
 
         Args:
             key: All inputs of the source's measurements but the data.
-            num_records: Records of its data; more than were measured are no difference.
+            num_records: Number of records of the source now. More than were measured is no
+                difference.
             data_digest: Returns the digest of a number of first records, except `bad` ones.
         """
         differences = self.key.differences(key)

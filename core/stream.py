@@ -1,4 +1,4 @@
-"""Packing during training: the buffer into which samples go, and which they leave in packs."""
+"""Packing while training: samples enter a buffer, and leave it in packs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ PACKER_VERSION = str(binpacking.__version__)
 """Version of binpacking. Another version may pack in another way, as 2.0 did after 1.5."""
 
 RULES_VERSION = 2
-"""Version of the rules by which buffers are packed. A run resumes under its own alone."""
+"""
+Version of the rules by which buffers are packed. A run resumes only under the version it began
+with.
+"""
 
 
 def _exact_ratio(value: float | str | Decimal | Fraction) -> Fraction:
@@ -364,7 +367,7 @@ def reshard(
         return now, (totals, *[RankState()] * (world_size - 1))
     ended = StreamSegment(reads=tuple(shard.read for shard in shards))
     waiting = sorted(chain.from_iterable(shard.waiting_items for shard in shards), key=lambda item: item.place)
-    # These come to a buffer again, and are counted then.
+    # These enter a buffer again, and are counted then.
     again = [item.length for shard in shards for item in shard.admitted_items]
     counts = sum((shard.counts for shard in shards), StreamCounts(samples=-len(again), tokens=-sum(again)))
     num_shards = world_size * shards_per_rank

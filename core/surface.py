@@ -185,14 +185,14 @@ def plan(
         min_fill_ratio: Share of *packing_length*, from 0 to 1; 0 drops no pack.
         max_dropped_share: Share of all tokens, from 0 to 1, that dropped packs may hold.
         packing: Pack samples; otherwise each is a pack by itself.
-        replanned: Draw packs from *seed* (those of epoch 0) instead of taking the algorithm's.
+        replanned: Draw the packs of epoch 0 from *seed*, instead of taking those of the algorithm.
         seed: Seed of random algorithms, from 0 to 2**64 - 1.
         work: Work of samples, for algorithms whose packs depend on it. None derives it from
             lengths.
 
     Raises:
         ArgumentError: An option has an invalid value, a length is not a positive whole number, no
-            pack remains, a sample is longer than *refuse_longer* allows, or packs below
+            pack remains, *refuse_longer* is true and a sample is longer than a pack, or packs below
             *min_fill_ratio* hold more than *max_dropped_share* of the tokens.
 
     >>> plan([60, 20, 50, 30, 90], 80, allow_single_long=False).packs.tolist()

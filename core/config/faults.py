@@ -3,9 +3,9 @@ Faults of a configuration that concern several keys, and advice on unknown keys.
 
 Core states some errors without a key; their remedies in keys are here.
 
-All faults are reported at once. An unknown key is told where it belongs, or which key it misspells:
-`packing_lenght` is `packing_length`, and `min_pixels` is not `max_pixels`. docs/troubleshooting.md
-has further remedies for each kind of error.
+All faults are reported at once. The message about an unknown key says where it belongs, or which
+key it misspells: `packing_lenght` is taken for `packing_length`, but `min_pixels` is not taken for
+`max_pixels`. docs/troubleshooting.md has further remedies for each kind of error.
 """
 
 import re
@@ -263,13 +263,13 @@ class ForeignKey:
     """Key of another program, and our key that takes its place."""
 
     programs: str
-    """Names of the programs, as in `TRL and axolotl`."""
+    """Names of the programs that have the key, as text: `TRL and axolotl`."""
 
     ours: str = ""
-    """The key here with its section; empty if there is none."""
+    """Our key with its section; empty if there is none."""
 
     about: str = ""
-    """Difference between the two, or why there is none here, for people; perhaps empty."""
+    """Difference between the two keys, or the reason why we have none. May be empty."""
 
     def advise(self, written: Sequence[str]) -> str:
         """Return why the key is unknown, and which of our keys to write in its place, if any."""
@@ -286,12 +286,12 @@ def explain_unknown_key(
     Return why a key is unknown in this place, and what to write instead.
 
     Args:
-        name: The key, as it is written.
-        level: The section that it stands in, `training` or `policy.sequence_packing`; empty at the
-            top.
+        name: Unknown key, as the user wrote it.
+        level: Section of the key, such as `training` or `policy.sequence_packing`; empty at the top
+            level.
         known: All keys of the configuration, each with its section: `training.learning_rate`.
-        refused: Keys, with their sections, that are known and always refused -> reason and remedy.
-        foreign: Names of keys of other programs -> the keys here that take their place.
+        refused: Key with its section -> reason and remedy, for keys that are always refused.
+        foreign: Name of another program's key -> our key in its place.
 
     >>> explain_unknown_key("learning_rate", "", ["training.learning_rate"], refused={}, foreign={})
     'is no key of the top level: write training.learning_rate'

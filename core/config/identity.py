@@ -1,12 +1,11 @@
 """
-Inputs of lengths and plans, and the values of a run that have to be the same elsewhere.
+Inputs of lengths and plans, and the values of a run that have to be equal on all ranks, and in the
+checkpoint that a run resumes from.
 
-They are compared between ranks, and with the checkpoint that a run resumes from.
-
-A path says where something is on a rank's own machine, so ranks compare only whether it is set.
-What lies there is compared by itself: weights, checkpoint, data and tokenizer by their digests,
-files of settings by their content. A checkpoint's data and packing are compared by the plan and the
-digest of the data. `docs/training.md` has the same list.
+A path says where something is on a rank's own machine, so ranks compare only whether it is set. The
+content is compared instead: weights, checkpoint, data and tokenizer by their digests, files of
+settings as they are. A checkpoint's data and packing are compared by the plan and the digest of the
+data. `docs/training.md` has the same list.
 """
 
 import json
@@ -171,7 +170,7 @@ FIXED_ARGUMENTS = frozenset(
         "label_smoothing_factor", "loss_reduction", "loss_type", "enable_dft_loss", "enable_channel_loss",
         "neftune_noise_alpha", "router_aux_loss_coef", "optim", "optim_args", "optim_target_modules", "optimizer",
         "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "freeze_llm", "freeze_vit",
-        # A checkpoint's optimizer brings these along, whatever a run says.
+        # These are stored with a checkpoint's optimizer, whatever a run says.
         "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "vit_lr", "aligner_lr",
     }
 )  # fmt: skip
@@ -204,7 +203,7 @@ def run_identity(config: RunConfig, *, files: Mapping[str, Any], model: Mapping[
     """
     Return the model, samples, loss and settings that a checkpoint keeps of a run.
 
-    Samples of equal lengths may have other labels, so that the plan does not tell them apart.
+    Keys that decide samples are kept too: other labels of the same lengths do not change the plan.
 
     Args:
         config: The run.

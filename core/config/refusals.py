@@ -21,7 +21,7 @@ class Refusal:
     """Name of the setting; a name behind a dot is an attribute of the setting before."""
 
     hosts: tuple[Host, ...]
-    """The hosts that refuse it; others do not have it, or obey it."""
+    """Hosts that refuse the setting. Other hosts do not have it, or follow it."""
 
     effect: str
     """Consequence of the setting, as a clause."""

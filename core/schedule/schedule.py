@@ -9,8 +9,8 @@ under one `ORDER_VERSION`, since a resumed run relies on them.
 With works of packs, each optimizer step assigns its packs to the ranks by work. The packs of a step
 stay the same.
 
-With degrees of packs, several ranks share a long pack. An order then has *slots*: a pack stands in
-as many neighbours as ranks share it, at positions of those ranks. Everything that is consumed is
+With degrees of packs, several ranks share a long pack. An order then consists of *slots*: a pack
+has one slot for each rank that shares it, at the positions of those ranks. Consumed packs are
 counted in slots.
 
 `EpochSchedule.steps` groups `batches`, and `batches` are every W-th pack of `order`. All other
@@ -183,8 +183,8 @@ class EpochSchedule:
 
     sync_at: SyncPoint = "step"
     """
-    Point where the ranks wait for each other. `works` level the sums of each rank in a `step`, or
-    each `microbatch`.
+    Point where the ranks wait for each other. By `works`, ranks get equal work over each `step`, or
+    in each `microbatch`.
     """
 
     start: Progress = Progress()
@@ -195,7 +195,7 @@ class EpochSchedule:
 
     degrees: IntArray | None = attrs.field(default=None, eq=attrs.cmp_using(eq=np.array_equal), hash=False, repr=False)
     """
-    Ranks that each pack needs, as `pack_degrees` has them; None gives each pack one rank. Needs a
+    Number of ranks that share each pack (`pack_degrees`). None gives each pack one rank. Needs a
     `batch_size` of 1, and one plan for all epochs.
     """
 
@@ -206,7 +206,9 @@ class EpochSchedule:
     """
 
     tokens: IntArray | None = attrs.field(default=None, eq=attrs.cmp_using(eq=np.array_equal), hash=False, repr=False)
-    """Tokens of each pack, so that shared packs of like length stand together; None leaves them."""
+    """
+    Tokens of each pack, by which shared packs of similar length are put together. None does not.
+    """
 
     _assigned: dict[int, IntArray] = attrs.field(factory=dict, init=False, eq=False, repr=False)
     """Epoch -> its assigned order, of the last requested epoch alone; read-only."""
@@ -342,7 +344,7 @@ class EpochSchedule:
 
     def pack_degrees(self, epoch: int, max_degree: int | None = None) -> IntArray:
         """
-        Return how many ranks share each pack of *epoch*; int64, shape (num_packs,).
+        Return the number of ranks that share each pack of *epoch*; int64, shape (num_packs,).
 
         Args:
             epoch: Epoch, from 0.
@@ -568,7 +570,7 @@ class EpochSchedule:
         return epoch == self.start.epoch and bool(self.start.segments)
 
     def _remaining_order(self, epoch: int) -> IntArray:
-        """Return what is left of *epoch*, before work assigns packs to ranks."""
+        """Return the remaining order of *epoch*, before packs are assigned to ranks by work."""
         segment, order = self._segment_orders(epoch)[-1]
         return order[segment.pack_offset :]
 

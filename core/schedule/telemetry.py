@@ -2,8 +2,8 @@
 Statistics of a schedule: fill, tokens, balance of work, and coverage of the samples.
 
 All numbers follow from the plan and the schedule, over all ranks. Nothing is measured or gathered.
-They hold for the run because every fetched sample is compared with the plan, and every rank with
-its batches.
+They are true for the run because every fetched sample is compared with the plan, and the batches of
+every rank with the schedule.
 """
 
 from __future__ import annotations
@@ -116,10 +116,14 @@ class EpochStats:
     """Packs of the epoch that this run trains, in order; shape (num_consumed,)."""
 
     is_first: IntArray
-    """1 if a pack is consumed for the first time in the epoch, else 0; of the shape of `order`."""
+    """
+    1 if a pack of `order` is consumed for the first time in the epoch, else 0; of the same shape.
+    """
 
     degrees: IntArray
-    """Ranks that share each pack, which stands in `order` for each of them; of that shape."""
+    """
+    Number of ranks that share each pack of `order`, in which it appears once for each; same shape.
+    """
 
     earlier_packs: IntArray
     """Distinct packs that the epoch consumed before this run."""
