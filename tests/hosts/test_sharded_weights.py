@@ -4,11 +4,13 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from zipfile import ZipFile
 
 import pytest
 
@@ -33,9 +35,12 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import packplan as pp
 from packplan.adapters.models import find_sharded_weight
+from packplan.core.errors import ArgumentError
 from packplan.hf import row_lengths, unpad, use_plan
 from tests.e2e import unpad_rank
 from tests.e2e.alone import step_alone
+from tests.e2e.plugin_run import change_a_byte
+from tests.e2e.rank_main import kill_within_the_third_step
 from tests.hosts.law import IMAGE, arguments, model_of, rows_of, tokenizer
 from tests.hosts.pages import own_callbacks
 from tests.nearness import norm
@@ -82,14 +87,14 @@ def stage_of(case: str) -> int:
     return int(case[len("ZeRO ")]) if "ZeRO" in case else 0
 
 
-def trainer_of(host: str, case: str, folder: Path) -> Any:
+def trainer_of(host: str, case: str, folder: Path, **more: Any) -> Any:
     """Return a trainer as its users make it, whose model is made before or after its arguments."""
     adapters = "adapters" in case
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # of the case before
     unset_hf_deepspeed_config()
     keys = {"per_device_train_batch_size": 2, "max_steps": 3, "learning_rate": 1e-2, "disable_tqdm": True}
-    keys |= {"deepspeed": settings_of(stage_of(case)), "gradient_checkpointing": adapters}
+    keys |= {"deepspeed": settings_of(stage_of(case)), "gradient_checkpointing": adapters, **more}
     if "images" in host:
         keys["optim"] = "sgd"  # Adam makes steps of noise where gradients are zero, as those of biases of keys
     make = BUILDS.get(host, build)
@@ -119,9 +124,9 @@ def trainer_of(host: str, case: str, folder: Path) -> Any:
     return Trainer(model, args, collate, train_dataset=Dataset.from_dict(_ROWS))
 
 
-def numbers_of(trainer: Any) -> list[float]:
+def numbers_of(trainer: Any, **options: Any) -> list[float]:
     """Train, and return loss and gradient norm of each step."""
-    trainer.train()
+    trainer.train(**options)
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     return [float(step[name]) for step in steps for name in ("loss", "grad_norm")]
 
@@ -162,6 +167,49 @@ def follow(folder: str, host: str) -> None:
         assert found["ZeRO 0"] == pytest.approx(numbers, rel=1e-6, abs=1e-7), (host, case)
 
 
+def saving(case: str, folder: Path) -> Any:
+    """Return a trainer that follows a plan, and saves after each step of two batches."""
+    keys = {"save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 2, "max_steps": 4}
+    trainer = trainer_of("Trainer", case, folder, **keys, restore_callback_states_from_checkpoint=True)
+    use_plan(trainer, 40)
+    return trainer
+
+
+def be_killed(folder: str, case: str) -> None:
+    """Follow a plan, and end within the third step."""
+    torch.use_deterministic_algorithms(mode=False)
+    with own_callbacks():
+        kill_within_the_third_step(trainer := saving(case, Path(folder, "killed")))
+        trainer.train()
+
+
+def go_on(folder: str, case: str) -> None:
+    """Resume as if nothing had been, from a checkpoint without a changed byte alone."""
+    torch.use_deterministic_algorithms(mode=False)
+    at, resume = Path(folder, "killed"), {"resume_from_checkpoint": True}
+    with own_callbacks():
+        due = numbers_of(saving(case, Path(folder, "whole")))
+        trainer = saving(case, at)
+        found = numbers_of(trainer, **resume)
+        assert trainer.schedule.start.step == 2
+        assert due == found
+        assert parts_of(Path(folder, "whole")) == parts_of(at)
+        (last,) = at.glob("checkpoint-4/*/*zero_pp_rank_1_*optim_states.pt")
+        if dist.get_rank():
+            change_a_byte(last)
+        dist.barrier()
+        with pytest.raises(ArgumentError, match=f"checkpoint-4 cannot be resumed from: its {last.name} is damaged"):
+            saving(case, at).train(**resume)
+    dist.destroy_process_group()
+
+
+def parts_of(folder: Path) -> dict[str, list[int]]:
+    """Return the checksum of each tensor that DeepSpeed has saved after the last step, by file."""
+    files = {path.name: ZipFile(path).infolist() for path in folder.glob("checkpoint-4/global_step4/*.pt")}
+    assert len(files) > 2
+    return {name: [one.CRC for one in entries if "/data/" in one.filename] for name, entries in files.items()}
+
+
 PLANNED = {
     "Trainer": ["ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3, built first"],
     "Trainer, images": ["ZeRO 0", "ZeRO 2", "ZeRO 3, built first", "FSDP 2"],
@@ -199,6 +247,14 @@ def test_a_loop_computes_the_same_where_ranks_share_weights(server, tmp_path):
 def test_a_trainer_computes_the_same_where_ranks_share_weights(host, server, tmp_path):
     """TRL's DPO with its reference, Trainer, and plans, pairs and images too, on two ranks."""
     assert [0, 0] == finished(server.ranks(2, main, str(tmp_path), host, folder=tmp_path))
+
+
+@pytest.mark.parametrize("case", ["ZeRO 2", "ZeRO 3, built first"])
+def test_a_killed_run_goes_on_where_ranks_share_weights(case, server, tmp_path):
+    """Bit for bit, and parts of the optimizer too; a changed byte of one ends all ranks."""
+    killed = server.ranks(2, be_killed, str(tmp_path), case, folder=tmp_path)
+    assert [-signal.SIGKILL] * 2 == finished(killed)
+    assert [0, 0] == finished(server.ranks(2, go_on, str(tmp_path), case, folder=tmp_path))
 
 
 def launch(folder: str, *words: str) -> int:
