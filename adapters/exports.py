@@ -113,9 +113,9 @@ def export_llama_factory(
     `datasets.load_from_disk` reads it as a `DatasetDict` with `train`, one row a pack. The columns
     are `input_ids`, `attention_mask`, `position_ids` and `labels`. Its collators rely on these
     rules: the mask numbers the samples of a row from 1, and is 0 over padding. Each row ends in
-    padding, since a mask without a 0 may be dropped. A row has the packing length and one more,
-    rounded up to a multiple of 8, so that no collator lengthens it past its positions; a longer
-    sample that is packed alone has its own. Train with `neat_packing: true`, and with
+    padding, since a mask without a 0 may be dropped. A row has the packing length plus one, rounded
+    up to a multiple of 8, so that no collator lengthens it past its positions. For a longer sample,
+    which is packed alone, its own length counts. Train with `neat_packing: true`, and with
     `disable_shuffling: true` to keep the order.
 
     Args:

@@ -41,7 +41,7 @@ def may_probe_template(template: str) -> bool:
 
 def trained_part(model: Any) -> Any:
     """
-    Return the module of a model that is trained: of an Omni model the thinker, else the model.
+    Return the module of a model that is trained: the thinker of an Omni model, else the model.
 
     The model may be wrapped by PEFT.
     """

@@ -292,7 +292,7 @@ def _read_index(index: Path) -> Mapping[str, str]:
 
 def _read_header(path: Path) -> Mapping[str, Any]:
     """Return the header of a safetensors file, by name of the weight; ConfigError if damaged."""
-    import safetensors  # comes with transformers, without which runs are planned too
+    import safetensors  # comes with transformers; runs are also planned without it
 
     try:
         with safetensors.safe_open(path, framework="numpy"):  # compares the header with the file's size

@@ -76,7 +76,7 @@ def find_sharded_weight(model: torch.nn.Module) -> str | None:
     """
     Return the name of the first weight that this process holds only in part; None if it holds all.
 
-    Such are the weights under FSDP and ZeRO 3, also while they are gathered: small ones stay so
+    This is so under FSDP and ZeRO 3, also while weights are gathered: small ones stay gathered
     until a checkpoint is loaded.
     """
     for name, weight in model.named_parameters():

@@ -133,8 +133,8 @@ class TrainingBar:
         Draw the bar at its new position.
 
         Args:
-            done: Steps that are done; None leaves them.
-            text: Numbers beside the bar; None leaves them.
+            done: Steps that are done; None keeps the last number.
+            text: Numbers beside the bar; None keeps the last text.
         """
         self._progress.update(self._task, completed=done, description=text, refresh=True)
 

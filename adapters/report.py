@@ -75,7 +75,7 @@ class ReportedPlan:
     """Drawings of the first packs."""
 
     works: tuple[Numbers, Numbers, Numbers] | None = None
-    """Work of steps, of `work_of_steps`; None if it is unknown."""
+    """Work of steps, as `work_of_steps` returns it; None if it is unknown."""
 
     tables: Sequence[tuple[str, Row, Sequence[Row]]] = ()
     """Title, head and rows of each further table."""

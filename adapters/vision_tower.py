@@ -153,10 +153,10 @@ def count_tower_runs(model: nn.Module, given: Mapping[str, Any]) -> int:
 
 def ensure_vision_forward(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     """
-    Let a model's vision tower run in every call, as it has to where ranks share its weights.
-
-    A call without images, or without videos, computes a small part of an image of *inputs*, times
-    0: no result changes. Call it on all ranks, on a model that is wrapped already.
+    Make a model's vision tower run in every call, which is needed where ranks share its weights. A
+    call without images, or without videos, computes a small part of an image of *inputs* and
+    multiplies it by 0, so no result changes. Call it on all ranks, on a model that is wrapped
+    already.
 
     Args:
         model: Model of transformers that takes images.

@@ -32,8 +32,8 @@ def main() -> int:
     return run_program(command)
 
 
-# What `python -m` calls itself until it has found the module; whoever imports this package keeps
-# their own answer.
+# `python -m` is called `-m` until it has found the module. A program that imports this package
+# keeps its own handling of Ctrl-C.
 if sys.argv[:1] == ["-m"]:
     install_ctrl_c_hook()
 

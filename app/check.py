@@ -91,7 +91,8 @@ def check(config: RunConfig, *, num_packs: int) -> Report:
     if not config.training.packing:
         raise ConfigError.for_key("training.packing", "is false: nothing is packed, so there is nothing to compare")
     with join_ranks(config) as group:
-        # One rank compares whole rows: how ranks share them is asked before their first step.
+        # Here one rank compares whole rows. Ranks that share rows are probed before their first
+        # step.
         training = attrs.evolve(config.training, resume_from_checkpoint=None, sequence_parallel_size=1)
         trainer, splits = prepare(attrs.evolve(config, training=training), group, may_leak=True)
         return compare_packs(config, trainer, splits["train"], num_packs=num_packs)

@@ -9,7 +9,7 @@ Assertions for your own model, collator and trainer: `docs/use-it-in/prove.md`.
     testing.assert_step_loss(trainer)
     testing.assert_unpadded_equal(trainer)
 
-They need torch alone, from the extra `hf`; those on trainers need transformers too.
+They need torch, from the extra `hf`. The assertions about trainers also need transformers.
 """
 
 from __future__ import annotations

@@ -119,7 +119,8 @@ def _build_config(document: Mapping[str, Any], kind: type[T], source: str, advis
     config, more = structure_document(document, kind, advise, required=_REQUIRED)
     found = (*found, *more)
     if config is not None:
-        # A key with a fault has its default here, so that what contradicts it is no fault.
+        # A key with a fault has its default here, so that keys which contradict its value are not
+        # reported.
         replaced = [fault.path for fault in found]
         found = (*found, *(one for one in _FAULTS[kind](config) if not _mentions_any(one, replaced)))
     if config is None or found:

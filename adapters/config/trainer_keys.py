@@ -35,7 +35,7 @@ GRPO_KEYS_FILE = Path(__file__).with_name("grpo_keys.json")
 """Table of the settings that `grpo.` passes on to TRL."""
 
 FOREIGN_KEYS_FILE = Path(__file__).with_name("foreign_keys.json")
-"""Rows of our keys, each with the keys of other programs that it takes the place of."""
+"""Table of our keys, each with the keys of other programs that it replaces."""
 
 LIBRARIES: Mapping[Path, tuple[str, ...]] = {
     SFT_KEYS_FILE: ("ms-swift", "transformers"),

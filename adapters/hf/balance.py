@@ -99,7 +99,8 @@ def balance(
         max_tokens: Most tokens of a microbatch. A longer row is a microbatch of its own.
         logprob_max_tokens: Most tokens of a pass without gradients, for old and reference
             log-probabilities; None for *max_tokens*.
-        padded: Whether padding counts: rows times longest row. Set it for models without `unpad`.
+        padded: Whether padding counts, as the number of rows times the longest row. Set it for
+            models without `unpad`.
         algorithm: Packing algorithm, a name in `core.packers.ALGORITHMS`; not used if *padded*.
         length_multiple: Multiple to which the tokens of each row are rounded up when counted.
         move_rows: Whether rows may move between ranks.

@@ -3,9 +3,9 @@ Comparison of one pack of a trainer's first step with its samples alone, by the 
 
 The pack and each of its samples pass the collator, the trainer's preparation, the model and the
 loss. Losses are compared, and gradients with respect to the embeddings of each token id. The
-samples are computed with hooks paused, by transformers' own attention, each rank whole rows.
+samples are computed with hooks paused, by transformers' own attention, whole rows on each rank.
 Dropout and noise are off. Afterwards random state, gradients, buffers, counts and metrics are as
-before, so that training goes on bit by bit as without the comparison.
+before, so that training is the same, bit for bit, as without the comparison.
 """
 
 import copy
@@ -61,7 +61,7 @@ def require_pack_as_alone(trainer: Any, batches: list[Mapping[str, Any]], num_it
         num_items: Divisor of the step's loss.
 
     Raises:
-        MismatchError: The batch trains otherwise, on this rank or another one.
+        MismatchError: The batch trains differently from its samples, on this rank or another one.
     """
     if find_sharded_weight(trainer.model) is not None or not trainer.loss_of_samples:
         why = "ranks share the weights" if trainer.loss_of_samples else "its loss compares samples"
@@ -96,7 +96,7 @@ def _samples_of(trainer: Any, batch: Mapping[str, Any]) -> Iterator[list[PackOfR
 
 def _find_difference(trainer: Any, batch: Mapping[str, Any], num_items: Any, *, scale: int) -> str | None:
     """
-    Return how a batch differs from its samples alone, as a clause; None if it does not.
+    Describe how a batch differs from its samples alone, as a clause; None if it does not.
 
     Args:
         trainer: See `require_pack_as_alone`.
@@ -125,7 +125,7 @@ def _find_difference(trainer: Any, batch: Mapping[str, Any], num_items: Any, *, 
         for row in rows:
             alone = trainer.collate(row)
             own, gradients = _run(trainer, send_to_device(alone, trainer.args.device), num_items, weight)
-            # Losses of nothing to learn are 0 or no number.
+            # Without anything to learn, losses are 0 or NaN.
             learns = trainer.loss_of_samples == "mean" or count_supervised(alone["labels"])
             if learns:
                 loss, norms = loss + own, norms + add_gradients(total, gradients)

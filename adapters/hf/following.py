@@ -2,13 +2,13 @@
 Mixins for trainers that train packs by the schedule of a plan; `insert_base_class` adds them.
 
 `FollowsSchedule` fits every trainer of transformers, TRL, ms-swift and `packplan sft`: steps,
-epochs, checked batches, resumed runs. `ComputesPacks` makes noise that of each sample, and the
-evaluation loss the mean over tokens; streams, which follow no schedule, have it too. `ServesPacks`
-adds loaders of packs, for trainers of other projects.
+epochs, checked batches, resumed runs. `ComputesPacks` scales noise by sample, and makes the
+evaluation loss the mean over tokens; streams use it too, though they follow no schedule.
+`ServesPacks` adds loaders of packs, for trainers of other projects.
 
-A mixin stands before the class of the trainer, so its `super()` is the trainer's own method: of
-transformers, unless TRL or ms-swift has another. `adapters/trainer/trainer.py` lists those that a
-step of `packplan sft` calls.
+A mixin precedes the class of the trainer, so `super()` is the trainer's own method: that of TRL or
+ms-swift if they have one, else that of transformers. `adapters/trainer/trainer.py` lists those that
+a step of `packplan sft` calls.
 """
 
 import logging
@@ -267,7 +267,7 @@ class ComputesPacks:
     def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
         """Evaluate packs by the mean loss over tokens, and other data as the trainer does."""
         if not isinstance(getattr(dataloader, "batch_sampler", None), EvalBatches):
-            with sharing_by(1):  # ranks have other rows each
+            with sharing_by(1):  # each rank has other rows
                 return super().evaluation_loop(dataloader, *args, **options)  # type: ignore[misc]  # of the trainer's class
         self._evaluated = evaluated = _LossSums(dataloader.batch_sampler)
         groups = self.row_groups
@@ -350,7 +350,7 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
     """Training arguments that a resumed run has to keep."""
 
     loss_of_samples: str = "sum"
-    """Loss of a batch, made of its samples' losses: "sum", "mean", or "" if of neither."""
+    """Form of a batch's loss, from its samples' losses: "sum", "mean", or "" if it is neither."""
 
     def serve(
         self,
@@ -376,7 +376,8 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
                 index, or a list of pack indices, under `PACK`.
             eval_packs: Data set of evaluation packs, whose loss is the mean over their supervised
                 tokens; None leaves evaluation as it is.
-            eval_degrees: Ranks that share each evaluation pack; None if as many share all.
+            eval_degrees: Number of ranks that share each evaluation pack; None if it is the same
+                for all.
             check: Compare a pack of the first step with its samples alone, before the step.
         """
         self.train_packs, self._eval_packs, self.collate = packs, eval_packs, collator

@@ -38,7 +38,9 @@ _COMPARING = {
 
 
 def _name_in_trl(trainer: Any) -> str | None:
-    """Return the name of TRL's class from which a trainer derives; None of one of ms-swift's."""
+    """
+    Return the name of the TRL class that a trainer derives from; None for trainers of ms-swift.
+    """
     kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.startswith(("trl.", "swift."))]
     return kinds[0].__name__ if kinds and kinds[0].__module__.startswith("trl.") else None
 
@@ -152,7 +154,9 @@ def _plan_conflicts(trainer: Any) -> Iterator[str]:
 
 
 def _preference_conflicts(trainer: Any, row_ranks: int | Literal["auto"]) -> Iterator[str]:
-    """Yield settings of preference data with which a loss is no mean over samples, or not tried."""
+    """
+    Yield settings of preference data whose loss is no mean over samples, or that were not tried.
+    """
     if not is_preference_trainer(trainer):
         return
     losses = getattr(trainer.args, "loss_type", None) or []

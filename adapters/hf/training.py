@@ -86,24 +86,24 @@ def use_plan(
             `KTOTrainer` of TRL. Its data sets have tokenized rows, or rows that its collator
             tokenizes.
         plan: Plan of the lengths of `trainer.train_dataset`, as its collator makes them; see
-            `row_lengths`. A number plans packs of so many tokens, as `packplan.plan` does.
+            `row_lengths`. A number plans packs of that many tokens, as `packplan.plan` does.
         eval_plan: Plan of the lengths of `trainer.eval_dataset`, or a number. Evaluation then gives
             the mean over its supervised tokens, or over its pairs. None leaves evaluation as it is.
-        sequence_parallel_size: Ranks that share each row of packed samples, one after the other.
+        sequence_parallel_size: Number of neighbouring ranks that share each row of packed samples.
             `auto`: each long pack takes the smallest power of two of ranks that holds it, every
             other pack one rank.
         max_sequence_parallel_size: Most ranks that share a pack under `auto`; None takes the
             largest power of two that divides the ranks.
         check: Compare the first pack with its samples alone, before the first step: the trainer's
-            loss, and gradients of embeddings. `unpad` compares first calls too. Training goes on
-            bit by bit as without.
+            loss, and gradients of embeddings. `unpad` compares first calls too. Training afterwards
+            is the same, bit for bit.
 
     Raises:
-        ArgumentError: The trainer trains no rows of a plan, a setting contradicts the plan, or a
+        ArgumentError: The trainer cannot train rows of a plan, a setting contradicts the plan, or a
             row is not one sample.
         StaleError: A row has another length than planned.
         MismatchError: Ranks have different plans or rows. In training: the first pack trains
-            otherwise than its samples alone.
+            differently from its samples alone.
         ModelError: The probe of `unpad` fails.
     """
     if isinstance(trainer, _PlannedTraining):
@@ -271,8 +271,8 @@ def _unpad_for_loss(trainer: Any, groups: RowGroups | None, *, check: bool) -> l
 
 def _keep_ranks_in_step(trainer: Any, models: list[Any]) -> None:
     """
-    Let vision towers run in every batch, where a rank that skips one, for want of images, would
-    leave the others waiting: they share weights, or DDP looks for no unused ones.
+    Make vision towers run in every batch if a rank without images would leave the others waiting:
+    ranks share weights, or DDP does not look for unused ones.
     """
     args, rows, collate = trainer.args, trainer.train_dataset, _find_row_collator(trainer) or pad_rows
     finds_unused = args.ddp_find_unused_parameters

@@ -66,7 +66,7 @@ def unpad(model: Any, *, logits: bool = True, groups: RowGroups | None = None, c
     Args:
         model: Model of transformers, perhaps with adapters, perhaps wrapped for several ranks.
         logits: Whether logits at padding are returned too. False leaves them out while training, in
-            calls with labels, for callers that read the loss alone: logits then have the shape (1,
+            calls with labels, for callers that read only the loss: logits then have the shape (1,
             real tokens, vocabulary).
         groups: Ranks that share packed rows, and are given the same batches for them (see
             `adapters.attention.shared_rows`); None if each rank computes its own rows.
@@ -76,7 +76,7 @@ def unpad(model: Any, *, logits: bool = True, groups: RowGroups | None = None, c
     Raises:
         ModelError: The probe fails: results differ from those of the padded pass.
         MismatchError: Later, in a first call: it differs from its padded pass.
-        ArgumentError: The model is hooked already, or is none of transformers.
+        ArgumentError: The model is hooked already, or is not a model of transformers.
     """
     inner = unwrap(model)
     with raising_together(inner):
@@ -118,14 +118,14 @@ def separate_samples(
     A model loaded with `attn_implementation="packplan"` takes the fastest attention that passes the
     probe. Another model keeps its own. The probe takes some seconds, on a small copy of the model
     and then on the model itself: gradients between samples have to be exactly 0, and each sample's
-    results those of the sample alone. `config.use_cache` is set to False, since transformers keeps
-    samples apart only in calls without a cache.
+    results have to equal those of the sample alone. `config.use_cache` is set to False, since
+    transformers keeps samples apart only in calls without a cache.
 
     Args:
         model: Model of transformers, perhaps with adapters.
         named: Name of the attention; None takes the one that the model was loaded with.
-        ready: Whether the model itself can be probed. Otherwise, and if this process holds a part
-            of its weights, only small copies are.
+        ready: Whether the model itself can be probed. If not, or if this process holds only a part
+            of its weights, only small copies are probed.
         groups: See `unpad`.
 
     Raises:
@@ -264,7 +264,9 @@ def _candidate_stacks(model: Any) -> Iterator[TextStack]:
 
 
 def _hook_fault(model: Any, hooks: Unpadding, mask: torch.Tensor, *, native: str) -> str | None:
-    """Return a text on how hooks change results at *mask*, or which error they raise, or None."""
+    """
+    Describe how hooks change results at *mask*, or the error that they raise; None if neither.
+    """
     padding = getattr(trained_config(model.config).get_text_config(), "pad_token_id", None) or 0
     ids = _draw_ids(model).where(mask > 0, padding)
     batch = {"input_ids": ids, "attention_mask": mask, **draw_token_types(model, ids), "use_cache": False}

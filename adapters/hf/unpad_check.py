@@ -39,9 +39,9 @@ def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> Unpadd
     """
     Assert that a batch of a trainer has the same loss and gradients with and without padding.
 
-    The trainer's first batch is computed twice, with its own loss: as it is, and by `unpad`, whose
-    hooks are added for the time if the model has none. Dropout is off. Weights, gradients, random
-    state and the trainer are restored afterwards.
+    The trainer's first batch is computed twice, with the trainer's loss: as it is, and by `unpad`,
+    whose hooks are added for this comparison if the model has none. Dropout is off. Weights,
+    gradients, random state and the trainer are restored afterwards.
 
     Args:
         trainer: Trainer of transformers or TRL; its reference model is included.

@@ -174,8 +174,8 @@ class EvalBatches:
             batch_size: Packs of a batch.
             rank: This rank, from 0.
             world_size: Number of ranks.
-            degrees: Ranks that share each pack; shape (num_packs,). None shares none; else a batch
-                is one pack.
+            degrees: Number of ranks that share each pack; shape (num_packs,). A batch is then one
+                pack. None shares no pack.
         """
         self._num_packs, self._size, self.shares = num_packs, batch_size, degrees is not None
         degrees = np.ones(-(-num_packs // batch_size), dtype=np.int64) if degrees is None else degrees

@@ -96,7 +96,7 @@ _MOST_VALUES = 1 << 16
 """Values of a large array that its digest reads, at equal distances."""
 
 _FACTS = np.dtype([("digest", "V16"), ("num_supervised", "<i8"), ("length", "<i8")])
-"""Facts of a row; its numbers are `UNKNOWN` if only decoding its files would tell them."""
+"""Facts of a row. Its numbers are `UNKNOWN` if they can only be found by decoding its files."""
 
 UNKNOWN = -1
 
@@ -184,7 +184,7 @@ class RowSource:
         return RowFacts.from_rows(facts)
 
     def fetch(self, indices: Sequence[int]) -> Iterable[Row]:
-        """Return rows by their indices, at once where the data set can."""
+        """Return rows by their indices, in one read if the data set allows it."""
         several = getattr(self.rows, "__getitems__", None)  # of `datasets`, which is slow row by row
         return map(self.rows.__getitem__, indices) if several is None else several([*indices])
 
@@ -197,7 +197,10 @@ class RowSource:
         return [self._digest(row, index) for index, row in zip(indices, rows, strict=True)]
 
     def _digest(self, row: Row, index: int) -> bytes:
-        """Return the digest of what a row trains, or if its collator tokenizes, of all columns."""
+        """
+        Return the digest of a row: of the values that it trains, or of all columns if its collator
+        tokenizes.
+        """
         digest = blake2b(digest_size=16)
         if _TOKENS in row and not self.of_pairs:
             row = read_row(row, index)
@@ -235,7 +238,7 @@ class RowsOfPacks(Dataset[PackOfRows]):
     """Data set of packs: item k has the rows of pack k."""
 
     facts: RowFacts | None = None
-    """Facts of all rows, once they are read; served rows have to have their digests."""
+    """Facts of all rows, once they are read; served rows have to match their digests."""
 
     def __init__(self, rows: Any, plan: Plan, *, collate: Collate | None = None) -> None:
         """
@@ -481,7 +484,7 @@ def read_row(row: Row, index: int | None = None) -> Row:
 
 
 def _multi_sample_column(row: Row, columns: Collection[str], num_tokens: int) -> str | None:
-    """Return which of *columns* says that the row holds several samples; None for one sample."""
+    """Return the first of *columns* that shows several samples in the row; None for one sample."""
     for column in (*_PACKED, *_NUMBERED):
         if column in columns:
             values = np.asarray(row[column])

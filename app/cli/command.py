@@ -108,8 +108,8 @@ def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = Fal
     from packplan.adapters import progress
 
     end_with_launcher()
-    # Read by OpenMP when torch is loaded. Threads that spin while they wait keep a core from those
-    # they wait for, where other processes want it too.
+    # Read by OpenMP when torch is loaded. Threads that spin while they wait would keep a core from
+    # the threads that they wait for.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     progress.hide(hidden=quiet)
     _set_up_logging(verbose=verbose, quiet=quiet)
@@ -172,7 +172,7 @@ def run_program(main: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         _print_error("interrupted")
         status = INTERRUPTED
-    # What is left is to end: an impatient Ctrl-C has nothing to stop.
+    # Only the end is left, so another Ctrl-C has nothing to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         _flush()

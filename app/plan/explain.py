@@ -64,7 +64,7 @@ def explain_pack(config: RunConfig, opened: StoredSplit, pack: int) -> dict[str,
 
 
 def _records_if_as_many(config: RunConfig, opened: StoredSplit) -> FileRecords | None:
-    """Return the records of a split; None if they are absent, or others in number than measured."""
+    """Return the records of a split; None if they are missing, or their number has changed."""
     try:
         records = open_split_records(config, opened.split.name)
     except DataSetError:
@@ -116,7 +116,7 @@ def explanation_lines(explanation: dict[str, Any]) -> Iterator[str]:
         if "dropped_with" in explanation:
             yield f"  with samples {', '.join(map(str, explanation['dropped_with']))}"
         for run in explanation.get("text", ()):
-            # As JSON writes it: what the data say neither breaks lines nor steers a terminal.
+            # Written as JSON, so that texts of the data neither break lines nor control a terminal.
             text = json.dumps(run["text"], ensure_ascii=False)
             yield f"  {'trained' if run['trained'] else '       '} {text}"
     pack = explanation.get("pack") if "sample" in explanation else explanation

@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _decode_spans(config: RunConfig, opened: StoredSplit, sample: int) -> list[dict[str, Any]]:
     """Return the decoded text of a sample, split into spans of supervised and other tokens."""
-    # ms-swift takes seconds to import, which no other look at a plan needs.
+    # ms-swift takes seconds to import, and nothing else here needs it.
     from packplan.app.wiring.splits import open_encoders
 
     encoder = open_encoders(config)[opened.split.name]

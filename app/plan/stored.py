@@ -103,7 +103,7 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
     plan, where = plans.inspect(), str(plans.folder)
     samples = lengths_of_records(policy, lengths.rows.table, origin.files)
     if plan is None or plan.key.inputs["lengths"] != lengths.digest:
-        # Where the lengths give no plan, building raises this too, and would not help.
+        # If the lengths give no plan, building would raise the same error.
         refuse_longer(lengths.tokens, policy)
         plan_first_epoch(name, policy, samples, recipe=recipe, quick_bound=True)
         reason = "holds lengths, but no plan" if plan is None else "holds a plan of other lengths than it holds"
@@ -134,7 +134,7 @@ def _plan_of_epoch(planner: EpochPlanner, stored: StoredPlan, epoch: int, digest
 
     Raises:
         ConfigError: There is no such epoch.
-        NotBuiltError: The epochs were not built, or their plans were other ones.
+        NotBuiltError: The epochs were not built, or their plans were different.
     """
     if not stored.epochs:
         raise NotBuiltError(where, "holds the plan of one epoch, and no records of the others")

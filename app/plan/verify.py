@@ -137,14 +137,14 @@ def verify(split: Split, *, num_samples: int = 0, decode: bool = False) -> Itera
         differences = origin.differences(source.fingerprint(), len(source), data_digest)
         yield from _input_faults(str(lengths_kept.folder), origin, differences, source)
     yield from (Finding("copies", *fault) for fault in split.encoder.copy_faults())
-    # What is damaged is named above, and compared with nothing.
+    # Damaged files are named above, and not compared.
     lengths, plan = _read_or_none(lengths_kept.inspect), _read_or_none(plans_kept.inspect)
     if lengths is None:
         return
     if plan is not None or not plan_damage:
         log.info("%s: checking the plan, and planning again", name)
         yield from _faults_of_plan(split, lengths, plan)
-    # Where records came or went before others, these are other samples now.
+    # If earlier records were added or removed, the same indices are other samples now.
     if len(source) != len(lengths.rows.table) and _data_differ(differences):
         log.warning("%s: images and samples are not compared, since the data have other records", name)
         return

@@ -8,10 +8,10 @@ Audits of measurements: some samples are encoded again before all are planned.
 | many are missing | `check_repeatability_early` | 8, here and elsewhere | measuring takes hours |
 | all are measured | `check_repeatability` | the same, and media's shapes | later runs trust them |
 
-Here is this process, backwards. Elsewhere is another process and epoch, in a third order, as
-training encodes. Besides, `adapters/samples` audits its shortcut while it measures, and compares
-the first sample of each kind with ms-swift's own encode; training compares every sample with its
-measurement.
+*Here* means in this process, in backward order. *Elsewhere* means in another process and epoch, in
+a third order, as training encodes. In addition, `adapters/samples` audits its shortcut while it
+measures, and compares the first sample of each kind with ms-swift's own encode; training compares
+every sample with its measurement.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,10 @@ from packplan.core.samples.tables import (
 )
 
 REPEATED_SAMPLES = 8
-"""Samples that are encoded again, spread over the data; with media, one of each shape besides."""
+"""
+Number of samples that are encoded again, spread over the data. With media, one sample of each shape
+is added.
+"""
 
 REPEATED_EPOCH = 1
 """The epoch under which they are encoded in another process; measuring is in epoch 0."""
@@ -97,7 +100,7 @@ def check_repeatability_early(source: LengthSource, num_measured: int, *, report
         source: All records.
         num_measured: Number of records that are measured already, from the first on.
         report: Called with a progress message.
-        skips: Pass over records that cannot become samples.
+        skips: Skip records that cannot become samples.
 
     Raises:
         RecordError: A record cannot become a sample.
@@ -125,7 +128,8 @@ def check_repeatability(source: LengthSource, stored: StoredRows) -> dict[str, A
 
     Raises:
         DataSetError: A sample encodes differently each time.
-        ShortcutError: A sample encodes the same each time, but the shortcut measured it otherwise.
+        ShortcutError: A sample encodes the same each time, but the shortcut measured it
+            differently.
     """
     indices = sorted({*_spread_indices(sample_indices(stored.table)), *_first_of_each_shape(stored)}, reverse=True)
     measured = {index: from_row(stored.table, index) for index in indices}

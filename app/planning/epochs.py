@@ -83,7 +83,7 @@ def plan_first_epoch(
         samples: Lengths and works of all records.
         recipe: Samples of each epoch; None plans all samples.
         quick_bound: Compute a fast but looser lower bound, enough to compare plans.
-        report: Called with each progress message too.
+        report: Called with each progress message.
     """
     recipe = recipe or EpochRecipe()
     wait = 0 if policy.algorithm in SLOW_ALGORITHMS else BRIEF_S

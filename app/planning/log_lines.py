@@ -22,7 +22,7 @@ from packplan.core.samples.tables import DataFile, column, source_sizes
 from packplan.core.schedule import EpochSchedule
 
 SHOWN = 10
-"""Ranges of samples that a line names, where they may lie anywhere; the stored plan has all."""
+"""Most ranges of samples that a line names; the stored plan has all."""
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def describe_evaluation(split: Split) -> str:
 
 
 def _ranks_text(split: Split) -> str:
-    """Return how the packs of an epoch are cut or filled for the ranks."""
+    """Describe how the packs of an epoch are cut or filled for the ranks."""
     aligned, unit = split.aligned, "pack" if split.policy.packing else "sample"
     spread = f"{counted(len(split.raw.packs), unit)} on {counted(aligned.world_size, 'rank')}"
     if aligned.num_dropped:

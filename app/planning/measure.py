@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 MAX_KNOWN_BETWEEN = 32
 """
-Fewer known records than this between two unknown ones are measured with them: processes measure
-records that follow each other.
+If fewer known records than this are between two unknown ones, they are measured too, since
+processes measure consecutive records.
 """
 
 _LOOKUP_BLOCK = 10_000
@@ -66,8 +66,8 @@ def measure(split: Split, report: ReportProgress) -> Table:
 
     Raises:
         RecordError: A record cannot become a sample; what was measured before it is kept.
-        DataSetError: More records than may be cannot become samples, or an audit found that a
-            sample encodes to several measurements.
+        DataSetError: Too many records cannot become samples, or an audit found a sample that
+            encodes differently each time.
         StaleError: The data, an image or the configuration is not the one that was measured.
     """
     name, source, total = split.name, split.source, len(split.source)
@@ -145,7 +145,7 @@ def _measure_missing(split: Split, stored: StoredRows, *, bad: BadRecords, repor
 
     Raises:
         RecordError: A record cannot become a sample; what was measured before it is kept.
-        ShortcutError: The shortcut measures a sample otherwise than a full encode.
+        ShortcutError: The shortcut measures a sample differently from a full encode.
     """
     name, source, store, known = split.name, split.source, split.stores.lengths, split.known
     total = len(source)
@@ -166,8 +166,7 @@ def _measure_missing(split: Split, stored: StoredRows, *, bad: BadRecords, repor
         outcomes = source.measure_many(missing, in_full=stored.in_full)
     else:
         outcomes = merge_known(source, missing, known)
-    # Closed by name: an error that is on its way would keep the processes that measure alive, and
-    # their work.
+    # Closed explicitly: a pending error would keep the measuring processes and their work alive.
     with closing(outcomes), progress(total=total, initial=first, desc=f"measuring {name}", unit=" samples") as bar:
         try:
             for outcome in outcomes:
@@ -223,7 +222,7 @@ class BadRecords:
         *error* is raised if no record may be bad, and DataSetError if too many are.
         """
         if self._max_share is None:
-            # Where the run is to be changed, skipping records would lose all like this one.
+            # If the run has to be changed, skipping would lose every record like this one.
             raise error if error.remedy else RecordError(error.where, f"{error.reason} ({_SKIP_ADVICE})")
         sha256 = self._source.digest_and_folder(index)[0]
         self._accept((*self.records, BadRecord(index, error.where, error.explanation, sha256)))

@@ -87,8 +87,8 @@ class Ranks:
         Compare a value between all ranks; MismatchError if one of them has another.
 
         Args:
-            what: The value's name, for the error.
-            value: This rank's.
+            what: Name of the value, for the error.
+            value: Value on this rank.
         """
         values = self.group.gather(value)
         if len(set(values)) > 1:

@@ -20,8 +20,8 @@ from packplan.core.work.assignment import SyncPoint
 
 REDUCES_EACH_BACKWARD = 2
 """
-The stage from which on DeepSpeed's ranks meet in each microbatch: gradients are sharded from 2 on,
-weights from 3 on.
+Lowest ZeRO stage in which ranks wait for each other in each microbatch. Gradients are sharded from
+stage 2 on, weights from stage 3 on.
 """
 
 
@@ -64,7 +64,8 @@ def forced_batch_lines(config: RunConfig) -> Iterator[str]:
 
 def balanced_sync_point(config: RunConfig) -> SyncPoint | None:
     """
-    Return where a run's ranks wait for each other; None if packs are not assigned by work.
+    Return the point where a run's ranks wait for each other; None if packs are not assigned by
+    work.
 
     `training.packing_balance: auto` takes `microbatch` under FSDP and under DeepSpeed from stage 2
     on, else `step`. On one rank, assigning by work changes nothing.
@@ -76,7 +77,9 @@ def balanced_sync_point(config: RunConfig) -> SyncPoint | None:
 
 
 def sync_point_of(config: RunConfig) -> SyncPoint:
-    """Return where the ranks of a run wait for each other, which FSDP and DeepSpeed decide."""
+    """
+    Return the point where the ranks of a run wait for each other, which FSDP and DeepSpeed decide.
+    """
     training = config.training
     stage = zero_stage(training.trainer.get("deepspeed"))
     return "microbatch" if training.trainer.get("fsdp") or stage >= REDUCES_EACH_BACKWARD else "step"

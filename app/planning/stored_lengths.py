@@ -20,7 +20,7 @@ def open_lengths(store: DiskLengthStore) -> StoredLengths:
 
     Raises:
         NotBuiltError: None are stored, or not all.
-        CorruptArtefactError: They are not what was written.
+        CorruptArtefactError: A stored file is damaged.
     """
     lengths = store.inspect()
     if lengths is None:

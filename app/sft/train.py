@@ -4,8 +4,8 @@ The way of a sample from a run's YAML to training steps, read from top to bottom
     config -> records and encoder -> lengths -> raw plan -> aligned plan -> schedule -> trainer
 
 Every rank runs this. Rank 0 alone measures and plans; the others wait for it and read the result.
-The schedule draws the order of the raw plan's packs in each epoch, and fills or cuts it for the
-ranks as the aligned plan, which is stored, compared and logged, does.
+In each epoch, the schedule draws an order of the raw plan's packs, and fills or cuts it for the
+ranks in the same way as the aligned plan. The aligned plan itself is stored, compared and logged.
 """
 
 from __future__ import annotations

@@ -96,7 +96,8 @@ def split_command(given: Sequence[str] | None, *, skip: int = 0) -> tuple[list[s
 
     Args:
         given: Words of a command line of this project; None takes those of the process.
-        skip: Number of earlier words that look like one, as the first in `plugin swift swift sft`.
+        skip: Number of earlier words to skip that look like such a program, as the first `swift` in
+            `plugin swift swift sft`.
     """
     words = sys.argv[1:] if given is None else given
     found = [at for at, word in enumerate(words) if starts_swift_command(word)][skip:]
@@ -128,7 +129,7 @@ def read_command(
     path: str, words: Sequence[str] = (), *, world_size: int | None = None
 ) -> tuple[RunConfig, HostCommand]:
     """
-    Read a command of ms-swift: the run that it is, and the command.
+    Read a command of ms-swift; return the run that plans it, and the command.
 
     Args:
         path: See `read_run_or_command`.
@@ -192,7 +193,8 @@ def _count_started_ranks(launcher: Sequence[str], *, is_swift: bool) -> int:
 
     Args:
         launcher: Words before ms-swift's own.
-        is_swift: Whether the program `swift` follows, which reads NPROC_PER_NODE and NNODES.
+        is_swift: Whether the next word is the program `swift`, which starts the ranks of
+            NPROC_PER_NODE and NNODES.
     """
     if starters := {*_LAUNCHERS} & {Path(word).name for word in launcher}:
         reason = "starts ranks: give their number by --world-size, before the command"

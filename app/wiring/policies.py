@@ -27,7 +27,7 @@ def policy_of_split(config: RunConfig, split: str) -> PlanPolicy:
 
 def work_of_run(config: RunConfig) -> tuple[WorkModel, str | None]:
     """
-    Return the work of a run's model, forward and backward, and why it is only estimated, if so.
+    Return the work of a run's model, forward and backward, and the reason if it is only estimated.
     """
     model, estimated = _forward_work(config)
     training = config.training
@@ -40,7 +40,7 @@ def work_of_run(config: RunConfig) -> tuple[WorkModel, str | None]:
 
 
 def _forward_work(config: RunConfig) -> tuple[WorkModel, str | None]:
-    """Return the work of the model's forward pass, and why it is estimated, if it is."""
+    """Return the work of the model's forward pass, and the reason if it is only estimated."""
     try:
         sizes = config_content(config.model)
     except ConfigError as error:

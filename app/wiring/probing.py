@@ -26,7 +26,7 @@ class BackendProbe:
     """Verdict on the model; None if the attention does not run here."""
 
     reason: str
-    """Why samples may or may not share packs, as a clause."""
+    """Reason why samples may or may not share packs, as a clause."""
 
     mixes_in: str | None = None
     """First module that mixes samples without Packplan, and its class; None if unknown."""

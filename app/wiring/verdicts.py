@@ -1,5 +1,5 @@
 """
-Verdict whether samples may share packs of a run's model, and the attention that follows from it.
+Verdict whether a run's model may pack, and the attention that follows from it.
 
 The model is probed as a small copy, and once more when it is loaded. A verdict is stored beside the
 plans, by a fingerprint of everything that it depends on.
@@ -59,7 +59,7 @@ def require_packing_model(config: RunConfig) -> PackingVerdict | None:
     """
     Return the verdict on a run's model; ModelError if it may not pack.
 
-    Also if its attention is not installed. So hours of measuring are not wasted.
+    ModelError also if its attention is not installed. So hours of measuring are not wasted.
 
     The verdict is None if no model is probed: nothing is packed, the attention needs a GPU that is
     not here, or the run is a command of ms-swift, whose model the plugin probes.
@@ -112,7 +112,7 @@ def probe_loaded_model(
         groups: Ranks that share rows.
 
     Raises:
-        ModelError: Samples are not apart, or not equal to themselves alone.
+        ModelError: Samples are not kept apart, or differ from the samples alone.
     """
     place = device_and_precision(model)
     if groups is not None:
@@ -122,7 +122,8 @@ def probe_loaded_model(
             log.info(
                 "the loaded model is not probed, since ranks share its weights: the probe of a small copy of it counts"
             )
-    # `packplan check` looks at models that do not pass, too. Ranks of a row are asked together.
+    # `packplan check` also takes models that do not pass. Ranks that share a row are probed
+    # together.
     elif verdict.passes and (groups is not None or place not in verdict.loaded_on):
         measured = probe_ready_model(model, native=verdict.native, named=config.model.attn_impl, groups=groups)
         log.info("probe of the loaded model (%s) passed too: %s", place, measured)

@@ -1,10 +1,10 @@
 """
 Packing algorithms, by name.
 
-To add an algorithm, write a function of its name in a module of this package, and an entry of
-`ALGORITHMS` with that module. The function takes lengths, each from 1 to `capacity`, `capacity` by
-keyword, and what the entry lists in `takes`. It returns `Packs` ordered as those of `pack`.
-`tests.laws.test_packers` holds every entry to the same laws.
+To add an algorithm, write a function with its name in a module of this package, and an entry of
+`ALGORITHMS` that names the module. The function takes lengths, each from 1 to `capacity`,
+`capacity` by keyword, and what the entry lists in `takes`. It returns `Packs` ordered as those of
+`pack`. `tests.laws.test_packers` holds every entry to the same laws.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -86,10 +86,10 @@ def as_seed(seed: int) -> int:
 
 def check_algorithm_works(algorithm: str, works: Any, num: int) -> NDArray[np.float64] | None:
     """
-    Return the work that an algorithm is given, checked, as float64; None for None.
+    Check the works that are given to an algorithm, and return them as float64; None stays None.
 
     Args:
-        algorithm: Name of the algorithm that packs them.
+        algorithm: Name of the algorithm that packs the samples.
         works: Work of each sample, >= 0 in any unit, or None.
         num: Number of samples.
 

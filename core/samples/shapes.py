@@ -360,8 +360,8 @@ def _from_columns(record: Mapping[str, Any]) -> ShapedRecord:
 
 def _refuse_lost_texts(record: Mapping[str, Any], asked: str, answer: str) -> None:
     """
-    Refuse a text that would be ignored: of an answer without a question, or what a question is
-    about.
+    Refuse a text that would be ignored: one beside an answer without a question, or the context of
+    a question.
     """
     read = {*RECORD_KEYS, *NOTES} - {*RESPONSE_KEYS} | {answer}
     is_bare = not asked and answer != "text" and not has(record, "history") and not _is_chat(record[answer])

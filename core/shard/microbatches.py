@@ -55,18 +55,17 @@ def shard_packed(
         shards: Data-parallel workers, >= 1.
         batch_size: Sequences of a global batch, over all workers; the last one may have fewer.
         max_tokens_per_microbatch: Tokens of a row, padding included.
-        sequence_length_pad_multiple: Each sequence is padded to a multiple of it.
+        sequence_length_pad_multiple: Each sequence is padded to a multiple of this number.
         algorithm: A name in `core.packers.ALGORITHMS`. It decides the number of microbatches.
         assignment: `balanced` assigns sequences so that workers wait for each other as little as
             possible. `round_robin` assigns the algorithm's packs in turn.
         microbatch_order: Order of a worker's microbatches in a global batch. `packer` orders by
             first sequence. `largest_first` orders by descending tokens, so that the peak of memory
             comes first.
-        when_long: Whether a sequence over the budget is an error, or the one sequence of its row
-            (`alone`).
+        when_long: `error` refuses a sequence over the budget; `alone` makes it a row by itself.
         seed: Seed of random algorithms.
-        work: Work of the model; None counts the square of a sequence's length. Or the work of each
-            sequence, in any unit.
+        work: Work of the model, or work of each sequence in any unit. None takes the square of a
+            sequence's length.
         sync_at: Point where workers wait for each other. `microbatch`, as under FSDP, equalises
             microbatches that run together. `step`, the end of a global batch, equalises the sums of
             workers, and then microbatches as far as possible.
@@ -211,10 +210,10 @@ def shard_dynamic(
         batch_size: Sequences of a global batch, over all workers; the last one may have fewer.
         max_tokens_per_microbatch: Limit of sequences times width.
         sequence_length_round: Widths are multiples of it.
-        when_long: Whether a sequence wider than the budget is an error, or the one row of its
-            microbatch (`alone`).
-        work: Work of the model; None counts the square of a row's width. Or the work of each
-            sequence, in any unit.
+        when_long: `error` refuses a sequence wider than the budget; `alone` makes it a microbatch
+            by itself.
+        work: Work of the model, or work of each sequence in any unit. None takes the square of a
+            row's width.
 
     Raises:
         ArgumentError: A sequence alone is wider than the budget and `when_long` is `error`, there

@@ -7,7 +7,7 @@ A slot is one place in a microbatch, of a sequence or of filler. Every `Sharding
 - In a global batch every worker has the same number of microbatches, none of them empty.
 - Every sequence is in exactly one microbatch with weight 1.
 - Filler is the shortest sequence of the global batch with weight 0.
-- No microbatch has more positions than the budget, but for a sequence that is over it alone.
+- No microbatch has more positions than the budget, except one with a single longer sequence.
 """
 
 from collections.abc import Iterator, Sequence
