@@ -330,6 +330,36 @@ def describe_training(
     return {name: text for name, text in rows.items() if text}
 
 
+_MOST = 0.5
+"""Share of samples longer than a pack from which the packing length is taken for a mistake."""
+
+
+def describe_long_samples(plan: RawPlan, lengths: Lengths, setting: str) -> str:
+    """
+    Return a warning where most samples are longer than a pack, else an empty text.
+
+    Args:
+        plan: Plan of samples with these lengths.
+        lengths: Tokens of each record, 0 for one that is no sample.
+        setting: Setting of the packing length, which stands before its value.
+
+    >>> from packplan.core.plan import build_raw_plan
+    >>> plan = build_raw_plan([9, 9, 2], packing_length=4)
+    >>> describe_long_samples(plan, [9, 9, 2], "max_length").split(": ")[1]
+    'with max_length 9, 95 % of the samples would fit'
+    """
+    tokens = as_lengths(lengths, least=0)
+    num_longer = int((tokens[list(plan.single_long)] > plan.packing_length).sum())
+    if num_longer <= _MOST * plan.num_samples:
+        return ""
+    enough = length_quantiles(np.sort(tokens[tokens > 0]))[-1]
+    return (
+        f"{num_longer:,} of {counted(plan.num_samples, 'sample')} {verb_for(num_longer)} longer than a pack of "
+        f"{counted(plan.packing_length, 'token')}, so each is a pack by itself, of up to {tokens.max():,} tokens: with "
+        f"{setting} {enough}, {QUANTILES[-1]} % of the samples would fit"
+    )
+
+
 def describe_resume(schedule: EpochSchedule, name: str = "pack") -> str:
     """
     Return the trained and the remaining part of a resumed run, as a row of its table.

@@ -37,9 +37,9 @@ from packplan.adapters.trainer_state import add_digest_on_save, find_damaged_par
 from packplan.core.batch import IGNORED_LABEL, pack_degrees
 from packplan.core.config.identity import FIXED_ARGUMENTS, flat_values
 from packplan.core.equality import NATIVE
-from packplan.core.errors import ArgumentError, MismatchError
+from packplan.core.errors import ArgumentError, MismatchError, fit_lines
 from packplan.core.fingerprint import Fingerprint, RunIdentity
-from packplan.core.inspection import describe_training, format_table
+from packplan.core.inspection import describe_resume, describe_training, format_table
 from packplan.core.lengths import IntArray
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
@@ -365,7 +365,7 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
         check: bool = True,
     ) -> None:
         """
-        Serve the packs of a plan from now on.
+        Serve the packs of a plan from now on, and print what is trained.
 
         Args:
             schedule: Order of packs, in which a group of ranks that share rows is one rank.
@@ -387,6 +387,18 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
         rank, size = self.args.process_index // (self.args.world_size // schedule.world_size), schedule.world_size
         told: dict[str, Any] = {"inputs": {"packing_length": plan.raw.packing_length}, "identity": self._identity()}
         self.follow(PackBatches(schedule, rank, size, plan=plan.checksum, data=digest, **told))
+        self.show(_start_table(self, plan, schedule))
+
+    def show(self, text: str) -> None:
+        """Print lines on rank 0, whatever the log level."""
+        if self.is_world_process_zero():  # type: ignore[attr-defined]  # of the trainer's class
+            print(fit_lines(f"packplan: {text}"), flush=True)
+
+    def set_initial_training_values(self, *args: Any) -> Any:
+        """Return the training counts of the schedule, and show where a resumed run goes on."""
+        if self.schedule.start.step:
+            self.show(f"training goes on {describe_resume(self.schedule)}")
+        return super().set_initial_training_values(*args)
 
     def _identity(self) -> RunIdentity:
         """Return the settings and the model's files that a resumed run has to share."""
@@ -496,15 +508,8 @@ def insert_base_class(trainer: Any, base: type) -> None:
     trainer.__class__ = type(kind.__name__, (base, kind), {})
 
 
-def start_table(trainer: Any, plan: Plan, schedule: EpochSchedule) -> str:
-    """
-    Return the table that describes a trainer's run: data, packs, steps and attention.
-
-    Args:
-        trainer: Trainer of transformers.
-        plan: The plan.
-        schedule: Schedule of the plan.
-    """
+def _start_table(trainer: Any, plan: Plan, schedule: EpochSchedule) -> str:
+    """Return the table that describes a trainer's run: data, packs, steps and attention."""
     unit = "rank" if schedule.world_size == trainer.args.world_size else "group"
     rows = describe_training(plan.raw, plan.lengths, schedule, unit=unit)
     attention = trainer.model.config._attn_implementation  # noqa: SLF001  # has no public name

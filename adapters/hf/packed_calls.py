@@ -35,7 +35,7 @@ from packplan.adapters.models import replace_attributes
 from packplan.adapters.proof.steps import NOISE
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.equality import NATIVE
-from packplan.core.errors import PackplanError
+from packplan.core.errors import ArgumentError, PackplanError, counted
 
 log = logging.getLogger(__name__)
 
@@ -322,6 +322,11 @@ class Unpadding:
             vars(one).update(__reduce_ex__=_refuse_copy, generate_batch=self._generate_batch)
         HOOKED[stack.module] = self
 
+    def __repr__(self) -> str:
+        name, counts = type(self.model).__name__, self.counts
+        computed = f"{counted(counts.calls, 'packed call')}, {counts.real:,} of {counted(counts.padded, 'position')}"
+        return f"Unpadding({name}: {computed} computed)"
+
     def remove(self) -> None:
         """Remove the hooks; the model keeps its attention."""
         for handle in self.handles:
@@ -353,7 +358,7 @@ class Unpadding:
         if now.outermost is not None:  # whose caller gave no cache: the model made it
             given = {name: one for name, one in given.items() if name != "use_cache" and not _is_cache(one)}
         if given.get("output_attentions") and not self._runs_padded:
-            raise PackplanError("unpad computes no attention weights: leave output_attentions out, or remove the hooks")
+            raise ArgumentError("host", "unpad computes no attention weights: call the model without output_attentions")
         tokens = None if self._runs_padded else self.stack.find_real_tokens(given, now.read)
         inside = ExitStack()
         now.open.append((tokens, inside))

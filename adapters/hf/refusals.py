@@ -8,12 +8,11 @@ from importlib.metadata import version
 from numbers import Integral
 from typing import Any, Literal
 
-import numpy as np
 from transformers.integrations.deepspeed import deepspeed_config
 
 from packplan.core.config.refusals import active_refusals
 from packplan.core.errors import ArgumentError, counted
-from packplan.core.inspection import length_quantiles
+from packplan.core.inspection import describe_long_samples
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
 
@@ -22,9 +21,6 @@ log = logging.getLogger(__name__)
 _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 """Losses of GRPO that are sums or means over rows or tokens."""
 
-
-_MANY = 0.5
-"""Share of samples longer than a pack from which the packing length is taken for a mistake."""
 
 _PREFERENCE = ("DPOTrainer", "KTOTrainer", "RewardTrainer")
 """Trainers of TRL whose loss is a mean over pairs, or over rows, of preference data."""
@@ -92,13 +88,8 @@ def changed_meanings(args: Any, plan: Plan, schedule: EpochSchedule) -> Iterator
         plan: Plan of the training data.
         schedule: Schedule of the plan under these arguments.
     """
-    lengths, size = plan.lengths, plan.raw.packing_length
-    if (longer := lengths > size).mean() > _MANY:
-        yield (
-            f"{int(longer.sum()):,} of {counted(len(lengths), 'sample')} are longer than {counted(size, 'token')}, so "
-            f"each is a pack by itself, of up to {int(lengths.max()):,} tokens: "
-            f"{length_quantiles(np.sort(lengths))[-1]:,} tokens hold 95 % of the samples"
-        )
+    if text := describe_long_samples(plan.raw, plan.lengths, "a packing length of"):
+        yield text
     rows, steps = args.per_device_train_batch_size, schedule.total_steps
     if rows > 1:
         yield (

@@ -16,7 +16,7 @@ from transformers import DataCollatorWithPadding, Trainer, default_data_collator
 
 from packplan.adapters.attention import using_native_attention
 from packplan.adapters.attention.shared_rows import RowGroups
-from packplan.adapters.hf.following import ServesPacks, insert_base_class, require_same_rows, share_packs, start_table
+from packplan.adapters.hf.following import ServesPacks, insert_base_class, require_same_rows, share_packs
 from packplan.adapters.hf.packed_calls import HOOKED, Unpadding
 from packplan.adapters.hf.pairs import TrainsPairs
 from packplan.adapters.hf.refusals import changed_meanings, is_preference_trainer, refuse_misuse, refuse_plan_conflicts
@@ -130,8 +130,6 @@ def use_plan(
         insert_base_class(trainer, TrainsPairs)
     served: dict[str, Any] = {"packs": packs, "eval_packs": eval_packs, "collator": collator}
     trainer.serve(schedule, plan, "", **served, eval_degrees=eval_degrees, check=check)
-    if trainer.is_world_process_zero():
-        log.info("%s", start_table(trainer, plan, schedule))
     return schedule
 
 

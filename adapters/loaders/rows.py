@@ -95,6 +95,9 @@ _BLOCK = 8
 _MOST_VALUES = 1 << 16
 """Values of a large array that its digest reads, at equal distances."""
 
+_MOST_NAMES = 100
+"""Most characters of the columns of a row in a message."""
+
 _FACTS = np.dtype([("digest", "V16"), ("num_supervised", "<i8"), ("length", "<i8")])
 """Facts of a row. Its numbers are `UNKNOWN` if they can only be found by decoding its files."""
 
@@ -202,7 +205,7 @@ class RowSource:
         tokenizes.
         """
         digest = blake2b(digest_size=16)
-        if _TOKENS in row and not self.of_pairs:
+        if not isinstance(row, Mapping) or (_TOKENS in row and not self.of_pairs):
             row = read_row(row, index)
             digest.update(np.ascontiguousarray(row[_TOKENS]).data)
             digest.update(np.ascontiguousarray(row[_LABELS]).data)
@@ -227,7 +230,7 @@ class RowSource:
         if self.of_pairs:
             (length,) = sample_lengths(self.collate([row]), 1)  # type: ignore[misc]  # TRL's trainers have one
             return length, length
-        if _TOKENS in row or self.collate is None:
+        if self.collate is None or _TOKENS in row:
             read = read_row(row, index)
         if self.collate is not None:
             read = read_row(_without_padding(self.collate([row])), index)
@@ -250,8 +253,13 @@ class RowsOfPacks(Dataset[PackOfRows]):
             collate: Collator that turns rows into padded batches; None if rows are tokenized.
 
         Raises:
-            ArgumentError: The number of rows is not the plan's, or rows have no index.
+            ArgumentError: *plan* is no `Plan`, the number of rows is not the plan's, or rows have
+                no index.
         """
+        if not isinstance(plan, Plan):
+            kind = type(plan).__name__
+            fact = f"RowsOfPacks takes a Plan, not a {kind}: give what packplan.plan(lengths, packing_length) returns"
+            raise ArgumentError("host", fact, {"plan": kind})
         self.source = rows if isinstance(rows, RowSource) else RowSource(rows, collate)
         if (num := len(self.source.rows)) != plan.raw.num_samples:
             fact = (
@@ -458,7 +466,15 @@ def read_row(row: Row, index: int | None = None) -> Row:
     if isinstance(row, _ReadRow):
         return row
     name = "a row" if index is None else f"row {index:,}"
-    tokens = _to_integers(row.get(_TOKENS), _TOKENS, name)
+    if not isinstance(row, Mapping):
+        kind = type(row).__name__
+        fact = f"{name} is of type {kind}, but has to be a mapping such as {{'{_TOKENS}': [5, 6, 7]}}"
+        raise ArgumentError("host", fact, {"row": index})
+    if row.get(_TOKENS) is None:
+        found = f"the columns {', '.join(map(str, row))[:_MOST_NAMES]}" if row else "no column"
+        fact = f"{name} has {found}, but no {_TOKENS}: tokenize the rows first, or give a collator that does"
+        raise ArgumentError("host", fact, {"row": index})
+    tokens = _to_integers(row[_TOKENS], _TOKENS, name)
     columns = {column for column in BY_TOKEN.intersection(row) if row[column] is not None}
     given = {column: _to_integers(row[column], column, name) for column in _VALUED if column in columns}
     for column, values in given.items():
@@ -577,11 +593,11 @@ class PackInputs:
             ArgumentError: There are several packs, or the batch lacks a mask of its padding.
             StaleError: A row has another length than planned.
         """
-        if len(packs) != 1:
-            fact = (
-                f"a batch is one pack, but the loader collates {len(packs)}: give it PackBatches as its batch_sampler"
-            )
-            raise ArgumentError("host", fact, {"packs": len(packs)})
+        if len(packs) != 1 or not isinstance(packs[0], PackOfRows):
+            kinds = " and ".join(sorted({type(one).__name__ for one in packs})) or "none"
+            fact = f"PackInputs takes one PackOfRows, but the loader gives {counted(len(packs), 'item')} ({kinds})"
+            remedy = "give the loader RowsOfPacks as its dataset, and PackBatches as its batch_sampler"
+            raise ArgumentError("host", f"{fact}: {remedy}", {"packs": len(packs)})
         (pack,) = packs
         batch = dict(self.collate(list(pack)))
         if self.of_pairs:

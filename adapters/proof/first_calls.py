@@ -32,7 +32,7 @@ from packplan.adapters.models import find_sharded_weight
 from packplan.adapters.proof.passes import Pass, difference_text, run_pass
 from packplan.adapters.proof.steps import gather_from_ranks, has_ranks
 from packplan.adapters.vision_tower import count_tower_runs
-from packplan.core.errors import MismatchError, ModelError
+from packplan.core.errors import ArgumentError, MismatchError, ModelError
 
 log = logging.getLogger(__name__)
 
@@ -147,8 +147,8 @@ class FirstCalls:
         try:
             fact = find_difference(hooks, module, given, tokens, native=self._native, together=together)
         except Exception as error:
-            if together and not isinstance(error, ModelError):
-                raise  # other ranks are inside of a pass, which this one cannot go on with
+            if isinstance(error, ArgumentError) or (together and not isinstance(error, ModelError)):
+                raise  # a refused call; or other ranks are inside of a pass, which this one cannot go on with
             log.warning("%s is not compared with its padded pass: %s: %s", words, type(error).__name__, error)
             return None
         if fact is NOT_PACKED:
@@ -280,7 +280,7 @@ def find_difference(
         expected = run_padded(call)
         try:
             found = run(call, tokens, hooks.trial(counts))
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, ArgumentError):
             raise
         except Exception as error:
             fact = f"it raises {type(error).__name__}: {error}"

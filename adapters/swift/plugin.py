@@ -11,7 +11,6 @@ from swift.arguments import SftArguments
 from swift.pipelines.train import sft
 from swift.utils import is_master
 
-from packplan.adapters.hf.following import start_table
 from packplan.adapters.loaders.rows import require_supervised_rows
 from packplan.adapters.swift.command import (
     loading_rows,
@@ -24,6 +23,7 @@ from packplan.adapters.swift.packs import PlannedPacks, RowFactsPreprocessor
 from packplan.adapters.swift.training import follow_plan, unpad_models
 from packplan.core.checksum import plan_checksum
 from packplan.core.errors import ArgumentError, ConfigError, DataSetError, PackplanError, counted, fit_lines, verb_for
+from packplan.core.inspection import describe_long_samples
 
 
 def install(
@@ -170,6 +170,8 @@ class _PlannedPipeline:
         if not pipeline.args.packing:
             return packed
         require_supervised_rows(packs.facts.num_supervised)
+        if text := describe_long_samples(packs.plan.raw, packs.plan.lengths, "--packing_length"):
+            report(f"warning: {text}")
         found = plan_checksum(packs.plan.packs, lengths=packs.plan.lengths)
         if self.checksum not in (None, found):
             message = f"the plan is {found[:12]}, but {self.checksum[:12]} was planned: data or arguments have changed"
@@ -182,7 +184,6 @@ class _PlannedPipeline:
             return self._train_unpadded(pipeline, trainer)
         shares: dict[str, Any] = {"row_ranks": row_ranks(pipeline.args), "degrees": self.degrees}
         schedule = follow_plan(trainer, attn_impl=pipeline.args.attn_impl, **shares, check=self.check)
-        report(start_table(trainer, trainer.train_dataset.plan, schedule))
         result = self._train(pipeline, trainer)
         report(f"trained the plan up to step {trainer.state.global_step:,} of {schedule.total_steps:,}")
         return result

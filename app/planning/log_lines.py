@@ -17,7 +17,7 @@ from packplan.core.checksum import plan_checksum
 from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecord
 from packplan.core.errors import counted, format_ranges, verb_for
-from packplan.core.inspection import describe_training, format_table
+from packplan.core.inspection import describe_long_samples, describe_training, format_table
 from packplan.core.samples.tables import DataFile, column, source_sizes
 from packplan.core.schedule import EpochSchedule
 
@@ -211,6 +211,8 @@ def _untrained_warnings(planned: Split) -> Iterator[str]:
 def _length_warnings(planned: Split) -> Iterator[str]:
     """Yield sentences on samples that are truncated, longer than a pack, or skipped."""
     raw, limit = planned.raw, planned.raw.packing_length
+    if planned.policy.packing and (text := describe_long_samples(raw, planned.lengths, "template.max_length:")):
+        yield text
     lengths, cut = planned.lengths, column(planned.table, "cut") != 0
     long = list(raw.single_long) if planned.policy.packing else []
     ranks = pack_degrees(lengths[long], limit, planned.aligned.max_degree)

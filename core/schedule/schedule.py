@@ -129,7 +129,7 @@ def _checked_packs(num_packs: int | tuple[int, ...]) -> int | tuple[int, ...]:
     return as_whole_number("num_packs", num_packs, least=0)
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class EpochSchedule:
     """
     Order of packs, batches and steps in each epoch, beginning at the progress `start`.
@@ -268,6 +268,19 @@ class EpochSchedule:
         if not (self.works is None and self.degrees is None) and self.batch_size != 1:
             message = f"works and degrees assign packs, so batch_size has to be 1, not {self.batch_size}"
             raise ArgumentError("argument", message)
+
+    def __repr__(self) -> str:
+        num, epoch = self.packs_per_epoch - self.num_epoch_slots(self.start.epoch), self.start.epoch
+        packs = counted(self.num_epoch_packs(epoch), "pack")
+        packs += f", {abs(num):,} {'repeated' if num > 0 else 'dropped'}," if num else ""
+        each = (
+            f"{self.num_epoch_steps(epoch):,} in epoch {epoch}"
+            if self.epochs_differ
+            else f"{self.steps_per_epoch:,} an epoch"
+        )
+        done = f", {self.start.step:,} done" if self.start.step else ""
+        total = counted(self.total_steps, "step")
+        return f"EpochSchedule({total}, {each}{done}: {packs} on {counted(self.world_size, 'rank')})"
 
     def steps(self, *, rank: int = 0) -> Iterator[Step]:
         """

@@ -365,7 +365,7 @@ def test_a_removed_hook_leaves_the_model_alone():
         copy.deepcopy(model)
     with pytest.raises(PackplanError, match="before copying"):
         torch.save(model, BytesIO())
-    with pytest.raises(PackplanError, match="output_attentions"):
+    with pytest.raises(ArgumentError, match="output_attentions"):
         model(input_ids=as_long, output_attentions=True)
     with pytest.raises(ArgumentError, match="already"):
         unpad(model)
@@ -373,6 +373,22 @@ def test_a_removed_hook_leaves_the_model_alone():
     model(**batch)
     assert calls == hooks.counts.calls
     assert_same(model, unpad(model), batch)
+
+
+def test_attention_weights_are_refused_by_their_name():
+    """Also in a first call, whose padded pass would compute them."""
+    with pytest.raises(ArgumentError, match=r"^unpad computes no attention weights: .*output_attentions"):
+        hooked()[0](**batch_of(padded()), output_attentions=True)
+
+
+def test_hooks_print_what_they_have_computed():
+    """The model, its packed calls, and their positions with and without padding."""
+    model, hooks = hooked()
+    batch = batch_of(padded())
+    model(**batch)
+
+    real, whole = int(batch["attention_mask"].sum()), batch["attention_mask"].numel()
+    assert f"Unpadding({type(model).__name__}: 1 packed call, {real} of {whole} positions computed)" == repr(hooks)
 
 
 def test_calls_under_another_attention_are_padded(caplog):

@@ -1,6 +1,5 @@
 """Plans in trainers of transformers and TRL: steps, and what is refused; see `make test-hosts`."""
 
-import logging
 import re
 from collections import Counter
 from contextlib import nullcontext
@@ -132,6 +131,7 @@ REFUSED = {
     "label_smoothing_factor": (ArgumentError, partial(follow_plan, label_smoothing_factor=0.1)),
     "train_sampling_strategy": (ArgumentError, partial(follow_plan, train_sampling_strategy="group_by_length")),
     r"use_plan\(trainer, args": (ArgumentError, partial(follow_plan, host="trl", packing=True)),
+    r"eval_plan=args": (ArgumentError, partial(follow_plan, host="trl", eval_packing=True)),
     "2 processes": (ArgumentError, start_two_processes),
     "already": (ArgumentError, lambda out: use_plan(follow_plan(out), PLAN)),
     "Streamed": (ArgumentError, partial(follow_plan, rows=Streamed(), max_steps=1)),
@@ -248,26 +248,43 @@ def test_a_step_has_as_many_packs_as_it_had_rows(tmp_path, caplog):
     assert not [name for entry in (metrics, *trainer.state.log_history) for name in entry if "samples_per" in name]
 
 
-def test_a_number_plans_packs_of_the_trainer_s_own_rows(tmp_path, caplog):
-    """As a plan of its lengths that is made by hand; one table tells what is trained."""
+def test_a_number_plans_packs_of_the_trainer_s_own_rows(tmp_path, capsys):
+    """As a plan of its lengths that is made by hand; one table is printed of what is trained."""
     trainer = trainer_with(tmp_path, eval_dataset=ROWS[:9])
-    with caplog.at_level(logging.INFO, logger="packplan"):
-        schedule = use_plan(trainer, PACKING_LENGTH, eval_plan=max(PLAN.lengths) + 1)
+    schedule = use_plan(trainer, PACKING_LENGTH, eval_plan=max(PLAN.lengths) + 1)
 
     assert PLAN.checksum == trainer.follower.state.plan
-    (table,) = (line for line in caplog.messages if "\n" in line)
-    rows = dict(row.strip().split("  ", 1) for row in table.splitlines()[1:])
+    title, *table = capsys.readouterr().out.splitlines()
+    assert "packplan: Trainer trains planned packs:" == title
+    rows = dict(row.strip().split("  ", 1) for row in table)
     assert ["attention", "data", "packs", "plan", "training"] == sorted(rows.keys() - {"long"})
     assert PLAN.checksum[:12] == rows["plan"].strip()
     assert f"{schedule.steps_per_epoch} steps an epoch, {schedule.total_steps} in all on 1 rank" in rows["training"]
 
 
+def test_a_run_prints_what_it_compares_and_where_it_goes_on(tmp_path, capsys):
+    """Before the first step, which takes longer by it; a resumed run, what it has trained."""
+    saves = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    for folder in (None, str(tmp_path / "checkpoint-1")):
+        trainer = follow_plan(tmp_path, **saves)
+        capsys.readouterr()
+        trainer.train(resume_from_checkpoint=folder)
+
+        printed = " ".join(capsys.readouterr().out.split())
+        (num,) = re.findall(
+            r"comparing a pack of (\d+) samples? with its samples alone, before the first step", printed
+        )
+        assert f"{int(num) + 1} forward and backward passes" in printed
+        assert bool(folder) == ("training goes on after step 1: 1 pack of epoch 0 is trained" in printed)
+
+
 def test_a_packing_length_that_few_samples_fit_is_warned_of(tmp_path, caplog):
-    """As when a number of rows is given in its place; with a length that holds most of them."""
+    """As when a number of rows is given in its place; with a length that most of them fit."""
     use_plan(trainer_with(tmp_path), 4)
 
-    assert f"of {len(ROWS)} samples are longer than 4 tokens, so each is a pack by itself" in caplog.text
-    assert f"{sorted(PLAN.lengths)[-(-95 * (len(ROWS) - 1) // 100)]} tokens hold 95 % of the samples" in caplog.text
+    assert f"of {len(ROWS)} samples are longer than a pack of 4 tokens, so each is a pack by itself" in caplog.text
+    enough = sorted(PLAN.lengths)[-(-95 * (len(ROWS) - 1) // 100)]
+    assert f"with a packing length of {enough}, 95 % of the samples would fit" in caplog.text
 
 
 def test_numbers_of_steps_that_nobody_chose_are_not_warned_of(tmp_path, caplog):

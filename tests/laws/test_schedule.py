@@ -15,7 +15,7 @@ import packplan as pp
 from packplan.core.align import align_plan, lay_out_slots
 from packplan.core.batch import largest_degree
 from packplan.core.checksum import plan_checksum
-from packplan.core.errors import ArgumentError, StaleError
+from packplan.core.errors import ArgumentError, StaleError, counted
 from packplan.core.fingerprint import from_plain, to_plain
 from packplan.core.plan import build_raw_plan
 from packplan.core.schedule import ORDER_VERSION, EpochSchedule, EpochSegment, Progress, ResumeState
@@ -451,6 +451,22 @@ def test_epochs_of_their_own_are_each_the_epoch_of_a_plan(schedule):
         alone = attrs.evolve(schedule, num_packs=schedule.num_packs[epoch], works=works, num_train_epochs=3)
         mine = [step for step in steps if step[0] == epoch]
         assert mine == [step for step in trained(alone) if step[0] == epoch][: len(mine)]
+
+
+@given(every_schedule, st.integers(0, 9))
+def test_a_schedule_prints_its_steps_and_its_packs(schedule, done):
+    """Those that a resumed run has done, too, and packs that repeat or are dropped."""
+    done = min(done, schedule.total_steps)
+    resumed = attrs.evolve(schedule, start=schedule.progress_at(done))
+    spread = schedule.packs_per_epoch - schedule.num_epoch_slots(0)
+    event(f"resumed: {bool(done)}, repeats: {spread > 0}, drops: {spread < 0}, epochs differ: {schedule.epochs_differ}")
+
+    assert repr(schedule).startswith(f"EpochSchedule({counted(schedule.total_steps, 'step')}, ")
+    assert repr(schedule).endswith(f" on {counted(schedule.world_size, 'rank')})")
+    assert (spread > 0, spread < 0) == tuple(
+        f" {abs(spread)} {word}," in repr(schedule) for word in ("repeated", "dropped")
+    )
+    assert bool(done) == (f", {done} done" in repr(resumed))
 
 
 @given(every_schedule, st.data())

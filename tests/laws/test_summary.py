@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from packplan.core.align import align_plan
 from packplan.core.bounds import lower_bound
-from packplan.core.errors import ArgumentError
+from packplan.core.errors import ArgumentError, counted
 from packplan.core.inspection import (
     compare_packs,
+    describe_long_samples,
     describe_resume,
     find_sample,
     scheduled_steps,
@@ -40,6 +41,28 @@ def plans(draw):
         return build_raw_plan(lengths, packing_length=packing_length, **options), lengths
     except ArgumentError:
         return build_raw_plan(lengths, packing_length=packing_length, drop_last=False), lengths
+
+
+@given(plans())
+def test_a_packing_length_that_few_samples_fit_is_warned_of(of):
+    """With a length that 95 % of the samples fit; records that are no samples do not count."""
+    plan, lengths = of
+    alone = [lengths[i] for i in plan.single_long if lengths[i] > plan.packing_length]
+    event(f"warned: {2 * len(alone) > len(lengths)}, long samples are skipped: {bool(plan.skipped_long)}")
+
+    text = describe_long_samples(plan, lengths, "--packing_length")
+
+    assert bool(text) == (2 * len(alone) > len(lengths))
+    if text:
+        enough = int(re.search(r"--packing_length (\d+)", text)[1])
+        assert (
+            sum(length <= enough for length in lengths)
+            >= 0.95 * len(lengths)
+            > sum(length < enough for length in lengths)
+        )
+        assert text.startswith(f"{len(alone)} of {counted(len(lengths), 'sample')} ")
+        records = [*lengths, 0, 0]
+        assert text == describe_long_samples(plan, records, "--packing_length")
 
 
 @given(plans())

@@ -56,6 +56,35 @@ def test_a_row_that_is_no_sample_is_refused_by_its_number(words, columns):
 
 
 @pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"messages": [], "id": 3}, r"the columns messages, id, but no input_ids: tokenize"),
+        ({}, r"no column, but no input_ids"),
+        (IDS, r"of type list, .* such as \{'input_ids': \["),
+        (torch.tensor(IDS), r"of type Tensor, .* such as"),
+    ],
+)
+def test_a_row_without_tokens_is_refused_with_what_it_has(row, words):
+    """Texts, lists and tensors: by the loader, and by the pass over all rows."""
+    packs = RowsOfPacks([{"input_ids": IDS}, row], pp.plan([4, 4], 4))
+
+    for read in (lambda: packs[1], packs.inspect):
+        with pytest.raises(ArgumentError, match=f"row 1 (has|is) {words}"):
+            read()
+
+
+def test_packs_that_are_no_plan_are_refused():
+    """With the call that returns one; and what is no pack, with the arguments of the loader."""
+    plan = pp.plan([4], 4)
+    for other in (plan.packs, plan.raw, 4):
+        with pytest.raises(ArgumentError, match=rf"not a {type(other).__name__}: .* packplan\.plan\(lengths"):
+            RowsOfPacks([{"input_ids": IDS}], other)
+    for rows in ([{"input_ids": IDS}], [], [RowsOfPacks([{"input_ids": IDS}], plan)[0]] * 2):
+        with pytest.raises(ArgumentError, match=rf"gives {len(rows)} items? .*RowsOfPacks .* PackBatches"):
+            PackInputs()(rows)
+
+
+@pytest.mark.parametrize(
     ("columns", "labels"),
     [
         ({"seq_idx": [0, 0, 0, 0], "cu_seqlens": [0, 4], "position_ids": [3, 4, 5, 6]}, [-100, 6, 7, 8]),
