@@ -1,8 +1,8 @@
 """
 Attention over packed rows, in which each sample attends only to itself.
 
-`set_varlen_attention` makes a model use the attention functions of this package, and
-`using_native_attention` transformers' own inside a block, to compute references. `layout` finds the
+`set_varlen_attention` makes a model use the attention functions of this package. Inside
+`using_native_attention`, it uses transformers' own, to compute references. `layout` finds the
 blocks of a row, and `varlen` attends within them. `project_patches` makes vision towers faster.
 """
 

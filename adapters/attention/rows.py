@@ -202,8 +202,8 @@ def read_row(position_ids: torch.Tensor | None, attention_mask: torch.Tensor | N
         attention_mask: Mask of the call; with one, positions need no row of the text.
 
     Returns:
-        The row, perhaps of one sample; None for several rows, without positions of the text, or for
-        a row with padding, at which positions do not go on.
+        The row, which may hold a single sample. None for several rows, without text positions, or
+        for a row with padding, where positions do not go on.
 
     Raises:
         PackplanError: Without a mask, positions of images lack the row of the text.
@@ -226,9 +226,9 @@ def prepend_text_positions(inputs: dict[str, Any]) -> dict[str, Any]:
     Return the inputs of ms-swift's trainer with the text positions as their first row.
 
     transformers separates packed samples only by that row: without it samples attend to each other.
-    It is `text_position_ids`, which ms-swift's collator splits off the three rows of media, or
-    `add_media_positions` does where that makes none. Models of text have one row. Inputs with a
-    mask, or without positions of media, are returned as they are.
+    That row is `text_position_ids`. ms-swift's collator splits it off the three rows of media; if
+    it makes none, `add_media_positions` does. Text models have only that row. Inputs with a mask,
+    or without positions of media, are returned as they are.
     """
     positions, text = inputs.get("position_ids"), inputs.get("text_position_ids")
     if positions is None or text is None or "attention_mask" in inputs or len(positions) != 3:
@@ -293,7 +293,8 @@ def follow_rows(model: Any) -> None:
     """
     Make a model set `current_row` from its arguments in each forward pass.
 
-    So do its inner models, which hosts call by themselves; inside of the model they keep its row.
+    Its inner models do the same if a host calls them directly; inside a call of the model, they
+    keep its row.
     """
     checkpointed = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     for module in dict.fromkeys((model, model.base_model, model.get_decoder())):

@@ -83,7 +83,7 @@ class RowGroups:
     """
 
     by_degree: Mapping[int, dist.ProcessGroup]
-    """Number of ranks, above 1 -> this rank's group of as many."""
+    """Number of ranks, above 1 -> this rank's group of that many ranks."""
 
     packing_length: int | None = None
     """Tokens of a row that a rank holds. None lets the largest group share every row."""
@@ -127,7 +127,8 @@ class RowGroups:
         """
         Return the weight of a row's loss on this rank; over all ranks, the row counts once.
 
-        It is 1 / degree, but 1 where as many ranks share every row: all count equally often then.
+        It is 1 / degree. If the same number of ranks shares every row, it is 1, since all rows then
+        count equally often.
         """
         return 1.0 if self.packing_length is None else 1 / self.degree_of(num_tokens)
 
@@ -310,7 +311,7 @@ class SharedRows:
         """
         self._decoder, self._divide, self._joins, self._mixes = decoder, divide, joins, mixes
         self._signature = signature(decoder.forward)
-        # Of each thread: the rank's part, what it needs open, and the arguments of the whole row.
+        # For each thread: the rank's part, its open contexts, and the arguments of the whole row.
         self._open: dict[int, list[tuple[RowShare | None, ExitStack, dict[str, Any]]]] = defaultdict(list)
         uncompiled: Any = torch.compiler.disable  # rows would each need a program of their own
         self._hooks = [

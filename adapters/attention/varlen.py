@@ -58,8 +58,8 @@ def build_mask(
 
     transformers passes these arguments to functions of `AttentionMaskInterface`. A packed row is a
     batch of one, without padding and earlier keys, whose mask is more than one causal triangle.
-    Where ranks share a row, it is the layout of the whole row. A layout is returned as it is, where
-    a model prepares its mask twice.
+    Where ranks share a row, it is the layout of the whole row. If a model prepares its mask twice,
+    the second call returns the layout unchanged.
     """
     if isinstance(attention_mask, Layout):
         return attention_mask
@@ -411,7 +411,10 @@ def _gpu_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which a tensor's products are computed: that of autocast, or its own."""
+    """
+    Return the dtype in which a tensor's products are computed: autocast's if it is on, else its
+    own.
+    """
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
@@ -430,7 +433,7 @@ def _attend_block_by_block(
     dropout: float,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Attend block by block, blocks of equal length as one batch; see `attend` for shapes."""
+    """Attend block by block; blocks of equal length form one batch. See `attend` for shapes."""
     sdpa = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scaling)
     # Split and joined once: the backward pass of each slice would fill a whole row with zeros.
     split = [torch.split(part, list(layout.lengths), 2) for part in (query, key, value)]

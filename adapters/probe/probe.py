@@ -83,7 +83,9 @@ def _using_one_thread() -> Iterator[None]:
 
 @attrs.frozen(eq=False)
 class _SmallCopies:
-    """Small copies of a model on one device and in one precision, and its samples alone."""
+    """
+    Small copies of a model on one device and in one precision, and the outcome of samples alone.
+    """
 
     build: Callable[[str], Any]
     """Builds a copy with an attention of transformers."""
@@ -92,7 +94,7 @@ class _SmallCopies:
     """Attention of transformers that is right for samples alone: sdpa, or else eager."""
 
     limit: float
-    """Largest allowed relative difference of packed samples from themselves alone."""
+    """Largest allowed relative difference between packed samples and the same samples alone."""
 
     row: ProbeRow
 
@@ -334,7 +336,7 @@ def _try_strategy(copies: _SmallCopies, trial: StrategyTrial, blank: PackingVerd
     except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
         return attrs.evolve(blank, reason=error_text(error))
     if why_not and trial.follows_rows:
-        # Where its layers cannot be split, the numbers without stand.
+        # If its layers cannot be split, the numbers without splitting stand.
         with contextlib.suppress(Exception):
             carriers = split_state_layers(model, copies.row)
             if carriers:

@@ -83,7 +83,7 @@ class ProbeRow:
 
 def draw_token_types(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """
-    Return a model's token type arguments, by which some models decide who attends to whom.
+    Return a model's token type arguments, by which some models decide which tokens attend to which.
 
     Args:
         model: Model of transformers.
@@ -112,10 +112,10 @@ def probe_ready_model(
         groups: Ranks that share rows of the model; all of them call this.
 
     Returns:
-        What was measured; by the largest group of *groups*.
+        The measured result; with *groups*, that of the largest group.
 
     Raises:
-        ModelError: Samples are not apart, or not equal to themselves alone.
+        ModelError: Samples are not kept apart, or differ from the samples alone.
     """
     config = trained_config(model.config)
     row = ProbeRow.draw(model, LOADED_LENGTHS, ids=ordinary_token_ids(config))
@@ -132,7 +132,9 @@ def probe_ready_model(
 
 
 def _ask_row(model: Any, row: ProbeRow, alone: Outcome, degree: int) -> tuple[ProbeResult, str | None]:
-    """Return how a row that *degree* ranks share differs, and why it may not be packed, or None."""
+    """
+    Return the result for a row that *degree* ranks share, and the reason against packing, or None.
+    """
     try:
         with sharing_by(degree):
             median = experts_may_differ(model)

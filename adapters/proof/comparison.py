@@ -84,7 +84,7 @@ class Comparison:
     """Name of the weight whose gradient differs most."""
 
     dependences: tuple[Dependence, ...] = ()
-    """How much each reader's logits depend on other samples."""
+    """Dependence of each reader's logits on other samples."""
 
     @property
     def worst(self) -> ProbeResult:
@@ -106,7 +106,7 @@ def packed_and_alone(
     median: bool = False,
 ) -> Comparison:
     """
-    Compute packed rows, and return how their samples differ from the same samples alone.
+    Compute packed rows, and compare their samples with the same samples alone.
 
     Args:
         model: Model in evaluation mode, set to pack.
@@ -200,7 +200,8 @@ def run_alone(
     """
     Return logits, losses and gradients of samples that are computed one by one, the last one first.
 
-    In the row's order, a state that a layer keeps between calls would be the row's, and not show.
+    The order is reversed because a layer may keep a state between calls. In the order of the row,
+    that state would be the same as in the row, and a leak would not show.
 
     Args:
         model: Model that computes.
@@ -230,7 +231,7 @@ def run_alone(
 
 def compare(found: Outcome, expected: Outcome, *, median: bool = False) -> Comparison:
     """
-    Return how an outcome differs from the expected one.
+    Compare an outcome with the expected one.
 
     Args:
         found: Outcome of packed samples.

@@ -1,9 +1,9 @@
 """
 Comparison of the first call of each kind of a hooked model with its padded pass.
 
-What `unpad` proved on tokens of its own is compared once more on the user's batch: loss, outputs,
-and the gradient with respect to the embeddings of the tokens. Training then goes on bit by bit as
-without the comparison.
+`unpad` proves equality on random tokens. Here loss, outputs, and the gradient with respect to the
+embeddings of the tokens are compared once more, on the user's batch. Training afterwards is the
+same, bit for bit, as without the comparison.
 
 Ranks may have first calls of different kinds, so no rank waits for another one here. A rank that
 finds a difference computes with padding from then on, and writes it to the store of
@@ -83,8 +83,8 @@ class FirstCalls:
             module: The model, its wrapper or its text stack.
             given: Arguments of the call by name.
             tokens: Real tokens of the batch; None if the call is not packed.
-            meets: Whether ranks that share weights exchange what they found. They do so once in
-                each call, so all equally often, whether or not their batches are padded.
+            meets: Whether ranks that share weights exchange their findings. They do so once in each
+                call, so all equally often, whether or not their batches are padded.
 
         Raises:
             MismatchError: They differ. On several ranks that have all weights, `refuse_step` raises
@@ -142,7 +142,9 @@ class FirstCalls:
     def _find_fact(
         self, hooks: Any, module: Any, given: dict[str, Any], tokens: RealTokens | None, *, together: bool
     ) -> str | None:
-        """Return how a call differs from its padded pass, or log why it is not compared."""
+        """
+        Describe how a call differs from its padded pass, or log the reason why it is not compared.
+        """
         words = _describe_call(module, given, tokens)
         try:
             fact = find_difference(hooks, module, given, tokens, native=self._native, together=together)
@@ -164,7 +166,7 @@ class FirstCalls:
         return module, mode, torch.is_grad_enabled(), hooks.omits_eval_logits, sides, frozenset(shapes.items())
 
     def _deciding_input(self, hooks: Any, module: Any, given: dict[str, Any], tokens: RealTokens) -> str:
-        """Return a clause on the first input without which a call is that of its padded pass."""
+        """Return a clause on the first input without which a call equals its padded pass."""
         for name in sorted(given.keys() - _NEEDED):
             with suppress(Exception):
                 others = {one: value for one, value in given.items() if one != name}
@@ -253,7 +255,7 @@ def find_difference(
     hooks: Any, module: Any, given: dict[str, Any], tokens: RealTokens | None, *, native: str, together: bool = False
 ) -> str | None:
     """
-    Return how a packed call differs from its padded pass, as a clause; None if it does not.
+    Describe how a packed call differs from its padded pass, as a clause; None if it does not.
 
     Args:
         hooks: `Unpadding` of the model.

@@ -1,5 +1,5 @@
 """
-Search for the module that mixes samples, or computes a packed sample otherwise than alone.
+Search for the module that mixes samples, or computes a packed sample differently from it alone.
 
 The calls of a model's modules are a tree. The search goes down from the model: of the calls inside
 a call, it takes the first whose output shows the fault while its inputs do not. Calls beside that

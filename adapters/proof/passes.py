@@ -181,11 +181,11 @@ def _split(values: torch.Tensor, samples: torch.Tensor) -> list[torch.Tensor]:
 
 def difference_text(found: Pass, expected: Pass) -> str | None:
     """
-    Return how two results differ beyond rounding, as a clause; None if they do not.
+    Describe how two results differ beyond rounding, as a clause; None if they do not.
 
     Args:
         found: Packed pass.
-        expected: Padded pass. What is not a finite number there is not compared.
+        expected: Padded pass. Values that are not finite there are not compared.
     """
     if found.isolation:
         return ProbeResult(found.isolation, 0.0).reason_against_packing(limit=expected.limit)

@@ -162,7 +162,7 @@ class RayWorkers:
         if left:  # a worker whose collective failed may report before Ray notices that another one died
             failures |= _find_failures(ray.wait(left, num_returns=len(left), timeout=LOST_S)[0])
         self._kill()
-        # The worst first: a worker that died.
+        # The most serious failure first: a worker that died.
         call, failure = min(failures.items(), key=lambda one: not isinstance(one[1], RayActorError))
         cause = getattr(failure, "cause", None)
         if isinstance(cause, PackplanError):

@@ -104,8 +104,8 @@ class TorchGroup:
             raise refusal
         if cuda:
             torch.cuda.set_device(device)
-        # Connected while all ranks are there, which none leaves before they have joined: later, a
-        # store that is gone would be looked for instead of missed.
+        # Connect while all ranks are there, which none leaves before they have joined. Later,
+        # connecting to a store that is gone would retry for long instead of failing.
         self._wait_store = self._store.clone()  # type: ignore[attr-defined]  # torch does not declare it
         with wrap_rank_errors(rank):
             dist.init_process_group(

@@ -42,7 +42,7 @@ class RunArguments(SftArguments):  # type: ignore[misc]  # ms-swift has no types
     """
     Arguments of `swift sft`, by which ms-swift resolves model, quantisation, template and tuner.
 
-    It touches no device, folder, tracker, hub or data set, as that of a whole command does.
+    Unlike the arguments of a whole command, they touch no device, folder, tracker, hub or data set.
     """
 
     def __post_init__(self) -> None:
@@ -113,7 +113,7 @@ def refuse_remote_code(model: ModelConfig) -> None:
     if model.trust_remote_code:
         return
     for file in sorted(Path(model.model).glob("*.json")):
-        # A file of weights' places is large, and names no code.
+        # The index of weight files is large, and names no code.
         if not file.name.endswith(".index.json") and b'"auto_map"' in file.read_bytes():
             reason = f"brings Python code ({file.name} has auto_map): read it, then set model.trust_remote_code: true"
             raise ConfigError.for_key("model.model", f"{model.model} {reason}")

@@ -55,7 +55,7 @@ class SwiftEncoder:
     Encodes records into samples by ms-swift's template.
 
     Attributes:
-        records_per_sample: 1; for pairs of a `swift` command, such as chosen and rejected, 2.
+        records_per_sample: 2 for pairs of a `swift` command, such as chosen and rejected; else 1.
     """
 
     records_per_sample = 1
@@ -151,7 +151,7 @@ class SwiftEncoder:
 
         Raises:
             RecordError: The sample cannot be encoded.
-            DataSetError: ms-swift encodes it otherwise.
+            DataSetError: ms-swift encodes it differently.
         """
         with without_truncation(self.template):
             encoded = self.encode(index, sample)

@@ -43,14 +43,16 @@ from packplan.core.samples.tables import (
 )
 
 _MeasuredBatch = tuple[list[RecordOutcome], range, NDArray[np.uint8]]
-"""Outcomes of samples, indices of their records, and digests of these (0: unknown)."""
+"""
+Outcomes of samples, indices of their records, and digests of these records (zeros if unknown).
+"""
 
 log = logging.getLogger(__name__)
 
 _log_info_once = cache(log.info)
 
 AUDITED_ONE_IN = 512
-"""One of so many samples is also encoded in full, to check the shortcut."""
+"""One in this many samples is also encoded in full, to check the shortcut."""
 
 _MAX_AUDITED_KINDS = 64
 """Most kinds of samples of which a process also encodes the first one in full."""
@@ -134,7 +136,7 @@ class SwiftMeasurer:
         """
         Encode sample *index* in full and measure it; see `LengthSource`.
 
-        DataSetError if it is the first of its kind here, and ms-swift encodes it otherwise.
+        DataSetError if it is the first of its kind here, and ms-swift encodes it differently.
         """
         sample = self._encoder.read_sample(index)
         return self._encoder.encode_and_measure(index, sample, compared=_is_new_kind(sample, self._compared_kinds))
@@ -240,11 +242,11 @@ class SwiftMeasurer:
 
         Raises:
             ShortcutError: The sample is audited, and encodes to another measurement.
-            DataSetError: It is the first of its kind, and ms-swift encodes it otherwise.
+            DataSetError: It is the first of its kind, and ms-swift encodes it differently.
         """
         limit = self._encoder.truncation_limit
         if shortcut is not None and limit is not None and shortcut.length > limit:
-            shortcut = None  # which tokens a truncated sample keeps is the template's to say
+            shortcut = None  # only the template knows which tokens a truncated sample keeps
         is_new = _is_new_kind(one.sample, self._audited_kinds)
         is_drawn = is_new or (one.index % AUDITED_ONE_IN == 0 and "videos" not in one.sample)
         if shortcut is not None and not is_drawn:
@@ -252,8 +254,8 @@ class SwiftMeasurer:
         try:
             encoded = self._encoder.encode_and_measure(one.index, one.sample, compared=is_new)
         except RecordError as error:
-            # As a damaged image behind a sound header: which of them are found must not depend on
-            # which are audited.
+            # For example, an image that is damaged behind a sound header. Whether it is found must
+            # not depend on whether its sample is audited.
             return error if shortcut is None else MeasuredSample(shortcut, one.facts)
         if shortcut is not None and encoded != shortcut:
             raise ShortcutError(str(self._encoder.records.location(one.index)), to_row(shortcut), to_row(encoded))
@@ -289,8 +291,9 @@ class SwiftMeasurer:
         size = min(AT_ONCE, -(-len(indices) // (2 * self._workers)))
         parts = (indices[start : start + size] for start in range(0, len(indices), size))
         waiting: deque[Any] = deque()
-        # All are forked with the first part, and share with this process what neither changes. The
-        # garbage collector writes into each object that it looks at: it is kept from what is here.
+        # All are forked with the first part, and share memory with this process until one writes to
+        # it. The garbage collector writes into each object that it visits, so existing objects are
+        # hidden from it.
         kept_before = gc.get_freeze_count()
         gc.collect()
         gc.freeze()

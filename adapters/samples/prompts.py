@@ -27,8 +27,8 @@ class Prompts:
 
     An item has the `prompt`, all messages of a record but the last; the `answer`, the text of the
     last message; the `record` as it was read; and, for a vision model, `images`. Reward functions
-    get all but the prompt as arguments. A record
-    of TRL that has a `prompt` alone, a text or messages, is asked as a whole; its answer is empty.
+    get all but the prompt as arguments. A TRL record with only a `prompt`, which is a text or
+    messages, is used as it is; its answer is empty.
     """
 
     def __init__(self, records: FileRecords, custom: CustomConfig, *, system: str | None, sees: bool) -> None:
@@ -88,7 +88,7 @@ class Prompts:
 
 
 def _with_answer(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record of a prompt alone, as TRL has them, with an answer, which nothing reads."""
+    """Add an answer, which nothing reads, to a TRL record that has only a prompt."""
     prompt = record["prompt"]
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     media = {name: record[name] for name in ("images", "image", "videos", "tools") if name in record}

@@ -57,7 +57,7 @@ def find_difference(
 
 
 def _read_by_swift(record: Any, columns: dict[str, str | None]) -> dict[str, Any]:
-    """Return a record as ms-swift reads it from a data file; it raises what it likes."""
+    """Return a record as ms-swift reads it from a data file, which may raise any error."""
     kept = {name: held for name, held in copy.deepcopy(record).items() if columns.get(name, "") is not None}
     named = Dataset.from_dict({name: [None] for name in kept})  # its values would take types of Arrow
     named = RowPreprocessor.safe_rename_columns(named, {name: known for name, known in columns.items() if known})

@@ -140,14 +140,14 @@ def open_template(
         opened = arguments.get_template(processor)
     except AssertionError as error:
         raise ConfigError.for_key("template", f"is refused by ms-swift: {error}") from error
-    except Exception as error:  # what tokenizers make of broken files has no common kind
+    except Exception as error:  # errors of tokenizers about broken files have no common class
         remedy = ": pip install 'packplan[omni]'" if "qwen_omni_utils" in f"{error}" else ""
         reason = f"{model.model} cannot be opened by ms-swift: {damaged_json_reason(model.model) or error}{remedy}"
         raise ConfigError.for_key("model.model", reason) from error
     _refuse_media_template(opened)
     if packs:
         _refuse_unpackable(opened)
-    if not opened.tokenizer("a").input_ids:  # transformers makes one of no words where tokenizer.json is missing
+    if not opened.tokenizer("a").input_ids:  # as without tokenizer.json, where transformers makes one without words
         reason = f"{model.model} has a tokenizer that knows no words: copy the files of its tokenizer there"
         raise ConfigError.for_key("model.model", reason)
     if not cuts:  # ms-swift fills in the model's own limit, and would refuse what is longer
@@ -182,10 +182,10 @@ def _stop_clock(opened: Template, template: TemplateConfig) -> None:
     """
     Have a template write the day `template.today` where it would write today's date.
 
-    The clocks of ms-swift's modules are stopped, so for each template of this process.
+    The clocks of ms-swift's modules are stopped, which affects every template of this process.
 
     Raises:
-        ConfigError: The day is missing, is none, or the template writes no date.
+        ConfigError: The day is missing or is not a date, or the template writes no date.
     """
     modules = [sys.modules[kind.__module__] for kind in type(opened).__mro__]
     dated = [one for one in modules if isinstance(getattr(one, "datetime", None), type)]

@@ -66,7 +66,7 @@ class _RowFile:
         """Remove bytes after the rows that the manifest counts."""
         with files.wrap_write_errors(self.path):
             if not self._num:
-                # A new file, since a run that maps the old one would die of its end moving.
+                # A new file: truncating the old one would kill a run that has mapped it.
                 self.path.unlink(missing_ok=True)
             self.path.touch()
             os.truncate(self.path, self._num * len(self.columns) * self.dtype.itemsize)
@@ -136,8 +136,8 @@ class DiskLengthStore:
         Args:
             key: All inputs of the measurements but the data.
             num_records: Current number of records.
-            data_digest: Number of records -> current digest of the first records, without those
-                that `bad_records` returns.
+            data_digest: Number of records -> current digest of that many first records, without
+                those that `bad_records` returns.
 
         Raises:
             StaleError: The stored measurements have another key, or other data.
@@ -172,7 +172,8 @@ class DiskLengthStore:
         Args:
             key: All inputs of the measurements but the data.
             num_records: Current number of records.
-            data_digest: Number of records -> current digest of the first, bad records left out.
+            data_digest: Number of records -> current digest of that many first records, without bad
+                ones.
         """
         manifest = files.read_manifest(self._manifest, SCHEMA)
         if manifest is None:

@@ -115,9 +115,9 @@ class SwiftCommand:
 
 class DryRun:
     """
-    Part of a training pipeline of ms-swift that prepares its template and its rows alone.
+    Part of a training pipeline of ms-swift that prepares only its template and its rows.
 
-    No weights are loaded, no row is encoded but where texts are split, and no file is written.
+    No weights are loaded, rows are encoded only if texts are split, and no file is written.
     """
 
     args: Any
@@ -183,7 +183,7 @@ def read_command(task: str, arguments: Sequence[str], *, started: int, world_siz
     Args:
         task: Command of ms-swift: `sft`, `pt` or `rlhf`.
         arguments: Words of the command line after the task.
-        started: Training processes that it starts, unless *world_size* says them.
+        started: Training processes that it starts, unless *world_size* is given.
         world_size: Processes, or groups of processes that share each row.
 
     Raises:
@@ -214,7 +214,7 @@ def _wrap_swift_errors() -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except Exception as error:  # each of its checks raises as it likes
+    except Exception as error:  # its checks raise errors of any class
         facts = dict.fromkeys(str(one) or type(one).__name__ for one in (error, error.__cause__) if one is not None)
         reason = f"refuses the command: {': '.join(facts)}"[:500]
         raise ConfigError(COMMAND, (Fault("ms-swift", reason),)) from error

@@ -113,7 +113,7 @@ class _PlannedPipeline:
     """Steps for ms-swift's training pipeline that plan and train packs, or only skip padding."""
 
     checksum: str | None
-    """See `install`; so are the next three."""
+    """See `install`, also for the next three fields."""
 
     check: bool
     degrees: int | Literal["auto"]
@@ -131,7 +131,7 @@ class _PlannedPipeline:
         Encode data sets by ms-swift's step, and print how many rows it leaves out.
 
         Raises:
-            DataSetError: It leaves out more of the rows that are to be packed than it may.
+            DataSetError: It leaves out too many of the rows that are to be packed.
         """
         before = [0 if rows is None else len(rows) for rows in data_sets]
         encoded = self._encode(pipeline, *data_sets, **options)
@@ -142,7 +142,7 @@ class _PlannedPipeline:
         return encoded
 
     def _report_left_out(self, arguments: Any, name: str, number: int, num_rows: int) -> None:
-        """Print how many rows are left out; DataSetError if they are more than may be."""
+        """Print how many rows are left out; DataSetError if there are too many."""
         rows = f"{number:,} of {counted(num_rows, 'row')} of {name} ({number / num_rows:.1%}) {verb_for(number)}"
         text = (
             f"--max_length is {arguments.max_length:,}, and {rows} left out, since they are longer or cannot be encoded"

@@ -47,7 +47,7 @@ def follow_plan(
     Raises:
         ArgumentError: A setting contradicts the plan.
         MismatchError: Ranks have different plans or rows. In training: the first pack trains
-            otherwise than its samples alone.
+            differently from its samples alone.
         ModelError: The probe fails, since samples of a row influence each other.
     """
     packs, eval_packs, sharing = trainer.train_dataset, _eval_packs(trainer), row_ranks if degrees == 1 else degrees

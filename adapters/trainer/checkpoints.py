@@ -138,7 +138,7 @@ def _candidates(checkpoint: str, output_dir: str) -> Iterator[Path]:
 
 
 def _warn_of_passed(passed: Mapping[str, list[Path]]) -> None:
-    """Name the checkpoints that `last` passes over in one warning, the newest for each reason."""
+    """Name the checkpoints that `last` skips in one warning, the newest for each reason."""
     told = (
         f"{folders[0]}{f' and {len(folders) - 1:,} older' * (len(folders) > 1)} "
         f"{verb_for(len(folders), 'is passed over: it', 'are passed over: each')} is a folder {reason}"

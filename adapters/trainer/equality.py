@@ -90,9 +90,9 @@ class PackComparison:
             inputs = {key: one for key, one in logit_inputs(prepared).items() if key != "logits_to_keep"}
         for index, (_, span), sample, own in zip(indices, places, samples, encoded, strict=True):
             yield from _diff_rows(pack, index, self._own_positions(sample.inputs), prepared["position_ids"][..., span])
-            labels = torch.tensor([IGNORED_LABEL, *own["labels"][1:]])  # alone, nothing comes before to predict it
+            labels = torch.tensor([IGNORED_LABEL, *own["labels"][1:]])  # alone, no token comes before it to predict it
             yield Deviation("labels", int((collated["labels"][0, span].cpu() != labels).sum()), pack, index)
-        targets = next_tokens(collated["labels"][0])  # a label that crosses a border counts to the sample before it
+        targets = next_tokens(collated["labels"][0])  # a label that crosses a border counts for the sample before it
         apart = packed_and_alone(
             trainer.model,
             PackedBatch(inputs, None, (1, collated["labels"].shape[1]), places),
@@ -207,7 +207,7 @@ def _split_pixels(encoded: Sequence[Mapping[str, Any]], collated: dict[str, Any]
 def _diff_rows(pack: int, index: int, own: torch.Tensor, packed: torch.Tensor) -> Iterator[Deviation]:
     """Yield a deviation for each row of a sample's positions; a missing row differs everywhere."""
     rows = packed.reshape(-1, packed.shape[-1])
-    # A model that sees takes four rows, the text's first; three have lost it.
+    # A vision model takes four rows, the text's first; with three rows, that one is missing.
     missing = len(own) - len(rows)
     for number, expected in enumerate(own):
         mine = rows[number - missing] if number >= missing else torch.full_like(expected, -1)

@@ -38,7 +38,7 @@ class PackedDataset(Dataset[PackOfRows | PackplanError]):
     and fields. The loader raises it.
 
     Attributes:
-        degrees: Ranks that share each pack of an evaluation; None if none is shared.
+        degrees: Number of ranks that share each pack of an evaluation; None if no pack is shared.
     """
 
     degrees: IntArray | None = None

@@ -27,7 +27,9 @@ from packplan.core.samples.tables import RecordLocation
 log = logging.getLogger(__name__)
 
 VERSION = 1
-"""Version of cached arrays; raise it if digests or positions of records are found otherwise."""
+"""
+Version of cached arrays; raise it if digests or positions of records are computed differently.
+"""
 
 MIN_CACHED_BYTES = 2**20
 """Smallest file whose arrays are cached: smaller files are read in a moment."""

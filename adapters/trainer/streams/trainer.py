@@ -100,7 +100,7 @@ class StreamTrainer(CheckedTrainer):
         workers = options["args"].dataloader_num_workers
         super().__init__(packed=True, **options)
         self.data_collator = StreamCollator(self.data_collator)
-        # ms-swift leaves a data set without a length one worker; this one shares its samples out.
+        # ms-swift allows a data set without a length one worker; this one divides its samples.
         self.args.dataloader_num_workers = workers
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # a stream resumes by itself
