@@ -8,7 +8,6 @@ Dropout and noise are off. Afterwards random state, gradients, buffers, counts a
 before, so that training is the same, bit for bit, as without the comparison.
 """
 
-import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -18,13 +17,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object, send_to_device
+from torch.autograd.graph import GradientEdge
 
 from packplan.adapters.attention.shared_rows import count_tokens
 from packplan.adapters.loaders.rows import PACK, PackOfRows, count_supervised
 from packplan.adapters.models import Gradients, add_gradients, find_sharded_weight, replace_attributes
 from packplan.adapters.probe.small_model import error_text
-from packplan.adapters.proof.comparison import Outcome, compare, difference_limit
-from packplan.adapters.proof.steps import restoring_attributes, restoring_training_state
+from packplan.adapters.proof.comparison import Outcome, compare
+from packplan.adapters.proof.gradients import open_source
+from packplan.adapters.proof.steps import rounding_limit_of, trying_losses
 from packplan.core.errors import MismatchError, counted
 
 log = logging.getLogger(__name__)
@@ -109,17 +110,13 @@ def _find_difference(trainer: Any, batch: Mapping[str, Any], num_items: Any, *, 
     total: Gradients = {}
     loss, norms, model = 0.0, 0.0, trainer.model
     with ExitStack() as stack:
-        stack.enter_context(restoring_training_state(model))
-        stack.enter_context(restoring_attributes(trainer))
-        grown = {name: held for name, held in vars(trainer).items() if "metrics" in name and isinstance(held, dict)}
-        vars(trainer).update(copy.deepcopy(grown), current_gradient_accumulation_steps=scale)
+        stack.enter_context(trying_losses(trainer, batches=scale))
         # Trainers gather metrics in their loss: no rank is to wait for one that has failed.
         vars(trainer).update(accelerator=LocalAccelerator(trainer.accelerator))
         if getattr(config := model.config.get_text_config(), "output_router_logits", False):
             # The router's loss compares the tokens of a batch.
             stack.enter_context(replace_attributes(config, output_router_logits=False))
             vars(trainer).update(aux_loss_enabled=False)
-        model.train()
         rows = [*_samples_of(trainer, batch)]
         packed = _run_shared(trainer, batch, num_items, scale)
         stack.enter_context(trainer.reference())
@@ -131,8 +128,7 @@ def _find_difference(trainer: Any, batch: Mapping[str, Any], num_items: Any, *, 
             learns = trainer.loss_of_samples == "mean" or count_supervised(alone["labels"])
             if learns:
                 loss, norms = loss + own, norms + add_gradients(total, gradients)
-        with trainer.accelerator.autocast():
-            limit = difference_limit(model)
+        limit = rounding_limit_of(trainer)
     apart = compare(Outcome(*packed), Outcome(loss, total, norms))
     if max(apart.loss, apart.gradients) <= limit:
         return None
@@ -158,25 +154,24 @@ def _run_shared(trainer: Any, batch: Mapping[str, Any], num_items: Any, factor: 
 
 def _run(trainer: Any, batch: Mapping[str, Any], num_items: Any, factor: float) -> tuple[float, Gradients]:
     """Return a batch's loss by the trainer, and its gradient by token id, both times *factor*."""
-    ids: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
+    sources: list[tuple[GradientEdge, torch.Tensor, torch.Tensor]] = []
 
     def note(_: Any, args: Any, embedded: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled():
             return embedded
-        ids.append(args[0].reshape(1, -1))
-        sources.append(embedded if embedded.requires_grad else embedded.detach().requires_grad_())
-        return sources[-1].clone()  # what follows may write into it
+        edge, embedded = open_source(embedded)
+        sources.append((edge, args[0].reshape(1, -1), embedded.new_zeros(1).expand(embedded.shape)))
+        return embedded
 
     with ExitStack() as inside:
         inside.enter_context(trainer.model.get_input_embeddings().register_forward_hook(note))
         inputs = inside.enter_context(trainer.prepared(dict(batch)))
         inside.enter_context(trainer.compute_loss_context_manager())
         loss = factor * trainer.compute_loss(trainer.model, inputs, num_items_in_batch=num_items)
-        found = torch.autograd.grad(loss, sources, allow_unused=True)
+        found = torch.autograd.grad(loss, [edge for edge, _, _ in sources], allow_unused=True)
     gradients: Gradients = {}
-    for own, source, gradient in zip(ids, sources, found, strict=True):
-        values = (torch.zeros_like(source) if gradient is None else gradient).flatten(0, -2).float()
-        by_id = torch.sparse_coo_tensor(own, values, (_MOST_IDS, values.shape[-1]), check_invariants=False)
+    for (_, ids, none), gradient in zip(sources, found, strict=True):
+        values = (none if gradient is None else gradient).flatten(0, -2).float()
+        by_id = torch.sparse_coo_tensor(ids, values, (_MOST_IDS, values.shape[-1]), check_invariants=False)
         add_gradients(gradients, {"embeddings": by_id.coalesce()})
     return float(loss.detach()), gradients

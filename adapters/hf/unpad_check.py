@@ -1,6 +1,5 @@
 """Assertion that `unpad` leaves the loss and the gradients of a trainer unchanged."""
 
-import copy
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -10,8 +9,8 @@ import attrs
 from packplan.adapters.hf.packed_calls import HOOKED
 from packplan.adapters.hf.unpad import unpad
 from packplan.adapters.models import Gradients, add_gradients, weight_gradients
-from packplan.adapters.proof.comparison import Outcome, compare, difference_limit
-from packplan.adapters.proof.steps import restoring_attributes, restoring_training_state
+from packplan.adapters.proof.comparison import Outcome, compare
+from packplan.adapters.proof.steps import rounding_limit_of, trying_losses
 from packplan.core.errors import ArgumentError, MismatchError
 
 
@@ -59,11 +58,7 @@ def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> Unpadd
         for one in models if not hooks else ():
             hooks.append(unpad(one))
             stack.callback(hooks[-1].remove)
-        stack.enter_context(restoring_training_state(model))
-        stack.enter_context(restoring_attributes(trainer))
-        vars(trainer).update(_metrics=copy.deepcopy(getattr(trainer, "_metrics", None)))  # TRL's, which grow in place
-        vars(trainer).setdefault("current_gradient_accumulation_steps", trainer.args.gradient_accumulation_steps)
-        model.train()
+        stack.enter_context(trying_losses(trainer, batches=trainer.args.gradient_accumulation_steps))
         inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))  # noqa: SLF001  # GRPO draws answers here
         before = [attrs.evolve(one.counts) for one in hooks]
         loss, gradients = _loss_and_gradients(trainer, inputs)
@@ -76,9 +71,7 @@ def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> Unpadd
         raise ArgumentError("packed_batch", "the trainer's batch has no padding, so there is nothing to compare")
     apart = compare(Outcome(loss, gradients), Outcome(due, expected, add_gradients({}, expected)))
     found = UnpaddedStep(loss, due, apart.gradients, real, padded)
-    if limit is None:
-        with trainer.accelerator.autocast():
-            limit = difference_limit(model)
+    limit = rounding_limit_of(trainer) if limit is None else limit
     if not max(apart.loss, apart.gradients) <= limit:
         fact = (
             f"without padding the loss is {loss:.7g} where {due:.7g} is due, and gradients differ by "

@@ -163,6 +163,16 @@ class WatchedPass:
         return view
 
 
+def open_source(embedded: torch.Tensor) -> tuple[GradientEdge, torch.Tensor]:
+    """
+    Return the node of embedded tokens, made to require a gradient, and the tokens to go on with.
+    """
+    if embedded.requires_grad:
+        return get_gradient_edge(embedded), embedded
+    source = embedded.detach().requires_grad_()
+    return get_gradient_edge(source), source.clone()  # what follows may write into it
+
+
 @contextmanager
 def watching_embeddings(model: torch.nn.Module, packed: PackedBatch) -> Iterator[WatchedPass]:
     """
@@ -174,9 +184,9 @@ def watching_embeddings(model: torch.nn.Module, packed: PackedBatch) -> Iterator
         """Note the output of an embedding layer, made to require a gradient, as a source."""
         if view_by_token(output, packed.shape) is None or not torch.is_grad_enabled():
             return output
-        embedded = output if output.requires_grad else output.detach().requires_grad_()
-        watched.sources.append((get_gradient_edge(embedded), None))
-        return output if output.requires_grad else embedded.clone()
+        edge, embedded = open_source(output)
+        watched.sources.append((edge, None))
+        return embedded
 
     given = packed.inputs.get("inputs_embeds")
     if isinstance(given, torch.Tensor):

@@ -14,12 +14,13 @@ from typing import Any
 
 import attrs
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.nn.functional import pad
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from packplan.adapters.attention.rows import RealTokens
 from packplan.adapters.proof.comparison import compare_values, difference_limit, experts_may_differ
+from packplan.adapters.proof.gradients import open_source
 from packplan.adapters.proof.steps import restoring_training_state
 from packplan.core.equality import ProbeResult, loss_difference
 
@@ -76,9 +77,9 @@ def run_pass(
     def note_source(_: Any, __: Any, embedded: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled():
             return embedded
-        source = embedded if embedded.requires_grad else embedded.detach().requires_grad_()
-        sources.append(get_gradient_edge(source))
-        return embedded if embedded.requires_grad else source.clone()
+        edge, embedded = open_source(embedded)
+        sources.append(edge)
+        return embedded
 
     def note_results(_: Any, __: Any, output: Any) -> None:
         outputs[_STATES] = output[0]

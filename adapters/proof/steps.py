@@ -281,6 +281,29 @@ def restoring_training_state(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def trying_losses(trainer: Any, *, batches: int) -> Iterator[None]:
+    """
+    Inside this context, a trainer computes losses as in training, but without dropout and noise;
+    afterwards its state and metrics are as before.
+
+    Args:
+        trainer: Trainer of transformers or TRL.
+        batches: Batches of a step, by which losses are divided.
+    """
+    with restoring_training_state(trainer.model), restoring_attributes(trainer):
+        grown = {name: held for name, held in vars(trainer).items() if "metrics" in name and isinstance(held, dict)}
+        vars(trainer).update(copy.deepcopy(grown), current_gradient_accumulation_steps=batches)
+        trainer.model.train()
+        yield
+
+
+def rounding_limit_of(trainer: Any) -> float:
+    """Return the largest relative difference that rounding in a trainer's step explains."""
+    with trainer.accelerator.autocast():
+        return difference_limit(trainer.model)
+
+
+@contextmanager
 def restoring_attributes(owner: Any) -> Iterator[None]:
     """Restore all attributes of an object at the end of this context."""
     before = dict(vars(owner))
