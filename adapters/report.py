@@ -8,7 +8,7 @@ escapes all texts of users; plots contain none.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from packplan.core.figures import Figure
 from packplan.core.inspection import PlanSummary, packs_by_algorithm
 from packplan.core.lengths import IntArray
 from packplan.core.packs import filled_tokens
@@ -62,8 +63,8 @@ class ReportedPlan:
 
     summary: PlanSummary
 
-    figures: Sequence[Sequence[Row]]
-    """Name, value and remark of each figure, in groups."""
+    figures: Sequence[Iterable[Figure]]
+    """Figures in groups."""
 
     sources: Mapping[str, IntArray]
     """Source -> tokens of each of its samples; at most as many as there are colours."""
@@ -128,9 +129,10 @@ def write_report(plan: Plan, path: str | Path) -> None:
     Write a page about a plan of a list of lengths; a file there is replaced. See `Plan.report`.
     """
     raw, lengths = plan.raw, plan.lengths
-    figures = [[(*row, "") for row in plan.show().rows]]
     needs, drawings = packs_by_algorithm(raw, lengths), draw_first_packs(raw, lengths)
-    shown = ReportedPlan("lengths", raw, lengths, plan.summary, figures, {"all": lengths}, needs, drawings)
+    shown = ReportedPlan(
+        "lengths", raw, lengths, plan.summary, [plan.show().figures], {"all": lengths}, needs, drawings
+    )
     Path(path).write_text(render_page("Plan", [shown]), encoding="utf-8")
 
 

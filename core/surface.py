@@ -26,6 +26,7 @@ from packplan.core.align import align_plan
 from packplan.core.batch import pack_degrees
 from packplan.core.checksum import plan_checksum
 from packplan.core.errors import ArgumentError, counted
+from packplan.core.figures import Figure, pack_figures, sample_figures
 from packplan.core.inspection import PlanSummary, summarise
 from packplan.core.lengths import MOST_RANKS, IntArray, Lengths, as_lengths, as_whole_number
 from packplan.core.packs import HasPacks, Packs
@@ -226,37 +227,21 @@ class PlanTable:
     plan: Plan
 
     @property
-    def rows(self) -> list[tuple[str, str]]:
-        """Name and value of each figure that is not 0."""
-        raw, summary = self.plan.raw, self.plan.summary
-        num_over = int((self.plan.lengths[list(raw.single_long)] > raw.packing_length).sum())
-        beyond = len(raw.packs) + len(raw.dropped_packs) - raw.lower_bound
-        bound = f"at least {raw.lower_bound:,} in any plan" if beyond else "no plan has fewer"
-        if len(raw.dropped_packs):
-            bound = f"{len(raw.dropped_packs):,} more are dropped; all samples need at least {raw.lower_bound:,}"
-        rows = [
-            ("samples", f"{raw.num_samples:,}"),
-            ("tokens", f"{raw.num_tokens:,}"),
-            ("packing length", counted(raw.packing_length, "token")),
-            ("packs", f"{len(raw.packs):,} ({bound})"),
-            ("fill", f"{raw.fill:.2%}"),
-            ("samples in a pack", f"{summary.samples_per_pack:.1f}"),
-            ("packs over the packing length", f"{num_over:,}"),
-            ("long samples, packed alone", f"{len(raw.single_long):,}"),
-            ("long samples, skipped", f"{len(raw.skipped_long):,}"),
-            ("samples dropped", f"{raw.dropped_samples:,}"),
-            ("checksum", self.plan.checksum[:12]),
-        ]
-        return [row for row in rows if row[1] != "0"]
+    def figures(self) -> list[Figure]:
+        """Figures of the plan that are not 0."""
+        summary, checksum = self.plan.summary, Figure("checksum", "checksum", self.plan.checksum[:12], "")
+        return [one for one in (*sample_figures(summary), *pack_figures(summary), checksum) if one.value != "0"]
 
     def __repr__(self) -> str:
-        width = max(len(name) for name, _ in self.rows)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in self.rows)
+        rows = [(one.name, one.value, one.remark) for one in self.figures]
+        names, values = (max(len(row[column]) for row in rows) for column in (0, 1))
+        return "\n".join(f"{name:<{names}}  {value:>{values}}  {remark}".rstrip() for name, value, remark in rows)
 
     def _repr_html_(self) -> str:
         cells = "".join(
-            f'<tr><th style="text-align:left">{name}</th><td style="text-align:left">{value}</td></tr>'
-            for name, value in self.rows
+            f'<tr><th style="text-align:left;white-space:pre">{one.name}</th><td>{one.value}</td>'
+            f'<td style="text-align:left">{one.remark}</td></tr>'
+            for one in self.figures
         )
         packs = self.plan.packs[:_DRAWN_PACKS]
         lengths = [self.plan.lengths[pack].tolist() for pack in packs]

@@ -9,7 +9,7 @@ phones. Its figures are those of show --all. Time and memory are shown if the ru
 import argparse
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from packplan.app.plan.stored import StoredSplit, open_split, selected_splits
 from packplan.app.wiring.commands import read_run_or_command
 from packplan.app.wiring.stores import write_new_file
 from packplan.core.errors import counted
+from packplan.core.figures import Figure
 from packplan.core.inspection import packs_by_algorithm, work_of_steps
 from packplan.core.lengths import IntArray
 from packplan.core.schedule import EpochStats, PackStats
@@ -51,21 +52,21 @@ def run(options: argparse.Namespace) -> None:
     print(f"the report is in {options.output}")
 
 
-def reported_plan(opened: StoredSplit, measured: Sequence[Row] = ()) -> ReportedPlan:
+def reported_plan(opened: StoredSplit, measured: Iterable[Figure] = ()) -> ReportedPlan:
     """
     Return a split's plan in the form that the page shows.
 
     Args:
         opened: Stored lengths and plan of the split.
-        measured: Further figures: name, value and remark of each.
+        measured: Further figures.
     """
     split, schedule, lengths = opened.split, opened.schedule, opened.lengths.tokens
     stats = PackStats.from_plan(split.raw, lengths, packed=opened.packed, works=split.works)
-    groups = [[tuple(row) for _, *row in group] for group in figure_groups(opened)]
     works = EpochStats.from_schedule(stats, schedule, opened.epoch).step_works(0, schedule.steps_per_epoch)
     others, packed = split.policy.max_images is None, opened.packed
     return ReportedPlan(
-        split.name, split.raw, lengths, plan_summary(opened), [*groups, measured], _source_lengths(opened),
+        split.name, split.raw, lengths, plan_summary(opened), [*figure_groups(opened), measured],
+        _source_lengths(opened),
         needs=packs_by_algorithm(split.raw, lengths, others=others) if packed else {},
         drawings=draw_first_packs(split.raw, lengths) if packed else (),
         works=work_of_steps(works),
@@ -106,13 +107,16 @@ def _tables(opened: StoredSplit) -> Iterator[tuple[str, Row, Sequence[Row]]]:
         yield f"Steps of {counted(len(numbers), 'epoch')}", ("epoch", "samples", "packs", "steps"), shown
 
 
-def _measured(folder: Path) -> Sequence[Row]:
-    """Return time and memory that a training run has logged, if there was one."""
+def _measured(folder: Path) -> Iterator[Figure]:
+    """Yield time and memory that a training run has logged, if there was one."""
     log = folder / "logging.jsonl"
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     seconds, memory = (
         [float(number) for number in re.findall(rf'"{re.escape(key)}": ([\d.]+)', text)]
         for key in ("train_speed(s/it)", "memory(GiB)")
     )
-    rows = [("seconds of a step, measured", time_text(seconds[-1]), "the mean of the last training")] if seconds else []
-    return rows + ([("peak memory, measured", f"{max(memory):.2f} GiB", "of rank 0")] if memory else [])
+    if seconds:
+        remark = "the mean of the last training"
+        yield Figure("step_seconds", "seconds of a step, measured", time_text(seconds[-1]), remark)
+    if memory:
+        yield Figure("peak_memory", "peak memory, measured", f"{max(memory):.2f} GiB", "of rank 0")

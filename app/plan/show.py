@@ -21,9 +21,9 @@ from packplan.app.plan.stored import StoredSplit, open_split, selected_splits
 from packplan.app.planning.log_lines import source_draws_text
 from packplan.app.wiring.commands import read_run_or_command
 from packplan.core.config.run import RunConfig
-from packplan.core.errors import ConfigError, DataSetError, counted, verb_for
+from packplan.core.errors import ConfigError, DataSetError, counted
+from packplan.core.figures import Figure, pack_figures, sample_figures
 from packplan.core.inspection import (
-    BOUNDS,
     PlanSummary,
     ScheduleSummary,
     SourceSummary,
@@ -35,9 +35,6 @@ from packplan.core.samples.tables import column, video_totals
 
 SHOWN = 10
 """Most epochs that are printed without --all."""
-
-Figure = tuple[bool, str, str, str]
-"""Whether a figure is printed without --all; its name, value and remark."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -166,9 +163,9 @@ def _print(opened: StoredSplit, *, everything: bool) -> None:
     table.add_column(justify="right")
     table.add_column(overflow="fold")
     for group in figure_groups(opened):
-        for decides, *row in group:
-            if decides or everything:
-                table.add_row(*row)
+        for figure in group:
+            if figure.decides or everything:
+                table.add_row(figure.name, figure.value, figure.remark)
         if everything:
             table.add_section()
     console.print(table, soft_wrap=False)
@@ -206,37 +203,18 @@ def _print_epochs(console: Console, opened: StoredSplit, *, most: int | None) ->
 def figure_groups(opened: StoredSplit) -> Iterator[Iterator[Figure]]:
     """Yield all figures of a split, in groups."""
     plan = plan_summary(opened)
-    yield _sample_figures(plan, packed=opened.packed)
+    yield sample_figures(plan, packed=opened.packed)
     yield _source_figures(opened)
     yield _video_figures(opened)
     if opened.packed:
-        yield _pack_figures(plan)
+        yield pack_figures(plan)
     yield _schedule_figures(opened)
-
-
-def _sample_figures(plan: PlanSummary, *, packed: bool) -> Iterator[Figure]:
-    yield True, "samples", f"{plan.num_samples:,}", counted(plan.num_tokens, "token")
-    remark = f"{counted(plan.planned_tokens, 'token')}, {plan.token_coverage:.2%}"
-    yield False, "  planned", f"{plan.planned_samples:,}", remark
-    if packed:
-        remark = f"{counted(plan.dropped_tokens, 'token')}, in {counted(plan.dropped_packs, 'underfilled pack')}"
-        yield plan.dropped_samples > 0, "  dropped", f"{plan.dropped_samples:,}", remark
-    remark = counted(plan.skipped_tokens, "token")
-    yield plan.skipped_samples > 0, "  skipped, too long", f"{plan.skipped_samples:,}", remark
-    if packed:
-        remark = counted(plan.long_tokens, "token")
-        yield plan.long_samples > 0, "  long, packs of their own", f"{plan.long_samples:,}", remark
-    if plan.supervised_tokens is not None and plan.unsupervised_samples is not None:
-        remark = f"{plan.supervised_tokens / plan.planned_tokens:.1%} of the planned ones: the loss counts them"
-        yield False, "supervised tokens", f"{plan.supervised_tokens:,}", remark
-        remark, none = "nothing is learned from them", plan.unsupervised_samples
-        yield none > 0, "  without supervised tokens", f"{none:,}", remark
 
 
 def _source_figures(opened: StoredSplit) -> Iterator[Figure]:
     sources = source_summaries(opened)
     if sources:
-        yield False, "sources", f"{len(sources):,}", "samples of each:"
+        yield Figure("sources", "sources", f"{len(sources):,}", "samples of each:")
     for one in sources:
         shapes = sorted({file.shape for file in one.files})
         parts = [
@@ -251,11 +229,11 @@ def _source_figures(opened: StoredSplit) -> Iterator[Figure]:
             f"{counted(one.bad_records, 'record')} left out" if one.bad_records else "",
         ]
         said = ", ".join(part for part in parts if part)
-        yield False, f"  {one.name}", f"{one.num_samples:,}", f"{said}; {' / '.join(shapes)}"
+        yield Figure("num_samples", f"  {one.name}", f"{one.num_samples:,}", f"{said}; {' / '.join(shapes)}")
         if one.num_samples:
             low, median, high = one.length_quantiles
             remark = f"tokens, the median; 5 % have up to {low:,}, 95 % up to {high:,}"
-            yield False, "    lengths", f"{median:,}", remark
+            yield Figure("length_quantiles", "    lengths", f"{median:,}", remark)
 
 
 def _describe_videos(source: SourceSummary) -> str:
@@ -269,24 +247,9 @@ def _video_figures(opened: StoredSplit) -> Iterator[Figure]:
     if not videos.videos:
         return
     remark = f"{videos.seconds:,.1f} s; {videos.decoded:,} were decoded to be measured"
-    yield False, "videos", f"{videos.videos:,}", remark
-    yield False, "  frames", f"{videos.frames:,}", "that are sampled of them"
-    yield False, "  patches", f"{videos.patches:,}", "of two frames each, before merging"
-
-
-def _pack_figures(plan: PlanSummary) -> Iterator[Figure]:
-    remark = f"of {counted(plan.packing_length, 'token')}; no plan has fewer than {plan.lower_bound:,}"
-    yield True, "packs", f"{plan.num_packs:,}", remark
-    if plan.auto_packs:
-        yield True, "  by auto", f"{plan.auto_packs:,}", "about: training.packing_algorithm: auto needs fewer"
-    yield False, "  samples of each", f"{plan.samples_per_pack:.2f}", "on average"
-    exceed = verb_for(plan.oversized_packs, "exceeds", "exceed")
-    remark = f"tokens; {plan.oversized_packs:,} {exceed} 110 % of the packing length"
-    yield False, "  longest", f"{plan.longest_pack:,}", remark
-    yield False, "  above the lower bound", f"{plan.gap:.3%}", f"dropped ones counted; {BOUNDS[plan.bound_kind]}"
-    yield True, "  fill", f"{plan.fill_mean:.4f}", f"95 % of packs reach {plan.fill_p5:.4f}"
-    yield False, "  worst fill", f"{plan.fill_worst:.4f}", "a long pack counts as full"
-    yield True, "  saved against padding", f"{plan.padding_saved:.1%}", "of the positions, estimated"
+    yield Figure("videos", "videos", f"{videos.videos:,}", remark)
+    yield Figure("frames", "  frames", f"{videos.frames:,}", "that are sampled of them")
+    yield Figure("patches", "  patches", f"{videos.patches:,}", "of two frames each, before merging")
 
 
 def _schedule_figures(opened: StoredSplit) -> Iterator[Figure]:
@@ -294,20 +257,21 @@ def _schedule_figures(opened: StoredSplit) -> Iterator[Figure]:
     unit, several = "packs" if opened.packed else "samples", schedule.world_size > 1
     when = "an epoch" if opened.epochs is None else f"in epoch {opened.epoch}"
     remark = f"{when}, {schedule.total_steps:,} in total; {schedule.effective_batch_size:,} {unit} a step"
-    yield trains, "optimizer steps" if trains else "forward passes", f"{schedule.steps_per_epoch:,}", remark
+    name = "optimizer steps" if trains else "forward passes"
+    yield Figure("steps_per_epoch", name, f"{schedule.steps_per_epoch:,}", remark, decides=trains)
     remark = f"of each rank in a step; {schedule.last_step_batches:,} in an epoch's last"
-    yield False, "  batches", f"{schedule.gradient_accumulation_steps:,}", remark
+    yield Figure("gradient_accumulation_steps", "  batches", f"{schedule.gradient_accumulation_steps:,}", remark)
     repeated = f", {schedule.repeated_packs:,} repeated" if schedule.repeated_packs else ""
     left = f", {schedule.unaligned_packs:,} dropped" if schedule.unaligned_packs else ""
     remark = f"{schedule.packs_per_rank:,} {unit} each in an epoch{repeated}{left}"
-    yield several, "ranks", f"{schedule.world_size:,}", remark
+    yield Figure("world_size", "ranks", f"{schedule.world_size:,}", remark, decides=several)
     for ranks, packs in schedule.packs_by_degree.items() if len(schedule.packs_by_degree) > 1 else ():
         remark = f"{counted(int(ranks), 'rank')}; no rank computes more than {schedule.rank_tokens:,} tokens at once"
-        yield several, "  packs on", f"{packs:,}", remark
+        yield Figure("packs_by_degree", "  packs on", f"{packs:,}", remark, decides=several)
     padded = "" if opened.packed else ", padded to the longest of a batch"
     remark = f"FLOPs of a step, all ranks, of {'an ordinary' if opened.estimated else 'the'} model{padded}"
-    yield False, "  work", f"{schedule.work_per_step:,.4g}", remark
+    yield Figure("work_per_step", "  work", f"{schedule.work_per_step:,.4g}", remark)
     remark = f"busiest rank over the mean; worst step {schedule.worst_work_imbalance:.3f}"
-    yield several, "  imbalance", f"{schedule.work_imbalance:.4f}", remark
+    yield Figure("work_imbalance", "  imbalance", f"{schedule.work_imbalance:.4f}", remark, decides=several)
     remark = "the same where ranks wait for each other in each microbatch"
-    yield False, "  of microbatches", f"{schedule.microbatch_imbalance:.4f}", remark
+    yield Figure("microbatch_imbalance", "  of microbatches", f"{schedule.microbatch_imbalance:.4f}", remark)

@@ -135,20 +135,24 @@ def test_a_table_has_the_figures_and_a_page_draws_the_packs(case, skips):
     assert plan.checksum == pp.plan_checksum(plan.packs)
     of_packs = [(len(own), sum(lengths[index] for index in own)) for own in plan.packs.tolist()]
     tokens = sum(min(packing_length, load) for _, load in of_packs)
-    figures = {
-        "samples": f"{len(lengths):,}", "tokens": f"{sum(lengths):,}", "checksum": plan.checksum[:12],
-        "fill": f"{tokens / packing_length / len(of_packs):.2%}",
-        "samples in a pack": f"{sum(size for size, _ in of_packs) / len(of_packs):.1f}",
-        "packs over the packing length": f"{sum(load > packing_length for _, load in of_packs):,}",
-        "long samples, packed alone": f"{0 if skips else sum(one >= packing_length for one in lengths):,}",
-        "long samples, skipped": f"{skips * sum(one >= packing_length for one in lengths):,}",
-    }  # fmt: skip
-    shown = dict(table.rows)
-    assert {name: shown.get(name, "0") for name in figures} == figures
-    fewest = len(plan.packs) + len(plan.raw.dropped_packs) == plan.raw.lower_bound
-    assert (f"{len(plan.packs):,} (no plan has fewer)" in text) == fewest
+    longest = max(load for _, load in of_packs)
+    expected = {
+        "num_samples": f"{len(lengths):,}",
+        "num_packs": f"{len(of_packs):,}",
+        "samples_per_pack": f"{sum(size for size, _ in of_packs) / len(of_packs):.2f}",
+        "longest_pack": f"{longest:,}",
+        "long_samples": f"{0 if skips else sum(one >= packing_length for one in lengths):,}",
+        "skipped_samples": f"{skips * sum(one >= packing_length for one in lengths):,}",
+        "fill_mean": f"{tokens / packing_length / len(of_packs):.4f}",
+        "checksum": plan.checksum[:12],
+    }
+    shown = {figure.key: figure.value for figure in table.figures}
+    assert {key: shown.get(key, "0") for key in expected} == expected
+    assert {"checksum"} == shown.keys() - {field.name for field in attrs.fields(type(plan.summary))}
+    assert all(f"{one.name}  " in text and one.remark in text for one in table.figures)
+    assert f"no plan has fewer than {plan.raw.lower_bound:,}" in text
     assert plan._repr_html_() == page
-    assert all(value in page for _, value in table.rows)
+    assert all(f"<td>{one.value}</td>" in page for one in table.figures)
     assert ("skipped" in text) == bool(plan.raw.skipped_long)
     assert page.count("<rect") == sum(1 + len(pack) for pack in plan.packs[:24])
     assert f"{len(plan.packs):,} pack" in repr(plan)
@@ -169,6 +173,6 @@ def test_no_option_of_planning_is_ignored(lengths):
         reject()
     if len(found.raw.dropped_packs) > 1:
         event("packs are dropped")
-        assert f"{len(found.raw.dropped_packs)} more are dropped" in repr(found.show())
+        assert f"in {len(found.raw.dropped_packs)} underfilled packs" in repr(found.show())
         with pytest.raises(pp.ArgumentError):
             pp.plan(lengths, 100, min_fill_ratio="0.9", max_dropped_share=0)
