@@ -17,12 +17,11 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.figures import Figure
 from packplan.core.inspection import PlanSummary, packs_by_algorithm
 from packplan.core.lengths import IntArray
 from packplan.core.packs import filled_tokens
 from packplan.core.plan import RawPlan
-from packplan.core.surface import COLOURS, Plan, draw_first_packs
+from packplan.core.surface import COLOURS, Figure, Plan, draw_first_packs
 
 HEAD = "<!doctype html>\n<!-- A report by Packplan -->\n"
 """First lines of a page, by which its file may be written again."""

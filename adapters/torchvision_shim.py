@@ -11,8 +11,6 @@ import sys
 from importlib.abc import MetaPathFinder
 from typing import Any
 
-_OPERATORS = ("nms", "qnms")
-
 _kept_alive: list[Any] = []
 
 
@@ -28,9 +26,9 @@ class OperatorDeclarer(MetaPathFinder):
         sys.meta_path.remove(self)
         import torch
 
-        if not hasattr(torch.ops.torchvision, _OPERATORS[0]):
+        if not hasattr(torch.ops.torchvision, "nms"):
             library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
-            for name in _OPERATORS:
+            for name in ("nms", "qnms"):
                 library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
             _kept_alive.append(library)
 

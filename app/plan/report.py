@@ -21,11 +21,10 @@ from packplan.app.plan.stored import StoredSplit, open_split, selected_splits
 from packplan.app.wiring.commands import read_run_or_command
 from packplan.app.wiring.stores import write_new_file
 from packplan.core.errors import counted
-from packplan.core.figures import Figure
 from packplan.core.inspection import packs_by_algorithm, work_of_steps
 from packplan.core.lengths import IntArray
 from packplan.core.schedule import EpochStats, PackStats
-from packplan.core.surface import COLOURS, draw_first_packs
+from packplan.core.surface import COLOURS, Figure, draw_first_packs
 
 SHOWN = 50
 """Most rows of a table."""

@@ -22,7 +22,6 @@ from packplan.app.planning.log_lines import source_draws_text
 from packplan.app.wiring.commands import read_run_or_command
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, DataSetError, counted
-from packplan.core.figures import Figure, pack_figures, sample_figures
 from packplan.core.inspection import (
     PlanSummary,
     ScheduleSummary,
@@ -32,6 +31,7 @@ from packplan.core.inspection import (
     summarise_sources,
 )
 from packplan.core.samples.tables import column, video_totals
+from packplan.core.surface import Figure, pack_figures, sample_figures
 
 SHOWN = 10
 """Most epochs that are printed without --all."""
