@@ -7,20 +7,24 @@ same, bit for bit, as without the comparison.
 
 Ranks may have first calls of different kinds, so no rank waits for another one here. A rank that
 finds a difference computes with padding from then on, and writes it to the store of
-torch.distributed. Every rank reads the store before it updates weights, so all end together.
+torch.distributed. Every rank reads the store before it updates weights, so all end together. The
+process of rank 0 may have the store, so it ends once the other ranks have read it.
 
 Where weights are sharded, no rank computes a pass alone. So all ranks compare if one of them has a
 first call, without gradients: loss and outputs. They end together at once.
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import count
+from multiprocessing.util import Finalize
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -32,7 +36,7 @@ from packplan.adapters.models import find_sharded_weight
 from packplan.adapters.proof.passes import Pass, difference_text, run_pass
 from packplan.adapters.proof.steps import gather_from_ranks, has_ranks
 from packplan.adapters.vision_tower import count_tower_runs
-from packplan.core.errors import ArgumentError, MismatchError, ModelError
+from packplan.core.errors import ArgumentError, MismatchError, ModelError, RunError
 
 log = logging.getLogger(__name__)
 
@@ -55,11 +59,77 @@ _NEEDED = {"input_ids", "inputs_embeds", "attention_mask", "labels"}
 _PATIENCE = timedelta(minutes=10)
 """Longest time that a rank waits for the others with the same model."""
 
+_HOLD_S = 30
+"""Seconds that rank 0 waits at its end for ranks that have read the store less often."""
+
+_POLL_S = 0.01
+
 _HOOKLESS = "without hooks"
 """Word of a rank whose hooks are removed."""
 
 NOT_PACKED = "it is given no mask of rows and positions"
 """Reason why a text stack that could be packed is not."""
+
+
+@attrs.define(eq=False)
+class _StoredFact:
+    """The first difference that any rank has found, in the store of torch.distributed."""
+
+    key: str
+    """Key in the store, the same on all ranks."""
+
+    store: Any = None
+    num_reads: int = 0
+
+    def join(self) -> Any:
+        """
+        Return the store; from the first call on, rank 0 holds it until this rank has read it too.
+
+        That call comes before gradients are reduced, so no rank has ended before.
+        """
+        if self.store is not (store := _get_default_store()):
+            self.store, self.num_reads = store, 0
+            self._set_reads("0")
+            if dist.get_rank() == 0:  # not by atexit, which forked processes skip
+                Finalize(None, self._await_readers, (store, dist.get_world_size()), exitpriority=0)
+        return store
+
+    def leave(self) -> None:
+        """Read no more, so that rank 0 does not wait for this rank."""
+        self.join()
+        self._set_reads("inf")
+
+    def tell(self, fact: str) -> None:
+        """Store a difference, unless another rank has."""
+        self.join().compare_set(self.key, "", f"rank {dist.get_rank()}: {fact}")
+
+    def read(self) -> str | None:
+        """
+        Return the difference that any rank has found; None if none has.
+
+        Raises:
+            RunError: The process of rank 0 was killed, and the store with it.
+        """
+        try:
+            store = self.join()
+            fact = store.get(self.key).decode() if store.check([self.key]) else None
+            self.num_reads += 1
+            self._set_reads(str(self.num_reads))
+        except dist.DistError as error:
+            fact = "rank 0 is gone, and with it what ranks have found in their first calls: no weight is updated"
+            raise RunError("rank_gone", fact) from error
+        return fact
+
+    def _set_reads(self, number: str) -> None:
+        self.store.set(f"{self.key}/reads/{dist.get_rank()}", number)
+
+    def _await_readers(self, store: Any, world_size: int) -> None:
+        """Wait, at the end of rank 0, until no rank has read less often, if its process lives."""
+        deadline, names = time.monotonic() + _HOLD_S, [f"{self.key}/reads/{rank}" for rank in range(1, world_size)]
+        with suppress(dist.DistError):
+            joined = [name for name in names if store.check([name])]
+            while time.monotonic() < deadline and any(float(store.get(name)) < self.num_reads for name in joined):
+                time.sleep(_POLL_S)
 
 
 class FirstCalls:
@@ -68,6 +138,7 @@ class FirstCalls:
     def __init__(self, native: str) -> None:
         """Compute padded passes by transformers' attention *native*."""
         self._native, self._key = native, f"packplan/unlike_padded/{next(_NUMBERS)}"
+        self._stored = _StoredFact(self._key)
         self._kinds: set[Any] = set()
         self._has_met = False  # with the calls of the same model on other ranks
         self._calls_left: dict[Any, int] = {}  # by mode, until other ranks are asked no more
@@ -90,6 +161,8 @@ class FirstCalls:
             MismatchError: They differ. On several ranks that have all weights, `refuse_step` raises
                 it.
         """
+        if has_ranks():
+            self._stored.join()
         is_sharded = has_ranks() and find_sharded_weight(module) is not None
         if is_sharded and meets:
             self._meet_once()
@@ -109,7 +182,7 @@ class FirstCalls:
         elif fact is not None:
             log.error("%s; no rank updates weights", fact)
             hooks.is_paused = True
-            _get_default_store().compare_set(self._key, "", f"rank {dist.get_rank()}: {fact}")
+            self._stored.tell(fact)
 
     def _meet_once(self) -> None:
         """Raise MismatchError unless all ranks call this model with its hooks."""
@@ -178,14 +251,15 @@ class FirstCalls:
         """Tell the other ranks that this rank has removed its hooks."""
         if has_ranks():
             _get_default_store().set(f"{self._key}/{dist.get_rank()}", _HOOKLESS)
+            self._stored.leave()
 
     def refuse_step(self, *_: Any) -> None:
         """Raise MismatchError before weights are updated, if any rank has found a difference."""
         if has_ranks():
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # gradients are reduced now, so each rank has had its call
-            if _get_default_store().check([self._key]):
-                raise MismatchError("unlike_padded", _get_default_store().get(self._key).decode())
+            if (fact := self._stored.read()) is not None:
+                raise MismatchError("unlike_padded", fact)
 
 
 def _describe_call(module: Any, given: dict[str, Any], tokens: RealTokens | None) -> str:

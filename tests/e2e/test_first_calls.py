@@ -1,5 +1,6 @@
 """The first call of each kind is compared with its padded pass, and training goes on as before."""
 
+import signal
 from functools import partial
 from unittest import mock
 
@@ -216,9 +217,16 @@ def test_what_changes_with_the_random_state_is_not_compared(caplog):
     assert "change with the random state" in caplog.text
 
 
-def test_all_ranks_end_with_what_one_of_them_finds(server, tmp_path):
-    """Before weights are updated, though the other rank compares nothing; on two ranks."""
-    assert [0, 0] == finished(server.ranks(2, unpad_rank.end_together, folder=tmp_path))
+@pytest.mark.parametrize("how", ["a fault", "no fault", "killed"])
+def test_all_ranks_end_with_what_one_of_them_finds(how, server, tmp_path):
+    """
+    Before weights are updated, though the other rank compares nothing, and rank 0 ends first.
+
+    Rank 0 may have the store, and waits with it at its end. A killed one has not passed the step.
+    """
+    ranks = server.ranks(2, unpad_rank.end_together, str(tmp_path), how, folder=tmp_path)
+
+    assert [-signal.SIGKILL if how == "killed" else 0, 0] == finished(ranks)
 
 
 def test_all_ranks_end_where_one_refuses_a_sharded_model(server, tmp_path):

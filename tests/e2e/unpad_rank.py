@@ -1,9 +1,14 @@
 """Tiny models that compute no padding on one rank, however ranks share a model."""
 
+import os
+import signal
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,9 +26,11 @@ from packplan.adapters.hf import unpad as hooking
 from packplan.adapters.hf.packed_calls import TextStack
 from packplan.adapters.models import find_sharded_weight
 from packplan.adapters.proof import first_calls
-from packplan.core.errors import MismatchError, ModelError
+from packplan.adapters.proof.steps import gather_from_ranks
+from packplan.core.errors import MismatchError, ModelError, RunError
 from packplan.hf import ensure_vision_forward, unpad
 from tests.hosts import law
+from tests.processes import lives, wait_for
 
 _SIZES = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -106,7 +113,6 @@ def main(*names: str) -> None:
     dist.init_process_group("gloo")
     for name in names or [name for name in CASES if "zero" not in name or find_spec("deepspeed")]:
         assert_same(*(CASES | MORE)[name], name)
-    dist.barrier()  # rank 0 has the store that others ask before a step
     dist.destroy_process_group()
 
 
@@ -201,26 +207,42 @@ MORE = {
 """Further cases, for `make test-hosts`."""
 
 
-def end_together() -> None:
-    """Train with a fault that the last rank alone has: every rank ends with its words."""
+def end_together(folder: str, how: str) -> None:
+    """
+    Update weights on rank 0 first, which then ends by itself, or is killed before it does.
+
+    Where the last rank has a fault in its first call, every rank ends with its words.
+    """
     dist.init_process_group("gloo")
+    rank, waits, pids = dist.get_rank(), Path(folder, "waits"), gather_from_ranks(os.getpid())
     model = build("qwen2").train()
 
     def roll(module: Any, _: Any, output: Any) -> None:
-        if dist.get_rank() and module.training and len(output[0]) == 1:
+        if rank and module.training and len(output[0]) == 1:
             output["last_hidden_state"] = output[0].roll(1, 1)
 
-    model.model.register_forward_hook(roll)
+    if how == "a fault":
+        model.model.register_forward_hook(roll)
     hooks = unpad(model)
-    model, batch = DistributedDataParallel(model), batch_of(padded() if dist.get_rank() else padded() | 1)
+    model, batch = DistributedDataParallel(model), batch_of(padded() if rank else padded() | 1)
     optimizer = torch.optim.SGD(model.parameters())
     before = model.module.lm_head.weight.clone()
     for _ in range(2):  # batches of a step
         model(**batch).loss.backward()
-    with pytest.raises(MismatchError, match="rank 1: the first call"):
+    if rank:
+        wait_for(lambda: waits.exists() or not lives(pids[0]), "rank 0 neither waits nor ends")
+    elif how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    with {
+        "a fault": pytest.raises(MismatchError, match="rank 1: the first call"),
+        "killed": pytest.raises(RunError, match="rank 0 is gone"),
+    }.get(how, nullcontext()):
         optimizer.step()
-    assert torch.equal(before, model.module.lm_head.weight)
-    assert hooks.counts.calls == 0, "calls go on with padding"
+    assert (how == "no fault") != torch.equal(before, model.module.lm_head.weight)
+    assert (hooks.counts.calls == 0) == (how == "a fault" or not rank), "after a fault, calls go on with padding"
+    if not rank:
+        sleep = time.sleep
+        mock.patch.object(time, "sleep", lambda seconds: waits.touch() or sleep(seconds)).start()
     dist.destroy_process_group()
 
 
