@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import cattrs
 
 from packplan.adapters.config.run import known_keys
 from packplan.adapters.config.trainer_keys import (
@@ -34,7 +35,8 @@ from packplan.adapters.config.trainer_keys import (
 )
 from packplan.adapters.versions import installed_version
 from packplan.core.config.keys import key_facts
-from packplan.core.config.run import PathText, RunConfig
+from packplan.core.config.run import PathText, RunConfig, TrainingConfig
+from packplan.core.config.tuners import UNSET
 
 _MARKED = re.compile(r"(<!-- keys of ([\w.]+) -->).*?(<!-- end of keys -->)", re.DOTALL)
 
@@ -48,6 +50,9 @@ _TYPES = {
     Decimal: "number",
     bool: "bool",
 }
+
+_TABLE_TYPES = {"str": "text", "list": "text, or a list", "int": "integer", "float": "number", "bool": "bool"}
+"""The same by the names of types in a table of keys."""
 
 HOSTS = {
     "sft": "sft",
@@ -85,6 +90,30 @@ MORE = {
     "training.resume_from_checkpoint": "training.md#resume",
 }
 """Key -> page with more about it, relative to the written page."""
+
+
+TUNER_KEYS = {
+    "lora_rank": "Rank of LoRA adapters.",
+    "lora_alpha": "Outputs of LoRA adapters are multiplied by this value over their rank.",
+    "lora_dropout": "Dropout of the inputs of LoRA adapters.",
+    "target_modules": "Modules that get adapters: names, `all-linear` or `all-embedding`.",
+    "target_regex": "Regular expression for the names of modules that get adapters, in place of `target_modules`.",
+    "target_parameters": "Parameters that get adapters of their own, such as experts that are not modules.",
+    "modules_to_save": "Modules that are trained in full beside the adapters: names, `all-embedding` or `all-norm`.",
+    "use_rslora": "Divide `lora_alpha` by the square root of the rank instead of the rank (rsLoRA).",
+    "use_dora": "Also train the magnitude of each adapted weight (DoRA).",
+    "init_weights": "Initial LoRA adapters: `gaussian`, `false` (all random), or derived from the model's weights by "
+    "`pissa`, `pissa_niter_16` or `olora`. If unset, adapters that leave outputs unchanged.",
+    "lorap_lr_ratio": "Learning rate of an adapter's second matrix, as a multiple of that of its first (LoRA+).",
+    "freeze_aligner": "Freeze the projector of the vision tower.",
+    "freeze_parameters": "Freeze weights whose names start with one of these, if `tuner_type` is `full`.",
+    "freeze_parameters_regex": "Freeze weights whose names match this regular expression.",
+    "freeze_parameters_ratio": "Freeze this share of the weights, beginning with the model's first.",
+    "trainable_parameters": "Train weights whose names start with one of these, even if another key freezes them.",
+    "trainable_parameters_regex": "Train weights whose names match this regular expression, even if another key "
+    "freezes them.",
+}
+"""Key of ms-swift's tuners under `training.` -> its meaning."""
 
 
 def rewrite_lists(page: str) -> str:
@@ -173,6 +202,8 @@ def _section_lines(kind: type, path: str) -> Iterator[str]:
         if attrs.has(plain):
             below.append((plain, f"{path}{field.name}."))
         elif typing.get_origin(plain) is Mapping:
+            if kind is TrainingConfig:
+                rows += _tuner_rows()
             rows.append(("any other", "", docstrings[field.name]))
         else:
             rows.append(
@@ -191,6 +222,15 @@ def _section_lines(kind: type, path: str) -> Iterator[str]:
         yield from _list_lines(rows)
     for section, section_path in below:
         yield from _section_lines(section, section_path)
+
+
+def _tuner_rows() -> Iterator[tuple[str, str, str]]:
+    """Yield the name, the type with the default, and the meaning of each of `TUNER_KEYS`."""
+    table = cattrs.structure(json.loads(SFT_KEYS_FILE.read_text(encoding="utf-8"))["keys"], dict[str, TrainerKey])
+    for name, meaning in TUNER_KEYS.items():
+        default = _value_text(value) if (value := UNSET.get(name)) not in (None, []) else ""
+        (kind,) = {*table[name].types} - {"null"}
+        yield f"`{name}`", "; ".join(filter(None, (_TABLE_TYPES[kind], default))), meaning
 
 
 def _field_docstrings(kind: type) -> dict[str, str]:
@@ -233,9 +273,13 @@ def _default_text(field: Any) -> str:
         return "needed"
     if field.default in {None, ()} or isinstance(field.default, attrs.Factory):  # type: ignore[arg-type]
         return ""
-    if isinstance(field.default, bool):
-        return f"`{str(field.default).lower()}`"
-    return f"`{', '.join(field.default) if isinstance(field.default, tuple) else field.default}`"
+    return _value_text(field.default)
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{', '.join(value) if isinstance(value, (tuple, list)) else value}`"
 
 
 def _linked_meaning(path: str, docstring: str) -> str:

@@ -108,6 +108,8 @@ class TrainerKey:
             with contextlib.suppress(ValueError):
                 value = parse_json(value)
             kind = "dict" if isinstance(value, dict) else ""
+        if kind == "str" and "list" in self.types and "str" not in self.types:
+            value, kind = [value], "list"  # as on ms-swift's command line
         if kind == "list" and "numbers" in self.types and all(type(one) in {int, float} for one in value):
             kind = "numbers"
         texts = value if kind == "list" else [value] if kind == "str" else []

@@ -1,6 +1,6 @@
 """ms-swift's own arguments of a run, by which its template, model and tuner are made."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +27,25 @@ _OF_TEMPLATE = (
     "add_non_thinking_prefix", "preserve_thinking", "disable_ignore_empty_think",
 )  # fmt: skip
 
-_OF_TUNER = (
-    "tuner_type", "target_regex", "target_parameters", "target_modules", "modules_to_save", "lora_rank", "lora_alpha",
-    "lora_dropout", "lorap_lr_ratio", "use_rslora", "use_dora", "init_weights", "freeze_llm", "freeze_vit",
-    "freeze_aligner", "freeze_parameters", "freeze_parameters_regex", "freeze_parameters_ratio",
-    "trainable_parameters", "trainable_parameters_regex",
+_OF_TRAINING = (
+    "output_dir", "dataloader_drop_last", "num_train_epochs", "max_steps", "seed", "tuner_type", "freeze_llm",
+    "freeze_vit",
 )  # fmt: skip
 """Keys of a section that ms-swift's arguments have too, by the same name."""
 
 _QUANTISES = ("quant_method", "quant_bits", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
 
+_DEFAULTS: Mapping[str, Any] = {
+    "freeze_aligner": False, "learning_rate": 5e-5, "bf16": False, "fp16": False, "eval_strategy": "no",
+    "ddp_timeout": 1800,
+}  # fmt: skip
+"""Defaults that are not those of ms-swift's commands."""
+
 
 class RunArguments(SftArguments):  # type: ignore[misc]  # ms-swift has no types
     """
-    Arguments of `swift sft`, by which ms-swift resolves model, quantisation, template and tuner.
+    Arguments of `swift sft`, by which ms-swift resolves model, quantisation, template, tuner and
+    training arguments.
 
     Unlike the arguments of a whole command, they touch no device, folder, tracker, hub or data set.
     """
@@ -51,6 +56,8 @@ class RunArguments(SftArguments):  # type: ignore[misc]  # ms-swift has no types
         if self.template is not None:
             TemplateArguments.__post_init__(self)
         TunerArguments.__post_init__(self)
+        if self.optimizer is None and self.lorap_lr_ratio:
+            self.optimizer = "lorap"
 
 
 def template_arguments(model: ModelConfig, template: TemplateConfig) -> RunArguments:
@@ -72,28 +79,28 @@ def template_arguments(model: ModelConfig, template: TemplateConfig) -> RunArgum
     return arguments
 
 
-def model_arguments(model: ModelConfig, training: TrainingConfig) -> RunArguments:
+def run_arguments(model: ModelConfig, training: TrainingConfig) -> RunArguments:
     """
-    Return the arguments of a model and its tuner as `swift sft` resolves them.
+    Return the arguments of a model, its tuner and its training as `swift sft` resolves them.
 
     Args:
         model: Section `model`, whose folder is on this machine.
         training: Section `training`.
     """
-    known = TunerArguments.__dataclass_fields__
-    tuner = {name: value for name, value in training.trainer.items() if name in known}
-    given = _set_keys(training, _OF_TUNER) | tuner | _set_keys(model, _QUANTISES)
-    return _resolve(model, swift_model_type(model), torch_dtype=model.torch_dtype, **given)
+    passed = {name: _copied(value) for name, value in training.trainer.items()}
+    given = _set_keys(training, _OF_TRAINING) | _set_keys(model, _QUANTISES)
+    return _resolve(model, swift_model_type(model), torch_dtype=model.torch_dtype, **_DEFAULTS | given | passed)
 
 
 def _set_keys(section: Any, names: Sequence[str]) -> dict[str, Any]:
     """Return keys of a section that are set, with lists as ms-swift takes them."""
     values = {name: getattr(section, name) for name in names}
-    return {
-        name: [*value] if isinstance(value, tuple) else value
-        for name, value in values.items()
-        if value not in (None, ())
-    }
+    return {name: _copied(value) for name, value in values.items() if value not in (None, ())}
+
+
+def _copied(value: Any) -> Any:
+    """Return a value as ms-swift takes it: a list of its own, to which it may append."""
+    return [*value] if isinstance(value, (list, tuple)) else value
 
 
 def _resolve(model: ModelConfig, model_type: str | None, **given: Any) -> RunArguments:

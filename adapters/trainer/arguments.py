@@ -11,7 +11,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from swift.trainers import Seq2SeqTrainingArguments  # before the others, which import in a circle
+from swift.trainers import Seq2SeqTrainingArguments, TrainerFactory  # before the others, which import in a circle
 
 # isort: split
 import attrs
@@ -24,8 +24,9 @@ from transformers import Trainer, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks, is_deepspeed_zero3_enabled
 
 from packplan.adapters.config.trainer_keys import TrainerKey, argument_keys, machine_faults, require_deepspeed_agrees
-from packplan.core.config.faults import tuners_of
+from packplan.adapters.samples.arguments import run_arguments
 from packplan.core.config.run import RunConfig, TrainingConfig
+from packplan.core.config.tuners import decides_weights
 from packplan.core.errors import ConfigError, Fault
 
 TrainingArguments: typing.TypeAlias = Seq2SeqTrainingArguments
@@ -43,7 +44,7 @@ def shards_weights(arguments: TrainingArguments) -> bool:
 
 def make_training_arguments(config: RunConfig, *, gradient_accumulation_steps: int) -> TrainingArguments:
     """
-    Build ms-swift's training arguments; ConfigError if it refuses them.
+    Return the training arguments of ms-swift's own arguments; ConfigError if it refuses them.
 
     Args:
         config: Configuration of the run.
@@ -58,12 +59,8 @@ def make_training_arguments(config: RunConfig, *, gradient_accumulation_steps: i
         "disable_tqdm": not sys.stderr.isatty(),
         "logging_nan_inf_filter": False,  # would replace a loss that is not a number in the log
     }
-    if training.lorap_lr_ratio is not None:
-        defaults["optimizer"] = "lorap"
     # The plan is already aligned, so `dataloader_drop_last` drops only incomplete padded batches.
-    shared = ("output_dir", "dataloader_drop_last", "num_train_epochs", "max_steps", "seed", "tuner_type")
-    fixed = {
-        **{key: getattr(training, key) for key in shared},
+    decided = {
         "per_device_train_batch_size": config.batch_size,
         "per_device_eval_batch_size": 1 if config.eval_packing else training.per_device_eval_batch_size,
         "gradient_accumulation_steps": gradient_accumulation_steps,
@@ -78,10 +75,10 @@ def make_training_arguments(config: RunConfig, *, gradient_accumulation_steps: i
         defaults["use_cpu"] = True
     if torch.distributed.is_initialized():
         defaults["ddp_backend"] = "gloo" if on_cpu else "nccl"
-    known = TrainingArguments.__dataclass_fields__
-    passed = {name: value for name, value in training.trainer.items() if name in known}  # the rest is of tuners
+    settings = attrs.evolve(training, trainer={**defaults, **training.trainer, **decided})
+    resolved = run_arguments(config.model, settings)
     try:
-        arguments = TrainingArguments(**(defaults | passed | fixed))
+        arguments: TrainingArguments = TrainerFactory.get_training_args(resolved)
     except (ValueError, ImportError, TypeError, AssertionError, OSError) as error:
         raise ConfigError.for_key("training", f"is refused by ms-swift's training arguments: {error}") from error
     if arguments.n_gpu > 1:
@@ -158,5 +155,6 @@ _CHOICES: Mapping[str, Iterable[str]] = {
 def installed_keys() -> dict[str, TrainerKey]:
     """Return the training and tuner arguments of the installed ms-swift, by key."""
     own = attrs.fields_dict(TrainingConfig)
-    tuners = {name: key for name, key in argument_keys(TunerArguments).items() if tuners_of(name) and name not in own}
+    known = argument_keys(TunerArguments)
+    tuners = {name: key for name, key in known.items() if decides_weights(name) and name not in own}
     return tuners | argument_keys(TrainingArguments, _CHOICES)

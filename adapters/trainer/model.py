@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from packplan.adapters.attention import project_patches, set_attention
 from packplan.adapters.files import wrap_load_errors
 from packplan.adapters.model_folder import require_whole_weights
-from packplan.adapters.samples.arguments import model_arguments
+from packplan.adapters.samples.arguments import RunArguments, run_arguments
 from packplan.adapters.trainer.tuners import prepare_tuner
 from packplan.core.config.run import ModelConfig, TrainingConfig
 from packplan.core.equality import AttentionChoice
@@ -41,7 +41,7 @@ def open_model(
         outline: Whether to read config.json alone, and leave the weights on the device `meta`.
     """
     _refuse_quantisation(model, on_cpu=device is None or device.type == "cpu")
-    arguments = model_arguments(model, training)
+    arguments = run_arguments(model, training)
     if not sys.stderr.isatty():
         disable_progress_bar()
     if not outline:
@@ -71,10 +71,10 @@ def open_model(
     # With a cache, transformers builds no block-diagonal mask, and packed samples would attend to
     # each other.
     HfConfigFactory.set_config_attr(opened.config, "use_cache", False)  # noqa: FBT003  # its signature
-    _refuse_missing_parts(opened, training)
+    _refuse_missing_parts(opened, arguments)
     set_seed(training.seed)  # adapters are drawn, whatever loading has drawn
     with torch.device("meta") if outline else contextlib.nullcontext():
-        return typing.cast("torch.nn.Module", prepare_tuner(opened, training, arguments))
+        return typing.cast("torch.nn.Module", prepare_tuner(opened, training.trainer, arguments))
 
 
 def _refuse_quantisation(model: ModelConfig, *, on_cpu: bool) -> None:
@@ -116,13 +116,13 @@ def _refusing_missing_weights(folder: str) -> Iterator[None]:
         raise ConfigError.for_key("model.model", reason)
 
 
-def _refuse_missing_parts(model: Any, training: TrainingConfig) -> None:
-    """Raise ConfigError if *training* freezes a part that the model does not have."""
+def _refuse_missing_parts(model: Any, arguments: RunArguments) -> None:
+    """Raise ConfigError if a run freezes a part that the model does not have."""
     arch = model.model_meta.model_arch
     parts = {"freeze_llm": "language_model", "freeze_vit": "vision_tower", "freeze_aligner": "aligner"}
     names = [name for name, _ in model.named_parameters()]
     for key, part in parts.items():
         prefixes = tuple(getattr(arch, part, None) or ())
         has_it = model.model_meta.is_multimodal and any(name.startswith(prefixes) for name in names)
-        if getattr(training, key) and not has_it:
+        if getattr(arguments, key) and not has_it:
             raise ConfigError.for_key(f"training.{key}", "names a part that this model does not have: remove it")

@@ -6,19 +6,18 @@ from typing import Any
 
 from packplan.adapters.families import is_audio_weight, trained_part
 from packplan.adapters.samples.arguments import RunArguments
-from packplan.core.config.faults import tuners_of
-from packplan.core.config.run import TrainingConfig
+from packplan.core.config.tuners import tuners_of
 from packplan.core.errors import ConfigError
 
 
-def prepare_tuner(model: Any, training: TrainingConfig, arguments: RunArguments) -> Any:
+def prepare_tuner(model: Any, given: Mapping[str, Any], arguments: RunArguments) -> Any:
     """
     Freeze weights and add adapters as `swift sft` does.
 
     Args:
         model: Model as ms-swift loaded it.
-        training: Freezes and adapters of the run.
-        arguments: The same as ms-swift's own arguments.
+        given: Keys of `training.` that the run passes on to ms-swift.
+        arguments: ms-swift's own arguments of the run.
 
     Returns:
         The model, or a `PeftModel` around it.
@@ -28,19 +27,19 @@ def prepare_tuner(model: Any, training: TrainingConfig, arguments: RunArguments)
     """
     from swift.pipelines.train.tuner import TunerMixin
 
-    _refuse_unmatched(model, training)
+    _refuse_unmatched(model, given)
     try:
         prepared = TunerMixin.prepare_model(arguments, model)
     except (ValueError, RuntimeError, AttributeError, AssertionError, TypeError) as error:
-        keys = [key for key in ("target_regex", "target_parameters") if getattr(training, key)]
-        key = [*keys, "target_modules"][0] if training.tuner_type in tuners_of("target_modules") else "tuner_type"
+        keys = [key for key in ("target_regex", "target_parameters") if given.get(key)]
+        key = [*keys, "target_modules"][0] if arguments.tuner_type in tuners_of("target_modules") else "tuner_type"
         raise ConfigError.for_key(f"training.{key}", f"cannot get adapters: {error}") from error
     if trained_part(model) is not model:
         # Records have no sound, so no gradient reaches these weights, and DDP would wait.
         for name, weight in prepared.named_parameters():
             weight.requires_grad = weight.requires_grad and not is_audio_weight(name)
     if not any(parameter.requires_grad for parameter in prepared.parameters()):
-        key = next((key for key in _FREEZES if getattr(training, key)), "freeze_llm")
+        key = next((key for key in _FREEZES if getattr(arguments, key)), "freeze_llm")
         raise ConfigError.for_key(f"training.{key}", "and the other freezes leave nothing to train: remove one")
     if prepared is not model:
         prepared.model_meta, prepared.model_info = model.model_meta, model.model_info
@@ -48,8 +47,8 @@ def prepare_tuner(model: Any, training: TrainingConfig, arguments: RunArguments)
 
 
 _FREEZES = (
-    "freeze_parameters_ratio", "freeze_parameters_regex", "freeze_parameters", "freeze_llm", "freeze_vit",
-    "freeze_aligner",
+    "freeze_parameters_ratio", "freeze_parameters_regex", "freeze_llm", "freeze_vit", "freeze_aligner",
+    "freeze_parameters",  # into which ms-swift writes the others
 )  # fmt: skip
 
 
@@ -69,14 +68,14 @@ _MATCHES: Mapping[str, Callable[[str, str], Any]] = {
 """Key -> function of its value and the name of a weight or module: whether they match."""
 
 
-def _refuse_unmatched(model: Any, training: TrainingConfig) -> None:
+def _refuse_unmatched(model: Any, given: Mapping[str, Any]) -> None:
     """
     Refuse freezes and targets that match no weight, which ms-swift would only log. Refuse targets
     that match only weights for sound, which no record has.
     """
     modules, weights = ([name for name, _ in named] for named in (model.named_modules(), model.named_parameters()))
     for key, matches in _MATCHES.items():
-        values = getattr(training, key) or ()
+        values = given.get(key) or ()
         for value in {values} if isinstance(values, str) else {*values} - {"all-embedding", "all-linear", "all-norm"}:
             found = [name for name in (modules if matches is _ends_with_module else weights) if matches(value, name)]
             if not found and not key.startswith("target"):  # peft refuses those

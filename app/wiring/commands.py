@@ -32,6 +32,7 @@ from packplan.core.config.run import (
     TemplateConfig,
     TrainingConfig,
 )
+from packplan.core.config.tuners import decides_weights
 from packplan.core.errors import ConfigError, Fault
 
 if TYPE_CHECKING:
@@ -216,8 +217,9 @@ def _run_from_command(command: SwiftCommand, task: str, words: Sequence[str]) ->
     values = {name: value for name in shared if (value := getattr(arguments, name, None)) is not None}
     values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     if not arguments.model_meta.is_multimodal:
-        values |= dict.fromkeys(("freeze_llm", "freeze_vit", "freeze_aligner"), False)
-    trainer = {name: value for name in _STEP_ARGUMENTS if (value := getattr(arguments, name, None)) is not None}
+        values |= dict.fromkeys(("freeze_llm", "freeze_vit"), False)
+    passed = {*_STEP_ARGUMENTS, *filter(decides_weights, vars(arguments))} - values.keys()
+    trainer = {name: value for name in sorted(passed) if (value := getattr(arguments, name, None)) is not None}
     return RunConfig(
         model=ModelConfig(
             model=arguments.model_dir,
@@ -247,7 +249,6 @@ def _run_from_command(command: SwiftCommand, task: str, words: Sequence[str]) ->
                 "eval_packing": True,
                 "gradient_accumulation_steps": command.gradient_accumulation_steps,
                 "tuner_type": arguments.tuner_type if arguments.tuner_type in TUNERS else "lora",
-                "init_weights": None if arguments.init_weights in {True, "true"} else arguments.init_weights,
                 "trainer": trainer | {"deepspeed": command.deepspeed},
             }
         ),

@@ -18,24 +18,13 @@ import attrs
 
 from packplan.core.config.keys import key_facts, key_faults
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+from packplan.core.config.tuners import tuner_faults
 from packplan.core.errors import Fault, PackplanError, shorten, verb_for
 from packplan.core.packers import ALGORITHMS
 from packplan.core.samples.urls import mask_credentials
 
 MAX_EPOCHS = 10**6
 """Number of epochs from which `training.num_train_epochs` is taken for a typing error."""
-
-_TUNERS: Mapping[str, tuple[str, ...]] = {
-    r"lora_\w+|use_rslora|use_dora|lorap_lr_ratio|target_parameters|init_weights": ("lora",),
-    r"target_modules|target_regex|modules_to_save": ("lora", "boft", "fourierft", "vera"),
-    r"(freeze|trainable)_parameters(_regex|_ratio)?": ("full",),
-    r"adapter_\w+": ("adapter",),
-    r"boft_\w+": ("boft",),
-    r"fourier_\w+": ("fourierft",),
-    r"llamapro_\w+": ("llamapro",),
-    r"vera_\w+": ("vera",),
-}
-"""Pattern of keys of `training.` -> values of `training.tuner_type` that read them."""
 
 _ENDLESS_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau", "greedy")
 """Values of `training.lr_scheduler_type` that need no number of steps."""
@@ -51,16 +40,6 @@ _EVALUATES: Mapping[str, tuple[object, ...]] = {
 """Argument of a trainer -> values that need an evaluation."""
 
 
-def tuners_of(name: str) -> tuple[str, ...]:
-    """
-    Return the values of `training.tuner_type` that read a key of `training.`; empty if all do.
-
-    >>> tuners_of("boft_block_size"), tuners_of("seed")
-    (('boft',), ())
-    """
-    return next((tuners for pattern, tuners in _TUNERS.items() if re.fullmatch(pattern, name)), ())
-
-
 def run_faults(config: RunConfig) -> Iterator[Fault]:
     """Yield everything wrong with a configuration that its types cannot express."""
     yield from key_faults(config)
@@ -71,8 +50,7 @@ def run_faults(config: RunConfig) -> Iterator[Fault]:
     yield from _training_faults(config.training)
     yield from _variant_faults(config)
     yield from _epoch_faults(config)
-    yield from _tuner_faults(config.training)
-    yield from _optimizer_faults(config.training)
+    yield from tuner_faults(config.training)
     yield from _quantisation_faults(config.model, config.training)
     if not (config.template.max_length or config.global_max_length or config.model.max_model_len):
         yield Fault("template.max_length", "is not set, and it is the budget of a pack: set it to a number of tokens")
@@ -219,24 +197,6 @@ def _endless_faults(training: TrainingConfig) -> Iterator[Fault]:
             f"is not set, but {', '.join(needing)} {verb_for(len(needing), 'depends', 'depend')} on the number of steps"
         )
         yield Fault("training.max_steps", f"{reason}, which a stream knows at its end: set it, or another schedule")
-
-
-def _tuner_faults(training: TrainingConfig) -> Iterator[Fault]:
-    """Yield faults in the choice of trained weights."""
-    unset = [field.name for field in attrs.fields(TrainingConfig) if not field.default]
-    for key in (*(name for name in unset if getattr(training, name)), *training.trainer):
-        tuners = tuners_of(key)
-        if tuners and training.tuner_type not in tuners:
-            reason = f"is of training.tuner_type {' and '.join(tuners)}, which is {training.tuner_type}: remove it"
-            yield Fault(f"training.{key}", reason)
-
-
-def _optimizer_faults(training: TrainingConfig) -> Iterator[Fault]:
-    """Yield the fault of LoRA+ beside a setting that groups the weights too."""
-    others = [name for name in ("optimizer", "vit_lr", "aligner_lr") if training.trainer.get(name, "lorap") != "lorap"]
-    if training.lorap_lr_ratio is not None and others:
-        reason = f"groups the weights of the optimizer, as training.{others[0]} does: keep one"
-        yield Fault("training.lorap_lr_ratio", reason)
 
 
 def _quantisation_faults(model: ModelConfig, training: TrainingConfig) -> Iterator[Fault]:

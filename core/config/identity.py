@@ -16,7 +16,8 @@ from typing import Any
 import attrs
 
 from packplan.core.config.keys import key_facts, yield_keys
-from packplan.core.config.run import LOADS, TRAINS, TUNES, PathText, RunConfig
+from packplan.core.config.run import LOADS, TRAINS, PathText, RunConfig
+from packplan.core.config.tuners import UNSET, decides_weights
 from packplan.core.errors import RankDifference
 from packplan.core.fingerprint import Fingerprint, RunIdentity, Value
 from packplan.core.policy import Part, PlanPolicy
@@ -122,7 +123,7 @@ def shared_values(config: RunConfig, files: Mapping[str, Any]) -> dict[str, str]
         files: Key -> content of the file that it names, which is compared in place of the path.
     """
     sections = attrs.asdict(config, filter=lambda field, _: not key_facts(field).set_by_command)
-    sections["training"] |= sections["training"].pop("trainer")
+    sections["training"] |= {**UNSET, **sections["training"].pop("trainer")}
     for section, name in (key.split(".") for key in (*PATH_KEYS, *PER_RANK)):
         key, value = f"{section}.{name}", sections[section].pop(name, None)
         if value and key in PATH_KEYS:
@@ -184,8 +185,8 @@ PREFERENCE_ARGUMENTS = FIXED_ARGUMENTS | {
 }  # fmt: skip
 """The same for preference data, whose losses have more settings, and may truncate rows."""
 
-_FIXED_PATTERN = re.compile(r"(lora|boft|vera|fourier|adapter|llamapro|galore|lisa)_")
-"""Settings of tuners and optimizers, which a resumed run has to keep too."""
+_FIXED_PATTERN = re.compile(r"(galore|lisa)_")
+"""Settings of optimizers, which a resumed run has to keep too."""
 
 UNCOMPARED = re.compile(
     # A checkpoint names its attention.
@@ -218,7 +219,8 @@ def run_identity(config: RunConfig, *, files: Mapping[str, Any], model: Mapping[
             continue
         declared = DECLARED_KEYS.get(f"{section}.{name}")
         decides = TRAINS if declared is None else key_facts(declared).neither
-        if decides in {LOADS, TUNES} or name in FIXED_ARGUMENTS or _FIXED_PATTERN.match(name):
+        kept = name in FIXED_ARGUMENTS or decides_weights(name) or _FIXED_PATTERN.match(name)
+        if decides == LOADS or kept:
             fixed[key] = value
         elif decides == TRAINS:
             told[key] = value

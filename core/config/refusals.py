@@ -50,7 +50,7 @@ REFUSALS = tuple(
         ("max_epochs", ("sft",), "ends training at another step than planned", "use training.num_train_epochs"),
         ("remove_unused_columns", ("sft",), "drops columns that packs need", _REMOVE),
         ("eval_use_evalscope", ("sft",), "is not supported", _REMOVE),
-        ("use_galore", ("sft",), "was not tried with packs", _REMOVE),
+        ("use_galore tuner_backend", ("sft",), "was not tried with packs", _REMOVE),
         ("predict_with_generate generation_config generation_max_length generation_num_beams", ("sft",),
          "is for generated answers, but evaluation measures the loss", _REMOVE),
         ("parallelism_config", ("sft",), _SHARES, _REMOVE),

@@ -8,7 +8,6 @@ to ms-swift or transformers are kept unchanged in `TrainingConfig.trainer`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from decimal import Decimal
 from types import MappingProxyType
@@ -26,7 +25,6 @@ from packplan.core.config.keys import (
     key_metadata,
     must,
     one_of,
-    pattern_faults,
     valid_seed,
 )
 from packplan.core.equality import BACKENDS
@@ -47,7 +45,6 @@ _SELECTS = "decides which samples an epoch has, which are stored with its plan"
 _MEASURES = "decides how measuring proceeds, not its result"
 _ACCEPTS = "decides whether a result is accepted, not what it is"
 TRAINS = "decides how planned packs are trained"
-TUNES = "decides which weights are trained"
 
 
 _is_backend = must(
@@ -493,76 +490,11 @@ class TrainingConfig:
     unfrozen.
     """
 
-    lora_rank: int = key(8, neither=TUNES, check=at_least(1))
-    """Rank of LoRA adapters."""
-
-    lora_alpha: float = key(32.0, neither=TUNES, check=at_least(1))
-    """Outputs of LoRA adapters are multiplied by this value over their rank."""
-
-    lora_dropout: float = key(0.05, neither=TUNES, check=from_0_below_1)
-    """Dropout of the inputs of LoRA adapters."""
-
-    target_modules: tuple[str, ...] = key(("all-linear",), neither=TUNES)
-    """Modules that get adapters: names, `all-linear` or `all-embedding`."""
-
-    target_regex: str | None = key(None, neither=TUNES, check=pattern_faults)
-    """
-    Regular expression for the names of modules that get adapters, in place of `target_modules`.
-    """
-
-    target_parameters: tuple[str, ...] = key((), neither=TUNES)
-    """Parameters that get adapters of their own, such as experts that are not modules."""
-
-    modules_to_save: tuple[str, ...] = key((), neither=TUNES)
-    """
-    Modules that are trained in full beside the adapters: names, `all-embedding` or `all-norm`.
-    """
-
-    use_rslora: bool = key(False, neither=TUNES)
-    """Divide `lora_alpha` by the square root of the rank instead of the rank (rsLoRA)."""
-
-    use_dora: bool = key(False, neither=TUNES)
-    """Also train the magnitude of each adapted weight (DoRA)."""
-
-    init_weights: str | None = key(
-        None,
-        neither=TUNES,
-        check=must(
-            lambda name: bool(re.fullmatch(r"false|gaussian|olora|pissa(_niter_\d+)?", name)),
-            "false, gaussian, olora, pissa or pissa_niter_ and a number",
-        ),
-    )
-    """
-    Initial LoRA adapters: `gaussian`, `false` (all random), or derived from the model's weights by
-    `pissa`, `pissa_niter_16` or `olora`. If unset, adapters that leave outputs unchanged.
-    """
-
-    lorap_lr_ratio: float | None = key(None, neither=TUNES, check=above_0)
-    """Learning rate of an adapter's second matrix, as a multiple of that of its first (LoRA+)."""
-
     freeze_llm: bool = key(False, plan=True)
     """Freeze the language model."""
 
     freeze_vit: bool = key(False, plan=True)
     """Freeze the vision tower."""
-
-    freeze_aligner: bool = key(False, neither=TUNES)
-    """Freeze the projector of the vision tower."""
-
-    freeze_parameters: tuple[str, ...] = key((), neither=TUNES)
-    """Freeze weights whose names start with one of these, if `tuner_type` is `full`."""
-
-    freeze_parameters_regex: str | None = key(None, neither=TUNES, check=pattern_faults)
-    """Freeze weights whose names match this regular expression."""
-
-    freeze_parameters_ratio: float = key(0.0, neither=TUNES, check=from_0_below_1)
-    """Freeze this share of the weights, beginning with the model's first."""
-
-    trainable_parameters: tuple[str, ...] = key((), neither=TUNES)
-    """Train weights whose names start with one of these, even if another key freezes them."""
-
-    trainable_parameters_regex: str | None = key(None, neither=TUNES, check=pattern_faults)
-    """Train weights whose names match this regular expression, even if another key freezes them."""
 
     trainer: Mapping[str, Any] = attrs.field(factory=dict, converter=_read_only, metadata=key_metadata(neither=TRAINS))
     """

@@ -18,9 +18,11 @@ KEYS = installed_keys()
 pytestmark = pytest.mark.covers
 
 
-def arguments_of(**training):
-    """Return the trainer's arguments of a run with these settings."""
-    return open_arguments(parsed(**{"report_to": [], **training}), world_size=1)
+@pytest.fixture
+def arguments_of(demo):
+    """Return a function that opens the trainer's arguments of a run with some settings."""
+    model = {"model.model": str(demo / "models" / "qwen2")}
+    return lambda **training: open_arguments(parsed(model, **{"report_to": [], **training}), world_size=1)
 
 
 def test_the_table_is_that_of_the_installed_library(tmp_path):
@@ -36,7 +38,7 @@ def test_the_table_is_that_of_the_installed_library(tmp_path):
 @pytest.mark.slow
 @pytest.mark.untraced
 @pytest.mark.parametrize("value", [math.nan, -1, "zigzag", ["zigzag"], {"a": 1}, True])
-def test_no_value_of_any_setting_ends_in_a_traceback(value):
+def test_no_value_of_any_setting_ends_in_a_traceback(arguments_of, value):
     """A setting is refused by its key, or taken by the trainer's arguments."""
     faults = faults_of(**dict.fromkeys(KEYS, value))
     for key in KEYS.keys() - {path.removeprefix("training.") for path in faults}:
@@ -64,7 +66,7 @@ def test_no_value_of_any_setting_ends_in_a_traceback(value):
         ({"accelerator_config": "gone.json"}, "No such file or directory: 'gone.json'"),
     ],
 )  # fmt: skip
-def test_what_the_trainer_uses_late_is_tried_before_measuring(training, says):
+def test_what_the_trainer_uses_late_is_tried_before_measuring(arguments_of, training, says):
     """Optimizer, schedule, compilation, services, sizes: by the keys that change it."""
     with pytest.raises(ConfigError, match=says):
         arguments_of(**training)

@@ -25,7 +25,6 @@ from packplan.core.config.keys import key_facts, yield_keys
 from packplan.core.config.run import (
     LOADS,
     TRAINS,
-    TUNES,
     CustomConfig,
     ModelConfig,
     RunConfig,
@@ -101,7 +100,7 @@ def test_a_resumed_run_keeps_samples_weights_and_which_of_them_are_trained():
     for key, field in yield_keys(RunConfig):
         facts, name = key_facts(field), key.partition(".")[2]
         of_samples = (facts.lengths or "").startswith("value") and name != "truncation_strategy"
-        if of_samples or (facts.neither in {LOADS, TUNES, TRAINS} and not UNCOMPARED.fullmatch(name)):
+        if of_samples or (facts.neither in {LOADS, TRAINS} and not UNCOMPARED.fullmatch(name)):
             other = run_identity(changed(RUN, key, "b"), files={}, model={})
             keeps = of_samples or facts.neither != TRAINS or name in FIXED_ARGUMENTS
             differing = [one.key for one in plain.fixed.differences(other.fixed)]
