@@ -5,10 +5,12 @@ import math
 import pytest
 
 from packplan.adapters.config.trainer_keys import SFT_KEYS_FILE, read_key_table
+from packplan.adapters.samples.arguments import run_arguments
 from packplan.adapters.trainer.arguments import installed_keys
 from packplan.app import sft
 from packplan.app.wiring.runs import trainer_keys
 from packplan.app.wiring.trainers import open_arguments
+from packplan.core.config.tuners import UNSET
 from packplan.core.errors import ConfigError
 from tests.documents import faults_of, parsed
 from tools.configuration import trainer_table
@@ -81,3 +83,11 @@ def test_what_the_trainer_refuses_is_no_traceback(write_run, text_jsonl, capfd):
     assert (
         "training: is refused by the trainer: `args.metric_for_best_model` must be provided" in capfd.readouterr().err
     )
+
+
+def test_defaults_of_tuners_that_are_compared_are_those_that_train(demo):
+    """Ranks and checkpoints compare them where a run sets none; an empty list is none."""
+    config = parsed({"model.model": str(demo / "models" / "qwen2")}, tuner_type="lora")
+    opened = run_arguments(config.model, config.training)
+
+    assert {**UNSET} == {name: [] if (value := getattr(opened, name)) is None else value for name in UNSET}

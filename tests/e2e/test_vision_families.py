@@ -334,9 +334,9 @@ def test_sound_is_refused_by_key_and_record(vision_run, model_of):
         adapters = {"tuner_type": "lora"} if not key.startswith("trainable") else {}
         config = read_config(vision_run("qwen2_5_omni", training={key: value, **adapters}))
         with pytest.raises(ConfigError, match=rf"training\.{key}: .*, which hears or speaks: "):
-            _refuse_unmatched(model, config.training)
+            _refuse_unmatched(model, config.training.trainer)
     mixed = read_config(vision_run("qwen2_5_omni", training={"trainable_parameters_regex": "proj"}))
-    _refuse_unmatched(model, mixed.training)
+    _refuse_unmatched(model, mixed.training.trainer)
 
 
 @pytest.mark.parametrize("family", [OMNI])

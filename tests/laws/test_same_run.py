@@ -31,6 +31,7 @@ from packplan.core.config.run import (
     TemplateConfig,
     TrainingConfig,
 )
+from packplan.core.config.tuners import UNSET
 from packplan.core.errors import RankDifference
 from packplan.core.fingerprint import Fingerprint, RunIdentity
 from tests.laws.test_keys import changed
@@ -89,6 +90,16 @@ def test_a_changed_setting_is_refused_or_told_or_decides_no_step(keys, refused, 
     assert {*names} == {"loss_reduction", *re.findall(r"`(\w+)`", listed)}, "docs/training.md lists them"
     known = {*json.loads(SFT_KEYS_FILE.read_text())["keys"], *attrs.fields_dict(TrainingConfig)}
     assert known >= FIXED_ARGUMENTS
+
+
+@pytest.mark.parametrize("key", UNSET)
+def test_a_key_of_a_tuner_is_compared_by_its_default_where_it_is_not_set(key):
+    """Between ranks and with a checkpoint, which each have its value."""
+    stated = {key: UNSET[key]}
+
+    assert identity() == identity(**stated)
+    assert f"training.{key}" in identity().fixed.inputs
+    assert shared_values(RUN, {}) == shared_values(with_trainer(**stated), {})
 
 
 def test_a_resumed_run_keeps_samples_weights_and_which_of_them_are_trained():
