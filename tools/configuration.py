@@ -194,7 +194,8 @@ def _import_name(name: str) -> Any:
 def _section_lines(kind: type, path: str) -> Iterator[str]:
     """Yield the lists of a class: its own keys first, then those of each section below it."""
     docstrings = _field_docstrings(kind)
-    rows, below = [], []
+    rows: list[tuple[str, str, str]] = []
+    below = []
     for field in attrs.fields(attrs.resolve_types(kind)):
         plain = _type_without_none(field.type)
         if key_facts(field).set_by_command:

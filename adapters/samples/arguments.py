@@ -56,8 +56,8 @@ class RunArguments(SftArguments):  # type: ignore[misc]  # ms-swift has no types
         if self.template is not None:
             TemplateArguments.__post_init__(self)
         TunerArguments.__post_init__(self)
-        if self.optimizer is None and self.lorap_lr_ratio:
-            self.optimizer = "lorap"
+        if self.lorap_lr_ratio:
+            self.optimizer: str | None = self.optimizer or "lorap"
 
 
 def template_arguments(model: ModelConfig, template: TemplateConfig) -> RunArguments:
@@ -89,7 +89,7 @@ def run_arguments(model: ModelConfig, training: TrainingConfig) -> RunArguments:
     """
     passed = {name: _copied(value) for name, value in training.trainer.items()}
     given = _set_keys(training, _OF_TRAINING) | _set_keys(model, _QUANTISES)
-    return _resolve(model, swift_model_type(model), torch_dtype=model.torch_dtype, **_DEFAULTS | given | passed)
+    return _resolve(model, swift_model_type(model), torch_dtype=model.torch_dtype, **{**_DEFAULTS, **given, **passed})
 
 
 def _set_keys(section: Any, names: Sequence[str]) -> dict[str, Any]:
