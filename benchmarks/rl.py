@@ -20,8 +20,11 @@ from benchmarks.distributions import DISTRIBUTIONS, TEXT_MODEL
 from benchmarks.options import add_number
 from benchmarks.table import Columns, show
 from packplan.core.lengths import IntArray
+from packplan.core.packers import pack
+from packplan.core.packs import Packs
 from packplan.core.shard import Sharding, shard_dynamic, shard_packed
 from packplan.core.work.assignment import SyncPoint
+from packplan.core.work.model import WorkModel
 
 
 @attrs.frozen
@@ -83,12 +86,13 @@ def run(options: argparse.Namespace) -> None:
     budget = {"max_tokens_per_microbatch": options.budget}
     ways: dict[str, Callable[[IntArray], Sharding]] = {
         "packed, balanced": partial(shard_packed, **workers, **budget, sync_at=options.sync_at),
-        "packed, round robin": partial(shard_packed, **workers, **budget, assignment="round_robin"),
         "dynamic": partial(shard_dynamic, **workers, **budget, sequence_length_round=64),
     }
     distribution = DISTRIBUTIONS[options.distribution]
     batches = [distribution.lengths(options.sequences, seed=seed) for seed in range(options.batches)]
-    show([_cut(way, cut, batches) for way, cut in ways.items()], COLUMNS, left={"cut"}, as_json=options.json)
+    rows = [_cut(way, cut, batches) for way, cut in ways.items()]
+    rows.insert(1, _cut_in_turn(batches, options, work))
+    show(rows, COLUMNS, left={"cut"}, as_json=options.json)
 
 
 def imbalances(sharding: Sharding) -> tuple[float, float]:
@@ -99,6 +103,37 @@ def imbalances(sharding: Sharding) -> tuple[float, float]:
     ends = np.cumsum((0, *sharding.num_microbatches[:-1]))
     mean = float(works.mean(axis=0).sum())
     return float(np.add.reduceat(works, ends, axis=1).max(axis=0).sum()) / mean, float(works.max(axis=0).sum()) / mean
+
+
+def imbalances_in_turn(packs: Packs, lengths: IntArray, *, shards: int, work: WorkModel | None) -> tuple[float, float]:
+    """
+    Return `imbalances` of one global batch whose packs go to the workers in turn.
+
+    Args:
+        packs: Microbatches of the batch.
+        lengths: Tokens of each sequence.
+        shards: Workers.
+        work: Work of the model; None counts squares of lengths.
+    """
+    works = lengths.astype(float) ** 2 if work is None else work.sample_flops(lengths)
+    of_packs = np.add.reduceat(works[packs.indices], packs.offsets[:-1])
+    rounds = np.pad(of_packs, (0, -len(packs) % shards)).reshape(-1, shards)
+    mean = float(rounds.sum()) / shards
+    return float(rounds.sum(axis=0).max()) / mean, float(rounds.max(axis=1).sum()) / mean
+
+
+def _cut_in_turn(batches: list[IntArray], options: argparse.Namespace, work: WorkModel | None) -> RlRow:
+    found = []
+    for lengths in batches:
+        start, shards = time.process_time(), options.workers
+        parts = [lengths[at : at + options.global_batch] for at in range(0, len(lengths), options.global_batch)]
+        packed = [pack(one, capacity=options.budget, algorithm="modified_first_fit_decreasing") for one in parts]
+        cpu_ms, rounds = 1000 * (time.process_time() - start), sum(-(-len(packs) // shards) for packs in packed)
+        utilisation = int(lengths.sum()) / (shards * rounds * options.budget)
+        even = [imbalances_in_turn(*one, shards=shards, work=work) for one in zip(packed, parts, strict=True)]
+        share = int(lengths.sum()) / (lengths.size * int(lengths.max()))
+        found.append((cpu_ms, rounds, utilisation, share, *np.mean(even, axis=0).tolist()))
+    return RlRow("packed, in turn", *map(statistics.median, zip(*found, strict=True)))
 
 
 def _cut(way: str, cut: Callable[[IntArray], Sharding], batches: list[IntArray]) -> RlRow:

@@ -1,5 +1,5 @@
 """
-Assignment of items to workers' microbatches: by work within a token limit, or as whole packs.
+Assignment of items to workers' microbatches by work: within a token limit, or as whole packs.
 
 A label is the microbatch of an item. Worker r has the microbatches from `r * per_shard` on.
 """
@@ -113,9 +113,9 @@ def _place_evenly(sizes: list[int], num: int, capacity: int) -> list[int] | None
     return places if max(heap) // num <= capacity else None
 
 
-def assign_packs(packs: Packs, works: IntArray, shards: int, *, balance: bool) -> IntArray:
+def assign_packs(packs: Packs, works: IntArray, shards: int) -> IntArray:
     """
-    Assign the same number of whole packs to each worker, in turn or to the least loaded one.
+    Assign the same number of whole packs to each worker, by descending work to the least loaded.
 
     Return the microbatch of each item.
 
@@ -123,22 +123,18 @@ def assign_packs(packs: Packs, works: IntArray, shards: int, *, balance: bool) -
         packs: Microbatches; their number is a multiple of *shards*.
         works: Work of each item, in whole units; shape (num_items,).
         shards: Workers.
-        balance: Whether packs are assigned by descending work. Otherwise in turn.
     """
     per_shard = len(packs) // shards
-    place = np.arange(len(packs))
-    labels = place % shards * per_shard + place // shards
-    if balance:
-        of_packs = packs.loads(works)
-        heap, held = list(range(shards)), [0] * shards
-        for pack_ in np.argsort(-of_packs, kind="stable").tolist():
-            shard = heap[0] % shards
-            labels[pack_] = shard * per_shard + held[shard]
-            held[shard] += 1
-            if held[shard] < per_shard:
-                heapreplace(heap, heap[0] + int(of_packs[pack_]) * shards)
-            else:
-                heappop(heap)
+    labels, of_packs = np.empty(len(packs), dtype=np.int64), packs.loads(works)
+    heap, held = list(range(shards)), [0] * shards
+    for pack_ in np.argsort(-of_packs, kind="stable").tolist():
+        shard = heap[0] % shards
+        labels[pack_] = shard * per_shard + held[shard]
+        held[shard] += 1
+        if held[shard] < per_shard:
+            heapreplace(heap, heap[0] + int(of_packs[pack_]) * shards)
+        else:
+            heappop(heap)
     return labels[packs.to_labels(packs.num_samples)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -40,8 +40,6 @@ def shard_packed(
     max_tokens_per_microbatch: int,
     sequence_length_pad_multiple: int = 1,
     algorithm: str = "modified_first_fit_decreasing",
-    assignment: Literal["balanced", "round_robin"] = "balanced",
-    microbatch_order: Literal["packer", "largest_first"] = "packer",
     when_long: WhenLong = "error",
     seed: int = 0,
     work: Work | None = None,
@@ -57,11 +55,6 @@ def shard_packed(
         max_tokens_per_microbatch: Tokens of a row, padding included.
         sequence_length_pad_multiple: Each sequence is padded to a multiple of this number.
         algorithm: A name in `core.packers.ALGORITHMS`. It decides the number of microbatches.
-        assignment: `balanced` assigns sequences so that workers wait for each other as little as
-            possible. `round_robin` assigns the algorithm's packs in turn.
-        microbatch_order: Order of a worker's microbatches in a global batch. `packer` orders by
-            first sequence. `largest_first` orders by descending tokens, so that the peak of memory
-            comes first.
         when_long: `error` refuses a sequence over the budget; `alone` makes it a row by itself.
         seed: Seed of random algorithms.
         work: Work of the model, or work of each sequence in any unit. None takes the square of a
@@ -81,8 +74,6 @@ def shard_packed(
     """
     capacity = as_whole_number("max_tokens_per_microbatch", max_tokens_per_microbatch)
     shards = as_whole_number("shards", shards, most=MOST_RANKS)
-    require_choice("assignment", assignment, ("balanced", "round_robin"))
-    require_choice("microbatch_order", microbatch_order, ("packer", "largest_first"))
     require_choice("sync_at", sync_at, get_args(SyncPoint))
     array, padded = lengths_and_padded(lengths, sequence_length_pad_multiple, capacity, when_long)
     # A sequence over the budget counts as a full row, so that it is alone.
@@ -91,23 +82,17 @@ def shard_packed(
     # At least 1, so that a microbatch with sequences is never taken for an empty one.
     units = np.maximum(to_units(works_of.row_works(padded) + works_of.fixed), 1)
     done = np.zeros(shards, dtype=np.int64)
-    balance, parts = assignment == "balanced", []
+    parts = []
     for batch in global_batches(array.size, batch_size):
         costs, works = costs_of[batch.start : batch.stop], units[batch.start : batch.stop]
         packs = pack(costs, capacity=capacity, algorithm=algorithm, seed=seed)
-        if balance:
-            packs = pack_in_fewer_rounds(packs, costs, capacity=capacity, round_size=shards)
+        packs = pack_in_fewer_rounds(packs, costs, capacity=capacity, round_size=shards)
         rounds = round_up(len(packs), shards) // shards
         items = slot_sequences(costs, shards * rounds)
         costs, works = costs[items], works[items]
-        labels = _assign_evenly(
-            packs, costs, works, shards=shards, rounds=rounds, capacity=capacity, sync_at=sync_at if balance else None
-        )
-        if balance:
-            labels, done = rotate_to_least_loaded(labels, works, done, rounds)
-        largest_first = microbatch_order == "largest_first"
-        loads = padded[items + batch.start] if largest_first else works if balance else None
-        labels = _renumber(labels, items, loads, rounds=rounds, by_round=loads is works)
+        labels = _assign_evenly(packs, costs, works, shards=shards, rounds=rounds, capacity=capacity, sync_at=sync_at)
+        labels, done = rotate_to_least_loaded(labels, works, done, rounds)
+        labels = _renumber(labels, items, works, rounds=rounds)
         parts.append(CutBatch(items + batch.start, labels, rounds))
     return join_batches(
         "packed", array, padded, parts, shards=shards, capacity=capacity, multiple=int(sequence_length_pad_multiple),
@@ -115,23 +100,18 @@ def shard_packed(
     )  # fmt: skip
 
 
-def _renumber(labels: IntArray, items: IntArray, loads: IntArray | None, *, rounds: int, by_round: bool) -> IntArray:
+def _renumber(labels: IntArray, items: IntArray, works: IntArray, *, rounds: int) -> IntArray:
     """
-    Renumber each worker's microbatches by descending *loads*, or by first sequence without. If
-    *by_round*, every worker's k-th heaviest are a round, and rounds are ordered by first sequence.
-    Return the new label of each slot.
+    Return the label of each slot so that every worker's k-th heaviest microbatches are a round, and
+    rounds are ordered by first sequence.
     """
     num = int(labels.max()) + 1
     first = np.full(num, int(items.max()) + 1)
     np.minimum.at(first, labels, items)
     sums = np.zeros(num, dtype=np.int64)
-    if loads is not None:
-        np.add.at(sums, labels, loads)
-    order = np.lexsort((first, -sums, np.arange(num) // rounds))
-    if by_round:
-        # Round k has every worker's k-th heaviest.
-        of_rounds = order.reshape(-1, rounds)
-        order = of_rounds[:, np.argsort(first[of_rounds].min(axis=0), kind="stable")].ravel()
+    np.add.at(sums, labels, works)
+    of_rounds = np.lexsort((first, -sums, np.arange(num) // rounds)).reshape(-1, rounds)
+    order = of_rounds[:, np.argsort(first[of_rounds].min(axis=0), kind="stable")].ravel()
     return np.argsort(order)[labels]
 
 
@@ -143,15 +123,11 @@ def _assign_evenly(
     shards: int,
     rounds: int,
     capacity: int,
-    sync_at: SyncPoint | None,
+    sync_at: SyncPoint,
 ) -> IntArray:
     """
     Return the microbatch of each item, of about equal work and numbered worker by worker.
-
-    None as *sync_at* assigns packs in turn.
     """
-    if sync_at is None:
-        return assign_packs(_split_to_number(packs, costs, shards * rounds), works, shards, balance=False)
     even = None
     by_round = spread_over_rounds(costs, works, shards=shards, rounds=rounds, capacity=capacity)
     if by_round is not None:
@@ -162,16 +138,13 @@ def _assign_evenly(
             return even
     by_worker = balance_items(costs, works, shards=shards, per_shard=rounds, capacity=capacity)
     if by_worker is None:
-        by_worker = assign_packs(_split_to_number(packs, costs, shards * rounds), works, shards, balance=True)
+        enough = add_filler(packs, costs.size)
+        enough = split_to_bin_count(enough, costs, minimum=shards * rounds, multiple=1)
+        by_worker = assign_packs(enough, works, shards)
     if even is None:
         even = assign_rounds(by_worker, costs, works, shards=shards, capacity=capacity)
     level_enough = _busiest_work(even, works, shards) <= _tolerated_work(_busiest_work(by_worker, works, shards))
     return even if sync_at == "microbatch" or level_enough else by_worker
-
-
-def _split_to_number(packs: Packs, costs: IntArray, num: int) -> Packs:
-    """Split packs, with filler, until there are *num* microbatches."""
-    return split_to_bin_count(add_filler(packs, costs.size), costs, minimum=num, multiple=1)
 
 
 def _busiest_work(labels: IntArray, works: IntArray, shards: int) -> int:

@@ -4,11 +4,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import assume, event, example, given
+from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from benchmarks.distributions import DISTRIBUTIONS
-from benchmarks.rl import imbalances
+from benchmarks.rl import imbalances, imbalances_in_turn
 from packplan.core.errors import ArgumentError
 from packplan.core.packers import ALGORITHMS, pack
 from packplan.core.shard import shard_dynamic, shard_packed
@@ -16,7 +16,7 @@ from packplan.core.shard.rounds import assign_rounds, spread_over_rounds
 from packplan.core.work.model import WorkModel
 from tests.references import spread_slowly
 
-MODES = ("packed", "round_robin", "dynamic")
+MODES = ("packed", "dynamic")
 
 
 MODEL = WorkModel(per_position=14 * 10**9, per_pair=4 * 28 * 3584)
@@ -48,10 +48,7 @@ def cut(case, **options):
     budget = {"max_tokens_per_microbatch": case["budget"]}
     if mode == "dynamic":
         return shard_dynamic(lengths, **workers, **budget, sequence_length_round=case["multiple"], **options)
-    assignment = "round_robin" if mode == "round_robin" else "balanced"
-    return shard_packed(
-        lengths, **workers, **budget, sequence_length_pad_multiple=case["multiple"], assignment=assignment, **options
-    )
+    return shard_packed(lengths, **workers, **budget, sequence_length_pad_multiple=case["multiple"], **options)
 
 
 def padded_lengths(case) -> list[int]:
@@ -154,23 +151,12 @@ def test_the_worker_that_did_least_has_the_most_of_the_next_global_batch(case):
 @given(batches(modes=("packed",)))
 def test_balancing_needs_no_more_packs_than_dealing(case):
     """In any global batch, for any lengths."""
-    balanced, dealt = cut(case), cut({**case, "mode": "round_robin"})
+    padded, size = padded_lengths(case), case["batch_size"]
+    parts = [padded[at : at + size] for at in range(0, len(padded), size)]
+    dealt = [len(pack(one, capacity=case["budget"], algorithm="modified_first_fit_decreasing")) for one in parts]
 
-    assert all(ours <= theirs for ours, theirs in zip(balanced.num_microbatches, dealt.num_microbatches, strict=True))
-
-
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 3))
-def test_round_robin_assigns_the_packs_of_the_algorithm_in_turn(lengths, shards):
-    """Where they come out even: first to worker 0, next to worker 1, whatever they cost."""
-    packs = pack(lengths, capacity=40, algorithm="constant_volume").tolist()
-    assume(0 == len(packs) % shards)
-
-    sharding = shard_packed(
-        lengths, shards=shards, batch_size=len(lengths), max_tokens_per_microbatch=40,
-        algorithm="constant_volume", assignment="round_robin",
-    )  # fmt: skip
-
-    assert [packs[rank::shards] for rank in range(shards)] == [batch.microbatches for (batch,) in sharding]
+    for ours, theirs in zip(cut(case).num_microbatches, dealt, strict=True):
+        assert ours <= -(-theirs // case["shards"])
 
 
 @pytest.mark.parametrize(
@@ -189,10 +175,9 @@ def test_microbatches_that_run_together_have_equal_work(name, shards, budget, si
     for seed in range(3):
         lengths = DISTRIBUTIONS[name].lengths(size, seed=seed)
         options = {"shards": shards, "batch_size": size, "max_tokens_per_microbatch": budget, "work": MODEL}
-        even, in_turn, step = (
-            imbalances(shard_packed(lengths, **options, **other))
-            for other in ({}, {"assignment": "round_robin"}, {"sync_at": "step"})
-        )
+        even, step = (imbalances(shard_packed(lengths, **options, **other)) for other in ({}, {"sync_at": "step"}))
+        packs = pack(lengths, capacity=budget, algorithm="modified_first_fit_decreasing")
+        in_turn = imbalances_in_turn(packs, lengths, shards=shards, work=MODEL)
         found.append([*even, step[0]])
         assert in_turn[1] > 1 + 3 * (most - 1)
 
@@ -238,7 +223,7 @@ def test_what_cannot_be_sharded_is_refused(shard):
         assert {"index": 1, "num_over": 2, "widest": 98 if width == 1 else 128} == found.value.details
     wrongs = [{"shards": 0}, {"batch_size": 0}, {"when_long": "zzz"}]
     if shard is shard_packed:
-        wrongs += [{"work": [-2.0]}, *({name: "zzz"} for name in ("assignment", "microbatch_order", "sync_at"))]
+        wrongs += [{"work": [-2.0]}, {"sync_at": "zzz"}]
     for wrong in wrongs:
         with pytest.raises(ValueError, match=next(iter(wrong))):
             shard([1], **options | wrong)
@@ -246,7 +231,7 @@ def test_what_cannot_be_sharded_is_refused(shard):
         shard([], **options)
 
 
-@given(batches(modes=("packed", "round_robin", "dynamic")), st.integers(1, 60))
+@given(batches(), st.integers(1, 60))
 def test_a_sequence_over_the_budget_may_be_alone(case, budget):
     """The other microbatches keep the budget, and all other rules of a cut hold."""
     sharding = cut({**case, "budget": budget}, when_long="alone")
@@ -276,21 +261,18 @@ OPTIONS = st.fixed_dictionaries({
     "algorithm": st.sampled_from(sorted(set(ALGORITHMS) - {"certified"})),
     "work": st.sampled_from([None, WorkModel(50, 1), WorkModel(0, 1)]),
     "sync_at": st.sampled_from(["step", "microbatch"]),
-    "microbatch_order": st.sampled_from([None, "largest_first"]),
 })  # fmt: skip
 
 
-@given(batches(modes=("packed", "round_robin")), OPTIONS)
+@given(batches(modes=("packed",)), OPTIONS)
 def test_no_option_breaks_a_rule(case, options):
-    """Any algorithm may decide, and where workers meet; the largest come first if asked."""
+    """Any algorithm may decide, and where workers meet."""
     options = {name: value for name, value in options.items() if value is not None}
 
     sharding = cut(case, **options)
 
     require_rules(sharding, case)
     assert sharding.num_microbatches == cut(case, algorithm=options["algorithm"]).num_microbatches
-    if "microbatch_order" in options:
-        assert all(sorted(part.widths, reverse=True) == part.widths.tolist() for worker in sharding for part in worker)
 
 
 @pytest.mark.parametrize("num", [9, 100])

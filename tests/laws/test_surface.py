@@ -44,8 +44,8 @@ DEFAULTS = {
     "padded_length": {"tp_size": 1}, "resolve_accumulation": {"forced_batch_size": 1},
     "shard_dynamic": {"sequence_length_round": 1, "when_long": "error"},
     "shard_packed": {
-        "sequence_length_pad_multiple": 1, "algorithm": "modified_first_fit_decreasing", "assignment": "balanced",
-        "microbatch_order": "packer", "when_long": "error", "seed": 0, "sync_at": "microbatch",
+        "sequence_length_pad_multiple": 1, "algorithm": "modified_first_fit_decreasing",
+        "when_long": "error", "seed": 0, "sync_at": "microbatch",
     },
 }  # fmt: skip
 
