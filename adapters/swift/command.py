@@ -41,6 +41,9 @@ _SKIPPED_METHODS = (
 )  # fmt: skip
 """Methods of ms-swift's arguments that prepare devices, folders and trackers: not called here."""
 
+_DRAWING = ("gkd", "grpo", "ppo")
+"""Types of `swift rlhf` whose trainers draw answers from the model."""
+
 TESTED_VERSIONS = ("4.6.0",)
 """Versions of ms-swift with which tests have shown that the plugin trains plans exactly."""
 
@@ -284,7 +287,9 @@ def _plan_conflicts(arguments: Any) -> Iterator[Fault]:
     """Yield each argument that contradicts a plan."""
     kind = unplanned_rlhf(arguments)
     if kind and arguments.packing:
-        yield Fault("--rlhf_type", f"is {kind}, whose rows are not packed: leave out --packing, not the plugin")
+        why = "which draws answers while it trains, so no plan has their lengths"
+        fact = why if kind in _DRAWING else "whose rows are not packed"
+        yield Fault("--rlhf_type", f"is {kind}, {fact}: leave --packing out, and the plugin computes no padding")
     elif not kind and not arguments.packing:
         yield Fault("--packing", "is false, but packs are planned: say --packing true, or leave the plugin out")
     if (ranks := arguments.global_world_size) > 1 and not (arguments.use_cpu or get_device_count()):
