@@ -29,7 +29,7 @@ class Source:
 
     ratio: Decimal | None = None
     """
-    Share of this source among all sources with a ratio. The value is read as an exact decimal.
+    Share of this source among all sources with a ratio, as an exact decimal.
     """
 
     count: int | None = None

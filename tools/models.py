@@ -33,15 +33,15 @@ HEADING = "## Vision-language models"
 ABOUT = """A run probes its own model before it measures
 anything. So a family that is not listed may still pack: ask with `packplan probe MODEL`."""
 
-MEASURED = """These hold for a small model of each family that transformers knows, in its default configuration:
+MEASURED = """The tables are for a small model of each family that transformers knows, in its default configuration:
 {passing} of {all} pass. `python -m tools.models families docs/models.md` wrote this page on {date}, with
 {versions}. Images are probed too; sound and videos are not."""
 
 TERMS = (
-    """- **Isolation** is the largest gradient of a sample's logits to another sample, over the largest to its own.
-It has to be 0.""",
-    f"""- **Equality** is the largest relative difference of logits, losses and gradients to the same sample alone.
-It may be {EQUALITY_LIMITS["float32"]:.0e}.""",
+    """- **Isolation** is the largest gradient of a sample's logits with respect to another sample, over the
+largest with respect to itself. It has to be 0.""",
+    f"""- **Equality** is the largest relative difference of logits, losses and gradients from those of the same sample
+alone. It may be {EQUALITY_LIMITS["float32"]:.0e}.""",
 )
 
 STARS = "A star after a name means that some of its layers run sample by sample."
@@ -53,7 +53,7 @@ STRATEGIES = {
 }
 """Strategies in the order of trials -> description."""
 
-DIFFERENT = "These leak between samples, or differ from samples alone:"
+DIFFERENT = "These families leak between samples, or differ from samples alone:"
 
 UNPROVEN = """Nothing is proven for these, so they may not pack; `python -m tools.models families --names NAME`
 prints the whole reason:"""
@@ -70,10 +70,10 @@ UNPROVEN_REASONS = {
 
 UNPADDED_HEADING = "## Without padding"
 
-ABOUT_UNPADDED = """Padding that `packplan.hf.unpad` leaves out. If a layer carries its state through padding, such
-batches are computed with their padding. BERT, XLM-RoBERTa and ModernBERT leave out every padding
-(`tests/e2e/test_unpad.py`). `python -m tools.models unpadded docs/models.md` wrote this section on {date},
-with {versions}."""
+ABOUT_UNPADDED = """The table names the padding that `packplan.hf.unpad` leaves out. If a layer carries its
+state through padding, such batches are computed with their padding. BERT, XLM-RoBERTa and ModernBERT
+leave out every padding (`tests/e2e/test_unpad.py`). `python -m tools.models unpadded docs/models.md`
+wrote this section on {date}, with {versions}."""
 
 ABOUT_VISION = """Tiny models with random weights, each with its processor and ms-swift's template. Lengths, from image
 headers or full encodes, equal full encodes for images of 45 sizes; samples with 0, 1 and 3 images are equal packed

@@ -193,7 +193,7 @@ def _count_started_ranks(launcher: Sequence[str], *, is_swift: bool) -> int:
     Return the number of ranks that a command starts; ConfigError if only its launcher knows it.
 
     Args:
-        launcher: Words before ms-swift's own.
+        launcher: Words of the command line before those of ms-swift.
         is_swift: Whether the next word is the program `swift`, which starts the ranks of
             NPROC_PER_NODE and NNODES.
     """

@@ -181,7 +181,10 @@ class TemplateConfig:
     """
 
     today: str | None = key(None, lengths="value if set")
-    """Date that templates write into prompts as the current one, such as `2026-11-28`."""
+    """
+    Date that templates write into prompts as the current one, such as `2026-11-28`. Templates that
+    do so need it, such as those of Llama 3.2, Mistral and gpt-oss. A resumed run keeps it.
+    """
 
     agent_template: str | None = key(None, lengths="value")
     """
@@ -229,9 +232,8 @@ class CustomConfig:
 
     train_jsonl: tuple[PathText, ...] = key((), lengths="otherwise")
     """
-    Data files, patterns (`data/*.parquet`), folders of `datasets`, or URLs such as `s3://…`.
-    Relative paths of images and videos start at the folder of their data file. Needed unless
-    `fusion_config` is set.
+    Data files, patterns (`data/*.parquet`), folders of `datasets`, or URLs such as `s3://…`. Needed
+    unless `fusion_config` is set.
     """
 
     val_jsonl: tuple[PathText, ...] = key((), lengths="otherwise")
@@ -364,8 +366,7 @@ class TrainingConfig:
 
     packing_min_fill_ratio: Decimal = key(Decimal("0.65"), plan=True, check=from_0_to_1)
     """
-    Packs filled below this share of the packing length are dropped. The value is read as an exact
-    decimal.
+    Packs filled below this share of the packing length, an exact decimal, are dropped.
     """
 
     packing_drop_last: bool = key(True, plan=True)
