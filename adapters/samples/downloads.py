@@ -6,6 +6,10 @@ download stands under the digest of its content, beside a note of its URL. The s
 each start whether a data file changed. A medium is fetched once: later processes get the same
 bytes without a network, or an error if they are gone. Queries and user names in URLs may be
 credentials: no message and no note has them.
+
+fsspec's `filecache` would not do. It keeps no digest, so that another file under the same name goes
+unnoticed, and sets no limit of size. Its index holds the URLs as they are, signatures included; it
+is one file, which processes write without a lock. A URL with a new signature is another file to it.
 """
 
 import contextlib
