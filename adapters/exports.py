@@ -21,7 +21,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packplan.adapters.files import publish_file, sync_folder, wrap_write_errors, write_bytes
-from packplan.adapters.loaders.rows import RowsOfPacks, flatten, require_supervised_rows
+from packplan.adapters.loaders.packs import RowsOfPacks, flatten
+from packplan.adapters.loaders.rows import require_supervised_rows
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import ArgumentError

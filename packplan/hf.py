@@ -18,14 +18,8 @@ try:
     from packplan.adapters.hf.training import row_lengths, token_mean, use_plan
     from packplan.adapters.hf.unpad import separate_samples, unpad
     from packplan.adapters.loaders.batches import PackBatches
-    from packplan.adapters.loaders.rows import (
-        PACK,
-        PackInputs,
-        RowsOfPacks,
-        count_supervised,
-        flatten,
-        refuse_other_packs,
-    )
+    from packplan.adapters.loaders.packs import PACK, PackInputs, RowsOfPacks, flatten, refuse_other_packs
+    from packplan.adapters.loaders.rows import count_supervised
     from packplan.adapters.vision_tower import ensure_vision_forward
 except ModuleNotFoundError as error:
     if error.name in {"torch", "transformers", "accelerate", "peft", "pyarrow"}:

@@ -23,7 +23,8 @@ from transformers import Trainer
 
 from packplan.adapters.attention.varlen import tracing_as_on_gpu
 from packplan.adapters.forecast.tracing import MemoryTracer, replace_meta_weights
-from packplan.adapters.loaders.rows import MEDIA_TYPE_IDS, PackOfRows
+from packplan.adapters.loaders.packs import PackOfRows
+from packplan.adapters.loaders.rows import MEDIA_TYPE_IDS
 from packplan.adapters.models import local_part
 from packplan.adapters.trainer.trainer import CheckedTrainer
 from packplan.core.batch import IGNORED_LABEL

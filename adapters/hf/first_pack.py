@@ -20,7 +20,8 @@ from accelerate.utils import gather_object, send_to_device
 from torch.autograd.graph import GradientEdge
 
 from packplan.adapters.attention.shared_rows import count_tokens
-from packplan.adapters.loaders.rows import PACK, PackOfRows, count_supervised
+from packplan.adapters.loaders.packs import PACK, PackOfRows
+from packplan.adapters.loaders.rows import count_supervised
 from packplan.adapters.models import Gradients, add_gradients, find_sharded_weight, replace_attributes
 from packplan.adapters.probe.small_model import error_text
 from packplan.adapters.proof.comparison import Outcome, compare

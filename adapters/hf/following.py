@@ -30,7 +30,8 @@ from packplan.adapters.attention.rows import RealTokens, read_row
 from packplan.adapters.attention.shared_rows import RowGroups, count_tokens, sharing_by
 from packplan.adapters.hf.first_pack import require_pack_as_alone
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches, read_saved_progress
-from packplan.adapters.loaders.rows import NORMALISER, PACK, PackLoader, count_supervised, refuse_other_packs
+from packplan.adapters.loaders.packs import NORMALISER, PACK, PackLoader, refuse_other_packs
+from packplan.adapters.loaders.rows import count_supervised
 from packplan.adapters.model_folder import model_file_facts
 from packplan.adapters.models import replace_attributes
 from packplan.adapters.trainer_state import add_digest_on_save, find_damaged_part, find_other_parts

@@ -18,7 +18,7 @@ from accelerate.utils import gather_object
 
 from packplan.adapters.hf.first_pack import LocalAccelerator
 from packplan.adapters.hf.following import ServesPacks
-from packplan.adapters.loaders.rows import PACK
+from packplan.adapters.loaders.packs import PACK
 from packplan.adapters.models import replace_attributes
 from packplan.core.config.identity import PREFERENCE_ARGUMENTS
 

@@ -22,12 +22,11 @@ from packplan.adapters.hf.pairs import TrainsPairs
 from packplan.adapters.hf.refusals import changed_meanings, is_preference_trainer, refuse_misuse, refuse_plan_conflicts
 from packplan.adapters.hf.unpad import is_bidirectional, unpad, unwrap
 from packplan.adapters.loaders.batches import read_saved_progress
+from packplan.adapters.loaders.packs import PackInputs, RowsOfPacks
 from packplan.adapters.loaders.rows import (
     FACTS_FILE,
     Collate,
-    PackInputs,
     RowFacts,
-    RowsOfPacks,
     RowSource,
     count_supervised,
     pad_rows,

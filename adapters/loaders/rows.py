@@ -1,13 +1,8 @@
 """
-Packs of rows: a torch data set (`RowsOfPacks`), a collator (`PackInputs`), and a loader.
-
-`PackLoader` is the loader of all trainers.
+Rows: what a data set holds for each sample, and how a row is read, compared and padded.
 
 A row is one sample: a mapping with `input_ids`, perhaps `labels`, and perhaps the tensors of a
-processor (`pixel_values`, `image_grid_thw`, …). A user's own collator may take other rows. Item k
-of the data set is pack k. `PackInputs` makes a padded batch of its samples, which a model with
-`packplan.hf.unpad` computes without padding. `flatten` joins them into one row, whose positions
-start again with every sample.
+processor (`pixel_values`, `image_grid_thw`, …). A user's own collator may take other rows.
 
 Labels are used as they are. Without labels, each token is its label, unless a mask of TRL excludes
 it. `read_row` refuses a row that is not one sample.
@@ -24,41 +19,31 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from hashlib import blake2b
 from io import BytesIO
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import attrs
 import numpy as np
 import torch
-from accelerate.utils import send_to_device
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from packplan.adapters.files import write_bytes
-from packplan.adapters.processes import hold_ctrl_c
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.core.batch import IGNORED_LABEL
-from packplan.core.errors import ArgumentError, Difference, MismatchError, PackplanError, StaleError, counted
+from packplan.core.errors import ArgumentError, Difference, PackplanError, StaleError, counted
 from packplan.core.lengths import IntArray
-from packplan.core.surface import Plan
 
 log = logging.getLogger(__name__)
 
-PACK = "packplan_pack"
-"""Key of the pack index of a batch, or of the list of its pack indices."""
 
-NORMALISER = "loss_normaliser"
-"""Extra key of a batch of `packplan sft`: sum of its tokens' weights in the loss."""
+TOKENS, LABELS, POSITIONS, ATTENTION = "input_ids", "labels", "position_ids", "attention_mask"
 
-_TOKENS, _LABELS, _POSITIONS, _ATTENTION = "input_ids", "labels", "position_ids", "attention_mask"
-
-_MASKS = ("completion_mask", "assistant_masks", "assistant_mask")
+MASKS = ("completion_mask", "assistant_masks", "assistant_mask")
 """Columns by which TRL marks supervised tokens with 1, and others with 0."""
 
 _PACKED = {
@@ -76,14 +61,14 @@ TYPE_COLUMNS = ("token_type_ids", MEDIA_TYPE_IDS)
 """Columns with the type of each token, as text or image."""
 
 BY_TOKEN = {
-    _TOKENS, _LABELS, _POSITIONS, _ATTENTION, *_MASKS, *_PACKED, *_NUMBERED, *TYPE_COLUMNS, "shift_labels",
+    TOKENS, LABELS, POSITIONS, ATTENTION, *MASKS, *_PACKED, *_NUMBERED, *TYPE_COLUMNS, "shift_labels",
 }  # fmt: skip
 """Columns with a value for each token or each sample of a pack; other columns may be media."""
 
-_VALUED = (_ATTENTION, _LABELS, *_MASKS, *TYPE_COLUMNS)
+_VALUED = (ATTENTION, LABELS, *MASKS, *TYPE_COLUMNS)
 """Columns of a row with a value for each of its tokens."""
 
-_ROW_MASKS = (_ATTENTION, "completion_attention_mask")
+_ROW_MASKS = (ATTENTION, "completion_attention_mask")
 """Names of the mask of a batch's rows; the second is that of KTO in TRL before 1.0."""
 
 _DERIVED = "logps"
@@ -110,20 +95,6 @@ Row = Mapping[str, Any]
 
 Collate = Callable[[list[Row]], Mapping[str, Any]]
 """Collator that makes a padded batch of rows."""
-
-
-class PackOfRows(list[Row]):
-    """
-    Rows of one pack: the item type of every data set of packs.
-
-    Attributes:
-        pack: Pack index in the plan.
-        lengths: Index of each row -> planned length; empty if lengths are compared already.
-    """
-
-    def __init__(self, rows: Iterable[Row], pack: int, lengths: Mapping[int, int] | None = None) -> None:
-        super().__init__(rows)
-        self.pack, self.lengths = pack, lengths or {}
 
 
 @attrs.frozen(eq=False)
@@ -205,11 +176,11 @@ class RowSource:
         tokenizes.
         """
         digest = blake2b(digest_size=16)
-        if not isinstance(row, Mapping) or (_TOKENS in row and not self.of_pairs):
+        if not isinstance(row, Mapping) or (TOKENS in row and not self.of_pairs):
             row = read_row(row, index)
-            digest.update(np.ascontiguousarray(row[_TOKENS]).data)
-            digest.update(np.ascontiguousarray(row[_LABELS]).data)
-            row = _media_tensors(row) if len(row) > len((_TOKENS, _LABELS)) else {}
+            digest.update(np.ascontiguousarray(row[TOKENS]).data)
+            digest.update(np.ascontiguousarray(row[LABELS]).data)
+            row = _media_tensors(row) if len(row) > len((TOKENS, LABELS)) else {}
         if row := {name: value for name, value in row.items() if _DERIVED not in name}:
             digest.update(json.dumps(row, default=_as_text, sort_keys=True).encode())
         return digest.digest()
@@ -230,88 +201,11 @@ class RowSource:
         if self.of_pairs:
             (length,) = sample_lengths(self.collate([row]), 1)  # type: ignore[misc]  # TRL's trainers have one
             return length, length
-        if self.collate is None or _TOKENS in row:
+        if self.collate is None or TOKENS in row:
             read = read_row(row, index)
         if self.collate is not None:
             read = read_row(_without_padding(self.collate([row])), index)
-        return int((read[_LABELS][1:] != IGNORED_LABEL).sum()), read[_TOKENS].size
-
-
-class RowsOfPacks(Dataset[PackOfRows]):
-    """Data set of packs: item k has the rows of pack k."""
-
-    facts: RowFacts | None = None
-    """Facts of all rows, once they are read; served rows have to match their digests."""
-
-    def __init__(self, rows: Any, plan: Plan, *, collate: Collate | None = None) -> None:
-        """
-        Serve rows by the packs of *plan*.
-
-        Args:
-            rows: Rows by index: a list, a `datasets.Dataset`, a torch data set; or a `RowSource`.
-            plan: Plan of the lengths of these rows.
-            collate: Collator that turns rows into padded batches; None if rows are tokenized.
-
-        Raises:
-            ArgumentError: *plan* is no `Plan`, the number of rows is not the plan's, or rows have
-                no index.
-        """
-        if not isinstance(plan, Plan):
-            kind = type(plan).__name__
-            fact = f"RowsOfPacks takes a Plan, not a {kind}: give what packplan.plan(lengths, packing_length) returns"
-            raise ArgumentError("host", fact, {"plan": kind})
-        self.source = rows if isinstance(rows, RowSource) else RowSource(rows, collate)
-        if (num := len(self.source.rows)) != plan.raw.num_samples:
-            fact = (
-                f"the plan has {counted(plan.raw.num_samples, 'sample')}, but the data set {num:,} rows: plan the "
-                "lengths of these rows"
-            )
-            raise ArgumentError("host", fact, {"planned": plan.raw.num_samples, "rows": num})
-        self.packs, self.lengths = plan.packs, plan.lengths
-
-    def __len__(self) -> int:
-        return len(self.packs)
-
-    def __getitem__(self, pack: int) -> PackOfRows:
-        """
-        Return the rows of pack *pack*: from `read_row`, or unchanged if there is a collator.
-
-        Raises:
-            ArgumentError: A row is not one sample.
-            StaleError: A row has another length than planned, or changed since it was read first.
-        """
-        planned = {int(index): int(self.lengths[index]) for index in self.packs[pack]}
-        served = PackOfRows(self.source.fetch([*planned]), pack, planned)
-        if self.source.collate is None:
-            served[:] = map(read_row, served, planned)
-            refuse_other_lengths(planned, [row[_TOKENS].size for row in served])
-        if self.facts is not None:
-            self.facts.refuse_other_rows([*planned], self.source.digests([*planned], served))
-        return served
-
-    def inspect(self, *, num_workers: int = 0) -> RowFacts:
-        """
-        Read all rows once, and return their digest and supervised tokens.
-
-        Args:
-            num_workers: Processes that read rows; useful where rows are computed when read.
-
-        Raises:
-            ArgumentError: A row is not one sample, or no row has a supervised token.
-            StaleError: A row has another length than planned.
-        """
-        self.take_facts(facts := self.source.read_facts(num_workers=num_workers))
-        require_supervised_rows(facts.num_supervised)
-        return facts
-
-    def take_facts(self, facts: RowFacts) -> None:
-        """Compare served rows with *facts* from now on; StaleError if a length is not planned."""
-        other = np.flatnonzero((facts.lengths != self.lengths) & (facts.lengths != UNKNOWN))
-        for index in other[:1].tolist():
-            refuse_other_lengths({index: int(self.lengths[index])}, [int(facts.lengths[index])])
-        rows = facts.rows.copy()
-        rows["length"] = self.lengths  # also of rows whose files were not decoded
-        self.facts = RowFacts(rows)
+        return int((read[LABELS][1:] != IGNORED_LABEL).sum()), read[TOKENS].size
 
 
 def _as_text(value: Any) -> Any:
@@ -351,7 +245,7 @@ def sample_lengths(batch: Mapping[str, Any], num_samples: int) -> list[int]:
 
 def _without_padding(batch: Mapping[str, Any]) -> Row:
     """Return the row of a batch of one row, without its padding."""
-    mask = batch.get(_ATTENTION)
+    mask = batch.get(ATTENTION)
     if mask is None:
         return batch
     kept = mask != 0
@@ -468,35 +362,35 @@ def read_row(row: Row, index: int | None = None) -> Row:
     name = "a row" if index is None else f"row {index:,}"
     if not isinstance(row, Mapping):
         kind = type(row).__name__
-        fact = f"{name} is of type {kind}, but has to be a mapping such as {{'{_TOKENS}': [5, 6, 7]}}"
+        fact = f"{name} is of type {kind}, but has to be a mapping such as {{'{TOKENS}': [5, 6, 7]}}"
         raise ArgumentError("host", fact, {"row": index})
-    if row.get(_TOKENS) is None:
+    if row.get(TOKENS) is None:
         found = f"the columns {', '.join(map(str, row))[:_MOST_NAMES]}" if row else "no column"
-        fact = f"{name} has {found}, but no {_TOKENS}: tokenize the rows first, or give a collator that does"
+        fact = f"{name} has {found}, but no {TOKENS}: tokenize the rows first, or give a collator that does"
         raise ArgumentError("host", fact, {"row": index})
-    tokens = _to_integers(row[_TOKENS], _TOKENS, name)
+    tokens = _to_integers(row[TOKENS], TOKENS, name)
     columns = {column for column in BY_TOKEN.intersection(row) if row[column] is not None}
     given = {column: _to_integers(row[column], column, name) for column in _VALUED if column in columns}
     for column, values in given.items():
         if values.size != tokens.size:
             fact = f"{name} has {counted(tokens.size, 'token')}, but {counted(values.size, 'value')} of {column}"
             raise ArgumentError("host", fact, {"row": index, "tokens": tokens.size, "values": values.size})
-    attention = given.pop(_ATTENTION, tokens[:0])
+    attention = given.pop(ATTENTION, tokens[:0])
     if attention.size and (hidden := int((attention == 0).sum())):
-        fact = f"{name} has padding: {_ATTENTION} is 0 at {hidden:,} of its {counted(tokens.size, 'token')}"
+        fact = f"{name} has padding: {ATTENTION} is 0 at {hidden:,} of its {counted(tokens.size, 'token')}"
         raise ArgumentError("host", f"{fact}. Make rows without padding, and plan these", {"row": index})
-    several = None if columns <= {_TOKENS, _LABELS} else _multi_sample_column(row, columns, tokens.size)
-    if by := _ATTENTION if attention.size and attention.max() > 1 else several:
+    several = None if columns <= {TOKENS, LABELS} else _multi_sample_column(row, columns, tokens.size)
+    if by := ATTENTION if attention.size and attention.max() > 1 else several:
         fact = f"{name} is a pack of several samples by its {by}, which would see each other: give a row for each"
         raise ArgumentError("host", fact, {"row": index, "column": by})
-    labels = given.pop(_LABELS, None)
+    labels = given.pop(LABELS, None)
     if labels is None:
         labels = tokens.copy()
-        for column in _MASKS:
+        for column in MASKS:
             labels[given.get(column, tokens[:0]) == 0] = IGNORED_LABEL
     types = {column: given[column] for column in TYPE_COLUMNS if column in given}
     kept = {column: row[column] for column in row if column not in BY_TOKEN}
-    return _ReadRow({**kept, **types, _TOKENS: tokens, _LABELS: labels})
+    return _ReadRow({**kept, **types, TOKENS: tokens, LABELS: labels})
 
 
 def _multi_sample_column(row: Row, columns: Collection[str], num_tokens: int) -> str | None:
@@ -506,14 +400,14 @@ def _multi_sample_column(row: Row, columns: Collection[str], num_tokens: int) ->
             values = np.asarray(row[column])
             if (values.size > _PACKED[column]) if column in _PACKED else (np.unique(values).size > 1):
                 return column
-    if _POSITIONS not in columns or not num_tokens:
+    if POSITIONS not in columns or not num_tokens:
         return None
-    places = np.asarray(row[_POSITIONS])  # on one axis, or on those of images
+    places = np.asarray(row[POSITIONS])  # on one axis, or on those of images
     if places.size % num_tokens:
-        return _POSITIONS
+        return POSITIONS
     places = places.reshape(-1, num_tokens)
     restarts = (places[:, 1:] == 0) | (places[:, 1:] < places[:, :-1])
-    return _POSITIONS if restarts.all(0).any() else None
+    return POSITIONS if restarts.all(0).any() else None
 
 
 def _to_integers(values: Any, column: str, name: str) -> NDArray[np.int64]:
@@ -551,153 +445,17 @@ def pad_rows(rows: Sequence[Row], *, types: Sequence[str] = (MEDIA_TYPE_IDS,)) -
     ([[5, 6, 0], [7, 8, 9]], [[1, 1, 0], [1, 1, 1]])
     """
     rows = [read_row(row) for row in rows]
-    lengths = np.array([row[_TOKENS].size for row in rows])
+    lengths = np.array([row[TOKENS].size for row in rows])
     real = np.arange(lengths.max()) < lengths[:, None]
-    columns = {_TOKENS: 0, _LABELS: IGNORED_LABEL}
+    columns = {TOKENS: 0, LABELS: IGNORED_LABEL}
     columns |= {name: 0 for name in types if any(row.get(name) is not None for row in rows)}
-    batch = {name: np.full(real.shape, filler) for name, filler in columns.items()} | {
-        _ATTENTION: real.astype(np.int64)
-    }
+    batch = {name: np.full(real.shape, filler) for name, filler in columns.items()} | {ATTENTION: real.astype(np.int64)}
     for name in columns:
         values = (row.get(name) for row in rows)
         batch[name][real] = np.concatenate(
             [np.zeros(size, np.int64) if one is None else one for one, size in zip(values, lengths, strict=True)]
         )
     return {name: torch.from_numpy(values) for name, values in batch.items()} | join_media(rows)
-
-
-@attrs.frozen(eq=False)
-class PackInputs:
-    """
-    Collator that turns one pack into a padded batch of its samples.
-
-    >>> rows = [{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}]
-    >>> batch = PackInputs()([PackOfRows(rows, 0, {0: 2, 1: 3})])
-    >>> batch["labels"].tolist()
-    [[-100, 6, -100], [-100, 8, 9]]
-    """
-
-    collate: Collate = pad_rows
-    """Collator of rows."""
-
-    of_pairs: bool = False
-    """Whether samples are those of preference data, whose batch is the collator's."""
-
-    def __call__(self, packs: Sequence[PackOfRows]) -> dict[str, Any]:
-        """
-        Return the batch of one pack's samples, with the pack index under `PACK`.
-
-        Labels are -100 at padding and at first tokens, which no token of their sample predicts.
-
-        Raises:
-            ArgumentError: There are several packs, or the batch lacks a mask of its padding.
-            StaleError: A row has another length than planned.
-        """
-        if len(packs) != 1 or not isinstance(packs[0], PackOfRows):
-            kinds = " and ".join(sorted({type(one).__name__ for one in packs})) or "none"
-            fact = f"PackInputs takes one PackOfRows, but the loader gives {counted(len(packs), 'item')} ({kinds})"
-            remedy = "give the loader RowsOfPacks as its dataset, and PackBatches as its batch_sampler"
-            raise ArgumentError("host", f"{fact}: {remedy}", {"packs": len(packs)})
-        (pack,) = packs
-        batch = dict(self.collate(list(pack)))
-        if self.of_pairs:
-            refuse_other_lengths(pack.lengths, sample_lengths(batch, len(pack)))
-            return {**batch, PACK: pack.pack}
-        tokens, mask = batch[_TOKENS], batch.get(_ATTENTION)
-        if mask is None and len(tokens) > 1:
-            fact = "the collator pads rows, but gives no attention_mask that says which tokens are padding"
-            raise ArgumentError("host", fact, {"rows": len(tokens)})
-        mask = torch.ones_like(tokens) if mask is None else mask
-        planned, found = pack.lengths, mask.sum(1).tolist()
-        if len(found) == len(planned):
-            refuse_other_lengths(planned, found)
-        elif sum(found) != sum(planned.values()):
-            fact = f"the collator makes {sum(found):,} tokens of pack {pack.pack}, of {sum(planned.values()):,} planned"
-            raise ArgumentError("host", fact, {"pack": pack.pack})
-        return {**batch, _LABELS: _supervised_labels(batch, mask), PACK: pack.pack}
-
-
-def _supervised_labels(batch: Mapping[str, Any], mask: torch.Tensor) -> torch.Tensor:
-    """Return the labels of a batch, with -100 at padding and at first tokens of samples."""
-    labels: torch.Tensor | None = batch.get(_LABELS)
-    if labels is None:
-        labels = batch[_TOKENS].clone()
-        for name in _MASKS:
-            if name in batch:
-                labels = labels.masked_fill(batch[name] == 0, IGNORED_LABEL)
-    first = mask.cumsum(1) == 1
-    positions = batch.get(_POSITIONS)
-    if positions is not None and positions.shape == mask.shape:  # of samples that a collator joined
-        first = first | (positions == 0)
-    return labels.masked_fill((mask == 0) | first, IGNORED_LABEL)
-
-
-def flatten(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return rows as one row of tokens, with positions that start again with every sample."""
-    rows = [read_row(row) for row in rows]
-    positions = torch.cat([torch.arange(row[_TOKENS].size) for row in rows])[None]
-    flat = {name: torch.from_numpy(np.concatenate([row[name] for row in rows]))[None] for name in (_TOKENS, _LABELS)}
-    flat[_LABELS] = flat[_LABELS].masked_fill(positions == 0, IGNORED_LABEL)
-    return {**flat, _POSITIONS: positions, **join_media(rows)}
-
-
-class PackLoader(DataLoader[Any]):
-    """Loader of a rank's batches by the training arguments; raises errors that data sets return."""
-
-    wait_seconds = 0.0
-    """Seconds that training has waited for batches, or made them in its own process."""
-
-    def __init__(self, packs: Any, args: Any, **options: Any) -> None:
-        self.device = args.device
-        workers = {
-            "num_workers": args.dataloader_num_workers,
-            "pin_memory": args.dataloader_pin_memory,
-            "persistent_workers": args.dataloader_persistent_workers,
-            "prefetch_factor": args.dataloader_prefetch_factor,
-            # Loaders draw a seed when they start. Drawn from the global generator, it would change
-            # later dropout.
-            "generator": torch.Generator(),
-        }
-        super().__init__(packs, **(workers | options))
-
-    def _get_iterator(self) -> Any:
-        """Start the worker processes; a Ctrl-C is held back until they have started."""
-        with hold_ctrl_c():
-            return super()._get_iterator()
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # no loader needs a class of iterators
-        started = time.perf_counter()
-        for batch in super().__iter__():
-            if isinstance(batch, PackplanError):
-                raise batch
-            moved = send_to_device(batch, self.device)
-            self.wait_seconds += time.perf_counter() - started
-            yield moved
-            started = time.perf_counter()
-
-    def close(self) -> None:
-        """End worker processes that persist between epochs."""
-        # The garbage collector might remove the queues before the workers read their end: 5 s for
-        # each worker.
-        self._iterator = None
-
-
-def refuse_other_packs(batches: Sequence[Mapping[str, Any]], planned: Iterable[Sequence[int] | None]) -> None:
-    """
-    Refuse batches whose packs are not those of a schedule.
-
-    Args:
-        batches: Batches with their pack index, or list of pack indices, under `PACK`.
-        planned: Scheduled pack indices of each batch, as in `Step.batches`.
-
-    Raises:
-        MismatchError: A batch has other packs, or there are too few or too many batches.
-    """
-    for batch, pack in zip_longest(batches, planned):
-        found: Any = None if batch is None else batch.get(PACK)
-        if pack is None or np.atleast_1d(found).tolist() != list(pack):
-            fact = f"the loader's batch is pack {found}, but the schedule's is {pack and list(pack)}"
-            raise MismatchError("coverage", f"{fact}: another loader or epoch is served")
 
 
 def count_supervised(labels: torch.Tensor) -> int:

@@ -11,7 +11,7 @@ import attrs
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 
-from packplan.adapters.loaders.rows import PACK
+from packplan.adapters.loaders.packs import PACK
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import ArgumentError, counted
 

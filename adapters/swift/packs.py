@@ -10,7 +10,8 @@ import torch
 from swift.dataset import AddLengthPreprocessor, EncodePreprocessor
 from torch.utils.data import Dataset
 
-from packplan.adapters.loaders.rows import PACK, UNKNOWN, PackOfRows, RowFacts, refuse_other_lengths, tensor_bytes
+from packplan.adapters.loaders.packs import PACK, PackOfRows
+from packplan.adapters.loaders.rows import UNKNOWN, RowFacts, refuse_other_lengths, tensor_bytes
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import DataSetError
 from packplan.core.surface import Plan, plan

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from packplan.adapters.attention import using_native_attention
 from packplan.adapters.families import trained_config
-from packplan.adapters.loaders.rows import NORMALISER
+from packplan.adapters.loaders.packs import NORMALISER
 from packplan.adapters.models import Gradients, evaluation_mode, replace_attributes, weight_gradients
 from packplan.adapters.proof.batches import PackedBatch, Sample, next_tokens, places_by_lengths
 from packplan.adapters.proof.comparison import difference_limit, packed_and_alone, run_alone

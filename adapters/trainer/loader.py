@@ -5,7 +5,7 @@ Packs become batches of the trainer:
 2. `PackedDataset` encodes their samples again, and compares each with the plan.
 3. `Collator` lets ms-swift join them into one row, whose positions start again with each sample,
    and weighs their tokens.
-4. `PackLoader` of `adapters/loaders/rows.py` moves the batch to the device, and raises errors that
+4. `PackLoader` of `adapters/loaders/packs.py` moves the batch to the device, and raises errors that
    loader workers returned.
 """
 
@@ -19,7 +19,7 @@ from swift.template import Template
 from swift.utils import seed_worker
 from torch.utils.data import Dataset
 
-from packplan.adapters.loaders.rows import NORMALISER, PACK, PackOfRows
+from packplan.adapters.loaders.packs import NORMALISER, PACK, PackOfRows
 from packplan.adapters.processes import end_with_parent, hide_connection_errors, ignore_foreign_sigterm
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.trainer.vision import add_media_positions

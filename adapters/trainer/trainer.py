@@ -61,7 +61,7 @@ from packplan.adapters.attention.rows import prepend_text_positions
 from packplan.adapters.files import wrap_load_errors, wrap_save_errors
 from packplan.adapters.hf.following import ComputesPacks, FollowsSchedule, drop_pack_rates
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches
-from packplan.adapters.loaders.rows import NORMALISER, PACK, PackLoader
+from packplan.adapters.loaders.packs import NORMALISER, PACK, PackLoader
 from packplan.adapters.models import is_ruined, load_by_model_class, replace_attributes, root_mean_square
 from packplan.adapters.processes import wrap_process_errors
 from packplan.adapters.trainer.checkpoints import CHECKPOINT_KEY, attention_entry, remove_digests, write_digests

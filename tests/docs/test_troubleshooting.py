@@ -9,7 +9,7 @@ import attrs
 import pytest
 
 from packplan.adapters.loaders.batches import PackBatches
-from packplan.adapters.loaders.rows import PACK, refuse_other_packs
+from packplan.adapters.loaders.packs import PACK, refuse_other_packs
 from packplan.core import errors
 from packplan.core.align import align_plan
 from packplan.core.batch import largest_degree, resolve_accumulation

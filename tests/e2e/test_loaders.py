@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from packplan.adapters.loaders.rows import PackLoader
+from packplan.adapters.loaders.packs import PackLoader
 from packplan.adapters.processes import wrap_process_errors
 from packplan.adapters.ranks.heartbeat import Heartbeat
 from packplan.adapters.trainer.loader import PackedDataset

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from packplan.adapters.loaders.rows import PackLoader
+from packplan.adapters.loaders.packs import PackLoader
 from packplan.core.batch import pack_degrees
 from packplan.core.errors import MismatchError
 from tests.e2e import rank_main

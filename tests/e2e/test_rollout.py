@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from packplan.adapters.loaders.rows import NORMALISER
+from packplan.adapters.loaders.packs import NORMALISER
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.trainer.streams.dataset import StreamDataset
 from packplan.adapters.trainer.streams.trainer import StreamTrainer

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from packplan.adapters.loaders.rows import PackOfRows
+from packplan.adapters.loaders.packs import PackOfRows
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.trainer import arguments as swift_arguments
 from packplan.adapters.trainer.vision import dummy_image

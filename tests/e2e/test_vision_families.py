@@ -19,7 +19,7 @@ from swift.template.templates.glm import GLM4VTemplate
 from torch.utils._pytree import tree_map
 from transformers import AutoModelForMultimodalLM
 
-from packplan.adapters.loaders.rows import PackOfRows
+from packplan.adapters.loaders.packs import PackOfRows
 from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.trainer import vision
 from packplan.adapters.trainer.tuners import _refuse_unmatched

@@ -13,7 +13,8 @@ import pytest
 
 import packplan as pp
 from packplan.adapters.hf import following, training
-from packplan.adapters.loaders.rows import PackInputs, flatten, pad_rows
+from packplan.adapters.loaders.packs import PackInputs, flatten
+from packplan.adapters.loaders.rows import pad_rows
 from packplan.core.errors import ArgumentError, CorruptArtefactError, MismatchError, ModelError, StaleError
 from packplan.hf import unpad, use_plan
 from tests.hosts.law import CELLS, CONFIGS, PACKING_LENGTH, cell_of, fork_ranks, main, model_of, rows_of, trainer_of

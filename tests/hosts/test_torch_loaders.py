@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import packplan as pp
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches
-from packplan.adapters.loaders.rows import PackInputs, RowsOfPacks, refuse_other_packs
+from packplan.adapters.loaders.packs import PackInputs, RowsOfPacks, refuse_other_packs
 from packplan.core.errors import ArgumentError, CorruptArtefactError, MismatchError, StaleError
 from packplan.core.fingerprint import Fingerprint, RunIdentity, seal, unseal
 from packplan.core.schedule import EpochSchedule

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import packplan as pp
-from packplan.adapters.loaders.rows import PackInputs, RowFacts, RowsOfPacks, flatten, pad_rows
+from packplan.adapters.loaders.packs import PackInputs, RowsOfPacks, flatten
+from packplan.adapters.loaders.rows import RowFacts, pad_rows
 from packplan.core.errors import ArgumentError, StaleError
 
 IDS = [5, 6, 7, 8]

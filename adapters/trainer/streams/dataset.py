@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 from torch.utils.data import IterableDataset, get_worker_info
 
-from packplan.adapters.loaders.rows import PackOfRows
+from packplan.adapters.loaders.packs import PackOfRows
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.trainer.loader import Batch, Sample
 from packplan.core.errors import Difference, PackplanError, StaleError

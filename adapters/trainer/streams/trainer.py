@@ -24,7 +24,7 @@ import torch
 from transformers import Trainer
 
 from packplan.adapters.hf.following import drop_pack_rates
-from packplan.adapters.loaders.rows import PackLoader
+from packplan.adapters.loaders.packs import PackLoader
 from packplan.adapters.trainer.checkpoints import progress_entry
 from packplan.adapters.trainer.loader import Batch, with_zero_weights
 from packplan.adapters.trainer.streams.dataset import LENGTHS, PROGRESS, ShardEnd, ShardProgress, StreamCollator

@@ -1,0 +1,275 @@
+"""
+Packs of rows: a torch data set (`RowsOfPacks`), a collator (`PackInputs`), and a loader.
+
+Item k of the data set is pack k. `PackInputs` makes a padded batch of its samples, which a model
+with `packplan.hf.unpad` computes without padding. `flatten` joins them into one row, whose
+positions start again with every sample. `PackLoader` is the loader of all trainers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from accelerate.utils import send_to_device
+from torch.utils.data import DataLoader, Dataset
+
+from packplan.adapters.loaders.rows import (
+    ATTENTION,
+    LABELS,
+    MASKS,
+    POSITIONS,
+    TOKENS,
+    UNKNOWN,
+    Collate,
+    Row,
+    RowFacts,
+    RowSource,
+    join_media,
+    pad_rows,
+    read_row,
+    refuse_other_lengths,
+    require_supervised_rows,
+    sample_lengths,
+)
+from packplan.adapters.processes import hold_ctrl_c
+from packplan.core.batch import IGNORED_LABEL
+from packplan.core.errors import ArgumentError, MismatchError, PackplanError, counted
+from packplan.core.surface import Plan
+
+PACK = "packplan_pack"
+"""Key of the pack index of a batch, or of the list of its pack indices."""
+
+
+NORMALISER = "loss_normaliser"
+"""Extra key of a batch of `packplan sft`: sum of its tokens' weights in the loss."""
+
+
+class PackOfRows(list[Row]):
+    """
+    Rows of one pack: the item type of every data set of packs.
+
+    Attributes:
+        pack: Pack index in the plan.
+        lengths: Index of each row -> planned length; empty if lengths are compared already.
+    """
+
+    def __init__(self, rows: Iterable[Row], pack: int, lengths: Mapping[int, int] | None = None) -> None:
+        super().__init__(rows)
+        self.pack, self.lengths = pack, lengths or {}
+
+
+class RowsOfPacks(Dataset[PackOfRows]):
+    """Data set of packs: item k has the rows of pack k."""
+
+    facts: RowFacts | None = None
+    """Facts of all rows, once they are read; served rows have to match their digests."""
+
+    def __init__(self, rows: Any, plan: Plan, *, collate: Collate | None = None) -> None:
+        """
+        Serve rows by the packs of *plan*.
+
+        Args:
+            rows: Rows by index: a list, a `datasets.Dataset`, a torch data set; or a `RowSource`.
+            plan: Plan of the lengths of these rows.
+            collate: Collator that turns rows into padded batches; None if rows are tokenized.
+
+        Raises:
+            ArgumentError: *plan* is no `Plan`, the number of rows is not the plan's, or rows have
+                no index.
+        """
+        if not isinstance(plan, Plan):
+            kind = type(plan).__name__
+            fact = f"RowsOfPacks takes a Plan, not a {kind}: give what packplan.plan(lengths, packing_length) returns"
+            raise ArgumentError("host", fact, {"plan": kind})
+        self.source = rows if isinstance(rows, RowSource) else RowSource(rows, collate)
+        if (num := len(self.source.rows)) != plan.raw.num_samples:
+            fact = (
+                f"the plan has {counted(plan.raw.num_samples, 'sample')}, but the data set {num:,} rows: plan the "
+                "lengths of these rows"
+            )
+            raise ArgumentError("host", fact, {"planned": plan.raw.num_samples, "rows": num})
+        self.packs, self.lengths = plan.packs, plan.lengths
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __getitem__(self, pack: int) -> PackOfRows:
+        """
+        Return the rows of pack *pack*: from `read_row`, or unchanged if there is a collator.
+
+        Raises:
+            ArgumentError: A row is not one sample.
+            StaleError: A row has another length than planned, or changed since it was read first.
+        """
+        planned = {int(index): int(self.lengths[index]) for index in self.packs[pack]}
+        served = PackOfRows(self.source.fetch([*planned]), pack, planned)
+        if self.source.collate is None:
+            served[:] = map(read_row, served, planned)
+            refuse_other_lengths(planned, [row[TOKENS].size for row in served])
+        if self.facts is not None:
+            self.facts.refuse_other_rows([*planned], self.source.digests([*planned], served))
+        return served
+
+    def inspect(self, *, num_workers: int = 0) -> RowFacts:
+        """
+        Read all rows once, and return their digest and supervised tokens.
+
+        Args:
+            num_workers: Processes that read rows; useful where rows are computed when read.
+
+        Raises:
+            ArgumentError: A row is not one sample, or no row has a supervised token.
+            StaleError: A row has another length than planned.
+        """
+        self.take_facts(facts := self.source.read_facts(num_workers=num_workers))
+        require_supervised_rows(facts.num_supervised)
+        return facts
+
+    def take_facts(self, facts: RowFacts) -> None:
+        """Compare served rows with *facts* from now on; StaleError if a length is not planned."""
+        other = np.flatnonzero((facts.lengths != self.lengths) & (facts.lengths != UNKNOWN))
+        for index in other[:1].tolist():
+            refuse_other_lengths({index: int(self.lengths[index])}, [int(facts.lengths[index])])
+        rows = facts.rows.copy()
+        rows["length"] = self.lengths  # also of rows whose files were not decoded
+        self.facts = RowFacts(rows)
+
+
+@attrs.frozen(eq=False)
+class PackInputs:
+    """
+    Collator that turns one pack into a padded batch of its samples.
+
+    >>> rows = [{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}]
+    >>> batch = PackInputs()([PackOfRows(rows, 0, {0: 2, 1: 3})])
+    >>> batch["labels"].tolist()
+    [[-100, 6, -100], [-100, 8, 9]]
+    """
+
+    collate: Collate = pad_rows
+    """Collator of rows."""
+
+    of_pairs: bool = False
+    """Whether samples are those of preference data, whose batch is the collator's."""
+
+    def __call__(self, packs: Sequence[PackOfRows]) -> dict[str, Any]:
+        """
+        Return the batch of one pack's samples, with the pack index under `PACK`.
+
+        Labels are -100 at padding and at first tokens, which no token of their sample predicts.
+
+        Raises:
+            ArgumentError: There are several packs, or the batch lacks a mask of its padding.
+            StaleError: A row has another length than planned.
+        """
+        if len(packs) != 1 or not isinstance(packs[0], PackOfRows):
+            kinds = " and ".join(sorted({type(one).__name__ for one in packs})) or "none"
+            fact = f"PackInputs takes one PackOfRows, but the loader gives {counted(len(packs), 'item')} ({kinds})"
+            remedy = "give the loader RowsOfPacks as its dataset, and PackBatches as its batch_sampler"
+            raise ArgumentError("host", f"{fact}: {remedy}", {"packs": len(packs)})
+        (pack,) = packs
+        batch = dict(self.collate(list(pack)))
+        if self.of_pairs:
+            refuse_other_lengths(pack.lengths, sample_lengths(batch, len(pack)))
+            return {**batch, PACK: pack.pack}
+        tokens, mask = batch[TOKENS], batch.get(ATTENTION)
+        if mask is None and len(tokens) > 1:
+            fact = "the collator pads rows, but gives no attention_mask that says which tokens are padding"
+            raise ArgumentError("host", fact, {"rows": len(tokens)})
+        mask = torch.ones_like(tokens) if mask is None else mask
+        planned, found = pack.lengths, mask.sum(1).tolist()
+        if len(found) == len(planned):
+            refuse_other_lengths(planned, found)
+        elif sum(found) != sum(planned.values()):
+            fact = f"the collator makes {sum(found):,} tokens of pack {pack.pack}, of {sum(planned.values()):,} planned"
+            raise ArgumentError("host", fact, {"pack": pack.pack})
+        return {**batch, LABELS: _supervised_labels(batch, mask), PACK: pack.pack}
+
+
+def _supervised_labels(batch: Mapping[str, Any], mask: torch.Tensor) -> torch.Tensor:
+    """Return the labels of a batch, with -100 at padding and at first tokens of samples."""
+    labels: torch.Tensor | None = batch.get(LABELS)
+    if labels is None:
+        labels = batch[TOKENS].clone()
+        for name in MASKS:
+            if name in batch:
+                labels = labels.masked_fill(batch[name] == 0, IGNORED_LABEL)
+    first = mask.cumsum(1) == 1
+    positions = batch.get(POSITIONS)
+    if positions is not None and positions.shape == mask.shape:  # of samples that a collator joined
+        first = first | (positions == 0)
+    return labels.masked_fill((mask == 0) | first, IGNORED_LABEL)
+
+
+def flatten(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return rows as one row of tokens, with positions that start again with every sample."""
+    rows = [read_row(row) for row in rows]
+    positions = torch.cat([torch.arange(row[TOKENS].size) for row in rows])[None]
+    flat = {name: torch.from_numpy(np.concatenate([row[name] for row in rows]))[None] for name in (TOKENS, LABELS)}
+    flat[LABELS] = flat[LABELS].masked_fill(positions == 0, IGNORED_LABEL)
+    return {**flat, POSITIONS: positions, **join_media(rows)}
+
+
+class PackLoader(DataLoader[Any]):
+    """Loader of a rank's batches by the training arguments; raises errors that data sets return."""
+
+    wait_seconds = 0.0
+    """Seconds that training has waited for batches, or made them in its own process."""
+
+    def __init__(self, packs: Any, args: Any, **options: Any) -> None:
+        self.device = args.device
+        workers = {
+            "num_workers": args.dataloader_num_workers,
+            "pin_memory": args.dataloader_pin_memory,
+            "persistent_workers": args.dataloader_persistent_workers,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+            # Loaders draw a seed when they start. Drawn from the global generator, it would change
+            # later dropout.
+            "generator": torch.Generator(),
+        }
+        super().__init__(packs, **(workers | options))
+
+    def _get_iterator(self) -> Any:
+        """Start the worker processes; a Ctrl-C is held back until they have started."""
+        with hold_ctrl_c():
+            return super()._get_iterator()
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # no loader needs a class of iterators
+        started = time.perf_counter()
+        for batch in super().__iter__():
+            if isinstance(batch, PackplanError):
+                raise batch
+            moved = send_to_device(batch, self.device)
+            self.wait_seconds += time.perf_counter() - started
+            yield moved
+            started = time.perf_counter()
+
+    def close(self) -> None:
+        """End worker processes that persist between epochs."""
+        # The garbage collector might remove the queues before the workers read their end: 5 s for
+        # each worker.
+        self._iterator = None
+
+
+def refuse_other_packs(batches: Sequence[Mapping[str, Any]], planned: Iterable[Sequence[int] | None]) -> None:
+    """
+    Refuse batches whose packs are not those of a schedule.
+
+    Args:
+        batches: Batches with their pack index, or list of pack indices, under `PACK`.
+        planned: Scheduled pack indices of each batch, as in `Step.batches`.
+
+    Raises:
+        MismatchError: A batch has other packs, or there are too few or too many batches.
+    """
+    for batch, pack in zip_longest(batches, planned):
+        found: Any = None if batch is None else batch.get(PACK)
+        if pack is None or np.atleast_1d(found).tolist() != list(pack):
+            fact = f"the loader's batch is pack {found}, but the schedule's is {pack and list(pack)}"
+            raise MismatchError("coverage", f"{fact}: another loader or epoch is served")
