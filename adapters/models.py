@@ -67,7 +67,7 @@ def local_part(tensor: Any) -> torch.Tensor:
     if hasattr(tensor, "ds_tensor"):
         part: torch.Tensor = tensor.ds_tensor.detach()
         start = dist.get_rank(tensor.ds_process_group) * part.numel()
-        return part[: max(0, tensor.ds_numel - start)]  # what is left fills up the last part
+        return part[: max(0, tensor.ds_numel - start)]  # the last part may end in filler
     whole: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return whole
 

@@ -27,7 +27,8 @@ HEAD = "<!doctype html>\n<!-- A report by Packplan -->\n"
 """First lines of a page, by which its file may be written again."""
 
 _CLEANED = {
-    # What would be the whole page's, sizes, and fonts, which are those of the page.
+    # Removed: definitions that would apply to the whole page, sizes, and fonts, since the page has
+    # its own.
     r'(?s)<defs>.*?</defs>| (?:width|height)="[\d.]+pt"| (?:id|clip-path|xmlns:xlink)="[^"]*"|; font-family:[^;"]*': "",
     r"font: ([\d.]+px) [^;\"]*": r"font-size: \1",
     "#010203": "currentColor",

@@ -37,7 +37,7 @@ def add_digest_on_save(state: Any) -> None:
 def _save_with_digest(state: Any, json_path: str) -> None:
     """Write a state as transformers does, with its digest."""
     values = json.loads(json.dumps(dataclasses.asdict(state)))
-    values["stateful_callbacks"].pop(_DIGEST_KEY, None)  # that of the checkpoint which was resumed from
+    values["stateful_callbacks"].pop(_DIGEST_KEY, None)  # the digest of the checkpoint that was resumed
     values["stateful_callbacks"][_DIGEST_KEY] = json_digest(values)
     Path(json_path).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
     with (
         length_tables.wrap_output_errors(output),
         join_ranks(config, use_cpu=True) as group,
-        hold_output_lock(config, group, key="--output"),  # who ends removes the folder that others would wait for
+        hold_output_lock(config, group, key="--output"),  # the writer that ends removes the folder
     ):
         split = open_splits(config)["train"]
         split.name = "data"

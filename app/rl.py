@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     def command() -> None:
         with raising_on_all_ranks():
             config = read_rl_config(options.config, options.overrides)
-            sys.path.append(str(Path(options.config).resolve().parent))  # where reward functions may stand
+            sys.path.append(str(Path(options.config).resolve().parent))  # reward functions may stand there
             require_inputs(config, loads=True)
             with loading_libraries():
                 from packplan.app.wiring import grpo

@@ -10,7 +10,8 @@ encoded by every rank.
 `RowGroups` says which ranks share a row: always as many, or as many as its tokens need (its
 degree). Then rows of several degrees are computed at once, by groups without a common rank. Each
 rank calls the model once for each row, so it takes part equally often in collectives of all ranks,
-such as those of FSDP. Between two of these, ranks only meet in their group, for the same row.
+such as those of FSDP. Between two such collectives, ranks communicate only within their group,
+about the same row.
 
 Rules: in a call of several padded rows, each rank computes everything. Padding, to cut a row
 equally, stands behind its samples as one more sample.

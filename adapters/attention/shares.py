@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives  # which have gradients
+import torch.distributed._functional_collectives as collectives  # these collectives have gradients
 
 
 @attrs.frozen(eq=False)

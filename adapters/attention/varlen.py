@@ -140,7 +140,7 @@ def attend(
     """
     options |= {"dropout": dropout, "scaling": scaling}
     row = current_row()
-    if row is None and not getattr(module, "layer_idx", 0):  # one look at the positions is enough
+    if row is None and not getattr(module, "layer_idx", 0):  # checking the first layer is enough
         _refuse_joined_samples(options.get("position_ids"), attention_mask, query.shape[2])
     if row is None or (share := row.share) is None:
         return _attend_whole_row(module, (query, key, value), attention_mask, options), None

@@ -27,9 +27,9 @@ from packplan.core.errors import Fault
 
 T = typing.TypeVar("T")
 
-_origin: Callable[[Any], Any] = typing.get_origin  # of annotations, which mypy takes for types
+_origin: Callable[[Any], Any] = typing.get_origin  # takes annotations, for which mypy expects types
 
-_list_of: Callable[[Any], Any] = list.__class_getitem__  # of types that are known at run time
+_list_of: Callable[[Any], Any] = list.__class_getitem__  # takes types that are known only at run time
 
 _UNIONS = {types.UnionType, typing.Union}
 

@@ -131,7 +131,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
         if func is _DEVICE:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if any(issubclass(one, DTensor) for one in types):
-            return NotImplemented  # its parts come back here
+            return NotImplemented  # a DTensor handles it, and its parts come back here
         kwargs = kwargs or {}
         tensors = [one for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor)]
         if tensors and not any(isinstance(one, FakeTensor) for one in tensors):

@@ -54,7 +54,7 @@ _ROUTER = "router_aux_loss_coef"
 class PackplanProgress(TrainerCallback, ExportableState):
     """Callback that stores the progress of a plan in checkpoints, under this class's name."""
 
-    def __init__(self, follower: Any = None) -> None:  # only a restored copy has none, and is not saved
+    def __init__(self, follower: Any = None) -> None:  # only a copy from a checkpoint has none; it is never saved
         self.follower, self.step = follower, 0
 
     def state(self) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class FollowsSchedule:
             "steps_in_epoch": schedule.num_remaining_batches(epoch),
             "num_update_steps_per_epoch": schedule.num_remaining_steps(epoch),
         }
-        self.follower.set_epoch(epoch)  # it is elsewhere if the epoch before was stopped early
+        self.follower.set_epoch(epoch)  # the sampler is elsewhere if the last epoch was stopped early
         self._expected = iter(schedule.batches(epoch, rank=self.follower.rank))
         with self._around_epoch(epoch):
             super()._run_epoch(epoch=epoch, **options)  # type: ignore[misc]
@@ -279,7 +279,7 @@ class ComputesPacks:
                 output = super().evaluation_loop(dataloader, *args, **options)  # type: ignore[misc]
         finally:
             self._evaluated = None
-        refuse_other_packs([], evaluated.expected)  # none is left out
+        refuse_other_packs([], evaluated.expected)  # every expected batch was evaluated
         loss, weight = self.accelerator.reduce(evaluated.sums.to(self.args.device)).tolist()
         name = f"{options.get('metric_key_prefix', 'eval')}_loss"
         if weight:

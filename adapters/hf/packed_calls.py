@@ -355,7 +355,7 @@ class Unpadding:
         if module is not self.stack.module:
             _refuse_copy()
         given, now = self.stack.bind_arguments(args, kwargs), self._thread
-        if now.outermost is not None:  # whose caller gave no cache: the model made it
+        if now.outermost is not None:  # the caller gave no cache: the model made this one
             given = {name: one for name, one in given.items() if name != "use_cache" and not _is_cache(one)}
         if given.get("output_attentions") and not self._runs_padded:
             raise ArgumentError("host", "unpad computes no attention weights: call the model without output_attentions")

@@ -96,7 +96,7 @@ def changed_meanings(args: Any, plan: Plan, schedule: EpochSchedule) -> Iterator
             f"a step trains {rows} packs on each rank where it trained {rows} rows, so it has more tokens; training "
             f"has {counted(steps, 'step')}; for fewer tokens in a step, set per_device_train_batch_size to 1"
         )
-    limit = getattr(args, "max_length", None)  # of TRL
+    limit = getattr(args, "max_length", None)  # an argument of TRL
     if limit and (at_limit := int((plan.lengths == limit).sum())):
         yield (
             f"max_length is {limit:,}, and TRL may have cut {counted(at_limit, 'row')} to this length: to keep them "
@@ -105,7 +105,7 @@ def changed_meanings(args: Any, plan: Plan, schedule: EpochSchedule) -> Iterator
     if args.eval_strategy == "no" and args.eval_steps:
         yield f"eval_steps is {args.eval_steps}, but eval_strategy is 'no', so nothing is evaluated"
     defaults = {one.name: one.default for one in dataclasses.fields(args)}
-    defaults["eval_steps"] = defaults["logging_steps"]  # which takes its place
+    defaults["eval_steps"] = defaults["logging_steps"]  # used if eval_steps is unset
     when = {"save_steps": args.save_strategy, "eval_steps": args.eval_strategy, "warmup_steps": "steps"}
     for name, number in ((name, getattr(args, name) or 0) for name in when if when[name] == "steps"):
         if number > steps and number != defaults[name]:
@@ -135,7 +135,7 @@ def _plan_conflicts(trainer: Any) -> Iterator[str]:
     for refusal in active_refusals(args, "trainer"):
         yield f"{refusal.setting} is set, which {refusal}"
     strategy = getattr(args, "train_sampling_strategy", "random")
-    if strategy not in {"random", getattr(type(args), "train_sampling_strategy", "random")}:  # that of KTO is another
+    if strategy not in {"random", getattr(type(args), "train_sampling_strategy", "random")}:  # KTO has another default
         yield f"train_sampling_strategy is {strategy!r}, which draws batches by itself"
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != args.world_size:

@@ -106,7 +106,7 @@ class PackBatches:
             self.set_epoch(self.epoch + 1)
         for number, batch in enumerate(left, start=1):
             self._served += 1
-            if number == len(left):  # before it is served: who counts batches asks for no more
+            if number == len(left):  # before the batch is served: a loop that counts batches asks for no more
                 self.set_epoch(self.epoch + 1)
             yield batch
 

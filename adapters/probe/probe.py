@@ -215,7 +215,7 @@ class SmallProbe:
         if trial is not None and not self.on_cpu and self.device == "cpu":
             if trial.attention == FLEX:
                 where = ("cuda", "float32")
-            elif trial.strategy == "flash":  # which takes 16 bits
+            elif trial.strategy == "flash":  # it computes only in 16 bits
                 where = ("cuda", "bfloat16")
         if where not in self._copies:
             self._copies[where] = _SmallCopies.from_builder(self._build_copy, *where)
@@ -359,7 +359,7 @@ def _try_strategy(copies: _SmallCopies, trial: StrategyTrial, blank: PackingVerd
                 f"; {' and '.join(carriers)} {verbs[0]} it along the row, and {verbs[1]} not run sample by sample"
             )
         return attrs.evolve(blank, split=split, measured=measured, reason=why_not)
-    follows = trial.follows_rows and trial.strategy != "own"  # which reads its rows by itself
+    follows = trial.follows_rows and trial.strategy != "own"  # the model's own code finds the samples of a row
     return attrs.evolve(
         blank, strategy=trial.strategy, split=split, follows_rows=follows or bool(split), measured=measured,
         reason="packed samples do not influence each other, and give the results of each alone",

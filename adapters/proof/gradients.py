@@ -170,7 +170,7 @@ def open_source(embedded: torch.Tensor) -> tuple[GradientEdge, torch.Tensor]:
     if embedded.requires_grad:
         return get_gradient_edge(embedded), embedded
     source = embedded.detach().requires_grad_()
-    return get_gradient_edge(source), source.clone()  # what follows may write into it
+    return get_gradient_edge(source), source.clone()  # later operations may write into the output
 
 
 @contextmanager

@@ -163,7 +163,7 @@ def _by_sample(value: torch.Tensor, tokens: RealTokens, kept: torch.Tensor | Non
         inside = at >= 0
         own = (places // columns * len(kept) + at)[inside]
         return value.flatten(0, 1)[own].reshape(len(own), -1), samples[inside]
-    if tuple(value.shape) == (rows, columns - 1):  # of the next token
+    if tuple(value.shape) == (rows, columns - 1):  # values for next tokens
         value = pad(value, (0, 1))
     if tuple(value.shape[:2]) in ((rows, columns), (1, len(places))):
         value = value.flatten(0, 1)

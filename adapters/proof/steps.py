@@ -104,7 +104,7 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
     autocast = trainer.accelerator.autocast if is_trainer else nullcontext
     with restoring_training_state(model), torch.enable_grad():
         loss, gradients, batches = (_run_trainer if is_trainer else _run_function)(trainer, model)
-        counts = getattr(trainer, "counts", None)  # of ranks that share a row, one counts it
+        counts = getattr(trainer, "counts", None)  # if ranks share a row, only one counts it
         batches = [*filter(counts, batches)] if counts else batches
         samples = [_read_sample(batch) for rank in gather_from_ranks([*map(_move_to_cpu, batches)]) for batch in rank]
         tokens = sum(int((one.targets != IGNORED_LABEL).sum()) for one in samples)

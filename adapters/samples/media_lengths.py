@@ -232,7 +232,7 @@ class VideoCosts:
         rules, given = vision_process, self.sampling
         factor = self.patch_size * rules.SPATIAL_MERGE_SIZE
         height, width = facts.height, facts.width
-        if not facts.rate:  # each is an image first, in whole squares of twice the side
+        if not facts.rate:  # listed frames are first resized as images, to squares of twice the side
             unit = factor * rules.SPATIAL_MERGE_SIZE
             least = given.get("min_pixels", rules.IMAGE_MIN_TOKEN_NUM * unit**2)
             most = given.get("max_pixels", rules.IMAGE_MAX_TOKEN_NUM * unit**2)

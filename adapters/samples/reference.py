@@ -59,7 +59,7 @@ def find_difference(
 def _read_by_swift(record: Any, columns: dict[str, str | None]) -> dict[str, Any]:
     """Return a record as ms-swift reads it from a data file, which may raise any error."""
     kept = {name: held for name, held in copy.deepcopy(record).items() if columns.get(name, "") is not None}
-    named = Dataset.from_dict({name: [None] for name in kept})  # its values would take types of Arrow
+    named = Dataset.from_dict({name: [None] for name in kept})  # with values, Arrow would convert their types
     named = RowPreprocessor.safe_rename_columns(named, {name: known for name, known in columns.items() if known})
     reader = AutoPreprocessor()._get_preprocessor(named)  # noqa: SLF001  # the public way writes a data set
     names = reader.safe_rename_columns(named, reader.columns).column_names

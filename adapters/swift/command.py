@@ -201,7 +201,7 @@ def read_command(task: str, arguments: Sequence[str], *, started: int, world_siz
     ):
         try:
             plain, rest = parse_args(planned, [*arguments, "--packing", "true"])
-        except SystemExit:  # its parser ends the process where it refuses one
+        except SystemExit:  # ms-swift's parser exits if it refuses an argument
             raise ConfigError(COMMAND, (Fault("ms-swift", "refuses an argument, which it names above"),)) from None
         if rest:
             raise ConfigError(COMMAND, (Fault(rest[0], "is no argument of ms-swift: remove it"),))

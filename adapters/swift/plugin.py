@@ -49,7 +49,7 @@ def install(
         degrees: Most ranks that share a pack that is longer than `--packing_length`, a power of two
             that divides the ranks; `auto` takes the largest.
         max_left_out: Largest share of the training rows that ms-swift may leave out, since they are
-            too long or cannot be encoded. More stop the command.
+            too long or cannot be encoded. If it leaves out more, the command stops.
 
     Raises:
         ConfigError: The version of ms-swift was not tested.

@@ -62,7 +62,7 @@ class RunConsole(ProgressCallbackNew):  # type: ignore[misc]  # its library has 
         """Show the bar."""
         self.start_time, self.start_step = time.time(), state.global_step
         if self._draws and state.is_world_process_zero:
-            disable_progress_bar()  # of shards that are written
+            disable_progress_bar()  # transformers' bar of weight files that are written
             self._bar = TrainingBar(state.max_steps, done=state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002

@@ -46,8 +46,8 @@ REPEATED_EPOCH = 1
 
 REPEATED_FIRST_ABOVE = 64
 """
-More samples than this are measured only after some of them have been encoded again; fewer are
-measured at once.
+If more samples than this are to be measured, some are encoded again first, before the others are
+measured.
 """
 
 COMPARED_TOKENS = 16_000

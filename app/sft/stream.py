@@ -73,7 +73,7 @@ def prepare_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
     order = _make_order(config, splits["train"].encoder.data_files())
     ranks = Ranks(group, timeout_s=training.packing_wait_timeout_s)
     train = splits["train"].source
-    for first in splits["train"].encoder.records.first_indices:  # of each file, compared with ms-swift's encode
+    for first in splits["train"].encoder.records.first_indices:  # each file's first record is compared with ms-swift
         with suppress(RecordError):
             train.measure_in_full(first)
     inputs, data = train.fingerprint(), train.data_digest(len(train))

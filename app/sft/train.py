@@ -94,7 +94,7 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> t
     splits["train"].resumable = resumable_plans(config)
     measure_and_plan(splits["train"], ranks, world_size=world_size)  # lengths, raw plan, aligned plan
     follower, checkpoint = _schedule_packs(config, splits["train"], checkpoint, ranks)
-    for name in splits.keys() - {"train"}:  # only now, since a resume may be refused before
+    for name in splits.keys() - {"train"}:  # planned only now: a resume may be refused first
         measure_and_plan(splits[name], ranks, world_size=world_size)
     arguments.resume_from_checkpoint = checkpoint and checkpoint.folder
     group.stop_heartbeat()

@@ -163,7 +163,7 @@ def _resolve_command(words: Sequence[str], world_size: int | None) -> RunConfig:
     with loading_libraries():
         from packplan.adapters.swift.command import expand_config_file, read_command
 
-    arguments = expand_config_file(arguments)  # whose variables may say the ranks
+    arguments = expand_config_file(arguments)  # the file may set variables that give the ranks
     ranks = world_size or _count_started_ranks(launcher, is_swift=not _ENTRY.fullmatch(words[len(launcher)]))
     command = read_command(task, arguments, started=ranks, world_size=world_size)
     if not any(word.partition("=")[0] in {"--packing", "--padding_free"} for word in arguments):

@@ -31,7 +31,7 @@ def open_stores(config: RunConfig, split: str) -> Stores:
     folder, known = artefacts_folder(training.output_dir) / split, training.packing_lengths_from
     source = artefacts_folder(known) / split if known else None
     if split == "eval" and config.custom.val_share:
-        source = folder.with_name("train")  # which has measured the same records
+        source = folder.with_name("train")  # it has measured the same records
     return Stores(DiskLengthStore(folder, lengths_from=source), DiskPlanStore(folder), FolderLock(folder))
 
 

@@ -353,8 +353,8 @@ class TrainingConfig:
 
     packing_buffer: int = key(512, neither=_STREAMS, check=at_least(1))
     """
-    Samples that are packed together if `packing_mode` is `dynamic`. Static packing refuses other
-    values than the default.
+    Samples that are packed together if `packing_mode` is `dynamic`. Static packing refuses any
+    value but the default.
     """
 
     packing_balance: Literal["auto", "step", "microbatch", "none"] = key("auto", neither=TRAINS, stream="refused")

@@ -37,7 +37,7 @@ def split_to_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multipl
     sizes, loads = packs.sizes().tolist(), packs.loads(lengths).tolist()
     heap = [(-loads[place], place) for place, size in enumerate(sizes) if size > 1]
     heapify(heap)
-    split: dict[int, list[int]] = {}  # what packs that are no longer as they were hold now
+    split: dict[int, list[int]] = {}  # pack -> its samples now, for packs that were split
     for new in range(len(packs), wanted):
         _, place = heappop(heap)
         members = split.pop(place) if place in split else packs[place]

@@ -6,7 +6,7 @@ made the last bins full. The linear program over patterns (Gilmore and Gomory, "
 approach to the cutting-stock problem", 1961) says how often each pattern is needed. Neighbouring
 lengths form groups, each as long as its longest, so that the program stays small. Most of its bins
 are then filled by real samples, whose last one may be longer than planned. The program is solved
-again for the others, whose groups are finer, until none is left.
+again for the remaining samples, in finer groups, until none is left.
 
 The program is solved by the revised simplex method with an explicit inverse. Floats are added,
 multiplied and divided element by element alone, and never summed by a library. IEEE 754 fixes each

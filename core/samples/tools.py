@@ -107,7 +107,7 @@ def to_text_content(message: dict[str, Any]) -> dict[str, Any]:
     if message.get("role") != RESPONSE:
         return message
     content = message.get("content")
-    if isinstance(content, list) and any(map(shows_medium, content)):  # which ms-swift writes as text of JSON
+    if isinstance(content, list) and any(map(shows_medium, content)):  # ms-swift would write these as JSON text
         return message
     return {**message, "content": response_text(content)}
 

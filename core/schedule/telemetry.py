@@ -207,7 +207,7 @@ class EpochStats:
         - `coverage`: Share of the data set that the epoch has consumed before *stop*.
         """
         pack_stats, (packs, _, degrees) = self.pack_stats, self._packs(start, stop)
-        works, count = self.step_works(start, stop), 1 / degrees  # each pack once, over its ranks
+        works, count = self.step_works(start, stop), 1 / degrees  # a shared pack counts once over its ranks
         samples = float((pack_stats.samples[packs] * count).sum())
         fills = self._fills(packs, degrees)
         imbalances = {

@@ -81,7 +81,7 @@ class _Pool:
     def take(self, num: int) -> _Pool:
         """Move the first *num* microbatches, which are empty, into a separate pool."""
         ordered = sorted(self.keys)
-        self.keys = ordered[num:]  # what is sorted is a heap
+        self.keys = ordered[num:]  # a sorted list is a heap
         return _Pool(ordered[:num], self._room)
 
     def add(self, size: int, step: int, below: int) -> int | None:

@@ -102,7 +102,7 @@ class FileCache:
         """
         try:
             return self._state != self._read_state()
-        except OSError:  # it is gone
+        except OSError:  # the file is gone
             return True
 
     def _read_state(self) -> list[dict[str, int]]:

@@ -89,7 +89,7 @@ def make_copy(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
         if not (copy.is_file() and copy.with_suffix(".json").is_file()):
             log.info("%s is rewritten once, to be read in any order: %s", name, copy)
             with files.wrap_write_errors(copy):
-                for left in cache.glob(f".{copy.name}.*"):  # of a writer that was killed
+                for left in cache.glob(f".{copy.name}.*"):  # left by a writer that was killed
                     left.unlink()
                 with files.publish_file(copy) as file:
                     if kind == "parquet":

@@ -96,7 +96,7 @@ class StreamTrainer(CheckedTrainer):
         self._evicted, self._num_packs, self._has_warned = 0, 0, False
         self._epoch, self._first_step = self.start.epoch, self.start.step - self.start.epoch_step
         self._left_over: list[tuple[int, ...]] = []
-        self._served: tuple[ShardProgress, ...] = ()  # of each shard, the latest last
+        self._served: tuple[ShardProgress, ...] = ()  # latest progress of each shard, newest last
         workers = options["args"].dataloader_num_workers
         super().__init__(packed=True, **options)
         self.data_collator = StreamCollator(self.data_collator)
