@@ -134,9 +134,10 @@ def use_plan(
 
 def row_lengths(trainer: Any, rows: Any = None) -> list[int]:
     """
-    Return the length of each row as a trainer's collator makes it, for `packplan.plan`.
+    Return the number of tokens of each row of a trainer's data set, for `packplan.plan`.
 
-    The tokens of a pair of answers are those of both rows that the model computes.
+    Rows count as the trainer's collator makes them. A pair of answers has the tokens of both rows
+    that the model computes for it.
 
     Args:
         trainer: Trainer that `use_plan` takes.
@@ -149,12 +150,13 @@ def row_lengths(trainer: Any, rows: Any = None) -> list[int]:
 
 def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None) -> Any:
     """
-    Return a batch's share of the mean loss over all supervised tokens of a step.
+    Return a batch's part of the mean loss over all supervised tokens of a step. The parts of all
+    batches of the step add up to that mean.
 
     Args:
         outputs: Outputs of a causal language model; `logits` of shape (rows, tokens, vocabulary).
         labels: Labels of shape (rows, tokens).
-        num_items_in_batch: Supervised tokens of the whole step over all ranks; None for those of
+        num_items_in_batch: Supervised tokens of the whole step over all ranks. None takes those of
             *labels*.
     """
     logits, targets = outputs["logits"][:, :-1].float(), labels[:, 1:].to(outputs["logits"].device)

@@ -49,7 +49,7 @@ _SEED = 5
 
 def unpad(model: Any, *, logits: bool = True, groups: RowGroups | None = None, check: bool = True) -> Unpadding:
     """
-    Make a model compute no padding: the real tokens of a batch become one packed row.
+    Make a model compute no padding: the real tokens of each batch are computed as one packed row.
 
     ```py
     trainer = DPOTrainer(model, args=args, train_dataset=rows)
@@ -59,9 +59,9 @@ def unpad(model: Any, *, logits: bool = True, groups: RowGroups | None = None, c
     ```
 
     Call it on each model that a trainer runs, after the trainer is built. Rows may be padded left,
-    right, on both sides or between tokens. At positions whose mask is 1 results are those of the
-    padded pass; elsewhere they are 0. Generation is not packed. The model attends by this project's
-    attention afterwards. A probe of some seconds comes first, as in `separate_samples`.
+    right, on both sides or between tokens. Results at positions whose mask is 1 equal those of the
+    padded pass; elsewhere they are 0. Generation is not packed. Afterwards the model uses
+    Packplan's attention. A probe of a few seconds comes first, as in `separate_samples`.
 
     Args:
         model: Model of transformers, perhaps with adapters, perhaps wrapped for several ranks.
@@ -71,7 +71,7 @@ def unpad(model: Any, *, logits: bool = True, groups: RowGroups | None = None, c
         groups: Ranks that share packed rows, and are given the same batches for them (see
             `adapters.attention.shared_rows`); None if each rank computes its own rows.
         check: Whether the first call of each kind is computed twice more, with and without padding,
-            and compared (see `first_calls`).
+            and compared (docs/use-it-in/transformers.md).
 
     Raises:
         ModelError: The probe fails: results differ from those of the padded pass.

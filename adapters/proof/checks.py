@@ -67,10 +67,10 @@ def assert_equal_to_alone(
     limit: float | None = None,
 ) -> Comparison:
     """
-    Assert that packed samples have the logits, losses and gradients that they have alone.
+    Assert that packed samples have the same logits, losses and gradients as each sample alone.
 
-    The loss of a sample is the mean over its labels, or over its tokens without labels. The
-    gradients are those of the sum of the samples' losses.
+    The loss of a sample is the mean over its labels, or over all its tokens if there are no labels.
+    The gradients are those of the sum of the samples' losses.
 
     Args:
         model: Any model that returns logits, with weights that train.
@@ -79,8 +79,8 @@ def assert_equal_to_alone(
             which `position_ids` restart; without these, each of several rows is a sample.
         alone: A batch of each sample by itself, in the order of the row. None cuts them out of the
             row; images cannot be cut out.
-        limit: Largest relative difference. None takes what rounding explains, by the type of the
-            weights and the number of layers.
+        limit: Largest relative difference that is allowed. None takes the difference that rounding
+            can cause, by the type of the weights and the number of layers.
 
     Raises:
         MismatchError: A sample differs. It is an AssertionError, and names the sample and the first

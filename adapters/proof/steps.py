@@ -72,17 +72,18 @@ class StepLoss:
 
 def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limit: float | None = None) -> StepLoss:
     """
-    Assert that loss and gradients of a step are those of the mean over its supervised tokens.
+    Assert that a step's loss is the mean over its supervised tokens, and that its gradients fit.
 
-    The first step of the training is computed: all its passes, forward and backward, on all ranks,
-    without the update of the weights. All ranks call this. Dropout is off meanwhile. Weights,
-    gradients, random state and the trainer's state are afterwards as before.
+    The first step of the training is computed without the update of the weights: all its passes,
+    forward and backward, on all ranks. All ranks call this. Dropout is off meanwhile. Afterwards
+    weights, gradients, random state and the trainer's state are as before.
 
     Args:
         trainer: Trainer of transformers, or a function that computes the gradients of one step and
             returns the loss that it reports, or None.
         model: Model that the function calls with `labels`; None takes the trainer's.
-        limit: Largest relative difference. None takes what rounding explains.
+        limit: Largest relative difference that is allowed. None takes the difference that rounding
+            can cause.
 
     Raises:
         MismatchError: The loss or the gradients differ. It is an AssertionError, and names the
