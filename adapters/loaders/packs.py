@@ -137,7 +137,7 @@ class RowsOfPacks(Dataset[PackOfRows]):
         for index in other[:1].tolist():
             refuse_other_lengths({index: int(self.lengths[index])}, [int(facts.lengths[index])])
         rows = facts.rows.copy()
-        rows["length"] = self.lengths  # also of rows whose files were not decoded
+        rows["length"] = self.lengths  # also for rows whose files were not decoded
         self.facts = RowFacts(rows)
 
 
@@ -202,13 +202,26 @@ def _supervised_labels(batch: Mapping[str, Any], mask: torch.Tensor) -> torch.Te
                 labels = labels.masked_fill(batch[name] == 0, IGNORED_LABEL)
     first = mask.cumsum(1) == 1
     positions = batch.get(POSITIONS)
-    if positions is not None and positions.shape == mask.shape:  # of samples that a collator joined
+    if positions is not None and positions.shape == mask.shape:  # a collator has joined samples
         first = first | (positions == 0)
     return labels.masked_fill((mask == 0) | first, IGNORED_LABEL)
 
 
 def flatten(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return rows as one row of tokens, with positions that start again with every sample."""
+    """
+    Join rows into one row of tokens, without padding, whose positions start again with each sample.
+
+    The result has `input_ids`, `labels` and `position_ids` of shape (1, tokens), and the tensors of
+    images and videos. The label of each first token is -100, since no token of its sample predicts
+    it.
+
+    Args:
+        rows: Tokenized rows; at least one.
+
+    >>> batch = flatten([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
+    >>> batch["labels"].tolist(), batch["position_ids"].tolist()
+    ([[-100, 6, -100, 8, 9]], [[0, 1, 0, 1, 2]])
+    """
     rows = [read_row(row) for row in rows]
     positions = torch.cat([torch.arange(row[TOKENS].size) for row in rows])[None]
     flat = {name: torch.from_numpy(np.concatenate([row[name] for row in rows]))[None] for name in (TOKENS, LABELS)}

@@ -159,7 +159,7 @@ class RowSource:
 
     def fetch(self, indices: Sequence[int]) -> Iterable[Row]:
         """Return rows by their indices, in one read if the data set allows it."""
-        several = getattr(self.rows, "__getitems__", None)  # of `datasets`, which is slow row by row
+        several = getattr(self.rows, "__getitems__", None)  # `datasets` is slow row by row
         return map(self.rows.__getitem__, indices) if several is None else several([*indices])
 
     def digests(self, indices: Sequence[int], rows: Iterable[Row]) -> list[bytes]:
@@ -212,7 +212,7 @@ def _as_text(value: Any) -> Any:
     """Return text for a value that JSON lacks: a digest of its bytes, or the name of its type."""
     if isinstance(value, Mapping):
         return dict(value)
-    if isinstance(value, torch.Tensor) or hasattr(value, "__array_interface__"):  # of numpy, or an image
+    if isinstance(value, torch.Tensor) or hasattr(value, "__array_interface__"):  # a numpy array, or an image
         array = value if isinstance(value, torch.Tensor) else torch.from_numpy(np.array(value))
         flat = array.detach().flatten()
         value = f"{array.dtype} {array.shape}".encode() + tensor_bytes(flat[:: len(flat) // _MOST_VALUES + 1])
@@ -459,7 +459,11 @@ def pad_rows(rows: Sequence[Row], *, types: Sequence[str] = (MEDIA_TYPE_IDS,)) -
 
 
 def count_supervised(labels: torch.Tensor) -> int:
-    """Return the number of supervised tokens of labels of shape (rows, tokens)."""
+    """
+    Return the number of supervised tokens of labels of shape (rows, tokens).
+
+    The first token of each row does not count, since no token predicts it.
+    """
     return int((labels[..., 1:] != IGNORED_LABEL).sum())
 
 
