@@ -109,7 +109,7 @@ def balance(
         ArgumentError: A setting forbids it, or the loss compares the rows of a batch.
     """
     if isinstance(trainer, _BalancedTraining):
-        raise ArgumentError("host", "the trainer's microbatches are balanced already")
+        raise ArgumentError("host", "balance was called for this trainer already: call it once")
     refuse_balance_conflicts(trainer)
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     pads = [getattr(one, "pad_token_id", None) for one in (tokenizer, trainer.model.config.get_text_config())]

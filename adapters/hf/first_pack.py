@@ -66,8 +66,8 @@ def require_pack_as_alone(trainer: Any, batches: list[Mapping[str, Any]], num_it
         MismatchError: The batch trains differently from its samples, on this rank or another one.
     """
     if find_sharded_weight(trainer.model) is not None or not trainer.loss_of_samples:
-        why = "ranks share the weights" if trainer.loss_of_samples else "its loss compares samples"
-        log.warning("no pack of the first step is compared with its samples alone: %s", why)
+        why = "ranks share the weights" if trainer.loss_of_samples else "the loss compares samples with each other"
+        log.warning("the first pack is not compared with its samples alone, since %s", why)
         return
     counts, fact = [_count_samples(trainer, batch) for batch in batches], None
     if trainer.row_groups is not None:  # ranks that share a row compute the same microbatch
@@ -78,7 +78,7 @@ def require_pack_as_alone(trainer: Any, batches: list[Mapping[str, Any]], num_it
     try:
         fact = _find_difference(trainer, batch, num_items, scale=len(batches))
     except Exception as error:  # noqa: BLE001  # told; what fails in training too ends the run there
-        log.warning("no pack of the first step is compared with its samples alone: %s", error_text(error))
+        log.warning("the first pack could not be compared with its samples alone: %s", error_text(error))
     for rank, found in enumerate(gather_object([fact])):
         if found is not None:
             message = f"{found}, on rank {rank}" if dist.is_initialized() else found
@@ -135,9 +135,9 @@ def _find_difference(trainer: Any, batch: Mapping[str, Any], num_items: Any, *, 
         return None
     hint = "" if trainer.compute_loss_func is None else ": compute_loss_func has to divide by num_items_in_batch"
     return (
-        f"pack {rows[0][0].pack} is not its {counted(len(rows), 'sample')} alone: its loss is {packed[0]:.6g} where "
-        f"{loss:.6g} is due, and gradients of its embeddings differ by {apart.gradients:.2g} of their norm, where "
-        f"{limit:.0e} is allowed{hint}"
+        f"pack {rows[0][0].pack} does not train like its {counted(len(rows), 'sample')} alone: its loss is "
+        f"{packed[0]:.6g} instead of {loss:.6g}, and gradients of its embeddings differ by {apart.gradients:.2g} of "
+        f"their norm (allowed: {limit:.0e}){hint}"
     )
 
 

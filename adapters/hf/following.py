@@ -544,5 +544,5 @@ def require_same_rows(plan: str, data: str) -> None:
     """Refuse ranks whose plans have other checksums, or whose rows have other digests."""
     checksums = gather_object([(plan, data)])
     if len(set(checksums)) > 1:
-        fact = "the ranks have different packs or rows: give all the same rows, in the same order"
+        fact = "the ranks have different plans or rows: give every rank the same rows in the same order"
         raise MismatchError("ranks_disagree", fact, {"checksums": tuple(checksums)})

@@ -381,7 +381,8 @@ class Unpadding:
             return True
         now = attention_names(self.model.config)
         if now != self._attention:
-            log_once(f"calls are computed padded under attention {now}: rows are proven apart under {self._attention}")
+            found, tested = (" and ".join(dict.fromkeys(one.values())) for one in (now, self._attention))
+            log_once(f"calls are computed with padding, since the attention is {found}, but unpad tested {tested}")
         return now != self._attention
 
     def _generate_batch(self, *args: Any, **options: Any) -> Any:
@@ -416,7 +417,9 @@ class Unpadding:
         labels, mask, now = given.get("labels"), given["attention_mask"] != 0, self._thread
         if _pools_padding(self.model, given, mask):
             now.reads_padding = True
-            log_once("calls whose scores are read at padding are computed padded: the mask is 0 at the last id")
+            log_once(
+                "calls that read a score at padding are computed with padding: attention_mask is 0 at the last token"
+            )
         if labels is None or labels.shape != tokens.shape or given.get("shift_labels") is not None:
             return None
         learned, shifts = labels != IGNORED_LABEL, bool(self._loss is ForCausalLMLoss or given.get(_SCORES))
@@ -426,9 +429,9 @@ class Unpadding:
         is_lost, is_hidden, is_first = torch.stack([one.any() for one in facts]).tolist()
         now.reads_padding |= is_lost
         if is_lost:
-            log_once("calls with labels that padding predicts are computed padded: set labels of padding to -100")
+            log_once("calls in which padding predicts a label are computed with padding: set the label to -100")
         if is_first:
-            log_once("labels of first tokens after left padding are left out of the loss, as in the samples alone")
+            log_once("the label of the first token after left padding is left out of the loss: no token predicts it")
         labels, keeps = labels.masked_fill(firsts, IGNORED_LABEL), given.get("logits_to_keep")
         reads_logits = isinstance(keeps, torch.Tensor) or keeps or not (module.training or self.omits_eval_logits)
         asked = given.get(_SCORES) or not (self._logits or reads_logits)
@@ -451,7 +454,7 @@ class Unpadding:
 
 
 def _refuse_copy(*_: int) -> NoReturn:
-    raise PackplanError("a model without padding has hooks: `remove` them before copying or pickling it")
+    raise PackplanError("call remove() on what unpad returned, before copying or pickling the model: it has hooks")
 
 
 @cache

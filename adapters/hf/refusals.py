@@ -26,9 +26,9 @@ _PREFERENCE = ("DPOTrainer", "KTOTrainer", "RewardTrainer")
 """Trainers of TRL whose loss is a mean over pairs, or over rows, of preference data."""
 
 _COMPARING = {
-    "kto": "compares each answer with one of another row (its KL term): loss_type='apo_zero_unpaired' does not",
-    "aot": "sorts the pairs of a batch: take another one",
-    "sft": "is a mean over the tokens of a batch, not over its pairs: take another one",
+    "kto": "compares each answer with that of another row (its KL term): set loss_type='apo_zero_unpaired'",
+    "aot": "sorts the pairs of a batch against each other: use another loss, such as 'sigmoid'",
+    "sft": "is a mean over the tokens of a batch, not over its pairs: use another loss, such as 'sigmoid'",
 }
 """Losses that are no mean over samples, unpaired or not -> the fact, and the remedy."""
 
@@ -60,13 +60,14 @@ def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
     """
     fact, named = None, _name_in_trl(trainer)
     if not hasattr(trainer, "get_train_dataloader"):
-        fact = f"use_plan(trainer, plan) takes a Trainer or SFTTrainer first, not a {type(trainer).__name__}"
+        fact = f"use_plan(trainer, plan) takes a trainer of transformers or TRL first, not a {type(trainer).__name__}"
     elif named not in {None, "SFTTrainer", *_PREFERENCE}:
-        fact = f"{type(trainer).__name__} trains no rows of a plan: packplan.hf.unpad(trainer.model) skips its padding"
+        fact = f"{type(trainer).__name__} makes batches that no plan can replace: use packplan.hf.unpad(trainer.model)"
     elif isinstance(trainer.eval_dataset, dict) and eval_plan is not None:
-        fact = "eval_dataset is a dict of data sets, which one plan cannot be of: leave eval_plan out"
+        fact = "eval_dataset is a dict of data sets, but eval_plan is a plan of one: leave eval_plan out"
     elif trainer.train_dataset is None or (trainer.eval_dataset is None and eval_plan is not None):
-        fact = "the trainer lacks the data set of a plan: build it with train_dataset, and eval_dataset for eval_plan"
+        missing = "train_dataset" if trainer.train_dataset is None else "eval_dataset"
+        fact = f"the trainer has no {missing}, whose rows would be packed: build the trainer with {missing}=…"
     for name, value in (("plan", plan), ("eval_plan", plan if eval_plan is None else eval_plan)):
         if fact is None and not isinstance(value, (Plan, Integral)):
             fact = (
@@ -92,16 +93,10 @@ def changed_meanings(args: Any, plan: Plan, schedule: EpochSchedule) -> Iterator
         yield text
     rows, steps = args.per_device_train_batch_size, schedule.total_steps
     if rows > 1:
-        yield (
-            f"a step trains {rows} packs on each rank where it trained {rows} rows, so it has more tokens; training "
-            f"has {counted(steps, 'step')}; for fewer tokens in a step, set per_device_train_batch_size to 1"
-        )
+        yield f"each rank trains {rows} packs a step instead of {rows} rows: per_device_train_batch_size=1 trains one"
     limit = getattr(args, "max_length", None)  # an argument of TRL
     if limit and (at_limit := int((plan.lengths == limit).sum())):
-        yield (
-            f"max_length is {limit:,}, and TRL may have cut {counted(at_limit, 'row')} to this length: to keep them "
-            "whole, set max_length=None in the trainer's arguments"
-        )
+        yield f"TRL may have truncated {counted(at_limit, 'row')} to {limit:,} tokens: max_length=None keeps rows whole"
     if args.eval_strategy == "no" and args.eval_steps:
         yield f"eval_steps is {args.eval_steps}, but eval_strategy is 'no', so nothing is evaluated"
     defaults = {one.name: one.default for one in dataclasses.fields(args)}
@@ -109,7 +104,7 @@ def changed_meanings(args: Any, plan: Plan, schedule: EpochSchedule) -> Iterator
     when = {"save_steps": args.save_strategy, "eval_steps": args.eval_strategy, "warmup_steps": "steps"}
     for name, number in ((name, getattr(args, name) or 0) for name in when if when[name] == "steps"):
         if number > steps and number != defaults[name]:
-            yield f"{name} is {number:,}, but the plan has {counted(steps, 'step')}"
+            yield f"{name} is {number:,}, but training ends after {counted(steps, 'step')}"
 
 
 def refuse_plan_conflicts(trainer: Any, *, row_ranks: int | Literal["auto"], evaluates: bool) -> None:
@@ -136,12 +131,12 @@ def _plan_conflicts(trainer: Any) -> Iterator[str]:
         yield f"{refusal.setting} is set, which {refusal}"
     strategy = getattr(args, "train_sampling_strategy", "random")
     if strategy not in {"random", getattr(type(args), "train_sampling_strategy", "random")}:  # KTO has another default
-        yield f"train_sampling_strategy is {strategy!r}, which draws batches by itself"
+        yield f"train_sampling_strategy is {strategy!r}, which makes batches by itself: leave it out"
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != args.world_size:
-        yield f"{started} processes were started, but the trainer sees {args.world_size}: on a CPU, set use_cpu=True"
+        yield f"{started} processes were started, but the trainer uses {args.world_size}: on a CPU, set use_cpu=True"
     if args.world_size > 1 and not (args.average_tokens_across_devices or is_preference_trainer(trainer)):
-        yield "average_tokens_across_devices is off, so ranks with few tokens would weigh as much as others"
+        yield "average_tokens_across_devices is off, so ranks with few tokens would count as much as others: set it"
 
 
 def _preference_conflicts(trainer: Any, row_ranks: int | Literal["auto"]) -> Iterator[str]:
@@ -156,27 +151,28 @@ def _preference_conflicts(trainer: Any, row_ranks: int | Literal["auto"]) -> Ite
             yield f"loss_type is {loss!r}, which {why}"
     for name in ("use_liger_kernel", "generate_during_eval"):
         if getattr(trainer.args, name, False):
-            yield f"{name} is set, which was not tried with plans of preference data: leave it out"
+            yield f"{name} is set, which was not tested with plans of preference data: leave it out"
     if row_ranks != 1:
-        yield "sequence_parallel_size is set, but no ranks share rows of preference data: leave it out"
+        yield "sequence_parallel_size is set, but ranks cannot share rows of preference data: leave it out"
 
 
 def _row_sharing_conflicts(trainer: Any, row_ranks: int | Literal["auto"], *, evaluates: bool) -> Iterator[str]:
     """Yield reasons why the ranks of a trainer cannot share rows."""
     if row_ranks != 1 and trainer.eval_dataset is not None and not evaluates:
-        yield "the evaluation has no plan, so ranks that share a row would be given different ones"
+        yield "the evaluation has no plan, so ranks that share a row would evaluate different rows: give an eval_plan"
     if row_ranks != 1 and getattr(trainer, "compute_metrics", None) is not None:
-        yield "compute_metrics is set, which would count the answers of each rank that shares a row"
+        yield "compute_metrics is set, which would count a row once for each rank that shares it: leave it out"
 
 
 def _parallelism_conflicts(trainer: Any) -> Iterator[str]:
     """Yield settings with which one process trains on several GPUs, or ranks share rows."""
     if trainer.args.n_gpu > 1:
-        yield f"one process trains on {trainer.args.n_gpu} GPUs: start one for each, with torchrun"
+        num = trainer.args.n_gpu
+        yield f"one process trains on {num} GPUs: start one for each with torchrun --nproc-per-node {num}"
     sharing = getattr(trainer.accelerator, "parallelism_config", None)
     for name in ("tp_size", "cp_size", "sp_size"):
         if (size := getattr(sharing, name, None) or 1) > 1:
-            yield f"parallelism_config.{name} is {size}, so ranks share rows"
+            yield f"parallelism_config.{name} is {size}, so ranks share rows: leave it out"
 
 
 def warn_of_unclipped_gradients(args: Any, section: str) -> None:
@@ -188,8 +184,8 @@ def warn_of_unclipped_gradients(args: Any, section: str) -> None:
         section: Section of the settings in a YAML.
     """
     if args.deepspeed and args.max_grad_norm and not deepspeed_config().get("gradient_clipping"):
-        log.warning("gradients are not clipped: %s.deepspeed has no gradient_clipping, which auto takes from "
-                    "%s.max_grad_norm (%s)", section, section, args.max_grad_norm)  # fmt: skip
+        log.warning("gradients are not clipped, though %s.max_grad_norm is %s: set gradient_clipping to auto in the "
+                    "file of %s.deepspeed", section, args.max_grad_norm, section)  # fmt: skip
 
 
 def is_old_trl() -> bool:
@@ -209,10 +205,10 @@ def refuse_balance_conflicts(trainer: Any) -> None:
     base = next((one for one in named if one.__module__.startswith("trl.")), None)  # ms-swift has the same names
     methods = ("compute_loss", "_compute_loss")
     if base is None or any(getattr(kind, name, None) is not getattr(base, name, None) for name in methods):
-        fact = f"{kind.__name__} is not GRPOTrainer or RLOOTrainer of TRL with its own loss: unpad alone serves it"
+        fact = f"balance takes TRL's GRPOTrainer or RLOOTrainer with its own loss, not a {kind.__name__}: use unpad"
         raise ArgumentError("host", fact)
     if reasons := [*_loss_conflicts(trainer), *_parallelism_conflicts(trainer)]:
-        raise ArgumentError("host", f"the trainer's batches cannot be cut: {'; '.join(reasons)}")
+        raise ArgumentError("host", f"balance cannot divide the trainer's batches: {'; '.join(reasons)}")
 
 
 def _loss_conflicts(trainer: Any) -> Iterator[str]:
@@ -220,14 +216,14 @@ def _loss_conflicts(trainer: Any) -> Iterator[str]:
     args = trainer.args
     loss = getattr(args, "loss_type", None)
     if loss is not None and loss not in _LOSSES:
-        yield f"loss_type is {loss!r}, which is not known"
+        yield f"loss_type is {loss!r}, but balance knows {', '.join(_LOSSES)}"
     by_sequence = getattr(args, "importance_sampling_level", None) == "sequence"
     if loss == "luspo" and is_old_trl() and not (by_sequence and not trainer.beta):
-        yield "loss_type is 'luspo', which TRL before 1.0 divides by padding, unless by sequence and with beta 0"
+        yield "loss_type is 'luspo', whose mean counts padding: set importance_sampling_level='sequence' and beta=0"
     for refusal in active_refusals(args, "balance"):
-        yield f"{refusal.setting} is set, which {refusal.effect}"
+        yield f"{refusal.setting} is set, which {refusal}"
     if getattr(args, "top_entropy_quantile", 1.0) < 1:
-        yield "top_entropy_quantile is below 1, which compares the tokens of a batch"
+        yield "top_entropy_quantile is below 1, which compares the tokens of a whole batch: set it to 1.0"
     weight = getattr(trainer, "router_aux_loss_coef", 0)
     if weight and getattr(trainer, "aux_loss_enabled", False):
-        yield f"router_aux_loss_coef is {weight}, whose loss compares the tokens of a batch"
+        yield f"router_aux_loss_coef is {weight}, whose loss compares the tokens of a whole batch: set it to 0"

@@ -237,7 +237,7 @@ def _make_schedule(
 ) -> EpochSchedule:
     """Return the schedule of a plan under a trainer's arguments; *most* ranks may share a pack."""
     if most is not None and row_ranks != "auto":
-        fact = f"max_sequence_parallel_size limits sequence_parallel_size 'auto', which is {row_ranks}: leave it out"
+        fact = f"max_sequence_parallel_size needs sequence_parallel_size='auto', which is {row_ranks}: leave it out"
         raise ArgumentError("host", fact)
     world_size = count_row_groups(args.world_size, 1 if row_ranks == "auto" else row_ranks)
     return plan.schedule(
@@ -262,7 +262,8 @@ def _unpad_for_loss(trainer: Any, groups: RowGroups | None, *, check: bool) -> l
     """
     models = [unwrap(one) for one in (trainer.model, getattr(trainer, "ref_model", None)) if one is not None]
     if is_bidirectional(models[0].config) and not is_preference_trainer(trainer):
-        raise ModelError("probe", f"{models[0].config.model_type} reads both ways, but a plan trains what follows")
+        name = models[0].config.model_type
+        raise ModelError("probe", f"{name} attends in both directions, but use_plan trains the next token: use unpad")
     options: dict[str, Any] = {"logits": type(trainer).compute_loss is not Trainer.compute_loss, "groups": groups}
     hooks = ((HOOKED[module] for module in one.modules() if module in HOOKED) for one in models)
     return [next(own, None) or unpad(one, **options, check=check) for one, own in zip(models, hooks, strict=True)]

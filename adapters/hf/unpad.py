@@ -81,10 +81,7 @@ def unpad(model: Any, *, logits: bool = True, groups: RowGroups | None = None, c
     inner = unwrap(model)
     with raising_together(inner):
         if any(module in HOOKED for module in inner.modules()):
-            raise ArgumentError(
-                "host",
-                "the model has the hooks of unpad or use_plan already: leave unpad out, or remove them first",
-            )
+            raise ArgumentError("host", "the model has hooks of unpad or use_plan already: leave this call out")
         if groups is None and is_bidirectional(inner.config):
             attention = AttentionChoice(VARLEN)
             set_attention(inner, attention)
@@ -98,7 +95,7 @@ def unpad(model: Any, *, logits: bool = True, groups: RowGroups | None = None, c
             stack, why_not = _find_stack(inner, asked, native=attention.native, logits=logits)
     first_calls = FirstCalls(attention.native) if check and groups is None else None
     if check and first_calls is None:
-        log.warning("first calls are not compared with their padded passes, since ranks share rows")
+        log.warning("the first calls are not compared with their padded passes, since ranks share rows")
     compare = getattr(first_calls, "compare", None)
     heads = dict.fromkeys((_without_ranks(model), inner, inner.base_model))
     hooks = Unpadding(inner, stack, logits=logits, heads=heads, compare=compare, unpacked_sides=why_not)
@@ -195,21 +192,17 @@ def unwrap(model: Any) -> Any:
     adapters = getattr(model, "peft_config", {})
     for adapter in adapters.values() if isinstance(adapters, dict) else ():
         if adapter.is_prompt_learning and adapter.peft_type == "PREFIX_TUNING":
-            raise ModelError("probe", "prefix tuning gives each row a cache, which a packed row has none of")
+            raise ModelError("probe", "prefix tuning needs a cache, which packed samples cannot have: use LoRA")
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if isinstance(inner, torch.nn.DataParallel):
-        raise ModelError("probe", "DataParallel computes on copies of the model: start a process for each GPU")
+        raise ModelError("probe", "DataParallel copies the model: start a process for each GPU with torchrun")
     if not hasattr(inner, "base_model"):
         kind = type(inner).__name__
-        own = (
-            "give trainer.model" if hasattr(model, "get_train_dataloader") else "give the model of transformers inside"
-        )
-        raise ArgumentError("host", f"{kind} is no model of transformers, which unpad takes: {own}")
+        own = "trainer.model" if hasattr(model, "get_train_dataloader") else "the model inside"
+        raise ArgumentError("host", f"unpad takes a model of transformers, not a {kind}: give {own}")
     if inner.config.is_encoder_decoder or getattr(inner.config, "add_cross_attention", False):
-        raise ModelError(
-            "probe",
-            f"{inner.config.model_type} attends to an encoder's rows too, which stay padded: train it without unpad",
-        )
+        name = inner.config.model_type
+        raise ModelError("probe", f"{name} has an encoder, whose rows would stay padded: train it without unpad")
     return inner
 
 
@@ -244,12 +237,17 @@ def _find_stack(model: Any, asked: Any, *, native: str, logits: bool) -> tuple[T
             break
     best, why_not = min(tried, key=lambda one: ("right of" in one[1], len(one[1])))
     if "right of" in why_not:
-        where = f"at {type(best.module).__name__} with positions by {best.positions}"
-        raise ModelError("probe", f"its padded rows cannot be packed: {where}, {why_not['right of']}")
+        where = f"with hooks at {type(best.module).__name__} and positions by {best.positions}"
+        raise ModelError("probe", f"{type(model).__name__} cannot leave padding out: {where}, {why_not['right of']}")
     best.unpacked_sides = frozenset(side for side in PADDINGS if side in why_not)
     for side, reason in why_not.items():
         level = logging.WARNING if side == "left of" else logging.INFO
-        log.log(level, "calls with padding %s real tokens are computed padded: %s", side, reason)
+        log.log(
+            level,
+            "calls with padding %s tokens are computed with padding, since results would differ: %s",
+            side,
+            reason,
+        )
     return best, why_not
 
 

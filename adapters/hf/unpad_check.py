@@ -68,14 +68,15 @@ def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> Unpadd
             stack.enter_context(one.paused())
         due, expected = _loss_and_gradients(trainer, inputs)
     if not padded:
-        raise ArgumentError("packed_batch", "the trainer's batch has no padding, so there is nothing to compare")
+        fact = "the trainer's batch has no padding to leave out: raise per_device_train_batch_size"
+        raise ArgumentError("packed_batch", fact)
     apart = compare(Outcome(loss, gradients), Outcome(due, expected, add_gradients({}, expected)))
     found = UnpaddedStep(loss, due, apart.gradients, real, padded)
     limit = rounding_limit_of(trainer) if limit is None else limit
     if not max(apart.loss, apart.gradients) <= limit:
         fact = (
-            f"without padding the loss is {loss:.7g} where {due:.7g} is due, and gradients differ by "
-            f"{found.gradients:.2g} of their norm, where {limit:.0e} is allowed"
+            f"without padding the loss is {loss:.7g} instead of {due:.7g}, and gradients differ by "
+            f"{found.gradients:.2g} of their norm (allowed: {limit:.0e})"
         )
         raise MismatchError("unlike_padded", fact, attrs.asdict(found))
     return found

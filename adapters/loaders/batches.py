@@ -70,7 +70,7 @@ class PackBatches:
         if world_size != schedule.world_size or not 0 <= rank < world_size:
             fact = (
                 f"the schedule is made for {counted(schedule.world_size, 'rank')}, but PackBatches was given rank "
-                f"{rank} of {world_size}"
+                f"{rank} of {world_size}: make it with plan.schedule(world_size={world_size})"
             )
             raise ArgumentError("ranks", fact, {"planned": schedule.world_size, "world_size": world_size, "rank": rank})
         self.rank = rank
@@ -96,12 +96,12 @@ class PackBatches:
 
     def __iter__(self) -> Iterator[list[int]]:
         if self.epoch >= (number := self.schedule.num_epochs):
-            fact = f"the schedule ends after {counted(number, 'epoch')}, and the loader asks for epoch {self.epoch}"
-            raise ArgumentError("host", f"{fact} (counted from 0): plan more epochs, or call restart")
+            fact = f"the schedule ends after {counted(number, 'epoch')}, but the loader asks for epoch {self.epoch}"
+            raise ArgumentError("host", f"{fact}, counted from 0: give plan.schedule more epochs, or call restart()")
         left = self.schedule.batches(self.epoch, rank=self.rank)
         if self._served:
-            fact = f"the loader stopped after batch {self._served} of {len(left):,} in epoch {self.epoch}"
-            raise ArgumentError("host", f"{fact}: call set_epoch with the epoch to serve next, or load a state")
+            fact = f"the last iteration stopped after batch {self._served} of {len(left):,} in epoch {self.epoch}"
+            raise ArgumentError("host", f"{fact}: call set_epoch(epoch) with the next epoch, or load_state_dict(state)")
         if not left:
             self.set_epoch(self.epoch + 1)
         for number, batch in enumerate(left, start=1):
@@ -124,7 +124,7 @@ class PackBatches:
         schedule = self.schedule
         first, last = schedule.start.step, max(schedule.start.step, schedule.total_steps)
         if step is not None and not first <= step <= last:
-            fact = f"step is {step}, but training has {first:,} to {last:,} steps done: give the number of those done"
+            fact = f"step is {step}, but has to be from {first:,} to {last:,}: give the number of optimizer steps done"
             raise ArgumentError("host", fact)
         progress = schedule.progress_after(self.epoch, self._served) if step is None else schedule.progress_at(step)
         return seal(to_plain(attrs.evolve(self.state, progress=progress)))
@@ -220,9 +220,7 @@ def read_saved_progress(folder: Path) -> Mapping[str, Any]:
         progress = find_progress(state) or {}
         step = progress["progress"]["step"]
     except (OSError, KeyError, TypeError) as error:
-        message = (
-            f"{folder} has no progress of a plan: it was trained without one, so start without resume_from_checkpoint"
-        )
+        message = f"{folder} has no progress of a plan, so no plan can resume: leave out resume_from_checkpoint"
         raise ArgumentError("host", message, {"folder": str(folder)}) from error
     require_same_step(folder, state, step)
     return progress

@@ -89,10 +89,8 @@ class RowsOfPacks(Dataset[PackOfRows]):
             raise ArgumentError("host", fact, {"plan": kind})
         self.source = rows if isinstance(rows, RowSource) else RowSource(rows, collate)
         if (num := len(self.source.rows)) != plan.raw.num_samples:
-            fact = (
-                f"the plan has {counted(plan.raw.num_samples, 'sample')}, but the data set {num:,} rows: plan the "
-                "lengths of these rows"
-            )
+            samples, found = counted(plan.raw.num_samples, "sample"), counted(num, "row")
+            fact = f"the plan has {samples}, but the data set has {found}: plan the lengths of these rows"
             raise ArgumentError("host", fact, {"planned": plan.raw.num_samples, "rows": num})
         self.packs, self.lengths = plan.packs, plan.lengths
 
@@ -187,7 +185,8 @@ class PackInputs:
         if len(found) == len(planned):
             refuse_other_lengths(planned, found)
         elif sum(found) != sum(planned.values()):
-            fact = f"the collator makes {sum(found):,} tokens of pack {pack.pack}, of {sum(planned.values()):,} planned"
+            due = f"instead of {sum(planned.values()):,}: it has to keep every row and its length"
+            fact = f"the collator returns {counted(sum(found), 'token')} for pack {pack.pack} {due}"
             raise ArgumentError("host", fact, {"pack": pack.pack})
         return {**batch, LABELS: _supervised_labels(batch, mask), PACK: pack.pack}
 
@@ -284,5 +283,7 @@ def refuse_other_packs(batches: Sequence[Mapping[str, Any]], planned: Iterable[S
     for batch, pack in zip_longest(batches, planned):
         found: Any = None if batch is None else batch.get(PACK)
         if pack is None or np.atleast_1d(found).tolist() != list(pack):
-            fact = f"the loader's batch is pack {found}, but the schedule's is {pack and list(pack)}"
-            raise MismatchError("coverage", f"{fact}: another loader or epoch is served")
+            served = "no further pack" if batch is None else f"pack {found}"
+            due = "no further pack" if pack is None else f"pack {', '.join(map(str, pack))}"
+            fact = f"the loader served {served}, but the schedule has {due}"
+            raise MismatchError("coverage", f"{fact}: another loader is used, or another epoch")

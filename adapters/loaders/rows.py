@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 from packplan.adapters.files import write_bytes
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.core.batch import IGNORED_LABEL
-from packplan.core.errors import ArgumentError, Difference, PackplanError, StaleError, counted
+from packplan.core.errors import ArgumentError, Difference, PackplanError, StaleError, counted, verb_for
 from packplan.core.lengths import IntArray
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class RowSource:
     def _find_stored(self) -> Any:
         if not hasattr(self.rows, "__len__") or not hasattr(self.rows, "__getitem__"):
             kind = type(self.rows).__name__
-            fact = f"a plan needs rows by index, but {kind} gives them one after the other: use a Dataset"
+            fact = f"a plan needs rows by index, but {kind} yields them one after the other: use a Dataset"
             raise ArgumentError("host", fact, {"rows": kind})
         if not (features := getattr(self.rows, "features", None)):
             return None
@@ -237,7 +237,7 @@ def sample_lengths(batch: Mapping[str, Any], num_samples: int) -> list[int]:
     mask = next((batch[name] for name in _ROW_MASKS if name in batch), None)
     if mask is None or len(mask) not in {num_samples, 2 * num_samples}:
         found = "no attention_mask" if mask is None else counted(len(mask), "row")
-        fact = f"the collator makes {found} of {counted(num_samples, 'sample')}, where each has one row, or is a pair"
+        fact = f"the collator returns {found} for {counted(num_samples, 'sample')}: it has to be one for each, or two"
         raise ArgumentError("host", fact, {"samples": num_samples})
     lengths: list[int] = mask.sum(1).view(-1, num_samples).sum(0).tolist()
     return lengths
@@ -331,7 +331,8 @@ def require_supervised_rows(supervised: IntArray) -> None:
         fact = f"none of {counted(supervised.size, 'sample')} has a supervised token: all labels are {IGNORED_LABEL}"
         raise ArgumentError("host", fact, {"samples": unsupervised})
     if unsupervised:
-        log.warning("%s of %s: no supervised token", f"{unsupervised:,}", counted(supervised.size, "sample"))
+        total, has = counted(supervised.size, "sample"), verb_for(unsupervised, "has", "have")
+        log.warning("%s of %s %s no supervised token", f"{unsupervised:,}", total, has)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
@@ -378,10 +379,10 @@ def read_row(row: Row, index: int | None = None) -> Row:
     attention = given.pop(ATTENTION, tokens[:0])
     if attention.size and (hidden := int((attention == 0).sum())):
         fact = f"{name} has padding: {ATTENTION} is 0 at {hidden:,} of its {counted(tokens.size, 'token')}"
-        raise ArgumentError("host", f"{fact}. Make rows without padding, and plan these", {"row": index})
+        raise ArgumentError("host", f"{fact}: leave padding out of the rows, and plan these", {"row": index})
     several = None if columns <= {TOKENS, LABELS} else _multi_sample_column(row, columns, tokens.size)
     if by := ATTENTION if attention.size and attention.max() > 1 else several:
-        fact = f"{name} is a pack of several samples by its {by}, which would see each other: give a row for each"
+        fact = f"{name} holds several samples by its {by}, and they would see each other: give each a row of its own"
         raise ArgumentError("host", fact, {"row": index, "column": by})
     labels = given.pop(LABELS, None)
     if labels is None:
@@ -420,8 +421,8 @@ def _to_integers(values: Any, column: str, name: str) -> NDArray[np.int64]:
     except (RuntimeError, TypeError, ValueError):  # lists of several lengths, tensors of a GPU
         array, whole = np.empty(0), False
     if not whole or array.shape not in {(array.size,), (1, array.size)}:
-        found = f"{array.dtype} of shape {array.shape}" if array.size else type(values).__name__
-        fact = f"{column} of {name} is {found}, but has to be whole numbers, one for each token of one sample"
+        found = f"{array.dtype} and shape {array.shape}" if array.size else type(values).__name__
+        fact = f"{name} has {column} of type {found}, but needs whole numbers, one for each token of one sample"
         raise ArgumentError("host", fact, {"column": column})
     return array.reshape(-1).astype(np.int64, copy=False)
 

@@ -144,9 +144,7 @@ class _PlannedPipeline:
     def _report_left_out(self, arguments: Any, name: str, number: int, num_rows: int) -> None:
         """Print how many rows are left out; DataSetError if there are too many."""
         rows = f"{number:,} of {counted(num_rows, 'row')} of {name} ({number / num_rows:.1%}) {verb_for(number)}"
-        text = (
-            f"--max_length is {arguments.max_length:,}, and {rows} left out, since they are longer or cannot be encoded"
-        )
+        text = f"--max_length is {arguments.max_length:,}, and {rows} left out: too long, or not encodable"
         if arguments.packing:
             text += f". To train longer rows, raise --max_length, and set --packing_length {arguments.packing_length}"
             if name == "training" and number > self.max_left_out * num_rows:

@@ -32,7 +32,7 @@ class Refusal:
         return f"{self.effect}: {self.remedy}"
 
 
-_DRAWS, _SHARES = "draws batches by itself", "lets ranks share rows"
+_DRAWS, _SHARES = "makes batches by itself", "lets ranks share rows"
 
 _REMOVE = "remove it"
 
@@ -41,34 +41,34 @@ _SWIFT: tuple[Host, ...] = ("plugin", "rlhf")
 REFUSALS = tuple(
     Refusal(setting, hosts, effect, remedy)
     for settings, hosts, effect, remedy in (
-        ("auto_find_batch_size", _PLANNING, "changes the batch, which decides the steps", _REMOVE),
+        ("auto_find_batch_size", _PLANNING, "changes the batch size, on which the planned steps depend", _REMOVE),
         ("group_by_length", _PLANNING, _DRAWS, _REMOVE),
         ("ignore_data_skip", _PLANNING, "lets a resumed run train packs twice", _REMOVE),
         ("sortish_sampler train_sampling_strategy", ("sft",), _DRAWS, "use training.train_dataloader_shuffle"),
         ("packing_length", ("sft",), "is derived from template.max_length", "set that instead"),
-        ("packing_avg_samples", ("sft",), "guesses what a plan counts", _REMOVE),
+        ("packing_avg_samples", ("sft",), "estimates what a plan counts exactly", _REMOVE),
         ("max_epochs", ("sft",), "ends training at another step than planned", "use training.num_train_epochs"),
         ("remove_unused_columns", ("sft",), "drops columns that packs need", _REMOVE),
         ("eval_use_evalscope", ("sft",), "is not supported", _REMOVE),
-        ("use_galore tuner_backend", ("sft",), "was not tried with packs", _REMOVE),
+        ("use_galore tuner_backend", ("sft",), "was not tested with packs", _REMOVE),
         ("predict_with_generate generation_config generation_max_length generation_num_beams", ("sft",),
          "is for generated answers, but evaluation measures the loss", _REMOVE),
         ("parallelism_config", ("sft",), _SHARES, _REMOVE),
         ("average_tokens_across_devices", ("sft",), "is always on", _REMOVE),
         ("label_smoothing_factor", _PLANNING, "is averaged over packs, not over tokens", _REMOVE),
         ("streaming", ("plugin",), "gives no lengths before training", _REMOVE),
-        ("use_ray", _SWIFT, "starts processes that were not tried", _REMOVE),
+        ("use_ray", _SWIFT, "starts processes through Ray, which was not tested with plans", _REMOVE),
         ("context_parallel_size deepspeed_autotp_size", _SWIFT, _SHARES, "set it to 1"),
         ("sequence_parallel_size", ("rlhf",), _SHARES, "set it to 1"),
         ("packing", ("trainer",), "lets the trainer pack its rows before the plan does",
          "leave it out of the trainer's arguments, since use_plan(trainer, args.max_length) packs the rows"),
         ("eval_packing", ("trainer",), "lets the trainer pack its rows before the plan does",
          "leave it out of the trainer's arguments, since use_plan(..., eval_plan=args.max_length) packs the rows"),
-        ("include_for_metrics", ("trainer",), "hands inputs of padded rows to metrics of packs", _REMOVE),
+        ("include_for_metrics", ("trainer",), "passes padded inputs to metrics of packs", _REMOVE),
         ("accelerator_config.dispatch_batches accelerator_config.split_batches", ("trainer",),
-         "hands the batches of one rank out to all", _REMOVE),
-        ("use_liger_kernel use_liger_loss", ("balance",), "divides losses in a kernel", _REMOVE),
-        ("entropy_coef use_adaptive_entropy", ("balance",), "averages over a batch", _REMOVE),
+         "distributes the batches of one rank to all", _REMOVE),
+        ("use_liger_kernel use_liger_loss", ("balance",), "averages the loss of a batch in its kernel", _REMOVE),
+        ("entropy_coef use_adaptive_entropy", ("balance",), "averages the entropy over a whole batch", _REMOVE),
     )
     for setting in settings.split()
 )  # fmt: skip

@@ -171,7 +171,7 @@ MEDIA = {"images": ["a.png"], "pixel_values": np.ones((4, 3)), "spans": [[1, 2, 
 @pytest.mark.parametrize(
     ("rows", "order", "words"),
     [
-        (ROWS[:-1], None, "6 samples, but the data set 5 rows"),
+        (ROWS[:-1], None, "6 samples, but the data set has 5 rows"),
         ([*ROWS[:-1], {"input_ids": [1, 2, 3, 4]}], None, "row 5"),
         (iter(ROWS), None, "one after the other"),
         *((ROWS, order, "pack indices from 0 to 3") for order in ([], [0, 99], [-1], [0.5], [[0]], ["0"])),
@@ -198,7 +198,7 @@ def test_samples_that_teach_nothing_are_counted(export, tmp_path, caplog):
 
     export([ROWS[0], *rows[1:]], plan, tmp_path / "some", order=[*range(len(plan.packs)), 0])
 
-    assert ["5 of 6 samples: no supervised token"] == caplog.messages
+    assert ["5 of 6 samples have no supervised token"] == caplog.messages
     with pytest.raises(ArgumentError, match="none of 6 samples has a supervised token"):
         export(rows, plan, tmp_path / "all")
     assert ["some"] == [path.name for path in tmp_path.iterdir()]

@@ -383,7 +383,7 @@ def test_attention_weights_are_refused_by_their_name():
 
 def test_hooks_print_what_they_have_computed():
     """The model, its packed calls, and their positions with and without padding."""
-    model, hooks = hooked()
+    hooks = unpad(model := build("qwen2"))
     batch = batch_of(padded())
     model(**batch)
 
@@ -402,7 +402,7 @@ def test_calls_under_another_attention_are_padded(caplog):
 
     assert calls == hooks.counts.calls
     torch.testing.assert_close(found, [due] * 2)
-    assert 1 == caplog.text.count("computed padded under attention")
+    assert 1 == caplog.text.count("computed with padding, since the attention is sdpa")
     model.set_attn_implementation("packplan")
     assert_same(model, hooks, batch)
 
@@ -432,7 +432,7 @@ def test_labels_where_the_mask_is_zero_count_as_in_the_padded_pass(labels_of, pa
     with hooks.paused():
         torch.testing.assert_close(loss, model(**batch).loss)
     assert packs == bool(hooks.counts.calls)
-    assert packs == ("labels that padding predicts" not in caplog.text)
+    assert packs == ("padding predicts a label" not in caplog.text)
 
 
 @pytest.mark.parametrize("logits", [True, False])
@@ -452,7 +452,7 @@ def test_first_tokens_after_left_padding_are_not_learned(logits, caplog):
 
     torch.testing.assert_close(model(**batch).loss, -torch.cat(alone).mean())
     assert hooks.counts.calls
-    assert "first tokens" in caplog.text
+    assert "label of the first token" in caplog.text
 
 
 def test_a_score_that_is_read_at_padding_is_that_of_the_padded_pass(caplog):
@@ -465,7 +465,7 @@ def test_a_score_that_is_read_at_padding_is_that_of_the_padded_pass(caplog):
 
     hidden = batch["attention_mask"] * (torch.arange(POSITIONS) < 9)
     assert_scores(model, hooks, batch | {"attention_mask": hidden})
-    assert "scores are read at padding" in caplog.text
+    assert "read a score at padding" in caplog.text
 
 
 def assert_scores(model, hooks, batch):
@@ -486,13 +486,13 @@ def test_adapters_leave_logits_of_padding_out_too():
 
 
 REFUSED = {
-    "str is no model": lambda: "a/path",
-    "Sequential is no model": lambda: torch.nn.Sequential(build("qwen2")),
+    "not a str": lambda: "a/path",
+    "not a Sequential": lambda: torch.nn.Sequential(build("qwen2")),
     "give trainer.model": lambda: SimpleNamespace(get_train_dataloader=None),
     "prefix": lambda: get_peft_model(build("qwen2"), PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")),
     "bloom": lambda: build("bloom"),
-    "gpt2 attends to an encoder": lambda: build("gpt2", add_cross_attention=True),
-    "t5 attends to an encoder": lambda: build("t5", AutoModelForSequenceClassification, d_model=32, num_layers=1),
+    "gpt2 has an encoder": lambda: build("gpt2", add_cross_attention=True),
+    "t5 has an encoder": lambda: build("t5", AutoModelForSequenceClassification, d_model=32, num_layers=1),
 }
 
 
@@ -532,7 +532,7 @@ def test_a_packed_call_with_a_fault_is_found_by_its_probe(fault):
     model.transformer.register_forward_pre_hook(spoil, with_kwargs=True)
     model.transformer.register_forward_hook(shift, with_kwargs=True)
 
-    with pytest.raises(ModelError, match="padded rows cannot be packed"):
+    with pytest.raises(ModelError, match="cannot leave padding out"):
         unpad(model)
 
 

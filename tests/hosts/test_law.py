@@ -136,19 +136,19 @@ REFUSED = {
     "2 processes": (ArgumentError, start_two_processes),
     "already": (ArgumentError, lambda out: use_plan(follow_plan(out), PLAN)),
     "Streamed": (ArgumentError, partial(follow_plan, rows=Streamed(), max_steps=1)),
-    "27 samples.* 1 rows": (ArgumentError, partial(follow_plan, eval_dataset=ROWS[:1], eval_plan=PLAN)),
+    "27 samples.* 1 row:": (ArgumentError, partial(follow_plan, eval_dataset=ROWS[:1], eval_plan=PLAN)),
     "dict of data sets": (ArgumentError, partial(follow_plan, eval_dataset={"a": ROWS}, eval_plan=PLAN)),
-    "lacks the data set": (ArgumentError, partial(follow_plan, rows=None, max_steps=1)),
+    "has no train_dataset": (ArgumentError, partial(follow_plan, rows=None, max_steps=1)),
     "not a Plan": (ArgumentError, lambda out: use_plan(PLAN, trainer_with(out))),
     "plan is of type RawPlan": (ArgumentError, partial(follow_plan, plan=PLAN.raw)),
     "plan is of type float": (ArgumentError, partial(follow_plan, plan=4096.0)),
     "plan is of type Packs": (ArgumentError, partial(follow_plan, plan=PLAN.packs)),
-    "GRPOTrainer trains no rows": (ArgumentError, lambda _: use_plan(object.__new__(GRPOTrainer), PLAN)),
+    "GRPOTrainer makes batches that no plan": (ArgumentError, lambda _: use_plan(object.__new__(GRPOTrainer), PLAN)),
     "evaluation has no plan": (ArgumentError, partial(follow_plan, row_ranks=2)),
     "sample 3": (StaleError, train_longer_row),
     "bloom": (ModelError, plan_leaking_model),
-    "is pack 0,": (MismatchError, partial(train_by_other_loader, change=sorted)),
-    "is pack None,": (MismatchError, partial(train_by_other_loader, change=lambda batches: batches[:-2])),
+    "served pack 0,": (MismatchError, partial(train_by_other_loader, change=sorted)),
+    "served no further pack,": (MismatchError, partial(train_by_other_loader, change=lambda batches: batches[:-2])),
     "progress of a plan": (ArgumentError, resume_without_plan),
     "is damaged": (CorruptArtefactError, partial(resume_changed, damaged=True)),
 }
@@ -236,7 +236,7 @@ def test_a_step_has_as_many_packs_as_it_had_rows(tmp_path, caplog):
     assert -(-len(PLAN.packs) // 12) == schedule.steps_per_epoch
     assert (1, 12) == (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps)
     told = (
-        "a step trains 4 packs on each rank where it trained 4 rows",
+        "each rank trains 4 packs a step instead of 4 rows",
         "save_steps",
         "eval_steps",
         "warmup_steps",
@@ -356,7 +356,7 @@ def train_with_a_fault_on_one_rank(rank, out):
         trainer.collate = PackInputs(collate_across)
     else:
         trainer.reference = None  # which is called between the passes of the pack and of its samples
-    with pytest.raises(MismatchError, match=r"pack \d+ is not its \d+ samples alone: .*, on rank 1"):
+    with pytest.raises(MismatchError, match=r"pack \d+ does not train like its \d+ samples alone: .*, on rank 1"):
         trainer.train()
     (out / f"ended{rank}").touch()
 

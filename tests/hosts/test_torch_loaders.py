@@ -112,10 +112,10 @@ def test_nothing_beyond_the_schedule_is_served(resumed):
     if resumed:
         batches.load_state_dict(batches.state_dict())
 
-    with pytest.raises(ArgumentError, match="the schedule ends after 3 epochs, and the loader asks for epoch 3"):
+    with pytest.raises(ArgumentError, match="the schedule ends after 3 epochs, but the loader asks for epoch 3"):
         list(batches)
     for step in (-1, batches.schedule.total_steps + 1):
-        with pytest.raises(ArgumentError, match=f"step is {step}, but training has"):
+        with pytest.raises(ArgumentError, match=f"step is {step}, but has to be"):
             batches.state_dict(step=step)
 
 
@@ -193,7 +193,7 @@ def test_packs_that_are_not_the_schedules_are_refused(found):
     """In another order, too few or too many of a step."""
     refuse_other_packs([{"packplan_pack": 0}, {"packplan_pack": [1]}], [(0,), (1,)])
 
-    with pytest.raises(MismatchError, match=r"the loader's batch is pack .*, but the schedule's is"):
+    with pytest.raises(MismatchError, match=r"the loader served .*pack.*, but the schedule has"):
         refuse_other_packs([{"packplan_pack": pack} for pack in found], [(0,), (1,)])
 
 

@@ -18,17 +18,17 @@ from packplan.core.errors import ArgumentError, StaleError
 
 IDS = [5, 6, 7, 8]
 
-SEVERAL = "pack of several samples by its"
+SEVERAL = "holds several samples by its"
 
 NO_SAMPLES = [
     ("padding: attention_mask is 0 at 2 of its 4 tokens", {"attention_mask": [1, 1, 0, 0]}),
     ("4 tokens, but 3 values of attention_mask", {"attention_mask": [1, 1, 1]}),
     ("4 tokens, but 3 values of labels", {"labels": [5, 6, 7]}),
     ("4 tokens, but 5 values of completion_mask", {"completion_mask": [0, 1, 1, 1, 1]}),
-    ("labels of row 2 is float64 of shape (4,)", {"labels": [5.0, 6.5, 7.0, 8.0]}),
-    ("input_ids of row 2 is float32 of shape (4,)", {"input_ids": torch.tensor(IDS).float()}),
-    ("input_ids of row 2 is int64 of shape (2, 2)", {"input_ids": [[5, 6], [7, 8]]}),
-    ("input_ids of row 2 is list", {"input_ids": [[5, 6, 7], [8]]}),
+    ("row 2 has labels of type float64 and shape (4,)", {"labels": [5.0, 6.5, 7.0, 8.0]}),
+    ("row 2 has input_ids of type float32 and shape (4,)", {"input_ids": torch.tensor(IDS).float()}),
+    ("row 2 has input_ids of type int64 and shape (2, 2)", {"input_ids": [[5, 6], [7, 8]]}),
+    ("row 2 has input_ids of type list", {"input_ids": [[5, 6, 7], [8]]}),
     (f"{SEVERAL} attention_mask", {"attention_mask": [1, 1, 2, 2]}),
     (f"{SEVERAL} seq_lengths", {"seq_lengths": [1, 3]}),
     (f"{SEVERAL} seq_lens", {"seq_lens": [2, 2]}),
@@ -229,7 +229,7 @@ def test_samples_that_teach_nothing_are_counted(caplog):
     facts = RowsOfPacks(rows, pp.plan([1, 2, 2], 4)).inspect()
 
     assert [0, 0, 1] == facts.num_supervised.tolist()
-    assert ["2 of 3 samples: no supervised token"] == caplog.messages
+    assert ["2 of 3 samples have no supervised token"] == caplog.messages
     with pytest.raises(ArgumentError, match="none of 2 samples has a supervised token"):
         RowsOfPacks(rows[:2], pp.plan([1, 2], 4)).inspect()
 
@@ -265,7 +265,7 @@ def test_a_collator_of_ones_own_makes_the_batch(collate):
     ("collate", "words"),
     [
         (lambda rows: {"input_ids": pad_rows(rows)["input_ids"]}, "gives no attention_mask"),
-        (lambda rows: pad_rows(rows[:-1]), "makes 3 tokens of pack 0, of 5 planned"),
+        (lambda rows: pad_rows(rows[:-1]), "returns 3 tokens for pack 0 instead of 5"),
         (lambda rows: pad_rows(rows[::-1]), r"sample 0 \(row 0\) .* length planned 3, fetched 2"),
     ],
 )
