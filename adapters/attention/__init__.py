@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from packplan.adapters.attention.rows import follow_rows, run_by_sample
+from packplan.adapters.attention.packed_row import follow_rows, run_by_sample
 from packplan.adapters.attention.varlen import attend, attend_to_patches, build_mask, build_mask_of_known_row
 from packplan.adapters.families import trained_part
 from packplan.core.equality import FLEX, NATIVE, VARLEN, AttentionChoice

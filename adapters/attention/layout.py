@@ -20,7 +20,7 @@ import attrs
 import torch
 from transformers.masking_utils import sdpa_mask
 
-from packplan.adapters.attention.rows import PackedRow
+from packplan.adapters.attention.packed_row import PackedRow
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """

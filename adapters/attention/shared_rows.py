@@ -37,7 +37,13 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from packplan.adapters.attention import NAME, ROWS_NAME, attention_names
-from packplan.adapters.attention.rows import PackedRow, current_row, read_row, restore_rows_on_recompute, using_row
+from packplan.adapters.attention.packed_row import (
+    PackedRow,
+    current_row,
+    read_row,
+    restore_rows_on_recompute,
+    using_row,
+)
 from packplan.adapters.attention.shares import RowShare, gather_rows
 from packplan.adapters.families import trained_part
 from packplan.core.batch import IGNORED_LABEL, pack_degrees

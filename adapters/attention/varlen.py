@@ -29,7 +29,7 @@ from transformers.masking_utils import (
 )
 
 from packplan.adapters.attention.layout import Layout, MaskFunction, read_layout
-from packplan.adapters.attention.rows import PackedRow, current_row, row_inside_model
+from packplan.adapters.attention.packed_row import PackedRow, current_row, row_inside_model
 from packplan.core.errors import ArgumentError, PackplanError
 
 log = logging.getLogger(__name__)

@@ -24,11 +24,11 @@ from accelerate.utils import gather_object, recursively_apply, send_to_device
 from torch.nn.functional import pad
 from transformers import Trainer
 
+from packplan.adapters.hf.batches import BatchCounts, BatchRows, Row, join_rows, split_batch
 from packplan.adapters.hf.first_pack import LocalAccelerator
 from packplan.adapters.hf.following import insert_base_class
 from packplan.adapters.hf.pairs import Logged, weighted_means
 from packplan.adapters.hf.refusals import is_old_trl, refuse_balance_conflicts
-from packplan.adapters.hf.rows import BatchCounts, BatchRows, Row, join_rows, split_batch
 from packplan.core.errors import ArgumentError, ModelError
 from packplan.core.lengths import as_whole_number
 from packplan.core.metrics import PackingMetrics, packing_metrics

@@ -26,7 +26,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from packplan.adapters.attention import using_native_attention
-from packplan.adapters.attention.rows import RealTokens, read_row
+from packplan.adapters.attention.packed_row import RealTokens, read_row
 from packplan.adapters.attention.shared_rows import RowGroups, count_tokens, sharing_by
 from packplan.adapters.hf.first_pack import require_pack_as_alone
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches, read_saved_progress

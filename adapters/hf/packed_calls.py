@@ -29,7 +29,7 @@ from transformers import Cache
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from packplan.adapters.attention import attention_names, using_native_attention
-from packplan.adapters.attention.rows import Padding, RealTokens, using_row
+from packplan.adapters.attention.packed_row import Padding, RealTokens, using_row
 from packplan.adapters.attention.shared_rows import RowGroups
 from packplan.adapters.models import replace_attributes
 from packplan.adapters.proof.steps import NOISE

@@ -19,13 +19,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
 from packplan.adapters.attention import NAME, set_attention
-from packplan.adapters.attention.rows import PADDINGS, RealTokens
+from packplan.adapters.attention.packed_row import PADDINGS, RealTokens
 from packplan.adapters.attention.shared_rows import RowGroups, attention_for_shared_rows, share_rows, sharing_by
 from packplan.adapters.families import trained_config, trained_part
 from packplan.adapters.hf.packed_calls import HOOKED, POSITIONS, TextStack, Unpadding
 from packplan.adapters.models import evaluation_mode, find_sharded_weight
 from packplan.adapters.probe.probe import probe_small_copy
-from packplan.adapters.probe.rows import (
+from packplan.adapters.probe.probe_row import (
     build_small_copy,
     draw_token_types,
     ordinary_token_ids,

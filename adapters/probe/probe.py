@@ -13,9 +13,9 @@ import attrs
 import torch
 
 from packplan.adapters.attention import NAME, ROWS_NAME, project_patches, set_attention, takes_packed_images
-from packplan.adapters.attention.rows import run_by_sample
+from packplan.adapters.attention.packed_row import run_by_sample
 from packplan.adapters.families import trained_config
-from packplan.adapters.probe.rows import ProbeRow, probe_images
+from packplan.adapters.probe.probe_row import ProbeRow, probe_images
 from packplan.adapters.probe.shrink import (
     FIRST_ID,
     LONGEST,

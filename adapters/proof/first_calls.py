@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule
 
 from packplan.adapters.attention import using_native_attention
-from packplan.adapters.attention.rows import RealTokens
+from packplan.adapters.attention.packed_row import RealTokens
 from packplan.adapters.models import find_sharded_weight
 from packplan.adapters.proof.passes import Pass, difference_text, run_pass
 from packplan.adapters.proof.steps import gather_from_ranks, has_ranks

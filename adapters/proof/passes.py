@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.functional import pad
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from packplan.adapters.attention.rows import RealTokens
+from packplan.adapters.attention.packed_row import RealTokens
 from packplan.adapters.proof.comparison import compare_values, difference_limit, experts_may_differ
 from packplan.adapters.proof.gradients import open_source
 from packplan.adapters.proof.steps import restoring_training_state

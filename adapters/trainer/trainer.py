@@ -57,7 +57,7 @@ from swift.trainers.patcher import PrinterCallbackNew, ProgressCallbackNew
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from packplan.adapters.attention.rows import prepend_text_positions
+from packplan.adapters.attention.packed_row import prepend_text_positions
 from packplan.adapters.files import wrap_load_errors, wrap_save_errors
 from packplan.adapters.hf.following import ComputesPacks, FollowsSchedule, drop_pack_rates
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches

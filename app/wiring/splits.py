@@ -9,9 +9,9 @@ import numpy as np
 
 from packplan.adapters.exports import export_cached_rows
 from packplan.adapters.progress import progress
+from packplan.adapters.samples.dataset_rows import DatasetRowsEncoder, DatasetRowsFile, DatasetRowsMeasurer
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.measurer import SwiftMeasurer
-from packplan.adapters.samples.rows import DatasetRowsEncoder, DatasetRowsFile, DatasetRowsMeasurer
 from packplan.adapters.samples.template import open_template
 from packplan.adapters.swift.command import read_command
 from packplan.app.planning.split import Split, align_options

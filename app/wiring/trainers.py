@@ -13,7 +13,7 @@ from packplan.adapters.hf.refusals import warn_of_unclipped_gradients
 from packplan.adapters.loaders.batches import PackBatches
 from packplan.adapters.model_folder import PROCESSING_FILES, model_file_facts
 from packplan.adapters.models import find_sharded_weight
-from packplan.adapters.probe.rows import probe_sharing_copy
+from packplan.adapters.probe.probe_row import probe_sharing_copy
 from packplan.adapters.samples.arguments import swift_types
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.video_reading import has_separate_video_pass

@@ -16,7 +16,7 @@ import attrs
 from packplan.adapters.attention.shared_rows import RowGroups, attention_for_shared_rows
 from packplan.adapters.model_folder import config_digest, config_model_type, refuse_missing_layers
 from packplan.adapters.probe.probe import probe_small_copy
-from packplan.adapters.probe.rows import device_and_precision, probe_ready_model
+from packplan.adapters.probe.probe_row import device_and_precision, probe_ready_model
 from packplan.adapters.probe.small_model import open_model_config
 from packplan.adapters.stores.plans import DiskVerdictStore
 from packplan.adapters.trainer.arguments import runs_on_cpu

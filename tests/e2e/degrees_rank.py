@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from benchmarks.degrees import measure_ways
 from packplan.adapters.attention import set_attention
 from packplan.adapters.attention.shared_rows import RowGroups, attention_for_shared_rows, share_rows
-from packplan.adapters.probe.rows import probe_ready_model
+from packplan.adapters.probe.probe_row import probe_ready_model
 from packplan.core.equality import VARLEN, AttentionChoice
 from tests.e2e.alone import POWERS, step_alone
 from tests.nearness import FLOAT32, apart

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from packplan.adapters.attention import set_attention
-from packplan.adapters.probe.rows import probe_ready_model
+from packplan.adapters.probe.probe_row import probe_ready_model
 from packplan.adapters.probe.shrink import shrink_config
 from packplan.adapters.probe.small_model import SmallModels, diversify_weights, hiding_warnings
 from packplan.adapters.proof.comparison import difference_limit

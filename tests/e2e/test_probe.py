@@ -17,10 +17,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from packplan.adapters.attention import NAME, set_attention
-from packplan.adapters.attention.rows import read_row, run_by_sample
-from packplan.adapters.probe import rows
+from packplan.adapters.attention.packed_row import read_row, run_by_sample
+from packplan.adapters.probe import probe_row
 from packplan.adapters.probe.probe import probe_small_copy
-from packplan.adapters.probe.rows import ordinary_token_ids, probe_images, probe_ready_model
+from packplan.adapters.probe.probe_row import ordinary_token_ids, probe_images, probe_ready_model
 from packplan.adapters.probe.shrink import shrink_config
 from packplan.adapters.probe.small_model import SmallModels, open_model_config
 from packplan.adapters.proof.comparison import compare, difference_limit, experts_may_differ, run_alone
@@ -407,7 +407,7 @@ def test_layers_that_are_computed_again_have_the_row_of_their_own_forward_pass()
         if checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-        drawn = [rows.ProbeRow.draw(model, lengths, ids=range(16, 96)) for lengths in ((9, 21), (4, 11, 15))]
+        drawn = [probe_row.ProbeRow.draw(model, lengths, ids=range(16, 96)) for lengths in ((9, 21), (4, 11, 15))]
         losses = [model(**row.packed.inputs).logits.square().mean() for row in drawn]
         torch.autograd.backward(losses[0])
         torch.autograd.backward(losses[1])
@@ -428,7 +428,7 @@ def test_what_lost_its_row_is_an_error():
     run_by_sample(layer, ["Linear"])
     model = SmallModels(default_config("gpt_oss")).build(attention="eager")
     set_attention(model, AttentionChoice("varlen", native="eager", follows_rows=True))
-    row = rows.ProbeRow.draw(model, (5, 9), ids=range(16, 96))
+    row = probe_row.ProbeRow.draw(model, (5, 9), ids=range(16, 96))
     model(**row.packed.inputs)
     for module in model.modules():
         vars(module).pop("forward", None)
@@ -467,7 +467,7 @@ def test_the_loaded_model_is_asked_and_left_as_it_was(precision):
 def test_two_right_ways_to_compute_a_model_are_within_the_limit(family, precision, most):
     """Eager attention and sdpa round at other places, and experts are then chosen otherwise."""
     model = SmallModels(default_config(family)).build(attention="eager").to(getattr(torch, precision)).eval()
-    samples = rows.ProbeRow.draw(model, rows.LOADED_LENGTHS, ids=range(16, 96)).samples
+    samples = probe_row.ProbeRow.draw(model, probe_row.LOADED_LENGTHS, ids=range(16, 96)).samples
     eager = run_alone(model, samples, with_gradients=False)
     model.set_attn_implementation("sdpa")
 

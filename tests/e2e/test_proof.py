@@ -15,7 +15,7 @@ from transformers import DataCollatorWithFlattening, LlamaConfig
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from packplan.adapters.attention import set_attention
-from packplan.adapters.attention.rows import run_by_sample
+from packplan.adapters.attention.packed_row import run_by_sample
 from packplan.adapters.probe.small_model import SmallModels
 from packplan.core.equality import AttentionChoice
 from packplan.core.errors import ArgumentError, MismatchError, ModelError

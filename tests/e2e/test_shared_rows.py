@@ -23,7 +23,7 @@ from packplan.adapters.attention.shared_rows import (
     share_rows,
     sharing_by,
 )
-from packplan.adapters.probe.rows import probe_ready_model, probe_sharing_copy
+from packplan.adapters.probe.probe_row import probe_ready_model, probe_sharing_copy
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.equality import VARLEN, AttentionChoice
 from packplan.core.errors import MismatchError, ModelError

@@ -13,7 +13,7 @@ from swift.dataset import load_dataset
 from swift.dataset.preprocessor.core import MessagesPreprocessor, ResponsePreprocessor, RowPreprocessor
 from swift.template.template_inputs import StdTemplateInputs
 
-from packplan.adapters.samples import rows
+from packplan.adapters.samples import dataset_rows
 from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.swift.command import read_command
 from packplan.app.wiring.runs import read_config
@@ -345,8 +345,10 @@ def test_texts_without_a_chat_are_those_of_pretraining(write_run, tmp_path):
 def test_an_image_of_a_row_is_its_path_or_its_bytes(tmp_path, monkeypatch):
     """Bytes where a server or the row has it."""
     coded = base64.b64encode(b"a png").decode()
-    monkeypatch.setattr(rows, "load_file", {"http://a/bc.png": io.BytesIO(b"a png"), coded: io.BytesIO(b"a png")}.get)
+    monkeypatch.setattr(
+        dataset_rows, "load_file", {"http://a/bc.png": io.BytesIO(b"a png"), coded: io.BytesIO(b"a png")}.get
+    )
     (file := tmp_path / "a.png").touch()
 
     images = "http://a/bc.png", coded, {"bytes": b"a png", "path": None}, str(file), {"bytes": None, "path": str(file)}
-    assert [b"a png"] * 3 + [str(file)] * 2 == list(map(rows._path_or_bytes, images))
+    assert [b"a png"] * 3 + [str(file)] * 2 == list(map(dataset_rows._path_or_bytes, images))

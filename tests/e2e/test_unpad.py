@@ -25,7 +25,7 @@ from transformers import (
     GenerationConfig,
 )
 
-from packplan.adapters.attention.rows import PackedRow, RealTokens, read_row
+from packplan.adapters.attention.packed_row import PackedRow, RealTokens, read_row
 from packplan.adapters.hf.packed_calls import TextStack, log_once
 from packplan.core.errors import ArgumentError, ModelError, PackplanError
 from packplan.hf import flatten, separate_samples, unpad

@@ -30,8 +30,8 @@ from transformers.masking_utils import (
 from packplan.adapters import attention
 from packplan.adapters.attention import PatchProjection, project_patches, varlen
 from packplan.adapters.attention.layout import Layout, read_layout
-from packplan.adapters.attention.rows import read_row, using_row
-from packplan.adapters.probe.rows import ProbeRow
+from packplan.adapters.attention.packed_row import read_row, using_row
+from packplan.adapters.probe.probe_row import ProbeRow
 from packplan.adapters.proof.comparison import packed_and_alone, run_alone
 
 pytestmark = pytest.mark.slow

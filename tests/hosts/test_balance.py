@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 
 from packplan.adapters.hf.balance import _BalanceState, split_microbatches
+from packplan.adapters.hf.batches import BatchCounts, join_rows, split_batch
 from packplan.adapters.hf.refusals import _LOSSES, is_old_trl
-from packplan.adapters.hf.rows import BatchCounts, join_rows, split_batch
 from packplan.core.errors import ArgumentError
 from packplan.hf import balance
 from tests.e2e.unpad_rank import shard
