@@ -141,7 +141,7 @@ def wrap_load_errors(key: str, fact: str, remedy: str = "") -> Iterator[None]:
     Turn exceptions in this context into ConfigErrors, except PackplanErrors and lack of memory.
 
     Args:
-        key: Configuration key that names what a library loads here: weights, states, settings.
+        key: Configuration key of the weights, states or settings that a library loads here.
         fact: First part of the message; the library's reason follows.
         remedy: Advice after the reason.
     """

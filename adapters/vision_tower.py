@@ -138,7 +138,7 @@ class DummyImage:
 
 def count_tower_runs(model: nn.Module, given: Mapping[str, Any]) -> int:
     """
-    Return how often a call runs the vision tower for its images and videos.
+    Return the number of times that a call runs the vision tower for its images and videos.
 
     It is 0 for a model that runs the tower equally often in every call.
 

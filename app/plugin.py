@@ -110,7 +110,7 @@ def _share_by_degree(config: RunConfig, host: HostCommand, most: int | None) -> 
         raise ConfigError(COMMAND, faults)
     shares: dict[str, Any] = {"sequence_parallel_size": "auto", "max_sequence_parallel_size": most}
     shared = attrs.evolve(config, training=attrs.evolve(config.training, **shares))
-    shared.plan_world_size(host.world_size)  # refuses what the ranks cannot
+    shared.plan_world_size(host.world_size)  # refuses degrees that the ranks do not allow
     return shared
 
 

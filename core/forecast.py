@@ -454,8 +454,9 @@ MemoryKind = Literal["weights", "gradients", "optimizer", "activations", "tempor
 
 MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 """
-Kinds of memory. Weights include buffers. Activations are the batch, and what the forward pass keeps
-for the backward pass; temporaries are everything else of the two passes, and of the update.
+Kinds of memory. Weights include buffers. Activations are the batch, and the tensors that the
+forward pass keeps for the backward pass; temporaries are everything else of the two passes, and of
+the update.
 """
 
 

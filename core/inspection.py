@@ -67,7 +67,7 @@ class PlanSummary:
     planned_samples: int
 
     long_samples: int
-    """Long samples, each a pack of its own; part of the planned ones."""
+    """Long samples, each a pack by itself; part of the planned ones."""
 
     skipped_samples: int
     """Long samples that are in no pack."""
@@ -597,7 +597,7 @@ def find_sample(plan: RawPlan, sample: int) -> SamplePlace:
 
 def count_degrees(degrees: IntArray) -> dict[str, int]:
     """
-    Return how many packs are shared by each number of ranks; keys are the number as text.
+    Return the number of packs that each number of ranks shares; keys are these numbers as text.
 
     >>> count_degrees(np.array([1, 4, 1]))
     {'1': 2, '4': 1}

@@ -208,7 +208,7 @@ def as_packs(value: AnyPacks) -> Packs:
 
 def filled_tokens(loads: IntArray | Sequence[int], packing_length: int) -> IntArray:
     """
-    Return how many tokens of the packing length each pack fills; a long pack counts as full.
+    Return the tokens of the packing length that each pack fills; a long pack counts as full.
 
     >>> filled_tokens([30, 80, 200], 80).tolist()
     [30, 80, 80]

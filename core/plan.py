@@ -36,7 +36,7 @@ class RawPlan(HasPacks):
 
     single_long: tuple[int, ...]
     """
-    Samples of `packing_length` tokens or more, each a pack of its own. The fill filter keeps them.
+    Samples of `packing_length` tokens or more, each a pack by itself. The fill filter keeps them.
     """
 
     skipped_long: tuple[int, ...]
@@ -159,7 +159,7 @@ def build_raw_plan(
     array = as_lengths(lengths)
     long = np.flatnonzero(array >= policy.packing_length)
     single, skipped = (long, long[:0]) if policy.allow_single_long else (long[:0], long)
-    # An algorithm that counts lengths makes a pack of its own of a sample that fills one.
+    # An algorithm that counts lengths puts a sample that fills a pack into a pack by itself.
     alone = single[:0] if policy.counts_lengths else single
     if not policy.packing:
         alone = np.delete(np.arange(array.size), skipped)

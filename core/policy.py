@@ -86,7 +86,7 @@ class PlanPolicy:
     """Whether packs filled below `min_fill_ratio` are dropped. Packs of long samples are kept."""
 
     allow_single_long: bool = True
-    """Give each long sample a pack of its own; otherwise skip it."""
+    """Make each long sample a pack by itself; otherwise skip it."""
 
     seed: int = attrs.field(default=0, converter=as_seed)
     """Seed of random algorithms, from 0 to 2**64 - 1."""

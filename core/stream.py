@@ -52,7 +52,7 @@ class StreamOptions:
     """Whether packs that are underfilled at the end of the stream are dropped."""
 
     allow_single_long: bool = True
-    """Whether long samples are packs of their own. Otherwise they are skipped."""
+    """Whether long samples are packs by themselves. Otherwise they are skipped."""
 
     def __attrs_post_init__(self) -> None:
         as_whole_number("packing_length", self.packing_length)
@@ -85,7 +85,7 @@ class StreamCounts:
     """Packs to train."""
 
     long: int = 0
-    """Samples of the packing length or more, each in a pack of its own."""
+    """Samples of the packing length or more, each in a pack by itself."""
 
     skipped: int = 0
     """Samples of the packing length or more that are in no pack."""

@@ -178,7 +178,7 @@ def plan(
         algorithm: A name in `ALGORITHMS`.
         images: Number of images of each sample, which *max_images* needs.
         max_images: Images that a pack of several samples may hold, >= 1; None sets no limit.
-        allow_single_long: Give each sample of *packing_length* tokens or more a pack of its own;
+        allow_single_long: Make each sample of *packing_length* tokens or more a pack by itself;
             otherwise skip it.
         refuse_longer: Refuse samples of more than *packing_length* tokens.
         drop_last: Drop packs that are filled below *min_fill_ratio*.
@@ -232,7 +232,7 @@ class Figure:
     value: str
 
     remark: str
-    """Unit, and what else belongs to the value."""
+    """Unit of the value, and notes on it."""
 
     decides: bool = False
     """Whether it is shown where not all figures are."""

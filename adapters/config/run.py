@@ -34,7 +34,7 @@ _REQUIRED = {"template": {}, "custom": {}, "model": {"model": "unset"}, "trainin
 """Section -> values of the keys that have no default. They stand in for values with a fault."""
 
 _FAULTS: Mapping[type, Callable[[Any], Iterator[Fault]]] = {RunConfig: run_faults, RlConfig: rl_faults}
-"""Class of a configuration -> function that yields what its types cannot express."""
+"""Class of a configuration -> function that yields the faults that its types cannot express."""
 
 _FOREIGN = read_foreign_keys()
 

@@ -96,7 +96,7 @@ def balance(
 
     Args:
         trainer: `GRPOTrainer` or `RLOOTrainer` of TRL.
-        max_tokens: Most tokens of a microbatch. A longer row is a microbatch of its own.
+        max_tokens: Most tokens of a microbatch. A longer row is a microbatch by itself.
         logprob_max_tokens: Most tokens of a pass without gradients, for old and reference
             log-probabilities; None for *max_tokens*.
         padded: Whether padding counts, as the number of rows times the longest row. Set it for

@@ -192,7 +192,7 @@ class FollowsSchedule:
         return self.schedule.start.epoch, 0  # the follower begins where the checkpoint ended
 
     def _run_epoch(self, *, epoch: int, **options: Any) -> None:
-        """Train what is left of an epoch, whose batches `get_batch_samples` then expects."""
+        """Train the rest of an epoch, whose batches `get_batch_samples` then expects."""
         schedule = self.schedule
         options |= {
             "steps_in_epoch": schedule.num_remaining_batches(epoch),

@@ -145,7 +145,7 @@ class TrainsPairs(ServesPacks):
         return self._evaluated is not None and self._evaluated.next_is_repeated
 
     def _log_step(self, step: _Step) -> None:
-        """Log what the batches of all ranks have logged, as of one batch."""
+        """Log the values that all ranks' batches have logged, as those of one batch."""
         if self._metrics is None:
             return
         found = weighted_means(gather_object(step.logged), _EXTREMES)

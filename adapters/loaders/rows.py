@@ -1,5 +1,5 @@
 """
-Rows: what a data set holds for each sample, and how a row is read, compared and padded.
+Rows of a data set, one for each sample: reading, comparing and padding them.
 
 A row is one sample: a mapping with `input_ids`, perhaps `labels`, and perhaps the tensors of a
 processor (`pixel_values`, `image_grid_thw`, …). A user's own collator may take other rows.

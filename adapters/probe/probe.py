@@ -62,7 +62,7 @@ def probe_small_copy(
         config: Configuration of transformers, of the user's own model.
         attn_impl: Value of `model.attn_impl`.
         trust_remote_code: Whether code beside the configuration may run.
-        on_cpu: Whether the model trains on a CPU; a GPU is used for what runs there alone.
+        on_cpu: Whether the model trains on a CPU; a GPU is used for attentions that run only there.
     """
     return SmallProbe(config, trust_remote_code=trust_remote_code, on_cpu=on_cpu).verdict(attn_impl)
 
@@ -166,7 +166,7 @@ class SmallProbe:
     """Whether code beside the configuration may run."""
 
     on_cpu: bool = True
-    """Whether the model trains on a CPU; a GPU is used for what runs there alone."""
+    """Whether the model trains on a CPU; a GPU is used for attentions that run only there."""
 
     device: str = "cpu"
     """Device of the copies."""

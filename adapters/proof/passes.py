@@ -35,7 +35,7 @@ _STATES, _GRADIENT = "last hidden state", "gradient of the embeddings"
 
 @attrs.define(eq=False)
 class Pass:
-    """Results of a forward pass, and how much rounding may change them."""
+    """Results of a forward pass, and the size of differences that rounding may cause."""
 
     values: dict[str, list[torch.Tensor]] = attrs.field(factory=dict)
     """Name -> values of each sample; shape (tokens, width), or (1, width) for pooled ones."""

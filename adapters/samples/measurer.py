@@ -2,8 +2,9 @@
 Measures the samples of an encoder; plans are made from these measurements.
 
 `measure_many` is read from top to bottom, for a batch in this process: read each sample and split
-its texts into pieces, count the pieces of the batch at once (`shortcut.py`), and encode in full
-what is left. Worker processes and the worker of a torch loader, at the end, do the same.
+its texts into pieces, count the pieces of the batch at once (`shortcut.py`), and encode the
+remaining samples in full. Worker processes and the worker of a torch loader, at the end, do the
+same.
 """
 
 import gc
@@ -91,11 +92,11 @@ class SwiftMeasurer:
     """
     A `core.ports.LengthSource` over the samples of an encoder.
 
-    It measures by the shortcut, the texts and the headers of media, and encodes in full what that
-    does not cover. Of the other samples, some are also encoded in full and compared: the first of
-    each kind in each process, and one in `AUDITED_ONE_IN` of those without videos, since decoding a
-    video takes as long as counting hundreds. The first of each kind is also compared, token by
-    token, with ms-swift's own encode of its record.
+    It measures by the shortcut, the texts and the headers of media, and encodes all others in full.
+    Of the other samples, some are also encoded in full and compared: the first of each kind in each
+    process, and one in `AUDITED_ONE_IN` of those without videos, since decoding a video takes as
+    long as counting hundreds. The first of each kind is also compared, token by token, with
+    ms-swift's own encode of its record.
     """
 
     pool_start_s = 1.0

@@ -309,7 +309,7 @@ class _Container:
 
 
 def quarter_turns(path: str) -> int:
-    """Return by how many quarter turns, counter-clockwise, a player rotates a video."""
+    """Return the number of quarter turns, counter-clockwise, by which a player rotates a video."""
     with open_video(path) as container:
         first = next(container.decode(container.streams.best("video")))
         return _count_quarter_turns(first)

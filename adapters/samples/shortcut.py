@@ -167,7 +167,7 @@ class PieceCounter:
         return sum((one.cost for _, one, number in stand_ins for _ in range(number)), texts + sample.extra)
 
     def count_media_tokens(self, sample: SplitSample) -> Counter[str]:
-        """Return how many media tokens of each kind the texts of a sample contain."""
+        """Return the number of media tokens of each kind in the texts of a sample."""
         texts = [piece.content for piece in sample.pieces if isinstance(piece.content, str)]
         return Counter({kind: sum(text.count(token) for text in texts) for kind, token in self._media_tokens.items()})
 

@@ -150,7 +150,7 @@ def open_template(
     if not opened.tokenizer("a").input_ids:  # as without tokenizer.json, where transformers makes one without words
         reason = f"{model.model} has a tokenizer that knows no words: copy the files of its tokenizer there"
         raise ConfigError.for_key("model.model", reason)
-    if not cuts:  # ms-swift fills in the model's own limit, and would refuse what is longer
+    if not cuts:  # ms-swift fills in the model's own limit, and would refuse longer samples
         opened.max_length = None
     opened.set_mode("train")
     opened.packing = opened.padding_free = packs

@@ -131,7 +131,7 @@ class DiskLengthStore:
 
     def open_for_append(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]) -> StoredRows:
         """
-        Return what is stored under *key*, and prepare to append the records that follow.
+        Return the rows stored under *key*, and prepare to append the records that follow.
 
         Args:
             key: All inputs of the measurements but the data.

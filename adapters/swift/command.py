@@ -206,7 +206,7 @@ def read_command(task: str, arguments: Sequence[str], *, started: int, world_siz
         if rest:
             raise ConfigError(COMMAND, (Fault(rest[0], "is no argument of ms-swift: remove it"),))
     num_processes = world_size * row_ranks(plain) if world_size else started
-    count_row_groups(num_processes, row_ranks(plain))  # refuses what does not fit
+    count_row_groups(num_processes, row_ranks(plain))  # refuses arguments that do not fit
     return SwiftCommand(plain, num_processes)
 
 
@@ -279,7 +279,9 @@ def unplanned_rlhf(arguments: Any) -> str | None:
 
 
 def row_ranks(arguments: Any) -> int:
-    """Return how many ranks share each row, from the arguments after `prepare_arguments`."""
+    """
+    Return the number of ranks that share each row, from the arguments after `prepare_arguments`.
+    """
     return getattr(arguments, "packplan_row_ranks", 1)
 
 

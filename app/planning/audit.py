@@ -124,7 +124,7 @@ def check_repeatability_early(source: LengthSource, num_measured: int, *, report
 
 def check_repeatability(source: LengthSource, stored: StoredRows) -> dict[str, Any]:
     """
-    Encode some samples twice more and compare; return what the manifest records of this.
+    Encode some samples twice more and compare; return the entry of this for the manifest.
 
     Raises:
         DataSetError: A sample encodes differently each time.

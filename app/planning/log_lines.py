@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 def log_run(config: RunConfig, splits: Sequence[Split], schedule: EpochSchedule, *, attention: str = "") -> None:
     """
-    Log a table of what a run trains, and a warning for each thing that its user may want to change.
+    Log the table of a run, and a warning for each thing that its user may want to change.
 
     Args:
         config: The run.

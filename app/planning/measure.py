@@ -65,7 +65,7 @@ def measure(split: Split, report: ReportProgress) -> Table:
         report: Called with each progress message.
 
     Raises:
-        RecordError: A record cannot become a sample; what was measured before it is kept.
+        RecordError: A record cannot become a sample; measurements before it are kept.
         DataSetError: Too many records cannot become samples, or an audit found a sample that
             encodes differently each time.
         StaleError: The data, an image or the configuration is not the one that was measured.
@@ -144,7 +144,7 @@ def _measure_missing(split: Split, stored: StoredRows, *, bad: BadRecords, repor
     Measure the records that a store lacks, append them to it, flush by flush, and return all.
 
     Raises:
-        RecordError: A record cannot become a sample; what was measured before it is kept.
+        RecordError: A record cannot become a sample; measurements before it are kept.
         ShortcutError: The shortcut measures a sample differently from a full encode.
     """
     name, source, store, known = split.name, split.source, split.stores.lengths, split.known

@@ -116,7 +116,7 @@ def prepare_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
 
 
 def _log_stream(config: RunConfig, splits: dict[str, Split], world_size: int, attention: AttentionChoice) -> None:
-    """Log a table of what a stream trains, and its warnings."""
+    """Log the table of a stream's run, and its warnings."""
     batch = accumulation_of(config, world_size=world_size).effective_batch_size
     rows = {
         "data": f"{counted(len(splits['train'].source), 'record')}, mixed and packed while training",
@@ -158,7 +158,7 @@ def _run_length_text(config: RunConfig) -> str:
 
 def _log_end(config: RunConfig, group: RankGroup, trainer: StreamTrainer) -> None:
     """
-    Log on rank 0 what became of the samples; every rank calls this, since their numbers are added.
+    Log the numbers of trained, dropped and skipped samples; every rank calls this, to add its own.
     """
     totals = trainer.totals()
     if group.rank != 0:

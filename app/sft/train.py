@@ -82,7 +82,7 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> t
     Raises:
         PackplanError: Something the user can fix, or something stored that is damaged.
     """
-    # What the settings alone can get wrong is found before hours of measuring.
+    # Faults of the settings are found before hours of measuring.
     refuse_stream(config)  # `packplan check` and `plan time` prepare, too
     world_size = config.plan_world_size(group.world_size)
     attention = decide_attention(config, isolated=config.training.packing and not may_leak)
@@ -133,7 +133,7 @@ def _schedule_packs(
 
 
 def _log_plans(config: RunConfig, splits: list[Split], schedule: EpochSchedule, attention: str) -> None:
-    """Log what is trained, the step of a resume, and the source of the works."""
+    """Log the plans, the step of a resume, and the source of the works."""
     log_run(config, splits, schedule, attention=attention)
     if schedule.start.step >= schedule.total_steps:
         log_nothing_left(schedule.start.step, f"at {schedule.total_steps:,}")

@@ -53,7 +53,8 @@ def probe_backends(
     Args:
         path: Folder of the model, or its config.json.
         dtype: Type to compute in; None takes float32.
-        device: Device to compute on. None takes the CPU, and a GPU for what runs there alone.
+        device: Device to compute on. None takes the CPU, and a GPU for attentions that run only
+            there.
         trust_remote_code: Whether code beside the configuration may run.
 
     Raises:

@@ -133,7 +133,7 @@ def _resolve_model(model: ModelConfig) -> ModelConfig:
     if not is_hub_id(model.model):
         return model
     folder = find_cached_model(model.model) or (download_model(model.model) if model.download else None)
-    # What no cache holds is refused where the folder is first needed.
+    # A model in no cache is refused where its folder is first needed.
     return model if folder is None else attrs.evolve(model, model=str(folder))
 
 

@@ -43,7 +43,7 @@ def decide_attention(config: RunConfig, *, isolated: bool) -> AttentionChoice:
 
     Raises:
         ModelError: The attention of `model.attn_impl` cannot be used, or is refused.
-        ConfigError: The model's folder does not say what it is.
+        ConfigError: The kind of the model cannot be told from its folder.
     """
     on_cpu = runs_on_cpu(config.training.trainer)
     if isolated:  # a backend that does not run here is refused before the model is probed

@@ -3,8 +3,8 @@ Packing algorithms, by name.
 
 To add an algorithm, write a function with its name in a module of this package, and an entry of
 `ALGORITHMS` that names the module. The function takes lengths, each from 1 to `capacity`,
-`capacity` by keyword, and what the entry lists in `takes`. It returns `Packs` ordered as those of
-`pack`. `tests.laws.test_packers` holds every entry to the same laws.
+`capacity` by keyword, and the arguments that the entry lists in `takes`. It returns `Packs` ordered
+as those of `pack`. `tests.laws.test_packers` holds every entry to the same laws.
 """
 
 from collections.abc import Callable, Mapping, Sequence

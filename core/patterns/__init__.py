@@ -1,5 +1,5 @@
 """
-Patterns: how many samples of each length a bin takes, and how many bins have each pattern.
+Patterns: numbers of samples of each length in a bin; and packings as numbers of bins by pattern.
 
 `guided` fills bins in the proportions of a linear program, and `search` improves such a filling.
 `relaxation` bounds the number of packs from below by a linear program over all lengths.

@@ -140,7 +140,9 @@ class Certificate:
 
 
 def effort_of_gap(packs: int, bound: int) -> Effort:
-    """Return the effort of linear programs in proportion to what they may save of *packs*."""
+    """
+    Return the effort of linear programs in proportion to the share of *packs* that they may save.
+    """
     return Effort(_STEPS_OF_A_GAP * max(1, CLOSE * (packs - bound) / bound))
 
 

@@ -156,7 +156,7 @@ class EpochStats:
 
     def num_positions(self, start: int, stop: int) -> int:
         """
-        Return how many positions all ranks compute in steps *start* to *stop* - 1.
+        Return the number of positions that all ranks compute in steps *start* to *stop* - 1.
 
         Positions of padding count too.
         """
@@ -165,7 +165,7 @@ class EpochStats:
 
     def num_tokens(self, start: int, stop: int) -> int:
         """
-        Return how many tokens steps *start* to *stop* - 1 train; a pack counts once in an epoch.
+        Return the number of tokens of steps *start* to *stop* - 1; a pack counts once in an epoch.
         """
         packs, first, _ = self._packs(start, stop)
         return int((self.pack_stats.tokens[packs] * first).sum())

@@ -72,7 +72,7 @@ Work = WorkModel | Sequence[float] | FloatArray
 """Work of a model, or the work of each sequence in any unit."""
 
 WhenLong = Literal["error", "alone"]
-"""Whether a sequence over the budget is an error or a microbatch of its own."""
+"""Whether a sequence over the budget is an error or a microbatch by itself."""
 
 
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -2,8 +2,8 @@
 Plan a list of lengths, a numpy array and a column of a data set: `python
 docs/examples/plan_a_list.py`.
 
-Given the folder of a planned run (`runs/demo/run/static_packing/train`), the lengths are those that
-are stored there, and the plan is the stored one: the same packs, the same checksum.
+With the folder of a planned run as argument (`runs/demo/run/static_packing/train`), it takes the
+lengths that are stored there, and makes the same packs with the same checksum.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WORLD_SIZE, PACKS_PER_STEP, EPOCHS = 2, 8, 3
 
 
 def describe(lengths: Lengths, *, packing_length: int) -> str:
-    """Return what training on these lengths would do."""
+    """Describe a plan of these lengths in one line: packs, steps and checksum."""
     plan = build_raw_plan(lengths, packing_length=packing_length)
     aligned = align_plan(plan, world_size=WORLD_SIZE, dataloader_drop_last=False)
     accumulation = resolve_accumulation(
@@ -46,14 +46,14 @@ def describe(lengths: Lengths, *, packing_length: int) -> str:
 
 
 def stored_lengths(folder: Path) -> tuple[np.ndarray, int]:
-    """Return the lengths that a run measured, and the budget of its packs."""
+    """Return the lengths that a run measured, and its packing length."""
     columns = json.loads((folder / "lengths.json").read_text())["samples"]["columns"]
     table = np.fromfile(folder / "lengths.bin", dtype="<i4").reshape(-1, len(columns))
     return table[:, columns.index("length")], json.loads((folder / "raw_plan.json").read_text())["packing_length"]
 
 
 def main(arguments: list[str]) -> None:
-    """Describe one plan, made of three kinds of lengths."""
+    """Describe the same plan, made from lengths of three types."""
     if arguments:
         array, packing_length = stored_lengths(Path(arguments[0]))
     else:

@@ -135,7 +135,9 @@ _KEPT: set[int] = set()
 
 
 def _most_kept() -> int:
-    """Return how many files may stay open: a quarter of those that the process may open."""
+    """
+    Return the number of files that may stay open: a quarter of those that the process may open.
+    """
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
 
 

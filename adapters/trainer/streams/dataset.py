@@ -103,7 +103,7 @@ class StreamDataset(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
         self.start, self.segments = start, segments
 
     def num_left(self, shards: Sequence[ShardState]) -> int:
-        """Return how many of this rank's records are not yet trained, skipped or dropped."""
+        """Return the number of this rank's records that are not yet trained, skipped or dropped."""
         parts = [self._shard_places(shard, len(shards))[state.read :] for shard, state in enumerate(shards)]
         return sum(map(len, parts)) + sum(len(state.waiting_items) for state in shards)
 
