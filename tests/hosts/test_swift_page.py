@@ -1,6 +1,7 @@
 """The commands of docs/use-it-in/swift.md as they stand."""
 
 import os
+import re
 
 import pytest
 
@@ -9,11 +10,13 @@ from tests.hosts.pages import HOSTED, Reader
 from tests.network import free_port
 from tests.processes import ROOT
 
+COMPILES_NOTHING = 'deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False'
+
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(HOSTED, reason="ms-swift is not in this environment")]
 
 
 def test_the_page_s_commands_train_and_go_on(demo, server, tmp_path):
-    """`swift sft`, unmodified, on two ranks: each pack is trained as often as planned."""
+    """`swift sft`, unmodified, on two ranks: each pack as often as planned, by ZeRO 3 too."""
     write_records(tmp_path, demo)
     given = {"path/to/model": demo / "models" / "qwen2", "path/to/data.jsonl": tmp_path / "qwen2.jsonl"}
     spy = tmp_path / "spy.py"
@@ -24,7 +27,10 @@ def test_the_page_s_commands_train_and_go_on(demo, server, tmp_path):
     words = f"--model_type qwen2 --template qwen2_5 {limits} --save_steps 3 --tuner_type full "
     words += f"--num_train_epochs 2 --gradient_accumulation_steps 1 {PLAIN} --external_plugins plugin.py {spy}"
     at = Reader(server, "swift", tmp_path, given)
-    write, begin, go_on = at.commands
+    write, begin, go_on, share = at.commands
+    # The page's lines for a CPU; without the second one, DeepSpeed compiles for minutes.
+    lines = "import deepspeed", COMPILES_NOTHING, 'deepspeed.init_distributed("gloo", auto_mpi_discovery=False)'
+    (gloo := tmp_path / "gloo.py").write_text("\n".join(lines))
 
     def run(command, name, *more):
         (ran := Ran(tmp_path / name)).folder.mkdir()
@@ -40,5 +46,14 @@ def test_the_page_s_commands_train_and_go_on(demo, server, tmp_path):
     schedule = found.schedule(world_size=2, packs_per_step=2, epochs=2, seed=42)
     assert f"{schedule.total_steps} in all on 2 ranks" in told.split("'loss'", 1)[0], "told before the first step"
     whole.assert_planned(found, schedule)
+    shared, same = run(["DS_ACCELERATOR=cpu", *share], "shared", str(gloo))
+    shared.assert_planned(found, schedule)
+    assert losses(told) == pytest.approx(losses(same), rel=1e-6)
+    assert len(losses(told)) == schedule.total_steps
     for rank in range(2):
         assert [one for one in whole.planned(found, schedule, rank) if one[0] > 3] == rest.trained(rank) != []
+
+
+def losses(printed):
+    """Return the losses that a command has printed."""
+    return [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", printed)]
