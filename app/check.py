@@ -40,7 +40,7 @@ from packplan.core.samples.tables import num_media
 
 if TYPE_CHECKING:
     from packplan.adapters.trainer.trainer import PlanTrainer
-    from packplan.app.planning.split import Split
+    from packplan.app.planning.split import PlannedSplit
 
 log = logging.getLogger("packplan.app.check")
 
@@ -98,7 +98,7 @@ def check(config: RunConfig, *, num_packs: int) -> Report:
         return compare_packs(config, trainer, splits["train"], num_packs=num_packs)
 
 
-def compare_packs(config: RunConfig, trainer: PlanTrainer, train: Split, *, num_packs: int) -> Report:
+def compare_packs(config: RunConfig, trainer: PlanTrainer, train: PlannedSplit, *, num_packs: int) -> Report:
     """
     Compare packs of a run that is prepared to train; see `check`.
 

@@ -46,9 +46,8 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> None:
         from packplan.app.wiring.ranks import join_ranks
         from packplan.app.wiring.splits import export_rows, open_splits
 
-    splits = list(open_splits(config).values())
     with join_ranks(config) as group:
-        build(config, group, splits=splits, world_size=host.world_size)
+        splits = build(config, group, splits=list(open_splits(config).values()), world_size=host.world_size)
     numbers = export_rows(splits, folder)
     flags = [f"--cached_dataset {folder}", *([f"--cached_val_dataset {folder / 'val'}"] if "eval" in numbers else [])]
     rows = counted(numbers["train"], "row")

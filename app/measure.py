@@ -13,6 +13,7 @@ import re
 from functools import partial
 from pathlib import Path
 
+import attrs
 import numpy as np
 
 from packplan.adapters.progress import loading_libraries
@@ -79,10 +80,10 @@ def run(options: argparse.Namespace) -> None:
         join_ranks(config, use_cpu=True) as group,
         hold_output_lock(config, group, key="--output"),  # the writer that ends removes the folder
     ):
-        split = open_splits(config)["train"]
-        split.name = "data"
+        split = attrs.evolve(open_splits(config)["train"], name="data")
         if output.exists():
-            split.known = length_tables.open_known_lengths(output, split.source, key="--output")
+            known = length_tables.open_known_lengths(output, split.source, key="--output")
+            split = attrs.evolve(split, known=known)
         ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
         ranks.build_on_rank_zero(split.stores.lock, partial(_write_table, split, output))
 

@@ -123,9 +123,8 @@ def plan_command(config: RunConfig, world_size: int) -> str:
         from packplan.app.wiring.ranks import join_ranks
         from packplan.app.wiring.splits import open_splits
 
-    train = open_splits(config)["train"]
     with join_ranks(config) as group:
-        build(config, group, splits=[train], world_size=world_size)
+        (train,) = build(config, group, splits=[open_splits(config)["train"]], world_size=world_size)
     # ms-swift numbers only the rows that it keeps.
     kept = sample_indices(train.table)
     packs = Packs(train.raw.packs.offsets, np.searchsorted(kept, train.raw.packs.indices))

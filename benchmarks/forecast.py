@@ -34,7 +34,7 @@ from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, Templ
 from packplan.core.forecast import REPEATS, Calibration, MeasuredStep, calibration_packs
 
 if TYPE_CHECKING:
-    from packplan.app.planning.split import Split
+    from packplan.app.planning.split import PlannedSplit
 
 LIMIT_S = 1800.0
 """Seconds of a setting after which its processes are ended."""
@@ -224,7 +224,9 @@ def _rank(config: RunConfig, case: Case, rank: int, port: int, options: argparse
         yield {"fitted": fitted, "rounds": [list(islice(rounds, per_round)) for _ in range(REPEATS)]}
 
 
-def _packs(train: Split, batches: int, world_size: int, options: argparse.Namespace) -> tuple[list[Sequence[int]], int]:
+def _packs(
+    train: PlannedSplit, batches: int, world_size: int, options: argparse.Namespace
+) -> tuple[list[Sequence[int]], int]:
     """
     Return the packs of a round, and how many of its steps are fitted before the others; a short one
     at the end is fitted too.

@@ -42,7 +42,7 @@ from packplan.core.errors import ArgumentError, MismatchError, fit_lines
 from packplan.core.fingerprint import Fingerprint, RunIdentity
 from packplan.core.inspection import describe_resume, describe_training, format_table
 from packplan.core.lengths import IntArray
-from packplan.core.schedule import EpochSchedule
+from packplan.core.schedule import EpochSchedule, ResumeState
 from packplan.core.surface import Plan
 
 log = logging.getLogger(__name__)
@@ -386,8 +386,9 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
         self._checks_first_pack = check
         # Consecutive ranks share rows where the schedule has fewer ranks than were started.
         rank, size = self.args.process_index // (self.args.world_size // schedule.world_size), schedule.world_size
-        told: dict[str, Any] = {"inputs": {"packing_length": plan.raw.packing_length}, "identity": self._identity()}
-        self.follow(PackBatches(schedule, rank, size, plan=plan.checksum, data=digest, **told))
+        facts: dict[str, Any] = {"plan": plan.checksum, "data": digest, "identity": self._identity()}
+        facts["inputs"] = {"packing_length": plan.raw.packing_length}
+        self.follow(PackBatches(schedule, rank, size, state=ResumeState.from_schedule(schedule, **facts)))
         self.show(_start_table(self, plan, schedule))
 
     def show(self, text: str) -> None:

@@ -45,7 +45,7 @@ class PackBatches:
         plan: str = "",
         data: str = "",
         identity: RunIdentity = NO_IDENTITY,
-        **facts: Any,
+        state: ResumeState | None = None,
     ) -> None:
         """
         Serve *schedule*.
@@ -58,7 +58,7 @@ class PackBatches:
                 state has to have the same.
             data: Digest of the rows; `RowsOfPacks.inspect` returns it.
             identity: Model, loss and settings of the run.
-            **facts: Other fields of `ResumeState`.
+            state: State of the run before training, in place of *plan*, *data* and *identity*.
 
         Raises:
             ArgumentError: *schedule* is no schedule or has another number of ranks, or there is no
@@ -74,7 +74,7 @@ class PackBatches:
             )
             raise ArgumentError("ranks", fact, {"planned": schedule.world_size, "world_size": world_size, "rank": rank})
         self.rank = rank
-        self.state = ResumeState.from_schedule(schedule, plan=plan, data=data, identity=identity, **facts)
+        self.state = state or ResumeState.from_schedule(schedule, plan=plan, data=data, identity=identity)
         self.reschedule(schedule)
 
     def reschedule(self, schedule: EpochSchedule) -> None:

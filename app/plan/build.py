@@ -8,13 +8,15 @@ import shlex
 from collections.abc import Sequence
 from decimal import Decimal
 
+import attrs
+
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, parse_ranks
 from packplan.app.planning.log_lines import log_run
 from packplan.app.planning.measure import failure_lines
 from packplan.app.planning.plan import Ranks, measure_and_plan, plan_epochs
 from packplan.app.planning.schedule import accumulation_of, refuse_stream, schedule_of_split
-from packplan.app.planning.split import Split
+from packplan.app.planning.split import PlannedSplit, Split
 from packplan.app.wiring.commands import num_command_ranks, read_run_or_command
 from packplan.app.wiring.runs import raising_on_all_ranks, require_inputs
 from packplan.app.wiring.stores import artefacts_folder
@@ -59,9 +61,9 @@ def run(options: argparse.Namespace) -> None:
         accumulation_of(config, world_size=world_size)
         verdict = require_packing_model(config)
         splits = list(open_splits(config).values())
+        if options.list_failures:
+            splits = [attrs.evolve(split, max_bad_share=Decimal(1)) for split in splits]
         listed = splits if options.list_failures else []
-        for split in listed:
-            split.max_bad_share = Decimal(1)
         try:
             build(config, group, splits=splits, world_size=world_size)
         finally:
@@ -87,9 +89,11 @@ def _log_next(config: RunConfig, words: list[str], ranks: int) -> None:
     log.info("%s", format_table(f"the plan is in {artefacts_folder(config.training.output_dir)}", rows))
 
 
-def build(config: RunConfig, group: RankGroup, *, splits: Sequence[Split], world_size: int | None = None) -> None:
+def build(
+    config: RunConfig, group: RankGroup, *, splits: Sequence[Split], world_size: int | None = None
+) -> list[PlannedSplit]:
     """
-    Measure and plan splits as training would.
+    Measure and plan splits as training would, and return them.
 
     Args:
         config: The run.
@@ -101,11 +105,10 @@ def build(config: RunConfig, group: RankGroup, *, splits: Sequence[Split], world
         PackplanError: The run has a fault, or a stored file is damaged.
     """
     ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
-    for split in splits:
-        measure_and_plan(split, ranks, world_size=world_size)
-    train = splits[0]
+    train, *others = (measure_and_plan(split, ranks, world_size=world_size) for split in splits)
     schedule = schedule_of_split(config, train.name, train.aligned)
     if train.recipe is not None:
-        schedule = plan_epochs(train, train.recipe, schedule, ranks)
+        train, schedule = plan_epochs(train, train.recipe, schedule, ranks)
     if group.rank == 0:
-        log_run(config, splits, schedule)
+        log_run(config, [train, *others], schedule)
+    return [train, *others]

@@ -19,7 +19,7 @@ from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, parse_ranks, plain_console
 from packplan.app.planning.plan import Ranks, measure_and_plan
 from packplan.app.planning.schedule import accumulation_of, refuse_stream, zero_stage
-from packplan.app.planning.split import Split
+from packplan.app.planning.split import PlannedSplit
 from packplan.app.wiring.commands import num_command_ranks, read_run_or_command, require_traceable
 from packplan.app.wiring.runs import require_inputs
 from packplan.core.config.run import RunConfig
@@ -146,9 +146,10 @@ def forecast_memory(config: RunConfig, *, memory: int | None, ranks: int) -> Mem
         from packplan.app.wiring.verdicts import decide_attention
 
     attention = decide_attention(config_to_trace(config), isolated=True)
-    train, length = open_splits(config)["train"], config.packing_length
+    opened, length = open_splits(config)["train"], config.packing_length
     with join_ranks(config) as group:
-        measure_and_plan(train, Ranks(group, timeout_s=config.training.packing_wait_timeout_s), world_size=ranks)
+        waits = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
+        train = measure_and_plan(opened, waits, world_size=ranks)
     encoded, ranks_of = _packs_to_trace(train), train.aligned.shared_by
     sizes = {pack: sum(one["length"] for one in samples) for pack, samples in encoded.items()}
     accumulates = accumulation_of(config, world_size=ranks).gradient_accumulation_steps > 1
@@ -195,7 +196,7 @@ def _assumptions(config: RunConfig) -> list[str]:
     return notes
 
 
-def _packs_to_trace(train: Split) -> dict[int, list[Any]]:
+def _packs_to_trace(train: PlannedSplit) -> dict[int, list[Any]]:
     """Return pack index -> encoded samples, of the packs that may need the most memory."""
     table, packs = train.table, train.raw.packs
     names = ("length", "supervised", "patches", "video_patches")

@@ -9,7 +9,7 @@ from packplan.app.planning.epochs import EpochPlanner, lengths_of_records, plan_
 from packplan.app.planning.log_lines import plan_warnings
 from packplan.app.planning.measure import bad_records_line
 from packplan.app.planning.schedule import partial_window_line, refuse_stream, schedule_of_split
-from packplan.app.planning.split import Split, Stores, align_options
+from packplan.app.planning.split import PlannedSplit, Split, Stores, align_options
 from packplan.app.planning.stored_lengths import open_lengths, yield_refusals, yield_stale_inputs
 from packplan.app.wiring.policies import epoch_recipe, policy_of_split, work_of_run
 from packplan.app.wiring.stores import open_stores
@@ -31,7 +31,7 @@ class StoredSplit:
     plan: StoredPlan
     """Plan of the epoch that is shown, and records of all epochs."""
 
-    split: Split
+    split: PlannedSplit
     """The split under the run's policy: table, raw plan, aligned plan and works."""
 
     schedule: EpochSchedule
@@ -114,11 +114,10 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
     elif epoch:
         raise ConfigError.for_key("--epoch", "is of runs whose epochs have plans of their own; here all have the same")
     work, estimated = work_of_run(config)
-    split = Split(
-        name, policy, align_options(config, name), work, recipe, table=lengths.rows.table,
-        data_digest=origin.data_digest, key=plan.key, raw=plan.plan,
-    )  # fmt: skip
-    split.aligned = split.align(world_size or max(plan.world_sizes, default=1))
+    measured = Split(name, policy, align_options(config, name), work, recipe).measured(
+        lengths.rows.table, origin.data_digest
+    )
+    split = measured.planned(plan.key, plan.plan, world_size=world_size or max(plan.world_sizes, default=1))
     schedule = schedule_of_split(config, name, split.aligned, split.pack_works)
     epochs = None
     if recipe is not None:

@@ -11,7 +11,7 @@ from fractions import Fraction
 import numpy as np
 
 from packplan.app.planning.schedule import forced_batch_lines, partial_window_line
-from packplan.app.planning.split import Split
+from packplan.app.planning.split import PlannedSplit
 from packplan.core.batch import pack_degrees
 from packplan.core.checksum import plan_checksum
 from packplan.core.config.run import RunConfig
@@ -27,7 +27,7 @@ SHOWN = 10
 log = logging.getLogger(__name__)
 
 
-def log_run(config: RunConfig, splits: Sequence[Split], schedule: EpochSchedule, *, attention: str = "") -> None:
+def log_run(config: RunConfig, splits: Sequence[PlannedSplit], schedule: EpochSchedule, *, attention: str = "") -> None:
     """
     Log the table of a run, and a warning for each thing that its user may want to change.
 
@@ -59,7 +59,7 @@ def attention_row(attention: object) -> dict[str, str]:
     return {"attention": str(attention)} if attention else {}
 
 
-def describe_run(config: RunConfig, splits: Sequence[Split], schedule: EpochSchedule) -> dict[str, str]:
+def describe_run(config: RunConfig, splits: Sequence[PlannedSplit], schedule: EpochSchedule) -> dict[str, str]:
     """
     Return the rows of the table of a planned run, at most 14.
 
@@ -96,7 +96,7 @@ def describe_run(config: RunConfig, splits: Sequence[Split], schedule: EpochSche
     return rows
 
 
-def describe_evaluation(split: Split) -> str:
+def describe_evaluation(split: PlannedSplit) -> str:
     """Return the packs of a planned evaluation as a row of the table."""
     raw, same = split.raw, split.raw_checksum[:12]
     aligned = "" if (digest := split.checksum[:12]) == same else f", aligned {len(split.aligned.packs):,} ({digest})"
@@ -105,7 +105,7 @@ def describe_evaluation(split: Split) -> str:
     return f"{size} in {held}, plan {same}{aligned}"
 
 
-def _ranks_text(split: Split) -> str:
+def _ranks_text(split: PlannedSplit) -> str:
     """Describe how the packs of an epoch are cut or filled for the ranks."""
     aligned, unit = split.aligned, "pack" if split.policy.packing else "sample"
     spread = f"{counted(len(split.raw.packs), unit)} on {counted(aligned.world_size, 'rank')}"
@@ -115,7 +115,7 @@ def _ranks_text(split: Split) -> str:
     return f"{spread}, {repeated if aligned.pad_needed else 'none repeated'}"
 
 
-def _alignment_text(split: Split) -> str:
+def _alignment_text(split: PlannedSplit) -> str:
     """Return the numbers and checksums of a plan as it is stored."""
     aligned = split.aligned
     return (
@@ -125,7 +125,7 @@ def _alignment_text(split: Split) -> str:
     )
 
 
-def _checksum_text(split: Split, *, of_command: bool) -> str:
+def _checksum_text(split: PlannedSplit, *, of_command: bool) -> str:
     """
     Return the checksum of a plan; for a command of ms-swift, that of the same packs by the indices
     that ms-swift gives to rows, as its plugin prints it.
@@ -136,7 +136,7 @@ def _checksum_text(split: Split, *, of_command: bool) -> str:
     return split.raw_checksum[:12]
 
 
-def _log_epochs(split: Split, schedule: EpochSchedule) -> None:
+def _log_epochs(split: PlannedSplit, schedule: EpochSchedule) -> None:
     """Log samples, packs and steps of each epoch, where epochs have plans of their own."""
     if split.epochs is None:
         return
@@ -172,13 +172,13 @@ def source_draws_text(record: EpochRecord, files: Sequence[DataFile]) -> str:
     )
 
 
-def plan_warnings(planned: Split) -> Iterator[str]:
+def plan_warnings(planned: PlannedSplit) -> Iterator[str]:
     """Yield a sentence for each thing about a planned split that its user may want to change."""
     for parts in (_untrained_warnings, _length_warnings):
         yield from parts(planned)
 
 
-def _untrained_warnings(planned: Split) -> Iterator[str]:
+def _untrained_warnings(planned: PlannedSplit) -> Iterator[str]:
     """Yield sentences on samples and packs from which nothing is learned."""
     raw, aligned = planned.raw, planned.aligned
     if nothing := planned.unsupervised.size:
@@ -208,7 +208,7 @@ def _untrained_warnings(planned: Split) -> Iterator[str]:
         )
 
 
-def _length_warnings(planned: Split) -> Iterator[str]:
+def _length_warnings(planned: PlannedSplit) -> Iterator[str]:
     """Yield sentences on samples that are truncated, longer than a pack, or skipped."""
     raw, limit = planned.raw, planned.raw.packing_length
     if planned.policy.packing and (text := describe_long_samples(raw, planned.lengths, "template.max_length:")):

@@ -18,7 +18,7 @@ import numpy as np
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs, lengths_of_records, plan_first_epoch
 from packplan.app.planning.measure import measure
-from packplan.app.planning.split import Split, align_measured
+from packplan.app.planning.split import PlannedSplit, Split, align_measured
 from packplan.core.epochs import EpochPlan, EpochRecipe, EpochRecord, RecordLengths, epoch_selection, schedule_epochs
 from packplan.core.errors import ConfigError, MismatchError, counted
 from packplan.core.fingerprint import Fingerprint
@@ -96,14 +96,18 @@ class Ranks:
             raise MismatchError("ranks_disagree", f"ranks disagree on {what}: {rows}", {"values": values})
 
 
-def measure_and_plan(split: Split, ranks: Ranks, *, world_size: int | None = None) -> Split:
+def measure_and_plan(
+    split: Split, ranks: Ranks, *, world_size: int | None = None, resumable: frozenset[str] | None = None
+) -> PlannedSplit:
     """
-    Give a split its lengths and plan, compare them between all ranks, and return the split.
+    Return a split with its lengths and plan, which are compared between all ranks.
 
     Args:
         split: Samples, policy and stores.
         ranks: All ranks; rank 0 measures and plans.
         world_size: Number of ranks to align for; None takes those of *ranks*.
+        resumable: Names of the plans that checkpoints of the run were trained by: a resume stores
+            no other plan. None, for a run from the beginning, stores any.
 
     Raises:
         PackplanError: Any error of rank 0, on every rank; MismatchError if ranks hold
@@ -113,20 +117,21 @@ def measure_and_plan(split: Split, ranks: Ranks, *, world_size: int | None = Non
     if not len(source):
         raise no_samples_error()
     world_size = world_size or ranks.group.world_size
-    arrays = dict(ranks.build_on_rank_zero(split.stores.lock, partial(_build_plan, split, world_size)))
-    split.table, split.key = arrays.pop("table"), Fingerprint(json.loads(arrays.pop("key").tobytes()))
-    split.raw = plan_from_arrays(arrays)
-    split.aligned = split.align(world_size)
-    split.data_digest = source.data_digest(len(source), without=np.flatnonzero(column(split.table, "bad")).tolist())
+    arrays = dict(ranks.build_on_rank_zero(split.stores.lock, partial(_build_plan, split, world_size, resumable)))
+    table, key = arrays.pop("table"), Fingerprint(json.loads(arrays.pop("key").tobytes()))
+    data_digest = source.data_digest(len(source), without=np.flatnonzero(column(table, "bad")).tolist())
+    planned = split.measured(table, data_digest).planned(key, plan_from_arrays(arrays), world_size=world_size)
 
-    ranks.require_same(f"the {name} plan's checksum", split.checksum)
+    ranks.require_same(f"the {name} plan's checksum", planned.checksum)
     # A rank that sees other data would train on other samples under the same plan.
     ranks.require_same(f"what the {name} lengths depend on", source.fingerprint().digest)
-    ranks.require_same(f"the {name} data", split.data_digest)
-    return split
+    ranks.require_same(f"the {name} data", data_digest)
+    return planned
 
 
-def _build_plan(split: Split, world_size: int, report: ReportProgress) -> dict[str, Any]:
+def _build_plan(
+    split: Split, world_size: int, resumable: frozenset[str] | None, report: ReportProgress
+) -> dict[str, Any]:
     """Measure, plan and store a split; return its table, raw plan and key as arrays."""
     name, policy, stores = split.name, split.policy, split.stores
     files = split.encoder.data_files()
@@ -145,7 +150,7 @@ def _build_plan(split: Split, world_size: int, report: ReportProgress) -> dict[s
         _require_drawable(split.recipe, policy, samples)
         log.info("%s: planning %s", name, counted(int(np.count_nonzero(samples.lengths)), "sample"))
         raw = plan_first_epoch(name, policy, samples, recipe=split.recipe, report=report)
-    is_kept = split.resumable is None or split.plan_name(key, raw) in split.resumable
+    is_kept = resumable is None or split.plan_name(key, raw) in resumable
     if stored is None and is_kept:
         stores.plans.save(key, raw)
     refuse_dropped(raw, lengths, policy)
@@ -166,12 +171,14 @@ def _require_drawable(recipe: EpochRecipe | None, policy: PlanPolicy, samples: R
         raise ConfigError("custom.fusion_config", faults)
 
 
-def plan_epochs(split: Split, recipe: EpochRecipe, schedule: EpochSchedule, ranks: Ranks) -> EpochSchedule:
+def plan_epochs(
+    split: PlannedSplit, recipe: EpochRecipe, schedule: EpochSchedule, ranks: Ranks
+) -> tuple[PlannedSplit, EpochSchedule]:
     """
-    Plan all epochs on rank 0, store their records, and return the schedule over them.
+    Plan all epochs on rank 0, store their records, and return the split and the schedule with them.
 
     Args:
-        split: The split, whose first epoch is planned; its `epochs` are set.
+        split: The split, whose first epoch is planned.
         recipe: Samples of each epoch.
         schedule: Settings of the schedule, from where training starts.
         ranks: All ranks.
@@ -191,14 +198,15 @@ def plan_epochs(split: Split, recipe: EpochRecipe, schedule: EpochSchedule, rank
         return {"records": np.frombuffer(told.encode(), dtype=np.uint8)}
 
     rows = json.loads(ranks.build_on_rank_zero(split.stores.lock, plan_and_store)["records"].tobytes())
-    split.epochs = epochs = PlannedEpochs(planner, tuple(EpochRecord(**row) for row in rows), split.works)
+    epochs = PlannedEpochs(planner, tuple(EpochRecord(**row) for row in rows), split.works)
     by_work = None if schedule.works is None else lambda epoch: epochs.stats(epoch).work
-    return attrs.evolve(schedule, num_packs=tuple(one.num_packs for one in epochs.records), works=by_work)
+    num_packs = tuple(one.num_packs for one in epochs.records)
+    return attrs.evolve(split, epochs=epochs), attrs.evolve(schedule, num_packs=num_packs, works=by_work)
 
 
 def _record_epochs(
     planner: EpochPlanner,
-    split: Split,
+    split: PlannedSplit,
     schedule: EpochSchedule,
     known: Mapping[int, EpochRecord],
     report: ReportProgress,

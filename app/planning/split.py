@@ -1,7 +1,8 @@
 """
 One split of a run, `train` or `eval`, from its samples to its plan.
 
-A `Split` is filled in order: opened, measured, planned, aligned.
+Three frozen values follow each other: a `Split` is opened, a `MeasuredSplit` has lengths too, and a
+`PlannedSplit` packs.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +24,6 @@ from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecipe, plan_fingerprint
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.lengths import IntArray
-from packplan.core.packs import Packs
 from packplan.core.plan import RawPlan, unsupervised_samples
 from packplan.core.policy import PlanPolicy
 from packplan.core.ports import LengthSource, Lock
@@ -92,9 +92,9 @@ def align_measured(
     return align_plan(raw, world_size=world_size, **options)
 
 
-@attrs.define(eq=False)
+@attrs.frozen(eq=False)
 class Split:
-    """One split of a run; its fields are filled from top to bottom."""
+    """Samples of a split, and how they are measured and planned."""
 
     name: str
     policy: PlanPolicy
@@ -107,12 +107,6 @@ class Split:
 
     recipe: EpochRecipe | None = None
     """Samples of each epoch, where each has a plan of its own; None plans all samples once."""
-
-    resumable: frozenset[str] | None = None
-    """
-    Names of the plans that checkpoints of the run were trained by: a resume stores no other plan.
-    None, the default, for a run from the beginning, which stores any.
-    """
 
     max_bad_share: Decimal | None = None
     """Largest share of records that may be bad; None, the default, stops at the first bad one."""
@@ -131,21 +125,37 @@ class Split:
     known: KnownTable | None = None
     """Table of known lengths, if `custom.lengths` names one; None, the default, measures all."""
 
-    table: Table = attrs.field(default=None, repr=False)
+    def plan_key(self, lengths_digest: str) -> Fingerprint:
+        """Return the fingerprint of the plan, or of all epochs' plans, for these lengths."""
+        return plan_fingerprint(self.recipe, self.policy, lengths_digest)
+
+    def plan_name(self, key: Fingerprint, raw: RawPlan) -> str:
+        """Return the digest by which checkpoints identify a plan, or the plans of all epochs."""
+        return key.digest if self.recipe else plan_checksum(raw.packs)
+
+    def measured(self, table: Table, data_digest: str) -> "MeasuredSplit":
+        """
+        Return the split with its measurements.
+
+        Args:
+            table: Measurements of all records.
+            data_digest: Digest of the records that became samples.
+        """
+        return MeasuredSplit(**_values(self, Split), table=table, data_digest=data_digest)
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class MeasuredSplit(Split):
+    """A split with the measurements of its records."""
+
+    table: Table = attrs.field(repr=False)
     """Measurements of all records; int32, shape (num_records, num_columns)."""
 
-    data_digest: str = ""
-
-    key: Fingerprint = attrs.field(default=None)
-    """Inputs of the plan."""
-
-    raw: RawPlan = attrs.field(default=None)
-    """The plan; where each epoch has one of its own, that of the first."""
-
-    aligned: AlignedPlan = attrs.field(default=None)
+    data_digest: str
+    """Digest of all records that became samples."""
 
     epochs: PlannedEpochs | None = None
-    """Epochs that have plans of their own, which `plan_epochs` fills."""
+    """Plans of single epochs; None where all epochs have one plan, or none are planned yet."""
 
     @property
     def lengths(self) -> IntArray:
@@ -157,29 +167,48 @@ class Split:
         """Work of each record of a measured split; ranks are balanced by it."""
         return works_of_records(self.work_model, self.table)
 
-    def raw_packs_of(self, epoch: int) -> Packs:
-        """Return the packs in an epoch's raw plan; a schedule names them by index."""
-        return self.raw.packs if self.epochs is None else self.epochs.stats(epoch).packs
-
-    def pack_stats(self, epoch: int) -> PackStats:
-        """Return the statistics of an epoch's packs."""
-        return self.stats_of(self.raw) if self.epochs is None else self.epochs.stats(epoch)
-
     def stats_of(self, plan: RawPlan) -> PackStats:
         """Return the statistics of the packs in a plan of this split."""
         return PackStats.from_plan(plan, self.lengths, packed=self.policy.packing, works=self.works)
 
-    def plan_key(self, lengths_digest: str) -> Fingerprint:
-        """Return the fingerprint of the plan, or of all epochs' plans, for these lengths."""
-        return plan_fingerprint(self.recipe, self.policy, lengths_digest)
+    def planned(self, key: Fingerprint, raw: RawPlan, *, world_size: int) -> "PlannedSplit":
+        """
+        Return the split with a plan, aligned for a number of ranks.
 
-    def plan_name(self, key: Fingerprint, raw: RawPlan) -> str:
-        """Return the digest by which checkpoints identify a plan, or the plans of all epochs."""
-        return key.digest if self.recipe else plan_checksum(raw.packs)
+        Args:
+            key: Inputs of the plan.
+            raw: The plan.
+            world_size: Number of ranks.
 
-    def align(self, world_size: int) -> AlignedPlan:
-        """Return the plan for a number of ranks; ArgumentError if they would get no batch."""
-        return align_measured(self.raw, self.lengths, world_size=world_size, **self.align_options)
+        Raises:
+            ArgumentError: The ranks would get no batch.
+        """
+        aligned = align_measured(raw, self.lengths, world_size=world_size, **self.align_options)
+        return PlannedSplit(**_values(self, MeasuredSplit), key=key, raw=raw, aligned=aligned)
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class PlannedSplit(MeasuredSplit):
+    """A measured split with its plan; where each epoch has one of its own, that of the first."""
+
+    key: Fingerprint
+    """Inputs of the plan."""
+
+    raw: RawPlan
+
+    aligned: AlignedPlan
+
+    def without_plan(self) -> MeasuredSplit:
+        """Return the split without its plan."""
+        return MeasuredSplit(**_values(self, MeasuredSplit))
+
+    @property
+    def pack_stats(self) -> Callable[[int], PackStats]:
+        """Function from an epoch to the statistics of its packs; it holds no other epoch's plan."""
+        if self.epochs is not None:
+            return self.epochs.stats
+        stats = self.stats_of(self.raw)
+        return lambda _: stats
 
     @property
     def pack_works(self) -> FLOPs:
@@ -205,3 +234,8 @@ class Split:
     def checksum(self) -> str:
         """Checksum of the aligned plan."""
         return plan_checksum(self.aligned.packs)
+
+
+def _values(split: Split, kind: type[Split]) -> dict[str, Any]:
+    """Return the fields of *split* that a class of splits has, by name."""
+    return {name: getattr(split, name) for name in attrs.fields_dict(kind)}

@@ -15,7 +15,7 @@ import numpy as np
 from packplan.app.planning.log_lines import attention_row, describe_evaluation, plan_warnings
 from packplan.app.planning.plan import Ranks, measure_and_plan
 from packplan.app.planning.schedule import accumulation_of, forced_batch_lines
-from packplan.app.planning.split import Split
+from packplan.app.planning.split import PlannedSplit
 from packplan.app.sft.train import log_nothing_left, log_outcome, log_termination, logging_interruption
 from packplan.app.wiring.policies import require_mixes
 from packplan.app.wiring.ranks import hold_output_lock
@@ -94,15 +94,15 @@ def prepare_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
     if checkpoint is not None:
         checkpoint = match_checkpoint(config, group, checkpoint, differences)
     arguments = open_arguments(config, world_size=group.world_size)
-    if "eval" in splits:
-        measure_and_plan(splits["eval"], ranks)
+    evaluation = measure_and_plan(splits["eval"], ranks) if "eval" in splits else None
     group.stop_heartbeat()
     arguments.resume_from_checkpoint = checkpoint and checkpoint.folder
     start = find_stream_start(checkpoint, group, arguments)
     trainer = build_stream_trainer(
         config,
         arguments,
-        splits,
+        splits["train"],
+        evaluation,
         attention=attention,
         group=group,
         order=order,
@@ -110,23 +110,25 @@ def prepare_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
         resume_state=resume_state,
     )
     if group.rank == 0:
-        _log_stream(config, splits, group.world_size, attention)
+        _log_stream(config, len(train), evaluation, group.world_size, attention)
         _log_start(config, start[0])
     return trainer
 
 
-def _log_stream(config: RunConfig, splits: dict[str, Split], world_size: int, attention: AttentionChoice) -> None:
+def _log_stream(
+    config: RunConfig, num_records: int, evaluation: PlannedSplit | None, world_size: int, attention: AttentionChoice
+) -> None:
     """Log the table of a stream's run, and its warnings."""
     batch = accumulation_of(config, world_size=world_size).effective_batch_size
     rows = {
-        "data": f"{counted(len(splits['train'].source), 'record')}, mixed and packed while training",
+        "data": f"{counted(num_records, 'record')}, mixed and packed while training",
         "packs": f"of {counted(config.packing_length, 'token')}, as samples come: an epoch's steps are not known",
         "training": f"{_run_length_text(config)}; {counted(batch, 'pack')} a step, on {counted(world_size, 'rank')}",
-        **{name: describe_evaluation(split) for name, split in splits.items() if name == "eval"},
+        **({} if evaluation is None else {"eval": describe_evaluation(evaluation)}),
         **attention_row(attention),
     }
     log.info("%s", format_table(config.source, rows))
-    for line in plan_warnings(splits["eval"]) if "eval" in splits else ():
+    for line in plan_warnings(evaluation) if evaluation is not None else ():
         log.warning("eval: %s", line)
     for line in forced_batch_lines(config):
         log.warning("%s", line)

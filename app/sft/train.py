@@ -23,7 +23,7 @@ import attrs
 from packplan.app.planning.log_lines import log_run
 from packplan.app.planning.plan import Ranks, measure_and_plan, plan_epochs
 from packplan.app.planning.schedule import refuse_stream, schedule_of_split
-from packplan.app.planning.split import Split
+from packplan.app.planning.split import MeasuredSplit, PlannedSplit
 from packplan.app.wiring.policies import work_of_run
 from packplan.app.wiring.ranks import hold_output_lock
 from packplan.app.wiring.splits import open_splits
@@ -32,8 +32,8 @@ from packplan.app.wiring.trainers import (
     match_checkpoint,
     open_arguments,
     open_checkpoint,
-    open_follower,
     resumable_plans,
+    resume_state,
     warn_of_overwriting,
 )
 from packplan.app.wiring.verdicts import decide_attention
@@ -44,32 +44,36 @@ from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochSchedule, ResumeState
 
 if TYPE_CHECKING:
-    from packplan.adapters.loaders.batches import PackBatches
-    from packplan.adapters.trainer.checkpoints import Checkpoint
     from packplan.adapters.trainer.trainer import CheckedTrainer, PlanTrainer
 
 log = logging.getLogger(__name__)
 
 
-def train(config: RunConfig, group: RankGroup) -> tuple[PlanTrainer, dict[str, Split]]:
+def train(config: RunConfig, group: RankGroup) -> tuple[PlanTrainer, dict[str, MeasuredSplit]]:
     """
     Plan and train; return the trainer, and the splits that are trained and evaluated.
+
+    While an epoch that has a plan of its own is trained, its plan and the next one are held, and no
+    other.
 
     Raises:
         PackplanError: Something the user can fix, or something stored that is damaged.
     """
     warn_of_overwriting(config.training, group)
-    trainer, splits = prepare(config, group)
-    if splits["train"].epochs is not None:
-        # While an epoch is trained, its plan and the next one are held, and no other.
-        del splits["train"].raw, splits["train"].aligned
+    trainer, planned = prepare(config, group)
+    splits: dict[str, MeasuredSplit] = {
+        name: split if split.epochs is None else split.without_plan() for name, split in planned.items()
+    }
+    del planned
     with hold_output_lock(config, group), logging_interruption(trainer):
         trainer.train()
     _check_and_log_end(config, trainer)
     return trainer, splits
 
 
-def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> tuple[PlanTrainer, dict[str, Split]]:
+def prepare(
+    config: RunConfig, group: RankGroup, *, may_leak: bool = False
+) -> tuple[PlanTrainer, dict[str, PlannedSplit]]:
     """
     Choose the attention, measure, plan, schedule and build the trainer; return it and its splits.
 
@@ -89,50 +93,46 @@ def prepare(config: RunConfig, group: RankGroup, *, may_leak: bool = False) -> t
     checkpoint = open_checkpoint(config, group, ResumeState)
     arguments = open_arguments(config, world_size=world_size)
 
-    splits = open_splits(config)  # records, and their encoder
+    opened = open_splits(config)  # records, and their encoder
     ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
-    splits["train"].resumable = resumable_plans(config)
-    measure_and_plan(splits["train"], ranks, world_size=world_size)  # lengths, raw plan, aligned plan
-    follower, checkpoint = _schedule_packs(config, splits["train"], checkpoint, ranks)
-    for name in splits.keys() - {"train"}:  # planned only now: a resume may be refused first
-        measure_and_plan(splits[name], ranks, world_size=world_size)
+    # lengths, raw plan, aligned plan
+    train = measure_and_plan(opened.pop("train"), ranks, world_size=world_size, resumable=resumable_plans(config))
+    schedule = _schedule_packs(config, train, ranks)
+    state = resume_state(config, train, schedule)
+    if checkpoint is not None:
+        checkpoint = match_checkpoint(config, group, checkpoint, lambda then: then.differences(state))
+        schedule = attrs.evolve(schedule, start=checkpoint.resume_state.progress)
+    if train.recipe is not None:  # each epoch has a plan of its own
+        train, schedule = plan_epochs(train, train.recipe, schedule, ranks)
+    splits = {"train": train}
+    for name, split in opened.items():  # planned only now: a resume may be refused first
+        splits[name] = measure_and_plan(split, ranks, world_size=world_size)
     arguments.resume_from_checkpoint = checkpoint and checkpoint.folder
     group.stop_heartbeat()
     if group.rank == 0:
-        _log_plans(config, list(splits.values()), follower.schedule, str(attention))
+        _log_plans(config, list(splits.values()), schedule, str(attention))
         if checkpoint is not None and checkpoint.attention != attention.name:
             then = "the checkpoint was trained by the attention %s; the run goes on by %s"
             log.info(then, checkpoint.attention, attention.name)
 
-    return build_trainer(config, arguments, splits, follower, attention=attention, group=group), splits
+    return build_trainer(config, arguments, splits, schedule, state, attention=attention, group=group), splits
 
 
-def _schedule_packs(
-    config: RunConfig, train: Split, checkpoint: Checkpoint[ResumeState] | None, ranks: Ranks
-) -> tuple[PackBatches, Checkpoint[ResumeState] | None]:
+def _schedule_packs(config: RunConfig, train: PlannedSplit, ranks: Ranks) -> EpochSchedule:
     """
-    Return this rank's batches, in the order of a schedule that starts where the run goes on, and
-    the checkpoint that it resumes from.
+    Return the schedule of the packs from their beginning.
 
     Raises:
-        StaleError: The checkpoint was made on another plan.
+        MismatchError: Ranks count other works of the packs.
         ArgumentError: An epoch has no packs.
     """
     pack_works = train.pack_works
     # Ranks that counted other works would assign a step's packs in another way.
     ranks.require_same("the work of the train packs", hashlib.sha256(pack_works.tobytes()).hexdigest())
-    schedule = schedule_of_split(config, "train", train.aligned, pack_works)
-    follower = open_follower(config, train, schedule, ranks.group)
-    if checkpoint is not None:
-        checkpoint = match_checkpoint(config, ranks.group, checkpoint, lambda then: then.differences(follower.state))
-        schedule = attrs.evolve(schedule, start=checkpoint.resume_state.progress)
-    if train.recipe is not None:  # each epoch has a plan of its own
-        schedule = plan_epochs(train, train.recipe, schedule, ranks)
-    follower.reschedule(schedule)  # the same one, unless the run resumes or epochs have plans of their own
-    return follower, checkpoint
+    return schedule_of_split(config, "train", train.aligned, pack_works)
 
 
-def _log_plans(config: RunConfig, splits: list[Split], schedule: EpochSchedule, attention: str) -> None:
+def _log_plans(config: RunConfig, splits: list[PlannedSplit], schedule: EpochSchedule, attention: str) -> None:
     """Log the plans, the step of a resume, and the source of the works."""
     log_run(config, splits, schedule, attention=attention)
     if schedule.start.step >= schedule.total_steps:

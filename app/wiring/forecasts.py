@@ -28,7 +28,7 @@ from packplan.adapters.trainer.model import open_model
 from packplan.adapters.trainer.trainer import PlanTrainer
 from packplan.adapters.trainer.vision import dummy_image, plain_model
 from packplan.app.planning.schedule import schedule_of_split, sync_point_of
-from packplan.app.planning.split import Split, align_measured
+from packplan.app.planning.split import PlannedSplit
 from packplan.core.batch import pack_degrees
 from packplan.core.config.run import RunConfig
 from packplan.core.equality import AttentionChoice
@@ -139,7 +139,7 @@ def config_to_time(config: RunConfig) -> RunConfig:
 
 
 def forecast_time(
-    config: RunConfig, trainer: PlanTrainer, splits: Mapping[str, Split], group: RankGroup
+    config: RunConfig, trainer: PlanTrainer, splits: Mapping[str, PlannedSplit], group: RankGroup
 ) -> RunForecast:
     """
     Time some steps of a run, and return the forecast of the whole run.
@@ -169,13 +169,13 @@ def forecast_time(
     )  # fmt: skip
 
 
-def evaluation_flops(config: RunConfig, planned: Split) -> StepFlops:
+def evaluation_flops(config: RunConfig, planned: PlannedSplit) -> StepFlops:
     """
     Return the FLOPs of an evaluation as those of one step: ranks wait only at its end.
 
     Args:
         config: The run.
-        planned: Split that is evaluated, with its plan.
+        planned: PlannedSplit that is evaluated, with its plan.
     """
     schedule = schedule_of_split(config, "eval", planned.aligned)
     whole = attrs.evolve(schedule, gradient_accumulation_steps=schedule.batches_per_epoch)
@@ -187,7 +187,7 @@ def evaluation_flops(config: RunConfig, planned: Split) -> StepFlops:
 def time_packs(
     config: RunConfig,
     trainer: PlanTrainer,
-    splits: Mapping[str, Split],
+    splits: Mapping[str, PlannedSplit],
     group: RankGroup,
     packs: Sequence[Sequence[int]],
     *,
@@ -221,7 +221,9 @@ def time_packs(
         return measure_steps(trainer, terms, evaluation_terms=forward, clock=clock)
 
 
-def _replace_packs(trainer: PlanTrainer, stats: PackStats, schedule: EpochSchedule, evaluated: Split | None) -> None:
+def _replace_packs(
+    trainer: PlanTrainer, stats: PackStats, schedule: EpochSchedule, evaluated: PlannedSplit | None
+) -> None:
     """Let a trainer train and evaluate other packs, in the order of another schedule."""
     trainer.follower.reschedule(schedule)
     trainer.pack_stats = lambda _: stats
@@ -230,12 +232,11 @@ def _replace_packs(trainer: PlanTrainer, stats: PackStats, schedule: EpochSchedu
         trainer.eval_dataset.packs = evaluated.raw.packs
 
 
-def _with_first_packs(planned: Split, world_size: int) -> Split:
+def _with_first_packs(planned: PlannedSplit, world_size: int) -> PlannedSplit:
     """Return a split with only the first packs of its evaluation plan."""
     count = min(len(planned.raw.packs), _MAX_EVAL_PACKS * world_size * planned.aligned.batch_size)
     raw = attrs.evolve(planned.raw, packs=planned.raw.packs[:count])
-    aligned = align_measured(raw, planned.lengths, world_size=world_size, **planned.align_options)
-    return attrs.evolve(planned, raw=raw, aligned=aligned)
+    return planned.planned(planned.key, raw, world_size=world_size)
 
 
 def _steps_between_pauses(config: RunConfig, schedule: EpochSchedule) -> tuple[int, int]:

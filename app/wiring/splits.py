@@ -14,7 +14,7 @@ from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.samples.template import open_template
 from packplan.adapters.swift.command import read_command
-from packplan.app.planning.split import Split, align_options
+from packplan.app.planning.split import MeasuredSplit, Split, align_options
 from packplan.app.wiring.length_tables import open_known_lengths
 from packplan.app.wiring.policies import epoch_recipe, policy_of_split, work_of_run
 from packplan.app.wiring.stores import open_stores, records_cache
@@ -85,7 +85,7 @@ def open_rows(config: RunConfig, template: Any, split: str, rows: Any) -> Datase
     return DatasetRowsEncoder(config, template=template, rows=file)
 
 
-def export_rows(splits: Iterable[Split], folder: Path) -> dict[str, int]:
+def export_rows(splits: Iterable[MeasuredSplit], folder: Path) -> dict[str, int]:
     """
     Write the samples of an ms-swift command with their lengths; return the number for each split.
 

@@ -1,7 +1,7 @@
 """Model, settings and trainer of a run, over a plan or a stream."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from packplan.adapters.trainer.streams.trainer import StreamTrainer
 from packplan.adapters.trainer.trainer import PlanTrainer
 from packplan.adapters.trainer.vision import dummy_image, plain_model
 from packplan.app.planning.schedule import accumulation_of
-from packplan.app.planning.split import Split
+from packplan.app.planning.split import PlannedSplit, Split
 from packplan.app.wiring.ranks import read_settings_files, require_same_run, require_same_weights
 from packplan.app.wiring.stores import refuse_other_parts
 from packplan.app.wiring.verdicts import probe_loaded_model
@@ -47,8 +47,9 @@ from packplan.core.config.run import RunConfig, TrainingConfig
 from packplan.core.equality import AttentionChoice
 from packplan.core.errors import ConfigError, Difference, counted
 from packplan.core.fingerprint import RunIdentity
+from packplan.core.packs import Packs
 from packplan.core.ports import RankGroup
-from packplan.core.schedule import EpochSchedule
+from packplan.core.schedule import EpochSchedule, ResumeState
 from packplan.core.stream import Order, RankState, StreamOptions, StreamProgress, StreamState, reshard
 
 log = logging.getLogger(__name__)
@@ -154,20 +155,17 @@ def identity_of_run(config: RunConfig) -> RunIdentity:
     return run_identity(config, files=read_settings_files(config), model=model)
 
 
-def open_follower(config: RunConfig, train: Split, schedule: EpochSchedule, group: RankGroup) -> PackBatches:
+def resume_state(config: RunConfig, train: PlannedSplit, schedule: EpochSchedule) -> ResumeState:
     """
-    Return this rank's batches; their resume states name the run's plan, data and settings.
+    Return the resume state of a run that has not trained yet: its plan, data and settings.
 
     Args:
         config: The run.
         train: The planned split.
-        schedule: Order of its packs; ranks that share every row count as one.
-        group: All ranks.
+        schedule: Order of its packs.
     """
-    return PackBatches(
+    return ResumeState.from_schedule(
         schedule,
-        group.rank // config.training.row_ranks,
-        schedule.world_size,
         plan=train.plan_name(train.key, train.raw),
         data=train.data_digest,
         identity=identity_of_run(config),
@@ -263,8 +261,9 @@ def use_vision_tower_in_each_batch(model: Any, template: Any, arguments: Trainin
 def build_trainer(
     config: RunConfig,
     arguments: TrainingArguments,
-    splits: dict[str, Split],
-    follower: PackBatches,
+    splits: Mapping[str, PlannedSplit],
+    schedule: EpochSchedule,
+    state: ResumeState,
     *,
     attention: AttentionChoice,
     group: RankGroup,
@@ -276,38 +275,43 @@ def build_trainer(
         config: The run.
         arguments: The trainer's settings, with the checkpoint that it resumes from.
         splits: Planned splits: `train`, and perhaps `eval`.
-        follower: This rank's packs of `train`, in the order of their schedule.
+        schedule: Order of the packs of `train`; ranks that share every row count as one.
+        state: Resume state of the run before training.
         attention: Attention of the run.
         group: The ranks.
     """
     train = splits["train"]
+    stats = train.pack_stats
     shared = [split.aligned.shared_by for split in splits.values()]
     degrees = {int(one) for each in shared if each is not None for one in each}
     template, model, rows = _open_model(config, arguments, train.encoder, group, attention, degrees=degrees)
     trainer = PlanTrainer(
         group=group,
-        follower=follower,
-        pack_stats=train.pack_stats,
+        follower=PackBatches(schedule, group.rank // config.training.row_ranks, schedule.world_size, state=state),
+        pack_stats=stats,
         attention=attention,
         reduction=config.training.loss_reduction,
         model=model,
         args=arguments,
         template=template,
-        train_dataset=_packed_dataset(train, epoch=follower.schedule.start.epoch),
+        train_dataset=_packed_dataset(train, lambda epoch: stats(epoch).packs, epoch=schedule.start.epoch),
         eval_dataset=_eval_dataset(splits.get("eval")),
     )
     trainer.row_groups = rows
     return trainer
 
 
-def _eval_dataset(split: Split | None) -> PackedDataset | None:
+def _eval_dataset(split: PlannedSplit | None) -> PackedDataset | None:
     """Return the packs of evaluation; None without a split, or without supervised tokens."""
-    return None if split is None or not split.is_supervised else _packed_dataset(split)
+    if split is None or not split.is_supervised:
+        return None
+    packs = split.raw.packs
+    return _packed_dataset(split, lambda _: packs)
 
 
-def _packed_dataset(split: Split, *, epoch: int = 0) -> PackedDataset:
+def _packed_dataset(split: PlannedSplit, packs_of: Callable[[int], Packs], *, epoch: int = 0) -> PackedDataset:
     """Return the packs of a planned split, which begins with those of *epoch*."""
-    dataset = PackedDataset(split.encoder, split.raw_packs_of, split.table, packed=split.policy.packing)
+    dataset = PackedDataset(split.encoder, packs_of, split.table, packed=split.policy.packing)
     dataset.degrees = split.aligned.shared_by
     dataset.set_epoch(epoch)
     return dataset
@@ -336,7 +340,8 @@ def find_stream_start(
 def build_stream_trainer(
     config: RunConfig,
     arguments: TrainingArguments,
-    splits: dict[str, Split],
+    train: Split,
+    evaluation: PlannedSplit | None,
     *,
     attention: AttentionChoice,
     group: RankGroup,
@@ -350,14 +355,15 @@ def build_stream_trainer(
     Args:
         config: The run.
         arguments: Settings of the trainer.
-        splits: Samples of `train`, and perhaps `eval`, which is planned.
+        train: Samples of `train`.
+        evaluation: The planned split `eval`, if there is one.
         attention: Attention of the run.
         group: The ranks.
         order: Order of the samples of `train` in an epoch.
         start: Progress to start at, of all ranks and of this one.
         resume_state: Function that makes the resume state of a checkpoint.
     """
-    training, encoder = config.training, splits["train"].encoder
+    training, encoder = config.training, train.encoder
     template, model, _ = _open_model(config, arguments, encoder, group, attention)
     options = StreamOptions(
         packing_length=config.packing_length,
@@ -377,5 +383,5 @@ def build_stream_trainer(
         args=arguments,
         template=template,
         train_dataset=StreamDataset(encoder, order, options, rank=group.rank, world_size=group.world_size),
-        eval_dataset=_eval_dataset(splits.get("eval")),
+        eval_dataset=_eval_dataset(evaluation),
     )

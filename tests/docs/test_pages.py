@@ -26,7 +26,7 @@ from packplan.app.__main__ import COMMANDS
 from packplan.app.planning.log_lines import describe_run, plan_warnings
 from packplan.app.planning.plan import Ranks, measure_and_plan
 from packplan.app.planning.schedule import schedule_of_split
-from packplan.app.planning.split import Split, Stores
+from packplan.app.planning.split import PlannedSplit, Split, Stores
 from packplan.core.batch import partial_window
 from packplan.core.config.identity import PATH_KEYS, PER_RANK
 from packplan.core.config.keys import yield_keys
@@ -231,7 +231,7 @@ def planned(tmp_path, monkeypatch) -> str:
     return plan_split(ListSource(np.random.default_rng(1).geometric(1 / 200, 300).tolist()), folder).raw_checksum
 
 
-def plan_split(source: ListSource, folder: Path) -> Split:
+def plan_split(source: ListSource, folder: Path) -> PlannedSplit:
     stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FreeLock())
     split = Split("train", PlanPolicy(packing_length=1024), stores=stores, encoder=source, source=source)
     return measure_and_plan(split, Ranks(ScriptedGroup(), timeout_s=1))

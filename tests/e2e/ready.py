@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from packplan.app.planning.split import Split
+from packplan.app.planning.split import MeasuredSplit
 from packplan.app.sft import train as way
 from packplan.core.errors import RecordError
 from packplan.core.ports import LengthSource
@@ -62,7 +62,7 @@ def assert_refused(outcomes: Sequence[RecordOutcome], says: Iterable[str]) -> No
         assert len(str(outcome)) < 600
 
 
-def _facts(trainer: Any, splits: dict[str, Split]) -> Any:
+def _facts(trainer: Any, splits: dict[str, MeasuredSplit]) -> Any:
     epochs, samples = splits["train"].epochs, {name: split.encoder for name, split in splits.items()}
     return SimpleNamespace(
         trainer=trainer, planned=splits, samples=samples, schedule=trainer.schedule,

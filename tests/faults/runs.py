@@ -16,7 +16,7 @@ from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.lock import FolderLock
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.planning.plan import Ranks, measure_and_plan
-from packplan.app.planning.split import Split, Stores
+from packplan.app.planning.split import PlannedSplit, Split, Stores
 from packplan.core.errors import RecordError
 from packplan.core.policy import PlanPolicy
 from packplan.core.ports import ReportProgress
@@ -62,7 +62,7 @@ def execute(
     policy: PlanPolicy = POLICY,
     timeout_s: float = 30,
     report: ReportProgress = lambda _: None,
-) -> Split:
+) -> PlannedSplit:
     """Measure and plan, as rank 0 of a run does."""
     stores = Stores(DiskLengthStore(folder), DiskPlanStore(folder), FolderLock(folder))
     bad = {"max_bad_share": Decimal(1), "flush_every": FLUSH_EVERY}

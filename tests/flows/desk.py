@@ -2,7 +2,7 @@
 
 from packplan.app.planning.measure import measure
 from packplan.app.planning.plan import Ranks, measure_and_plan
-from packplan.app.planning.split import Split, Stores
+from packplan.app.planning.split import PlannedSplit, Split, Stores
 from packplan.core.policy import PlanPolicy
 from tests.fakes import CountedLengthStore, CountedPlanStore, FreeLock, ListSource, ScriptedGroup
 
@@ -38,5 +38,5 @@ class Desk:
     def measure(self, **options):
         return measure(self.split(**options), lambda _: None)
 
-    def plan(self, ranks=None, **options) -> Split:
+    def plan(self, ranks=None, **options) -> PlannedSplit:
         return measure_and_plan(self.split(**options), ranks or Ranks(self.group, timeout_s=1))

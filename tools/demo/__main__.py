@@ -12,6 +12,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import yaml
 
@@ -20,6 +21,9 @@ from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import run_command, run_program
 from packplan.app.wiring.runs import read_config
 from packplan.core.errors import counted
+
+if TYPE_CHECKING:
+    from packplan.app.planning.split import PlannedSplit
 
 CONFIG = Path(__file__).resolve().parents[2] / "app" / "demo.yaml"
 
@@ -111,9 +115,9 @@ def train() -> None:
     config = read_config(CONFIG)
     with join_ranks(config) as group:
         trainer, splits = train_run(config, group)
+    plan = cast("PlannedSplit", splits["train"])  # one for all epochs
     evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    plan = splits["train"]
     print(f"held-out scenes: loss {evaluated[0]:.3f} -> {evaluated[-1]:.3f}")
     steps = trainer.state.global_step
     print(
