@@ -8,6 +8,7 @@ to a minute to end its actors, so actors on the driver's machine watch the drive
 """
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import select
@@ -19,9 +20,11 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from packplan.core.errors import RunError
+
+T = TypeVar("T")
 
 _FULL = "Most often the machine, or its shared memory (/dev/shm), is full: {keys}, or give the machine more memory"
 
@@ -126,6 +129,54 @@ def open_pool(workers: int, prepare: Callable[..., None], *arguments: Any) -> Pr
         *arguments: Arguments of *prepare*.
     """
     return ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _prepare_process, (prepare, arguments))
+
+
+class ForkedProcesses(Generic[T]):
+    """Forked processes that compute blocks; see `core.ports.BlockExecutor`."""
+
+    block_size = 32
+
+    def __init__(self, num_workers: int, prepare: Callable[[], None], compute: Callable[[range], T]) -> None:
+        """
+        Open a pool of processes, which are forked with the first block.
+
+        Args:
+            num_workers: Number of processes.
+            prepare: Called first in each process.
+            compute: Returns the result of a block.
+        """
+        self.num_workers = num_workers
+        # They share memory with this process until one writes to it. The garbage collector writes
+        # into each object that it visits, so existing objects are hidden from it.
+        self._kept_before = gc.get_freeze_count()
+        gc.collect()
+        gc.freeze()
+        self._pool = open_pool(num_workers, _hold, prepare, compute)
+
+    def submit(self, block: range) -> Callable[[], T]:
+        """Start to compute a block, and return a function that waits for its result."""
+        with hold_ctrl_c():
+            return self._pool.submit(_compute_held, block).result
+
+    def close(self) -> None:
+        """End the processes, once each is done with its block."""
+        self._pool.shutdown(cancel_futures=True)
+        if not self._kept_before:
+            gc.unfreeze()
+
+
+_held: Callable[[range], Any] | None = None
+
+
+def _hold(prepare: Callable[[], None], compute: Callable[[range], Any]) -> None:
+    global _held  # noqa: PLW0603  # the one thing a process of the pool holds
+    prepare()
+    _held = compute
+
+
+def _compute_held(block: range) -> Any:
+    assert _held is not None  # noqa: S101  # the pool's initializer held it
+    return _held(block)
 
 
 def _prepare_process(prepare: Callable[..., None], arguments: tuple[Any, ...]) -> None:

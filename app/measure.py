@@ -17,12 +17,12 @@ import attrs
 import numpy as np
 
 from packplan.adapters.progress import loading_libraries
-from packplan.app.cli.command import add_logging_options, command_parser, run_command, run_program
+from packplan.app.cli.command import add_logging_options, add_ray_option, command_parser, run_command, run_program
 from packplan.app.planning.measure import measure
 from packplan.app.planning.plan import Ranks
 from packplan.app.planning.split import Split
 from packplan.app.wiring import length_tables
-from packplan.app.wiring.runs import raising_on_all_ranks, require_inputs
+from packplan.app.wiring.runs import measured_by_ray, raising_on_all_ranks, require_inputs
 from packplan.core.errors import ConfigError, counted
 from packplan.core.ports import Arrays, ReportProgress
 from packplan.core.samples.tables import column, sample_indices
@@ -49,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         "-o", "--output", type=Path, required=True, metavar="lengths.parquet",
         help="table to write; one that is there is continued",
     )  # fmt: skip
+    add_ray_option(parser)
     add_logging_options(parser)
     options = parser.parse_intermixed_args(arguments)
     return run_command(partial(run, options), verbose=options.verbose, quiet=options.quiet, kept=KEPT_NOTE)
@@ -69,6 +70,7 @@ def run(options: argparse.Namespace) -> None:
         config = length_tables.config_to_measure(
             data, output, model=options.model, path=options.config, overrides=overrides
         )
+        config = measured_by_ray(config, options.ray)
         require_inputs(config)
 
         with loading_libraries():

@@ -86,6 +86,43 @@ class LengthSource(Protocol):
 
 
 @attrs.frozen
+class MeasuredBlock:
+    """Outcomes of a block of samples, and digests of the records that these were read from."""
+
+    outcomes: Sequence[RecordOutcome]
+
+    records: range
+    """Indices of the records."""
+
+    digests: NDArray[np.uint8]
+    """Digest of each record, 0 where unknown; shape (num_records, DIGEST_BYTES)."""
+
+    node: str = ""
+    """Other machine that measured the block; empty for this one."""
+
+
+class BlockExecutor(Protocol):
+    """Processes that measure blocks of samples, each block in one of them."""
+
+    block_size: int
+    """Most samples of a block."""
+
+    @property
+    def num_workers(self) -> int:
+        """Number of processes, at least 1; a cluster may grow."""
+
+    def submit(self, block: range, /) -> Callable[[], MeasuredBlock]:
+        """
+        Start to measure a block, and return a function that waits for the result.
+
+        That raises any error of the process, and RunError if the process is lost.
+        """
+
+    def close(self) -> None:
+        """End the processes; blocks that are not done are given up."""
+
+
+@attrs.frozen
 class StoredRows:
     """Stored measurements: the rows of records, and the rows of their media."""
 

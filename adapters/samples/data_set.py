@@ -54,6 +54,11 @@ class FileRecords:
     def __len__(self) -> int:
         return self._ends[-1]
 
+    def reopen(self) -> None:
+        """Open the files on another machine; DataSetError names one that is not the same there."""
+        for file in self._files:
+            file.reopen()
+
     def record_digest(self, index: int) -> str:
         """Return the SHA-256 of record *index* as hexadecimal digits."""
         file, row = self._locate(index)
@@ -78,7 +83,7 @@ class FileRecords:
             raise
         digest, known = digest_record(value), file.known_digest(row)
         if not known:
-            file.known_digests(row, row + 1)[0] = np.frombuffer(digest, np.uint8)
+            file.add_digests(row, np.frombuffer(digest, np.uint8)[np.newaxis])
         elif digest != known:
             changed = Difference("content", known.hex()[:_SHOWN_DIGITS], digest.hex()[:_SHOWN_DIGITS])
             stale = StaleError.for_sample(index, str(file.location(row)), (changed,), copy=file.copy)

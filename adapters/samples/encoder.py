@@ -21,7 +21,7 @@ from swift.template import Template
 
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.data_files import copy_faults, open_records, source_names
-from packplan.adapters.samples.data_set import message_options
+from packplan.adapters.samples.data_set import FileRecords, message_options
 from packplan.adapters.samples.downloads import MediaCache, fetch_medium
 from packplan.adapters.samples.media import IMAGES, VIDEOS, ImageTokens, measure_encoded, without_truncation
 from packplan.adapters.samples.media_files import VideoFacts, image_facts, read_image_size, video_facts
@@ -61,8 +61,9 @@ class SwiftEncoder:
     records_per_sample = 1
 
     def __init__(
-        self, config: RunConfig, paths: tuple[str, ...], *, template: Template, cache: Path | None = None
-    ) -> None:
+        self, config: RunConfig, paths: tuple[str, ...], *, template: Template, cache: Path | None = None,
+        records: FileRecords | None = None,
+    ) -> None:  # fmt: skip
         """
         Open the data files.
 
@@ -71,11 +72,14 @@ class SwiftEncoder:
             paths: Data files.
             template: Template in training mode.
             cache: Folder of copies of data files that cannot be read in any order.
+            records: Records of the files, if they are open; None opens them.
         """
         self.config, self.paths, self.cache, self.template, custom = config, paths, cache, template, config.custom
         # Of the process, since ms-swift opens images too.
         PIL.Image.MAX_IMAGE_PIXELS = custom.max_image_pixels
-        self.records = open_records(paths, max_line_bytes=custom.max_line_bytes, cache=cache, media=custom.media_dir)
+        self.records = records or open_records(
+            paths, max_line_bytes=custom.max_line_bytes, cache=cache, media=custom.media_dir
+        )
         self._media = MediaCache(Path(custom.media_cache)) if custom.media_cache else None
         self._options = message_options(custom)
 

@@ -3,27 +3,25 @@ Measures the samples of an encoder; plans are made from these measurements.
 
 `measure_many` is read from top to bottom, for a batch in this process: read each sample and split
 its texts into pieces, count the pieces of the batch at once (`shortcut.py`), and encode the
-remaining samples in full. Worker processes and the worker of a torch loader, at the end, do the
-same.
+remaining samples in full. Other processes, of this machine or a cluster, and the worker of a torch
+loader, at the end, do the same.
 """
 
-import gc
 import logging
 import os
 import re
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from functools import cache, cached_property, partial
 from typing import Any
 
 import attrs
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
-from packplan.adapters.processes import end_with_parent, hold_ctrl_c, open_pool, wrap_process_errors
+from packplan.adapters.processes import ForkedProcesses, end_with_parent, hold_ctrl_c, wrap_process_errors
 from packplan.adapters.samples.data_set import absolute_folder
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.media_files import VideoFacts
@@ -31,8 +29,9 @@ from packplan.adapters.samples.media_lengths import ImageCosts, find_image_costs
 from packplan.adapters.samples.shortcut import PieceCounter, SplitSample, find_piece_counter
 from packplan.adapters.samples.template import length_inputs
 from packplan.adapters.samples.video_reading import reads_videos
-from packplan.core.errors import RecordError
+from packplan.core.errors import RecordError, RunError
 from packplan.core.fingerprint import Fingerprint
+from packplan.core.ports import BlockExecutor, MeasuredBlock
 from packplan.core.samples.tables import (
     NOTHING,
     MeasuredSample,
@@ -42,11 +41,6 @@ from packplan.core.samples.tables import (
     ShortcutError,
     to_row,
 )
-
-_MeasuredBatch = tuple[list[RecordOutcome], range, NDArray[np.uint8]]
-"""
-Outcomes of samples, indices of their records, and digests of these records (zeros if unknown).
-"""
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +55,7 @@ _MAX_AUDITED_KINDS = 64
 _TEMPLATE_MARKS = re.compile(r"<\|\w+\|>|</?think>|<(?:image|video|audio|bbox|ref-object|cot-process|start-image)>")
 """Marks in a text that a template may treat specially: special tokens, thoughts, media tags."""
 
-AT_ONCE = 32
+AT_ONCE = ForkedProcesses.block_size
 """Samples that a process measures at once."""
 
 _TRIED = 16
@@ -104,7 +98,9 @@ class SwiftMeasurer:
     Seconds that a pool of processes takes to start. No pool is started if it would save less.
     """
 
-    def __init__(self, encoder: SwiftEncoder, *, workers: int = 1) -> None:
+    def __init__(
+        self, encoder: SwiftEncoder, *, workers: int = 1, join_cluster: Callable[[bool], BlockExecutor] | None = None
+    ) -> None:
         """
         Measure the samples of an encoder.
 
@@ -112,9 +108,11 @@ class SwiftMeasurer:
             encoder: Encoder of the samples.
             workers: Processes that measure, limited to the number of cores; with 1, the calling
                 process measures.
+            join_cluster: Takes whether each sample is encoded in full, and joins a cluster that
+                measures in place of processes; None for processes.
         """
         self._encoder = encoder
-        self._workers = min(workers, os.cpu_count() or 1)
+        self._workers, self._join_cluster = min(workers, os.cpu_count() or 1), join_cluster
         self._audited_kinds: set[object] = set()
         self._compared_kinds: set[object] = set()
 
@@ -164,13 +162,18 @@ class SwiftMeasurer:
         if epoch is not None or not isinstance(indices, range):
             yield from self._measure_in_loader(indices, epoch=epoch or 0)
             return
+        if self._join_cluster is not None:  # whose machines fetch media themselves
+            yield from self._measure_in_blocks(indices, self._join_cluster(in_full), in_full=in_full)
+            return
         self._encoder.fetch_media(indices)
         size, started = (_TRIED if self._workers > 1 else AT_ONCE), time.perf_counter()
         for done in range(0, len(indices), size):
             if done and self._workers > 1:
                 left_s = (time.perf_counter() - started) / done * (len(indices) - done)
                 if left_s * (1 - 1 / self._workers) > self.pool_start_s:
-                    yield from self._measure_in_pool(indices[done:], in_full=in_full)
+                    compute = partial(self.measure_block, in_full=in_full)
+                    pool = ForkedProcesses(self._workers, partial(torch.set_num_threads, 1), compute)
+                    yield from self._measure_in_blocks(indices[done:], pool, in_full=in_full)
                     return
             yield from self.measure_batch(indices[done : done + size], in_full=in_full)
 
@@ -287,48 +290,43 @@ class SwiftMeasurer:
     def _log_once(self, text: str) -> None:
         _log_info_once("%s: %s", self._encoder.template.template_meta.template_type, text)
 
-    def _measure_in_pool(self, indices: range, *, in_full: bool) -> Generator[RecordOutcome, None, None]:
-        """Yield the outcomes of samples measured in worker processes, a few batches ahead."""
-        size = min(AT_ONCE, -(-len(indices) // (2 * self._workers)))
-        parts = (indices[start : start + size] for start in range(0, len(indices), size))
-        waiting: deque[Any] = deque()
-        # All are forked with the first part, and share memory with this process until one writes to
-        # it. The garbage collector writes into each object that it visits, so existing objects are
-        # hidden from it.
-        kept_before = gc.get_freeze_count()
-        gc.collect()
-        gc.freeze()
-        pool = open_pool(self._workers, _prepare_worker, self, in_full)
-        try:
-            workers = f"lower training.packing_length_precompute_workers (now {self._workers:,}; "
-            with wrap_process_errors("measuring samples", f"{workers}1 measures in the main process)"):
-                with hold_ctrl_c():
-                    waiting.append(pool.submit(_measure_in_worker, next(parts)))
-                for part in parts:
-                    waiting.append(pool.submit(_measure_in_worker, part))
-                    if len(waiting) > _AHEAD * self._workers:
-                        yield from self._receive_batch(waiting.popleft().result())
-                while waiting:
-                    yield from self._receive_batch(waiting.popleft().result())
-        finally:
-            pool.shutdown(cancel_futures=True)
-            if not kept_before:
-                gc.unfreeze()
+    def _measure_in_blocks(self, indices: range, executor: BlockExecutor, *, in_full: bool) -> Generator[RecordOutcome]:
+        """Yield the outcomes of samples that other processes measure, a few blocks ahead."""
+        size = min(executor.block_size, -(-len(indices) // (2 * executor.num_workers)))
+        waiting: deque[Callable[[], MeasuredBlock]] = deque()
+        workers = f"lower training.packing_length_precompute_workers (now {self._workers:,}; "
+        with closing(executor), wrap_process_errors("measuring samples", f"{workers}1 measures in the main process)"):
+            for start in range(0, len(indices), size):
+                waiting.append(executor.submit(indices[start : start + size]))
+                if len(waiting) > _AHEAD * executor.num_workers:
+                    yield from self._receive_block(waiting.popleft()(), in_full=in_full)
+            while waiting:
+                yield from self._receive_block(waiting.popleft()(), in_full=in_full)
 
-    def measure_with_digests(self, indices: range, *, in_full: bool) -> _MeasuredBatch:
+    def measure_block(self, indices: range, *, in_full: bool) -> MeasuredBlock:
         """Measure consecutive samples; return their measurements and the records' digests."""
-        outcomes, records = self.measure_batch(indices, in_full=in_full), self._record_indices(indices)
-        return outcomes, records, self._encoder.records.known_digests(records)
+        parts = (indices[start : start + AT_ONCE] for start in range(0, len(indices), AT_ONCE))
+        outcomes = [one for part in parts for one in self.measure_batch(part, in_full=in_full)]
+        records = self._record_indices(indices)
+        return MeasuredBlock(outcomes, records, self._encoder.records.known_digests(records))
 
     def _record_indices(self, indices: range) -> range:
         """Return the indices of the records that consecutive samples are read from."""
         return indices
 
-    def _receive_batch(self, batch: _MeasuredBatch) -> list[RecordOutcome]:
-        """Store the digests of a batch's records, and return its outcomes."""
-        outcomes, records, digests = batch
-        self._encoder.records.add_digests(records, digests)
-        return outcomes
+    def _receive_block(self, block: MeasuredBlock, *, in_full: bool) -> Sequence[RecordOutcome]:
+        """
+        Store the digests of a block's records, and return its outcomes.
+
+        A record that is bad on another machine has to be bad on this one.
+        """
+        self._encoder.records.add_digests(block.records, block.digests)
+        for index, outcome in zip(block.records, block.outcomes, strict=True) if block.node else ():
+            if isinstance(outcome, RecordError):
+                (here,) = self.measure_batch(range(index, index + 1), in_full=in_full)
+                if not isinstance(here, RecordError):
+                    raise RunError("node", f"{block.node}: {outcome}; this machine can read the record")
+        return block.outcomes
 
     def _measure_in_loader(self, indices: Sequence[int], *, epoch: int) -> list[RecordOutcome]:
         """
@@ -382,17 +380,3 @@ class _FullEncodeDataset(Dataset[RecordOutcome]):
     def __getitem__(self, index: int) -> RecordOutcome:
         (outcome,) = self._samples.measure_batch(range(index, index + 1), in_full=True)
         return outcome
-
-
-_measure: Callable[[range], _MeasuredBatch] | None = None
-
-
-def _prepare_worker(samples: SwiftMeasurer, in_full: bool) -> None:  # noqa: FBT001  # pools pass arguments by place
-    global _measure  # noqa: PLW0603  # the one thing a worker process holds
-    torch.set_num_threads(1)
-    _measure = partial(samples.measure_with_digests, in_full=in_full)
-
-
-def _measure_in_worker(indices: range) -> _MeasuredBatch:
-    assert _measure is not None  # noqa: S101  # the pool's initializer made it
-    return _measure(indices)

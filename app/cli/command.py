@@ -41,7 +41,7 @@ _ELSEWHERE = "make room, or write elsewhere"
 
 BROKEN_PIPE, USER_ERROR, VERIFICATION_FAILED, INTERRUPTED = 1, 2, 3, 130
 
-EXTRAS = MappingProxyType({"ray": "rl", "deepspeed": "deepspeed", "qwen_omni_utils": "omni", "decord": "video"})
+EXTRAS = MappingProxyType({"ray": "ray", "deepspeed": "deepspeed", "qwen_omni_utils": "omni", "decord": "video"})
 """Package -> the extra that brings it; `train` brings all others."""
 
 
@@ -74,6 +74,21 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         "overrides", nargs="*", default=[], metavar="key=value",
         help="in place of the YAML's: training.seed=7; null unsets what the YAML sets",
     )  # fmt: skip
+
+
+def add_ray_option(parser: argparse.ArgumentParser) -> None:
+    """Declare --ray, which measures on a cluster."""
+    parser.add_argument(
+        "--ray", nargs="?", const="auto", type=_parse_address, metavar="ADDRESS",
+        help="measure on all nodes of a Ray cluster (default: that of RAY_ADDRESS, or of this machine)",
+    )  # fmt: skip
+
+
+def _parse_address(text: str) -> str:
+    """Parse an address of Ray, for argparse."""
+    if "=" in text or text.endswith((".yaml", ".yml", ".jsonl", ".parquet")):
+        raise argparse.ArgumentTypeError(f"{text} is no address: write --ray=auto, or put --ray last")
+    return text
 
 
 def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:

@@ -11,14 +11,14 @@ from decimal import Decimal
 import attrs
 
 from packplan.adapters.progress import loading_libraries
-from packplan.app.cli.command import add_config_arguments, parse_ranks
+from packplan.app.cli.command import add_config_arguments, add_ray_option, parse_ranks
 from packplan.app.planning.log_lines import log_run
 from packplan.app.planning.measure import failure_lines
 from packplan.app.planning.plan import Ranks, measure_and_plan, plan_epochs
 from packplan.app.planning.schedule import accumulation_of, refuse_stream, schedule_of_split
 from packplan.app.planning.split import PlannedSplit, Split
 from packplan.app.wiring.commands import num_command_ranks, read_run_or_command
-from packplan.app.wiring.runs import raising_on_all_ranks, require_inputs
+from packplan.app.wiring.runs import measured_by_ray, raising_on_all_ranks, require_inputs
 from packplan.app.wiring.stores import artefacts_folder
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import DataSetError, counted, format_command
@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--world-size", type=parse_ranks, metavar="N",
         help="number of ranks (those that share rows count as one; default: those that run)",
     )  # fmt: skip
+    add_ray_option(parser)
     parser.add_argument(
         "--list-failures",
         action="store_true",
@@ -46,6 +47,7 @@ def run(options: argparse.Namespace) -> None:
     """Measure and plan the run, and log the next commands."""
     with raising_on_all_ranks():
         config = read_run_or_command(options.config, options.overrides, world_size=options.world_size)
+        config = measured_by_ray(config, options.ray)
         require_inputs(config)
 
         with loading_libraries():

@@ -159,6 +159,25 @@ def raising_on_all_ranks() -> Iterator[None]:
         raise
 
 
+def measured_by_ray(config: RunConfig, address: str | None) -> RunConfig:
+    """
+    Return a run whose lengths a cluster of Ray measures, as `--ray` asks.
+
+    Args:
+        config: The run.
+        address: Address of the cluster; None leaves the run as it is.
+
+    Raises:
+        ConfigError: The run is a command of ms-swift.
+    """
+    if address is None:
+        return config
+    if config.command is not None:
+        raise ConfigError.for_key("--ray", "measures for a run's YAML, not for a command of ms-swift: leave it out")
+    training = attrs.evolve(config.training, packing_length_measured_by="ray", ray_address=address)
+    return attrs.evolve(config, training=training)
+
+
 def require_inputs(config: RunConfig, *, loads: bool = False) -> None:
     """
     Refuse a missing model or missing data before slow libraries are imported.

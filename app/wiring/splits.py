@@ -1,24 +1,32 @@
 """Splits of a run, opened for every command that plans, trains or verifies; nothing is written."""
 
 import logging
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import attrs
 import numpy as np
+import torch
 
 from packplan.adapters.exports import export_cached_rows
 from packplan.adapters.progress import progress
+from packplan.adapters.samples.data_set import FileRecords
 from packplan.adapters.samples.dataset_rows import DatasetRowsEncoder, DatasetRowsFile, DatasetRowsMeasurer
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.measurer import SwiftMeasurer
-from packplan.adapters.samples.template import open_template
+from packplan.adapters.samples.template import PROCESSING_VARIABLES, length_inputs, open_template
 from packplan.adapters.swift.command import read_command
 from packplan.app.planning.split import MeasuredSplit, Split, align_options
 from packplan.app.wiring.length_tables import open_known_lengths
 from packplan.app.wiring.policies import epoch_recipe, policy_of_split, work_of_run
 from packplan.app.wiring.stores import open_stores, records_cache
 from packplan.core.config.run import HostCommand, RunConfig
+from packplan.core.errors import ConfigError, Fault
+from packplan.core.fingerprint import Fingerprint
+from packplan.core.ports import BlockExecutor, MeasuredBlock
 from packplan.core.samples.tables import column, sample_indices
 
 log = logging.getLogger(__name__)
@@ -32,7 +40,9 @@ def open_splits(config: RunConfig) -> dict[str, Split]:
     custom, training = config.custom, config.training
     measurer = SwiftMeasurer if config.command is None else DatasetRowsMeasurer
     for name, encoder in open_encoders(config).items():
-        source = measurer(encoder, workers=training.packing_length_precompute_workers)
+        on_ray = training.packing_length_measured_by == "ray"
+        join = partial(_join_ray, config, encoder) if on_ray else None
+        source = measurer(encoder, workers=training.packing_length_precompute_workers, join_cluster=join)
         splits[name] = Split(
             name=name, policy=policy_of_split(config, name), align_options=align_options(config, name),
             work_model=work_of_run(config)[0], recipe=epoch_recipe(config, name, encoder.data_files()),
@@ -42,6 +52,41 @@ def open_splits(config: RunConfig) -> dict[str, Split]:
             known=open_known_lengths(custom.lengths, source) if custom.lengths else None,
         )  # fmt: skip
     return splits
+
+
+def _join_ray(config: RunConfig, encoder: SwiftEncoder, in_full: bool) -> BlockExecutor:  # noqa: FBT001  # by place
+    """Join the cluster that measures a run's samples, as *config* names it."""
+    from packplan.adapters.ranks.ray_executor import RayExecutor
+
+    training = attrs.evolve(config.training, trainer={})  # which may hold secrets
+    sent, key = attrs.evolve(config, training=training), length_inputs(config, encoder.template)
+    return RayExecutor(
+        partial(_open_on_node, sent, encoder.paths, encoder.records, key, in_full=in_full),
+        address=training.ray_address,
+        variables={name: os.environ.get(name) for name in PROCESSING_VARIABLES},
+        timeout_s=training.packing_wait_timeout_s,
+    )
+
+
+def _open_on_node(
+    config: RunConfig, paths: tuple[str, ...], records: FileRecords, key: Fingerprint, *, in_full: bool
+) -> Callable[[range], MeasuredBlock]:
+    """
+    Open template and records in a process of a cluster, and return what measures blocks there.
+
+    Raises:
+        DataSetError: A file is missing there, or is another one.
+        ConfigError: The model, a version or a variable is another one there.
+    """
+    records.reopen()
+    torch.set_num_threads(1)
+    template = open_template(config.model, config.template, packing_length=config.packing_length)
+    if differences := key.differences(length_inputs(config, template)):
+        here = "where the run was started"
+        faults = [Fault(one.key, f"is {one.current!r} there, but {one.stored!r} {here}") for one in differences]
+        raise ConfigError("its environment", tuple(faults))
+    measurer = SwiftMeasurer(SwiftEncoder(config, paths, template=template, records=records))
+    return partial(measurer.measure_block, in_full=in_full)
 
 
 def open_encoders(config: RunConfig) -> Mapping[str, SwiftEncoder]:

@@ -419,6 +419,12 @@ class TrainingConfig:
     )
     """Processes that measure lengths; at most one for each core is used."""
 
+    packing_length_measured_by: Literal["processes", "ray"] = key("processes", neither=_MEASURES, stream="evaluation")
+    """`ray` measures on all nodes of the Ray cluster of `RAY_ADDRESS`, or of this machine."""
+
+    ray_address: str = key("auto", set_by_command=True)
+    """Address of the Ray cluster, which `--ray` sets."""
+
     effective_batch_size: int | None = key(None, neither=TRAINS, check=at_least(1))
     """
     Packs of a step over all ranks; samples if `packing` is `false`. If unset, the next two keys

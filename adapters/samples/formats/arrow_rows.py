@@ -1,8 +1,11 @@
 """Rows of memory-mapped Arrow files that `datasets.save_to_disk` or a conversion wrote."""
 
+from __future__ import annotations
+
 import json
 import mmap
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +54,26 @@ class ArrowFile(RecordFile):
     """Rows of one or more consecutive Arrow files; messages count rows from 1."""
 
     def _open(self, _: object) -> None:
+        self._ends = np.cumsum([0, *(one.batch.num_rows for one in self._batches)])
+
+    @cached_property
+    def _batches(self) -> list[_MappedBatch]:
         import pyarrow as pa
 
-        self._batches: list[_MappedBatch] = []
+        found: list[_MappedBatch] = []
         allocated, part = pa.total_allocated_bytes(), self.parts[0]
         try:
             for part in self.parts:
-                self._open_part(part, allocated)
+                found += self._open_part(part, allocated)
         except (OSError, ValueError, pa.ArrowException) as error:
             raise DataSetError(f"{self.name}: {part.name} is damaged, or no Arrow file ({_reason(error)})") from None
-        self._ends = np.cumsum([0, *(one.batch.num_rows for one in self._batches)])
-        self._sound = np.zeros(len(self._batches), dtype=bool)
-        """Whether the offsets and texts of each batch have been validated; bool, (num_batches,)."""
+        return found
 
-    def _open_part(self, part: Path, allocated_before: int) -> None:
-        """Map an Arrow file; DataSetError if it is compressed, or has two columns of one name."""
+    def _open_part(self, part: Path, allocated_before: int) -> Iterator[_MappedBatch]:
+        """
+        Map an Arrow file, and yield its batches; DataSetError if it is compressed, or has two
+        columns of one name.
+        """
         import pyarrow as pa
 
         mapped = MappedFile(part)
@@ -76,15 +84,11 @@ class ArrowFile(RecordFile):
                 message = f"{self.name}: {part.name} is compressed, which has to be unpacked: save it as Parquet"
                 raise DataSetError(message)
             batch.validate()
-            self._batches.append(_MappedBatch(batch, mapped))
             mapped.count_read(batch.nbytes)
+            yield _MappedBatch(batch, mapped)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: held for name, held in self.__dict__.items() if name != "_batches"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open(None)
+        return {name: held for name, held in super().__getstate__().items() if name != "_batches"}
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -95,9 +99,7 @@ class ArrowFile(RecordFile):
         number = int(np.searchsorted(self._ends, row, side="right")) - 1
         held = self._batches[number]
         try:
-            if not self._sound[number]:
-                held.validate()
-                self._sound[number] = True
+            held.validate()
             return drop_nulls(held.row(row - int(self._ends[number])))
         except (pa.ArrowException, UnicodeDecodeError, ValueError, OverflowError) as error:
             raise RecordError(str(self.location(row)), f"is damaged: {_reason(error)}") from None
@@ -138,11 +140,14 @@ class _MappedBatch:
     def __init__(self, batch: Any, mapped: MappedFile) -> None:
         self.batch, self._mapped, self._size = batch, mapped, batch.nbytes
         self._num_places = sum(len(column.buffers()) for column in batch.columns)
+        self._is_sound = False
 
     def validate(self) -> None:
-        """Check all offsets and texts of the batch; ArrowException if one is damaged."""
-        self.batch.validate(full=True)
-        self._mapped.count_read(self._size)
+        """Check all offsets and texts of the batch, once; ArrowException if one is damaged."""
+        if not self._is_sound:
+            self.batch.validate(full=True)
+            self._mapped.count_read(self._size)
+            self._is_sound = True
 
     def row(self, number: int) -> Any:
         """Return row *number* of the batch as Python values."""

@@ -96,7 +96,7 @@ class LinesFile(RecordFile):
             return digest_unreadable([text])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_descriptor": None}
+        return {**super().__getstate__(), "_descriptor": None}
 
     def _num_bytes(self, row: int) -> int:
         return int(self.spans[row, 1] - self.spans[row, 0])

@@ -7,6 +7,7 @@ written a moment ago is not cached. Each record is compared with its digest when
 sample; only verification reads all of them.
 """
 
+import errno
 import hashlib
 import logging
 import time
@@ -105,6 +106,19 @@ class FileCache:
         except OSError:  # the file is gone
             return True
 
+    def accept_copies(self) -> None:
+        """
+        Take the file's times and inode from now on, which are others on another machine.
+
+        OSError if a part is missing, or has another size.
+        """
+        state = self._read_state()
+        for part, one, known in zip(self._parts, state, self._state, strict=True):
+            if one["size"] != known["size"]:
+                reason = f"it has {counted(one['size'], 'byte')} there, but {known['size']:,} where the run was started"
+                raise OSError(errno.ESTALE, reason, str(part))
+        self._state = state
+
     def _read_state(self) -> list[dict[str, int]]:
         return [{"size": part.stat().st_size} if self._is_copy else file_state(part) for part in self._parts]
 
@@ -171,6 +185,19 @@ class RecordFile:
         Find the records in the file, or take them from its cached *arrays*; OSError if that fails.
         """
         raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: held for name, held in self.__dict__.items() if name != "_digests" or held.any()}
+
+    def reopen(self) -> None:
+        """Open the file on another machine; DataSetError if that lacks it, or has another one."""
+        try:
+            self._cache.accept_copies()
+        except OSError as error:
+            where = Path(error.filename or self.parts[0]).absolute()
+            raise DataSetError(
+                f"{where} cannot be read ({error.strerror}): put the data where all machines find them"
+            ) from None
 
     def __len__(self) -> int:
         """Return the number of records."""
@@ -239,6 +266,8 @@ class RecordFile:
                 DIGEST_BYTES).
         """
         if not self._is_cached:
+            if not self._digests.flags.writeable:  # memory that processes share
+                self._digests = self._digests.copy()
             np.copyto(self._digests[start : start + len(digests)], digests, where=digests.any(axis=1, keepdims=True))
 
     def _arrays_to_cache(self) -> dict[str, NDArray[Any]]:

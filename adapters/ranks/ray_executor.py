@@ -1,0 +1,138 @@
+"""
+A cluster of Ray that measures blocks of samples: each block is a task on any of its nodes.
+
+What opens template and records comes from Ray's object store once in each process of a node, which
+keeps it for further blocks. Ray runs the tasks of a node or process that is lost again elsewhere.
+"""
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+# Ray reports usage statistics by default, and reads this when it is imported.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import attrs
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from packplan.core.errors import PackplanError, RunError, counted
+from packplan.core.ports import MeasuredBlock
+
+log = logging.getLogger(__name__)
+
+Measure = Callable[[range], MeasuredBlock]
+
+Variables = Mapping[str, str | None]
+"""Variables of the environment; None unsets one."""
+
+MAX_RETRIES = 5
+"""Times that a block is measured again, if its process or node is lost."""
+
+
+class RayExecutor:
+    """Measures blocks of samples on a cluster of Ray; see `core.ports.BlockExecutor`."""
+
+    block_size = 256
+
+    def __init__(
+        self,
+        open_measure: Callable[[], Measure],
+        *,
+        address: str,
+        variables: Mapping[str, str | None],
+        timeout_s: float,
+    ) -> None:
+        """
+        Join a cluster, unless this process is in one.
+
+        Args:
+            open_measure: Opens template and records on a node, and returns what measures a block.
+            address: Address of the cluster; `auto` is that of RAY_ADDRESS, or of this machine.
+            variables: Those in which nodes measure.
+            timeout_s: Seconds to wait for a block, while others are measured; 0 waits for ever.
+
+        Raises:
+            RunError: The cluster cannot be joined.
+        """
+        self._timeout_s, self._was_inside, self._calls = timeout_s, ray.is_initialized(), set[Any]()
+        if not self._was_inside:
+            _join(address)
+        nodes = counted(sum(node["Alive"] for node in ray.nodes()), "node")
+        log.info("measuring on a cluster of Ray: %s, %s", nodes, counted(self.num_workers, "core"))
+        submitted: Any = ray.remote(_measure_on_node).options(num_cpus=1, max_retries=MAX_RETRIES)
+        # Inside a list, the object is not fetched for each task.
+        self._measure = partial(submitted.remote, [ray.put(open_measure)], dict(variables), os.getcwd())  # noqa: PTH109  # Ray sends a text
+
+    @property
+    def num_workers(self) -> int:
+        """Cores of the cluster now."""
+        return max(int(ray.cluster_resources().get("CPU", 0)), 1)
+
+    def submit(self, block: range) -> Callable[[], MeasuredBlock]:
+        """Start to measure a block, and return a function that waits for its result."""
+        call = self._measure(block)
+        self._calls.add(call)
+        return partial(self._receive, call)
+
+    def _receive(self, call: Any) -> MeasuredBlock:
+        try:
+            block: MeasuredBlock = ray.get(call, timeout=self._timeout_s or None)
+        except GetTimeoutError:
+            reason = f"no block was measured in {self._timeout_s:,.0f} s (training.packing_wait_timeout_s)"
+            raise RunError("cluster", f"{reason}: the cluster may lack a free core") from None
+        except RayTaskError as error:
+            if str(error.cause).startswith("The remote function failed to import"):
+                raise RunError("node", f"a node cannot import packplan: {str(error.cause).splitlines()[-1]}") from None
+            raise error.cause from error
+        except RayError as error:
+            raise RunError("cluster", f"a block cannot be measured: {' '.join(str(error).split())}") from None
+        self._calls.remove(call)
+        return block
+
+    def close(self) -> None:
+        """Cancel what is not done, and leave the cluster."""
+        for call in self._calls:
+            ray.cancel(call)
+        self._calls.clear()
+        del self._measure
+        if not self._was_inside:
+            ray.shutdown()
+
+
+def _join(address: str) -> None:
+    """Join a cluster; RunError if that is not possible."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise RunError("cluster", f"no cluster of Ray can be joined at {address}: {error}") from None
+    finally:
+        with suppress(ValueError):  # not in the main thread, where Ray sets none
+            signal.signal(signal.SIGTERM, handler)
+
+
+_opened: dict[str, Measure] = {}
+"""The function of the last run that this process of a node has measured for, by its object's id."""
+
+
+def _measure_on_node(held: list[Any], variables: Variables, folder: str, block: range) -> MeasuredBlock:
+    """Measure a block in a process of a node; RunError if the node cannot open model or records."""
+    (reference,) = held
+    node = f"node {ray.util.get_node_ip_address()}"
+    if (measure := _opened.get(reference.hex())) is None:
+        _opened.clear()
+        for name, value in variables.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
+        with suppress(OSError):  # relative paths are then missing, and named
+            os.chdir(folder)
+        try:
+            _opened[reference.hex()] = measure = ray.get(reference)()
+        except PackplanError as error:
+            raise RunError("node", f"{node} cannot measure: {error}") from None
+    return attrs.evolve(measure(block), node=node)
