@@ -410,11 +410,7 @@ class AttentionChoice:
 
 
 def choose_attention(
-    attn_impl: str,
-    verdict: PackingVerdict | None,
-    *,
-    flash_installed: bool = True,
-    on_cpu: bool = False,
+    attn_impl: str, verdict: PackingVerdict | None, *, flash_installed: bool = True, on_cpu: bool = False
 ) -> AttentionChoice:
     """
     Return a run's attention; its `leak` says why samples may not share packs, if so.

@@ -31,11 +31,7 @@ from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
 from packplan.core.work.model import SampleWorks
 
 BOUNDS: Mapping[BoundKind, str] = MappingProxyType(
-    {
-        "quick": "quick bound",
-        "relaxation": "linear relaxation",
-        "reached": "a packing reaches it",
-    }
+    {"quick": "quick bound", "relaxation": "linear relaxation", "reached": "a packing reaches it"}
 )
 """Words for each kind of lower bound."""
 

@@ -298,12 +298,7 @@ class SharedRows:
     """Hooks that make a decoder compute only this rank's part of each row that a group shares."""
 
     def __init__(
-        self,
-        decoder: Any,
-        divide: Callable[[], tuple[PackedRow, RowShare] | None],
-        *,
-        joins: bool,
-        mixes: bool = False,
+        self, decoder: Any, divide: Callable[[], tuple[PackedRow, RowShare] | None], *, joins: bool, mixes: bool = False
     ) -> None:
         """
         Hook a decoder.

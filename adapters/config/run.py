@@ -42,11 +42,7 @@ _REFUSED = {f"training.{key}": str(refusal) for key, refusal in refused_settings
 
 
 def parse_config(
-    document: Mapping[str, Any],
-    source: str,
-    trainer_keys: Mapping[str, TrainerKey],
-    *,
-    overrides: Sequence[str] = (),
+    document: Mapping[str, Any], source: str, trainer_keys: Mapping[str, TrainerKey], *, overrides: Sequence[str] = ()
 ) -> RunConfig:
     """
     Build a configuration from a parsed document.

@@ -95,10 +95,7 @@ def _shrink_heads(_: int, context: _ConfigFacts) -> int:
 _RULES: tuple[tuple[str, _Rule], ...] = (
     (r"vocab_size(_per_layer_input)?", _exactly(VOCABULARY)),
     ("|".join(_LAYER_KEYS), lambda _, c: c.kept),
-    (
-        r"((out|router)_)?hidden_size|n_embd|d_model|embed(ding)?_dim|word_embed_proj_dim|lru_width",
-        _exactly(HIDDEN),
-    ),
+    (r"((out|router)_)?hidden_size|n_embd|d_model|embed(ding)?_dim|word_embed_proj_dim|lru_width", _exactly(HIDDEN)),
     (r"attention_hidden_size", lambda v, c: HIDDEN * max(1, round(v / c.config.get("hidden_size", v)))),
     ("|".join(_HEAD_KEYS), _shrink_heads),
     (r"(encoder|decoder|swa_num)_attention_heads", _exactly(HEADS)),

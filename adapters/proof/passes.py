@@ -102,11 +102,7 @@ def run_pass(
 
 
 def _read_outputs(
-    run: Pass,
-    outputs: Mapping[str, torch.Tensor],
-    sources: list[GradientEdge],
-    tokens: RealTokens,
-    kept: torch.Tensor,
+    run: Pass, outputs: Mapping[str, torch.Tensor], sources: list[GradientEdge], tokens: RealTokens, kept: torch.Tensor
 ) -> None:
     """
     Read values by sample off the outputs, their gradient, and gradients between samples.

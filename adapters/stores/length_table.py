@@ -27,12 +27,7 @@ _FLAGS = ("cut", "bad")
 
 
 def write_length_table(
-    stored: StoredRows,
-    identities: Iterable[str],
-    path: Path,
-    *,
-    key: Fingerprint,
-    files: Sequence[DataFile],
+    stored: StoredRows, identities: Iterable[str], path: Path, *, key: Fingerprint, files: Sequence[DataFile]
 ) -> None:
     """
     Write measurements to a Parquet file, one row for each record.

@@ -26,12 +26,7 @@ _MODELS = ("model", "ref_model", "reward_model", "value_model", "teacher_model")
 
 
 def follow_plan(
-    trainer: Any,
-    *,
-    attn_impl: str | None,
-    row_ranks: int,
-    degrees: int | Literal["auto"] = 1,
-    check: bool = True,
+    trainer: Any, *, attn_impl: str | None, row_ranks: int, degrees: int | Literal["auto"] = 1, check: bool = True
 ) -> EpochSchedule:
     """
     Make a trainer of ms-swift train the packs of its data set; return their epoch schedule.

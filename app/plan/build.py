@@ -37,9 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_ray_option(parser)
     parser.add_argument(
-        "--list-failures",
-        action="store_true",
-        help="do not stop at bad records; print all of them, by their reason",
+        "--list-failures", action="store_true", help="do not stop at bad records; print all of them, by their reason"
     )
 
 

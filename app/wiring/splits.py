@@ -40,8 +40,7 @@ def open_splits(config: RunConfig) -> dict[str, Split]:
     custom, training = config.custom, config.training
     measurer = SwiftMeasurer if config.command is None else DatasetRowsMeasurer
     for name, encoder in open_encoders(config).items():
-        on_ray = training.packing_length_measured_by == "ray"
-        join = partial(_join_ray, config, encoder) if on_ray else None
+        join = partial(_join_ray, config, encoder) if training.packing_length_measured_by == "ray" else None
         source = measurer(encoder, workers=training.packing_length_precompute_workers, join_cluster=join)
         splits[name] = Split(
             name=name, policy=policy_of_split(config, name), align_options=align_options(config, name),
@@ -60,12 +59,10 @@ def _join_ray(config: RunConfig, encoder: SwiftEncoder, in_full: bool) -> BlockE
 
     training = attrs.evolve(config.training, trainer={})  # which may hold secrets
     sent, key = attrs.evolve(config, training=training), length_inputs(config, encoder.template)
-    return RayExecutor(
-        partial(_open_on_node, sent, encoder.paths, encoder.records, key, in_full=in_full),
-        address=training.ray_address,
-        variables={name: os.environ.get(name) for name in PROCESSING_VARIABLES},
-        timeout_s=training.packing_wait_timeout_s,
-    )
+    opens = partial(_open_on_node, sent, encoder.paths, encoder.records, key, in_full=in_full)
+    variables = {name: os.environ.get(name) for name in PROCESSING_VARIABLES}
+    timeout_s = training.packing_wait_timeout_s
+    return RayExecutor(opens, address=training.ray_address, variables=variables, timeout_s=timeout_s)
 
 
 def _open_on_node(
@@ -82,9 +79,8 @@ def _open_on_node(
     torch.set_num_threads(1)
     template = open_template(config.model, config.template, packing_length=config.packing_length)
     if differences := key.differences(length_inputs(config, template)):
-        here = "where the run was started"
-        faults = [Fault(one.key, f"is {one.current!r} there, but {one.stored!r} {here}") for one in differences]
-        raise ConfigError("its environment", tuple(faults))
+        told = (Fault(one.key, f"is {one.current!r}, where the run started {one.stored!r}") for one in differences)
+        raise ConfigError("its environment", tuple(told))
     measurer = SwiftMeasurer(SwiftEncoder(config, paths, template=template, records=records))
     return partial(measurer.measure_block, in_full=in_full)
 

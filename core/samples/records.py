@@ -247,10 +247,7 @@ def _dense_messages(record: Mapping[str, Any], num_images: int, options: Message
         prompt, answer = SUMMARY_PROMPT, record["summary"]
     else:
         prompt, answer = DENSE_PROMPT, _objects_text(record["objects"], options.object_field_order)
-    return [
-        {"role": "user", "content": IMAGE_TAG * num_images + prompt},
-        {"role": "assistant", "content": answer},
-    ]
+    return [{"role": "user", "content": IMAGE_TAG * num_images + prompt}, {"role": "assistant", "content": answer}]
 
 
 def _objects_text(objects: object, order: str) -> str:

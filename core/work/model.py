@@ -81,8 +81,7 @@ class WorkModel:
         width, layers = int(text.get("hidden_size") or 4096), int(text.get("num_hidden_layers") or 32)
         # Four square matrices of attention, and an MLP of about eight.
         return cls(
-            per_position=PRODUCT * layers * 12 * width**2,
-            per_pair=PRODUCT * ATTENTION_PRODUCTS * layers * width,
+            per_position=PRODUCT * layers * 12 * width**2, per_pair=PRODUCT * ATTENTION_PRODUCTS * layers * width
         )
 
     def trained(self, *, text: bool = True, vision: bool = True, vision_gradients: bool = True) -> WorkModel:

@@ -7,7 +7,6 @@ written a moment ago is not cached. Each record is compared with its digest when
 sample; only verification reads all of them.
 """
 
-import errno
 import hashlib
 import logging
 import time
@@ -106,18 +105,10 @@ class FileCache:
         except OSError:  # the file is gone
             return True
 
-    def accept_copies(self) -> None:
-        """
-        Take the file's times and inode from now on, which are others on another machine.
-
-        OSError if a part is missing, or has another size.
-        """
-        state = self._read_state()
-        for part, one, known in zip(self._parts, state, self._state, strict=True):
-            if one["size"] != known["size"]:
-                reason = f"it has {counted(one['size'], 'byte')} there, but {known['size']:,} where the run was started"
-                raise OSError(errno.ESTALE, reason, str(part))
-        self._state = state
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each part of the file."""
+        return [one["size"] for one in self._state]
 
     def _read_state(self) -> list[dict[str, int]]:
         return [{"size": part.stat().st_size} if self._is_copy else file_state(part) for part in self._parts]
@@ -191,13 +182,16 @@ class RecordFile:
 
     def reopen(self) -> None:
         """Open the file on another machine; DataSetError if that lacks it, or has another one."""
+        sizes, where = self._cache.sizes, self.parts[0].absolute()
         try:
-            self._cache.accept_copies()
+            self._cache = FileCache(None, self.parts, kind="", is_copy=self.copy is not None)
         except OSError as error:
-            where = Path(error.filename or self.parts[0]).absolute()
+            reason = f"{Path(error.filename).absolute()} cannot be read ({error.strerror})"
+            raise DataSetError(f"{reason}: put the data where all machines find them") from None
+        if (here := self._cache.sizes) != sizes:
             raise DataSetError(
-                f"{where} cannot be read ({error.strerror}): put the data where all machines find them"
-            ) from None
+                f"{where} has {counted(sum(here), 'byte')} there, but {sum(sizes):,} where the run started"
+            )
 
     def __len__(self) -> int:
         """Return the number of records."""
