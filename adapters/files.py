@@ -65,11 +65,9 @@ def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
         with path.open("rb") as file:
             text = file.read(most + 1)
     except OSError as error:
-        message = f"cannot be read ({error.strerror}): name an existing file"
-        raise ValueError(message) from None
+        raise ValueError(f"cannot be read ({error.strerror}): name an existing file") from None
     if len(text) > most:
-        message = f"has more than {most:,} bytes: name a file of settings"
-        raise ValueError(message)
+        raise ValueError(f"has more than {most:,} bytes: name a file of settings")
     return text.decode()
 
 

@@ -100,8 +100,7 @@ class BatchedData:
         checked = _to_int64(of_field if lengths is None else lengths, 1, float("inf"), message)
         if of_field is not None:
             if lengths is not None and _to_int64(of_field, 1, float("inf"), message).tolist() != checked.tolist():
-                message = f"lengths differ from the field {input_lengths_key}: give one of them"
-                raise ArgumentError("batch", message)
+                raise ArgumentError("batch", f"lengths differ from the field {input_lengths_key}: give one of them")
             fields = {**fields, input_lengths_key: checked}
         ids = fields.get(input_key)
         if not isinstance(ids, Tensor) or ids.ndim != 2:
@@ -391,8 +390,7 @@ class Microbatch:
         """
         if values.shape[:1] != (self.layout.num_positions,):
             shape, positions = tuple(values.shape), counted(self.layout.num_positions, "position")
-            message = f"values have the shape {shape}, but the microbatch has {positions}"
-            raise ArgumentError("batch", message)
+            raise ArgumentError("batch", f"values have the shape {shape}, but the microbatch has {positions}")
         batch = values.new_full((len(self.data), self.data.width, *values.shape[1:]), pad_value)
         token = self.layout.is_token
         sequence, position = (_pick(of, token, values) for of in (self.layout.sequence, self.layout.position_ids))

@@ -192,8 +192,7 @@ class PackedLayout:
             A query attends to the keys from the start of its sequence up to itself.
         """
         if as_whole_number("cp_rank", cp_rank, least=0) >= self.cp_size:
-            message = f"cp_rank is {cp_rank}, but {self.cp_size} ranks share the row"
-            raise ArgumentError("argument", message)
+            raise ArgumentError("argument", f"cp_rank is {cp_rank}, but {self.cp_size} ranks share the row")
         starts, sizes = self.cu_seqlens_padded[:-1], np.diff(self.cu_seqlens_padded)
         if self.cp_size == 1:
             return np.stack([starts, starts, starts + sizes], axis=1)

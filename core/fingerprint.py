@@ -122,12 +122,10 @@ def unseal(values: object) -> dict[str, Any]:
             release of this project wrote them.
     """
     if not isinstance(values, Mapping) or SEAL not in values:
-        message = f"it has no {SEAL}"
-        raise ValueError(message)
+        raise ValueError(f"it has no {SEAL}")
     held = {key: value for key, value in values.items() if key != SEAL}
     if json_digest(held) != values[SEAL]:
-        message = "its digest differs from the saved one"
-        raise ValueError(message)
+        raise ValueError("its digest differs from the saved one")
     if (number := held.pop(_FORMAT, 1)) > STATE_FORMAT:
         message = f"a newer Packplan wrote it (format {number}; this one reads up to {STATE_FORMAT}): install that one"
         raise ValueError(message)
@@ -169,8 +167,7 @@ def _as_type(kind: Any, value: Any, name: str) -> Any:
     wanted = kinds if origin is UnionType else (kind,)
     if Any not in wanted and type(value) not in wanted:
         names = " or ".join(getattr(one, "__name__", str(one)) for one in wanted)
-        message = f"{name} is {value!r:.80}, but has to be {names}"
-        raise ValueError(message)
+        raise ValueError(f"{name} is {value!r:.80}, but has to be {names}")
     return value
 
 

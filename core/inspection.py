@@ -477,8 +477,7 @@ def summarise_sources(
     names = list(dict.fromkeys(file.source for file in files))
     owners = np.repeat([names.index(file.source) for file in files], [file.records for file in files])
     if len(owners) != len(table):
-        message = f"the files have {len(owners):,} records, but {len(table):,} were measured"
-        raise ArgumentError("argument", message)
+        raise ArgumentError("argument", f"the files have {len(owners):,} records, but {len(table):,} were measured")
     counts = _count_by_source(plan, table, media, owners, len(names))
     samples = sample_indices(table)
     tokens, owner_of = column(table, "length")[samples], owners[samples]

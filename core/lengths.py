@@ -194,8 +194,7 @@ def exact_share(name: str, value: float | str | Decimal | Fraction) -> Fraction:
     except (ArithmeticError, ValueError):  # no number, or not a finite one
         exact = Fraction(-1)
     if not 0 <= exact <= 1:
-        message = f"{name} is {value}, but has to be from 0 to 1"
-        raise ArgumentError("argument", message)
+        raise ArgumentError("argument", f"{name} is {value}, but has to be from 0 to 1")
     return exact
 
 

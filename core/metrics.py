@@ -88,8 +88,7 @@ def packing_metrics(lengths: Lengths, packs: AnyPacks, *, capacity: int, bound: 
     array = as_lengths(lengths)
     packs = as_packs(packs)
     if not len(packs):
-        message = "there is no pack to measure"
-        raise ArgumentError("argument", message)
+        raise ArgumentError("argument", "there is no pack to measure")
     if int(packs.indices.max()) >= array.size:
         message = f"sample {int(packs.indices.max())} is in a pack, but there are {array.size} lengths"
         raise ArgumentError("argument", message)

@@ -47,11 +47,9 @@ class Packs(Sequence[list[int]]):
     def __attrs_post_init__(self) -> None:
         offsets = self.offsets
         if offsets.ndim != 1 or offsets.size == 0 or offsets[0] != 0 or offsets[-1] != self.indices.size:
-            message = "offsets have to run from 0 to the number of indices"
-            raise ArgumentError("argument", message)
+            raise ArgumentError("argument", "offsets have to run from 0 to the number of indices")
         if np.any(offsets[1:] <= offsets[:-1]):
-            message = f"pack {int(np.argmax(offsets[1:] <= offsets[:-1]))} is empty"
-            raise ArgumentError("argument", message)
+            raise ArgumentError("argument", f"pack {int(np.argmax(offsets[1:] <= offsets[:-1]))} is empty")
 
     @classmethod
     def from_lists(cls, packs: Iterable[Sequence[int]]) -> Packs:
@@ -63,8 +61,7 @@ class Packs(Sequence[list[int]]):
         np.cumsum([len(pack) for pack in packs], out=offsets[1:])
         indices = np.array(list(chain.from_iterable(packs)))
         if indices.size and (indices.dtype.kind not in "iu" or indices.min() < 0):
-            message = "sample indices have to be whole numbers from 0"
-            raise ArgumentError("argument", message)
+            raise ArgumentError("argument", "sample indices have to be whole numbers from 0")
         return cls(offsets, indices)
 
     @classmethod

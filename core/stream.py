@@ -276,8 +276,7 @@ class RankState:
 
     def __attrs_post_init__(self) -> None:
         if not 0 <= self.next_shard < max(1, len(self.shards)) or self.trained < 0:
-            message = f"shard {self.next_shard} of {len(self.shards)} is next, after {self.trained} samples"
-            raise ValueError(message)
+            raise ValueError(f"shard {self.next_shard} of {len(self.shards)} is next, after {self.trained} samples")
 
 
 @attrs.frozen

@@ -10,6 +10,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,16 @@ def server(tmp_path_factory):
     started = Server(tmp_path_factory.mktemp("processes"))
     yield started
     started.kill()
+
+
+@pytest.fixture(scope="module")
+def ray_folder():
+    """Let a cluster of Ray have a folder of its own, since two in one would meet; return it."""
+    # Sockets allow no long path.
+    folder = tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True)
+    with folder as name, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", name)
+        yield Path(name)
 
 
 @pytest.fixture

@@ -341,8 +341,7 @@ def _forward_by_sample(plain: Callable[..., Any]) -> Callable[..., Any]:
     def forward(*arguments: Any, **options: Any) -> Any:
         row = row_inside_model()
         if row is not None and row.share is not None:
-            message = "the model has layers that carry a state along the row, which ranks cannot share"
-            raise PackplanError(message)
+            raise PackplanError("the model has layers that carry a state along the row, which ranks cannot share")
         if row is None or len(row.lengths) == 1:
             return plain(*arguments, **options)
         options = {name: value for name, value in options.items() if not name.startswith(_BOUNDARIES)}

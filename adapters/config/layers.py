@@ -110,12 +110,10 @@ def expand_path(path: str) -> str:
         raise ValueError(message)
     path = home if path.startswith("~") else path
     if "\0" in path or (not is_url(path) and any(len(os.fsencode(part)) > _LONGEST_NAME for part in path.split("/"))):
-        message = f"is {path!r}, but a name in it has a NUL, or more than {_LONGEST_NAME} bytes: shorten it"
-        raise ValueError(message)
+        raise ValueError(f"is {path!r}, but a name in it has a NUL, or more than {_LONGEST_NAME} bytes: shorten it")
     for name in _VARIABLE.findall(path):
         if name not in os.environ:
-            message = f"is {path!r}, but the environment has no {name}: set it, or write the path out"
-            raise ValueError(message)
+            raise ValueError(f"is {path!r}, but the environment has no {name}: set it, or write the path out")
     return _VARIABLE.sub(lambda found: os.environ[found[1]], path)
 
 
@@ -168,8 +166,7 @@ def _parse_yaml(text: str) -> Any:
         raise ValueError("is no valid YAML: it is nested too deeply") from None
     # The latter two of dates, and of sexagesimal fractions.
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        message = f"is no valid YAML: {error}"
-        raise ValueError(message) from None
+        raise ValueError(f"is no valid YAML: {error}") from None
 
 
 def merge_sections(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:

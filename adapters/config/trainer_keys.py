@@ -117,8 +117,7 @@ class TrainerKey:
         if kind in {"int", "float"}:
             fits = fits and self.least <= value < (min(self.below, TOO_LARGE) if kind == "int" else self.below)
         if not fits or (self.choices and not set(self.choices).issuperset(texts)):
-            message = f"is {given!r}, but has to be {self._describe()}"
-            raise ValueError(message)
+            raise ValueError(f"is {given!r}, but has to be {self._describe()}")
         return value
 
     def _describe(self) -> str:

@@ -70,8 +70,7 @@ def _without_keys(document: Mapping[str, Any], paths: set[str], prefix: str = ""
 
 
 def _refuse(value: object, wanted: str) -> typing.NoReturn:
-    message = f"is {value!r}, but has to be {wanted}"
-    raise ValueError(message)
+    raise ValueError(f"is {value!r}, but has to be {wanted}")
 
 
 TOO_LARGE = 10**12

@@ -117,8 +117,7 @@ def assert_equal_to_alone(
 def refuse_sharded_weights(model: torch.nn.Module) -> None:
     """Refuse a model if this process does not hold all of its weights in full."""
     if (name := find_sharded_weight(model)) is not None:
-        reason = f"its weight {name} is sharded, as FSDP and ZeRO-3 leave it: ask the model before"
-        raise ModelError("probe", reason)
+        raise ModelError("probe", f"its weight {name} is sharded, as FSDP and ZeRO-3 leave it: ask the model before")
 
 
 def _difference_error(fact: str, where: NamedModule | None = None, **details: Any) -> MismatchError:

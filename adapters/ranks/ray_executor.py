@@ -8,6 +8,7 @@ keeps it for further blocks. Ray runs the tasks of a node or process that is los
 import logging
 import os
 import signal
+import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -29,6 +30,9 @@ Measure = Callable[[range], MeasuredBlock]
 
 Variables = Mapping[str, str | None]
 """Variables of the environment; None unsets one."""
+
+ANSWER_S = 10.0
+"""Seconds that a cluster has to answer at its address."""
 
 MAX_RETRIES = 5
 """Times that a block is measured again, if its process or node is lost."""
@@ -107,10 +111,14 @@ class RayExecutor:
 def _join(address: str) -> None:
     """Join a cluster; RunError if that is not possible."""
     handler = signal.getsignal(signal.SIGTERM)
+    asked = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
     try:
+        host, _, port = asked.rpartition(":")
+        if host and "/" not in host:  # where nobody answers, Ray itself would try for minutes
+            socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise RunError("cluster", f"no cluster of Ray can be joined at {address}: {error}") from None
+    except (OSError, RuntimeError, ValueError) as error:
+        raise RunError("cluster", f"no cluster of Ray can be joined at {asked}: {error}") from None
     finally:
         with suppress(ValueError):  # not in the main thread, where Ray sets none
             signal.signal(signal.SIGTERM, handler)

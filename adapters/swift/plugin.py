@@ -163,8 +163,7 @@ class _PlannedPipeline:
         packed = self._pack(pipeline, data_sets)
         packs: PlannedPacks | None = packed[0]
         if packs is None:
-            message = "no row is left to train: all are longer than --max_length, or cannot be encoded"
-            raise DataSetError(message)
+            raise DataSetError("no row is left to train: all are longer than --max_length, or cannot be encoded")
         if not pipeline.args.packing:
             return packed
         require_supervised_rows(packs.facts.num_supervised)

@@ -117,8 +117,7 @@ def find_checkpoint(
     _warn_of_passed(passed)
     if stale is not None:
         raise stale
-    reason = f"finds no whole checkpoint in {output_dir}: remove it to start again"
-    raise ConfigError.for_key(CHECKPOINT_KEY, reason)
+    raise ConfigError.for_key(CHECKPOINT_KEY, f"finds no whole checkpoint in {output_dir}: remove it to start again")
 
 
 def saved_plans(checkpoint: str, output_dir: str) -> frozenset[str]:

@@ -29,11 +29,9 @@ def explain_sample(config: RunConfig, opened: StoredSplit, sample: int) -> dict[
     """
     for bad in opened.lengths.origin.bad:
         if bad.index == sample:
-            message = f"record {sample} is no sample: {bad.where}: {bad.reason}"
-            raise DataSetError(message)
+            raise DataSetError(f"record {sample} is no sample: {bad.where}: {bad.reason}")
     if sample >= (num_records := opened.lengths.origin.num_measured):
-        message = f"the data have no record {sample}: {counted(num_records, 'record')} were measured, from 0"
-        raise DataSetError(message)
+        raise DataSetError(f"the data have no record {sample}: {counted(num_records, 'record')} were measured, from 0")
     place = find_sample(opened.split.raw, sample)
     records = _records_if_as_many(config, opened)
     document = {"split": opened.split.name, **_describe_sample(opened, records, sample), "place": place.kind}
@@ -58,8 +56,7 @@ def explain_pack(config: RunConfig, opened: StoredSplit, pack: int) -> dict[str,
     """
     number = len(opened.split.raw.packs)
     if pack >= number:
-        message = f"the plan has no pack {pack}: it has {number:,}, from 0"
-        raise DataSetError(message)
+        raise DataSetError(f"the plan has no pack {pack}: it has {number:,}, from 0")
     return {"split": opened.split.name, **_describe_pack(opened, _records_if_as_many(config, opened), pack)}
 
 

@@ -130,8 +130,7 @@ def _measure_and_audit(split: Split, stored: StoredRows, bad: BadRecords, report
     bad.log_warning(name)
     report(f"the {name} samples are encoded again, some of them")
     if bad.records and len(bad.records) == len(done.table):
-        message = f"none of the {name} records can become a sample: fix them"
-        raise DataSetError(message)
+        raise DataSetError(f"none of the {name} records can become a sample: fix them")
     repeatability = check_repeatability(source, done)
     # Only now, since the next run trusts the lengths of a complete store.
     data_digest = source.data_digest(len(done.table), without=bad.indices)

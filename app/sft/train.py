@@ -149,8 +149,7 @@ def _check_and_log_end(config: RunConfig, trainer: PlanTrainer) -> None:
         log_termination(trainer, str(total))
         return
     if num_steps != total and not config.training.trainer.get("early_stop_interval"):
-        message = f"the trainer ran {num_steps} optimizer steps, but {total} were planned"
-        raise RuntimeError(message)
+        raise RuntimeError(f"the trainer ran {num_steps} optimizer steps, but {total} were planned")
     log_outcome(config, trainer)
 
 

@@ -64,8 +64,7 @@ def read_resume_state(folder: Path) -> ResumeState | None:
         return None
     saved = read_saved_progress(folder)
     if "plan" not in saved:
-        message = f"{folder} was trained from a stream, which has no plan"
-        raise ArgumentError("host", message, {"folder": str(folder)})
+        raise ArgumentError("host", f"{folder} was trained from a stream, which has no plan", {"folder": str(folder)})
     try:
         return from_plain(ResumeState, unseal(saved))
     except ValueError as error:

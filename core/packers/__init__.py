@@ -68,8 +68,7 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
 def find_algorithm(name: str) -> Algorithm:
     """Return the algorithm *name*; ArgumentError lists all names if there is none."""
     if name not in ALGORITHMS:
-        message = f"algorithm is {name!r}, but has to be one of {', '.join(ALGORITHMS)}"
-        raise ArgumentError("argument", message)
+        raise ArgumentError("argument", f"algorithm is {name!r}, but has to be one of {', '.join(ALGORITHMS)}")
     return ALGORITHMS[name]
 
 

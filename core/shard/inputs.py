@@ -88,8 +88,7 @@ def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         ArgumentError: The value is none of *choices*.
     """
     if value not in choices:
-        message = f"{name} is {value!r}, but has to be one of {', '.join(choices)}"
-        raise ArgumentError("batch", message)
+        raise ArgumentError("batch", f"{name} is {value!r}, but has to be one of {', '.join(choices)}")
 
 
 def lengths_and_padded(

@@ -1,0 +1,214 @@
+"""Lengths measured on a cluster of Ray: those of one process, whatever the cluster loses."""
+
+import json
+import os
+import re
+import signal
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import psutil
+import pytest
+
+from packplan.app import measure, sft
+from packplan.app.plan import __main__ as plan
+from tests.e2e.ready import artefacts_of, chats
+from tests.processes import ROOT, descendants, end
+from tests.records import write_lines
+
+pytestmark = pytest.mark.slow
+
+AT_URLS = (9, 25)
+"""Records of the demo whose image is at a URL here."""
+
+
+@pytest.fixture(scope="module")
+def cluster(ray_folder):
+    """Return the address of a cluster of two nodes with one core each, which this process joins."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        started = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        for _ in range(2):
+            started.add_node(num_cpus=1)
+    ray.init(started.address, log_to_driver=False)
+    yield started.address
+    ray.shutdown()
+    left = descendants(os.getpid())
+    started.shutdown()
+    end([one for one in left if str(ray_folder) in " ".join(one.cmdline() if one.is_running() else ())])
+
+
+class Pictures(SimpleHTTPRequestHandler):
+    """Serves files; what a test asks for happens once, before the first answer of a path."""
+
+    def do_GET(self):
+        if happens := self.server.happens.pop(self.path, None):
+            happens(asking_process(self.client_address[1]))
+        super().do_GET()
+
+    def log_message(self, *_):
+        """Say nothing."""
+
+
+def asking_process(port: int) -> psutil.Process:
+    """Return the process of this machine that has connected from a port."""
+    (pid,) = {one.pid for one in psutil.net_connections("tcp") if one.laddr.port == port and one.pid != os.getpid()}
+    return psutil.Process(pid)
+
+
+@pytest.fixture
+def pictures(demo):
+    """Return a server of the demo's files, whose answers a test may precede by `happens`."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Pictures, directory=str(demo / "data")))
+    server.happens = {}
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def scenes(demo, pictures):
+    """Return a file of the demo's texts and images, some at URLs, and the paths of these."""
+    records, paths = [json.loads(line) for line in (demo / "data" / "train.jsonl").read_text().splitlines()], []
+    for index in AT_URLS:
+        name = records[index]["images"][0]
+        paths.append(f"/{name}")
+        records[index]["images"][0] = f"http://127.0.0.1:{pictures.server_port}/{name}"
+    yield write_lines(data := demo / "data" / "urls.jsonl", records), paths
+    data.unlink()
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    """Let few records be several blocks."""
+    from packplan.adapters.ranks.ray_executor import RayExecutor
+
+    monkeypatch.setattr(RayExecutor, "block_size", 4)
+
+
+@pytest.fixture
+def build(write_run, tmp_path, capfd):
+    """Return a function that builds a plan, and returns its files, or what it said if it failed."""
+
+    def run(name, *words, of="qwen2_5_vl", status=0, **sections):
+        sections.setdefault("custom", {}).setdefault("media_cache", str(tmp_path / f"{name} media"))
+        capfd.readouterr()
+        assert status == plan.main(["build", str(write_run(of, name=name, **sections)), *words])
+        return " ".join(capfd.readouterr().err.split()) if status else artefacts_of(tmp_path / name)
+
+    return run
+
+
+def test_a_lost_process_and_a_lost_node_change_no_byte(cluster, build, scenes, pictures):
+    """Each is killed in the middle of a block, which another one measures."""
+    data, (first, second) = scenes
+    lost = []
+
+    def kill_process(one):
+        lost.append(one.name())
+        one.kill()
+
+    def kill_node(one):
+        raylet = one.parent()
+        lost.append(raylet.name())
+        raylet.kill()
+
+    alone = build("alone", custom={"train_jsonl": str(data)})
+    pictures.happens = {first: kill_process, second: kill_node}
+    found = build("together", "--ray", cluster, custom={"train_jsonl": str(data)})
+
+    assert alone == found
+    assert {} == pictures.happens
+    assert ["ray::_measure_on", "raylet"] == [name[:16] for name in lost]
+
+
+def test_ctrl_c_keeps_what_was_measured_and_the_next_start_goes_on(cluster, build, scenes, pictures, tmp_path):
+    """Pressed while a block is measured; the cluster measures only what is missing."""
+    data, (_, second) = scenes
+    custom = {"train_jsonl": str(data)}
+    alone = build("alone", custom=dict(custom))
+    pictures.happens = {second: lambda _: os.kill(os.getpid(), signal.SIGINT)}
+
+    assert "interrupted: what was measured" in build("two", "--ray", cluster, status=130, custom=dict(custom))
+    kept = DiskLengthStore(tmp_path / "two" / "static_packing" / "train").inspect().rows.table
+    assert alone == build("two", "--ray", cluster, custom=dict(custom))
+    assert 0 < len(kept) <= AT_URLS[1]
+
+
+def test_bad_records_are_those_of_one_process(cluster, build, tmp_path):
+    """Left out with the same reasons and places; the first one ends a run that skips none."""
+    image = {"query": "look", "response": "no", "images": ["none.png"]}
+    rows = [*chats(9), {"query": "no answer"}, *chats(9, first=9), image]
+    data = write_lines(tmp_path / "bad.jsonl", rows)
+    skip = {"train_jsonl": str(data), "on_bad_record": "skip", "max_bad_share": "0.5"}
+    assert build("alone", of="qwen2", custom=skip) == build("together", "--ray", cluster, of="qwen2", custom=skip)
+
+    stop = {"train_jsonl": str(data)}
+    said = [build(f"stop{len(words)}", *words, of="qwen2", status=2, custom=stop) for words in ((), ("--ray", cluster))]
+    assert said[0].split("error: ")[1] == said[1].split("error: ")[1]
+    assert f"{data}, line 10: " in said[1]
+
+
+def test_what_a_node_cannot_read_is_named_with_the_node(cluster, build, demo, tmp_path):
+    """A data file, and an image, that this process alone can open: by its own descriptor."""
+    rows = [{**one, "images": [f"/proc/self/fd/{OWN}"]} for one in chats(3)]
+    image = next((demo / "data" / "images").iterdir())
+    files = {"data": write_lines(tmp_path / "data.jsonl", chats(5)), "image": image}
+    for what, file in files.items():
+        opened = os.open(file, os.O_RDONLY)
+        os.dup2(opened, OWN)
+        try:
+            data = f"/proc/self/fd/{OWN}" if what == "data" else write_lines(tmp_path / "images.jsonl", rows)
+            said = build(what, "--ray", cluster, status=2, custom={"train_jsonl": str(data)})
+        finally:
+            os.close(OWN)
+            os.close(opened)
+        assert re.search(rf"error: node [\d.]+.* /proc/self/fd/{OWN} (cannot be read|does not exist)", said), said
+
+
+OWN = 987
+"""Number of a descriptor that no process of Ray has."""
+
+
+def test_a_cluster_that_is_not_done_in_time_is_left(cluster, build, scenes, pictures):
+    """With the key that allows it more time."""
+    data, (first, _) = scenes
+    done = threading.Event()
+    pictures.happens = {first: lambda _: done.wait()}
+    try:
+        limits = {"packing_wait_timeout_s": 1}
+        said = build("late", "--ray", cluster, status=2, custom={"train_jsonl": str(data)}, training=limits)
+    finally:
+        done.set()
+
+    assert "error: no block was measured in 1 s (training.packing_wait_timeout_s)" in said
+
+
+def test_a_table_measured_by_a_cluster_is_that_of_one_process(cluster, demo, scenes, tmp_path):
+    """Byte for byte."""
+    words = [str(scenes[0]), "--model", str(demo / "models" / "qwen2_5_vl")]
+    for name, more in (("alone", ()), ("together", ("--ray", cluster))):
+        assert 0 == measure.main([*words, "-o", str(tmp_path / f"{name}.parquet"), *more])
+
+    assert (tmp_path / "alone.parquet").read_bytes() == (tmp_path / "together.parquet").read_bytes()
+
+
+def test_training_joins_the_cluster_for_its_lengths_alone(cluster, write_run, monkeypatch, capfd):
+    """By the key and RAY_ADDRESS; the last test here, since this process leaves the cluster."""
+    import ray
+
+    ray.shutdown()
+    by_ray = {"packing_length_measured_by": "ray", "max_steps": 1, "packing_drop_last": False}
+    monkeypatch.setenv("RAY_ADDRESS", cluster)
+    assert 0 == sft.main([str(write_run("qwen2", training=by_ray))])
+    assert "measuring on a cluster of Ray: " in capfd.readouterr().err
+    assert not ray.is_initialized()
+
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert 2 == sft.main([str(write_run("qwen2", name="none", training=by_ray))])
+    assert "error: no cluster of Ray can be joined at auto: " in capfd.readouterr().err
