@@ -11,6 +11,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import psutil
 import pytest
 
+from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.app import measure, sft
 from packplan.app.plan import __main__ as plan
 from tests.e2e.ready import artefacts_of, chats
@@ -211,4 +212,4 @@ def test_training_joins_the_cluster_for_its_lengths_alone(cluster, write_run, mo
 
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     assert 2 == sft.main([str(write_run("qwen2", name="none", training=by_ray))])
-    assert "error: no cluster of Ray can be joined at auto: " in capfd.readouterr().err
+    assert "error: no cluster of Ray can be joined at 127.0.0.1:1: " in capfd.readouterr().err
