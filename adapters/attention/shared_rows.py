@@ -1,20 +1,20 @@
 """
 Rows over several ranks: `share_rows` makes a model compute a rank's part of each packed row.
 
-All ranks of a group give the model the same row. Before the decoder the row is cut: a rank goes on
-with its tokens, and attention sees all of them (`attention.shares`). After it, the parts are joined
-again, or, in a call with labels, the loss is computed by parts and added up. So each rank gets the
-results of the whole row, and the mean of the ranks' gradients is the row's gradient. Images are
-encoded by every rank.
+All ranks of a group give the model the same row. Before the decoder, the row is cut: each rank
+continues with its own tokens, but in attention with all tokens (`attention.shares`). After the
+decoder, the parts are joined again; in a call with labels, the loss is computed by parts and added
+up instead. So each rank gets the results of the whole row, and the mean of the ranks' gradients is
+the row's gradient. Images are encoded by every rank.
 
-`RowGroups` says which ranks share a row: always as many, or as many as its tokens need (its
-degree). Then rows of several degrees are computed at once, by groups without a common rank. Each
-rank calls the model once for each row, so it takes part equally often in collectives of all ranks,
-such as those of FSDP. Between two such collectives, ranks communicate only within their group,
-about the same row.
+`RowGroups` holds the ranks that share a row: always the same number, or as many as the row's tokens
+need (its degree). In the second case, groups without a common rank compute rows of several degrees
+at the same time. Each rank calls the model once for each row, so it takes part equally often in
+collectives of all ranks, such as those of FSDP. Between two such collectives, ranks communicate
+only within their group, about the same row.
 
-Rules: in a call of several padded rows, each rank computes everything. Padding, to cut a row
-equally, stands behind its samples as one more sample.
+Rules: in a call of several padded rows, each rank computes everything. Padding that makes a row
+divisible by its ranks is one more sample at its end.
 """
 
 from __future__ import annotations

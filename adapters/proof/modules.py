@@ -150,7 +150,7 @@ def first_different_module(
         packed: Packed rows.
         alone: The sample alone, as arguments of the model.
         place: Place of the sample in the rows.
-        limit: Largest relative difference that rounding explains.
+        limit: Largest relative difference that rounding can cause.
     """
     tokens = place[1].stop - place[1].start
     with torch.no_grad():

@@ -1,8 +1,8 @@
 """
 Comparison of a model's packed call with its padded pass, on a batch of the user.
 
-`run_pass` computes a call without dropout and noise, with the random state, buffers and gradients
-that it found, and leaves them so. `difference_text` compares the results of two passes by sample.
+`run_pass` computes a call without dropout and noise, and restores random state, buffers and
+gradients afterwards. `difference_text` compares the results of two passes by sample.
 """
 
 import math
@@ -25,7 +25,7 @@ from packplan.adapters.proof.steps import restoring_training_state
 from packplan.core.equality import ProbeResult, loss_difference
 
 _SEED = 13
-"""Seed of the weights of outputs in the sum whose gradient is taken if there is no loss."""
+"""Seed of the weights in a sum of the outputs, whose gradient is taken if there is no loss."""
 
 _SKIPPED = re.compile("(cross_)?attentions|past_key_values|image|video|rope_deltas")
 """Names of outputs that a packed call need not give in the padded form."""

@@ -293,7 +293,7 @@ def join_launch(*, timeout_s: float = 1800.0, refusal: Exception | None = None) 
     if refusal is not None:
         log.warning("the run is refused, which the other ranks are told when they come: %s", _error_text(refusal))
     store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-    # An earlier attempt or launch may have had the same store: what it wrote must not be seen.
+    # An earlier attempt or launch may have had the same store, whose entries must not be read.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     launch = _agree_on_launch(PrefixStore(f"packplan/{attempt}", store), rank, world_size, timeout_s)
     own = PrefixStore(f"packplan/{attempt}/{launch}", store)

@@ -157,7 +157,7 @@ def require_same_weights(group: RankGroup, model: torch.nn.Module) -> None:
     if group.world_size == 1:
         return
     digests = weight_digests(model)
-    group.wait_for_all()  # some ranks load longer than `gather` lets another be silent
+    group.wait_for_all()  # some ranks may load longer than `gather` waits
     require_same_run(group, digests)
 
 
