@@ -48,6 +48,14 @@ MOST_BYTES = 2**22
 """Most bytes of a YAML, or of a file of settings."""
 
 
+_DEEPEST, _MOST_VALUES = 64, 10**6
+
+_TOO_DEEP = f"is nested more than {_DEEPEST} deep, or has more than {_MOST_VALUES:,} values: write fewer"
+
+_MAX_REASON = 250
+"""Characters of a library's reason that an error quotes."""
+
+
 def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
     """
     Return the text of a file that describes a run or a model.
@@ -77,11 +85,6 @@ def parse_json(text: str) -> Any:
         return require_shallow(json.loads(text))
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-
-
-_DEEPEST, _MOST_VALUES = 64, 10**6
-
-_TOO_DEEP = f"is nested more than {_DEEPEST} deep, or has more than {_MOST_VALUES:,} values: write fewer"
 
 
 def require_shallow(value: T) -> T:
@@ -152,10 +155,6 @@ def wrap_load_errors(key: str, fact: str, remedy: str = "") -> Iterator[None]:
             raise
         reason = textwrap.shorten(str(error), _MAX_REASON, placeholder=" …") or type(error).__name__
         raise ConfigError.for_key(key, f"{fact}: {reason}{remedy and f'; {remedy}'}") from error
-
-
-_MAX_REASON = 250
-"""Characters of a library's reason that an error quotes."""
 
 
 def _lacks_memory(error: Exception) -> bool:

@@ -23,6 +23,41 @@ from packplan.core.errors import ConfigError, Fault, counted
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
+PROCESSING_FILES = (
+    "config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges*",
+    "special_tokens*",
+    "added_tokens*",
+    "*processor_config.json",
+    "chat_template*",
+    "*.model",
+    "*.py",
+)
+"""Patterns of the files of a model that decide how records become tokens."""
+
+_NUMBERED = re.compile(r"(.*?)\.(\d+)\.")
+"""Start of the name of a weight in a layer: the prefix, and the number of the layer."""
+
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+"""Weight files, in the order in which transformers looks for them."""
+
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+
+_POINTER = b"version "
+"""First bytes of a git-lfs pointer, which stands in place of a file that was not fetched."""
+
+_MOST_JSON = 2**28
+"""Most bytes of a JSON file of a model: those of tokenizers have tens of MiB."""
+
+_SAMPLED, _MOST_SAMPLED = 256, 256
+"""Bytes that a file's digest reads of a weight, and most weights that it reads, evenly spread."""
+
+_DIGITS = 12
+"""Digits of a digest that a message shows."""
+
+
 def is_hub_id(name: str) -> bool:
     """Return whether a name is a hub id `owner/name`, and not an existing path."""
     return _ID.fullmatch(name) is not None and not name.startswith((".", "/")) and not Path(name).exists()
@@ -99,21 +134,6 @@ def _newest_first(snapshots: Path) -> list[Path]:
     return sorted(found, key=lambda folder: folder.stat().st_mtime_ns, reverse=True)
 
 
-PROCESSING_FILES = (
-    "config.json",
-    "tokenizer*",
-    "vocab*",
-    "merges*",
-    "special_tokens*",
-    "added_tokens*",
-    "*processor_config.json",
-    "chat_template*",
-    "*.model",
-    "*.py",
-)
-"""Patterns of the files of a model that decide how records become tokens."""
-
-
 def config_model_type(model: ModelConfig) -> str:
     """Return the `model_type` in a model's config.json; ConfigError if it cannot be read."""
     return str(config_content(model)["model_type"])
@@ -183,10 +203,6 @@ def config_architecture(model: ModelConfig) -> str:
     return str((content.get("architectures") or [content["model_type"]])[0])
 
 
-_NUMBERED = re.compile(r"(.*?)\.(\d+)\.")
-"""Start of the name of a weight in a layer: the prefix, and the number of the layer."""
-
-
 def refuse_missing_layers(model: ModelConfig) -> None:
     """
     Refuse a config.json with more layers than the weights beside it have.
@@ -211,15 +227,6 @@ def refuse_missing_layers(model: ModelConfig) -> None:
             f"{found_layers}: take the config.json that belongs to the weights"
         )
         raise ConfigError.for_key("model.model", reason)
-
-
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Weight files, in the order in which transformers looks for them."""
-
-_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
-
-_POINTER = b"version "
-"""First bytes of a git-lfs pointer, which stands in place of a file that was not fetched."""
 
 
 def _first_file(folder: Path, names: Collection[str]) -> Path | None:
@@ -258,10 +265,6 @@ def require_whole_weights(model: ModelConfig) -> None:
 
 def _damage_error(path: Path, fact: str, remedy: str = "copy or download it again") -> ConfigError:
     return ConfigError.for_key("model.model", f"{path} {fact}: {remedy}")
-
-
-_MOST_JSON = 2**28
-"""Most bytes of a JSON file of a model: those of tokenizers have tens of MiB."""
 
 
 def _read_json(path: Path) -> Any:
@@ -333,10 +336,6 @@ def config_digest(model: ModelConfig) -> str:
     return digest.hexdigest()
 
 
-_SAMPLED, _MOST_SAMPLED = 256, 256
-"""Bytes that a file's digest reads of a weight, and most weights that it reads, evenly spread."""
-
-
 def model_file_facts(folder: Path, *, patterns: Sequence[str] = ("config.json",)) -> dict[str, str]:
     """
     Return size and digest of each file of a model, as text, by `model.model NAME`.
@@ -353,10 +352,6 @@ def model_file_facts(folder: Path, *, patterns: Sequence[str] = ("config.json",)
         digest = _weights_digest(path) if is_weights else hashlib.sha256(path.read_bytes()).hexdigest()
         facts[f"model.model {path.name}"] = f"{counted(path.stat().st_size, 'byte')}, {digest[:_DIGITS]}"
     return facts
-
-
-_DIGITS = 12
-"""Digits of a digest that a message shows."""
 
 
 def _weights_digest(path: Path) -> str:

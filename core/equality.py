@@ -66,6 +66,19 @@ the logits.
 """
 
 
+PROBE_VERSION = 3
+"""
+Version of the probe. It is raised if a probe can find new faults, so that stored verdicts are
+renewed.
+"""
+
+_FINE_EPSILON = 2.0**-20
+"""Types of a smaller epsilon accumulate sums in their own precision. Others use float32."""
+
+_SUMS = 32
+"""Error of a layer's sums, in epsilons, if they are accumulated in the type's own precision."""
+
+
 @attrs.frozen
 class Deviation:
     """Difference that one check found between a pack and its samples computed alone."""
@@ -186,18 +199,6 @@ Strategy = Literal["flash", "varlen", "own"]
 Attention that keeps the samples of a row apart: flash attention, Packplan's `varlen`, or another of
 transformers' own.
 """
-
-PROBE_VERSION = 3
-"""
-Version of the probe. It is raised if a probe can find new faults, so that stored verdicts are
-renewed.
-"""
-
-_FINE_EPSILON = 2.0**-20
-"""Types of a smaller epsilon accumulate sums in their own precision. Others use float32."""
-
-_SUMS = 32
-"""Error of a layer's sums, in epsilons, if they are accumulated in the type's own precision."""
 
 
 def rounding_limit(epsilon: float, *, layers: int) -> float:

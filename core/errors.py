@@ -33,6 +33,24 @@ from typing import Any
 
 import attrs
 
+SHARED_BY = "ranks of the longest pack"
+"""Name of a difference in the number of ranks that share the longest pack."""
+
+_MOST, _MOST_CHARACTERS, _BEFORE = 3, 80, 20
+"""
+Limits of the text of a difference: values or ranks named, characters of a value, and characters
+kept before the first that differs.
+"""
+
+LINE_WIDTH = 110
+"""Characters of the widest line on the console of a run, unless a word is longer."""
+
+MAX_LINE, MAX_LINES = 500, 60
+"""
+Limits of an error's text, in characters of a line and in lines. So a long quotation never hides the
+fact or the remedy.
+"""
+
 
 class PackplanError(Exception):
     """Base class of all errors raised on purpose; the length of its text is limited."""
@@ -165,10 +183,6 @@ class ModelError(_FactError, UserError):
         """
         fact = f"{model_type} may not pack under attn_impl {attn_impl}: {reason}"
         return cls("isolation", fact, {"model_type": model_type, "attn_impl": attn_impl})
-
-
-SHARED_BY = "ranks of the longest pack"
-"""Name of a difference in the number of ranks that share the longest pack."""
 
 
 @attrs.define(eq=False)
@@ -313,13 +327,6 @@ class RankDifference:
         return f"{self.key}: {'; '.join(shown)}" + (f"; {counted(left_out, 'other value')}" if left_out else "")
 
 
-_MOST, _MOST_CHARACTERS, _BEFORE = 3, 80, 20
-"""
-Limits of the text of a difference: values or ranks named, characters of a value, and characters
-kept before the first that differs.
-"""
-
-
 def _differing_part(value: str | None, same: int) -> str:
     """Return a value as text; of a long one, the part where it differs after *same* characters."""
     if value is None or len(value) <= _MOST_CHARACTERS:
@@ -395,10 +402,6 @@ def format_lines(head: str, items: Iterable[object]) -> str:
     return "\n  ".join([f"{head}:", *map(str, items)])
 
 
-LINE_WIDTH = 110
-"""Characters of the widest line on the console of a run, unless a word is longer."""
-
-
 def fit_lines(text: str, *, indent: int = 2) -> str:
     """
     Return *text* with lines wider than `LINE_WIDTH` broken between words, except lines of a shell
@@ -427,13 +430,6 @@ def format_command(*parts: str) -> str:
     'packplan plan show run.yaml'
     """
     return (" " if sum(map(len, parts)) < LINE_WIDTH - 30 else " \\\n").join(parts)
-
-
-MAX_LINE, MAX_LINES = 500, 60
-"""
-Limits of an error's text, in characters of a line and in lines. So a long quotation never hides the
-fact or the remedy.
-"""
 
 
 def shorten(text: str) -> str:

@@ -23,6 +23,47 @@ from packplan.core.schedule import EpochSchedule, EpochStats
 from packplan.core.work.assignment import SyncPoint
 from packplan.core.work.model import SampleWorks
 
+EVALUATION_SHARE = 1 / 3
+"""
+Seconds of an evaluation over seconds of training on its packs, if none was measured: by FLOPs, the
+forward pass is a third.
+"""
+
+_FOLDS = 7
+"""Number of parts of the measured steps, each left out of one fit."""
+
+_VARIES = 1e-6
+"""Least spread of a term, relative to its largest value, from which the term is fitted."""
+
+REPEATS = 3
+"""Number of times that the whole list of steps is measured."""
+
+_QUANTILES = (1.0, 0.0, 0.5, 0.75, 0.25)
+"""Quantiles of work whose packs are measured; the heaviest come first."""
+
+_WINDOW = 8
+"""
+A measured step has packs of similar work, from at most one eighth of the plan. Packs may repeat.
+"""
+
+_PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+_FORM = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(iB|B|)")
+
+MARGIN = 0.1
+"""
+Share that is added to a peak for a GPU's rounding of blocks, their fragmentation, and the memory of
+CUDA and of collectives. It is an assumption, and was not measured on a GPU.
+"""
+
+_STEP = 64
+"""Lengths are multiples of this many tokens."""
+
+_ENOUGH = 0.03
+"""Memory that may stay free at the returned length, relative to its peak."""
+
+_ATTEMPTS = 2
+
 
 @attrs.frozen
 class Pause:
@@ -141,18 +182,6 @@ def forecast_run(
 
 
 Floats = NDArray[np.float64]
-
-EVALUATION_SHARE = 1 / 3
-"""
-Seconds of an evaluation over seconds of training on its packs, if none was measured: by FLOPs, the
-forward pass is a third.
-"""
-
-_FOLDS = 7
-"""Number of parts of the measured steps, each left out of one fit."""
-
-_VARIES = 1e-6
-"""Least spread of a term, relative to its largest value, from which the term is fitted."""
 
 
 @attrs.frozen
@@ -351,18 +380,6 @@ class StepFlops:
         return sums
 
 
-REPEATS = 3
-"""Number of times that the whole list of steps is measured."""
-
-_QUANTILES = (1.0, 0.0, 0.5, 0.75, 0.25)
-"""Quantiles of work whose packs are measured; the heaviest come first."""
-
-_WINDOW = 8
-"""
-A measured step has packs of similar work, from at most one eighth of the plan. Packs may repeat.
-"""
-
-
 def calibration_packs(
     packs: Packs,
     work: NDArray[np.float64],
@@ -407,11 +424,6 @@ def _packs_around(ranked: IntArray, place: float, window: int) -> IntArray:
     """Return *window* neighbouring packs of a ranking, at a relative *place* from 0 to 1."""
     start = round(place * (ranked.size - window))
     return ranked[start : start + window]
-
-
-_PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-
-_FORM = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(iB|B|)")
 
 
 def parse_bytes(text: str) -> int:
@@ -547,16 +559,6 @@ def peak_candidates(tokens: NDArray[Any], supervised: NDArray[Any], patches: NDA
     return tuple(dict.fromkeys(int(one.argmax()) for one in (*shares, np.sum(shares, axis=0))))
 
 
-MARGIN = 0.1
-"""
-Share that is added to a peak for a GPU's rounding of blocks, their fragmentation, and the memory of
-CUDA and of collectives. It is an assumption, and was not measured on a GPU.
-"""
-
-_STEP = 64
-"""Lengths are multiples of this many tokens."""
-
-
 @attrs.frozen
 class LongestFit:
     """Longest packing length whose step fits into the memory."""
@@ -611,12 +613,6 @@ def longest_fit(peak_at: Callable[[int], int], *, start: int, limit: int, most: 
 def _second_length(start: int, most: int) -> int:
     """Return a second length to trace: twice the first within *most* tokens, else half of it."""
     return 2 * start if 2 * start <= most else max(1, start // 2)
-
-
-_ENOUGH = 0.03
-"""Memory that may stay free at the returned length, relative to its peak."""
-
-_ATTEMPTS = 2
 
 
 def _extrapolate(known: dict[int, int], room: float, *, most: int) -> int:

@@ -36,6 +36,19 @@ BOUNDS: Mapping[BoundKind, str] = MappingProxyType(
 """Words for each kind of lower bound."""
 
 
+_PLAN_FIELDS = (
+    "packing_length", "lower_bound", "bound_kind", "auto_packs", "num_samples", "planned_samples", "dropped_samples",
+    "num_tokens", "planned_tokens", "long_tokens", "skipped_tokens", "dropped_tokens",
+)  # fmt: skip
+"""Figures of a `PlanSummary` that a plan has under the same names."""
+
+_MOST = 0.5
+"""Share of samples longer than a pack from which the packing length is taken for a mistake."""
+
+QUANTILES = (5, 50, 95)
+"""Percentages of samples that the quantiles of length cover."""
+
+
 @attrs.frozen
 class PlanSummary:
     """Figures of a raw plan, which do not depend on the number of ranks."""
@@ -171,13 +184,6 @@ class ScheduleSummary:
     """
     Work of the busiest rank of each microbatch over the mean rank, summed over the measured epoch.
     """
-
-
-_PLAN_FIELDS = (
-    "packing_length", "lower_bound", "bound_kind", "auto_packs", "num_samples", "planned_samples", "dropped_samples",
-    "num_tokens", "planned_tokens", "long_tokens", "skipped_tokens", "dropped_tokens",
-)  # fmt: skip
-"""Figures of a `PlanSummary` that a plan has under the same names."""
 
 
 def summarise(
@@ -326,10 +332,6 @@ def describe_training(
     return {name: text for name, text in rows.items() if text}
 
 
-_MOST = 0.5
-"""Share of samples longer than a pack from which the packing length is taken for a mistake."""
-
-
 def describe_long_samples(plan: RawPlan, lengths: Lengths, setting: str) -> str:
     """
     Return a warning where most samples are longer than a pack, else an empty text.
@@ -401,10 +403,6 @@ def format_table(title: str, rows: Mapping[str, str]) -> str:
     return fit_lines(
         format_lines(title, (f"{name:<{width}}  {text}" for name, text in texts.items())), indent=width + 4
     )
-
-
-QUANTILES = (5, 50, 95)
-"""Percentages of samples that the quantiles of length cover."""
 
 
 @attrs.frozen

@@ -19,6 +19,9 @@ from packplan.core.errors import Fault, counted
 from packplan.core.lengths import IntArray, Lengths, as_lengths
 from packplan.core.shuffling import seeded_permutation
 
+_MOST_DRAWS = 10**8
+"""Limit of samples that an epoch draws from a source with replacement, to fit memory."""
+
 
 @attrs.frozen(kw_only=True)
 class Source:
@@ -355,10 +358,6 @@ def _draw_until_quota(lengths: IntArray, quota: Fraction, bits: np.random.PCG64)
         drawn = _draw_with_replacement(len(lengths), math.ceil(left / mean), bits)
         left -= int(lengths[drawn].sum())
         yield drawn
-
-
-_MOST_DRAWS = 10**8
-"""Limit of samples that an epoch draws from a source with replacement, to fit memory."""
 
 
 def mixes_faults(mixes: Mixes, sizes: Sequence[int]) -> Iterator[Fault]:

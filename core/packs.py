@@ -19,6 +19,11 @@ from numpy.typing import NDArray
 from packplan.core.errors import ArgumentError
 from packplan.core.lengths import IntArray
 
+BLOCK = 1 << 16
+"""
+Samples sorted at a time, so that their keys fit the cache. There a radix sort is five times faster.
+"""
+
 
 def _frozen_array(values: Any) -> IntArray:
     array = np.asarray(values, dtype=np.int64)
@@ -226,12 +231,6 @@ def concatenate(parts: Sequence[Packs]) -> Packs:
 def sort_by_first_index(packs: Packs) -> Packs:
     """Return the packs in the order of their first indices; each pack keeps its own order."""
     return packs.take(np.argsort(packs.indices[packs.offsets[:-1]], kind="stable"))
-
-
-BLOCK = 1 << 16
-"""
-Samples sorted at a time, so that their keys fit the cache. There a radix sort is five times faster.
-"""
 
 
 def join_ranges(counts: IntArray, *, starts: IntArray, dtype: type[np.signedinteger[Any]] = np.int64) -> NDArray[Any]:

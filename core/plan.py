@@ -27,6 +27,21 @@ _SAVED = 500
 """`auto_packs` is set where `auto` saves more than one pack in this many, which is 0.2 %."""
 
 
+_COUNTS = (
+    "packing_length",
+    "num_samples",
+    "num_tokens",
+    "planned_tokens",
+    "dropped_tokens",
+    "skipped_tokens",
+    "long_tokens",
+    "lower_bound",
+    "auto_packs",
+)
+
+_BOUND_KINDS: tuple[BoundKind, ...] = get_args(BoundKind)
+
+
 @attrs.frozen
 class RawPlan(HasPacks):
     """All packs of a plan, in the order of their first samples, for any number of ranks."""
@@ -377,21 +392,6 @@ def require_supervised(plan: RawPlan, supervised: Lengths) -> None:
     if nothing.size == plan.planned_samples:
         fact = f"none of {counted(nothing.size, 'planned sample')} has a supervised token, so nothing would be learned"
         raise ArgumentError("unsupervised", fact, {"num_samples": nothing.size, "sample": int(nothing[0])})
-
-
-_COUNTS = (
-    "packing_length",
-    "num_samples",
-    "num_tokens",
-    "planned_tokens",
-    "dropped_tokens",
-    "skipped_tokens",
-    "long_tokens",
-    "lower_bound",
-    "auto_packs",
-)
-
-_BOUND_KINDS: tuple[BoundKind, ...] = get_args(BoundKind)
 
 
 def plan_to_arrays(plan: RawPlan) -> dict[str, IntArray]:

@@ -25,6 +25,13 @@ import torch
 from packplan.adapters.attention.shares import RowShare
 from packplan.core.errors import PackplanError
 
+PADDINGS: tuple[Padding, ...] = ("left of", "between")
+
+_ROW: ContextVar[PackedRow | None] = ContextVar("row")
+
+_BOUNDARIES = ("cu_seq", "max_length", "max_seq", "seq_idx")
+"""Beginnings of the names of arguments that tell fast kernels where a row's samples begin."""
+
 
 @attrs.frozen(eq=False)
 class PackedRow:
@@ -98,8 +105,6 @@ class PackedRow:
             return mask_function
         return lambda batch, head, queries, keys: mask_function(batch, head, columns[queries], columns[keys])
 
-
-PADDINGS: tuple[Padding, ...] = ("left of", "between")
 
 Padding = Literal["left of", "between"]
 """Place of padding that can change the states of layers: before or between the real tokens."""
@@ -188,9 +193,6 @@ class RealTokens:
     def restarting_positions(self) -> torch.Tensor:
         """Positions that start at 0 in each sample; int64, shape (1, tokens)."""
         return (torch.arange(len(self.places), device=self.places.device) - self.row.starts_by_token)[None]
-
-
-_ROW: ContextVar[PackedRow | None] = ContextVar("row")
 
 
 def read_row(position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None = None) -> PackedRow | None:
@@ -315,10 +317,6 @@ def _forward_with_row(original: Callable[..., Any], checkpointed: list[Any]) -> 
             return original(*arguments, **options)
 
     return forward
-
-
-_BOUNDARIES = ("cu_seq", "max_length", "max_seq", "seq_idx")
-"""Beginnings of the names of arguments that tell fast kernels where a row's samples begin."""
 
 
 def run_by_sample(model: torch.nn.Module, classes: Collection[str]) -> None:

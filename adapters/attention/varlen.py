@@ -41,6 +41,13 @@ _CAPABILITY = (8, 0)
 """Lowest compute capability of GPUs with the kernel."""
 
 
+_PLAIN = {"module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs"}
+"""Arguments that torch's attention supports too."""
+
+_TRACED: ContextVar[tuple[int, int] | None] = ContextVar("traced", default=None)
+"""Compute capability of the GPU that other devices stand for while tracing."""
+
+
 def build_mask(
     *,
     batch_size: int,
@@ -268,10 +275,6 @@ def own_code_attention(module: torch.nn.Module, options: Mapping[str, Any]) -> O
     return attend_by_eager
 
 
-_PLAIN = {"module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs"}
-"""Arguments that torch's attention supports too."""
-
-
 @cache
 def _parameter_names(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
@@ -399,10 +402,6 @@ def tracing_as_on_gpu() -> Iterator[None]:
         yield
     finally:
         _TRACED.reset(token)
-
-
-_TRACED: ContextVar[tuple[int, int] | None] = ContextVar("traced", default=None)
-"""Compute capability of the GPU that other devices stand for while tracing."""
 
 
 def _gpu_capability(device: torch.device) -> tuple[int, int] | None:

@@ -23,6 +23,13 @@ _LONGEST_NAME, _MOST_BITS = 255, 64
 """Most bytes of the name of a file, and most bits of a number."""
 
 
+_BRACKETS = {
+    "mapping": '{ } is a mapping, and no text: put quotes around it, as "{{ x }}"',
+    "sequence": "[ ] is a list, and no text: put quotes around it",
+}
+"""Kind of a node of YAML -> end of the message that refuses it as a key."""
+
+
 def read_document(path: Path) -> dict[str, Any]:
     """
     Read a YAML file, merged over the files that it extends.
@@ -119,13 +126,6 @@ def expand_path(path: str) -> str:
 
 class _Loader(yaml.SafeLoader):
     """SafeLoader that refuses a key written twice; PyYAML would silently take the last value."""
-
-
-_BRACKETS = {
-    "mapping": '{ } is a mapping, and no text: put quotes around it, as "{{ x }}"',
-    "sequence": "[ ] is a list, and no text: put quotes around it",
-}
-"""Kind of a node of YAML -> end of the message that refuses it as a key."""
 
 
 def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:

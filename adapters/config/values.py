@@ -37,6 +37,10 @@ Advise: typing.TypeAlias = Callable[[str, str], str]
 """Function that takes an unknown key and its section, and returns fault and remedy as text."""
 
 
+TOO_LARGE = 10**12
+"""Smallest whole number that is refused: products of larger counts overflow 64 bits."""
+
+
 def structure_document(
     document: Mapping[str, Any], kind: type[T], advise: Advise, *, required: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[T | None, list[Fault]]:
@@ -71,10 +75,6 @@ def _without_keys(document: Mapping[str, Any], paths: set[str], prefix: str = ""
 
 def _refuse(value: object, wanted: str) -> typing.NoReturn:
     raise ValueError(f"is {value!r}, but has to be {wanted}")
-
-
-TOO_LARGE = 10**12
-"""Smallest whole number that is refused: products of larger counts overflow 64 bits."""
 
 
 def _to_int(value: object, _: Any) -> int:

@@ -57,6 +57,10 @@ _NOT_BY_TOKEN = ("pixel", "image", "video", "attentions", "past_key_values", "po
 """Prefixes of the names of arguments and outputs whose first axes are not rows and positions."""
 
 
+HOOKED: WeakKeyDictionary[torch.nn.Module, Unpadding] = WeakKeyDictionary()
+"""Module of a hooked text stack -> its hooks."""
+
+
 @attrs.define
 class UnpadCounts:
     """Numbers of packed calls of a hooked model, and of the positions with and without padding."""
@@ -233,10 +237,6 @@ def _put_back(value: Any, tokens: RealTokens) -> Any:
     if tuple(value.shape[:2]) == (1, len(tokens.places)):
         return tokens.put_back(value)
     return tokens.put_back_flat(value) if value.shape[0] == len(tokens.places) else value
-
-
-HOOKED: WeakKeyDictionary[torch.nn.Module, Unpadding] = WeakKeyDictionary()
-"""Module of a hooked text stack -> its hooks."""
 
 
 class _Thread(local):

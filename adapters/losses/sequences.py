@@ -43,6 +43,10 @@ _PREFERENCES = {"bpo", "cpo", "dpo", "ipo", "kto", "orpo", "preference", "prefer
 """Words in the names of losses that compare answers with each other."""
 
 
+_EXTREMES = {"_min": (torch.amin, torch.inf), "_max": (torch.amax, -torch.inf)}
+"""Ending of a metric's name -> its reduction, and its value if no token counts."""
+
+
 class SequenceLoss(Protocol):
     """Ordinary loss of a padded batch of sequences; it knows nothing of packing."""
 
@@ -292,10 +296,6 @@ def combine_metrics(parts: Sequence[Metrics]) -> dict[str, torch.Tensor]:
         values = torch.stack([torch.as_tensor(part[name]).detach().double() for part in parts if name in part])
         whole[name] = _EXTREMES[name[-4:]][0](values) if name[-4:] in _EXTREMES else values.sum()
     return whole
-
-
-_EXTREMES = {"_min": (torch.amin, torch.inf), "_max": (torch.amax, -torch.inf)}
-"""Ending of a metric's name -> its reduction, and its value if no token counts."""
 
 
 @attrs.frozen(eq=False)

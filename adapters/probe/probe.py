@@ -52,6 +52,12 @@ _ROUNDS = 4
 """Most classes of state-carrying layers that are looked for in a model."""
 
 
+_UNREACHED = (
+    "its small copy cannot show what carries one sample's state to the next, since config.json has lengths that it "
+    "cannot be built with shorter"
+)
+
+
 def probe_small_copy(
     config: Any, *, attn_impl: str = AUTO, trust_remote_code: bool = False, on_cpu: bool = True
 ) -> PackingVerdict:
@@ -283,12 +289,6 @@ def _find_mixing_module(model: Any, copies: _SmallCopies) -> NamedModule | None:
     pairs = zip(packed.places, copies.row.samples, strict=True)
     found = (first_different_module(model, packed, one.inputs, place, limit=copies.limit) for place, one in pairs)
     return next(filter(None, found), None)
-
-
-_UNREACHED = (
-    "its small copy cannot show what carries one sample's state to the next, since config.json has lengths that it "
-    "cannot be built with shorter"
-)
 
 
 def _find_short_lengths(config: Any, build: Callable[..., Any]) -> NewValues:

@@ -47,6 +47,10 @@ _IDS = 2000
 """Limit of the token ids to draw: larger ones may belong to images, or to no token."""
 
 
+_GRIDS = ((1, 12, 20), (1, 4, 4), (1, 16, 12))
+"""Frames, rows and columns of patches: larger and smaller than a tower's windows."""
+
+
 @attrs.frozen(eq=False)
 class ProbeRow:
     """Samples of random tokens, as one row and each alone."""
@@ -213,10 +217,6 @@ def ordinary_token_ids(config: Any) -> list[int]:
         if key.endswith(("_token_id", "_token_index")) and isinstance(value, int)
     }
     return [number for number in range(min(config.get_text_config().vocab_size, _IDS)) if number not in special]
-
-
-_GRIDS = ((1, 12, 20), (1, 4, 4), (1, 16, 12))
-"""Frames, rows and columns of patches: larger and smaller than a tower's windows."""
 
 
 def probe_images(model: Any, *, native: str) -> ProbeResult:

@@ -42,6 +42,28 @@ _PERIOD_KEYS = re.compile(r"(_period|_interval|_pattern|_every_n_layers|_layer_s
 _FIRST_LAYER_KEYS = re.compile(r"^(first_k_dense_replace|num_dense_layers|moe_layer_start_index|num_hash_layers)$")
 
 
+_SHORT = (8, 16, 32)
+"""Tokens to try for a length: as few as the model accepts."""
+
+_REACHED = LONGEST // 2
+"""Tokens that the probe's samples always exceed."""
+
+_NO_SIZES = (
+    "token_id",
+    "label",
+    "rope",
+    "theta",
+    "freq",
+    "seed",
+    "suppress",
+    "inference",
+    "quantization",
+    "dtype",
+    "version",
+)
+"""Parts of keys whose numbers are no sizes, or that `shrink_config` handles."""
+
+
 @attrs.frozen
 class _ConfigFacts:
     """Facts about the configuration that the rules need."""
@@ -276,27 +298,6 @@ KeyPath = tuple[str | int, ...]
 
 NewValues = Mapping[KeyPath, int]
 """Key path -> value to put there in a small copy's configuration."""
-
-_SHORT = (8, 16, 32)
-"""Tokens to try for a length: as few as the model accepts."""
-
-_REACHED = LONGEST // 2
-"""Tokens that the probe's samples always exceed."""
-
-_NO_SIZES = (
-    "token_id",
-    "label",
-    "rope",
-    "theta",
-    "freq",
-    "seed",
-    "suppress",
-    "inference",
-    "quantization",
-    "dtype",
-    "version",
-)
-"""Parts of keys whose numbers are no sizes, or that `shrink_config` handles."""
 
 
 def possible_lengths(small: Mapping[str, Any], *, text: str | None) -> dict[KeyPath, int]:

@@ -49,6 +49,16 @@ CHUNK_BYTES = 1 << 25
 """Bytes that are broadcast at a time; they bound the memory that torch takes beside the arrays."""
 
 
+_BLOCK = 1 << 18
+"""Integers of a weight's bytes that are summed at a time."""
+
+_GOLDEN = -7046029254386353131
+"""2 ** 64 / golden ratio, as int64; its multiples, the factors of a digest, are spread evenly."""
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Number of bytes of an integer -> its type."""
+
+
 class OneRank:
     """A `core.ports.RankGroup` of one process."""
 
@@ -406,16 +416,6 @@ class RankWorkers:
     def close(self) -> None:
         """Close this rank's worker; the ranks leave when their program ends."""
         self._worker.close()
-
-
-_BLOCK = 1 << 18
-"""Integers of a weight's bytes that are summed at a time."""
-
-_GOLDEN = -7046029254386353131
-"""2 ** 64 / golden ratio, as int64; its multiples, the factors of a digest, are spread evenly."""
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Number of bytes of an integer -> its type."""
 
 
 @torch.no_grad()

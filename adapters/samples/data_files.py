@@ -36,6 +36,10 @@ _ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[")
 _ARRAY_OF_OBJECTS = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
 
 
+_MOST_ENTRIES = 10**5
+"""Most files and folders inside a folder that is searched for data files."""
+
+
 def open_records(
     paths: tuple[str, ...], *, max_line_bytes: int | None = None, cache: Path | None = None, media: str | None = None
 ) -> FileRecords:
@@ -146,10 +150,6 @@ def _match_files(path: str) -> list[Path]:
     if not found:
         raise DataSetError(f"{path} matches no file: name existing data files")
     return found
-
-
-_MOST_ENTRIES = 10**5
-"""Most files and folders inside a folder that is searched for data files."""
 
 
 def _find_shards(folder: Path) -> list[Path]:

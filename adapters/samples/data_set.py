@@ -25,6 +25,10 @@ _SHOWN_DIGITS = 12
 """Digits of a digest that a message shows."""
 
 
+_MAX_RANGE = 10_000
+"""Most records of a range of `_split_range`; progress is shown after each range."""
+
+
 @cache
 def absolute_folder(folder: str) -> str:
     """
@@ -182,7 +186,3 @@ class FileRecords:
             raise IndexError(f"record {index} of {len(self)}")
         file = bisect.bisect_right(self._ends, index)
         return self._files[file], index - self.first_indices[file]
-
-
-_MAX_RANGE = 10_000
-"""Most records of a range of `_split_range`; progress is shown after each range."""

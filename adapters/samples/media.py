@@ -27,6 +27,10 @@ FRAMES_PER_LAYER = 2
 Encoded = Mapping[str, Any]
 
 
+DUMMY_SIZE = (56, 56)
+"""Width and height in pixels of stand-ins: black images with which other media are compared."""
+
+
 @attrs.frozen
 class MediaKind:
     """Images or videos, with the keys that they have in encoded samples."""
@@ -137,10 +141,6 @@ def encode_image(template: Template, size: tuple[int, int] | None) -> dict[str, 
         size: Width and height of the image in pixels; None encodes the sample without an image.
     """
     return encode_media(template, images=[] if size is None else [Image.new("RGB", size)])
-
-
-DUMMY_SIZE = (56, 56)
-"""Width and height in pixels of stand-ins: black images with which other media are compared."""
 
 
 @attrs.frozen

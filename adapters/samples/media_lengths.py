@@ -42,6 +42,10 @@ PROOF_SIZES = ((28, 28), (9, 150), (37, 411), (571, 24), (500, 333), (640, 480),
 """Widths and heights of the images on which a method has to agree with full encodes."""
 
 
+_LARGE = (150, 70)
+"""Width and height of the larger frames on which the costs of videos are checked."""
+
+
 def shrink_size(width: int, height: int, max_pixels: int | None) -> tuple[int, int]:
     """
     Return an image's width and height after ms-swift's first resize, which limits its pixels.
@@ -134,10 +138,6 @@ def _image_cost_methods(template: Template, stand_in: Measurement) -> Iterator[I
         units = _processor_cost(processor, 1, most, *DUMMY_SIZE).patches
         says = partial(_processor_cost, processor, stand_in.patches // units if units else 1, most)
         yield ImageCosts(f"what {type(processor).__name__} says of sizes", says)
-
-
-_LARGE = (150, 70)
-"""Width and height of the larger frames on which the costs of videos are checked."""
 
 
 @attrs.frozen

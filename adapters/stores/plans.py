@@ -42,6 +42,13 @@ EPOCHS_SCHEMA = "packplan epochs 1"
 VERDICT_SCHEMA = "packplan verdict 1"
 
 
+_COUNTED = (
+    "lower_bound", "bound_kind", "packing_length", "num_samples", "num_tokens", "planned_tokens", "dropped_tokens",
+    "skipped_tokens",
+)  # fmt: skip
+"""Fields of `RawPlan` that its manifest has under the same names."""
+
+
 @contextmanager
 def _advise_to_delete(path: Path) -> Iterator[None]:
     """Add the advice to delete *path* to any CorruptArtefactError in this context."""
@@ -194,13 +201,6 @@ def _read_epochs(path: Path) -> tuple[str, tuple[EpochRecord, ...]]:
             return manifest["plan_fingerprint_sha256"], cattrs.structure(manifest["epochs"], tuple[EpochRecord, ...])
         except (BaseValidationError, LookupError) as error:
             raise CorruptArtefactError(str(path), f"its records are no epochs: {error}") from None
-
-
-_COUNTED = (
-    "lower_bound", "bound_kind", "packing_length", "num_samples", "num_tokens", "planned_tokens", "dropped_tokens",
-    "skipped_tokens",
-)  # fmt: skip
-"""Fields of `RawPlan` that its manifest has under the same names."""
 
 
 def _plan_counts(plan: RawPlan) -> dict[str, int | str]:

@@ -32,6 +32,16 @@ from packplan.core.errors import ConfigError, Fault
 TrainingArguments: typing.TypeAlias = Seq2SeqTrainingArguments
 
 
+_CHOICES: Mapping[str, Iterable[str]] = {
+    # Other values serve embeddings, rerankers and growing adapters, which are not trained here.
+    "callbacks": [name for name in callbacks_map if name != "adalora"],
+    "eval_metric": ["acc", "nlg"],
+    "loss_type": ["cross_entropy"],
+    "optimizer": optimizers_map,
+}
+"""Key whose value is a name -> allowed names."""
+
+
 def runs_on_cpu(settings: Mapping[str, Any]) -> bool:
     """Return whether training uses no GPU: because of *settings*, or because there is none."""
     return bool(settings.get("use_cpu")) or not torch.cuda.is_available()
@@ -140,16 +150,6 @@ _TRIALS: dict[tuple[str, ...], Callable[[Any], None]] = {
     ("max_shard_size",): _try_shard_size,
 }
 """Key, and keys that it is used with -> function that uses them, or raises."""
-
-
-_CHOICES: Mapping[str, Iterable[str]] = {
-    # Other values serve embeddings, rerankers and growing adapters, which are not trained here.
-    "callbacks": [name for name in callbacks_map if name != "adalora"],
-    "eval_metric": ["acc", "nlg"],
-    "loss_type": ["cross_entropy"],
-    "optimizer": optimizers_map,
-}
-"""Key whose value is a name -> allowed names."""
 
 
 def installed_keys() -> dict[str, TrainerKey]:

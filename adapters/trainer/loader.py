@@ -29,6 +29,9 @@ from packplan.core.lengths import IntArray
 from packplan.core.packs import Packs
 from packplan.core.samples.tables import Table
 
+_POWERS = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}
+"""Reduction -> power p: a token weighs n ** p in a sample of n supervised tokens."""
+
 
 class PackedDataset(Dataset[PackOfRows | PackplanError]):
     """
@@ -80,9 +83,6 @@ Sample = dict[str, Any]
 Batch = dict[str, Any]
 
 Reduction = Literal["token", "sample", "sqrt"]
-
-_POWERS = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}
-"""Reduction -> power p: a token weighs n ** p in a sample of n supervised tokens."""
 
 
 @attrs.frozen

@@ -72,18 +72,17 @@ from packplan.core.errors import ConfigError, RunError
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochStats, PackStats
 
-
-def _not_finite_error(what: str, number: float) -> RunError:
-    """Return the error for a loss, gradient or weight that is not finite."""
-    ended = "the run ended before anything of it was saved, and earlier checkpoints are as they were"
-    return RunError("not_finite", f"{what} is {number}, so {ended}")
-
-
 PLAIN_LOSS = {"router_aux_loss_coef": 0.0, "enable_dft_loss": False}
 """Training arguments of ms-swift with which the loss is the cross entropy alone."""
 
 _RESTORE = "restore the settings that it was trained with, or name another checkpoint"
 """Advice if a checkpoint belongs to another model or optimizer."""
+
+
+def _not_finite_error(what: str, number: float) -> RunError:
+    """Return the error for a loss, gradient or weight that is not finite."""
+    ended = "the run ended before anything of it was saved, and earlier checkpoints are as they were"
+    return RunError("not_finite", f"{what} is {number}, so {ended}")
 
 
 class SkipDuplicateFinalEval(TrainerCallback):

@@ -9,6 +9,11 @@ from packplan.adapters.samples.arguments import RunArguments
 from packplan.core.config.tuners import tuners_of
 from packplan.core.errors import ConfigError
 
+_FREEZES = (
+    "freeze_parameters_ratio", "freeze_parameters_regex", "freeze_llm", "freeze_vit", "freeze_aligner",
+    "freeze_parameters",  # into which ms-swift writes the others
+)  # fmt: skip
+
 
 def prepare_tuner(model: Any, given: Mapping[str, Any], arguments: RunArguments) -> Any:
     """
@@ -44,12 +49,6 @@ def prepare_tuner(model: Any, given: Mapping[str, Any], arguments: RunArguments)
     if prepared is not model:
         prepared.model_meta, prepared.model_info = model.model_meta, model.model_info
     return prepared
-
-
-_FREEZES = (
-    "freeze_parameters_ratio", "freeze_parameters_regex", "freeze_llm", "freeze_vit", "freeze_aligner",
-    "freeze_parameters",  # into which ms-swift writes the others
-)  # fmt: skip
 
 
 def _ends_with_module(module: str, name: str) -> bool:

@@ -14,6 +14,14 @@ from packplan.core.errors import DataSetError, counted
 from packplan.core.inspection import find_sample, scheduled_steps
 from packplan.core.samples.tables import from_tables
 
+_PLACES = {
+    "packed": "in a pack with others, or a pack by itself, as no other fits",
+    "long": "a long sample, in a pack of its own",
+    "dropped": "in no pack: the pack that it would be in is filled below the ratio (training.packing_min_fill_ratio)",
+    "absent": "in no pack: this epoch does not draw it, or the other split has it (custom.val_share)",
+    "skipped": "in no pack: it is long (training.packing_allow_single_long: true gives it a pack of its own)",
+}
+
 
 def explain_sample(config: RunConfig, opened: StoredSplit, sample: int) -> dict[str, Any]:
     """
@@ -94,15 +102,6 @@ def _describe_sample(opened: StoredSplit, records: FileRecords | None, sample: i
         **attrs.asdict(measured.measurement),
         "image_sizes": [[image.width, image.height] for image in measured.media],
     }
-
-
-_PLACES = {
-    "packed": "in a pack with others, or a pack by itself, as no other fits",
-    "long": "a long sample, in a pack of its own",
-    "dropped": "in no pack: the pack that it would be in is filled below the ratio (training.packing_min_fill_ratio)",
-    "absent": "in no pack: this epoch does not draw it, or the other split has it (custom.val_share)",
-    "skipped": "in no pack: it is long (training.packing_allow_single_long: true gives it a pack of its own)",
-}
 
 
 def explanation_lines(explanation: dict[str, Any]) -> Iterator[str]:

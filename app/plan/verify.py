@@ -53,6 +53,9 @@ from packplan.core.samples.tables import (
 log = logging.getLogger(__name__)
 
 
+T = TypeVar("T")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_config_arguments(parser)
@@ -150,9 +153,6 @@ def verify(split: Split, *, num_samples: int = 0, decode: bool = False) -> Itera
         return
     yield from _image_faults(name, lengths, source, decode=decode)
     yield from _sample_faults(name, lengths, source, num_samples)
-
-
-T = TypeVar("T")
 
 
 def _read_or_none(read: Callable[[], T | None]) -> T | None:

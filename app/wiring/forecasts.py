@@ -52,6 +52,10 @@ _NOT_TRACED = (
 """Settings that need a GPU, that the tracer accounts for by itself, or that no step uses."""
 
 
+_MAX_EVAL_PACKS = 8
+"""Most packs of each rank that are evaluated."""
+
+
 def config_to_trace(config: RunConfig) -> RunConfig:
     """Return a run with the settings that allow tracing its step on this machine's CPU."""
     settings: Mapping[str, Any] = config.training.trainer
@@ -106,10 +110,6 @@ def open_step_tracer(
     )  # fmt: skip
     with using_fake_ranks(world_size) if sharding == "fsdp2" else nullcontext():
         yield StepTracer(trainer, sharding, world_size, accumulates, on_gpu)
-
-
-_MAX_EVAL_PACKS = 8
-"""Most packs of each rank that are evaluated."""
 
 
 def config_to_time(config: RunConfig) -> RunConfig:

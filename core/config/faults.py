@@ -40,6 +40,53 @@ _EVALUATES: Mapping[str, tuple[object, ...]] = {
 """Argument of a trainer -> values that need an evaluation."""
 
 
+MAX_NAMED = 3
+"""Limit of keys that one piece of advice names."""
+
+_DISTINGUISHING = re.compile(r"\d+|(?:^|_)(?:min|max)(?=_|$)")
+"""Parts that change the meaning of a key, such as `min`; suggested keys have the same parts."""
+
+DROP_LESS_REMEDY = "To drop less, set training.packing_drop_last: false, or lower training.packing_min_fill_ratio"
+"""Remedy for a stream that drops too much."""
+
+_MEASURE_AGAIN = "restore it, or use another training.output_dir to measure and plan again"
+
+_REMEDIES: Mapping[str, str] = MappingProxyType(
+    {
+        "batch_size": "set training.effective_batch_size to {nearest}",
+        "all_skipped": "set training.packing_allow_single_long: true",
+        "all_dropped": "set training.packing_drop_last: false to train all of them",
+        "dropped_tokens": "set training.packing_drop_last: false to train all of them",
+        "too_long": "raise template.max_length to {longest:,}",
+        "degree": "set training.max_sequence_parallel_size to {largest}",
+        "too_short": "set training.dataloader_drop_last: false",
+        "unsupervised": "raise template.max_length if it truncates their answers; packplan plan show RUN.yaml "
+        "--sample {sample} --text shows what is trained of one",
+        "too_many_epochs": "lower training.max_steps or training.num_train_epochs",
+        "isolation": "set training.packing: false",
+        "attention": "set model.attn_impl: auto",
+        "probe": "set training.packing: false",
+        "stale_lengths": "use another training.output_dir, or delete that folder to measure again (checkpoints lie "
+        "elsewhere and stay)",
+        "borrowed_lengths": "remove training.packing_lengths_from to measure here",
+        "table_lengths": "remove custom.lengths to measure here, or write a table with packplan measure --config",
+        "changed_plan": "restore the data and the settings, or start again from its weights: set model.model to it, "
+        "and remove training.resume_from_checkpoint",
+        "fewer_ranks": "start as many ranks as then, or set training.sequence_parallel_size: 1, which trains it whole",
+        "changed_order": "install the version that wrote the checkpoint: this one trains packs in another order",
+        "changed_image": _MEASURE_AGAIN,
+        "changed_sample": _MEASURE_AGAIN,
+        "not_built": "packplan plan build measures and plans",
+        "refused": "make room, or choose a training.output_dir that you may write",
+        "locked": "wait until it is done, or raise training.packing_wait_timeout_s",
+        "different_runs": "start all of them with the same YAML, options, model and packages",
+        "not_finite": "lower training.learning_rate",
+        "unequal": "set training.packing: false",
+    }
+)
+"""Kind of an error -> remedy, with its `details` in braces."""
+
+
 def run_faults(config: RunConfig) -> Iterator[Fault]:
     """Yield everything wrong with a configuration that its types cannot express."""
     yield from key_faults(config)
@@ -211,13 +258,6 @@ def _quantisation_faults(model: ModelConfig, training: TrainingConfig) -> Iterat
         yield Fault("model.quant_method", "quantises weights that would be trained: set training.tuner_type: lora")
 
 
-MAX_NAMED = 3
-"""Limit of keys that one piece of advice names."""
-
-_DISTINGUISHING = re.compile(r"\d+|(?:^|_)(?:min|max)(?=_|$)")
-"""Parts that change the meaning of a key, such as `min`; suggested keys have the same parts."""
-
-
 @attrs.frozen
 class ForeignKey:
     """Key of another program, and our key that takes its place."""
@@ -303,47 +343,6 @@ def _last_part(path: str) -> str:
 
 def _join_with_or(names: Sequence[str]) -> str:
     return " or ".join(names[:MAX_NAMED])
-
-
-DROP_LESS_REMEDY = "To drop less, set training.packing_drop_last: false, or lower training.packing_min_fill_ratio"
-"""Remedy for a stream that drops too much."""
-
-_MEASURE_AGAIN = "restore it, or use another training.output_dir to measure and plan again"
-
-_REMEDIES: Mapping[str, str] = MappingProxyType(
-    {
-        "batch_size": "set training.effective_batch_size to {nearest}",
-        "all_skipped": "set training.packing_allow_single_long: true",
-        "all_dropped": "set training.packing_drop_last: false to train all of them",
-        "dropped_tokens": "set training.packing_drop_last: false to train all of them",
-        "too_long": "raise template.max_length to {longest:,}",
-        "degree": "set training.max_sequence_parallel_size to {largest}",
-        "too_short": "set training.dataloader_drop_last: false",
-        "unsupervised": "raise template.max_length if it truncates their answers; packplan plan show RUN.yaml "
-        "--sample {sample} --text shows what is trained of one",
-        "too_many_epochs": "lower training.max_steps or training.num_train_epochs",
-        "isolation": "set training.packing: false",
-        "attention": "set model.attn_impl: auto",
-        "probe": "set training.packing: false",
-        "stale_lengths": "use another training.output_dir, or delete that folder to measure again (checkpoints lie "
-        "elsewhere and stay)",
-        "borrowed_lengths": "remove training.packing_lengths_from to measure here",
-        "table_lengths": "remove custom.lengths to measure here, or write a table with packplan measure --config",
-        "changed_plan": "restore the data and the settings, or start again from its weights: set model.model to it, "
-        "and remove training.resume_from_checkpoint",
-        "fewer_ranks": "start as many ranks as then, or set training.sequence_parallel_size: 1, which trains it whole",
-        "changed_order": "install the version that wrote the checkpoint: this one trains packs in another order",
-        "changed_image": _MEASURE_AGAIN,
-        "changed_sample": _MEASURE_AGAIN,
-        "not_built": "packplan plan build measures and plans",
-        "refused": "make room, or choose a training.output_dir that you may write",
-        "locked": "wait until it is done, or raise training.packing_wait_timeout_s",
-        "different_runs": "start all of them with the same YAML, options, model and packages",
-        "not_finite": "lower training.learning_rate",
-        "unequal": "set training.packing: false",
-    }
-)
-"""Kind of an error -> remedy, with its `details` in braces."""
 
 
 def explain_error(error: PackplanError) -> str:

@@ -23,6 +23,64 @@ from packplan.core.fingerprint import Fingerprint, RunIdentity, Value
 from packplan.core.policy import Part, PlanPolicy
 from packplan.core.work.model import WorkModel
 
+_STREAM_KEYS = ("seed", "packing_buffer", "packing_drop_last", "packing_allow_single_long", "tuner_type")
+
+DECLARED_KEYS = dict(yield_keys(RunConfig))
+
+PATH_KEYS = frozenset(
+    {key for key, field in DECLARED_KEYS.items() if str(PathText) in str(field.type) and not key_facts(field).per_rank}
+    | {"training.accelerator_config", "training.deepspeed", "training.fsdp_config", "training.logging_dir"}
+)
+"""Keys of files and folders, which may be elsewhere on another machine."""
+
+PER_RANK: Mapping[str, str] = {
+    **{key: key_facts(field).per_rank for key, field in DECLARED_KEYS.items() if key_facts(field).per_rank},
+    "training.dataloader_persistent_workers": "memory of a rank's machine",
+    "training.dataloader_pin_memory": "memory of a rank's machine",
+    "training.dataloader_prefetch_factor": "memory of a rank's machine",
+    "training.disable_tqdm": "what is shown; --quiet sets it",
+    "training.hub_token": "a secret, which no message shows",
+    "training.local_rank": "a rank's place on its machine",
+    "training.log_level": "what is shown",
+    "training.log_level_replica": "what is shown",
+    "training.log_on_each_node": "what is shown",
+    "training.report_to": "services that rank 0 reports to, whose packages others may lack",
+}
+"""Key that may differ between ranks -> reason why that changes nothing in training."""
+
+FIXED_ARGUMENTS = frozenset(
+    {
+        "label_smoothing_factor", "loss_reduction", "loss_type", "enable_dft_loss", "enable_channel_loss",
+        "neftune_noise_alpha", "router_aux_loss_coef", "optim", "optim_args", "optim_target_modules", "optimizer",
+        "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "freeze_llm", "freeze_vit",
+        # These are stored with a checkpoint's optimizer, whatever a run says.
+        "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "vit_lr", "aligner_lr",
+    }
+)  # fmt: skip
+"""Settings of the trainer that a resumed run has to keep: loss, optimizer, learning rate."""
+
+PREFERENCE_ARGUMENTS = FIXED_ARGUMENTS | {
+    "beta", "loss_weights", "ld_alpha", "rpo_alpha", "f_divergence_type", "f_alpha_divergence_coef", "label_smoothing",
+    "use_weighting", "discopop_tau", "desirable_weight", "undesirable_weight", "center_rewards_coefficient",
+    "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "max_length", "truncation_mode",
+    "disable_dropout",
+}  # fmt: skip
+"""The same for preference data, whose losses have more settings, and may truncate rows."""
+
+_FIXED_PATTERN = re.compile(r"(galore|lisa)_")
+"""Settings of optimizers, which a resumed run has to keep too."""
+
+UNCOMPARED = re.compile(
+    # A checkpoint names its attention.
+    r"attn_impl|"
+    # How a run is read, watched, saved and evaluated; seeds are compared as the schedule's.
+    r"resume_.*|restore_.*|output_dir|download|trust_remote_code|trainer|seed|data_seed|train_dataloader_shuffle|"
+    r"(?:dataloader_(?!drop_last)|eval_|do_|log_|logging_|save_|hub_|include_|metric_|load_best|ddp_|torch_|trackio_).*|"
+    r"(?:per_device_eval_|greater_|push_|batch_eval).*|report_to|run_name|project|debug|callbacks|disable_tqdm|"
+    r"early_stop_interval|(?:vit_)?gradient_checkpointing.*|use_cpu|prediction_loss_only|safe_serialization|max_shard_size|skip_memory_metrics|tuner_type"
+)
+"""Names of keys outside the identity: no step depends on them, or they are compared elsewhere."""
+
 
 def plan_policy(config: RunConfig, split: str, *, work: WorkModel | None = None) -> PlanPolicy:
     """
@@ -49,9 +107,6 @@ def plan_policy(config: RunConfig, split: str, *, work: WorkModel | None = None)
         part=Part(val_share=str(share), seed=training.seed, held_out=not is_train) if share else None,
         work=work,
     )
-
-
-_STREAM_KEYS = ("seed", "packing_buffer", "packing_drop_last", "packing_allow_single_long", "tuner_type")
 
 
 def stream_inputs(config: RunConfig) -> dict[str, Value]:
@@ -88,30 +143,6 @@ def _input_value(value: Any) -> Value:
     if isinstance(value, tuple):
         return json.dumps(value)
     return str(value) if isinstance(value, float) else value
-
-
-DECLARED_KEYS = dict(yield_keys(RunConfig))
-
-PATH_KEYS = frozenset(
-    {key for key, field in DECLARED_KEYS.items() if str(PathText) in str(field.type) and not key_facts(field).per_rank}
-    | {"training.accelerator_config", "training.deepspeed", "training.fsdp_config", "training.logging_dir"}
-)
-"""Keys of files and folders, which may be elsewhere on another machine."""
-
-PER_RANK: Mapping[str, str] = {
-    **{key: key_facts(field).per_rank for key, field in DECLARED_KEYS.items() if key_facts(field).per_rank},
-    "training.dataloader_persistent_workers": "memory of a rank's machine",
-    "training.dataloader_pin_memory": "memory of a rank's machine",
-    "training.dataloader_prefetch_factor": "memory of a rank's machine",
-    "training.disable_tqdm": "what is shown; --quiet sets it",
-    "training.hub_token": "a secret, which no message shows",
-    "training.local_rank": "a rank's place on its machine",
-    "training.log_level": "what is shown",
-    "training.log_level_replica": "what is shown",
-    "training.log_on_each_node": "what is shown",
-    "training.report_to": "services that rank 0 reports to, whose packages others may lack",
-}
-"""Key that may differ between ranks -> reason why that changes nothing in training."""
 
 
 def shared_values(config: RunConfig, files: Mapping[str, Any]) -> dict[str, str]:
@@ -164,40 +195,6 @@ def rank_differences(runs: Sequence[Mapping[str, str]]) -> tuple[RankDifference,
     keys = sorted({key for run in runs for key in run})
     by_rank = ((key, tuple(run.get(key) for run in runs)) for key in keys)
     return tuple(RankDifference(key, values) for key, values in by_rank if len(set(values)) > 1)
-
-
-FIXED_ARGUMENTS = frozenset(
-    {
-        "label_smoothing_factor", "loss_reduction", "loss_type", "enable_dft_loss", "enable_channel_loss",
-        "neftune_noise_alpha", "router_aux_loss_coef", "optim", "optim_args", "optim_target_modules", "optimizer",
-        "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "freeze_llm", "freeze_vit",
-        # These are stored with a checkpoint's optimizer, whatever a run says.
-        "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "vit_lr", "aligner_lr",
-    }
-)  # fmt: skip
-"""Settings of the trainer that a resumed run has to keep: loss, optimizer, learning rate."""
-
-PREFERENCE_ARGUMENTS = FIXED_ARGUMENTS | {
-    "beta", "loss_weights", "ld_alpha", "rpo_alpha", "f_divergence_type", "f_alpha_divergence_coef", "label_smoothing",
-    "use_weighting", "discopop_tau", "desirable_weight", "undesirable_weight", "center_rewards_coefficient",
-    "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "max_length", "truncation_mode",
-    "disable_dropout",
-}  # fmt: skip
-"""The same for preference data, whose losses have more settings, and may truncate rows."""
-
-_FIXED_PATTERN = re.compile(r"(galore|lisa)_")
-"""Settings of optimizers, which a resumed run has to keep too."""
-
-UNCOMPARED = re.compile(
-    # A checkpoint names its attention.
-    r"attn_impl|"
-    # How a run is read, watched, saved and evaluated; seeds are compared as the schedule's.
-    r"resume_.*|restore_.*|output_dir|download|trust_remote_code|trainer|seed|data_seed|train_dataloader_shuffle|"
-    r"(?:dataloader_(?!drop_last)|eval_|do_|log_|logging_|save_|hub_|include_|metric_|load_best|ddp_|torch_|trackio_).*|"
-    r"(?:per_device_eval_|greater_|push_|batch_eval).*|report_to|run_name|project|debug|callbacks|disable_tqdm|"
-    r"early_stop_interval|(?:vit_)?gradient_checkpointing.*|use_cpu|prediction_loss_only|safe_serialization|max_shard_size|skip_memory_metrics|tuner_type"
-)
-"""Names of keys outside the identity: no step depends on them, or they are compared elsewhere."""
 
 
 def run_identity(config: RunConfig, *, files: Mapping[str, Any], model: Mapping[str, str]) -> RunIdentity:

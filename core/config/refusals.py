@@ -13,6 +13,14 @@ is `packplan.hf.use_plan`, and `balance` is `packplan.hf.balance`.
 """
 
 
+_DRAWS, _SHARES = "makes batches by itself", "lets ranks share rows"
+
+_REMOVE = "remove it"
+
+_PLANNING: tuple[Host, ...] = ("sft", "plugin", "trainer")
+_SWIFT: tuple[Host, ...] = ("plugin", "rlhf")
+
+
 @attrs.frozen
 class Refusal:
     """Setting that hosts refuse unless it is unset or off; a setting `…_size` may also be 1."""
@@ -32,12 +40,6 @@ class Refusal:
         return f"{self.effect}: {self.remedy}"
 
 
-_DRAWS, _SHARES = "makes batches by itself", "lets ranks share rows"
-
-_REMOVE = "remove it"
-
-_PLANNING: tuple[Host, ...] = ("sft", "plugin", "trainer")
-_SWIFT: tuple[Host, ...] = ("plugin", "rlhf")
 REFUSALS = tuple(
     Refusal(setting, hosts, effect, remedy)
     for settings, hosts, effect, remedy in (

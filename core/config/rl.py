@@ -14,6 +14,18 @@ from packplan.core.config.run import RunConfig
 from packplan.core.errors import Fault
 from packplan.core.packers import ALGORITHMS
 
+_READ_KEYS = frozenset(
+    f"{section}.{name}"
+    for section, names in {
+        "model": "model attn_impl torch_dtype trust_remote_code download",
+        "template": "system",
+        "custom": "train_jsonl val_jsonl object_field_order use_summary columns max_line_bytes max_image_pixels "
+        "literal_image_tags records_cache media_cache media_dir",
+    }.items()
+    for name in names.split()
+)
+"""Keys of other commands that `packplan rl` reads."""
+
 
 @attrs.frozen(kw_only=True)
 class SequencePackingConfig:
@@ -86,19 +98,6 @@ class RlConfig(RunConfig):
     `reward_funcs` (functions, as `module:function`), arguments of TRL's `GRPOConfig`, and those of
     its `ModelConfig` for low-rank adapters.
     """
-
-
-_READ_KEYS = frozenset(
-    f"{section}.{name}"
-    for section, names in {
-        "model": "model attn_impl torch_dtype trust_remote_code download",
-        "template": "system",
-        "custom": "train_jsonl val_jsonl object_field_order use_summary columns max_line_bytes max_image_pixels "
-        "literal_image_tags records_cache media_cache media_dir",
-    }.items()
-    for name in names.split()
-)
-"""Keys of other commands that `packplan rl` reads."""
 
 
 def rl_faults(config: RlConfig) -> Iterator[Fault]:

@@ -53,6 +53,10 @@ _is_backend = must(
 )
 
 
+TUNERS: tuple[str, ...] = get_args(Tuner)
+"""Values of `training.tuner_type`."""
+
+
 def _read_only(keys: Mapping[str, Any]) -> Mapping[str, Any]:
     return MappingProxyType(dict(keys))
 
@@ -523,10 +527,6 @@ class TrainingConfig:
     def adds_weights(self) -> bool:
         """Whether the tuner trains only weights that it adds, and none of the model's own."""
         return self.tuner_type not in {"full", "dummy"}
-
-
-TUNERS: tuple[str, ...] = get_args(Tuner)
-"""Values of `training.tuner_type`."""
 
 
 @attrs.frozen(kw_only=True)

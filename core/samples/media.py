@@ -53,6 +53,11 @@ _LONGEST_PATH = 4096
 """Limit of characters of a path on Linux."""
 
 
+VIDEO_TAG = "<video>"
+
+_WRITE = "write a path, or a list of the paths of its frames"
+
+
 def to_images(value: object, *, urls: bool = False) -> list[Image]:
     """
     Return the images of a record: each is a path, the bytes of a file, or a URL.
@@ -157,10 +162,6 @@ def _require_path(text: str, what: str, *, urls: bool) -> str:
 
 Video = str | tuple[str, ...]
 """Path of a video file, or the paths of its frames in order."""
-
-VIDEO_TAG = "<video>"
-
-_WRITE = "write a path, or a list of the paths of its frames"
 
 
 def to_videos(value: object, *, urls: bool = False) -> list[Video]:

@@ -83,6 +83,13 @@ Shapes that one file may mix. Their keys differ, so that no record is taken for 
 """
 
 
+_KINDS = {int: "a number", float: "a number", bool: "true or false", dict: "an object", bytes: "bytes"}
+"""Types of values -> names in messages."""
+
+_SHOWN = 8
+"""Limit of keys that a message names."""
+
+
 @attrs.frozen
 class ShapedRecord:
     """Record with the keys that `to_messages` reads, and the name of the shape it had."""
@@ -196,9 +203,6 @@ def _merge_synonyms(record: Mapping[str, Any], names: Sequence[str]) -> Mapping[
 
 
 # Messages in several notations.
-
-_KINDS = {int: "a number", float: "a number", bool: "true or false", dict: "an object", bytes: "bytes"}
-"""Types of values -> names in messages."""
 
 
 def _from_messages(record: Mapping[str, Any]) -> ShapedRecord:
@@ -442,7 +446,3 @@ def _describe_keys(record: Mapping[str, Any]) -> str:
     if not names:
         return "it has no keys that hold something"
     return f"it has {quoted(names)}. Give them names of docs/records.md, or map them, as {{{names[0][:40]}: query}}"
-
-
-_SHOWN = 8
-"""Limit of keys that a message names."""

@@ -21,6 +21,9 @@ from packplan.core.errors import Difference, RecordError
 from packplan.core.fingerprint import field_differences
 from packplan.core.lengths import IntArray
 
+UNKNOWN = -1
+"""Row of a record that is not in a table of known lengths."""
+
 
 @attrs.frozen
 class Measurement:
@@ -240,9 +243,6 @@ def num_media(table: Table) -> NDArray[np.int64]:
 
 Identities = NDArray[np.bytes_]
 """Identities of records, as 64 hex digits each; shape (num_records,)."""
-
-UNKNOWN = -1
-"""Row of a record that is not in a table of known lengths."""
 
 
 def identity_with_media(digest: str, folder: str) -> str:

@@ -58,6 +58,10 @@ guards it.
 """
 
 
+DAMAGED_STATE_REMEDY = "name another checkpoint"
+"""Remedy for a damaged resume state."""
+
+
 @attrs.frozen
 class EpochSegment:
     """Part of an epoch that was trained on one number of ranks."""
@@ -619,10 +623,6 @@ def _drop_consumed(order: IntArray, num_consumed: int) -> IntArray:
     """Return the packs of *order* that are not among its first *num_consumed*, each once."""
     _, first = np.unique(order, return_index=True)
     return order[np.sort(first[first >= num_consumed])]
-
-
-DAMAGED_STATE_REMEDY = "name another checkpoint"
-"""Remedy for a damaged resume state."""
 
 
 @attrs.frozen

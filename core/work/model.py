@@ -30,6 +30,9 @@ from packplan.core.work.keys import ATTENTION_PRODUCTS, PRODUCT, Sizes
 from packplan.core.work.text import DELTA_CHUNK, LocalAttention, read_text_work
 from packplan.core.work.vision import FLOPs, VisionWork, read_vision_work
 
+FRAMES_PER_LAYER = 2
+"""Frames of a video that a vision tower takes as one image."""
+
 
 @attrs.frozen
 class WorkModel:
@@ -150,10 +153,6 @@ class WorkModel:
         if self.per_chunk:
             work = work + self.per_chunk * np.ceil(tokens / DELTA_CHUNK)
         return work
-
-
-FRAMES_PER_LAYER = 2
-"""Frames of a video that a vision tower takes as one image."""
 
 
 @attrs.frozen(eq=False)

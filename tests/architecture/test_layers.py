@@ -141,6 +141,25 @@ def test_rooms_of_core_are_imported_through_their_faces():
     assert [] == past
 
 
+def test_constants_stand_at_the_top_of_their_module():
+    """Above its functions and classes, unless they are made of them."""
+    late = []
+    for path in files_of("core", "adapters", "app"):
+        made: set[str] = set()
+        for node in ast.parse(text_of(path)).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                made.add(node.name)
+            elif isinstance(node, ast.Assign | ast.AnnAssign) and made:
+                names = {one.id: type(one.ctx) for one in ast.walk(node) if isinstance(one, ast.Name)}
+                stored = {name for name, context in names.items() if context is ast.Store}
+                if not made.isdisjoint(names) or not all(map(str.isupper, stored)):
+                    made |= stored
+                else:
+                    late += [(path.relative_to(ROOT), name) for name in stored]
+
+    assert [] == late
+
+
 def test_no_pickle_and_no_unsafe_yaml():
     """Neither is imported or called anywhere."""
     for path in files_of(*LAYERS):

@@ -29,6 +29,13 @@ instead of its value.
 """
 
 
+_KEPT: set[int] = set()
+"""Descriptors that stay open; files beyond `_most_kept` are opened for each read."""
+
+_TOO_LONG = "the number of more than 4,300 digits is too large: write it as text, in quotes"
+"""Reason in place of Python's, which names a function of `sys`."""
+
+
 class LinesFile(RecordFile):
     """
     Records of a JSON Lines file, one on each line, found by byte position; blank lines are skipped.
@@ -130,10 +137,6 @@ class LinesFile(RecordFile):
                 os.close(descriptor)
 
 
-_KEPT: set[int] = set()
-"""Descriptors that stay open; files beyond `_most_kept` are opened for each read."""
-
-
 def _most_kept() -> int:
     """
     Return the number of files that may stay open: a quarter of those that the process may open.
@@ -173,10 +176,6 @@ def parse_record(text: bytes, where: str) -> Any:
     except RecursionError:
         raise RecordError(where, "is no usable JSON: it is nested too deeply") from None
     return value
-
-
-_TOO_LONG = "the number of more than 4,300 digits is too large: write it as text, in quotes"
-"""Reason in place of Python's, which names a function of `sys`."""
 
 
 def _parse_float(text: str) -> float:
