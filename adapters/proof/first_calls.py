@@ -95,7 +95,7 @@ class _StoredFact:
         return store
 
     def leave(self) -> None:
-        """Read no more, so that rank 0 does not wait for this rank."""
+        """Stop reading the store, so that rank 0 does not wait for this rank."""
         self.join()
         self._set_reads("inf")
 

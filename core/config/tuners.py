@@ -1,8 +1,8 @@
 """
 Keys of `training.` that decide which weights are trained.
 
-They are ms-swift's own and passed on to it; here stands what this project adds to each: the tuners
-that read it, its check, and its value in a run that does not set it.
+ms-swift defines these keys and reads them. This module adds the tuners that read each key, its
+check, and its value in a run that does not set it.
 """
 
 import re
@@ -30,7 +30,7 @@ UNSET: Mapping[str, Any] = {
     "target_modules": ["all-linear"], "target_parameters": [], "modules_to_save": [], "freeze_aligner": False,
     "freeze_parameters": [], "freeze_parameters_ratio": 0.0, "trainable_parameters": [],
 }  # fmt: skip
-"""Key -> value that ranks and checkpoints compare where a run does not set it."""
+"""Key -> value that ranks and checkpoints compare if a run does not set the key."""
 
 _CHECKS: Mapping[str, Check] = {
     "lora_rank": at_least(1),
@@ -67,7 +67,7 @@ def tuner_faults(training: TrainingConfig) -> Iterator[Fault]:
     """Yield faults in the choice of trained weights."""
     for key, value in training.trainer.items():
         tuners = tuners_of(key)
-        # Rank, targets and the like may stay in a YAML that once trains all weights.
+        # Keys of adapters may stay in the YAML of a run that trains all weights.
         if value and not UNSET.get(key) and tuners and training.tuner_type not in tuners:
             reason = f"is of training.tuner_type {' and '.join(tuners)}, which is {training.tuner_type}: remove it"
             yield Fault(f"training.{key}", reason)
