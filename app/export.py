@@ -43,8 +43,9 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> None:
         raise ConfigError.for_key("--cached-dataset", reason)
     with loading_libraries():
         from packplan.app.plan.build import build
+        from packplan.app.wiring.command_rows import export_rows
         from packplan.app.wiring.ranks import join_ranks
-        from packplan.app.wiring.splits import export_rows, open_splits
+        from packplan.app.wiring.splits import open_splits
 
     with join_ranks(config) as group:
         splits = build(config, group, splits=list(open_splits(config).values()), world_size=host.world_size)

@@ -34,7 +34,7 @@ from packplan.core.samples.tables import column, sample_indices
 
 _TEXT = '''"""Trains the packs of a plan inside ms-swift: swift sft ... --packing true --external_plugins {name}"""
 
-from packplan.adapters.swift import install
+from packplan.app.plugin import install
 
 install({options})
 '''
@@ -99,6 +99,14 @@ def main(arguments: list[str] | None = None) -> int:
         print("other types of swift rlhf take it without --packing, and compute no padding")
 
     return run_command(command, verbose=options.verbose, quiet=options.quiet)
+
+
+def install(**options: Any) -> None:
+    """Install the plugin with stored lengths in ms-swift; see `adapters.swift.install`."""
+    from packplan.adapters import swift
+    from packplan.app.wiring.command_rows import take_stored_lengths
+
+    swift.install(take_stored=take_stored_lengths, **options)
 
 
 def _share_by_degree(config: RunConfig, host: HostCommand, most: int | None) -> RunConfig:

@@ -90,8 +90,9 @@ class SwiftCommand:
     @property
     def deepspeed(self) -> Any:
         """Configuration of DeepSpeed, or the path of its file; None without DeepSpeed."""
-        named = Path(swift.__file__).parent / "config" / f"{self.arguments.deepspeed}.json"
-        return str(named) if named.is_file() else self.arguments.deepspeed
+        asked = self.arguments.deepspeed
+        named = Path(swift.__file__).parent / "config" / f"{asked}.json"
+        return str(named) if isinstance(asked, str) and named.is_file() else asked
 
     def length_inputs(self) -> dict[str, Value]:
         """Return the arguments that lengths depend on, for their fingerprint."""
@@ -266,6 +267,7 @@ def prepare_arguments(arguments: Any, *, degrees: int | Literal["auto"] = 1) -> 
     if faults:
         raise ConfigError(COMMAND, faults)
     arguments.padding_free = arguments.packing
+    arguments.packplan_output_dir = arguments.output_dir  # ms-swift adds a version to it
     if arguments.packing:
         # Ranks share rows by `attention.shared_rows`, and ms-swift's own way stays off.
         arguments.packplan_row_ranks, arguments.sequence_parallel_size = arguments.sequence_parallel_size, 1

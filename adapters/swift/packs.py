@@ -1,7 +1,7 @@
 """Data set of a plan's packs, which replaces ms-swift's `PackingDataset`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from hashlib import blake2b
 from typing import Any
 
@@ -49,6 +49,20 @@ def encoded_row_facts(row: Mapping[str, Any]) -> tuple[bytes, int]:
         digest.update(tensor_bytes(value) if isinstance(value, torch.Tensor) else repr(value).encode())
     labels = [value for name, value in row.items() if name.endswith("labels") and hasattr(value, "__len__")]
     return digest.digest(), sum(label != IGNORED_LABEL for one in labels for label in one[1:]) if labels else 1
+
+
+def add_row_facts(rows: Any, lengths: list[int], digests: list[bytes], supervised: list[int]) -> Any:
+    """
+    Return rows with the columns that `RowFactsPreprocessor` adds, from facts that are known.
+
+    Args:
+        rows: A `datasets.Dataset`.
+        lengths: Tokens of each row.
+        digests: 16 bytes for each row, which differ between rows that teach something else.
+        supervised: Number of supervised tokens of each row.
+    """
+    facts = {"lengths": lengths, _DIGEST: digests, _SUPERVISED: supervised}
+    return reduce(lambda found, name: found.add_column(name, facts[name]), facts, rows)
 
 
 class PlannedPacks(Dataset[PackOfRows]):

@@ -1,12 +1,13 @@
 """Plugin that makes ms-swift's training commands plan packs and train them; see `install`."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import attrs
 import swift
+from accelerate.utils import gather_object
 from swift.arguments import SftArguments
 from swift.pipelines.train import sft
 from swift.utils import is_master
@@ -22,8 +23,19 @@ from packplan.adapters.swift.command import (
 from packplan.adapters.swift.packs import PlannedPacks, RowFactsPreprocessor
 from packplan.adapters.swift.training import follow_plan, unpad_models
 from packplan.core.checksum import plan_checksum
-from packplan.core.errors import ArgumentError, ConfigError, DataSetError, PackplanError, counted, fit_lines, verb_for
+from packplan.core.errors import (
+    ArgumentError,
+    ConfigError,
+    DataSetError,
+    NotBuiltError,
+    PackplanError,
+    counted,
+    fit_lines,
+    verb_for,
+)
 from packplan.core.inspection import describe_long_samples
+
+TakeStored = Callable[[Any, Sequence[Any]], list[Any]]
 
 
 def install(
@@ -33,6 +45,7 @@ def install(
     check: bool = True,
     degrees: int | Literal["auto"] = 1,
     max_left_out: float = 0.01,
+    take_stored: TakeStored | None = None,
 ) -> None:
     """
     Make `swift sft`, `swift pt` and `swift rlhf --rlhf_type dpo` train planned packs.
@@ -50,6 +63,8 @@ def install(
             that divides the ranks; `auto` takes the largest.
         max_left_out: Largest share of the training rows that ms-swift may leave out, since they are
             too long or cannot be encoded. If it leaves out more, the command stops.
+        take_stored: Function that returns the rows of a pipeline with stored lengths, and raises
+            PackplanError where none fit. None, the default, lets ms-swift measure all rows.
 
     Raises:
         ConfigError: The version of ms-swift was not tested.
@@ -60,7 +75,7 @@ def install(
         return
     pipeline: Any = sft.SwiftSft
     own = (pipeline.train, pipeline._encode_dataset, pipeline._post_process_datasets)  # noqa: SLF001  # no public names
-    steps = _PlannedPipeline(checksum, check, degrees, max_left_out, *own)
+    steps = _PlannedPipeline(checksum, check, degrees, max_left_out, take_stored, *own)
     sft.PackingDataset, sft.AddLengthPreprocessor = PlannedPacks, RowFactsPreprocessor
     SftArguments._check_padding_free = _as_method(partial(prepare_arguments, degrees=degrees))  # noqa: SLF001
     SftArguments._init_stream = _as_method(partial(_replace_padding_free, SftArguments._init_stream))  # noqa: SLF001
@@ -113,11 +128,12 @@ class _PlannedPipeline:
     """Steps for ms-swift's training pipeline that plan and train packs, or only skip padding."""
 
     checksum: str | None
-    """See `install`, also for the next three fields."""
+    """See `install`, also for the next four fields."""
 
     check: bool
     degrees: int | Literal["auto"]
     max_left_out: float
+    take_stored: TakeStored | None
 
     _train: Callable[[Any, Any], Any]
     """ms-swift's own step `train`; the next two are its steps that encode rows and pack them."""
@@ -128,18 +144,40 @@ class _PlannedPipeline:
 
     def encode(self, pipeline: Any, *data_sets: Any, **options: Any) -> Any:
         """
-        Encode data sets by ms-swift's step, and print how many rows it leaves out.
+        Encode data sets by ms-swift's step, unless their lengths are stored.
+
+        How many rows are left out is printed.
 
         Raises:
             DataSetError: It leaves out too many of the rows that are to be packed.
         """
         before = [0 if rows is None else len(rows) for rows in data_sets]
-        encoded = self._encode(pipeline, *data_sets, **options)
+        encoded = self._take_stored(pipeline, data_sets) or self._encode(pipeline, *data_sets, **options)
         after = [0 if rows is None else len(rows) for rows in encoded]
         for name, num, kept in zip(("training", "evaluation"), before, after, strict=True):
             if kept < num:
                 self._report_left_out(pipeline.args, name, num - kept, num)
         return encoded
+
+    def _take_stored(self, pipeline: Any, data_sets: Sequence[Any]) -> list[Any] | None:
+        """Return data sets with their stored lengths; None unless they fit on every rank."""
+        arguments, rows, reason = pipeline.args, None, ""
+        others = (arguments.cached_dataset, arguments.cached_val_dataset, arguments.predict_with_generate)
+        if self.take_stored is None or not arguments.packing or arguments.truncation_strategy == "split" or any(others):
+            return None
+        try:
+            rows = self.take_stored(pipeline, data_sets)
+        except NotBuiltError:
+            pass
+        except PackplanError as error:
+            reason = str(error)
+        if not all(gather_object([rows is not None])):
+            if reason:
+                report(f"warning: all rows are measured again: {reason}")
+            return None
+        report(f"no row is measured: the lengths of all are stored below {arguments.packplan_output_dir}")
+        pipeline._save_val_dataset(data_sets[1])  # noqa: SLF001  # no public name
+        return rows
 
     def _report_left_out(self, arguments: Any, name: str, number: int, num_rows: int) -> None:
         """Print how many rows are left out; DataSetError if there are too many."""

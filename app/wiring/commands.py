@@ -168,7 +168,7 @@ def _resolve_command(words: Sequence[str], world_size: int | None) -> RunConfig:
     command = read_command(task, arguments, started=ranks, world_size=world_size)
     if not any(word.partition("=")[0] in {"--packing", "--padding_free"} for word in arguments):
         log.warning("the command does not say --packing true, without which ms-swift trains no packs: add it")
-    return _run_from_command(command, task, arguments)
+    return run_from_command(command, task, arguments)
 
 
 def _split_words(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
@@ -210,8 +210,15 @@ def _count_started_ranks(launcher: Sequence[str], *, is_swift: bool) -> int:
     return ranks
 
 
-def _run_from_command(command: SwiftCommand, task: str, words: Sequence[str]) -> RunConfig:
-    """Return the run by which a command of ms-swift is planned and forecast."""
+def run_from_command(command: SwiftCommand, task: str = "", words: Sequence[str] = ()) -> RunConfig:
+    """
+    Return the run by which a command of ms-swift is planned and forecast.
+
+    Args:
+        command: The command, as ms-swift resolves it.
+        task: Name of the command, such as `sft`; empty inside the command itself.
+        words: Words after the task, by which the rows of the command are opened.
+    """
     arguments = command.arguments
     shared = {field.name for field in attrs.fields(TrainingConfig)} - {"resume_from_checkpoint", "trainer"}
     values = {name: value for name in shared if (value := getattr(arguments, name, None)) is not None}

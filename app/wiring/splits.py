@@ -2,32 +2,26 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any, cast
 
 import attrs
-import numpy as np
 import torch
 
-from packplan.adapters.exports import export_cached_rows
-from packplan.adapters.progress import progress
 from packplan.adapters.samples.data_set import FileRecords
-from packplan.adapters.samples.dataset_rows import DatasetRowsEncoder, DatasetRowsFile, DatasetRowsMeasurer
+from packplan.adapters.samples.dataset_rows import DatasetRowsMeasurer
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.samples.template import PROCESSING_VARIABLES, length_inputs, open_template
-from packplan.adapters.swift.command import read_command
-from packplan.app.planning.split import MeasuredSplit, Split, align_options
+from packplan.app.planning.split import Split, align_options
+from packplan.app.wiring.command_rows import open_command_encoders
 from packplan.app.wiring.length_tables import open_known_lengths
 from packplan.app.wiring.policies import epoch_recipe, policy_of_split, work_of_run
 from packplan.app.wiring.stores import open_stores, records_cache
-from packplan.core.config.run import HostCommand, RunConfig
+from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, Fault
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.ports import BlockExecutor, MeasuredBlock
-from packplan.core.samples.tables import column, sample_indices
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +82,7 @@ def _open_on_node(
 def open_encoders(config: RunConfig) -> Mapping[str, SwiftEncoder]:
     """Open the records of the splits, `train` and perhaps `eval`, with one template."""
     if config.command is not None:
-        return _open_command_encoders(config, config.command)
+        return open_command_encoders(config, config.command)
     template = open_template(
         config.model, config.template, packing_length=config.packing_length, packs=config.training.packing
     )
@@ -100,48 +94,3 @@ def open_encoders(config: RunConfig) -> Mapping[str, SwiftEncoder]:
             for one in encoders[split].data_files():
                 log.info("%s: %s has records of the shape %s", split, one.file, one.shape)
     return encoders
-
-
-def _open_command_encoders(config: RunConfig, command: HostCommand) -> dict[str, DatasetRowsEncoder]:
-    """Open the rows of each split of a command of ms-swift, on the command's template."""
-    pipeline = read_command(command.task, command.words, started=command.num_processes).open_pipeline()
-    return {split: open_rows(config, pipeline.template, split, rows) for split, rows in pipeline.read_rows().items()}
-
-
-def open_rows(config: RunConfig, template: Any, split: str, rows: Any) -> DatasetRowsEncoder:
-    """
-    Open the rows of a split of an ms-swift command.
-
-    Args:
-        config: Run of the command.
-        template: Template of the command, in training mode.
-        split: `train` or `eval`.
-        rows: Rows of the command, a `datasets.Dataset`.
-    """
-    assert config.command is not None  # noqa: S101  # the caller has looked
-    names = {"train": config.custom.train_jsonl, "eval": config.custom.val_jsonl}
-    file = DatasetRowsFile(
-        rows, name=" ".join(names[split]), sequences_per_row=max(config.command.sequences_per_row, 1)
-    )
-    return DatasetRowsEncoder(config, template=template, rows=file)
-
-
-def export_rows(splits: Iterable[MeasuredSplit], folder: Path) -> dict[str, int]:
-    """
-    Write the samples of an ms-swift command with their lengths; return the number for each split.
-
-    Args:
-        splits: Measured splits of the command.
-        folder: Folder to make.
-    """
-    exported = {}
-    for split in splits:
-        indices = sample_indices(split.table)
-        lengths = column(split.table, "length")[indices, np.newaxis].tolist()
-        if split.encoder.records_per_sample > 1:
-            halves = cast(DatasetRowsMeasurer, split.source).sequence_lengths
-            lengths = [*map(halves, progress(indices.tolist(), desc="measuring halves", unit=" pairs"))]
-        rows = cast(DatasetRowsEncoder, split.encoder).rows
-        exported[split.name] = (rows if len(rows) == len(lengths) else rows.select(indices), lengths)
-    export_cached_rows(exported, folder)
-    return {name: len(lengths) for name, (_, lengths) in exported.items()}

@@ -112,16 +112,25 @@ class Spy:
         from transformers import Trainer
 
         self.folder, self.rank, self.packs = Path(folder), os.environ.get("RANK", "0"), False
-        encode, step = SwiftSft._encode_dataset, Trainer.training_step
+        encode, pack, step = SwiftSft._encode_dataset, SwiftSft._post_process_datasets, Trainer.training_step
+        prepare = SwiftSft._prepare_template
 
-        def encode_dataset(pipeline: Any, train: Any, *args: Any, **options: Any) -> Any:
-            for name in ("image_token_id", "video_token_id"):
+        def prepare_template(pipeline: Any) -> None:
+            prepare(pipeline)
+            for name in ("image_token_id", "video_token_id"):  # those of the tiny model
                 if hasattr(pipeline.template, name) and hasattr(pipeline.processor, name):
                     setattr(pipeline.template, name, getattr(pipeline.processor, name))
-            encoded, self.packs = encode(pipeline, train, *args, **options), pipeline.args.packing
+
+        def encode_dataset(pipeline: Any, *args: Any, **options: Any) -> Any:
+            self.packs = pipeline.args.packing
+            (self.folder / f"encoded{self.rank}").touch()
+            return encode(pipeline, *args, **options)
+
+        def post_process_datasets(pipeline: Any, data_sets: list[Any]) -> Any:
+            self.packs = pipeline.args.packing
             if self.packs:
-                self.note_rows(encoded, pipeline.template)
-            return encoded
+                self.note_rows(data_sets, pipeline.template)
+            return pack(pipeline, data_sets)
 
         def training_step(trainer: Any, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
             if self.packs:
@@ -132,7 +141,8 @@ class Spy:
                     file.write(json.dumps([trainer.state.global_step + 1, list(samples_of(inputs))]) + "\n")
             return step(trainer, model, inputs, *args, **options)
 
-        SwiftSft._encode_dataset, Trainer.training_step = encode_dataset, training_step
+        SwiftSft._encode_dataset, SwiftSft._post_process_datasets = encode_dataset, post_process_datasets
+        SwiftSft._prepare_template, Trainer.training_step = prepare_template, training_step
 
     def note_rows(self, encoded: list[Any], template: Any) -> None:
         """Write the rows as encoded; then break one, as the name of the run says."""

@@ -138,6 +138,15 @@ PLUGGED = {
     **{name: words for name, (*words, _) in REFUSED.items()},
 }  # fmt: skip
 
+STORED = {
+    "pairs-stored": PLUGGED["pairs"],
+    "images-stored": ("sft", "qwen2_5_vl", f"{FULL} --gradient_accumulation_steps 3 {EPOCHS}"),
+}
+"""Runs whose lengths `plan build` stores before they train."""
+
+OTHER_WORDS = ("--system", "Be brief.", "--max_steps", "1", "--max_length", "4000")
+"""Words that make rows longer, so that stored lengths do not fit."""
+
 SCRIPT = """
 swift() {{ printf '%s\\n' "$@"; }}
 per_node=1
@@ -203,6 +212,13 @@ def ran(demo, server, tmp_path_factory) -> Callable[[str], Ran]:
     script = [("built", "plan", ["build", "swift", task, *given]),
               ("script", task, [*given, "--external_plugins", str(runs / "plugin.py")]),
               ("kto-built", "plan", ["build", "swift", *kto])]  # fmt: skip
+    for name, (task, data, more) in STORED.items():
+        given = words(name, data, more, "plugin.py")
+        script += [(f"{name}-built", "plan", ["build", "swift", task, *given]), (name, task, given),
+                   (f"{name}-other", task, [*given, *OTHER_WORDS])]  # fmt: skip
+    task, data, more = PLUGGED["resumed"]
+    given = words("resumed-stored", data, more, "plugin.py")
+    script += [("resumed-built", "plan", ["build", "swift", task, *given]), ("resumed-stored", task, given)]
     two = server.ranks(2, plugin_run.main, started("", ON_TWO_RANKS, "plugin.py"), str(runs), folder=runs)
     assert [0, 0] == finished(two)
     sharing = {"long": LONG} | {name: words for name, (*words, _) in NOT_BY_DEGREE.items()}
@@ -329,6 +345,20 @@ def test_both_halves_of_a_pair_are_in_one_pack(name, attention, ran):
     assert alone.losses[-1] < math.log(2) - 1e-3, "it has learned"
 
 
+def test_a_run_that_began_without_stored_lengths_goes_on_without_them(ran):
+    """Its checkpoint knows rows by their tokens, and stored lengths know them by their records."""
+    run = ran("resumed-stored")
+
+    assert "not those that the checkpoint was trained with" in " ".join(run.said.split())
+    assert ran("resumed").trained() == run.trained() != []
+
+
+def test_rows_of_stored_lengths_teach_the_same(ran):
+    """Losses of DPO are those of rows that ms-swift has measured."""
+    assert ran("pairs-stored").trained() == ran("pairs").trained()
+    assert ran("pairs-stored").losses == ran("pairs").losses
+
+
 def test_kto_learns_from_a_pack_as_from_its_batch(ran):
     """Its loss compares the completions of a batch, also with those of other prompts."""
     run = ran("kto-packs")
@@ -367,6 +397,24 @@ def test_a_script_of_ms_swift_s_examples_trains_packs_as_it_is(ran):
     )
     assert built == trained
     assert len(trained) == 2
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_stored_lengths_are_taken_where_they_fit(name, ran):
+    """
+    The plan that `plan build` printed is trained, and no row is encoded before its step; under
+    another system prompt, ms-swift measures all rows again.
+    """
+    run, other = ran(name), ran(f"{name}-other")
+
+    (built,) = {*re.findall(r"plan +([0-9a-f]{12})", ran(f"{name}-built").said)}
+    assert [built] == re.findall(r"plan +([0-9a-f]{12})", run.said)
+    assert "no row is measured" in run.said
+    assert not (run.folder / "encoded0").exists()
+    assert run.trained() != []
+    assert "all rows are measured again" in other.said
+    assert "template.system" in other.said
+    assert (other.folder / "encoded0").exists()
 
 
 @pytest.mark.parametrize(("name", "length", "more"), [("split", 256, True), ("planned", 300, False)])

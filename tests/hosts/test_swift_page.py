@@ -16,7 +16,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(HOSTED, reason="ms-swift is n
 
 
 def test_the_page_s_commands_train_and_go_on(demo, server, tmp_path):
-    """`swift sft`, unmodified, on two ranks: each pack as often as planned, by ZeRO 3 too."""
+    """
+    `swift sft`, unmodified, on two ranks: each pack as often as planned, by ZeRO 3 too.
+
+    All runs take the lengths that `plan build` has stored for the same command, and its plan.
+    """
     write_records(tmp_path, demo)
     given = {"path/to/model": demo / "models" / "qwen2", "path/to/data.jsonl": tmp_path / "qwen2.jsonl"}
     spy = tmp_path / "spy.py"
@@ -39,9 +43,14 @@ def test_the_page_s_commands_train_and_go_on(demo, server, tmp_path):
         return ran, at.run([*ours, *free, *command, *words.split(), *more])
 
     at.run(write)
+    variables, command = begin[:1], begin[1:]
+    _, built = run([*variables, "packplan", "plan", "build", *command], "built")
     whole, told = run(begin, "whole")
-    rest, _ = run(go_on, "rest", "--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-3"))
+    rest, told_again = run(go_on, "rest", "--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-3"))
 
+    assert ["no row is measured" in text for text in (told, told_again)] == [True, True]
+    (plan,) = {*re.findall(r"plan +([0-9a-f]{12})", built)}
+    assert [plan, plan] == re.findall(r"plan +([0-9a-f]{12})", told + told_again)
     found = whole.plan(LENGTH["qwen2"])
     schedule = found.schedule(world_size=2, packs_per_step=2, epochs=2, seed=42)
     assert f"{schedule.total_steps} in all on 2 ranks" in told.split("'loss'", 1)[0], "told before the first step"

@@ -1,0 +1,116 @@
+"""Rows of a command of ms-swift, with the lengths that `packplan plan build` stores."""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from packplan.adapters.exports import export_cached_rows
+from packplan.adapters.loaders.rows import UNKNOWN, RowFacts
+from packplan.adapters.progress import progress
+from packplan.adapters.samples.dataset_rows import DatasetRowsEncoder, DatasetRowsFile, DatasetRowsMeasurer
+from packplan.adapters.stores.lengths import DiskLengthStore
+from packplan.adapters.swift.command import SwiftCommand, read_command
+from packplan.adapters.swift.packs import add_row_facts
+from packplan.app.planning.audit import check_images
+from packplan.app.planning.split import MeasuredSplit
+from packplan.app.wiring.commands import run_from_command
+from packplan.app.wiring.stores import artefacts_folder, read_resume_state
+from packplan.core.config.run import HostCommand, RunConfig
+from packplan.core.errors import NotBuiltError, StaleError
+from packplan.core.fingerprint import Fingerprint
+from packplan.core.samples.tables import column, sample_indices
+
+
+def open_command_encoders(config: RunConfig, command: HostCommand) -> dict[str, DatasetRowsEncoder]:
+    """Open the rows of each split of a command of ms-swift, on the command's template."""
+    pipeline = read_command(command.task, command.words, started=command.num_processes).open_pipeline()
+    return {split: _open_rows(config, pipeline.template, split, rows) for split, rows in pipeline.read_rows().items()}
+
+
+def _open_rows(config: RunConfig, template: Any, split: str, rows: Any) -> DatasetRowsEncoder:
+    """Open *rows* of a split, a `datasets.Dataset`, on the command's template in training mode."""
+    assert config.command is not None  # noqa: S101  # it is the run of a command
+    name = " ".join(config.custom.train_jsonl if split == "train" else config.custom.val_jsonl)
+    file = DatasetRowsFile(rows, name=name, sequences_per_row=max(config.command.sequences_per_row, 1))
+    return DatasetRowsEncoder(config, template=template, rows=file)
+
+
+def export_rows(splits: Iterable[MeasuredSplit], folder: Path) -> dict[str, int]:
+    """
+    Write the samples of an ms-swift command with their lengths; return the number for each split.
+
+    Args:
+        splits: Measured splits of the command.
+        folder: Folder to make.
+    """
+    exported = {}
+    for split in splits:
+        indices = sample_indices(split.table)
+        lengths = column(split.table, "length")[indices, np.newaxis].tolist()
+        if split.encoder.records_per_sample > 1:
+            halves = cast(DatasetRowsMeasurer, split.source).sequence_lengths
+            lengths = [*map(halves, progress(indices.tolist(), desc="measuring halves", unit=" pairs"))]
+        rows = cast(DatasetRowsEncoder, split.encoder).rows
+        exported[split.name] = (rows if len(rows) == len(lengths) else rows.select(indices), lengths)
+    export_cached_rows(exported, folder)
+    return {name: len(lengths) for name, (_, lengths) in exported.items()}
+
+
+def take_stored_lengths(pipeline: Any, data_sets: Sequence[Any]) -> list[Any]:
+    """
+    Return the data sets of a training pipeline of ms-swift with their stored lengths.
+
+    `packplan plan build` has stored them for the same command. Rows that it left out are left out
+    here too. No row is encoded.
+
+    Args:
+        pipeline: Pipeline of ms-swift under the plugin, with arguments and template.
+        data_sets: Rows of training and rows of evaluation; either may be None.
+
+    Raises:
+        NotBuiltError: No lengths are stored, or not all.
+        StaleError: They are of other rows or arguments, or a resumed run was trained without them.
+        PackplanError: Stored files or media are damaged.
+    """
+    arguments, template = pipeline.args, pipeline.template
+    config = run_from_command(SwiftCommand(arguments, arguments.global_world_size))
+    folder, mode = artefacts_folder(arguments.packplan_output_dir), template.mode
+    template.set_mode("train")  # as `plan build` opens it
+    try:
+        return [
+            rows and _with_stored_lengths(_open_rows(config, template, split, rows), folder / split, arguments)
+            for split, rows in zip(("train", "eval"), data_sets, strict=True)
+        ]
+    finally:
+        template.set_mode(mode)
+
+
+def _with_stored_lengths(encoder: DatasetRowsEncoder, folder: Path, arguments: Any) -> Any:
+    """Return the rows of *encoder* with the lengths in *folder*; see `take_stored_lengths`."""
+    store, source = DiskLengthStore(folder), DatasetRowsMeasurer(encoder)
+    data_digest = partial(source.data_digest, without=[one.index for one in store.bad_records()])
+    inputs = source.fingerprint()
+    stored = store.read(inputs, len(source), data_digest)
+    if len(stored.table) < len(source) or stored.repeatability is None:
+        raise NotBuiltError(str(folder), "holds no lengths of all rows")
+    check_images(source, stored)
+    kept = sample_indices(stored.table)
+    # Settings decide what rows teach; versions of packages may change before a run is resumed.
+    settings = Fingerprint({name: value for name, value in inputs.inputs.items() if not name.startswith("version.")})
+    digests = [
+        blake2b(f"{settings.digest} {source.digest_and_folder(index)[0]}".encode(), digest_size=16).digest()
+        for index in kept.tolist()
+    ]
+    supervised = column(stored.table, "supervised")[kept].tolist()
+    if arguments.resume_from_checkpoint and folder.name == "train":
+        saved = read_resume_state(Path(arguments.resume_from_checkpoint))
+        found = RowFacts.from_rows((one, 0, UNKNOWN) for one in digests).digest
+        if saved is not None and saved.data != found:
+            fact = f"the lengths in {folder} are not those that the checkpoint was trained with"
+            raise StaleError("stale_lengths", fact)
+    rows = encoder.rows if len(kept) == len(encoder.rows) else encoder.rows.select(kept)
+    return add_row_facts(rows, column(stored.table, "length")[kept].tolist(), digests, supervised)
