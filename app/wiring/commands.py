@@ -223,10 +223,11 @@ def run_from_command(command: SwiftCommand, task: str = "", words: Sequence[str]
     shared = {field.name for field in attrs.fields(TrainingConfig)} - {"resume_from_checkpoint", "trainer"}
     values = {name: value for name in shared if (value := getattr(arguments, name, None)) is not None}
     values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    if not arguments.model_meta.is_multimodal:
-        values |= dict.fromkeys(("freeze_llm", "freeze_vit"), False)
     passed = {*_STEP_ARGUMENTS, *filter(decides_weights, vars(arguments))} - values.keys()
     trainer = {name: value for name in sorted(passed) if (value := getattr(arguments, name, None)) is not None}
+    if not arguments.model_meta.is_multimodal:  # ms-swift sets them, and they name no part
+        values |= dict.fromkeys(("freeze_llm", "freeze_vit"), False)
+        trainer["freeze_aligner"] = False
     return RunConfig(
         model=ModelConfig(
             model=arguments.model_dir,
