@@ -60,10 +60,10 @@ prints the whole reason:"""
 
 UNPROVEN_REASONS = {
     "its default configuration is refused": "its default configuration is refused",
-    "no small copy of it can be built": "no small copy of it can be built",
-    "its small copy does not run": "its small copy does not run",
-    "its small copy has": "its small copy has more than 20,000,000 weights",
-    "its images": "its small copy cannot compute images",
+    "the probe cannot build a small copy": "no small copy of it can be built",
+    "a small copy of the model does not run": "its small copy does not run",
+    "the probe's small copy of the model has": "its small copy has more than 20,000,000 weights",
+    "a small copy of the model cannot compute images": "its small copy cannot compute images",
     "": "its small copy fails otherwise",
 }
 """Start of a verdict's reason -> reason on the page; the first that matches."""

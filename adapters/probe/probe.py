@@ -53,8 +53,8 @@ _ROUNDS = 4
 
 
 _UNREACHED = (
-    "its small copy cannot show what carries one sample's state to the next, since config.json has lengths that it "
-    "cannot be built with shorter"
+    "a small copy of the model cannot show what carries the state of a sample to the next, since it cannot be built "
+    "with lengths that are shorter"
 )
 
 
@@ -126,7 +126,7 @@ class _SmallCopies:
         try:
             alone = run_alone(model, row.samples)
         except Exception as error:
-            raise ModelError("probe", f"its small copy does not run ({error_text(error)})") from error
+            raise ModelError("probe", f"a small copy of the model does not run ({error_text(error)})") from error
         with contextlib.suppress(ModelError, ValueError, RuntimeError):
             # Torch's attention has no soft cap and no sinks.
             own = run_alone(build_on_device(NATIVE), row.samples, with_gradients=False)
@@ -151,7 +151,7 @@ class _SmallCopies:
             model.set_attn_implementation(trial.attention)
         set_attention(model, attention)
         if model.config._attn_implementation not in (trial.attention, NAME, ROWS_NAME):  # noqa: SLF001  # no public question
-            raise ModelError("probe", f"its code takes no attention but its own, not {trial.attention}")
+            raise ModelError("probe", f"the model's code runs its own attention alone, not {trial.attention}")
         return model
 
     def measure_copy(self, trial: StrategyTrial, split: tuple[str, ...] = ()) -> tuple[Any, ProbeResult, str | None]:
@@ -350,14 +350,14 @@ def _try_strategy(copies: _SmallCopies, trial: StrategyTrial, blank: PackingVerd
             measured = images if why_not else measured
         except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
             if takes_packed_images(model, "vision_config"):  # all images of a row in one pass
-                return attrs.evolve(blank, reason=f"its images: {error_text(error)}")
+                return attrs.evolve(
+                    blank, reason=f"a small copy of the model cannot compute images ({error_text(error)})"
+                )
             not_exercised = ("images",)
     if why_not is not None:
         if carriers:
             verbs = verb_for(len(carriers), "carries", "carry"), verb_for(len(carriers), "does", "do")
-            why_not += (
-                f"; {' and '.join(carriers)} {verbs[0]} it along the row, and {verbs[1]} not run sample by sample"
-            )
+            why_not += f"; {' and '.join(carriers)} {verbs[0]} state along the row, and {verbs[1]} not run by sample"
         return attrs.evolve(blank, split=split, measured=measured, reason=why_not)
     follows = trial.follows_rows and trial.strategy != "own"  # the model's own code finds the samples of a row
     return attrs.evolve(

@@ -40,7 +40,7 @@ LOADED_LENGTHS = (17, 3, 29)
 _SEED = 7
 """Seed of the tokens."""
 
-_WHOLE = ": sequence_parallel_size 1 trains its rows whole"
+_WHOLE = ": set sequence_parallel_size to 1, which trains whole rows"
 """Remedy for a model whose rows ranks cannot share."""
 
 _IDS = 2000
@@ -130,7 +130,7 @@ def probe_ready_model(
             measured, why_not = _ask_row(model, row, alone, degree)
             if why_not is not None:
                 shares = f", whose rows {degree} ranks share," if degree > 1 else ""
-                reason = f"{asked}{shares} ({device_and_precision(model)}) was asked, and {why_not}"
+                reason = f"{asked}{shares} was tested ({device_and_precision(model)}): {why_not}"
                 raise ModelError.for_leak(config.model_type, named, reason + (_WHOLE if shares else ""))
     return measured
 

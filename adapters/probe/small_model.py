@@ -61,7 +61,7 @@ def open_model_config(model: ModelConfig) -> Any:
         raise ConfigError.for_key("model.model", fact) from error
     for part in (config, config.get_text_config()):
         if not isinstance(part.dtype, torch.dtype | None):
-            fact = f"{model.model} has a config.json with dtype {str(part.dtype)[:40]}, which is no dtype of torch"
+            fact = f"{model.model} has a config.json with dtype {str(part.dtype)[:40]}, which torch does not have"
             raise ConfigError.for_key("model.model", fact)
     return config
 
@@ -101,7 +101,7 @@ class SmallModels:
                 raise
             except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
                 failures.append(error_text(error))
-        raise ModelError("probe", f"no small copy of it can be built ({failures[0]})")
+        raise ModelError("probe", f"the probe cannot build a small copy of the model ({failures[0]})")
 
     def _build_with_layers(self, attention: str, new_values: NewValues, layers_per_kind: int) -> Any:
         """Build a copy with *layers_per_kind* layers of each kind."""
@@ -121,7 +121,9 @@ class SmallModels:
             self._configs[key] = small, sum(one.numel() for one in on_meta.parameters())
         small, weights = self._configs[key]
         if weights > _MAX_WEIGHTS:
-            raise ModelError("probe", f"its small copy has {weights:,} weights, more than {_MAX_WEIGHTS:,}")
+            raise ModelError(
+                "probe", f"the probe's small copy of the model has {weights:,} weights, more than {_MAX_WEIGHTS:,}"
+            )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_SEED)
             model = build_one(small).float().eval()

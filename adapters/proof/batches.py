@@ -86,14 +86,14 @@ class PackedBatch:
         elif "position_ids" in told or len(filled) > 1:
             begins = told.get("position_ids", first)
         else:
-            raise _refusal("has no position_ids of its text, so nothing says where samples begin: give starts")
+            raise _refusal("has no position_ids that say where its samples begin: give starts")
         for key, found in told.items():
             for row, token in (found != begins).nonzero().tolist():
                 by, other = ("starts", key) if begins[row, token] else (key, "starts")
-                raise _refusal(f"begins a sample at token {token:,} of row {row} by {by}, but not by {other}")
+                raise _refusal(f"has a sample that begins at token {token:,} of row {row} by {by}, but not by {other}")
         lengths = torch.bincount(begins.flatten().cumsum(0)[filled.flatten()] - 1).tolist()
         if len(lengths) < 2:
-            raise _refusal("holds one sample, so nothing can leak: give a row of several")
+            raise _refusal("has only one sample, so there is nothing to compare: give a row of several")
         places = [
             (row, slice(token, token + length))
             for (row, token), length in zip(begins.nonzero().tolist(), lengths, strict=True)
@@ -121,9 +121,7 @@ class PackedBatch:
             elif value.shape[-2:] == (1, self.shape[1]):  # one row of positions for all rows
                 cut[key] = value[..., span]
             else:
-                raise _refusal(
-                    f"has {key}, which is not by tokens: give each sample by itself (alone=…, or a plan and rows)"
-                )
+                raise _refusal(f"has {key}, which cannot be cut into samples: give each sample by itself (alone=…)")
         return cut
 
     def samples(self, alone: Sequence[Mapping[str, Any]] | None = None) -> list[Sample]:
@@ -140,16 +138,16 @@ class PackedBatch:
         ids = self.inputs.get("input_ids")
         labels = ids if self.labels is None else self.labels
         if not isinstance(labels, torch.Tensor) or labels.shape != self.shape:
-            raise _refusal("has neither labels nor input_ids by token, so it has no loss")
+            raise _refusal("has neither labels nor input_ids of shape (rows, tokens), so it has no loss: add labels")
         targets = [next_tokens(labels[place]) for place in self.places]
         if alone is None:
             return [Sample(self._cut_out_sample(number), own) for number, own in enumerate(targets)]
         if len(alone) != len(self.places):
-            raise _refusal(f"has {len(self.places)} samples, but alone has {len(alone)}: none may be dropped or added")
+            raise _refusal(f"has {len(self.places)} samples, but alone has {len(alone)}: give one batch for each")
         for number, (batch, place) in enumerate(zip(alone, self.places, strict=True)):
             own = batch.get("input_ids")
             if ids is not None and own is not None and ids[place].tolist() != own.flatten().tolist():
-                raise _refusal(f"has other tokens in sample {number} than alone[{number}]: both need one order")
+                raise _refusal(f"has other tokens in sample {number} than alone[{number}]: give both in one order")
         return [Sample(without_labels(batch), own) for batch, own in zip(alone, targets, strict=True)]
 
 
@@ -182,7 +180,7 @@ def _read_shape(inputs: Mapping[str, Any]) -> Shape:
             if value.dim() != 2 + (key == "inputs_embeds"):
                 raise _refusal(f"has {key} of shape {tuple(value.shape)}: give rows, of shape (rows, tokens)")
             return value.shape[0], value.shape[1]
-    raise _refusal("has neither input_ids nor inputs_embeds as a tensor")
+    raise _refusal("has neither input_ids nor inputs_embeds as a tensor: add one of them")
 
 
 def _find_real_tokens(inputs: Mapping[str, Any], shape: Shape) -> torch.Tensor:
@@ -193,7 +191,7 @@ def _find_real_tokens(inputs: Mapping[str, Any], shape: Shape) -> torch.Tensor:
     filled = (mask != 0).cpu()
     runs = (filled.int().diff(dim=1, prepend=torch.zeros(len(filled), 1)) == 1).sum(1)
     for row in (runs > 1).nonzero().flatten().tolist():
-        raise _refusal(f"has padding between the tokens of row {row}, by attention_mask: give rows without holes")
+        raise _refusal(f"has padding between the tokens of row {row} (attention_mask): pad rows at their ends alone")
     return filled
 
 
@@ -218,12 +216,12 @@ def _mark_starts(starts: Starts, filled: torch.Tensor) -> torch.Tensor:
     """Return *starts* as a bool mask of the batch's shape; ArgumentError if one is padding."""
     of_rows: Sequence[Any] = starts if starts and isinstance(starts[0], Sequence) else [starts]
     if len(of_rows) != len(filled):
-        raise _refusal(f"has {len(filled)} rows, but starts are of {len(of_rows)}: give a list for each row")
+        raise _refusal(f"has {counted(len(filled), 'row')}, but starts has {len(of_rows)} lists: give one for each row")
     begins = torch.zeros_like(filled)
     for row, own in enumerate(of_rows):
         for token in own:
             if not (0 <= token < filled.shape[1] and filled[row, token]):
-                raise _refusal(f"has no token {token:,} in row {row}, which starts name")
+                raise _refusal(f"has no token {token:,} in row {row}, but starts names it")
             begins[row, token] = True
     return begins
 

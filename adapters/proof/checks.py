@@ -48,14 +48,16 @@ def assert_isolated(model: torch.nn.Module, batch: Mapping[str, Any], starts: St
         return
     dependence, where = leak
     if math.isinf(dependence.isolation):
-        reason = f"no gradient reaches sample {dependence.reader} from its own logits, so nothing can be said"
+        reason = (
+            f"the logits of sample {dependence.reader} have no gradient to its own tokens, so a leak cannot be measured"
+        )
         raise ModelError("probe", reason)
-    fact = f"sample {dependence.reader} depends on sample {dependence.source}, by a gradient of "
-    fact += f"{dependence.isolation:.2g} of its own, where 0 is due"
+    fact = f"sample {dependence.reader} depends on sample {dependence.source}, whose gradient is "
+    fact += f"{dependence.isolation:.2g} times its own instead of 0"
     if getattr(getattr(model, "config", None), "use_cache", False) and "use_cache" not in row.inputs:
-        fact += " (its config.use_cache is true, with which transformers takes a row as one sample)"
+        fact += "; set config.use_cache to False, since transformers takes a row with a cache as one sample"
     details = {"samples": (dependence.reader, dependence.source), "module": where and where.name}
-    raise MismatchError("leak", f"samples of the row are not apart: {fact}{_location_text(where)}", details)
+    raise MismatchError("leak", f"samples of the row are not kept apart: {fact}{_location_text(where)}", details)
 
 
 def assert_equal_to_alone(
@@ -94,7 +96,7 @@ def assert_equal_to_alone(
     limit = difference_limit(model) if limit is None else limit
     refuse_sharded_weights(model)
     if not any(one.requires_grad for one in model.parameters()):
-        raise ModelError("probe", "none of its weights trains (requires_grad), so it has no gradients to compare")
+        raise ModelError("probe", "the model has no weight with requires_grad, so there are no gradients to compare")
     with evaluation_mode(model), torch.enable_grad():
         median, expected = experts_may_differ(model), run_alone(model, samples)
         apart = packed_and_alone(model, row, samples, alone=expected, readers=(), median=median)
@@ -102,14 +104,14 @@ def assert_equal_to_alone(
             if not different <= limit:
                 fact = f"the logits of sample {number} differ from those of the sample alone by {different:.2g}"
                 where = first_different_module(model, row, samples[number].inputs, row.places[number], limit=limit)
-                raise _difference_error(f"{fact}, where {limit:.0e} is allowed", where, sample=number)
+                raise _difference_error(f"{fact} (allowed: {limit:.0e})", where, sample=number)
     for number, different in enumerate(apart.losses):
         if not different <= limit:
             fact = f"the loss of sample {number} differs from that of the sample alone by {different:.2g}"
-            raise _difference_error(f"{fact}, where {limit:.0e} is allowed", sample=number)
+            raise _difference_error(f"{fact} (allowed: {limit:.0e})", sample=number)
     if not apart.gradients <= limit:
-        fact = f"gradients differ from the sum of the samples' own by {apart.gradients:.2g}, where {limit:.0e}"
-        fact += f" is allowed; most of all that of {apart.weight}"
+        fact = f"gradients differ from those of the samples alone by {apart.gradients:.2g} (allowed: {limit:.0e}), "
+        fact += f"most of all that of {apart.weight}"
         raise _difference_error(fact, weight=apart.weight)
     return apart
 
@@ -117,7 +119,8 @@ def assert_equal_to_alone(
 def refuse_sharded_weights(model: torch.nn.Module) -> None:
     """Refuse a model if this process does not hold all of its weights in full."""
     if (name := find_sharded_weight(model)) is not None:
-        raise ModelError("probe", f"its weight {name} is sharded, as FSDP and ZeRO-3 leave it: ask the model before")
+        reason = f"the model's weight {name} is sharded (FSDP, ZeRO-3): test the model before it is sharded"
+        raise ModelError("probe", reason)
 
 
 def _difference_error(fact: str, where: NamedModule | None = None, **details: Any) -> MismatchError:
@@ -138,8 +141,10 @@ def _refuse_crossing_labels(row: PackedBatch) -> None:
         return
     if row.labels.shape != row.shape:
         shape = tuple(row.labels.shape)
-        raise ArgumentError("packed_batch", f"the packed batch has labels of shape {shape} for {shape_text(row.shape)}")
+        raise ArgumentError(
+            "packed_batch", f"the packed batch has labels of shape {shape}, but {shape_text(row.shape)}"
+        )
     for number, (before, (at, span)) in enumerate(pairwise(row.places), 1):
         if before[0] == at and int(row.labels[at, span.start]) != IGNORED_LABEL:
-            fact = f"sample {number - 1} would learn the first token of sample {number}: its label has to be -100"
+            fact = f"sample {number - 1} would learn the first token of sample {number}: set its label to -100"
             raise _difference_error(fact, sample=number)

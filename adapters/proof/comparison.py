@@ -297,10 +297,10 @@ def read_logits(output: Any, shape: Shape) -> torch.Tensor:
     if isinstance(logits, tuple) and logits:
         logits = logits[0]
     if not isinstance(logits, torch.Tensor):
-        raise ModelError("probe", f"it returns {type(output).__name__} without logits: fused losses have to be off")
+        raise ModelError("probe", f"the model returns {type(output).__name__} without logits: switch fused losses off")
     rows, tokens = shape
     if logits.numel() == 0 or logits.shape[:-1].numel() != rows * tokens:
-        raise ModelError("probe", f"its logits have shape {tuple(logits.shape)} for {shape_text(shape)}")
+        raise ModelError("probe", f"the model returns logits of shape {tuple(logits.shape)} for {shape_text(shape)}")
     return logits.reshape(rows, tokens, -1)
 
 

@@ -67,7 +67,7 @@ _POLL_S = 0.01
 _HOOKLESS = "without hooks"
 """Word of a rank whose hooks are removed."""
 
-NOT_PACKED = "it is given no mask of rows and positions"
+NOT_PACKED = "it is given no attention_mask of shape (rows, positions)"
 """Reason why a text stack that could be packed is not."""
 
 
@@ -187,7 +187,9 @@ class FirstCalls:
     def _meet_once(self) -> None:
         """Raise MismatchError unless all ranks call this model with its hooks."""
         if not self._has_met and _HOOKLESS in _meet_ranks(self._key, ""):
-            raise MismatchError("ranks_disagree", "a rank computes this model padded: `unpad` it on all ranks")
+            raise MismatchError(
+                "ranks_disagree", "a rank computes this model with padding: call unpad(model) on every rank"
+            )
         self._has_met = True
 
     def _ask_ranks(
@@ -209,7 +211,7 @@ class FirstCalls:
             self._calls_left[mode] = _ASKED_CALLS if is_due else max(left - 1, 0)
         if is_new and not is_due:
             words = _describe_call(module, given, tokens)
-            log.warning("%s is not compared with its padded pass: ranks do not ask each other any more", words)
+            log.warning("%s is not compared with its padded pass, since ranks compare early calls only", words)
         return is_due
 
     def _find_fact(
@@ -227,7 +229,7 @@ class FirstCalls:
             log.warning("%s is not compared with its padded pass: %s: %s", words, type(error).__name__, error)
             return None
         if fact is NOT_PACKED:
-            log.warning("%s is computed padded", words)
+            log.warning("%s is computed with padding", words)
         if fact is None or fact is NOT_PACKED:
             return None
         why = "" if together or tokens is None else self._deciding_input(hooks, module, given, tokens)
@@ -244,7 +246,7 @@ class FirstCalls:
             with suppress(Exception):
                 others = {one: value for one, value in given.items() if one != name}
                 if find_difference(hooks, module, others, tokens, native=self._native) is None:
-                    return f"; without {name} it does not, so leave {name} out"
+                    return f"; it does not without {name}: leave {name} out"
         return ""
 
     def remove(self) -> None:
@@ -319,8 +321,8 @@ def _meet_ranks(key: str, word: str) -> list[str]:
     try:
         store.wait(keys, _PATIENCE)
     except dist.DistStoreError as error:
-        absent = [one for one, name in enumerate(keys) if not store.check([name])]
-        fact = f"rank {rank} waited for ranks {absent} with a model without padding: `unpad` it on all ranks"
+        absent = ", ".join(str(one) for one, name in enumerate(keys) if not store.check([name]))
+        fact = f"rank {rank} waited for rank {absent} to call this model without padding: call unpad on every rank"
         raise MismatchError("ranks_disagree", fact) from error
     return [store.get(name).decode() for name in keys]
 
@@ -367,5 +369,7 @@ def find_difference(
         if any(gather_from_ranks(fact) if together else [fact]):
             again = run_padded(call_with_another_seed)
             if found is not None and fact is not None and difference_text(again, expected) is not None:
-                raise ModelError("probe", "its results change with the random state, without dropout and noise too")
+                raise ModelError(
+                    "probe", "the model's results are random even without dropout and noise, so they cannot be compared"
+                )
     return fact

@@ -109,10 +109,10 @@ class WatchedPass:
         """
         result = TensorNode.from_value(logits, self.packed.shape)
         if result is None:
-            reason = "its logits have no gradient, so nothing can be said: ask it in a type that trains, not quantised"
+            reason = "the model's logits have no gradient, so a leak cannot be measured: load it without quantisation"
             raise ModelError("probe", reason)
         if not self.sources:
-            raise ModelError("probe", "it embeds no tokens of the batch by a module, so nothing can be said")
+            raise ModelError("probe", "the model embeds tokens outside of any module, so a leak cannot be measured")
         yield from self.dependences(result, readers)
 
     def dependences(self, result: TensorNode, readers: Iterable[int] | None = None) -> Iterator[Dependence]:

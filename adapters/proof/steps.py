@@ -94,12 +94,12 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
     is_trainer = hasattr(trainer, "get_batch_samples") and hasattr(trainer, "train")
     model = getattr(trainer, "model", None) if model is None else model
     if not isinstance(model, torch.nn.Module) or not (is_trainer or callable(trainer)):
-        fact = "a step needs a trainer of transformers, or a function and its model (model=…)"
+        fact = "assert_step_loss takes a trainer of transformers, or a function and its model (model=…)"
         raise ArgumentError("host", f"{fact}, not a {type(trainer).__name__}")
     model = getattr(model, "module", model)
     refuse_sharded_weights(model)
     if not any(one.requires_grad for one in model.parameters()):
-        raise ModelError("probe", "none of its weights trains (requires_grad), so a step has no gradients")
+        raise ModelError("probe", "the model has no weight with requires_grad, so a step has no gradients")
     if is_trainer:
         _refuse_shared_or_scaled(trainer)
     autocast = trainer.accelerator.autocast if is_trainer else nullcontext
@@ -110,12 +110,12 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
         samples = [_read_sample(batch) for rank in gather_from_ranks([*map(_move_to_cpu, batches)]) for batch in rank]
         tokens = sum(int((one.targets != IGNORED_LABEL).sum()) for one in samples)
         if not tokens:
-            raise ArgumentError("packed_batch", "the step learns no token, so it has no loss to compare")
+            raise ArgumentError("packed_batch", "the step has no supervised token, so it has no loss to compare")
         model.eval()
         with sharing_by(1):  # a rank that shares rows has a part of their gradients
             expected = _run_for_mean(model, samples, tokens, autocast)
     if not gradients:
-        raise ArgumentError("host", "the step left no gradients: the function has to leave them in the weights")
+        raise ArgumentError("host", "the step left no gradients in the weights: leave zero_grad out of the function")
     if limit is None:
         with autocast():
             limit = difference_limit(model)
@@ -127,9 +127,11 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
     found = StepLoss(loss, expected.loss, apart.gradients, factor, tokens, limit)
     facts = []
     if loss is not None and not apart.loss <= limit:
-        facts.append(f"the step's loss is {loss:.5g}, {loss / found.due:.4g} times the {found.due:.5g} that is due")
+        facts.append(
+            f"the step's loss is {loss:.5g}, which is {loss / found.due:.4g} times the expected {found.due:.5g}"
+        )
     if not found.gradients <= limit:
-        facts.append(f"the gradients are {factor:.4g} times those that are due, and differ by {found.gradients:.2g}")
+        facts.append(f"the gradients are {factor:.4g} times the expected ones, and differ by {found.gradients:.2g}")
     ranks = gather_from_ranks("; ".join(facts))
     for told in filter(None, ranks):  # a rank may differ alone
         numbers = f"{counted(len(ranks), 'rank')} of {counted(len(batches), 'batch')} each"
@@ -144,7 +146,7 @@ def _refuse_shared_or_scaled(trainer: Any) -> None:
     shares = str(getattr(accelerator, "distributed_type", "")).endswith(_ENGINES)
     shares |= any((getattr(parallel, one, None) or 1) > 1 for one in _SHARING)
     if shares or getattr(accelerator, "scaler", None) is not None:
-        fact = "ranks of the trainer share the model or rows, or its loss is scaled for float16: ask it without"
+        fact = "assert_step_loss cannot follow FSDP, DeepSpeed, ranks that share rows, or fp16: switch them off"
         raise ArgumentError("host", fact)
 
 
@@ -159,7 +161,7 @@ def _run_function(function: Callable[[], Any], model: torch.nn.Module) -> tuple[
     with model.register_forward_pre_hook(note_batch, with_kwargs=True):
         loss = function()
     if versions != [one._version for one in model.parameters()]:  # noqa: SLF001  # see above
-        raise ArgumentError("host", "the step changed weights: leave the optimizer's update out of the function")
+        raise ArgumentError("host", "the step changed the weights: leave the optimizer's update out of the function")
     return None if loss is None else float(loss), _copy_gradients(model), batches
 
 
@@ -222,7 +224,9 @@ def _read_sample(batch: Mapping[str, Any]) -> Sample:
     """Return a batch as one sample; ArgumentError if it has no labels."""
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor):
-        raise ArgumentError("packed_batch", "the model is given no labels, so nothing says what the step learns")
+        raise ArgumentError(
+            "packed_batch", "the model is given no labels, so there is no loss to compare: pass labels to it"
+        )
     return Sample(without_labels(batch), next_tokens(labels).flatten())
 
 

@@ -156,7 +156,7 @@ MISSING = "model.layers.1.mlp.up_proj.weight"
          "{} has a config.json of other sizes than the weights beside it: take"),
         ("qwen2", lambda model: change_config(model, vocab_size=9), "{} cannot be loaded by ms-swift: Padding_idx"),
         *(("qwen2", lambda model, dtype=dtype: change_config(model, dtype=dtype),
-           f"{{}} has a config.json with dtype {dtype}, which is no dtype of torch")
+           f"{{}} has a config.json with dtype {dtype}, which torch does not have")
           for dtype in ([], [1], 1e308, math.nan, {"a": 1})),
         *(("qwen2", lambda model, end=end: change_config(model, file="generation_config.json", eos_token_id=end),
            f"{{}}/generation_config.json has eos_token_id {end}, which is no number of a token")

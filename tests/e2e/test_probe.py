@@ -248,7 +248,7 @@ REFUSED = {
        for key, value in {"memory_span": 4096, "spans": [4096, 4096]}.items()},
     "a state that cannot be split": (
         faulty("a state that cannot be split"), "isolation",
-        "LlamaMLP carries it along the row, and does not run sample by sample"),
+        "LlamaMLP carries state along the row, and does not run by sample"),
     "a memory of calls": (faulty("a memory of calls"), "equality", ""),
     "a memory of calls, and a state": (faulty("a memory of calls, and a state"), "equality", ""),
     "dynamic factors": (
@@ -326,7 +326,7 @@ def test_code_beside_a_model_is_asked_where_the_user_trusts_it(tmp_path, leak, t
 
     assert verdict.passes == ((leak, takes) == ("0.0", ""))
     if takes:
-        assert re.search(r"its small copy does not run \(TypeError.*'pixel_values'", verdict.reason)
+        assert re.search(r"a small copy of the model does not run \(TypeError.*'pixel_values'", verdict.reason)
 
 
 SHRUNK = [
@@ -521,7 +521,7 @@ def test_a_loaded_model_that_leaks_ends_the_run_before_its_first_step(changed_ru
     leaking = changed_run(rope_parameters=rope("dynamic", factor=2.0), max_position_embeddings=16)
     store_verdict(leaking, verdict)
 
-    with pytest.raises(ModelError, match=r"the loaded model \(cpu, float32\) was asked, and packed samples differ"):
+    with pytest.raises(ModelError, match=r"the loaded model was tested \(cpu, float32\): packed samples differ"):
         prepare(leaking, OneRank())
 
 

@@ -330,7 +330,7 @@ WRONG = {
     "a mask of other numbers": (changed(attention_mask=OTHER["seq_idx"] + 1), {}, "at token 36 .*not by attention_m"),
     "another start": (batch_of(), {"starts": [0, 34, 36, 106]}, "at token 33 of row 0 by "),
     "another start of a row": (several_rows(), {"starts": [[0, 33, 36], [0, 50]]}, "at token 50 of row 1 by starts"),
-    "one sample": (batch_of(lengths=(9,)), {}, "holds one sample"),
+    "one sample": (batch_of(lengths=(9,)), {}, "has only one sample"),
     "no positions": (changed(position_ids=None), {}, "give starts"),
     "starts beyond": (batch_of(), {"starts": [0, 33, 999]}, "has no token 999 in row 0"),
     "starts of one row": (several_rows(), {"starts": [0, 9]}, "has 2 rows, but starts"),
@@ -339,7 +339,7 @@ WRONG = {
     "no tokens": ({"position_ids": GOING_ON}, {}, "neither input_ids nor inputs_embeds"),
     "no labels": ({**positions_alone(), "input_ids": None, "labels": None, "inputs_embeds": torch.ones(1, 157, 12)}, {},
                   "neither labels nor input_ids"),
-    "pixels": (changed(pixel_values=torch.ones(4, 7)), {}, "has pixel_values, which is not by tokens"),
+    "pixels": (changed(pixel_values=torch.ones(4, 7)), {}, "has pixel_values, which cannot be cut"),
     "a sample dropped": (batch_of(), {"alone": ALONE[1:]}, "has 4 samples, but alone has 3"),
     "samples reordered": (batch_of(), {"alone": [ALONE[n] for n in (0, 2, 1, 3)]}, "other tokens in sample 1"),
 }  # fmt: skip
@@ -380,8 +380,8 @@ SILENT = {
     ),
     "FSDP 2": (shard, r"head\.weight is sharded"),
     "quantised": (quantise, "logits have no gradient"),
-    "infinite": (lambda model: nn.init.constant_(model.head.weight, math.inf), "no gradient reaches sample 0"),
-    "blind": (lambda model: nn.init.zeros_(model.head.weight), "no gradient reaches sample 0"),
+    "infinite": (lambda model: nn.init.constant_(model.head.weight, math.inf), "logits of sample 0 have no gradient"),
+    "blind": (lambda model: nn.init.zeros_(model.head.weight), "logits of sample 0 have no gradient"),
 }
 
 
@@ -399,5 +399,5 @@ def test_gradients_need_a_weight_that_trains():
     model = Tiny().requires_grad_(requires_grad=False)
 
     assert_isolated(model, positions_alone())
-    with pytest.raises(ModelError, match="none of its weights trains"):
+    with pytest.raises(ModelError, match="no weight with requires_grad"):
         assert_equal_to_alone(model, positions_alone())

@@ -280,13 +280,13 @@ def refuse_together() -> None:
     if rank:
         hooks.remove()
     else:
-        with pytest.raises(MismatchError, match="on all ranks"):
+        with pytest.raises(MismatchError, match="on every rank"):
             hooks.model(**batch)
 
     alone = shard(build("qwen2"))
     if not rank:
         briefly = mock.patch.object(first_calls, "_PATIENCE", timedelta(seconds=1))
-        with briefly, pytest.raises(MismatchError, match=r"waited for ranks \[1\]"):
+        with briefly, pytest.raises(MismatchError, match="waited for rank 1 to call"):
             unpad(alone)
         unpad(build("qwen2"))  # whose weights no rank shares
     dist.barrier()
