@@ -30,7 +30,7 @@ def drive(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def driver(server, tmp_path_factory):
+def driver(server, tmp_path_factory, ray_folder):  # a folder of its own
     """Return a process that starts Ray and an actor, and the folder with its address."""
     folder = tmp_path_factory.mktemp("driver")
     process = server.start(drive, folder, log=folder / "log", env={"PYTHONPATH": ROOT})

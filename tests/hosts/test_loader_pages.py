@@ -92,7 +92,7 @@ def test_accelerate_trains_each_pack_once_if_it_leaves_the_loader_alone(reader, 
 
 
 @hosted
-def test_ray_starts_lost_workers_again_where_they_were(reader, made):
+def test_ray_starts_lost_workers_again_where_they_were(reader, made, ray_folder):  # of its own
     """From the checkpoint of the last step that all workers reported."""
     at = reader("torch")
     log = at.folder / "rank0.txt"
