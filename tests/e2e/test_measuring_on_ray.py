@@ -11,6 +11,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import psutil
 import pytest
 
+from packplan.adapters.ranks.ray_executor import RayExecutor
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.app import measure, sft
 from packplan.app.plan import __main__ as plan
@@ -87,8 +88,6 @@ def scenes(demo, pictures):
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     """Let few records be several blocks."""
-    from packplan.adapters.ranks.ray_executor import RayExecutor
-
     monkeypatch.setattr(RayExecutor, "block_size", 4)
 
 
@@ -128,17 +127,25 @@ def test_a_lost_process_and_a_lost_node_change_no_byte(cluster, build, scenes, p
     assert ["ray::_measure_on", "raylet"] == [name[:16] for name in lost]
 
 
-def test_ctrl_c_keeps_what_was_measured_and_the_next_start_goes_on(cluster, build, scenes, pictures, tmp_path):
-    """Pressed while a block is measured; the cluster measures only what is missing."""
-    data, (_, second) = scenes
-    custom = {"train_jsonl": str(data)}
-    alone = build("alone", custom=dict(custom))
-    pictures.happens = {second: lambda _: os.kill(os.getpid(), signal.SIGINT)}
+def test_ctrl_c_keeps_what_was_measured_and_the_next_start_goes_on(cluster, build, monkeypatch, tmp_path):
+    """Pressed while blocks are measured; the cluster measures only what is missing."""
+    custom = {"train_jsonl": str(write_lines(tmp_path / "chats.jsonl", chats(40)))}
+    alone, plain, received = build("alone", of="qwen2", custom=dict(custom)), RayExecutor._receive, []
 
-    assert "interrupted: what was measured" in build("two", "--ray", cluster, status=130, custom=dict(custom))
+    def receive(executor, call):
+        received.append(call)
+        if len(received) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return plain(executor, call)
+
+    monkeypatch.setattr(RayExecutor, "_receive", receive)
+    said = build("two", "--ray", cluster, of="qwen2", status=130, custom=dict(custom))
     kept = DiskLengthStore(tmp_path / "two" / "static_packing" / "train").inspect().rows.table
-    assert alone == build("two", "--ray", cluster, custom=dict(custom))
-    assert 0 < len(kept) <= AT_URLS[1]
+    assert alone == build("two", "--ray", cluster, of="qwen2", custom=dict(custom))
+
+    assert "interrupted: what was measured" in said
+    assert 3 * RayExecutor.block_size == len(kept)
+    assert 10 + 1 == len(received), "all blocks once, and the one that was waited for"
 
 
 def test_bad_records_are_those_of_one_process(cluster, build, tmp_path):
