@@ -239,7 +239,7 @@ def plan_split(source: ListSource, folder: Path) -> PlannedSplit:
 
 OTHERS = {
     *("ATEN_CPU_CAPABILITY=default", "NPROC_PER_NODE=2", "OMP_NUM_THREADS=2"),
-    *(".venv/bin/python", "kubectl", "make", "pip", "pytest", "ray", "source", "swift"),
+    *(".venv/bin/python", "make", "pip", "pytest", "ray", "source", "swift"),
 }
 """First words of lines that call other tools, or hosts that `tests/hosts` runs."""
 
