@@ -16,7 +16,8 @@ ranks alike.
 
 _CLASSES = 8
 """
-Number of classes within the least tokens of a rank. Shared packs of one class are put together.
+Shared packs are put together by classes of length. A class is an eighth of the least tokens of a
+rank wide.
 """
 
 
