@@ -190,7 +190,7 @@ def _read_packs(rows: Any, plan: Plan, order: Order, target: Path) -> Iterator[R
         fact = f"order has to list pack indices from 0 to {len(plan.packs) - 1:,}, at least one"
         raise ArgumentError("host", fact, {"num_packs": len(plan.packs)})
     if target.exists() or target.is_symlink():
-        fact = f"{target} exists: an export replaces nothing, so give it another path or remove it"
+        fact = f"{target} exists already: give another path, or remove it"
         raise ArgumentError("host", fact, {"path": str(target)})
     supervised: dict[int, int] = {}
     for number in progress(numbers.tolist(), desc=f"writing {target.name}", unit=" packs", leave=False, delay=BRIEF_S):
@@ -240,7 +240,7 @@ def _to_bridge_row(row: Row) -> Row:
     """Return a pack as a row of Megatron-Bridge; ArgumentError if a label is not its own token."""
     supervised, lengths = row["labels"] != IGNORED_LABEL, row["lengths"]
     if np.any(row["labels"][supervised] != row["input_ids"][supervised]):
-        reason = "has labels that are not its tokens, and the format has a mask in their place"
+        reason = "has labels that differ from its tokens, which this format cannot hold: use another one"
         raise ArgumentError("host", f"pack {row['pack']:,} {reason}", {"pack": row["pack"]})
     starts = (np.cumsum(lengths) - lengths).astype(np.int32)
     mask = np.append(supervised[1:], False).astype(np.int8)

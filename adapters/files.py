@@ -257,7 +257,7 @@ def read_manifest(path: Path, schema: str) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise CorruptArtefactError(str(path), "it is no manifest of this project") from None
+        raise CorruptArtefactError(str(path), "it is not a manifest of Packplan") from None
     # Different bytes may parse to the same content, but only one form was written.
     if found != json_digest(content) or text != _manifest_bytes(content):
         raise CorruptArtefactError(str(path), "its content does not match its own digest")

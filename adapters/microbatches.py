@@ -93,9 +93,9 @@ class BatchedData:
                 batch is wide, or tokens, lengths, dimensions or pad values are invalid.
         """
         if lengths is None and input_lengths_key not in fields:
-            message = f"a batch has lengths: give them as lengths, or as the field {input_lengths_key}"
+            message = f"a batch needs lengths: give lengths=…, or the field {input_lengths_key}"
             raise ArgumentError("batch", message)
-        message = "lengths of a batch are whole numbers of at least 1 token, one for each sequence"
+        message = "lengths has to be a list of whole numbers of at least 1, one for each sequence"
         of_field = fields.get(input_lengths_key)
         checked = _to_int64(of_field if lengths is None else lengths, 1, float("inf"), message)
         if of_field is not None:
@@ -104,7 +104,7 @@ class BatchedData:
             fields = {**fields, input_lengths_key: checked}
         ids = fields.get(input_key)
         if not isinstance(ids, Tensor) or ids.ndim != 2:
-            raise ArgumentError("batch", f"a batch has {input_key}, a tensor of shape (batch, width)")
+            raise ArgumentError("batch", f"a batch needs the field {input_key}, a tensor of shape (batch, width)")
         for name, field in fields.items():
             sized = field.ndim > 0 if isinstance(field, Tensor) else isinstance(field, Sized)
             if not sized or len(field) != len(checked):
@@ -134,7 +134,7 @@ class BatchedData:
 
     def __getitem__(self, name: str) -> Field:
         if name not in self.fields:
-            raise ArgumentError("batch", f"the batch has no field {name}, but {', '.join(self.fields)}")
+            raise ArgumentError("batch", f"the batch has no field {name}: its fields are {', '.join(self.fields)}")
         return self.fields[name]
 
     def __contains__(self, name: object) -> bool:
@@ -144,7 +144,7 @@ class BatchedData:
         """Return a field; ArgumentError if it is not a tensor."""
         field = self[name]
         if not isinstance(field, Tensor):
-            raise ArgumentError("batch", f"field {name} is a list, where a tensor is needed")
+            raise ArgumentError("batch", f"field {name} is a list, but has to be a tensor")
         return field
 
     def pad_value(self, name: str) -> float:
@@ -219,7 +219,7 @@ class BatchedData:
         ArgumentError if the sharding was made for other lengths.
         """
         if sharding.lengths.tolist() != self.lengths.tolist():
-            message = "the sharding was made for sequences of other lengths than those of this batch"
+            message = "the sharding was made for other lengths than those of this batch: shard this batch"
             raise ArgumentError("batch", message)
         held = []
         for global_batches in sharding:

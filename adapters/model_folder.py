@@ -193,7 +193,7 @@ def _require_end_tokens(path: Path) -> None:
         raise ConfigError.for_key("model.model", f"{path} cannot be read ({error}): copy it again") from None
     ends = content.get("eos_token_id") if isinstance(content, Mapping) else content
     if ends is not None and not all(type(end) is int for end in (ends if isinstance(ends, list) else [ends])):
-        reason = f"{path} has eos_token_id {str(ends)[:40]}, which is no number of a token, nor a list of them"
+        reason = f"{path} has eos_token_id {str(ends)[:40]}, which is neither a token id nor a list of them"
         raise ConfigError.for_key("model.model", reason)
 
 
@@ -289,7 +289,7 @@ def _read_index(index: Path) -> Mapping[str, str]:
     content = _read_json(index)
     named = content.get("weight_map") if isinstance(content, dict) and "metadata" in content else None
     if not named or not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
-        raise _damage_error(index, "is no index of weights (metadata and weight_map)")
+        raise _damage_error(index, "is not an index of weights (metadata and weight_map)")
     return named
 
 
@@ -301,7 +301,7 @@ def _read_header(path: Path) -> Mapping[str, Any]:
         with safetensors.safe_open(path, framework="numpy"):  # compares the header with the file's size
             pass
     except (OSError, safetensors.SafetensorError) as error:
-        raise _damage_error(path, f"is cut off or no file of weights ({error})") from error
+        raise _damage_error(path, f"is cut off, or is not a file of weights ({error})") from error
     with path.open("rb") as file:
         weights = dict(json.loads(file.read(int.from_bytes(file.read(8), "little"))))
     weights.pop("__metadata__", None)
@@ -318,7 +318,7 @@ def _require_whole_file(path: Path) -> None:
         _read_header(path)
     # An archive of torch ends with its table of contents; older versions wrote a pickle.
     elif not (zipfile.is_zipfile(path) or start.startswith(b"\x80")):
-        raise _damage_error(path, "is cut off or no file of weights")
+        raise _damage_error(path, "is cut off, or is not a file of weights")
 
 
 def config_digest(model: ModelConfig) -> str:

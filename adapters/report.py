@@ -93,10 +93,10 @@ class ReportedPlan:
         if self.needs:
             fills = 100 * filled_tokens(plan.packs.loads(self.lengths), limit) / limit
             edges = np.linspace(min(95, fills.min() // 5 * 5), 100, 41)
-            text = f"Packs are filled to {summary.fill_mean:.2%} in the mean; a long pack counts as full."
+            text = f"Packs are filled to {summary.fill_mean:.2%} on average; a long pack counts as full."
             yield _histogram(("Packs by fill", text), "fill in %", {"packs": fills}, edges)
             sizes = plan.packs.sizes()
-            text = f"A pack has {summary.samples_per_pack:.2f} samples in the mean, and at most {sizes.max():,}."
+            text = f"A pack has {summary.samples_per_pack:.2f} samples on average, and at most {sizes.max():,}."
             edges = np.arange(1, sizes.max() + (each := -(-sizes.max() // 40)) + 1, each)
             yield _histogram(("Samples of a pack", text), "samples", {"packs": sizes}, edges)
         if self.works is not None:

@@ -168,7 +168,7 @@ def ensure_vision_forward(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     images = {name.replace("_videos", "").replace("video_", "image_"): one for name, one in inputs.items()}
     dummy = DummyImage.from_inputs(model, images | dict(inputs))
     if dummy is None or not dummy.media:
-        fact = f"{type(model).__name__} computes no image of {', '.join(inputs)}: give inputs that have one"
+        fact = f"{type(model).__name__} computes no image features from {', '.join(inputs)}: give inputs with an image"
         raise ArgumentError("host", fact)
     side = getattr(getattr(dummy.inner.config, "vision_config", None), "spatial_merge_size", None)
     if side and "image_grid_thw" in dummy.media:

@@ -216,7 +216,7 @@ def read_row(position_ids: torch.Tensor | None, attention_mask: torch.Tensor | N
         return None
     if position_ids.dim() == 3 and position_ids.shape[0] != 4:
         if position_ids.shape[0] == 3 and attention_mask is None:
-            message = "the positions of a packed row lack their first row, the text's, which tells its samples apart"
+            message = "position_ids need the text positions as their first row, by which the samples of a row are found"
             raise PackplanError(message)
         return None
     text = position_ids.reshape(-1, position_ids.shape[-1])[0]
@@ -253,7 +253,7 @@ def row_inside_model() -> PackedRow | None:
     try:
         return _ROW.get()
     except LookupError:
-        message = "a layer that has to know its row is computed outside of its model, which knows the row"
+        message = "a layer was called outside of its model, so its row is unknown: call the whole model"
         raise PackplanError(message) from None
 
 
@@ -339,7 +339,7 @@ def _forward_by_sample(plain: Callable[..., Any]) -> Callable[..., Any]:
     def forward(*arguments: Any, **options: Any) -> Any:
         row = row_inside_model()
         if row is not None and row.share is not None:
-            raise PackplanError("the model has layers that carry a state along the row, which ranks cannot share")
+            raise PackplanError("the model has layers that carry a state along the row, so ranks cannot share it")
         if row is None or len(row.lengths) == 1:
             return plain(*arguments, **options)
         options = {name: value for name, value in options.items() if not name.startswith(_BOUNDARIES)}

@@ -245,8 +245,8 @@ def attention_for_shared_rows(choice: AttentionChoice) -> AttentionChoice:
     """
     if choice.name != VARLEN or choice.split:
         fact = (
-            f"rows are shared by ranks under {VARLEN}, without layers that carry a state, but this takes {choice}: "
-            "sequence_parallel_size 1 trains its rows whole"
+            f"ranks can share rows under attention {VARLEN} without layers that carry a state, but the model has "
+            f"{choice}: set sequence_parallel_size to 1"
         )
         raise ModelError("attention", fact)
     return attrs.evolve(choice, follows_rows=True)
@@ -375,9 +375,9 @@ def _cut_arguments(given: dict[str, Any], row: PackedRow, share: RowShare) -> di
     """
     mask, num = given.get("attention_mask"), given["inputs_embeds"].shape[1]
     if mask is not None and not isinstance(mask, torch.Tensor):
-        raise ModelError("attention", "the model makes masks outside of its decoder, so ranks cannot share its rows")
+        raise ModelError("attention", "the model makes masks outside of its decoder: set sequence_parallel_size to 1")
     if mask is not None and not bool(mask.all()):
-        raise ValueError("a mask is given, but the samples of the row are known")
+        raise ValueError("a row that ranks share takes no attention_mask: leave it out")
     if num not in (share.num_tokens, len(share.positions)):
         message = (
             f"the row has {share.num_tokens} positions, of which a rank has {len(share.positions)}, but {num} are given"

@@ -360,7 +360,7 @@ def why_not_fused(
     dtype, size = compute_dtype(query), query.shape[-1]
     half = dtype in (torch.bfloat16, torch.float16)
     reasons = {
-        "the model is on no CUDA GPU": capability is None,
+        "the model is not on a CUDA GPU": capability is None,
         f"it computes in {str(dtype).removeprefix('torch.')}; training.bf16: true is faster": not half,
         "attention weights are dropped": dropout > 0,
         "the model's mask is neither causal nor a window": layout.masks is not None,

@@ -148,7 +148,7 @@ class _SequenceFields:
         """Return the lengths of the data, or None if absent; ValueError if the layout differs."""
         found = [int(length) for length in data.get(self.input_lengths_key, ())]
         if found and layout is not None and found != layout.lengths.tolist():
-            raise ValueError(f"the field {self.input_lengths_key} has other lengths than the layout of the row")
+            raise ValueError(f"the lengths in field {self.input_lengths_key} differ from those of the row")
         return found or None
 
 

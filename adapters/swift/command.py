@@ -295,9 +295,9 @@ def _plan_conflicts(arguments: Any) -> Iterator[Fault]:
         fact = why if kind in _DRAWING else "whose rows are not packed"
         yield Fault("--rlhf_type", f"is {kind}, {fact}: leave --packing out, and the plugin computes no padding")
     elif not kind and not arguments.packing:
-        yield Fault("--packing", "is false, but packs are planned: say --packing true, or leave the plugin out")
+        yield Fault("--packing", "is false, but the plugin plans packs: add --packing true, or leave the plugin out")
     if (ranks := arguments.global_world_size) > 1 and not (arguments.use_cpu or get_device_count()):
-        yield Fault("--use_cpu", f"is false, but {ranks} ranks were started where no GPU is: add --use_cpu true")
+        yield Fault("--use_cpu", f"is false, but {ranks} ranks were started without a GPU: add --use_cpu true")
     for refusal in active_refusals(arguments, "rlhf" if kind else "plugin"):
         yield Fault(f"--{refusal.setting}", str(refusal))
     shares = arguments.packing and arguments.sequence_parallel_size > 1
@@ -318,7 +318,7 @@ def sharing_conflicts(arguments: Any) -> Iterator[Fault]:
     elif (task := arguments.task_type) != "causal_lm":
         yield Fault("--task_type", f"is {task}, whose rows ranks cannot share by their length: {without}")
     if (size := max(arguments.sequence_parallel_size, row_ranks(arguments))) > 1:
-        yield Fault("--sequence_parallel_size", f"is {size}, but the plugin has auto: set it to 1, or {without}")
+        yield Fault("--sequence_parallel_size", f"is {size}, but packs are shared by length: set it to 1, or {without}")
     if (size := arguments.per_device_train_batch_size) > 1:
         reason = f"is {size}, but ranks share packs one by one: set it to 1, and accumulate {size} times as many"
         yield Fault("--per_device_train_batch_size", reason)

@@ -209,7 +209,7 @@ class _PlannedPipeline:
             report(f"warning: {text}")
         found = plan_checksum(packs.plan.packs, lengths=packs.plan.lengths)
         if self.checksum not in (None, found):
-            message = f"the plan is {found[:12]}, but {self.checksum[:12]} was planned: data or arguments have changed"
+            message = f"the plan is {found[:12]} instead of {self.checksum[:12]}: data or arguments have changed"
             raise DataSetError(message)
         return packed
 

@@ -138,7 +138,7 @@ def _try_reporters(arguments: Any) -> None:
 
 def _try_shard_size(arguments: Any) -> None:
     if re.fullmatch(r"\d+(\.\d+)? ?[KMGT]B", arguments.max_shard_size, re.IGNORECASE) is None:
-        raise ValueError(f"{arguments.max_shard_size!r} is no size, as 5GB is")
+        raise ValueError(f"{arguments.max_shard_size!r} is not a size such as 5GB")
 
 
 _TRIALS: dict[tuple[str, ...], Callable[[Any], None]] = {

@@ -39,7 +39,7 @@ _FRESH = "to start again from its weights, set model.model to it"
 _OTHER_VARIANT = f"but it is of another custom.trainer_variant: restore that; {_FRESH}"
 """Reason why a plan cannot resume from a checkpoint of a stream, or a stream from a plan's."""
 
-_FOREIGN = f"but it does not say how far a plan was trained: it was not written by this program; {_FRESH}"
+_FOREIGN = f"but it has no progress of a plan, since Packplan did not write it; {_FRESH}"
 """Reason why no run can resume from a checkpoint that has no resume state."""
 
 CHECKPOINT_KEY = "training.resume_from_checkpoint"

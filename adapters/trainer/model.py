@@ -19,7 +19,7 @@ from packplan.adapters.samples.arguments import RunArguments, run_arguments
 from packplan.adapters.trainer.tuners import prepare_tuner
 from packplan.core.config.run import ModelConfig, TrainingConfig
 from packplan.core.equality import AttentionChoice
-from packplan.core.errors import ConfigError, counted, verb_for
+from packplan.core.errors import ConfigError, counted
 
 
 def open_model(
@@ -82,7 +82,7 @@ def _refuse_quantisation(model: ModelConfig, *, on_cpu: bool) -> None:
     if model.quant_method is None:
         return
     if on_cpu:
-        raise ConfigError.for_key("model.quant_method", "quantises on a GPU alone: remove it, or train on one")
+        raise ConfigError.for_key("model.quant_method", "works on a GPU alone: remove it, or train on a GPU")
     if find_spec("bitsandbytes") is None:
         reason = "needs the package bitsandbytes, which is not installed: install it, or remove the key"
         raise ConfigError.for_key("model.quant_method", reason)
@@ -111,7 +111,7 @@ def _refusing_missing_weights(folder: str) -> Iterator[None]:
         first = ", ".join(sorted(missing)[:3]) + (", …" if len(missing) > 3 else "")
         reason = (
             f"{folder} lacks {counted(len(missing), 'weight')} of the model ({first}), which "
-            f"{verb_for(len(missing))} to be trained from random numbers: copy all files of the model again"
+            "would be trained from random numbers: copy all files of the model again"
         )
         raise ConfigError.for_key("model.model", reason)
 

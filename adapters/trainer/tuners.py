@@ -80,5 +80,5 @@ def _refuse_unmatched(model: Any, given: Mapping[str, Any]) -> None:
             if not found and not key.startswith("target"):  # peft refuses those
                 raise ConfigError.for_key(f"training.{key}", f"has {value}, which names no part of the model")
             if found and not key.startswith("freeze") and all(map(is_audio_weight, found)):
-                reason = f"has {value}, which hears or speaks: only text and images are trained, so leave it out"
+                reason = f"has {value}, an audio part, but only text and images are trained: leave it out"
                 raise ConfigError.for_key(f"training.{key}", reason)

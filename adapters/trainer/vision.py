@@ -125,8 +125,8 @@ def dummy_image(model: nn.Module, template: Template) -> DummyImage:
     dummy = DummyImage.from_inputs(model, encode_image(template, DUMMY_SIZE))
     if dummy is None:
         reason = (
-            f"is a {type(plain_model(model)).__name__}, which has no function for image features: a rank "
-            "without images would leave the others waiting; train on one process"
+            f"is a {type(plain_model(model)).__name__}, which has no function for image features, so a rank without "
+            "images would leave the others waiting: train on one process"
         )
         raise ConfigError.for_key("model.model", reason)
     return dummy

@@ -146,7 +146,7 @@ def test_a_resume_state_comes_back_and_none_that_was_changed(tmp_path: Path, sta
 
     for other in changed(json.loads((torn / "trainer_state.json").read_text())):
         (torn / "trainer_state.json").write_text(json.dumps(other))
-        with pytest.raises(ConfigError, match=r"trainer_state\.json is damaged|not written by this program"):
+        with pytest.raises(ConfigError, match=r"trainer_state\.json is damaged|Packplan did not write it"):
             find(torn, state_class=kind)
     assert str(whole) == find("last", tmp_path, state_class=kind).folder
 
@@ -190,7 +190,7 @@ def foreign(content: bytes) -> bytes:
     ("name", "damage", "reason"),
     [
         ("trainer_state.json", cut, "is damaged"),
-        ("trainer_state.json", foreign, "was not written by this program"),
+        ("trainer_state.json", foreign, "Packplan did not write it"),
         ("optimizer.pt", None, "its optimizer.pt is missing: copy it again, or name another checkpoint"),
         ("model.safetensors", cut, "its model.safetensors is damaged"),
         ("model.safetensors", inverted, "its model.safetensors is damaged, .*: copy it again, or name another checkp"),

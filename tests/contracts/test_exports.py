@@ -224,6 +224,6 @@ def test_nothing_is_replaced_and_no_folder_made(export, tmp_path):
 def test_megatron_bridge_refuses_what_its_columns_cannot_say(tmp_path):
     """Labels that are other tokens, since it has a mask."""
     rows = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 4]}]
-    with pytest.raises(ArgumentError, match="pack 0 has labels that are not its tokens"):
+    with pytest.raises(ArgumentError, match="pack 0 has labels that differ from its tokens"):
         export_megatron_bridge(rows, plan_of(rows), tmp_path / "packs")
     assert [] == list(tmp_path.iterdir())

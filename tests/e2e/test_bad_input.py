@@ -110,7 +110,7 @@ def test_weights_that_are_cut_off_are_named_before_anything_is_measured(  # noqa
     assert 2 == packplan.main([*command.split(), str(path), f"model.model={weights.parent}"])
 
     said = capfd.readouterr().err
-    assert f"model.model: {weights} is cut off or no file of weights " in said
+    assert f"model.model: {weights} is cut off, or is not a file of weights " in said
     assert "Traceback" not in said
     assert not (tmp_path / "run").exists()
 
@@ -144,8 +144,8 @@ MISSING = "model.layers.1.mlp.up_proj.weight"
     [
         ("qwen2", save_old_weights, "{} cannot be loaded by ms-swift: unexpected EOF"),
         ("qwen2", lambda model: rename_tensors(model, lambda name: name if name != MISSING else None),
-         f"{{}} lacks 1 weight of the model ({MISSING}), which is to be trained from random"),
-        ("qwen2", lambda model: rename_tensors(model, "other.{}".format), ", …), which are to be trained from random"),
+         f"{{}} lacks 1 weight of the model ({MISSING}), which would be trained from random"),
+        ("qwen2", lambda model: rename_tensors(model, "other.{}".format), ", …), which would be trained from random"),
         ("qwen2", lambda model: os.truncate(model / "tokenizer.json", 300),
          "{} cannot be opened by ms-swift: {}/tokenizer.json cannot be read (Unterminated"),
         ("qwen2", lambda model: (model / "tokenizer_config.json").write_text("[]"),
@@ -159,7 +159,7 @@ MISSING = "model.layers.1.mlp.up_proj.weight"
            f"{{}} has a config.json with dtype {dtype}, which torch does not have")
           for dtype in ([], [1], 1e308, math.nan, {"a": 1})),
         *(("qwen2", lambda model, end=end: change_config(model, file="generation_config.json", eos_token_id=end),
-           f"{{}}/generation_config.json has eos_token_id {end}, which is no number of a token")
+           f"{{}}/generation_config.json has eos_token_id {end}, which is neither a token id nor a list")
           for end in (1.5, "end", {"a": 1}, [1, "a"])),
         ("qwen2_5_vl", lambda model: (model / "processor_config.json").unlink(),
          "has no processor of images: copy its processor_config.json"),

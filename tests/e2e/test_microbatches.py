@@ -164,11 +164,11 @@ NO_DIMS = (
     [
         ({**FIELDS, "rewards": torch.ones(3)}, {}, "rewards has 3 entries"),
         *(({**FIELDS, "x": x}, {}, "x has no entries") for x in (None, torch.tensor(3))),
-        *((fields, {}, "a batch has input_ids") for fields in ({}, {"input_ids": [1, 2]}, {"input_ids": IDS[0]})),
-        *((FIELDS, {"lengths": lengths}, "whole numbers of at least 1 token") for lengths in NO_LENGTHS),
+        *((fields, {}, "needs the field input_ids") for fields in ({}, {"input_ids": [1, 2]}, {"input_ids": IDS[0]})),
+        *((FIELDS, {"lengths": lengths}, "whole numbers of at least 1, one") for lengths in NO_LENGTHS),
         (FIELDS, {"lengths": [1, 5]}, "5 tokens, but the batch is 4 wide"),
         (FIELDS, {"lengths": []}, "has 2 entries, but the batch has 0 sequences"),
-        (FIELDS, {"lengths": None}, "give them as lengths, or as the field input_lengths"),
+        (FIELDS, {"lengths": None}, "give lengths=…, or the field input_lengths"),
         ({**FIELDS, "input_lengths": [1, 2]}, {"lengths": [2, 2]}, "lengths differ from the field input_lengths"),
         *((FIELDS, {"pad_values": {name: 1}}, f"pad_values names {name}") for name in ("gone", "texts")),
         *((FIELDS, {"pad_values": {"input_ids": pad}}, "which int64 cannot hold") for pad in (0.5, "x")),
@@ -192,8 +192,8 @@ EMPTY = BATCH.select([])
     [
         (lambda: BATCH.tensor("texts"), "field texts is a list"),
         (lambda: BATCH.shard(shard_packed([1, 2, 2], shards=1, batch_size=3, max_tokens_per_microbatch=4)),
-         "made for sequences of other lengths"),
-        *((lambda ask=ask: ask("gone"), "no field gone, but input_ids, texts")
+         "made for other lengths than those"),
+        *((lambda ask=ask: ask("gone"), "no field gone: its fields are input_ids, texts")
           for ask in (BATCH.tensor, BATCH.__getitem__)),
         *((lambda indices=indices: BATCH.select(indices), "are selected by whole numbers from 0 to 1")
           for indices in ([2], [-1], [0.7], [[0, 1]], torch.tensor([True, False]), ["a"])),
@@ -263,7 +263,7 @@ def test_a_fused_loss_reads_fields_by_name_and_dimension():
     assert pytest.approx(expected, rel=1e-5) == float(padded)
     assert pytest.approx(expected, rel=1e-5) == float(packed)
     for wrapper in (loss, PackedLoss(lambda *_, **__: None, input_key="tokens", input_lengths_key="sizes")):
-        with pytest.raises(ValueError, match="the field sizes has other lengths than the layout"):
+        with pytest.raises(ValueError, match="the lengths in field sizes differ from those of the row"):
             wrapper(row, fields, layout=PackedLayout.from_lengths([3, 3]), **given)
 
 

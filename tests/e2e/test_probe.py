@@ -562,7 +562,7 @@ def test_a_configuration_of_more_layers_than_the_weights_have_is_refused(changed
     (tmp_path / "model" / "config.json").write_text(
         (tmp_path / "model" / "config.json").read_text().replace("1e-06", "1e-05")
     )
-    with pytest.raises(ConfigError, match=r"model\.safetensors is cut off or no file of weights"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors is cut off, or is not a file of weights"):
         require_packing_model(config)
 
 

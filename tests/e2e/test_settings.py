@@ -63,7 +63,7 @@ def test_no_value_of_any_setting_ends_in_a_traceback(arguments_of, value):
          "training.lr_scheduler_type: cannot be used: .*unexpected keyword argument 'zigzag'"),
         ({"torch_compile_backend": "zigzag"},
          "training.torch_compile: cannot be used: 'ZIGZAG' is not a valid DynamoBackend"),
-        ({"max_shard_size": "zigzag"}, "training.max_shard_size: cannot be used: 'zigzag' is no size, as 5GB is"),
+        ({"max_shard_size": "zigzag"}, "training.max_shard_size: cannot be used: 'zigzag' is not a size such as 5GB"),
         ({"report_to": ["kubeflow"]}, "training.report_to: cannot be used: Kubeflow"),
         ({"accelerator_config": "gone.json"}, "No such file or directory: 'gone.json'"),
     ],

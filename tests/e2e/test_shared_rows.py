@@ -204,7 +204,7 @@ def in_copies():
     """Probe small copies of models whose weights ranks share: one passes, one cannot share rows."""
     choice = attention_for_shared_rows(AttentionChoice(VARLEN, native="eager"))
     options = {"named": VARLEN, "groups": world_groups(), "device": "cpu"}
-    with pytest.raises(ModelError, match=r"rows \d ranks share, .* and it raises .*: sequence_parallel_size 1 trains"):
+    with pytest.raises(ModelError, match=r"rows \d ranks share, .*: it raises .*: set sequence_parallel_size to 1"):
         probe_sharing_copy(build("gpt_oss", num_key_value_heads=4), choice, **options)  # each head has a sink
     return [probe_sharing_copy(build("qwen2"), choice, **options).isolation]
 
@@ -328,7 +328,7 @@ def test_what_cannot_be_computed_is_refused(group_of_one):
             model(tokens, position_ids=torch.arange(8)[None])
         with pytest.raises(ValueError, match="a mask is given"):
             model(tokens, attention_mask=torch.zeros_like(tokens))
-    with pytest.raises(ModelError, match=r"layers that carry a state.*: sequence_parallel_size 1 trains its rows"):
+    with pytest.raises(ModelError, match=r"layers that carry a state.*: set sequence_parallel_size to 1"):
         attention_for_shared_rows(AttentionChoice(VARLEN, split=("Mamba",)))
 
 
