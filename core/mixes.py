@@ -256,7 +256,7 @@ def select_records(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], *, seed
     If the mix is by samples and every record can be drawn, `draw_in_order` draws the same ones.
 
     Args:
-        mixes: Mixes without `mixes_faults` and `faults_once_measured`.
+        mixes: Mixes without `mixes_faults` and `measured_mixes_faults`.
         lengths: Tokens of each record of `mixes.files`, 0 where it cannot be drawn.
         sizes: Records of each file.
         seed: Seed of draws, from 0.
@@ -387,7 +387,7 @@ def stream_faults(mixes: Mixes) -> Iterator[Fault]:
             yield from _prefix_faults(mixes, entry, [Fault("by", reason)])
 
 
-def faults_once_measured(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], epochs: int) -> Iterator[Fault]:
+def measured_mixes_faults(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], epochs: int) -> Iterator[Fault]:
     """
     Yield the faults of mixes that are visible only once samples are measured.
 

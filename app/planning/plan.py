@@ -22,7 +22,7 @@ from packplan.app.planning.split import PlannedSplit, Split, align_measured
 from packplan.core.epochs import EpochPlan, EpochRecipe, EpochRecord, RecordLengths, epoch_selection, schedule_epochs
 from packplan.core.errors import ConfigError, MismatchError, counted
 from packplan.core.fingerprint import Fingerprint
-from packplan.core.mixes import faults_once_measured
+from packplan.core.mixes import measured_mixes_faults
 from packplan.core.plan import (
     no_samples_error,
     plan_from_arrays,
@@ -167,7 +167,7 @@ def _require_drawable(recipe: EpochRecipe | None, policy: PlanPolicy, samples: R
     if recipe is None or recipe.mixes is None:
         return
     entries = len(recipe.mixes.entries)
-    if faults := tuple(faults_once_measured(recipe.mixes, samples.drawable_lengths(policy), samples.sizes, entries)):
+    if faults := tuple(measured_mixes_faults(recipe.mixes, samples.drawable_lengths(policy), samples.sizes, entries)):
         raise ConfigError("custom.fusion_config", faults)
 
 

@@ -23,7 +23,7 @@ from packplan.core.epochs import (
     schedule_epochs,
 )
 from packplan.core.errors import ArgumentError
-from packplan.core.mixes import Mix, Mixes, Source, faults_once_measured
+from packplan.core.mixes import Mix, Mixes, Source, measured_mixes_faults
 from packplan.core.plan import build_raw_plan
 from packplan.core.policy import PlanPolicy
 from tests.strategies import plain_schedule
@@ -47,7 +47,7 @@ def recipes(draw) -> tuple[EpochRecipe, PlanPolicy, RecordLengths]:
     mixes = draw(st.none() | st.lists(mix, min_size=1, max_size=3).map(tuple).map(Mixes))
     if mixes:
         lengths = samples.drawable_lengths(policy)
-        assume(not list(faults_once_measured(mixes, lengths, samples.sizes, len(mixes.entries))))
+        assume(not list(measured_mixes_faults(mixes, lengths, samples.sizes, len(mixes.entries))))
     assume(samples.drawable_lengths(policy).any())
     return EpochRecipe(mixes=mixes, seed=draw(st.integers(0, 3))), policy, samples
 

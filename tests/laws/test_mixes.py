@@ -17,7 +17,7 @@ from packplan.core.mixes import (
     Mixes,
     Source,
     draw_in_order,
-    faults_once_measured,
+    measured_mixes_faults,
     mixes_faults,
     quotas,
     select_lowest_keys,
@@ -155,7 +155,7 @@ def test_shares_of_tokens_are_within_one_sample(given_mix, seed, epoch):
     (mix,) = mixes.entries
     lengths = np.array(lengths)
     own = in_files(sizes, lengths)
-    refused = [*mixes_faults(mixes, sizes), *faults_once_measured(mixes, lengths, sizes, 1)]
+    refused = [*mixes_faults(mixes, sizes), *measured_mixes_faults(mixes, lengths, sizes, 1)]
     event(f"refused: {bool(refused)}")
     if refused:
         return
@@ -277,7 +277,7 @@ def test_what_gives_no_sample_or_more_than_memory_holds_is_refused():
     one, by_tokens = mix_of({"ratio": ONE}), mix_of({"ratio": ONE}, by="tokens")
     for by, total in product(("tokens", "samples"), (999_999_999, 10**8)):
         mix = mix_of({"ratio": ONE, "replacement": True}, by=by, **{f"{by}_per_epoch": total})
-        found = faults_once_measured(Mixes((mix,), is_curriculum=False), [4, 6], [2], 1)
+        found = measured_mixes_faults(Mixes((mix,), is_curriculum=False), [4, 6], [2], 1)
         assert ["sources[0]"] * (total > 10**8) == paths(found)
 
     assert ["curriculum"] == paths(mixes_faults(Mixes(()), []))
@@ -303,5 +303,5 @@ def test_faults_that_lengths_decide_are_named(ratio, total, lengths, cap, fault)
     last = mix_of({"ratio": Decimal(ratio), "cap": cap}, good, by="tokens", tokens_per_epoch=total)
     mixes = Mixes((mix_of(good, by="tokens"), last))
 
-    assert not list(faults_once_measured(mixes, [2, *lengths], [1, 2], 1))
-    assert [f"curriculum[1].{fault}"] * bool(fault) == paths(faults_once_measured(mixes, [2, *lengths], [1, 2], 2))
+    assert not list(measured_mixes_faults(mixes, [2, *lengths], [1, 2], 1))
+    assert [f"curriculum[1].{fault}"] * bool(fault) == paths(measured_mixes_faults(mixes, [2, *lengths], [1, 2], 2))
