@@ -86,23 +86,20 @@ class PackComparison:
         with using_native_attention(trainer.model, trainer.attention.native):
             alone = run_alone(trainer.model, samples, call=self._call_model, with_gradients=gradients)
         media = _split_pixels(encoded, collated) if gradients else []
+        targets = next_tokens(collated["labels"][0])  # a label that crosses a border counts for the sample before it
+        packed = [attrs.evolve(one, targets=targets[span]) for one, (_, span) in zip(samples, places, strict=True)]
+        readers = torch.linspace(0, len(places) - 1, min(_READERS, len(places))).round().int().tolist()
         with self._prepared_pack(collated) as prepared:
             inputs = {key: one for key, one in logit_inputs(prepared).items() if key != "logits_to_keep"}
+            row = PackedBatch(inputs, None, (1, collated["labels"].shape[1]), places)
+            apart = packed_and_alone(
+                trainer.model, row, packed, alone=alone, call=self._call_model, readers=readers if gradients else (),
+                sources=media, step=partial(self._run_step, prepared, collated[NORMALISER]),
+            )  # fmt: skip
         for index, (_, span), sample, own in zip(indices, places, samples, encoded, strict=True):
             yield from _diff_rows(pack, index, self._own_positions(sample.inputs), prepared["position_ids"][..., span])
             labels = torch.tensor([IGNORED_LABEL, *own["labels"][1:]])  # alone, no token comes before it to predict it
             yield Deviation("labels", int((collated["labels"][0, span].cpu() != labels).sum()), pack, index)
-        targets = next_tokens(collated["labels"][0])  # a label that crosses a border counts for the sample before it
-        apart = packed_and_alone(
-            trainer.model,
-            PackedBatch(inputs, None, (1, collated["labels"].shape[1]), places),
-            [attrs.evolve(one, targets=targets[span]) for one, (_, span) in zip(samples, places, strict=True)],
-            alone=alone,
-            call=partial(self._call_on_pack, collated),
-            readers=_spread(len(places)) if gradients else (),
-            sources=media,
-            step=partial(self._run_step, collated),
-        )
         for one in apart.dependences:
             detail = f"on sample {indices[one.source]}" if one.size else ""
             yield Deviation("isolation", one.isolation, pack, indices[one.reader], detail)
@@ -117,31 +114,20 @@ class PackComparison:
         with self.trainer.accelerator.autocast():
             return self.trainer.model(**inputs)
 
-    def _call_on_pack(self, collated: dict[str, Any], **inputs: Any) -> Any:
-        with self._pack_hooks(collated):
-            return self._call_model(**inputs)
-
-    @contextlib.contextmanager
-    def _pack_hooks(self, collated: dict[str, Any]) -> Iterator[None]:
-        """Inside this context, ms-swift's hooks for a pack are active, as in training."""
-        trainer = self.trainer
-        with trainer.media_hook(), trainer.template.forward_context(trainer.model, dict(collated)):
-            yield
-
     @contextlib.contextmanager
     def _prepared_pack(self, collated: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield inputs that the trainer prepares from a pack; its hooks are active in the block."""
-        with self._pack_hooks(collated):
-            yield self.trainer._prepare_inputs(dict(collated))  # noqa: SLF001  # what training does, and no less
-
-    def _run_step(self, collated: dict[str, Any]) -> tuple[float, Gradients]:
-        """Run the trainer's own step on a pack; return its loss and gradients."""
         trainer = self.trainer
-        with replace_attributes(trainer.args, **PLAIN_LOSS), self._prepared_pack(collated) as inputs:
-            items = torch.tensor(collated[NORMALISER] or 1.0, device=trainer.accelerator.device)
-            with trainer.accelerator.autocast():
-                loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=items)
-            return float(loss.detach().double()), weight_gradients(trainer.model, loss)
+        with trainer.media_hook(), trainer.template.forward_context(trainer.model, dict(collated)):
+            yield trainer._prepare_inputs(dict(collated))  # noqa: SLF001  # what training does, and no less
+
+    def _run_step(self, prepared: dict[str, Any], normaliser: float) -> tuple[float, Gradients]:
+        """Run the trainer's own step on a prepared pack; return its loss and gradients."""
+        trainer = self.trainer
+        items = torch.tensor(normaliser or 1.0, device=trainer.accelerator.device)
+        with replace_attributes(trainer.args, **PLAIN_LOSS), trainer.accelerator.autocast():
+            loss = trainer.compute_loss(trainer.model, dict(prepared), num_items_in_batch=items)
+        return float(loss.detach().double()), weight_gradients(trainer.model, loss)
 
     def _model_samples(self, encoded: Sequence[dict[str, Any]]) -> list[Sample]:
         """
@@ -172,12 +158,6 @@ class PackComparison:
         given = parameter_names(rope)
         positions, _ = rope(**{key: value for key, value in inputs.items() if key in given})
         return torch.cat([text, positions[:, 0]])
-
-
-def _spread(samples: int) -> list[int]:
-    """Return up to `_READERS` sample numbers, spread evenly."""
-    numbers: list[int] = torch.linspace(0, samples - 1, min(_READERS, samples)).round().int().tolist()
-    return numbers
 
 
 def _to_device(device: torch.device, batch: Mapping[str, Any]) -> dict[str, Any]:
