@@ -41,7 +41,7 @@ TERMS = (
     """- **Isolation** is the largest gradient of a sample's logits with respect to another sample, over the
 largest with respect to itself. It has to be 0.""",
     f"""- **Equality** is the largest relative difference of logits, losses and gradients from those of the same sample
-alone. It may be {EQUALITY_LIMITS["float32"]:.0e}.""",
+alone. It may be at most {EQUALITY_LIMITS["float32"]:.0e}.""",
 )
 
 STARS = "A star after a name means that some of its layers run sample by sample."
