@@ -113,8 +113,8 @@ def _share_by_degree(config: RunConfig, host: HostCommand, most: int | None) -> 
     """Return the run of a command in which at most *most* ranks share each long pack."""
     from packplan.adapters.swift import command
 
-    resolved = command.read_command(host.task, host.words, started=host.num_processes)
-    if faults := tuple(command.sharing_conflicts(resolved.arguments)):
+    arguments, _ = command.read_command(host.task, host.words, started=host.num_processes)
+    if faults := tuple(command.sharing_conflicts(arguments)):
         raise ConfigError(COMMAND, faults)
     shares: dict[str, Any] = {"sequence_parallel_size": "auto", "max_sequence_parallel_size": most}
     shared = attrs.evolve(config, training=attrs.evolve(config.training, **shares))

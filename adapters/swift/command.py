@@ -4,14 +4,13 @@ A training command of ms-swift as ms-swift resolves it: its arguments, template 
 No weights are loaded. Arguments that contradict a plan are refused, and named by their flags.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-import attrs
 import swift
 from swift.arguments import PretrainArguments, RLHFArguments, SftArguments
 from swift.arguments import sft_args as training
@@ -21,11 +20,10 @@ from swift.utils import get_device_count, parse_args
 
 from packplan.adapters.files import broken_lines
 from packplan.adapters.models import replace_attributes
-from packplan.adapters.swift.packs import ALGORITHMS
 from packplan.core.batch import count_row_groups
 from packplan.core.config.refusals import active_refusals
+from packplan.core.config.run import HostCommand
 from packplan.core.errors import ConfigError, Fault
-from packplan.core.fingerprint import Value
 
 _COMMANDS: Mapping[str, tuple[type[Any], type[Any]]] = {
     "pt": (PretrainArguments, SwiftPretrain), "rlhf": (RLHFArguments, SwiftRLHF), "sft": (SftArguments, SwiftSft),
@@ -46,75 +44,6 @@ _DRAWING = ("gkd", "grpo", "ppo")
 
 TESTED_VERSIONS = ("4.6.0",)
 """Versions of ms-swift with which tests have shown that the plugin trains plans exactly."""
-
-
-@attrs.frozen(eq=False)
-class SwiftCommand:
-    """Training command of ms-swift, with the arguments that it resolves."""
-
-    arguments: Any
-    """Arguments as ms-swift resolves them."""
-
-    num_processes: int
-    """Training processes that the command starts."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of data-parallel ranks; processes that share each row are one rank."""
-        return count_row_groups(self.num_processes, row_ranks(self.arguments))
-
-    @property
-    def sequences_per_row(self) -> int:
-        """Number of sequences in a row: 2 for preference pairs, 0 if rows differ."""
-        if self.splits_texts or self.arguments.task_type in {"embedding", "reranker", "generative_reranker"}:
-            return 0
-        kind = getattr(self.arguments, "rlhf_type", None)
-        return 2 if kind and (kind, self.arguments.loss_type) != ("kto", "apo_zero_unpaired") else 1
-
-    @property
-    def splits_texts(self) -> bool:
-        """Whether a text of more than `--max_length` tokens is split into several rows."""
-        return bool(self.arguments.truncation_strategy == "split")
-
-    @property
-    def algorithm(self) -> str:
-        """Packing algorithm of the plugin: a name in `core.packers.ALGORITHMS`."""
-        return ALGORITHMS[self.arguments.packing_strategy]
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Batches of a rank in one step; by default, all ranks together train 16 samples."""
-        asked, size = self.arguments.gradient_accumulation_steps, self.arguments.per_device_train_batch_size
-        return int(asked) if asked is not None else max(1, math.ceil(16 / size / self.num_processes))
-
-    @property
-    def deepspeed(self) -> Any:
-        """Configuration of DeepSpeed, or the path of its file; None without DeepSpeed."""
-        asked = self.arguments.deepspeed
-        named = Path(swift.__file__).parent / "config" / f"{asked}.json"
-        return str(named) if isinstance(asked, str) and named.is_file() else asked
-
-    def length_inputs(self) -> dict[str, Value]:
-        """Return the arguments that lengths depend on, for their fingerprint."""
-        asked = self.arguments.get_template_kwargs()
-        asked |= {"task_type": self.arguments.task_type, "parts": self.sequences_per_row}
-        return {f"swift.{name}": value if isinstance(value, int) else str(value) for name, value in asked.items()}
-
-    def open_pipeline(self) -> "DryRun":
-        """
-        Return ms-swift's own pipeline of the command, with its template, and without a model.
-
-        Raises:
-            ConfigError: ms-swift cannot load the processor or the template.
-        """
-        arguments = self.arguments
-        if getattr(arguments, "rlhf_type", None) == "kto":  # pairs the rows of a step
-            per_rank = arguments.per_device_train_batch_size * self.gradient_accumulation_steps
-            arguments.global_batch_size = self.num_processes * per_rank
-        _, kind = next(one for one in _COMMANDS.values() if isinstance(arguments, one[0]))
-        with _wrap_swift_errors():
-            opened: DryRun = type(kind.__name__, (DryRun, kind), {})(arguments)
-        return opened
 
 
 class DryRun:
@@ -168,6 +97,22 @@ class DryRun:
         """Print nothing."""
 
 
+def open_pipeline(arguments: Any) -> DryRun:
+    """
+    Return ms-swift's own pipeline of a command, with its template, and without a model.
+
+    Args:
+        arguments: Arguments of `read_command`.
+
+    Raises:
+        ConfigError: ms-swift cannot load the processor or the template.
+    """
+    _, kind = next(one for one in _COMMANDS.values() if isinstance(arguments, one[0]))
+    with _wrap_swift_errors():
+        opened: DryRun = type(kind.__name__, (DryRun, kind), {})(arguments)
+    return opened
+
+
 def expand_config_file(arguments: Sequence[str]) -> list[str]:
     """
     Return a command's arguments, in which a leading YAML or JSON file is expanded.
@@ -180,13 +125,15 @@ def expand_config_file(arguments: Sequence[str]) -> list[str]:
     return given
 
 
-def read_command(task: str, arguments: Sequence[str], *, started: int, world_size: int | None = None) -> SwiftCommand:
+def read_command(
+    task: str, words: Sequence[str], *, started: int, world_size: int | None = None
+) -> tuple[Any, HostCommand]:
     """
-    Return a command as ms-swift resolves it; nothing is loaded yet.
+    Return a command's arguments as ms-swift resolves them, and the command; nothing is loaded yet.
 
     Args:
         task: Command of ms-swift: `sft`, `pt` or `rlhf`.
-        arguments: Words of the command line after the task.
+        words: Words of the command line after the task.
         started: Training processes that it starts, unless *world_size* is given.
         world_size: Processes, or groups of processes that share each row.
 
@@ -201,14 +148,49 @@ def read_command(task: str, arguments: Sequence[str], *, started: int, world_siz
         replace_attributes(training.TrainerFactory, get_training_args=lambda _: SimpleNamespace()),
     ):
         try:
-            plain, rest = parse_args(planned, [*arguments, "--packing", "true"])
+            plain, rest = parse_args(planned, [*words, "--packing", "true"])
         except SystemExit:  # ms-swift's parser exits if it refuses an argument
             raise ConfigError(COMMAND, (Fault("ms-swift", "refuses an argument, which it names above"),)) from None
         if rest:
             raise ConfigError(COMMAND, (Fault(rest[0], "is no argument of ms-swift: remove it"),))
     num_processes = world_size * row_ranks(plain) if world_size else started
-    count_row_groups(num_processes, row_ranks(plain))  # refuses arguments that do not fit
-    return SwiftCommand(plain, num_processes)
+    command = describe_command(plain, num_processes, task=task, words=words)
+    size, named = plain.per_device_train_batch_size, Path(swift.__file__).parent / "config" / f"{plain.deepspeed}.json"
+    # What ms-swift sets where a command trains.
+    plain.gradient_accumulation_steps = plain.gradient_accumulation_steps or max(1, ceil(16 / size / num_processes))
+    plain.deepspeed = str(named) if named.is_file() else plain.deepspeed
+    if getattr(plain, "rlhf_type", None) == "kto":  # pairs the rows of a step
+        plain.global_batch_size = num_processes * size * plain.gradient_accumulation_steps
+    return plain, command
+
+
+def describe_command(arguments: Any, num_processes: int, *, task: str = "", words: Sequence[str] = ()) -> HostCommand:
+    """
+    Return what planning has to know of a command.
+
+    Args:
+        arguments: Arguments as ms-swift resolves them.
+        num_processes: Training processes that the command starts.
+        task: Name of the command, such as `sft`; empty inside the command itself.
+        words: Words after the task.
+
+    Raises:
+        ArgumentError: Processes that share rows do not divide all processes.
+    """
+    kind, task_type = getattr(arguments, "rlhf_type", None), arguments.task_type
+    parts = 2 if kind and (kind, arguments.loss_type) != ("kto", "apo_zero_unpaired") else 1
+    if arguments.truncation_strategy == "split" or task_type in {"embedding", "reranker", "generative_reranker"}:
+        parts = 0
+    inputs = arguments.get_template_kwargs() | {"task_type": task_type, "parts": parts}
+    return HostCommand(
+        task=task,
+        words=tuple(words),
+        num_processes=num_processes,
+        world_size=count_row_groups(num_processes, row_ranks(arguments)),
+        task_type=task_type,
+        sequences_per_row=parts,
+        length_inputs={f"swift.{name}": one if isinstance(one, int) else str(one) for name, one in inputs.items()},
+    )
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from packplan.app.planning.measure import failure_lines
 from packplan.app.planning.plan import Ranks, measure_and_plan, plan_epochs
 from packplan.app.planning.schedule import accumulation_of, refuse_stream, schedule_of_split
 from packplan.app.planning.split import PlannedSplit, Split
-from packplan.app.wiring.commands import num_command_ranks, read_run_or_command
+from packplan.app.wiring.commands import read_run_or_command
 from packplan.app.wiring.runs import measured_by_ray, raising_on_all_ranks, require_inputs
 from packplan.app.wiring.stores import artefacts_folder
 from packplan.core.config.run import RunConfig
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
 
     with join_ranks(config, use_cpu=True, options={"--world-size": options.world_size}) as group:
         refuse_stream(config)
-        world_size = num_command_ranks(config) or options.world_size
+        world_size = config.command.world_size if config.command else options.world_size
         if world_size is None:  # one process plans for one rank, or group of ranks
             world_size = 1 if group.world_size == 1 else config.plan_world_size(group.world_size)
         accumulation_of(config, world_size=world_size)
@@ -83,7 +83,7 @@ def _log_next(config: RunConfig, words: list[str], ranks: int) -> None:
     typed = [shlex.quote(word) for word in words]
     train = f"torchrun --nproc-per-node {ranks} -m packplan.app.sft" if ranks > 1 else "packplan sft"
     rows = {"to see it": format_command("packplan plan show", *typed), "to train": format_command(train, *typed)}
-    if num_command_ranks(config):
+    if config.command is not None:
         rows["to see it"] = "packplan plan show, before the same command"
         rows["to train"] = "the command with --external_plugins plugin.py, which packplan plugin swift writes"
     log.info("%s", format_table(f"the plan is in {artefacts_folder(config.training.output_dir)}", rows))

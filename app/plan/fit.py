@@ -20,7 +20,7 @@ from packplan.app.cli.command import add_config_arguments, parse_ranks, plain_co
 from packplan.app.planning.plan import Ranks, measure_and_plan
 from packplan.app.planning.schedule import accumulation_of, refuse_stream, zero_stage
 from packplan.app.planning.split import PlannedSplit
-from packplan.app.wiring.commands import num_command_ranks, read_run_or_command, require_traceable
+from packplan.app.wiring.commands import read_run_or_command, require_traceable
 from packplan.app.wiring.runs import require_inputs
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, MismatchError, counted
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError.for_key("training.sequence_parallel_size", reason)
     require_traceable(config)
     require_inputs(config)
-    ranks = options.world_size or num_command_ranks(config) or 1
+    ranks = options.world_size or (config.command.world_size if config.command else 1)
     found = forecast_memory(config, memory=options.memory, ranks=ranks)
     if options.json:
         document = attrs.asdict(found) | {"fits": found.fits, "margin": MARGIN}

@@ -16,7 +16,7 @@ from packplan.app.planning.epochs import lengths_of_records, plan_first_epoch, w
 from packplan.app.planning.schedule import refuse_stream, schedule_of_split
 from packplan.app.planning.split import align_measured, align_options
 from packplan.app.planning.stored_lengths import yield_stale_inputs
-from packplan.app.wiring.commands import num_command_ranks, read_run_or_command
+from packplan.app.wiring.commands import read_run_or_command
 from packplan.app.wiring.policies import policy_of_split, work_of_run
 from packplan.core.config.faults import explain_error
 from packplan.core.config.run import RunConfig
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
         print("train: figures and steps are as if all epochs had the plan of the first", file=sys.stderr)
     for line in yield_stale_inputs(config, lengths):
         print(f"warning: train: {line}", file=sys.stderr)
-    ranks = options.world_size or [num_command_ranks(config) or 1]
+    ranks = options.world_size or [config.command.world_size if config.command else 1]
     packing_lengths = options.max_length or [config.packing_length]
     _refuse_other_truncation(lengths, packing_lengths)
     found = _alternatives(config, lengths, packing_lengths, ranks, recipe=recipe)

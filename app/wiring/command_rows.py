@@ -13,7 +13,7 @@ from packplan.adapters.loaders.rows import UNKNOWN, RowFacts
 from packplan.adapters.progress import progress
 from packplan.adapters.samples.dataset_rows import DatasetRowsEncoder, DatasetRowsFile, DatasetRowsMeasurer
 from packplan.adapters.stores.lengths import DiskLengthStore
-from packplan.adapters.swift.command import SwiftCommand, read_command
+from packplan.adapters.swift.command import describe_command, open_pipeline, read_command
 from packplan.adapters.swift.packs import add_row_facts
 from packplan.app.planning.audit import check_images
 from packplan.app.planning.split import MeasuredSplit
@@ -27,7 +27,7 @@ from packplan.core.samples.tables import column, sample_indices
 
 def open_command_encoders(config: RunConfig, command: HostCommand) -> dict[str, DatasetRowsEncoder]:
     """Open the rows of each split of a command of ms-swift, on the command's template."""
-    pipeline = read_command(command.task, command.words, started=command.num_processes).open_pipeline()
+    pipeline = open_pipeline(read_command(command.task, command.words, started=command.num_processes)[0])
     return {split: _open_rows(config, pipeline.template, split, rows) for split, rows in pipeline.read_rows().items()}
 
 
@@ -77,7 +77,7 @@ def take_stored_lengths(pipeline: Any, data_sets: Sequence[Any]) -> list[Any]:
         PackplanError: Stored files or media are damaged.
     """
     arguments, template = pipeline.args, pipeline.template
-    config = run_from_command(SwiftCommand(arguments, arguments.global_world_size))
+    config = run_from_command(arguments, describe_command(arguments, arguments.global_world_size))
     folder, mode = artefacts_folder(arguments.packplan_output_dir), template.mode
     template.set_mode("train")  # as `plan build` opens it
     try:

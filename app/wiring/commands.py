@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
@@ -34,9 +34,6 @@ from packplan.core.config.run import (
 )
 from packplan.core.config.tuners import decides_weights
 from packplan.core.errors import ConfigError, Fault
-
-if TYPE_CHECKING:
-    from packplan.adapters.swift.command import SwiftCommand
 
 log = logging.getLogger(__name__)
 
@@ -146,15 +143,6 @@ def read_command(
     return config, config.command
 
 
-def num_command_ranks(config: RunConfig) -> int | None:
-    """
-    Return the number of ranks in a run's command; None for a YAML.
-
-    Ranks that share rows count as one.
-    """
-    return None if config.command is None else config.command.world_size
-
-
 def _resolve_command(words: Sequence[str], world_size: int | None) -> RunConfig:
     """Return the run of a command, with its arguments as ms-swift resolves them."""
     if read_world_size() > 1:
@@ -165,10 +153,10 @@ def _resolve_command(words: Sequence[str], world_size: int | None) -> RunConfig:
 
     arguments = expand_config_file(arguments)  # the file may set variables that give the ranks
     ranks = world_size or _count_started_ranks(launcher, is_swift=not _ENTRY.fullmatch(words[len(launcher)]))
-    command = read_command(task, arguments, started=ranks, world_size=world_size)
+    resolved, command = read_command(task, arguments, started=ranks, world_size=world_size)
     if not any(word.partition("=")[0] in {"--packing", "--padding_free"} for word in arguments):
         log.warning("the command does not say --packing true, without which ms-swift trains no packs: add it")
-    return run_from_command(command, task, arguments)
+    return run_from_command(resolved, command)
 
 
 def _split_words(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
@@ -210,16 +198,10 @@ def _count_started_ranks(launcher: Sequence[str], *, is_swift: bool) -> int:
     return ranks
 
 
-def run_from_command(command: SwiftCommand, task: str = "", words: Sequence[str] = ()) -> RunConfig:
-    """
-    Return the run by which a command of ms-swift is planned and forecast.
+def run_from_command(arguments: Any, command: HostCommand) -> RunConfig:
+    """Return the run by which a command of ms-swift is planned, from its arguments as resolved."""
+    from packplan.adapters.swift.packs import ALGORITHMS  # loads ms-swift
 
-    Args:
-        command: The command, as ms-swift resolves it.
-        task: Name of the command, such as `sft`; empty inside the command itself.
-        words: Words after the task, by which the rows of the command are opened.
-    """
-    arguments = command.arguments
     shared = {field.name for field in attrs.fields(TrainingConfig)} - {"resume_from_checkpoint", "trainer"}
     values = {name: value for name in shared if (value := getattr(arguments, name, None)) is not None}
     values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
@@ -251,24 +233,15 @@ def run_from_command(command: SwiftCommand, task: str = "", words: Sequence[str]
         training=TrainingConfig(
             **values
             | {
-                "packing_algorithm": command.algorithm,
+                "packing_algorithm": ALGORITHMS[arguments.packing_strategy],
                 "packing_min_fill_ratio": Decimal(0),
                 "packing_balance": "none",
                 "eval_packing": True,
-                "gradient_accumulation_steps": command.gradient_accumulation_steps,
                 "tuner_type": arguments.tuner_type if arguments.tuner_type in TUNERS else "lora",
-                "trainer": trainer | {"deepspeed": command.deepspeed},
+                "trainer": trainer | {"deepspeed": arguments.deepspeed},
             }
         ),
-        command=HostCommand(
-            task=task,
-            words=tuple(words),
-            num_processes=command.num_processes,
-            world_size=command.world_size,
-            task_type=arguments.task_type,
-            sequences_per_row=command.sequences_per_row,
-            length_inputs=command.length_inputs(),
-        ),
+        command=command,
     )
 
 

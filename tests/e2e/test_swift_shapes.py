@@ -15,7 +15,7 @@ from swift.template.template_inputs import StdTemplateInputs
 
 from packplan.adapters.samples import dataset_rows
 from packplan.adapters.samples.measurer import SwiftMeasurer
-from packplan.adapters.swift.command import read_command
+from packplan.adapters.swift.command import open_pipeline, read_command
 from packplan.app.wiring.runs import read_config
 from packplan.app.wiring.splits import open_encoders
 from packplan.core.errors import RecordError
@@ -196,7 +196,7 @@ def template_of_swift(samples, **arguments):
         "system": config.template.system, "is_binary_loss_scale": False, **arguments,
     }  # fmt: skip
     words = [word for name, value in asked.items() if value is not None for word in (f"--{name}", str(value))]
-    theirs = read_command("sft", words, started=1).open_pipeline().template
+    theirs = open_pipeline(read_command("sft", words, started=1)[0]).template
     theirs.max_length = None
     for name in ("image_token_id", "video_token_id"):
         if hasattr(ours, name):  # of a tiny vocabulary
