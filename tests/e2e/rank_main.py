@@ -20,7 +20,9 @@ from packplan.app.cli.command import run_command
 with loading_libraries():
     import deepspeed
     import torch
+    from accelerate.state import AcceleratorState
     from transformers import trainer as hf
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
     from transformers.trainer_callback import DefaultFlowCallback, ProgressCallback
 
     from packplan.adapters.trainer import loader
@@ -104,6 +106,7 @@ def several(runs: list[tuple[str, str]], out: str, commands: Sequence[tuple[str,
             plugin_run.main(commands, out)
         for name, config in runs:
             Path(out, name).mkdir(exist_ok=True)
+            forget_deepspeed()
             if "damaged" in name:
                 whole = Path(out, name.replace("-damaged", ""), "checkpoint-2")
                 plugin_run.copy_damaged(whole, Path(out, name, "checkpoint-2"))
@@ -114,6 +117,13 @@ def several(runs: list[tuple[str, str]], out: str, commands: Sequence[tuple[str,
                 status = main(config, str(Path(out, name)), "killed" if name.startswith("killed") else "")
             Path(out, name, f"status{group.rank}").write_text(str(status))
         group.stop_heartbeat = stop
+
+
+def forget_deepspeed() -> None:
+    """Let the next run of this process share weights only if its own settings say so."""
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    unset_hf_deepspeed_config()
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def ruin_a_loss(trainer: Any) -> None:

@@ -221,6 +221,7 @@ def test_runs_train_the_same(due, name, ran):
 def of_rl(ran, name: str) -> list[dict]:
     """Return the log of a run of `packplan rl`."""
     assert ["0", "0"] == [(ran(name).folder / f"status{rank}").read_text() for rank in range(2)]
+    assert ("deepspeed" in RL[name]) == any(ran(name).folder.glob("checkpoint-2/global_step*"))
     return json.loads((ran(name).folder / "trainer_state.json").read_text())["log_history"]
 
 

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 import trl
 from accelerate.commands import launch as accelerate_launch
-from accelerate.state import AcceleratorState
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from datasets import Dataset
 from peft import LoraConfig
@@ -31,7 +30,6 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import packplan as pp
 from packplan.adapters.models import find_sharded_weight
@@ -40,7 +38,7 @@ from packplan.hf import row_lengths, unpad, use_plan
 from tests.e2e import unpad_rank
 from tests.e2e.alone import step_alone
 from tests.e2e.plugin_run import change_a_byte
-from tests.e2e.rank_main import kill_within_the_third_step
+from tests.e2e.rank_main import forget_deepspeed, kill_within_the_third_step
 from tests.hosts.law import IMAGE, arguments, model_of, rows_of, tokenizer
 from tests.hosts.pages import own_callbacks
 from tests.nearness import norm
@@ -90,9 +88,7 @@ def stage_of(case: str) -> int:
 def trainer_of(host: str, case: str, folder: Path, **more: Any) -> Any:
     """Return a trainer as its users make it, whose model is made before or after its arguments."""
     adapters = "adapters" in case
-    AcceleratorState._reset_state(reset_partial_state=True)
-    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # of the case before
-    unset_hf_deepspeed_config()
+    forget_deepspeed()  # of the case before
     keys = {"per_device_train_batch_size": 2, "max_steps": 3, "learning_rate": 1e-2, "disable_tqdm": True}
     keys |= {"deepspeed": settings_of(stage_of(case)), "gradient_checkpointing": adapters, **more}
     if "images" in host:
