@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,13 +106,15 @@ def change_a_byte(path: Path) -> None:
 
 
 class Spy:
-    """Writes sequences of rows and microbatches, and the attention's name; breaks rows."""
+    """Writes sequences of rows and microbatches, attention and wrapper; breaks rows, and kills."""
 
     def __init__(self, folder: str) -> None:
+        import torch
         from swift.pipelines.train.sft import SwiftSft
         from transformers import Trainer
 
         self.folder, self.rank, self.packs = Path(folder), os.environ.get("RANK", "0"), False
+        self.third_step_batches = 0
         encode, pack, step = SwiftSft._encode_dataset, SwiftSft._post_process_datasets, Trainer.training_step
         prepare = SwiftSft._prepare_template
 
@@ -137,8 +140,13 @@ class Spy:
                 last = getattr(trainer, "ref_model", None) or trainer.model
                 plain = getattr(last, "module", last)  # inside DeepSpeed's engine
                 (self.folder / "attention").write_text(plain.config._attn_implementation)
+                (self.folder / "wrapper").write_text(type(model).__name__)
                 with (self.folder / f"trained{self.rank}.jsonl").open("a") as file:
                     file.write(json.dumps([trainer.state.global_step + 1, list(samples_of(inputs))]) + "\n")
+            self.third_step_batches += trainer.state.global_step == 2
+            if "killed" in self.folder.name and self.third_step_batches == 2:
+                torch.distributed.barrier()
+                os.kill(os.getpid(), signal.SIGKILL)
             return step(trainer, model, inputs, *args, **options)
 
         SwiftSft._encode_dataset, SwiftSft._post_process_datasets = encode_dataset, post_process_datasets

@@ -221,7 +221,11 @@ def ran(demo, server, tmp_path_factory) -> Callable[[str], Ran]:
     script += [("resumed-built", "plan", ["build", "swift", task, *given]), ("resumed-stored", task, given)]
     two = server.ranks(2, plugin_run.main, started("", ON_TWO_RANKS, "plugin.py"), str(runs), folder=runs)
     assert [0, 0] == finished(two)
-    sharing = {"long": LONG} | {name: words for name, (*words, _) in NOT_BY_DEGREE.items()}
+    # On GPUs, accelerate does so.
+    gloo = '\nimport deepspeed\n\ndeepspeed.init_distributed("gloo", auto_mpi_discovery=False)\n'
+    (runs / "shares.py").write_text((runs / "shares.py").read_text() + gloo)
+    sharded = {f"long-{stage}": (*LONG[:2], f"{LONG[2]} --deepspeed {stage}") for stage in ("zero2", "zero3")}
+    sharing = {"long": LONG} | sharded | {name: words for name, (*words, _) in NOT_BY_DEGREE.items()}
     two = server.ranks(2, plugin_run.main, started("", sharing, "shares.py"), str(runs), folder=runs)
     start = partial(server.start, plugin_run.main)
     assert [0] * 3 == finished([*two, start(planned, str(runs), log=runs / "planned.log")])
@@ -308,12 +312,14 @@ def test_a_run_goes_on_where_it_was(name, of, before, after, ran):
     assert before != after or losses(whole.history) == losses(rest.history)
 
 
-def test_long_packs_take_two_ranks_and_short_ones_a_rank_each(ran):
+@pytest.mark.parametrize("name", ["long", "long-zero2", "long-zero3"])
+def test_long_packs_take_two_ranks_and_short_ones_a_rank_each(name, ran):
     """
     By an option of the plugin, with adapters, and images beside text: losses and evaluations are
-    those of one rank with whole rows, and the table says what a rank computes.
+    those of one rank with whole rows, also under ZeRO, and the table says what a rank computes.
     """
-    run, whole = ran("long"), ran("long-whole")
+    run, whole = ran(name), ran("long-whole")
+    assert ("zero" in name) == ((run.folder / "wrapper").read_text() == "DeepSpeedEngine")
 
     found = run.plan(76)
     schedule = found.schedule(world_size=2, packs_per_step=128, epochs=2, seed=42, degrees="auto")

@@ -57,6 +57,8 @@ if EVERY_CELL:
         **{f"texts-{stage}": ("pt", "qwen2", f"{PACKED} no --gradient_accumulation_steps 1")
            for stage in ("", "zero2")},
         "text-again-zero3": ("sft", "qwen2", f"{PACKED} no {RESUMED}/text-zero3/out/checkpoint-2"),
+        "text-killed-zero2": ("sft", "qwen2", f"{PACKED} steps --save_steps 2"),
+        "text-again-zero2": ("sft", "qwen2", f"{PACKED} no {RESUMED}/text-killed-zero2/out/checkpoint-2"),
         "text-own": ("sft", "qwen2", f"{PACKED} no"),
         "text-zero2": ("sft", "qwen2", f"{PACKED} no"),
         **{f"images-{stage}": ("sft", "qwen2_5_vl", f"{PACKED} no --tuner_type lora") for stage in ("", "zero3")},
@@ -159,9 +161,11 @@ def ran(demo, server, tmp_path_factory) -> Callable[..., Ran]:
         whole = {"model": sections["model"], "custom": data, "policy": cut.get(name.partition("-")[0], MOVES)}
         (runs / f"{name}.yaml").write_text(yaml.safe_dump({**whole, "grpo": held}))
     paths = [(name, str(runs / f"{name}.yaml")) for name in (*OURS, *RL)]
-    for name in KILLED:
-        killed = server.ranks(2, rank_main.several, [(name, str(runs / f"{name}.yaml"))], str(runs), folder=runs)
-        assert [-signal.SIGKILL] * 2 == finished(killed)
+    killed = [([(name, str(runs / f"{name}.yaml"))], str(runs)) for name in KILLED]
+    killed += [([], str(runs), [one]) for one in commands if "killed" in one[0]]
+    for given in killed:
+        assert [-signal.SIGKILL] * 2 == finished(server.ranks(2, rank_main.several, *given, folder=runs))
+    commands = [one for one in commands if "killed" not in one[0]]
     (runs / "swift").mkdir()
     for given, folder in ((([], str(runs), commands), runs / "swift"), ((paths, str(runs)), runs)):
         assert [0, 0] == finished(server.ranks(2, rank_main.several, *given, folder=folder))
@@ -174,13 +178,17 @@ def steps(history: list[dict]) -> list[tuple[float, float]]:
 
 
 def assert_same(due: list[dict], found: list[dict]) -> None:
-    """Compare steps; ranks with whole weights sum the squares of gradients in float32."""
+    """
+    Compare steps; norms are up to 1.95e-6 apart, those of `packplan rl` 1.3e-6.
+
+    For ranks with whole weights torch sums the squares of gradients in float32, which rounds.
+    """
     assert len(steps(due)) > 1
     near = [(pytest.approx(loss, rel=1e-6, abs=1e-7), pytest.approx(norm, rel=2e-6)) for loss, norm in steps(due)]
     assert near == steps(found)
 
 
-@pytest.mark.parametrize("name", [name for name in SWIFT if not re.search("-$|again|other|damaged", name)])
+@pytest.mark.parametrize("name", [name for name in SWIFT if not re.search("-$|again|other|damaged|killed", name)])
 def test_commands_of_ms_swift_train_the_same(name, ran):
     """Every loss and gradient norm of a plan is that of ranks with whole weights."""
     whole, shared = ran(f"{name.partition('-')[0]}-"), ran(name)
@@ -188,6 +196,8 @@ def test_commands_of_ms_swift_train_the_same(name, ran):
     assert_same(whole.history, shared.history)
     if "--packing true" in SWIFT[name][2]:
         assert whole.trained() == shared.trained(), "the same packs in the same steps"
+        wrappers = [(one.folder / "wrapper").read_text() == "DeepSpeedEngine" for one in (whole, shared)]
+        assert [False, True] == wrappers
         assert ("packplan_rows" if "rows" in name else "packplan") == (shared.folder / "attention").read_text()
     else:
         assert "will compute no padding" in shared.said
@@ -196,8 +206,8 @@ def test_commands_of_ms_swift_train_the_same(name, ran):
 def test_a_command_of_ms_swift_resumes_bit_for_bit_or_says_why_not(ran):
     """From the parts that each rank has of the optimizer, with the same ZeRO alone."""
     assert ["ArgumentError", "host"] == json.loads((ran("text-other-zero2").folder / "error1.json").read_text())
-    if EVERY_CELL:
-        whole, again = ran("text-zero3"), ran("text-again-zero3")
+    for stage in ("zero2", "zero3") * EVERY_CELL:  # under ZeRO 2, of a run that was killed
+        whole, again = ran(f"text-{stage}"), ran(f"text-again-{stage}")
         assert steps(whole.history) == steps(again.history)
         assert whole.trained()[-len(again.trained()) :] == again.trained()
 
@@ -221,7 +231,7 @@ def test_runs_train_the_same(due, name, ran):
 def of_rl(ran, name: str) -> list[dict]:
     """Return the log of a run of `packplan rl`."""
     assert ["0", "0"] == [(ran(name).folder / f"status{rank}").read_text() for rank in range(2)]
-    assert ("deepspeed" in RL[name]) == any(ran(name).folder.glob("checkpoint-2/global_step*"))
+    assert ("deepspeed" in RL[name]) == any(ran(name).folder.glob("checkpoint-*/global_step*"))
     return json.loads((ran(name).folder / "trainer_state.json").read_text())["log_history"]
 
 
