@@ -33,7 +33,7 @@ method, or else transformers' own.
 | `__call__` | `Collator` | joins samples into a row, or pads them, and weighs their tokens |
 | `get_batch_samples` | `FollowsSchedule` | compares the batches of a step with the schedule |
 | `_get_num_items_in_batch` | `CheckedTrainer` | sums the weights of a step's tokens |
-| `training_step` | `CheckedTrainer` | adds up the loss, for the check that it is finite |
+| `training_step` | `StopsAtNonFinite` | adds up the loss, for the check that it is finite |
 | `_prepare_inputs` | `CheckedTrainer` | adds the row of positions that tells samples apart |
 | `compute_loss` | `ComputesPacks` | weighs the loss, so that a row that ranks share counts once |
 | `compute_loss` | ms-swift's | divides the sum of weighted losses by the step's sum of weights |
@@ -44,7 +44,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -59,6 +59,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from packplan.adapters.attention.packed_row import prepend_text_positions
 from packplan.adapters.files import wrap_load_errors, wrap_save_errors
+from packplan.adapters.hf.finite import StopsAtNonFinite, not_finite_error
 from packplan.adapters.hf.following import ComputesPacks, FollowsSchedule, drop_pack_rates
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches
 from packplan.adapters.loaders.packs import NORMALISER, PACK, PackLoader
@@ -68,7 +69,7 @@ from packplan.adapters.trainer.checkpoints import CHECKPOINT_KEY, attention_entr
 from packplan.adapters.trainer.console import RunConsole
 from packplan.adapters.trainer.loader import Collator, PackedDataset, Reduction, prepare_worker, with_zero_weights
 from packplan.core.equality import AttentionChoice, Precision
-from packplan.core.errors import ConfigError, RunError
+from packplan.core.errors import ConfigError
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochStats, PackStats
 
@@ -133,7 +134,23 @@ class SaveOnSigterm(TrainerCallback):
         self.received = True
 
 
-class CheckedTrainer(ComputesPacks, Seq2SeqTrainer):
+class WeightSize(TrainerCallback):
+    """Records the root mean square of the trained weights before the first step."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self.group = group
+        self.before: float | None = None
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **given: Any) -> None:  # noqa: ARG002
+        """Record the size of the weights, which are loaded and shared out by now."""
+        self.before = self.root_mean_square(given["model"])
+
+    def root_mean_square(self, model: torch.nn.Module) -> float:
+        """Return the root mean square of the trained weights of all ranks."""
+        return root_mean_square(model.parameters(), sharded=self.group.world_size > 1)
+
+
+class CheckedTrainer(StopsAtNonFinite, ComputesPacks, Seq2SeqTrainer):
     """
     ms-swift's trainer on packs, with the fixes that the module's docstring lists.
 
@@ -176,8 +193,6 @@ class CheckedTrainer(ComputesPacks, Seq2SeqTrainer):
         options["args"].eval_on_start &= eval_dataset is not None
         self.learner = learner or (group.rank, group.world_size)
         self.control: TrainerControl
-        self._step_loss: torch.Tensor | float = 0.0
-        self._rms_before: float | None = None
         self._lap_start = time.perf_counter()
         self.has_supervised = False
         self._loaders: list[PackLoader] = []  # one for each call of `train`
@@ -189,7 +204,8 @@ class CheckedTrainer(ComputesPacks, Seq2SeqTrainer):
         for printing in (ProgressCallbackNew, PrinterCallbackNew):
             self.remove_callback(printing)
         self._sigterm, self._console = SaveOnSigterm(group), RunConsole(draws=not self.args.disable_tqdm)
-        for own in (self._sigterm, SkipDuplicateFinalEval(), KeepIntervals(), self._console):
+        self._weights = WeightSize(group)
+        for own in (self._sigterm, SkipDuplicateFinalEval(), KeepIntervals(), self._weights, self._console):
             self.add_callback(own)
 
     @property
@@ -253,30 +269,6 @@ class CheckedTrainer(ComputesPacks, Seq2SeqTrainer):
             for loader in self._loaders:
                 loader.close()
 
-    def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
-        """
-        Train on one batch and add up its loss; before the first, record the size of the weights.
-
-        The size is their root mean square.
-        """
-        if self._rms_before is None:
-            self._rms_before = self._weight_rms()
-        loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
-        self._step_loss = self._step_loss + loss
-        return loss
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        # ms-swift has already waited for the device: it skips the update if the norm is nan.
-        loss, self._step_loss = float(self._step_loss), 0.0
-        # Overflowing gradients are normal under fp16's loss scaler, which skips the step and lowers
-        # the scale. The loss is read before scaling.
-        is_scaled = self.accelerator.mixed_precision == "fp16"
-        gradient = 0.0 if norm is None or is_scaled else float(norm)
-        step = f"optimizer step {self.state.global_step + 1:,}"
-        self._require_finite({f"the loss of {step}": loss, f"the gradient norm of {step}": gradient})
-        return norm
-
     def lap_seconds(self) -> float:
         """Return the seconds of training since the last call, without evaluation and saving."""
         now = time.perf_counter()
@@ -290,10 +282,10 @@ class CheckedTrainer(ComputesPacks, Seq2SeqTrainer):
         self._lap_start += time.perf_counter() - max(start, self._lap_start)
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
-        size, before = self._weight_rms(), self._rms_before
+        size, before = self._weights.root_mean_square(self.model), self._weights.before
         if before is not None and is_ruined(size, before=before):
             what = f"the root mean square of the trained weights after optimizer step {self.state.global_step:,}"
-            raise _not_finite_error(f"{what} ({before:.3g} before the first)", size)
+            raise not_finite_error(f"{what} ({before:.3g} before the first)", size)
         self.state.stateful_callbacks |= attention_entry(self.attention.name)
         with wrap_save_errors(Path(self.args.output_dir)):
             super()._save_checkpoint(*arguments, **options)
@@ -317,9 +309,6 @@ class CheckedTrainer(ComputesPacks, Seq2SeqTrainer):
         """Wait for all ranks."""
         self.group.wait_for_all()
 
-    def _weight_rms(self) -> float:
-        return root_mean_square(self.model.parameters(), sharded=self.group.world_size > 1)
-
     def _load_optimizer_and_scheduler(self, *arguments: Any, **options: Any) -> None:
         needed = {*chain(*self.optimizer.param_groups)}
         fact = f"is {self.last_save}, whose optimizer this run cannot take"
@@ -328,19 +317,6 @@ class CheckedTrainer(ComputesPacks, Seq2SeqTrainer):
             # The first step would fail on missing settings.
             if lacking := sorted(needed.difference(*self.optimizer.param_groups)):
                 raise ValueError(f"it has no {', '.join(lacking)}, so another training.optim made it")
-
-    def sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over all ranks in place, and return it."""
-        if self.group.world_size > 1:
-            torch.distributed.all_reduce(numbers)
-        return numbers
-
-    def _require_finite(self, numbers: Mapping[str, float]) -> None:
-        """Raise the same RunError on every rank if a number of any rank is not finite."""
-        sums = self.sum_over_ranks(torch.tensor(list(numbers.values()), dtype=torch.float64))
-        for what, number in zip(numbers, sums.tolist(), strict=True):
-            if not math.isfinite(number):
-                raise _not_finite_error(what, number)
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
         """Return the sum of a step's token weights over ranks; `compute_loss` divides by it."""
@@ -370,7 +346,7 @@ class CheckedTrainer(ComputesPacks, Seq2SeqTrainer):
         with self.media_hook(), replace_attributes(self.args, prediction_loss_only=True, **PLAIN_LOSS):
             metrics: dict[str, float] = super().evaluate(*arguments, **options)
         if not math.isfinite(loss := metrics.get("eval_loss", 0.0)):
-            raise _not_finite_error("eval_loss", loss)
+            raise not_finite_error("eval_loss", loss)
         return metrics
 
     @contextlib.contextmanager

@@ -121,6 +121,7 @@ REFUSED = {
     "left-out": ("sft", "qwen2", f"{ONE} --max_length 100", ["DataSetError", ""]),
     "broken": ("sft", "broken", ONE, ["ConfigError", "--dataset"]),
     "no-label": ("sft", "qwen2", f"{ONE} --max_length 20 --truncation_strategy right", ["ArgumentError", "host"]),
+    "not-finite": ("sft", "qwen2", f"{ONE} --tuner_type full --learning_rate 1e30", ["RunError", "not_finite"]),
     "unlike": ("sft", "qwen2", ONE, ["MismatchError", "unlike_alone"]),
     "longer": ("sft", "changed_vl", f"{ONE} --max_length 900", ["StaleError", "changed_sample"]),
     "gone": ("sft", "changed_vl", f"{ONE} --max_length 900", ["DataSetError", ""]),
@@ -479,7 +480,7 @@ def test_what_cannot_be_trained_as_planned_is_refused(name, ran):
     errors = [json.loads(path.read_text()) for path in folder.glob("error*.json")]
     assert [due] * (2 if name in {"fewer", *NOT_BY_DEGREE} else 1) == errors
     assert due[0] != "ConfigError" or not [*folder.glob("rows*")]
-    assert name in {"gone", "longer"} or not [*folder.glob("trained*")]
+    assert name in {"gone", "longer", "not-finite"} or not [*folder.glob("trained*")]
 
 
 def test_another_version_is_refused(tmp_path):

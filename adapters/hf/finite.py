@@ -1,0 +1,65 @@
+"""Mixin that ends training at the first loss or gradient norm that is not finite."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from packplan.core.errors import RunError
+
+
+def not_finite_error(what: str, number: float) -> RunError:
+    """
+    Return the error for a loss, gradient or weight that is not finite.
+
+    Args:
+        what: Name of the number.
+        number: Its value.
+    """
+    ended = "the run ended before anything of it was saved, and earlier checkpoints are as they were"
+    return RunError("not_finite", f"{what} is {number}, so {ended}")
+
+
+class StopsAtNonFinite:
+    """
+    Mixin of ms-swift's trainers that checks loss and gradient norm in each optimizer step.
+
+    ms-swift skips updates of nan and logs another loss, so no later loss would tell.
+    """
+
+    accelerator: Any
+    args: Any
+    state: Any
+
+    _step_loss: torch.Tensor | float = 0.0
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+        """Train on one batch and add up its loss."""
+        loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)  # type: ignore[misc]
+        self._step_loss = self._step_loss + loss
+        return loss
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]  # of the trainer's class
+        # ms-swift has already waited for the device: it skips the update if the norm is nan.
+        loss, self._step_loss = float(self._step_loss), 0.0
+        # Overflowing gradients are normal under fp16's loss scaler, which skips the step and lowers
+        # the scale. The loss is read before scaling.
+        is_scaled = self.accelerator.mixed_precision == "fp16"
+        gradient = 0.0 if norm is None or is_scaled else float(norm)
+        step = f"optimizer step {self.state.global_step + 1:,}"
+        self._require_finite({f"the loss of {step}": loss, f"the gradient norm of {step}": gradient})
+        return norm
+
+    def sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor over all ranks."""
+        summed: torch.Tensor = self.accelerator.reduce(numbers.to(self.args.device))
+        return summed
+
+    def _require_finite(self, numbers: Mapping[str, float]) -> None:
+        """Raise the same RunError on every rank if a number of any rank is not finite."""
+        sums = self.sum_over_ranks(torch.tensor(list(numbers.values()), dtype=torch.float64))
+        for what, number in zip(numbers, sums.tolist(), strict=True):
+            if not math.isfinite(number):
+                raise not_finite_error(what, number)
