@@ -80,12 +80,6 @@ _RESTORE = "restore the settings that it was trained with, or name another check
 """Advice if a checkpoint belongs to another model or optimizer."""
 
 
-def _not_finite_error(what: str, number: float) -> RunError:
-    """Return the error for a loss, gradient or weight that is not finite."""
-    ended = "the run ended before anything of it was saved, and earlier checkpoints are as they were"
-    return RunError("not_finite", f"{what} is {number}, so {ended}")
-
-
 class SkipDuplicateFinalEval(TrainerCallback):
     """
     Skips the second evaluation and save after the last step.
