@@ -8,7 +8,7 @@ from swift.trainers import Seq2SeqTrainer
 
 from packplan.adapters.attention import NAME
 from packplan.adapters.attention.packed_row import prepend_text_positions
-from packplan.adapters.hf.finite import StopsAtNonFinite
+from packplan.adapters.finite import StopsAtNonFinite
 from packplan.adapters.hf.following import ServesPacks, insert_base_class, require_same_rows, share_packs
 from packplan.adapters.hf.packed_calls import Unpadding
 from packplan.adapters.hf.refusals import refuse_plan_conflicts

@@ -59,7 +59,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from packplan.adapters.attention.packed_row import prepend_text_positions
 from packplan.adapters.files import wrap_load_errors, wrap_save_errors
-from packplan.adapters.hf.finite import StopsAtNonFinite, not_finite_error
+from packplan.adapters.finite import StopsAtNonFinite, not_finite_error
 from packplan.adapters.hf.following import ComputesPacks, FollowsSchedule, drop_pack_rates
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches
 from packplan.adapters.loaders.packs import NORMALISER, PACK, PackLoader
@@ -131,17 +131,11 @@ class SaveOnSigterm(TrainerCallback):
 class WeightSize(TrainerCallback):
     """Records the root mean square of the trained weights before the first step."""
 
-    def __init__(self, group: RankGroup) -> None:
-        self.group = group
-        self.before: float | None = None
+    before: float | None = None
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **given: Any) -> None:  # noqa: ARG002
+    def on_train_begin(self, args: Any, *_: Any, model: torch.nn.Module, **__: Any) -> None:
         """Record the size of the weights, which are loaded and shared out by now."""
-        self.before = self.root_mean_square(given["model"])
-
-    def root_mean_square(self, model: torch.nn.Module) -> float:
-        """Return the root mean square of the trained weights of all ranks."""
-        return root_mean_square(model.parameters(), sharded=self.group.world_size > 1)
+        self.before = root_mean_square(model.parameters(), sharded=args.world_size > 1)
 
 
 class CheckedTrainer(StopsAtNonFinite, ComputesPacks, Seq2SeqTrainer):
@@ -198,7 +192,7 @@ class CheckedTrainer(StopsAtNonFinite, ComputesPacks, Seq2SeqTrainer):
         for printing in (ProgressCallbackNew, PrinterCallbackNew):
             self.remove_callback(printing)
         self._sigterm, self._console = SaveOnSigterm(group), RunConsole(draws=not self.args.disable_tqdm)
-        self._weights = WeightSize(group)
+        self._weights = WeightSize()
         for own in (self._sigterm, SkipDuplicateFinalEval(), KeepIntervals(), self._weights, self._console):
             self.add_callback(own)
 
@@ -276,7 +270,10 @@ class CheckedTrainer(StopsAtNonFinite, ComputesPacks, Seq2SeqTrainer):
         self._lap_start += time.perf_counter() - max(start, self._lap_start)
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
-        size, before = self._weights.root_mean_square(self.model), self._weights.before
+        size, before = (
+            root_mean_square(self.model.parameters(), sharded=self.group.world_size > 1),
+            self._weights.before,
+        )
         if before is not None and is_ruined(size, before=before):
             what = f"the root mean square of the trained weights after optimizer step {self.state.global_step:,}"
             raise not_finite_error(f"{what} ({before:.3g} before the first)", size)

@@ -1,7 +1,6 @@
 """Mixin that ends training at the first loss or gradient norm that is not finite."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,13 +9,7 @@ from packplan.core.errors import RunError
 
 
 def not_finite_error(what: str, number: float) -> RunError:
-    """
-    Return the error for a loss, gradient or weight that is not finite.
-
-    Args:
-        what: Name of the number.
-        number: Its value.
-    """
+    """Return the error for a loss, gradient or weight that is not finite."""
     ended = "the run ended before anything of it was saved, and earlier checkpoints are as they were"
     return RunError("not_finite", f"{what} is {number}, so {ended}")
 
@@ -49,17 +42,15 @@ class StopsAtNonFinite:
         is_scaled = self.accelerator.mixed_precision == "fp16"
         gradient = 0.0 if norm is None or is_scaled else float(norm)
         step = f"optimizer step {self.state.global_step + 1:,}"
-        self._require_finite({f"the loss of {step}": loss, f"the gradient norm of {step}": gradient})
+        numbers = {f"the loss of {step}": loss, f"the gradient norm of {step}": gradient}
+        # The same on every rank, which all end by the same error.
+        sums = self.sum_over_ranks(torch.tensor([*numbers.values()], dtype=torch.float64)).tolist()
+        for what, number in zip(numbers, sums, strict=True):
+            if not math.isfinite(number):
+                raise not_finite_error(what, number)
         return norm
 
     def sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor over all ranks."""
         summed: torch.Tensor = self.accelerator.reduce(numbers.to(self.args.device))
         return summed
-
-    def _require_finite(self, numbers: Mapping[str, float]) -> None:
-        """Raise the same RunError on every rank if a number of any rank is not finite."""
-        sums = self.sum_over_ranks(torch.tensor(list(numbers.values()), dtype=torch.float64))
-        for what, number in zip(numbers, sums.tolist(), strict=True):
-            if not math.isfinite(number):
-                raise not_finite_error(what, number)
