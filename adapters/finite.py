@@ -39,8 +39,7 @@ class StopsAtNonFinite:
         loss, self._step_loss = float(self._step_loss), 0.0
         # Overflowing gradients are normal under fp16's loss scaler, which skips the step and lowers
         # the scale. The loss is read before scaling.
-        is_scaled = self.accelerator.mixed_precision == "fp16"
-        gradient = 0.0 if norm is None or is_scaled else float(norm)
+        gradient = 0.0 if norm is None or self.accelerator.mixed_precision == "fp16" else float(norm)
         step = f"optimizer step {self.state.global_step + 1:,}"
         numbers = {f"the loss of {step}": loss, f"the gradient norm of {step}": gradient}
         # The same on every rank, which all end by the same error.
@@ -52,5 +51,4 @@ class StopsAtNonFinite:
 
     def sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor over all ranks."""
-        summed: torch.Tensor = self.accelerator.reduce(numbers.to(self.args.device))
-        return summed
+        return torch.as_tensor(self.accelerator.reduce(numbers.to(self.args.device)))
