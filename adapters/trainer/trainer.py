@@ -270,10 +270,8 @@ class CheckedTrainer(StopsAtNonFinite, ComputesPacks, Seq2SeqTrainer):
         self._lap_start += time.perf_counter() - max(start, self._lap_start)
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
-        size, before = (
-            root_mean_square(self.model.parameters(), sharded=self.group.world_size > 1),
-            self._weights.before,
-        )
+        before, is_sharded = self._weights.before, self.group.world_size > 1
+        size = root_mean_square(self.model.parameters(), sharded=is_sharded)
         if before is not None and is_ruined(size, before=before):
             what = f"the root mean square of the trained weights after optimizer step {self.state.global_step:,}"
             raise not_finite_error(f"{what} ({before:.3g} before the first)", size)
