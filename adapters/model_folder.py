@@ -101,7 +101,7 @@ def download_model(name: str) -> Path:
     """Let ms-swift download a hub id; return the model's folder, or ConfigError if that fails."""
     from swift.utils import safe_snapshot_download  # takes seconds to import
 
-    with wrap_load_errors("model.model", f"{name} cannot be downloaded"):
+    with wrap_load_errors("model.model", f"is {name}, which cannot be downloaded"):
         return Path(safe_snapshot_download(name))
 
 
@@ -175,9 +175,9 @@ def config_content(model: ModelConfig) -> Mapping[str, Any]:
                 f"`{download_command(model.model)}`, or set model.download: true"
             )
             raise ConfigError.for_key("model.model", reason) from None
-        reason = f"{model.model} is no folder with a config.json that names a model_type: name such a folder"
+        reason = f"is {model.model}, which is no folder with a config.json that names a model_type: name such a folder"
         if (path.parent / "adapter_config.json").is_file():
-            reason = f"{model.model} holds adapters and no model: merge them into their model, and name its folder"
+            reason = f"is {model.model}, which holds adapters only: merge them into their model, and name its folder"
         raise ConfigError.for_key("model.model", reason) from None
     _require_end_tokens(path.with_name("generation_config.json"))
     return sizes
@@ -190,10 +190,10 @@ def _require_end_tokens(path: Path) -> None:
     try:
         content = parse_json(read_text(path))
     except ValueError as error:
-        raise ConfigError.for_key("model.model", f"{path} cannot be read ({error}): copy it again") from None
+        raise ConfigError.for_key("model.model", f"needs {path}, which cannot be read ({error}): copy it") from None
     ends = content.get("eos_token_id") if isinstance(content, Mapping) else content
     if ends is not None and not all(type(end) is int for end in (ends if isinstance(ends, list) else [ends])):
-        reason = f"{path} has eos_token_id {str(ends)[:40]}, which is neither a token id nor a list of them"
+        reason = f"has eos_token_id {str(ends)[:40]} in {path}, which is neither a token id nor a list of them"
         raise ConfigError.for_key("model.model", reason)
 
 
@@ -223,7 +223,7 @@ def refuse_missing_layers(model: ModelConfig) -> None:
     found_layers = max(map(len, layers.values()), default=0)
     if isinstance(configured, int) and 0 < found_layers < configured:
         reason = (
-            f"{model.model} has a config.json of {configured} layers (num_hidden_layers) beside weights of "
+            f"is {model.model}, which has a config.json of {configured} layers (num_hidden_layers) beside weights of "
             f"{found_layers}: take the config.json that belongs to the weights"
         )
         raise ConfigError.for_key("model.model", reason)
@@ -259,12 +259,12 @@ def require_whole_weights(model: ModelConfig) -> None:
         named = _read_index(path)
         for name in sorted(set(named.values())):
             if not (folder / name).is_file():
-                raise _damage_error(folder / name, f"is missing, though {path.name} names it")
+                raise _damage_error(folder / name, f"is missing, although {path.name} names it")
             _require_whole_file(folder / name)
 
 
 def _damage_error(path: Path, fact: str, remedy: str = "copy or download it again") -> ConfigError:
-    return ConfigError.for_key("model.model", f"{path} {fact}: {remedy}")
+    return ConfigError.for_key("model.model", f"needs {path}, which {fact}: {remedy}")
 
 
 def _read_json(path: Path) -> Any:
@@ -280,7 +280,7 @@ def damaged_json_reason(folder: str) -> str:
         try:
             _read_json(path)
         except ConfigError as error:
-            return error.faults[0].reason
+            return f"it {error.faults[0].reason}"
     return ""
 
 

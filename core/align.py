@@ -252,6 +252,6 @@ def require_a_batch(num: int, *, world_size: int, batch_size: int, drop_last: bo
     mine = aligned_size(num, world_size, drop_last) // world_size
     if not count_batches(mine, batch_size=batch_size, drop_last=drop_last):
         name, each = ("pack", "") if batch_size == 1 else ("sample", f" with a batch of {batch_size:,} each")
-        fact = f"{counted(num, name)} cannot feed {counted(world_size, 'rank')}{each} while the remainder is dropped"
+        fact = f"{counted(num, name)} cannot feed {counted(world_size, 'rank')}{each}, and the remainder is dropped"
         details = {"num_packs": num, "world_size": world_size, "batch_size": batch_size}
         raise ArgumentError("too_short", fact, details)

@@ -25,7 +25,7 @@ def count_row_groups(num_ranks: int, row_ranks: int) -> int:
     3
     """
     if row_ranks < 1 or num_ranks % row_ranks:
-        fact = f"{counted(num_ranks, 'rank')} cannot share rows by {row_ranks} each: start a multiple of it"
+        fact = f"{counted(num_ranks, 'rank')} do not make groups of {row_ranks}: start a multiple of {row_ranks} ranks"
         raise ArgumentError("ranks", f"{fact}, or set sequence_parallel_size to 1")
     return num_ranks // row_ranks
 
@@ -69,7 +69,7 @@ def largest_degree(num_ranks: int, asked: int | None = None) -> int:
     if asked is None:
         return most
     if as_whole_number("max_degree", asked, most=MOST_RANKS) & (asked - 1) or asked > most:
-        fact = f"at most {counted(asked, 'rank')} are to share a pack, which has to be a power of two that divides the"
+        fact = f"at most {counted(asked, 'rank')} may share a pack, but that is no power of two that divides the"
         raise ArgumentError("degree", f"{fact} {counted(num_ranks, 'rank')}", {"largest": most})
     return asked
 
@@ -152,7 +152,7 @@ class PartialWindow:
 
     def __str__(self) -> str:
         return (
-            f"the last step of each epoch has {counted(self.remainder, 'batch')} of a rank instead of "
+            f"in the last step of each epoch, each rank trains {counted(self.remainder, 'batch')} instead of "
             f"{self.gradient_accumulation_steps:,}"
         )
 

@@ -243,7 +243,7 @@ def schedule_epochs(
     start, total = schedule.start, 0
     wanted = Fraction(str(schedule.num_train_epochs))
     if schedule.max_steps <= 0 and wanted > MOST_EPOCHS:
-        fact = f"{schedule.num_train_epochs:,} epochs are asked for, and no more than {MOST_EPOCHS:,} can be planned"
+        fact = f"the run has {schedule.num_train_epochs:,} epochs, but at most {MOST_EPOCHS:,} can be planned"
         raise ArgumentError("too_many_epochs", fact, {"epochs": MOST_EPOCHS})
     plain = attrs.evolve(schedule, works=None)
     for epoch in range(MOST_EPOCHS):
@@ -256,7 +256,7 @@ def schedule_epochs(
         ends = total >= schedule.max_steps if schedule.max_steps > 0 else epoch + 1 >= wanted
         if ends and epoch >= start.epoch:
             return attrs.evolve(plain, num_packs=tuple(one.num_packs for one in records)), tuple(records)
-    fact = f"epochs 0 to {MOST_EPOCHS - 1:,} end at optimizer step {total:,}, and no more epochs can be planned"
+    fact = f"the first {MOST_EPOCHS:,} epochs end at optimizer step {total:,}, and no more epochs can be planned"
     raise ArgumentError("too_many_epochs", fact, {"epochs": MOST_EPOCHS, "steps": total})
 
 

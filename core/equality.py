@@ -295,13 +295,13 @@ class ProbeResult:
             limit: Largest relative difference from the samples alone.
         """
         if not math.isfinite(self.isolation):
-            return "no gradient reaches a sample from its own logits, so nothing can be said"
+            return "no gradient of a sample's logits reaches its tokens, so the test shows nothing"
         if self.isolation:
-            return f"gradients pass between samples of a row: {self.isolation:.2g} of a sample's own, where 0 is due"
+            return f"gradients pass between samples of a row ({self.isolation:.2g} of a sample's own, but 0 is due)"
         if not self.equality <= limit:
             return (
-                f"packed samples differ from themselves alone by {self.equality:.2g}, where {limit:.0e} is allowed, "
-                "though no gradient passes between them"
+                f"packed samples differ from the same samples alone by {self.equality:.2g}, where {limit:.0e} is "
+                "allowed, although no gradient passes between them"
             )
         return None
 
@@ -351,7 +351,7 @@ class PackingVerdict:
     def __str__(self) -> str:
         by = f", with {' and '.join(self.split)} run sample by sample" if self.split else ""
         measured = "" if self.measured is None else f" ({self.measured})"
-        unasked = f"; not asked: {' and '.join(self.not_exercised)}" if self.not_exercised else ""
+        unasked = f"; not tested: {' and '.join(self.not_exercised)}" if self.not_exercised else ""
         return f"{self.reason}{by}{measured}{unasked}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -428,20 +428,20 @@ def choose_attention(
     >>> choose_attention("sdpa", None).name
     'sdpa'
     >>> choose_attention("flash_attention_2", None, on_cpu=True).leak
-    'flash attention runs on a GPU alone'
+    'flash attention runs only on a GPU'
     """
     passes = verdict is not None and verdict.passes
     leak = reason_against_backend(attn_impl, flash_installed=flash_installed, on_cpu=on_cpu)
     if leak is None and verdict is not None and not passes:
         leak = verdict.reason
     if attn_impl == VARLEN and verdict is not None and not passes:
-        raise ModelError("attention", f"attn_impl {VARLEN} cannot be taken: {verdict.reason}")
+        raise ModelError("attention", f"attn_impl {VARLEN} cannot be used: {verdict.reason}")
     why = "attn_impl names it" if attn_impl != AUTO else f"attn_impl is {AUTO}"
     if verdict is None:
         return AttentionChoice(NATIVE if attn_impl == AUTO else attn_impl, why, leak=leak)
     if not passes:
         native = verdict.native or NATIVE
-        why += f", but samples may not share packs: {verdict.reason}"
+        why += f", but samples must not share packs: {verdict.reason}"
         return AttentionChoice(native if attn_impl == AUTO else attn_impl, why, native, verdict=verdict, leak=leak)
     if attn_impl == AUTO:
         why += f", and {verdict.model_type} was shown to pack by it"
@@ -462,7 +462,7 @@ def reason_against_backend(attn_impl: str, *, flash_installed: bool, on_cpu: boo
     if attn_impl in FLASH_BACKENDS and not flash_installed:
         return "the package flash-attn is not installed"
     if attn_impl in FLASH_BACKENDS and on_cpu:
-        return "flash attention runs on a GPU alone"
+        return "flash attention runs only on a GPU"
     if attn_impl == FLEX and on_cpu:
         return "flex attention has no backward pass on a CPU"
     return None

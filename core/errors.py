@@ -18,9 +18,9 @@ Errors that this project raises on purpose.
         │                           samples alone; an AssertionError too
         └── CorruptArtefactError    a stored file is not what was written
 
-Callers tell errors apart by their class. A class may state several facts, told apart by `kind`.
-Texts use the words of the library; `core.config.faults.explain_error` adds the remedy, in keys of a
-YAML. Fields are positional, so that errors survive pickling between processes.
+Callers tell errors apart by their class. A class may state several facts, told apart by `kind`. The
+text of an error is its fact, and the remedy for its kind. Fields are positional, so that errors
+survive pickling between processes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ from typing import Any
 
 import attrs
 
-SHARED_BY = "ranks of the longest pack"
-"""Name of a difference in the number of ranks that share the longest pack."""
+SHARED_BY = "number of ranks that share the longest pack"
+"""Name of a difference."""
+
+_DIGESTS: Mapping[str, str] = MappingProxyType({"plan": "checksum of the packs", "data": "digest of the data"})
+"""Difference whose cause is another one, if there is another -> its name in a message."""
 
 _MOST, _MOST_CHARACTERS, _BEFORE = 3, 80, 20
 """
@@ -64,11 +67,15 @@ class PackplanError(Exception):
     """Numbers and names in the fact, by name."""
 
     def _full_text(self) -> str:
-        """Return the whole text, however long."""
+        """Return the whole fact, however long."""
         return super().__str__()
 
     def __str__(self) -> str:
-        return shorten(self._full_text())
+        from packplan.core.config.remedies import REMEDIES  # noqa: PLC0415  # planning loads few modules
+
+        fact, remedy = self._full_text(), REMEDIES.get(self.kind, "").format_map(self.details)
+        between = "\n  " if "\n" in fact else "; "
+        return shorten(f"{shorten(fact)}{between}{remedy}" if remedy else fact)
 
 
 class UserError(PackplanError):
@@ -97,10 +104,10 @@ class Fault:
     """Key of the YAML, with its section."""
 
     reason: str
-    """Fact and remedy, as a clause."""
+    """Fact and remedy: a clause whose subject is `path`."""
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.reason}" if self.path else self.reason
+        return f"{self.path} {self.reason}".strip()
 
 
 @attrs.define(eq=False)
@@ -118,8 +125,9 @@ class ConfigError(UserError):
         return cls("", (Fault(path, reason),))
 
     def _full_text(self) -> str:
-        head = f"{self.source} has {counted(len(self.faults), 'fault')}"
-        return format_lines(head, self.faults) if self.source else "\n".join(map(str, self.faults))
+        if self.source and any(fault.path for fault in self.faults):
+            return format_lines(f"{self.source} has {counted(len(self.faults), 'fault')}", self.faults)
+        return "\n".join(f"{self.source} {fault}".strip() for fault in self.faults)
 
 
 @attrs.define(eq=False)
@@ -181,8 +189,9 @@ class ModelError(_FactError, UserError):
             attn_impl: Attention that the run asks for.
             reason: Fact that forbids it, as a clause.
         """
-        fact = f"{model_type} may not pack under attn_impl {attn_impl}: {reason}"
-        return cls("isolation", fact, {"model_type": model_type, "attn_impl": attn_impl})
+        by = "" if attn_impl == "auto" else f" with attn_impl {attn_impl}"
+        fact = f"models of the type {model_type} cannot be packed{by}: {reason}"
+        return cls("attention" if by else "isolation", fact, {"model_type": model_type, "attn_impl": attn_impl})
 
 
 @attrs.define(eq=False)
@@ -198,9 +207,11 @@ class StaleError(_FactError, UserError):
     @classmethod
     def for_plan(cls, checkpoint: str, differences: tuple[Difference, ...]) -> StaleError:
         """Return the error about a checkpoint that was trained by another plan."""
-        head = f"{checkpoint} was trained from another plan or in another way, so this run cannot go on with it"
+        head = f"this run cannot resume from {checkpoint}, since these have changed"
         keys = {difference.key for difference in differences}
-        fact, facts = format_lines(head, differences), {"differences": differences}
+        causes = [one for one in differences if one.key not in _DIGESTS]
+        shown = causes or [attrs.evolve(one, key=_DIGESTS[one.key]) for one in differences]
+        fact, facts = format_lines(head, shown), {"differences": differences}
         if keys == {SHARED_BY}:
             return cls("fewer_ranks", fact, facts)
         reordered = "order_version" in keys
@@ -224,12 +235,10 @@ class StaleError(_FactError, UserError):
             differences: Values as planned and as fetched.
             copy: Folder of the copy that its file is read from; None if the file itself is read.
         """
-        changes = "; ".join(f"{one.key} planned {one.stored}, fetched {one.current}" for one in differences)
-        fact = f"sample {index} ({where}) is not the one that was planned: {changes}"
-        details = {"index": index, "differences": differences}
-        if copy is None:
-            return cls("changed_sample", fact, details)
-        return cls("changed_copy", f"{fact}. Its copy was changed: delete {copy}, which is made again", details)
+        details = {"index": index, "differences": differences, "copy": copy}
+        what = f"the copy of sample {index} ({where}) in {copy}" if copy else f"sample {index} ({where})"
+        fact = f"{what} has changed since it was planned: {'; '.join(map(str, differences))}"
+        return cls("changed_copy" if copy else "changed_sample", fact, details)
 
 
 @attrs.define(eq=False)
@@ -305,7 +314,8 @@ class Difference:
     current: object
 
     def __str__(self) -> str:
-        return f"{self.key}: stored {self.stored!r}, now {self.current!r}"
+        stored, current = ("unset" if one is None else repr(one) for one in (self.stored, self.current))
+        return f"{self.key} was {stored}, now {current}"
 
 
 @attrs.frozen

@@ -441,7 +441,7 @@ def parse_bytes(text: str) -> int:
     if found is not None and (found[2] or found[3] == "B"):
         amount = Decimal(found[1]) * (1024 if found[3] == "iB" else 1000) ** _PREFIXES[found[2]]
     if amount < 1 or amount != int(amount):
-        raise ValueError(f"{text!r} is no amount of memory: write 80GiB, 80GB or 24G")
+        raise ValueError(f"{text!r} is not an amount of memory: write 80GiB, 80GB or 24G")
     return int(amount)
 
 

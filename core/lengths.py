@@ -42,21 +42,21 @@ def as_lengths(lengths: Lengths, *, least: int = 1) -> IntArray:
     """
     if isinstance(lengths, np.ma.MaskedArray) and lengths.mask.any():
         index = int(np.argmax(np.ma.getmaskarray(lengths)))
-        raise _bad_length_error(index, "masked", "a length is a whole number of tokens")
+        raise _bad_length_error(index, "masked", "a length has to be a whole number of tokens")
     array = np.asarray(lengths) if isinstance(lengths, np.ndarray) else _convert_lengths(lengths)
     if array.ndim != 1:
-        raise _bad_length_error(0, f"array of shape {array.shape}", "lengths are one-dimensional")
+        raise _bad_length_error(0, f"array of shape {array.shape}", "lengths have to be one-dimensional")
     if array.dtype.kind == "O":
         array = _convert_lengths(array.tolist())
     if array.dtype.kind not in "iu":
         _raise_first_bad(array.tolist())
     if array.size and array.dtype.kind == "u" and int(array.max()) >= 2**63:
         index = int(array.argmax())
-        raise _bad_length_error(index, int(array[index]), "a length is below 2**63")
+        raise _bad_length_error(index, int(array[index]), "a length has to be below 2**63")
     checked: IntArray = array.astype(np.int64, copy=False)
     if checked.size and int(checked.min()) < least:
         index = int(np.argmax(checked < least))
-        raise _bad_length_error(index, int(checked[index]), "a length is at least 1 token")
+        raise _bad_length_error(index, int(checked[index]), "a length has to be at least 1 token")
     if checked.size and int(checked.max()) * checked.size >= 2**63:
         _raise_where_total_overflows(checked)
     return checked
@@ -79,7 +79,7 @@ def _convert_lengths(values: Sequence[int]) -> IntArray:
     is_table = hasattr(values, "column_names") or hasattr(values, "columns")
     if is_table or isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__getitem__"):
         column = ": give its column of lengths, such as data['length']" if is_table else ""
-        message = f"lengths are a list or an array of whole numbers, not {type(values).__name__}{column}"
+        message = f"lengths have to be a list or an array of whole numbers, not {type(values).__name__}{column}"
         raise ArgumentError("argument", message)
     if not isinstance(values, (list, tuple, range)) and not hasattr(values, "__array__"):
         values = _read_in_one_slice(values)
@@ -92,7 +92,7 @@ def _convert_lengths(values: Sequence[int]) -> IntArray:
         return np.array(values, dtype=np.int64)
     except OverflowError:
         index = next(i for i, n in enumerate(values) if not -(2**63) <= n < 2**63)
-        reason = "a length is below 2**63" if values[index] > 0 else "a length is at least 1 token"
+        reason = "a length has to be below 2**63" if values[index] > 0 else "a length has to be at least 1 token"
         raise _bad_length_error(index, values[index], reason) from None
 
 
@@ -130,11 +130,11 @@ def _raise_first_bad(values: Sequence[object]) -> None:
     # fault, not the first value.
     missing = next((index for index, value in enumerate(values) if isinstance(value, float) and isnan(value)), None)
     if missing is not None:
-        fact = f"length {missing} is NaN: a length is a whole number of tokens"
+        fact = f"length {missing} is NaN: a length has to be a whole number of tokens"
         raise ArgumentError("length", fact, {"index": missing, "value": "NaN"})
     for index, value in enumerate(values):
         if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral):
-            raise _bad_length_error(index, value, "a length is a whole number of tokens")
+            raise _bad_length_error(index, value, "a length has to be a whole number of tokens")
 
 
 def squares(lengths: IntArray) -> NDArray[np.float64]:
@@ -213,7 +213,7 @@ def as_works(works: Any, num: int, *, items: str = "packs") -> NDArray[np.float6
     try:
         array = _as_array(works).astype(np.float64, copy=False)
     except (TypeError, ValueError):
-        fact = f"the work of {items} is a finite number of at least 0 for each, not {type(works).__name__}"
+        fact = f"the work of {items} has to be a list of finite numbers of at least 0, not {type(works).__name__}"
         raise ArgumentError("works", fact, {"num": num, "num_works": 0}) from None
     if array.shape != (num,):
         fact = f"works and {items} differ in number ({array.size:,} and {num:,}): give one work for each"
@@ -222,6 +222,6 @@ def as_works(works: Any, num: int, *, items: str = "packs") -> NDArray[np.float6
     if wrong.size:
         index, value = int(wrong[0]), float(array[wrong[0]])
         others = f"; {wrong.size:,} of {num:,} are wrong" if wrong.size > 1 else ""
-        fact = f"work {index} is {value}, but the work of {items} is a finite number of at least 0{others}"
+        fact = f"work {index} is {value}, but the work of {items} has to be a finite number of at least 0{others}"
         raise ArgumentError("works", fact, {"index": index, "value": value, "num_wrong": int(wrong.size)})
     return array

@@ -417,13 +417,13 @@ def _prefix_faults(mixes: Mixes, entry: int, found: Sequence[Fault]) -> Iterator
 def _value_faults(mix: Mix, sizes: Sequence[int]) -> Iterator[Fault]:
     """Yield the faults of a mix's values; *sizes* are the records of each source."""
     if not mix.sources:
-        yield Fault("sources", "is empty: name at least one")
+        yield Fault("sources", "is empty: name at least one source")
     files = [source.jsonl for source in mix.sources]
     for number, (source, size) in enumerate(zip(mix.sources, sizes, strict=True)):
         path, first = f"sources[{number}]", files.index(source.jsonl)
         yield from _source_faults(mix, source, path)
         if first < number:
-            yield Fault(f"{path}.jsonl", f"is {source.jsonl}, as sources[{first}].jsonl is: name each file once")
+            yield Fault(f"{path}.jsonl", f"is {source.jsonl}, and so is sources[{first}].jsonl: name each file once")
         elif not size:
             yield Fault(path, f"({source.jsonl}) has no record: remove it, or add records")
         elif source.count is not None and source.count > size and not source.replacement:
@@ -461,11 +461,11 @@ def _total_faults(mix: Mix) -> Iterator[Fault]:
     if wanted is None:
         return
     if wanted < fixed:
-        yield Fault(key, f"is {wanted}, but the counts alone are {fixed}: raise it")
+        yield Fault(key, f"is {wanted}, but the counts of the sources add up to {fixed}: raise it")
     elif wanted != fixed and all(source.count for source in mix.sources):
-        yield Fault(key, f"is {wanted}, but the counts are {fixed}, and no source has a ratio: remove it")
+        yield Fault(key, f"is {wanted}, but the counts add up to {fixed}, and no source has a ratio: remove it")
     elif (most := sum(quotas(mix, []))) < wanted:
-        yield Fault(key, f"is {wanted}, but no source takes more than its cap, {most} in all: lower it, or raise a cap")
+        yield Fault(key, f"is {wanted}, but the caps of the sources add up to {most}: lower it, or raise a cap")
 
 
 def _pool_faults(mix: Mix, drawable: Sequence[Pool]) -> Iterator[Fault]:
@@ -489,7 +489,7 @@ def _draw_faults(mix: Mix, available: Sequence[int], samples: Sequence[int]) -> 
     for number, (source, size, num, quota) in enumerate(found):
         if (draws := int(quota / size * num)) > _MOST_DRAWS and source.replacement:
             key = "its count" if source.count else f"{mix.by}_per_epoch"
-            reason = f"({source.jsonl}) would be drawn from {draws:,} times in an epoch, above {_MOST_DRAWS:,}"
+            reason = f"({source.jsonl}) would be drawn {draws:,} times in an epoch, more than {_MOST_DRAWS:,}"
             yield Fault(f"sources[{number}]", f"{reason}: lower {key}")
 
 
@@ -504,7 +504,7 @@ def _share_faults(mix: Mix, available: Sequence[int], least: Sequence[int] | Non
     found = zip(mix.sources, available, quotas(mix, available), least, strict=True)
     for number, (source, size, quota, shortest) in enumerate(found):
         if quota < shortest:
-            reason = "of no sample" if mix.by == "samples" else f"below its shortest sample ({counted(shortest, unit)})"
+            reason = "of 0 samples" if mix.by == "samples" else f"below its shortest sample ({counted(shortest, unit)})"
             key = "its ratio" if mix.epoch_total is None else f"{mix.by}_per_epoch"
             yield Fault(f"sources[{number}]", f"({source.jsonl}) has a share {reason} in an epoch: raise {key}")
         elif quota > size and not source.replacement:

@@ -204,7 +204,7 @@ def as_packs(value: AnyPacks) -> Packs:
     try:
         return held if isinstance(held, Packs) else Packs.from_lists(held)
     except TypeError:
-        message = f"packs are lists of sample indices, a Packs, a Plan or a RawPlan, not {value!r:.80}"
+        message = f"packs have to be lists of sample indices, a Packs, a Plan or a RawPlan, not {value!r:.80}"
         raise ArgumentError("argument", message) from None
 
 

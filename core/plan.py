@@ -229,7 +229,7 @@ def _sizes_with_images(lengths: IntArray, images: Lengths | None, policy: PlanPo
         return lengths, policy.packing_length
     counts = as_lengths([] if images is None else images, least=0)
     if counts.size != lengths.size:
-        message = f"images are those of {counts.size:,} samples, but max_images needs those of all {lengths.size:,}"
+        message = f"images has {counts.size:,} counts, but max_images needs one for each of {lengths.size:,} samples"
         raise ArgumentError("argument", message)
     capacity = lcm(policy.packing_length, policy.max_images)
     per_token, per_image = capacity // policy.packing_length, capacity // policy.max_images
@@ -264,7 +264,7 @@ def _find_plan_bound(
 def _checked_policy(policy: PlanPolicy) -> PlanPolicy:
     """Return *policy*; ArgumentError if it is no `PlanPolicy` but, say, a packing length."""
     if not isinstance(policy, PlanPolicy):
-        message = f"the second argument is a PlanPolicy, not {policy!r}: write packing_length={policy!r}"
+        message = f"the second argument has to be a PlanPolicy, not {policy!r}: write packing_length={policy!r}"
         raise ArgumentError("argument", message)
     return policy
 
@@ -355,8 +355,8 @@ def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
     fact = (
         f"{plan.dropped_samples:,} of {counted(plan.num_samples, 'sample')} (of "
         f"{token_range(int(dropped.min()), int(dropped.max()))}) would never be trained: their "
-        f"{len(plan.dropped_packs):,} packs are filled below {policy.min_fill_ratio}, and have "
-        f"{plan.dropped_tokens / plan.num_tokens:.2%} of all tokens, where max_dropped_share is "
+        f"{len(plan.dropped_packs):,} packs are filled below min_fill_ratio {policy.min_fill_ratio} and hold "
+        f"{plan.dropped_tokens / plan.num_tokens:.2%} of all tokens, above max_dropped_share "
         f"{policy.max_dropped_share}"
     )
     raise ArgumentError("dropped_tokens", fact, {"num_dropped": plan.dropped_samples, "enough": enough})

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.epochs import EpochRecord
-from packplan.core.errors import Difference
+from packplan.core.errors import Difference, counted
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.lengths import IntArray
 from packplan.core.plan import RawPlan
@@ -175,10 +175,10 @@ class Origin:
         """
         differences = self.key.differences(key)
         if self.num_measured > num_records:
-            return (*differences, Difference("data.records", self.num_measured, num_records))
+            return (*differences, Difference("data (number of records)", self.num_measured, num_records))
         if (current := data_digest(self.num_measured)) != self.data_digest:
-            where = f"data.sha256 of the first {self.num_measured:,}"
-            return (*differences, Difference(where, self.data_digest, current))
+            what = f"data (digest of the first {counted(self.num_measured, 'record')})"
+            return (*differences, Difference(what, self.data_digest[:12], current[:12]))
         return differences
 
 

@@ -24,8 +24,8 @@ _LONGEST_NAME, _MOST_BITS = 255, 64
 
 
 _BRACKETS = {
-    "mapping": '{ } is a mapping, and no text: put quotes around it, as "{{ x }}"',
-    "sequence": "[ ] is a list, and no text: put quotes around it",
+    "mapping": '{ } is a mapping, not a text: put quotes around it, as "{{ x }}"',
+    "sequence": "[ ] is a list, not a text: put quotes around it",
 }
 """Kind of a node of YAML -> end of the message that refuses it as a key."""
 
@@ -49,13 +49,13 @@ def read_document(path: Path) -> dict[str, Any]:
             document = _parse_yaml(read_text(path))
         except ValueError as error:
             if extending is not None:
-                raise _refusal(extending, f"{path} {error}", key="extends") from None
+                raise _refusal(extending, f"names {path}, which {error}", key="extends") from None
             raise _refusal(path, str(error)) from None
         if not isinstance(document, dict):
-            raise _refusal(path, "has to hold sections, or keys and their values, but holds none")
+            raise _refusal(path, "has to hold keys and their values, but holds none")
         extending = path
         if path.resolve() in documents:
-            raise _refusal(path, "comes back to a file that extends this one: break the circle", key="extends")
+            raise _refusal(path, "leads back to a file that extends this one: break the circle", key="extends")
         base, documents[path.resolve()] = document.pop("extends", None), document
         if base is not None and not isinstance(base, str):
             raise _refusal(path, f"is {base!r}, but has to be the path of a YAML", key="extends")
@@ -85,7 +85,7 @@ def apply_overrides(document: Mapping[str, Any], overrides: Iterable[str]) -> di
     for text in overrides:
         key, equals, written = text.partition("=")
         if not equals or not all(key.split(".")):
-            found.append(Fault(text, "is no override: write section.key=value"))
+            found.append(Fault(text, "is not an override: write section.key=value"))
             continue
         try:
             layer = _parse_yaml(written)
@@ -112,7 +112,7 @@ def expand_path(path: str) -> str:
     if path.startswith("~") and (home := os.path.expanduser(path)) == path:  # noqa: PTH111  # it takes no ~name apart
         user = path.partition("/")[0]
         message = (
-            f"is {path!r}, but {user} is no user's home here: write the folder out, or ./{path} for one of that name"
+            f"is {path!r}, but there is no user {user} here: write the folder in full, or ./{path} for one of that name"
         )
         raise ValueError(message)
     path = home if path.startswith("~") else path
@@ -134,7 +134,7 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any
         is_scalar = isinstance(key_node, yaml.ScalarNode)
         key = loader.construct_object(key_node, deep=True) if is_scalar else None
         if not isinstance(key, str):
-            what = _BRACKETS.get(key_node.id, f"{key_node.value} is no text: put quotes around it")
+            what = _BRACKETS.get(key_node.id, f"{key_node.value} is not a text: put quotes around it")
             problem = f"the key {what}"
             raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
         if key in seen and key != "<<":
@@ -163,10 +163,10 @@ def _parse_yaml(text: str) -> Any:
     try:
         return require_shallow(yaml.load(text, Loader=_Loader))  # noqa: S506  # a SafeLoader
     except RecursionError:
-        raise ValueError("is no valid YAML: it is nested too deeply") from None
+        raise ValueError("is not valid YAML: it is nested too deeply") from None
     # The latter two of dates, and of sexagesimal fractions.
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise ValueError(f"is no valid YAML: {error}") from None
+        raise ValueError(f"is not valid YAML: {error}") from None
 
 
 def merge_sections(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def parse_config(
         ConfigError: All faults of the configuration.
     """
     document = {name: {} for name in SECTIONS} | apply_overrides(document, overrides)
-    reason = "is of reinforcement learning (packplan rl), which this command is not: remove the section"
+    reason = "belongs to packplan rl, and this is another command: remove the section"
     found = [Fault(name, reason) for name in RL_SECTIONS if document.pop(name, None) is not None]
     usable = {f"training.{key}" for key in trainer_keys} | {*known_keys(RunConfig)}
     advise = partial(explain_unknown_key, known=sorted(usable - {*_REFUSED}), refused=_REFUSED, foreign=_FOREIGN)
@@ -89,7 +89,7 @@ def load_rl_config(path: str | Path, grpo_keys: Mapping[str, TrainerKey], *, ove
     advise = partial(explain_unknown_key, known=known, refused={}, foreign=_FOREIGN)
     found = []
     if document["training"]:
-        found.append(Fault("training", "is of packplan sft: write into the section grpo what GRPOConfig takes"))
+        found.append(Fault("training", "belongs to packplan sft: write what GRPOConfig takes into the section grpo"))
     grpo: Any = document["grpo"]
     if not isinstance(grpo, dict):
         found.append(Fault("grpo", f"is {grpo!r}, but has to be a section of keys"))
@@ -188,6 +188,6 @@ def _convert_settings(
                 taken[key] = expand_path(value) if is_path else keys[key].convert(value)
             except ValueError as error:
                 other = _FOREIGN.get(key)
-                meant = f", or write {other.ours} for that of {other.programs}" if other and other.ours else ""
+                meant = f", or write {other.ours} for the key of {other.programs}" if other and other.ours else ""
                 found.append(Fault(path, f"{error}{meant}"))
     return taken

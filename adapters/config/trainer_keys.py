@@ -242,9 +242,9 @@ def machine_faults(settings: Mapping[str, Any], *, on_cpu: bool, section: str = 
             reason = f"needs the package {package}, which is not installed: install it, or remove the key"
             yield Fault(f"{section}.{key}", reason)
     if settings.get("fp16") and on_cpu:
-        yield Fault(f"{section}.fp16", "computes in float32 on a CPU, silently: use bf16, or remove it")
+        yield Fault(f"{section}.fp16", "has no effect on a CPU, which would compute in float32: use bf16, or remove it")
     if settings.get("fsdp") and on_cpu:
-        reason = "would be dropped on a CPU, silently (by accelerate): remove it, or train on GPUs"
+        reason = "has no effect on a CPU, where accelerate ignores it: remove it, or train on GPUs"
         yield Fault(f"{section}.fsdp", reason)
     shared = read_nested_settings(settings.get("deepspeed"))
     for name in ("tensor_parallel", "sequence_parallel_size"):

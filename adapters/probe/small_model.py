@@ -57,11 +57,11 @@ def open_model_config(model: ModelConfig) -> Any:
         config = AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code)
     except Exception as error:
         reason = " ".join(f"{error}".split())[:300]
-        fact = f"{model.model} has a config.json that transformers refuses: {reason}"
+        fact = f"is {model.model}, whose config.json transformers refuses: {reason}"
         raise ConfigError.for_key("model.model", fact) from error
     for part in (config, config.get_text_config()):
         if not isinstance(part.dtype, torch.dtype | None):
-            fact = f"{model.model} has a config.json with dtype {str(part.dtype)[:40]}, which torch does not have"
+            fact = f"is {model.model}, whose config.json has dtype {str(part.dtype)[:40]}, which torch does not have"
             raise ConfigError.for_key("model.model", fact)
     return config
 

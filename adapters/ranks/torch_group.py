@@ -28,7 +28,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from packplan.adapters.ranks.heartbeat import BEAT, DIED, Heartbeat
-from packplan.core.config.faults import explain_error
 from packplan.core.errors import ConfigError, Fault, PackplanError, RunError, counted
 from packplan.core.ports import Arrays, RankGroup, ReportProgress
 
@@ -255,12 +254,12 @@ def _await_readers(store: Store, key: str, world_size: int) -> None:
     try:
         store.wait(acknowledged, timedelta(seconds=_ACKNOWLEDGE_S))
     except dist.DistStoreError:
-        log.warning("some ranks did not hear within %.0f s why the run ends", _ACKNOWLEDGE_S)
+        log.warning("some ranks were not told within %.0f s why the run ends", _ACKNOWLEDGE_S)
 
 
 def _error_text(error: BaseException) -> str:
     """Return this rank's error with its remedy, for the messages of other ranks."""
-    return explain_error(error) if isinstance(error, PackplanError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, PackplanError) else f"{type(error).__name__}: {error}"
 
 
 def _first_sentence(error: BaseException) -> str:
@@ -301,7 +300,7 @@ def join_launch(*, timeout_s: float = 1800.0, refusal: Exception | None = None) 
         RunError: Another rank refuses the run, or a rank is missing after *timeout_s*.
     """
     if refusal is not None:
-        log.warning("the run is refused, which the other ranks are told when they come: %s", _error_text(refusal))
+        log.warning("the run is refused, and the other ranks are told when they start: %s", _error_text(refusal))
     store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     # An earlier attempt or launch may have had the same store, whose entries must not be read.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -106,7 +106,7 @@ def _copied(value: Any) -> Any:
 def _resolve(model: ModelConfig, model_type: str | None, **given: Any) -> RunArguments:
     if model.rope_scaling:  # unset, it limits packs alone
         given["max_model_len"] = model.max_model_len
-    with wrap_load_errors("model.model", f"{model.model} cannot be loaded by ms-swift"):
+    with wrap_load_errors("model.model", f"is {model.model}, which ms-swift cannot load"):
         return RunArguments(model_type=model_type, **_set_keys(model, _OF_MODEL), **given)
 
 
@@ -123,7 +123,7 @@ def refuse_remote_code(model: ModelConfig) -> None:
         # The index of weight files is large, and names no code.
         if not file.name.endswith(".index.json") and b'"auto_map"' in file.read_bytes():
             reason = f"brings Python code ({file.name} has auto_map): read it, then set model.trust_remote_code: true"
-            raise ConfigError.for_key("model.model", f"{model.model} {reason}")
+            raise ConfigError.for_key("model.model", f"is {model.model}, which {reason}")
 
 
 def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | None, str]:
@@ -139,13 +139,13 @@ def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | Non
         ConfigError: The registry has no entry, or several to choose from.
     """
     types, templates = _candidate_types(model)
-    with wrap_load_errors("model.model", f"{model.model}/args.json cannot be read"):
+    with wrap_load_errors("model.model", f"has an args.json that cannot be read, in {model.model}"):
         if asked := template.template or _read_args_json_template_type(model.model):
             templates = [asked]
     choices = (("model.model_type", "model types", types), ("template.template", "templates", templates))
     faults = [_choice_fault(model, *one) for one in choices if len(one[2]) != 1]
     if faults:
-        raise ConfigError("the model's kind", tuple(faults))
+        raise ConfigError("the model", tuple(faults))
     return types[0], templates[0]
 
 
@@ -153,7 +153,7 @@ def swift_model_type(model: ModelConfig) -> str | None:
     """Return ms-swift's model type of a model, or None; see `swift_types`."""
     types, _ = _candidate_types(model)
     if len(types) != 1:
-        raise ConfigError("the model's kind", (_choice_fault(model, "model.model_type", "model types", types),))
+        raise ConfigError("the model", (_choice_fault(model, "model.model_type", "model types", types),))
     return types[0]
 
 
@@ -187,6 +187,6 @@ def _matching_templates(types: Sequence[str]) -> list[str]:
 def _choice_fault(model: ModelConfig, key: str, what: str, found: Sequence[str | None]) -> Fault:
     architecture = config_architecture(model)
     if not found:
-        return Fault(key, f"is not set, and ms-swift knows no {what} of {architecture}: set it to one that it has")
+        return Fault(key, f"is not set, and ms-swift has no {what} for {architecture}: set it to one that fits")
     several = ", ".join(map(str, found[:20]))
-    return Fault(key, f"is not set, and ms-swift knows several {what} of {architecture}: set it to one of {several}")
+    return Fault(key, f"is not set, and ms-swift has several {what} for {architecture}: set it to one of {several}")

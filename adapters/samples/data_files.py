@@ -120,14 +120,14 @@ def _require_data_path(path: Path) -> None:
         if path.is_dir():
             if is_arrow_folder(path):
                 return
-            raise DataSetError(f"{path} is no folder of datasets.save_to_disk: name its files, as {path}/*.jsonl")
+            raise DataSetError(f"{path} is not a folder of datasets.save_to_disk: name its files, as {path}/*.jsonl")
         # A pipe would wait for a writer, and could be read once.
         if path.exists() and not path.is_file():
             raise DataSetError(f"{path} is a pipe or a device: name a data file")
         with path.open("rb"):
             pass
     except ValueError:
-        raise DataSetError(f"{path} has a name or a folder that is no text of UTF-8: rename it") from None
+        raise DataSetError(f"{path} has a name or a folder that is not valid UTF-8: rename it") from None
     except (OSError, RuntimeError) as error:  # the latter of a loop of links
         reason = getattr(error, "strerror", None) or error
         raise DataSetError(f"{path} cannot be read ({reason}): name an existing data file") from None
@@ -191,7 +191,7 @@ def _refuse_duplicates(files: list[Path]) -> None:
     known: dict[Path, Path] = {}
     for path in files:
         if (twin := known.setdefault(path.resolve(), path)) is not path:
-            raise DataSetError(f"{path} is named twice, once as {twin}: its records would be there twice; remove one")
+            raise DataSetError(f"{path} is named twice, once as {twin}: its records would be trained twice; remove one")
     for path in files:
         if path.suffix.lower() in _COMPRESSED and (plain := known.get(path.with_suffix("").resolve())):
             raise DataSetError(f"{plain} and {path} are the same data, one of them compressed: name one of them")
@@ -230,7 +230,7 @@ def _detect_format(path: Path, name: str) -> tuple[str, bool]:
     if not is_compressed and head.startswith(PARQUET):
         return "parquet", False
     if b"\0" in head:
-        message = f"{name} is no text, and of no format that is read: unpack it, and name the data files in it"
+        message = f"{name} is neither text nor of another format that is read: unpack it, and name the data files in it"
         raise DataSetError(message)
     suffix = Path(path.stem if is_compressed else path.name).suffix.lower().removeprefix(".")
     if head and suffix in DELIMITERS:

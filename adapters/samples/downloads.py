@@ -117,13 +117,13 @@ def _fetch_data_file(url: str, cache: Path) -> Path:
         except FetchError as error:
             if not has_copy:
                 raise _unreadable_error(url, error) from None
-            log.warning("%s cannot be asked: %s; its copy of before is read", mask_credentials(url), error)
+            log.warning("%s cannot be reached: %s; the copy fetched before is read", mask_credentials(url), error)
             return copy
         if has_copy and current.version and current == known:
             return copy
         fetched = _download_version(url, folder, current)
         if has_copy and fetched != copy:
-            log.warning("%s is another file than before: it was fetched again", mask_credentials(url))
+            log.warning("%s has changed at its source, so it was fetched again", mask_credentials(url))
         return fetched
 
 
@@ -141,7 +141,7 @@ def _download_version(url: str, folder: Path, version: FileVersion) -> Path:
     _move_download(target, copy := folder / sha256 / name)
     note = {"schema": _SCHEMA, "place": shown, "folder": url_folder(url), "sha256": sha256, "name": name}
     files.write_manifest(folder / _NOTE, {**note, "size": copy.stat().st_size, "version": version.version})
-    log.info("%s is copied once: %s", shown, copy)
+    log.info("%s was copied, once, to %s", shown, copy)
     return copy
 
 

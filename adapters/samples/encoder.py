@@ -41,7 +41,7 @@ from packplan.core.samples.tools import CALL, RESPONSE
 _SOUNDS = frozenset({"audio", "tts"})
 """ms-swift's tags of models that take text and sound only."""
 
-_REMEDY = "name a model that sees in model.model, as Qwen2.5-VL"
+_REMEDY = "name a model that reads images in model.model, such as Qwen2.5-VL"
 
 _FETCHED_AT_ONCE = 16
 """Records whose media are fetched at the same time."""
@@ -178,7 +178,7 @@ class SwiftEncoder:
         record, columns = self.records.read_checked(index), self.config.custom.columns
         if found := find_difference(self._reference, record, to_swift_media(sample), encoded, columns=columns):
             place = self.records.location(index)
-            raise DataSetError(f"{place}: {found}: train it by ms-swift itself (packplan plugin), and report this")
+            raise DataSetError(f"{place}: {found}; train by swift sft (packplan plugin), and report this")
 
     @property
     def truncation_limit(self) -> int | None:
@@ -243,7 +243,7 @@ class SwiftEncoder:
         if len(weights) != len(encoded["labels"]):
             name = self.template.template_meta.template_type
             reason = (
-                f"the record has weights of the loss, which the template {name} does not carry to its "
+                f"the record has weights of the loss, which the template {name} does not apply to its "
                 f"{len(encoded['labels']):,} tokens: remove loss_scale from its messages, or template.loss_scale"
             )
             raise self.record_error(index, reason)
@@ -306,18 +306,18 @@ class SwiftEncoder:
             if kind in sample and not self.takes_images:
                 raise self.record_error(index, f"the record has {kind}, but the model reads text only", _REMEDY)
         if "videos" in sample and not reads_videos(self.template):
-            raise self.record_error(index, f"the record has videos, which are not read for the template {name} here")
+            raise self.record_error(index, f"the record has videos, which are not read for the template {name}")
         if "videos" in sample and (why_not := decord_fault()) is not None and "pip install" in why_not:
             raise self.record_error(index, f"the record has videos, but {why_not}")
         has_tools = "tools" in sample or any(message["role"] in {CALL, RESPONSE} for message in sample["messages"])
         if has_tools and self.template._agent_template is None:  # noqa: SLF001  # its property raises
-            reason = f"the record has tools, for which the template {name} has no notation"
-            raise self.record_error(index, reason, "set template.agent_template, as hermes")
+            reason = f"the record has tools, which the template {name} cannot write"
+            raise self.record_error(index, reason, "set template.agent_template, for example to hermes")
         if self.template.loss_scale.base_strategy == "all" and any(
             message.get("loss") is not None and message["role"] not in {"assistant", CALL}
             for message in sample["messages"]
         ):
-            reason = "the record says 'loss': false of what the user says, which template.loss_scale: all trains"
+            reason = "the record has 'loss': false in a message of the user, which template.loss_scale: all trains"
             raise self.record_error(index, f"{reason} all the same: remove it")
 
     def copy_faults(self) -> Iterator[tuple[str, str]]:

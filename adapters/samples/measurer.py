@@ -274,7 +274,7 @@ class SwiftMeasurer:
             media["video"] = template.video_token_id
         counter, reason = find_piece_counter(template, tokens=media)
         if counter is None:
-            self._log_once(f"every sample is encoded by itself to be measured: {reason}")
+            self._log_once(f"each sample is encoded in full to be measured: {reason}")
         return counter
 
     @cached_property
@@ -282,9 +282,9 @@ class SwiftMeasurer:
         """Tokens and patches of images by size; None if samples with images are encoded in full."""
         lengths = find_image_costs(self._encoder.template)
         if lengths is None:
-            self._log_once("no arithmetic gives the lengths of images, so samples with some are encoded in full")
+            self._log_once("the lengths of images cannot be computed, so samples with images are encoded in full")
         else:
-            self._log_once(f"lengths of images come from their headers, by {lengths.name}")
+            self._log_once(f"the lengths of images are computed from their headers, by {lengths.name}")
         return lengths
 
     def _log_once(self, text: str) -> None:

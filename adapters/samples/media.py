@@ -168,7 +168,7 @@ class ImageTokens:
             raise ConfigError.for_key("template.template", f"{reason} ({type(error).__name__}: {error})") from error
         added = Counter(encoded["input_ids"]) - Counter(without["input_ids"])
         if not added:
-            reason = f"is {template.template_meta.template_type}, in which an image adds no token: name the model's own"
+            reason = f"is {template.template_meta.template_type}, in which an image adds no token: name another one"
             raise ConfigError.for_key("template.template", reason)
         (token, number), *_ = added.most_common(1)
         patches = IMAGES.count_patches(encoded, patch_size=find_patch_size(template.config))

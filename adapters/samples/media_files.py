@@ -78,11 +78,11 @@ def read_image_size(image: ImageSource, *, decode: bool = False) -> tuple[int, i
         most = f"{Image.MAX_IMAGE_PIXELS:,}"
         reason = f"the image {path} has more than {most} pixels: shrink it, or raise custom.max_image_pixels"
     except UnidentifiedImageError:
-        reason = f"the image {path} cannot be read, it is damaged or no image: cannot identify image file"
+        reason = f"the image {path} cannot be read, since it is damaged or not an image: cannot identify image file"
     except (OSError, SyntaxError, ValueError) as error:
         # An error of the system quotes the path once more.
         why = getattr(error, "strerror", None) or error
-        reason = f"the image {path} cannot be read, it is damaged or no image: {why}"
+        reason = f"the image {path} cannot be read, since it is damaged or not an image: {why}"
     raise ValueError(reason)
 
 
@@ -197,7 +197,8 @@ def _read_container(path: str, max_seconds: float) -> VideoFacts:
         raise ValueError(message) from None
     except (av.FFmpegError, OSError) as error:
         why = getattr(error, "strerror", None) or error
-        raise ValueError(f"the video {path} cannot be read, it is truncated, damaged or no video: {why}") from None
+        reason = f"the video {path} cannot be read, since it is truncated, damaged or not a video: {why}"
+        raise ValueError(reason) from None
 
 
 @attrs.frozen
@@ -214,13 +215,13 @@ class _Container:
         import av
 
         if (kind := CONTAINERS.get(name := self.opened.format.name)) is None:
-            raise self._refusal(f"is a {name} file; read are mp4, mov, mkv, webm and avi: encode it again")
+            raise self._refusal(f"is a {name} file, but only mp4, mov, mkv, webm and avi are read: encode it again")
         stream = self.opened.streams.best("video")
         codec = None if stream is None else stream.codec_context
         if stream is None or stream.disposition & av.stream.Disposition.attached_pic:  # the cover of an album
-            raise self._refusal("has no video")
+            raise self._refusal("has no video stream")
         if codec is None:
-            raise self._refusal("is of a codec that is not known here: encode it again, as H.264")
+            raise self._refusal("has a codec that cannot be read here: encode it again, as H.264")
         self._refuse_size(stream.width, stream.height)
         if stream.frames > self.size:  # for which decord would take memory, and end the process
             reason = f"says that it has {stream.frames:,} frames, in {counted(self.size, 'byte')}: encode it again"
@@ -234,7 +235,7 @@ class _Container:
             num, doubt = self._count_by_packets(stream, packets, seconds)
         rate = stream.average_rate
         if not num or not rate:
-            raise self._refusal("has no frame" if not num else "has no rate of frames: encode it again")
+            raise self._refusal("has no frame" if not num else "has no frame rate: encode it again")
         self._refuse_seconds(float(num / rate))
         if codec.name not in TRUSTED_CODECS:
             doubt = doubt or f"its codec is {codec.name}"
@@ -305,7 +306,7 @@ class _Container:
         """Return a reason to doubt that the frame rate is constant, or None."""
         distances = np.diff(times)
         is_even = stream.average_rate == stream.base_rate and (not distances.size or np.ptp(distances) <= _JITTER)
-        return None if is_even else "its rate of frames varies"
+        return None if is_even else "its frame rate varies"
 
 
 def quarter_turns(path: str) -> int:

@@ -137,7 +137,7 @@ def _image_cost_methods(template: Template, stand_in: Measurement) -> Iterator[I
         # What it counts is a patch, or a tile of many.
         units = _processor_cost(processor, 1, most, *DUMMY_SIZE).patches
         says = partial(_processor_cost, processor, stand_in.patches // units if units else 1, most)
-        yield ImageCosts(f"what {type(processor).__name__} says of sizes", says)
+        yield ImageCosts(f"the sizes that {type(processor).__name__} computes", says)
 
 
 @attrs.frozen

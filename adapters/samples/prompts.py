@@ -73,7 +73,7 @@ class Prompts:
         if {"videos", "tools"} & set(sample) or not {message["role"] for message in messages} <= _ROLES:
             fail("has videos or tools, which TRL's trainer does not take as data: leave it out")
         if "images" in sample and not self._sees:
-            fail("has images, but the model reads text only: name one that sees in model.model")
+            fail("has images, but the model reads text only: name one that reads images in model.model")
         if not any(message["role"] == "user" for message in messages):
             fail("has no question before its last message")
         if self._system and messages[0]["role"] != "system":

@@ -46,7 +46,7 @@ def find_difference(
                 theirs |= {name: ours[name] for name in WEIGHTS if name in ours}
         expected = template.encode(row, return_length=True)
     except Exception as error:  # noqa: BLE001  # it reads no dense captions, and fails in many ways
-        log.debug("ms-swift does not read a record by itself: %s: %s", type(error).__name__, error)
+        log.debug("ms-swift cannot read the record as it is written: %s: %s", type(error).__name__, error)
         expected = template.encode(sample, return_length=True)
     for name, ours, theirs in zip(("token", "label", "weight"), _facts(encoded), _facts(expected), strict=True):
         for position, (one, other) in enumerate(zip_longest(ours, theirs)):

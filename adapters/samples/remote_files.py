@@ -99,7 +99,7 @@ def read_version(url: str, *, max_bytes: int, timeouts: Timeouts) -> FileVersion
     """
     info = _call_with_retries(url, timeouts, lambda system, path: system.info(path))
     if info.get("type") == "directory":
-        raise FetchError("it is no file, but a folder")
+        raise FetchError("it is a folder, not a file")
     size = None if info.get("size") is None else int(info["size"])
     _refuse_oversize(size or 0, max_bytes)
     return FileVersion(size, str(next((info[name] for name in _VERSIONS if info.get(name)), "")))
@@ -200,7 +200,7 @@ def _open_file_system(url: str, timeouts: Timeouts) -> tuple[Any, str]:
     if scheme not in _HTTP:
         return system, str(system._strip_protocol(url))  # noqa: SLF001  # each file system's public way to take names
     if "@" in url.partition("://")[2].partition("/")[0]:
-        raise FetchError("it holds a name or a password, with which no server is asked: leave that out")
+        raise FetchError("it holds a user name or a password, which is never sent: leave it out")
     return system, urllib.parse.quote(url, safe=_UNQUOTED)
 
 

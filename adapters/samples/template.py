@@ -85,7 +85,7 @@ def _refuse_unproven_model(template_type: str) -> None:
     """
     if not may_probe_template(template_type):
         reason = (
-            f"is {template_type}, whose model keeps text, images and sound in a model of its own, its thinker, and was "
+            f"is {template_type}, whose model reads text, images and sound in a part of its own, the thinker, and was "
             "not shown to pack: set training.packing: false"
         )
         raise ConfigError.for_key("template.template", reason)
@@ -142,13 +142,13 @@ def open_template(
         raise ConfigError.for_key("template", f"is refused by ms-swift: {error}") from error
     except Exception as error:  # errors of tokenizers about broken files have no common class
         remedy = ": pip install 'packplan[omni]'" if "qwen_omni_utils" in f"{error}" else ""
-        reason = f"{model.model} cannot be opened by ms-swift: {damaged_json_reason(model.model) or error}{remedy}"
+        reason = f"is {model.model}, which ms-swift cannot open: {damaged_json_reason(model.model) or error}{remedy}"
         raise ConfigError.for_key("model.model", reason) from error
     _refuse_media_template(opened)
     if packs:
         _refuse_unpackable(opened)
     if not opened.tokenizer("a").input_ids:  # as without tokenizer.json, where transformers makes one without words
-        reason = f"{model.model} has a tokenizer that knows no words: copy the files of its tokenizer there"
+        reason = f"is {model.model}, whose tokenizer knows no words: copy the files of its tokenizer there"
         raise ConfigError.for_key("model.model", reason)
     if not cuts:  # ms-swift fills in the model's own limit, and would refuse longer samples
         opened.max_length = None
@@ -193,7 +193,7 @@ def _stop_clock(opened: Template, template: TemplateConfig) -> None:
     try:
         day = datetime.fromisoformat(template.today or f"{now:%Y-%m-%d}")
     except ValueError:
-        raise ConfigError.for_key("template.today", f"is no day: write one as {now:%Y-%m-%d}") from None
+        raise ConfigError.for_key("template.today", f"is not a date: write it as {now:%Y-%m-%d}") from None
     prompts = []
     for then in (now - timedelta(days=1000), now):
         _set_clock(dated, then)
@@ -202,7 +202,7 @@ def _stop_clock(opened: Template, template: TemplateConfig) -> None:
     dates = {now.strftime(notation): day.strftime(notation) for notation in _DATES}
     rest = prompts[1].replace(template.system or "", "", 1)
     if writes := prompts[0] != prompts[1] or any(date in rest for date in dates):
-        reason = f"is not set, but {name} writes today's date into prompts, which each day changes: set it, as to "
+        reason = f"is not set, but {name} writes today's date into prompts: to keep one date, set it, for example to "
         reason += f"{now:%Y-%m-%d}"
     else:
         reason = f"is set, but {name} writes no date into prompts: remove it"
@@ -252,7 +252,7 @@ def _refuse_media_template(template: Template) -> None:
     reads_media = type(template).replace_tag is not Template.replace_tag
     if reads_media and not template.model_meta.is_multimodal:
         name = template.template_meta.template_type
-        reason = f"is {name}, for models that see or hear, but the model reads text only: name one for text"
+        reason = f"is {name}, for models that see or hear, but this model reads text only: name one for text"
         raise ConfigError.for_key("template.template", reason)
 
 

@@ -85,7 +85,7 @@ def _refuse_size_limits(template: Template, sampling: Sampling) -> None:
     most = sampling.get("max_pixels", vision_process.VIDEO_MAX_TOKEN_NUM * token)
     if most < least:
         key, value = ("video_max_pixels", most) if "max_pixels" in sampling else ("video_min_pixels", least)
-        reason = f"is {value:,}, but frames have {least:,} pixels at least and {most:,} at most"
+        reason = f"is {value:,}, but frames have at least {least:,} and at most {most:,} pixels"
         raise ConfigError.for_key(f"template.{key}", f"{reason}: set template.video_min_pixels, or the maximum")
 
 

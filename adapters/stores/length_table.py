@@ -91,10 +91,10 @@ def read_length_table(path: Path) -> KnownLengths:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _table_error(path, f"cannot be read: {error}") from None
     if np.any(numbers != num_media(known.table)):
-        raise _table_error(path, "has other numbers of images and videos than it has facts of them")
+        raise _table_error(path, "names more or fewer images and videos than it describes")
     if (row := _first_invalid_row(known.table)) is not None:
         said = ", ".join(f"{name} {value}" for name, value in zip(COLUMNS, known.table[row].tolist(), strict=True))
-        raise _table_error(path, f"has no measurement in row {row}, from 0 ({said}): measure it again")
+        raise _table_error(path, f"has no valid measurement in row {row}, counted from 0 ({said}): measure it again")
     return known
 
 
@@ -119,9 +119,9 @@ def _read_header(path: Path) -> Mapping[str, Any]:
     except FileNotFoundError:
         raise _table_error(path, "does not exist") from None
     except (OSError, ValueError, KeyError):
-        raise _table_error(path, "is no table of lengths that packplan measure wrote") from None
+        raise _table_error(path, "is not a table of lengths that packplan measure wrote") from None
     if about.get("schema") != SCHEMA:
-        raise _table_error(path, f"is of another version than this one reads, {SCHEMA}")
+        raise _table_error(path, f"is of another version than this Packplan reads ({SCHEMA})")
     return about
 
 

@@ -150,7 +150,7 @@ class DiskLengthStore:
         if self._lengths_from is None:
             return stored
         if not self._lengths_from.parent.is_dir():
-            reason = f"has no folder {self._lengths_from.parent}: name the output_dir of a run that measured"
+            reason = f"is {self._lengths_from.parent}, which does not exist: name the output_dir of a run that measured"
             raise ConfigError.for_key("training.packing_lengths_from", reason)
         if self._manifest.exists():
             return stored
@@ -159,7 +159,7 @@ class DiskLengthStore:
         except StaleError as error:
             raise attrs.evolve(error, kind="borrowed_lengths") from None
         if len(taken.table):
-            log.info("%s lengths are taken over from %s", f"{len(taken.table):,}", self._lengths_from)
+            log.info("the %s lengths are copied from %s", f"{len(taken.table):,}", self._lengths_from)
             self.append(taken, data_digest(len(taken.table)), bad=self.bad_records())
         else:
             log.warning("%s holds no lengths, so all samples are measured here", self._lengths_from)

@@ -55,7 +55,7 @@ def _advise_to_delete(path: Path) -> Iterator[None]:
     try:
         yield
     except CorruptArtefactError as error:
-        remedy = f"delete {path}: it is made again; the lengths stay"
+        remedy = f"delete {path}: the next run makes it again, and the lengths stay"
         raise CorruptArtefactError(error.path, error.reason, remedy) from None
 
 
@@ -73,7 +73,7 @@ class DiskPlanStore:
             if manifest is None:
                 return None
             if differences := Fingerprint(manifest["fingerprint"]).differences(key):
-                log.info("the stored plan does not fit: %s", "; ".join(map(str, differences)))
+                log.info("the stored plan does not fit this run: %s", "; ".join(map(str, differences)))
                 return None
             return self._read_plan(manifest)
 
@@ -183,7 +183,7 @@ class DiskPlanStore:
         try:
             plan = plan_from_arrays(arrays)
         except (ValueError, LookupError) as error:
-            raise CorruptArtefactError(str(self._manifest), f"it is no plan: {error}") from None
+            raise CorruptArtefactError(str(self._manifest), f"it is not a plan: {error}") from None
         if plan_checksum(plan.packs) != manifest["checksum"]:
             raise CorruptArtefactError(str(self._manifest), "its packs do not have the checksum it names")
         if differing := [name for name, count in _plan_counts(plan).items() if manifest.get(name) != count]:
@@ -200,7 +200,7 @@ def _read_epochs(path: Path) -> tuple[str, tuple[EpochRecord, ...]]:
         try:
             return manifest["plan_fingerprint_sha256"], cattrs.structure(manifest["epochs"], tuple[EpochRecord, ...])
         except (BaseValidationError, LookupError) as error:
-            raise CorruptArtefactError(str(path), f"its records are no epochs: {error}") from None
+            raise CorruptArtefactError(str(path), f"its records are not those of epochs: {error}") from None
 
 
 def _plan_counts(plan: RawPlan) -> dict[str, int | str]:
@@ -247,8 +247,8 @@ def _require_alignment(path: Path, manifest: Mapping[str, Any], plan: RawPlan) -
     if path.name != f"plan_ws{manifest['world_size']}.json":
         differing.append("file name")
     if differing:
-        reason = f"it does not say what the raw plan gives: {', '.join(differing)}"
-        raise CorruptArtefactError(str(path), reason, "delete it: it is derived again")
+        reason = f"it differs from what the raw plan gives: {', '.join(differing)}"
+        raise CorruptArtefactError(str(path), reason, "delete it: the next run derives it again")
 
 
 class DiskVerdictStore:
@@ -268,7 +268,7 @@ class DiskVerdictStore:
         if manifest is None:
             return None
         if differences := Fingerprint(manifest["fingerprint"]).differences(key):
-            log.debug("the stored verdict does not fit: %s", "; ".join(map(str, differences)))
+            log.debug("the stored verdict does not fit this run: %s", "; ".join(map(str, differences)))
             return None
         return PackingVerdict.from_dict(manifest["verdict"])
 

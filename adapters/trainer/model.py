@@ -49,7 +49,7 @@ def open_model(
     set_seed(training.seed)  # new tokens are drawn, by all ranks alike
     with (
         torch.device("meta") if outline else contextlib.nullcontext(),
-        wrap_load_errors("model.model", f"{model.model} cannot be loaded by ms-swift"),
+        wrap_load_errors("model.model", f"is {model.model}, which ms-swift cannot load"),
         _refusing_missing_weights(model.model),
     ):
         try:
@@ -62,7 +62,7 @@ def open_model(
             if "ignore_mismatched_sizes" not in str(error):  # transformers names its own option
                 raise
             reason = (
-                f"{model.model} has a config.json of other sizes than the weights beside it: take the config.json "
+                f"is {model.model}, whose config.json has other sizes than the weights beside it: take the config.json "
                 "that belongs to the weights"
             )
             raise ConfigError.for_key("model.model", reason) from error
@@ -110,7 +110,7 @@ def _refusing_missing_weights(folder: str) -> Iterator[None]:
     if missing:
         first = ", ".join(sorted(missing)[:3]) + (", …" if len(missing) > 3 else "")
         reason = (
-            f"{folder} lacks {counted(len(missing), 'weight')} of the model ({first}), which "
+            f"is {folder}, which lacks {counted(len(missing), 'weight')} of the model ({first}), which "
             "would be trained from random numbers: copy all files of the model again"
         )
         raise ConfigError.for_key("model.model", reason)

@@ -134,9 +134,7 @@ def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = Fal
         _flush()
     except PackplanError as error:
         rank = os.environ.get("RANK")
-        from packplan.core.config.faults import explain_error
-
-        _print_error(f"error{f' (rank {rank})' if rank else ''}: {explain_error(error)}")
+        _print_error(f"error{f' (rank {rank})' if rank else ''}: {error}")
         return VERIFICATION_FAILED if isinstance(error, VerificationError) else USER_ERROR
     except KeyboardInterrupt:
         _print_error(f"interrupted: {kept}")
@@ -212,9 +210,7 @@ def _report_full_disk(error: OSError) -> int:
     if error.filename is None:
         _print_error(f"error: standard output or a file cannot be written: {reason}; {_ELSEWHERE}")
     else:
-        from packplan.core.config.faults import explain_error
-
-        _print_error(f"error: {explain_error(OutputError(str(error.filename), reason))}")
+        _print_error(f"error: {OutputError(str(error.filename), reason)}")
     return USER_ERROR
 
 

@@ -25,7 +25,6 @@ from packplan.app.planning.schedule import refuse_stream
 from packplan.app.planning.split import Split
 from packplan.app.planning.stored_lengths import yield_refusals
 from packplan.app.wiring.commands import read_run_or_command
-from packplan.core.config.faults import explain_error
 from packplan.core.epochs import EpochRecipe, RecordLengths
 from packplan.core.errors import (
     CorruptArtefactError,
@@ -182,7 +181,7 @@ def _input_faults(
 
 
 def _data_differ(differences: tuple[Difference, ...]) -> bool:
-    return any(difference.key.startswith("data.") for difference in differences)
+    return any(difference.key.startswith("data (") for difference in differences)
 
 
 def _faults_of_plan(split: Split, lengths: StoredLengths, stored: StoredPlan | None) -> Iterator[Finding]:
@@ -232,7 +231,7 @@ def _image_faults(name: str, lengths: StoredLengths, source: LengthSource, *, de
         try:
             found = source.media_facts(index, decode=decode)
         except (RecordError, StaleError) as error:
-            yield Finding("images", f"sample {index}", explain_error(error))
+            yield Finding("images", f"sample {index}", str(error))
             continue
         if len(found) != len(measured.media):
             reason = f"measured with {counted(len(measured.media), 'image')}, now {len(found)}"
@@ -264,7 +263,7 @@ def _sample_faults(name: str, lengths: StoredLengths, source: LengthSource, coun
         try:
             differences = stored.differences(source.measure_in_full(index))
         except (DataSetError, RecordError, StaleError) as error:
-            yield Finding("samples", f"sample {index}", explain_error(error))
+            yield Finding("samples", f"sample {index}", str(error))
             continue
         if differences:
             changes = "; ".join(map(str, differences))

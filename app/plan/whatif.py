@@ -18,7 +18,6 @@ from packplan.app.planning.split import align_measured, align_options
 from packplan.app.planning.stored_lengths import yield_stale_inputs
 from packplan.app.wiring.commands import read_run_or_command
 from packplan.app.wiring.policies import policy_of_split, work_of_run
-from packplan.core.config.faults import explain_error
 from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecipe
 from packplan.core.errors import ConfigError, UserError, counted
@@ -125,7 +124,7 @@ def _alternatives(
             raw = plan_first_epoch(name, policy, samples, recipe=recipe, quick_bound=True)
             refuse_dropped(raw, lengths, policy)
         except UserError as error:
-            yield from (Alternative(packing_length, ranks, problem=explain_error(error)) for ranks in world_sizes)
+            yield from (Alternative(packing_length, ranks, problem=str(error)) for ranks in world_sizes)
             continue
         summary = summarise(raw, lengths)
         for ranks in world_sizes:
@@ -134,7 +133,7 @@ def _alternatives(
                 schedule = schedule_of_split(config, "train", aligned, raw.packs.sums(works.flops))
                 over = summarise_schedule(raw, lengths, schedule, works=works)
             except UserError as error:
-                yield Alternative(packing_length, ranks, problem=explain_error(error))
+                yield Alternative(packing_length, ranks, problem=str(error))
             else:
                 yield Alternative(packing_length, ranks, summary, over)
 

@@ -64,7 +64,7 @@ def check_images(source: LengthSource, stored: StoredRows) -> None:
         for number, (then, now) in enumerate(zip(measured.media, source.media_facts(index), strict=True)):
             if differences := then.differences(now):
                 changes = "; ".join(map(str, differences))
-                fact = f"image {number} of sample {index} is not the one that was measured: {changes}"
+                fact = f"image {number} of sample {index} has changed since it was measured: {changes}"
                 raise StaleError("changed_image", fact, {"index": index, "image": number})
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from packplan.adapters.stores.lengths import DiskLengthStore
-from packplan.core.config.faults import explain_error
 from packplan.core.config.identity import config_length_inputs
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ArgumentError, NotBuiltError, counted
@@ -50,14 +49,14 @@ def yield_refusals(
     try:
         refuse_longer(lengths, policy)
     except ArgumentError as error:
-        yield f"training refuses the data: {explain_error(error)}"
+        yield f"training refuses the data: {error}"
     try:
         if plan is not None:
             refuse_dropped(plan, lengths, policy)
             if supervised is not None:
                 require_supervised(plan, supervised)
     except ArgumentError as error:
-        yield f"training refuses the plan: {explain_error(error)}"
+        yield f"training refuses the plan: {error}"
 
 
 def yield_stale_inputs(config: RunConfig, lengths: StoredLengths) -> Iterator[str]:

@@ -30,8 +30,8 @@ from packplan.app.wiring.trainers import (
     warn_of_overwriting,
 )
 from packplan.app.wiring.verdicts import decide_attention
-from packplan.core.config.faults import DROP_LESS_REMEDY
 from packplan.core.config.identity import stream_inputs
+from packplan.core.config.remedies import DROP_LESS_REMEDY
 from packplan.core.config.run import RunConfig
 from packplan.core.equality import AttentionChoice
 from packplan.core.errors import Difference, RecordError, counted

@@ -83,7 +83,7 @@ def wrap_output_errors(output: Path) -> Iterator[None]:
     except StaleError as error:
         if error.kind not in {"stale_lengths", "table_lengths"}:
             raise
-        reason = f"{error}; name another file, or remove it and {interim_folder(output)}"
+        reason = f"cannot be continued: {error.fact}; name another file, or remove it and {interim_folder(output)}"
         raise ConfigError.for_key("--output", reason) from None
 
 
@@ -118,7 +118,7 @@ def _wrap_key_errors(key: str, remedy: str = "") -> Iterator[None]:
     try:
         yield
     except ArgumentError as error:
-        raise ConfigError.for_key(key, f"{error}{remedy}") from None
+        raise ConfigError.for_key(key, f"cannot be used, since {error}{remedy}") from None
 
 
 def publish_table(split: Split, stored: StoredRows, output: Path) -> None:

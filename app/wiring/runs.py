@@ -6,7 +6,7 @@ Missing ones are refused before slow libraries are imported.
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TypeVar
@@ -113,7 +113,7 @@ def _copy_remote_data(custom: CustomConfig, cache: Path, run: str) -> CustomConf
             try:
                 copies[name] = tuple(map(str, fetch_data_files(name, cache)))
             except DataSetError as error:
-                faults.append(Fault(f"custom.{key}", str(error)))
+                faults.append(Fault(f"custom.{key}", f"cannot be used, since {error}"))
     if faults:
         raise ConfigError(run, tuple(faults))
     if not copies:
@@ -198,8 +198,9 @@ def require_inputs(config: RunConfig, *, loads: bool = False) -> None:
     if custom.fusion_config is not None:
         found += _mix_faults(custom.fusion_config)
     else:
-        found += [Fault("custom.train_jsonl", reason) for reason in file_faults(custom.train_jsonl)]
-    found += [Fault("custom.val_jsonl", reason) for reason in file_faults(custom.val_jsonl)]
+        found += _file_faults("custom.train_jsonl", custom.train_jsonl)
+    if not custom.val_share:  # which evaluates samples of custom.train_jsonl
+        found += _file_faults("custom.val_jsonl", custom.val_jsonl)
     if found:
         raise ConfigError(config.source, tuple(found))
 
@@ -207,5 +208,10 @@ def require_inputs(config: RunConfig, *, loads: bool = False) -> None:
 def _mix_faults(path: str) -> list[Fault]:
     """Return the faults of single files of a mix, by their keys; else of all files together."""
     key, keys = "custom.fusion_config", load_mixes(path).file_keys
-    alone = [Fault(f"{key}.{own}", reason) for file, own in keys.items() for reason in file_faults((file,))]
-    return alone or [Fault(key, reason) for reason in file_faults(keys)]
+    alone = [fault for file, own in keys.items() for fault in _file_faults(f"{key}.{own}", (file,))]
+    return alone or _file_faults(key, keys)
+
+
+def _file_faults(key: str, files: Iterable[str]) -> list[Fault]:
+    """Return the faults of data files that a key names."""
+    return [Fault(key, f"cannot be used, since {reason}") for reason in file_faults(files)]

@@ -1,17 +1,14 @@
 """
 Faults of a configuration that concern several keys, and advice on unknown keys.
 
-Core states some errors without a key; their remedies in keys are here.
-
 All faults are reported at once. The message about an unknown key says where it belongs, or which
 key it misspells: `packing_lenght` is taken for `packing_length`, but `min_pixels` is not taken for
-`max_pixels`. docs/troubleshooting.md has further remedies for each kind of error.
+`max_pixels`.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -19,7 +16,7 @@ import attrs
 from packplan.core.config.keys import key_facts, key_faults
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.config.tuners import tuner_faults
-from packplan.core.errors import Fault, PackplanError, shorten, verb_for
+from packplan.core.errors import Fault, verb_for
 from packplan.core.packers import ALGORITHMS
 from packplan.core.samples.urls import mask_credentials
 
@@ -46,46 +43,6 @@ MAX_NAMED = 3
 _DISTINGUISHING = re.compile(r"\d+|(?:^|_)(?:min|max)(?=_|$)")
 """Parts that change the meaning of a key, such as `min`; suggested keys have the same parts."""
 
-DROP_LESS_REMEDY = "To drop less, set training.packing_drop_last: false, or lower training.packing_min_fill_ratio"
-"""Remedy for a stream that drops too much."""
-
-_MEASURE_AGAIN = "restore it, or use another training.output_dir to measure and plan again"
-
-_REMEDIES: Mapping[str, str] = MappingProxyType(
-    {
-        "batch_size": "set training.effective_batch_size to {nearest}",
-        "all_skipped": "set training.packing_allow_single_long: true",
-        "all_dropped": "set training.packing_drop_last: false to train all of them",
-        "dropped_tokens": "set training.packing_drop_last: false to train all of them",
-        "too_long": "raise template.max_length to {longest:,}",
-        "degree": "set training.max_sequence_parallel_size to {largest}",
-        "too_short": "set training.dataloader_drop_last: false",
-        "unsupervised": "raise template.max_length if it truncates their answers; packplan plan show RUN.yaml "
-        "--sample {sample} --text shows what is trained of one",
-        "too_many_epochs": "lower training.max_steps or training.num_train_epochs",
-        "isolation": "set training.packing: false",
-        "attention": "set model.attn_impl: auto",
-        "probe": "set training.packing: false",
-        "stale_lengths": "use another training.output_dir, or delete that folder to measure again (checkpoints lie "
-        "elsewhere and stay)",
-        "borrowed_lengths": "remove training.packing_lengths_from to measure here",
-        "table_lengths": "remove custom.lengths to measure here, or write a table with packplan measure --config",
-        "changed_plan": "restore the data and the settings, or start again from its weights: set model.model to it, "
-        "and remove training.resume_from_checkpoint",
-        "fewer_ranks": "start as many ranks as then, or set training.sequence_parallel_size: 1, which trains it whole",
-        "changed_order": "install the version that wrote the checkpoint: this one trains packs in another order",
-        "changed_image": _MEASURE_AGAIN,
-        "changed_sample": _MEASURE_AGAIN,
-        "not_built": "packplan plan build measures and plans",
-        "refused": "make room, or choose a training.output_dir that you may write",
-        "locked": "wait until it is done, or raise training.packing_wait_timeout_s",
-        "different_runs": "start all of them with the same YAML, options, model and packages",
-        "not_finite": "lower training.learning_rate",
-        "unequal": "set training.packing: false",
-    }
-)
-"""Kind of an error -> remedy, with its `details` in braces."""
-
 
 def run_faults(config: RunConfig) -> Iterator[Fault]:
     """Yield everything wrong with a configuration that its types cannot express."""
@@ -99,8 +56,8 @@ def run_faults(config: RunConfig) -> Iterator[Fault]:
     yield from _epoch_faults(config)
     yield from tuner_faults(config.training)
     yield from _quantisation_faults(config.model, config.training)
-    if not (config.template.max_length or config.global_max_length or config.model.max_model_len):
-        yield Fault("template.max_length", "is not set, and it is the budget of a pack: set it to a number of tokens")
+    if {config.template.max_length, config.global_max_length, config.model.max_model_len} == {None}:
+        yield Fault("template.max_length", "is not set: set it to the number of tokens that a pack may hold")
 
 
 def missing_data_faults(custom: CustomConfig) -> Iterator[Fault]:
@@ -139,7 +96,7 @@ def source_name_faults(custom: CustomConfig) -> Iterator[Fault]:
     for entry in custom.source_names:
         if entry not in {*custom.train_jsonl, *custom.val_jsonl}:
             data = "custom.train_jsonl" if custom.fusion_config is None else "custom.fusion_config"
-            reason = f"is no entry of {data} or custom.val_jsonl: write it as it is written there"
+            reason = f"is not an entry of {data} or custom.val_jsonl: write it exactly as it stands there"
             yield Fault(f"custom.source_names.{mask_credentials(entry)}", reason)
 
 
@@ -147,7 +104,7 @@ def _video_faults(template: TemplateConfig) -> Iterator[Fault]:
     """Yield the fault of `fps_min_frames` above `fps_max_frames`."""
     least, most = template.fps_min_frames or 4, template.fps_max_frames or 768
     if least > most:
-        yield Fault("template.fps_min_frames", f"is {least}, but template.fps_max_frames is {most}: lower it")
+        yield Fault("template.fps_min_frames", f"is {least}, above template.fps_max_frames, which is {most}: lower it")
 
 
 def _training_faults(training: TrainingConfig) -> Iterator[Fault]:
@@ -158,10 +115,10 @@ def _training_faults(training: TrainingConfig) -> Iterator[Fault]:
     if training.sequence_parallel_size != 1 and not training.packing:
         yield Fault("training.sequence_parallel_size", "shares packed rows, but training.packing is false: set it to 1")
     if training.max_sequence_parallel_size is not None and not training.shares_by_degree:
-        reason = f"limits training.sequence_parallel_size: auto, which is {training.sequence_parallel_size}: remove it"
+        reason = f"limits training.sequence_parallel_size: auto, but it is {training.sequence_parallel_size}: remove it"
         yield Fault("training.max_sequence_parallel_size", reason)
     if training.packing and training.trainer.get("enable_channel_loss"):
-        reason = "logs a loss per channel, but under packing only aggregate metrics are logged"
+        reason = "logs a loss for each channel, but with packing a loss is logged for all samples only"
         yield Fault("training.enable_channel_loss", f"{reason}: remove it, or set training.packing: false")
 
 
@@ -179,10 +136,10 @@ def _variant_faults(config: RunConfig) -> Iterator[Fault]:
         reason = "has no meaning in static mode, which plans the whole data set: remove it"
         yield Fault("training.packing_buffer", reason)
     if custom.fusion_config is not None and custom.fusion_schedule is None:
-        reason = "mixes data sets again each epoch, which one static plan cannot follow: set custom.fusion_schedule: "
+        reason = "draws other samples in each epoch, which one static plan cannot follow: set custom.fusion_schedule: "
         yield Fault("custom.fusion_config", f"{reason}planned, which plans each epoch")
     elif custom.fusion_config is None and custom.fusion_schedule is not None:
-        yield Fault("custom.fusion_schedule", "is set, but custom.fusion_config names no mix: set it, or remove this")
+        yield Fault("custom.fusion_schedule", "is set, but custom.fusion_config is not: set both, or remove it")
 
 
 def _epoch_faults(config: RunConfig) -> Iterator[Fault]:
@@ -206,10 +163,10 @@ def _rollout_faults(config: RunConfig) -> Iterator[Fault]:
     training = config.training
     yield from _stream_faults(config)
     if training.packing_mode == "static":
-        reason = "is static, but the rollout variant packs while it trains: set it to dynamic"
+        reason = "is static, but custom.trainer_variant: rollout packs while it trains: set it to dynamic"
         yield Fault("training.packing_mode", reason)
     if not training.packing:
-        yield Fault("training.packing", "is false, but the rollout variant packs: set it to true")
+        yield Fault("training.packing", "is false, but custom.trainer_variant: rollout packs: set it to true")
     if training.max_steps < 1:
         yield from _endless_faults(training)
 
@@ -222,12 +179,12 @@ def _stream_faults(config: RunConfig) -> Iterator[Fault]:
         for field in attrs.fields(type(values)):
             stream, is_set = key_facts(field).stream, getattr(values, field.name) != field.default
             if is_set and (stream == "refused" or (stream == "evaluation" and not custom.val_jsonl)):
-                yield Fault(f"{section}.{field.name}", "is of planned packs, which a stream has none of: remove it")
+                yield Fault(f"{section}.{field.name}", "is for planned packs, which a stream does not have: remove it")
     if trainer.get("dataloader_persistent_workers"):
-        reason = "keeps loader workers, but those of a stream start again with each epoch: remove it"
+        reason = "keeps loader workers alive, but those of a stream start again with each epoch: remove it"
         yield Fault("training.dataloader_persistent_workers", reason)
     if custom.fusion_config is not None and not trainer.get("train_dataloader_shuffle", True):
-        reason = "keeps the order of the data, but custom.fusion_config draws one: remove it"
+        reason = "is false, but custom.fusion_config draws the order of the samples: remove it"
         yield Fault("training.train_dataloader_shuffle", reason)
 
 
@@ -243,7 +200,7 @@ def _endless_faults(training: TrainingConfig) -> Iterator[Fault]:
         reason = (
             f"is not set, but {', '.join(needing)} {verb_for(len(needing), 'depends', 'depend')} on the number of steps"
         )
-        yield Fault("training.max_steps", f"{reason}, which a stream knows at its end: set it, or another schedule")
+        yield Fault("training.max_steps", f"{reason}, which a stream does not know before its end: set it")
 
 
 def _quantisation_faults(model: ModelConfig, training: TrainingConfig) -> Iterator[Fault]:
@@ -294,7 +251,7 @@ def explain_unknown_key(
         foreign: Name of another program's key -> our key in its place.
 
     >>> explain_unknown_key("learning_rate", "", ["training.learning_rate"], refused={}, foreign={})
-    'is no key of the top level: write training.learning_rate'
+    'is not a key of the top level: write training.learning_rate'
     """
     paths, level = list(known), re.sub(r"\[\d+\]", "[]", level)
     if f"{_prefix_of(level)}{name}" in paths:
@@ -304,7 +261,7 @@ def explain_unknown_key(
     ours = theirs.ours if theirs.ours in paths else _last_part(theirs.ours)
     written = dict.fromkeys(path for one in (ours, name) for path in paths if one in {path, _last_part(path)})
     if any(_last_part(path) == name for path in written):
-        return f"is no key of {level or 'the top level'}: write {_join_with_or([*written])}"
+        return f"is not a key of {level or 'the top level'}: write {_join_with_or([*written])}"
     if reasons := [reason for path, reason in refused.items() if _last_part(path) == name]:
         return reasons[0]
     if theirs.programs:
@@ -312,11 +269,11 @@ def explain_unknown_key(
     here = [path for path in (*paths, *refused) if path.rpartition(".")[0] == level]
     meant = similar_keys(name, map(_last_part, here))
     if meant and f"{_prefix_of(level)}{meant[0]}" in refused:
-        return f"is no known key; {meant[0]}, which it resembles, {refused[f'{_prefix_of(level)}{meant[0]}']}"
+        return f"is unknown; {meant[0]}, which it resembles, {refused[f'{_prefix_of(level)}{meant[0]}']}"
     if not meant:
         names = similar_keys(name, map(_last_part, paths))
         meant = [path for close in names for path in paths if _last_part(path) == close]
-    return f"is no known key: {f'did you mean {_join_with_or(meant)}?' if meant else 'remove it'}"
+    return f"is unknown: {f'did you mean {_join_with_or(meant)}?' if meant else 'remove it'}"
 
 
 def similar_keys(name: str, known: Iterable[str]) -> list[str]:
@@ -343,20 +300,3 @@ def _last_part(path: str) -> str:
 
 def _join_with_or(names: Sequence[str]) -> str:
     return " or ".join(names[:MAX_NAMED])
-
-
-def explain_error(error: PackplanError) -> str:
-    """
-    Return an error's text with its remedy, if it has one, in keys of a run's YAML.
-
-    >>> from packplan.core.errors import ArgumentError
-    >>> explain_error(ArgumentError("too_short", "3 packs cannot feed 4 ranks"))
-    '3 packs cannot feed 4 ranks; set training.dataloader_drop_last: false'
-    """
-    fact, kind = str(error), error.kind
-    if kind == "isolation" and error.details["attn_impl"] != "auto":
-        kind = "attention"
-    if kind not in _REMEDIES:
-        return fact
-    between = "\n  " if "\n" in fact else "; "
-    return shorten(f"{fact}{between}{_REMEDIES[kind].format_map(error.details)}")

@@ -156,4 +156,4 @@ def pattern_faults(value: str) -> Iterator[str]:
     try:
         re.compile(value)
     except re.error as error:
-        yield f"is no pattern ({error}): correct it"
+        yield f"is not a regular expression ({error}): correct it"

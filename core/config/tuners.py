@@ -69,11 +69,11 @@ def tuner_faults(training: TrainingConfig) -> Iterator[Fault]:
         tuners = tuners_of(key)
         # Keys of adapters may stay in the YAML of a run that trains all weights.
         if value and not UNSET.get(key) and tuners and training.tuner_type not in tuners:
-            reason = f"is of training.tuner_type {' and '.join(tuners)}, which is {training.tuner_type}: remove it"
+            reason = f"needs training.tuner_type: {' or '.join(tuners)}, but that is {training.tuner_type}: remove it"
             yield Fault(f"training.{key}", reason)
         elif key in _CHECKS and value is not None:
             yield from (Fault(f"training.{key}", reason) for reason in _CHECKS[key](value))
     others = [name for name in ("optimizer", "vit_lr", "aligner_lr") if training.trainer.get(name, "lorap") != "lorap"]
     if training.trainer.get("lorap_lr_ratio") is not None and others:
-        reason = f"groups the weights of the optimizer, as training.{others[0]} does: keep one"
+        reason = f"groups the weights for the optimizer, and so does training.{others[0]}: keep one of them"
         yield Fault("training.lorap_lr_ratio", reason)

@@ -31,7 +31,7 @@ def split_to_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multipl
     if wanted > packs.num_samples:
         fact = (
             f"{counted(packs.num_samples, 'sample')} cannot fill {counted(wanted, 'pack')} (min_bin_count {minimum:,}, "
-            f"bin_count_multiple {multiple:,}), for no pack is empty"
+            f"bin_count_multiple {multiple:,}), since no pack may be empty"
         )
         raise ArgumentError("too_few_samples", fact, {"num_samples": packs.num_samples, "num_packs": wanted})
     sizes, loads = packs.sizes().tolist(), packs.loads(lengths).tolist()

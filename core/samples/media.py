@@ -98,7 +98,9 @@ def _to_image(image: Any, *, urls: bool) -> Image:
 def refuse_media_settings(described: Mapping[str, Any]) -> None:
     """Refuse settings such as `max_pixels` on a single image or video: they would be ignored."""
     if name := next((name for name in _MEDIUM_SETTINGS if described.get(name) is not None), None):
-        fail(f"has {name!r} of one image or video, which would be ignored: remove it; the template's holds for all")
+        fail(
+            f"has {name!r} of one image or video, which would be ignored: remove it; the template's value holds for all"
+        )
 
 
 def shows_medium(part: Any) -> bool:
@@ -142,14 +144,14 @@ def _decode_base64(text: object, where: str) -> bytes:
             return base64.b64decode(str(text), validate=True)
         return base64.b64decode("".join(str(text).split()), validate=True)
     except ValueError:
-        fail(f"has {where} that is no base64: write it again")
+        fail(f"has {where} that is not valid base64: encode it again")
 
 
 def _require_path(text: str, what: str, *, urls: bool) -> str:
     """Return *text* if it is the path or the accepted URL of a medium; ValueError otherwise."""
     scheme = _SCHEME.match(text)
     if len(text) > _LONGEST_PATH:
-        remedy = f"is {'neither a path nor an image in base64' if what == 'image' else 'no path'}: write it to a file"
+        remedy = f"it is {'neither a path nor base64' if what == 'image' else 'not a path'}: write it to a file"
     elif scheme is None or (urls and is_url(text)):
         return text
     elif scheme["name"].lower() == "file":
@@ -197,7 +199,7 @@ def _video_path(value: Any, what: str, *, urls: bool) -> str:
     if isinstance(value, Mapping):
         value = value.get("path")
     if not isinstance(value, str) or not value:
-        fail(f"has a {what} that is no path: {_WRITE}")
+        fail(f"has a {what} that is not a path: {_WRITE}")
     if value.startswith("data:"):
         fail(f"has the {what} {value[:40]!r}: write it to a file, and name that")
     return _require_path(value, what, urls=urls)

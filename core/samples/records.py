@@ -24,7 +24,7 @@ DENSE_PROMPT = "List every object in the image, each with its description and it
 SUMMARY_PROMPT = "Summarise the image in one sentence."
 
 _NO_MEDIA = "Packplan trains on text, images and videos: leave such records out"
-_NO_PAIRS = "pairs and contrasts are no packing task: leave them out"
+_NO_PAIRS = "preference pairs and contrasts are not packed here: leave such records out"
 _NO_TASK = "ms-swift reads it for another task than training on answers: remove it, or give it another name"
 _AS_CONTENT = "write it into the 'content' of the answer, between the tags that the model thinks in, or remove it"
 
@@ -45,7 +45,7 @@ REFUSED = {
     **dict.fromkeys(("omnijev_column_keys", "extra_kwargs", "mm_processor_kwargs", "add_eos"), _NO_TASK),
     **dict.fromkeys(("reasoning_content", "reasoning", "thinking", "thinking_content"), _AS_CONTENT),
     "functions": "ms-swift reads 'tools': rename it, or remove it",
-    "loss_scale": "a weight is that of a message: write it into the answer that it weighs, or remove it",
+    "loss_scale": "a weight belongs to a message: write it into the answer that it weighs, or remove it",
     "chat_template_kwargs": "a template is set for all records, in the section 'template': remove it",
 }
 """
@@ -73,7 +73,7 @@ _REFUSED_IN_MESSAGES = {
         ("reasoning_content", "reasoning", "reasoning_details", "thinking", "thinking_content"),
         "write it into 'content', between the tags that the model thinks in, or remove it",
     ),
-    "tool_calls": "it is read of assistant messages alone",
+    "tool_calls": "it is read from assistant messages only",
     "function_call": "write it as 'tool_calls', or as a message of the role tool_call",
     "images": f"write the images into the record's 'images', and {IMAGE_TAG} into 'content', or remove it",
     **dict.fromkeys(("weight", "train"), "write 'loss': false where a message is not to be trained, or remove it"),
@@ -150,7 +150,7 @@ def _add_tags(messages: list[dict[str, Any]], tag: str, name: str, number: int) 
     if tags == number:
         return messages
     if tags and not number:
-        reason = f"has {counted(tags, f'{tag} tag')} but 0 {name}s: name its {name}s, or let the tag stand as text"
+        reason = f"has {counted(tags, f'{tag} tag')} but 0 {name}s: name its {name}s, or keep the tag as text"
         fail(reason, argument="literal_image_tags")
     if tags:
         fail(f"has {counted(tags, f'{tag} tag')} but {counted(number, name)}: write one tag for each {name}")
@@ -161,7 +161,7 @@ def _add_tags(messages: list[dict[str, Any]], tag: str, name: str, number: int) 
                 {**message, "content": tag * number + message["content"]},
                 *messages[place + 1 :],
             ]
-    return fail(f"has {counted(number, name)}, but no {tag} tag and no user who could show them: write the tags")
+    return fail(f"has {counted(number, name)}, but no {tag} tag, and no user message to put one into: write the tags")
 
 
 def _refuse_keys(record: Mapping[str, Any]) -> None:
@@ -195,7 +195,7 @@ def _refuse_weights(message: Mapping[str, Any]) -> None:
         fail(f"has a message with the loss {loss!r}, which would be ignored: remove it, or write true or false")
     if role not in _TRAINED and (loss or weight is not None):
         name = "loss_scale" if weight is not None else "loss"
-        fail(f"has a {role} message with {name!r}, but only what the model says is weighed: remove it")
+        fail(f"has a {role} message with {name!r}, but only the model's messages have weights: remove it")
     if weight is None:
         return
     if not isinstance(weight, (int, float)) or not 0 <= weight <= MAX_WEIGHT:
@@ -218,11 +218,11 @@ def _checked_messages(value: list[Any]) -> list[dict[str, Any]]:
         messages.append({name: message[name] for name in read if message.get(name) is not None})
     last = messages[-1]
     if last["role"] not in _TRAINED or not last["content"].strip():
-        fail("does not end with an assistant message that says something, so there is nothing to learn from it")
+        fail("does not end with an assistant message that has text, so there is nothing to learn from it")
     for name in ("loss", "loss_scale"):
         if last.get(name) in (0, False):
             pair = f"'{name}': {json.dumps(last[name])}"
-            fail(f"has {pair} in its last message, of which ms-swift would train the end: leave it out")
+            fail(f"has {pair} in its last message, whose end ms-swift would train all the same: leave it out")
     return messages
 
 
@@ -230,20 +230,20 @@ def _refuse_order(before: list[dict[str, Any]], message: Mapping[str, Any]) -> N
     """Refuse a message whose role cannot follow the messages *before* it."""
     role, previous = message["role"], before[-1] if before else None
     if role == "system" and before:
-        fail("has a system message behind others: a record has one, at its beginning")
+        fail("has a system message after other messages: write one, at the beginning")
     if previous is None or previous["role"] == "system":
         if role == RESPONSE:
-            fail("begins with the answer of a tool: a question, or a call, comes before")
+            fail("begins with the answer of a tool: write the question or the call before it")
     elif previous["role"] == RESPONSE and role == "user":
-        fail("has a user message behind the answer of a tool: what the assistant makes of it comes between")
+        fail("has a user message right after the answer of a tool: write the assistant's reply between them")
     elif previous["role"] == role == CALL and any(previous.get(name) != message.get(name) for name in WEIGHTS):
-        fail("has calls of one turn with several weights, of which the first would count: write the same")
+        fail("has calls in one turn with different weights, of which only the first would count: give them one weight")
 
 
 def _dense_messages(record: Mapping[str, Any], num_images: int, options: MessageOptions) -> list[dict[str, Any]]:
     if options.use_summary:
         if not isinstance(record.get("summary"), str) or not record["summary"].strip():
-            fail("has no 'summary', which is asked for", argument="use_summary")
+            fail("has no 'summary', but the run trains summaries", argument="use_summary")
         prompt, answer = SUMMARY_PROMPT, record["summary"]
     else:
         prompt, answer = DENSE_PROMPT, _objects_text(record["objects"], options.object_field_order)

@@ -116,7 +116,7 @@ def to_shape(record: object, columns: Mapping[str, str | None] | None = None) ->
     'question, answer'
     """
     if not isinstance(record, Mapping):
-        fail("is not a JSON object: write {…} with 'messages', or another shape of docs/records.md")
+        fail("is not a JSON object: write {…} with 'messages', or in another shape that docs/records.md lists")
     record = rename_keys(record, columns or {})
     for names in (SYSTEM_KEYS, IMAGE_KEYS, VIDEO_KEYS, MESSAGE_KEYS):
         record = _merge_synonyms(record, names)
@@ -152,7 +152,7 @@ def _refuse_unknown_shape(record: Mapping[str, Any]) -> NoReturn:
     if name := next((name for name, held in record.items() if _is_chat(held) and name not in RECORD_KEYS), None):
         listed = f"has a list of {counted(len(record[name]), 'object')} in {name!r}"
         fail(f"{listed}: write each on a line of its own, or map messages, as {{{name}: messages}}", argument="columns")
-    fail(f"is of no known shape: {_describe_keys(record)}", argument="columns")
+    fail(f"has no known shape: {_describe_keys(record)}", argument="columns")
 
 
 def rename_keys(record: Mapping[str, Any], columns: Mapping[str, str | None]) -> Mapping[str, Any]:
@@ -209,7 +209,7 @@ def _from_messages(record: Mapping[str, Any]) -> ShapedRecord:
     """Convert a record that has messages into ms-swift's notation."""
     messages = parse_literal(record["messages"], "'messages'")
     if not isinstance(messages, list):
-        fail(f"has 'messages' that are no list, but {_KINDS.get(type(messages), type(messages).__name__)}")
+        fail(f"has 'messages' that are not a list but {_KINDS.get(type(messages), type(messages).__name__)}")
     if not messages:
         fail("has no message in 'messages'")
     if not all(isinstance(message, Mapping) for message in messages):
@@ -222,7 +222,7 @@ def _from_messages(record: Mapping[str, Any]) -> ShapedRecord:
         shape = "conversations of user and assistant"
         converted = [one for message in messages for one in _split_pair(message)]
     if not converted:
-        fail("has no message but a system message that says nothing, so there is nothing to learn from it")
+        fail("has only a system message without text, so there is nothing to learn from it")
     _refuse_answer_first(converted)
     return ShapedRecord(shape, _add_media({**record, "messages": converted}, media))
 
@@ -274,8 +274,8 @@ def _refuse_answer_first(messages: Sequence[Mapping[str, Any]]) -> None:
         return
     if messages[first].get("loss") is None and messages[first].get("loss_scale") is None:
         fail(
-            "begins with a message of the assistant, before any of the user: swap the roles if they are swapped, else "
-            "write into it whether it is trained, 'loss': true or false"
+            "begins with a message of the assistant: swap the roles if they are swapped; otherwise write whether it is "
+            "trained, as 'loss': true or false"
         )
 
 
@@ -384,7 +384,7 @@ def _read_alpaca_query(record: Mapping[str, Any]) -> tuple[str, str]:
     parts = {name: record[name] for name in ("instruction", "input") if has(record, name)}
     for name, part in parts.items():
         if not isinstance(part, str):
-            fail(f"has {name!r} that is no text")
+            fail(f"has {name!r} that is not a text")
     if other := next((name for name in QUERY_KEYS if name not in {"instruction", "input"} and has(record, name)), None):
         reason = f"has {next(iter(parts))!r} and {other!r}, of which one would be ignored: name one"
         fail(reason, argument="columns")
@@ -425,7 +425,7 @@ def _turn_messages(query: object, response: object, names: tuple[str, str]) -> I
         if text is None:
             continue
         if not isinstance(text, str):
-            fail(f"has {name!r} that is no text: write one text")
+            fail(f"has {name!r} that is not a text: write one text")
         yield {"role": role, "content": text}
 
 
@@ -444,5 +444,5 @@ def _describe_keys(record: Mapping[str, Any]) -> str:
     """Return a text that lists a record's keys and says how to map them."""
     names = [name for name in record if isinstance(name, str) and has(record, name)]
     if not names:
-        return "it has no keys that hold something"
-    return f"it has {quoted(names)}. Give them names of docs/records.md, or map them, as {{{names[0][:40]}: query}}"
+        return "none of its keys has a value"
+    return f"it has {quoted(names)}. Rename them as in docs/records.md, or map them, as {{{names[0][:40]}: query}}"

@@ -95,7 +95,7 @@ def _call_message(call: Mapping[str, Any]) -> dict[str, Any]:
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
-            fail(f"has a call of {function['name']!r} with arguments that are no JSON")
+            fail(f"has a call of {function['name']!r} with arguments that are not JSON")
         require_encodable(arguments, f"the arguments of a call of {function['name']!r}")
     return {"role": CALL, "content": call_text({"name": function["name"], "arguments": arguments})}
 
@@ -190,4 +190,4 @@ def _json_text(value: object) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
-        fail("has a message of a tool whose content is no JSON")
+        fail("has a message of a tool whose content is not JSON")

@@ -46,7 +46,7 @@ def sequence_dims(
     for name, dim in declared.items():
         shape = shapes.get(name, ())
         if (dim is not None or name == input_key) and dim not in _matching_dims(shape, width):
-            message = f"dimension {dim} of {name} is not as long as {input_key} are wide, {width:,} (sequence_dims)"
+            message = f"dimension {dim} of {name} is not as long as the width of {input_key}, {width:,} (sequence_dims)"
             raise ArgumentError("batch", message)
     found = dict[str, int | None]()
     for name, shape in shapes.items():

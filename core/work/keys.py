@@ -71,7 +71,7 @@ class ConfigKeys:
             return None
         if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found < math.inf:
             text = str(found)[:40]
-            reason = f"config.json has {names[0]} {text}, where the work of a sample depends on a whole number"
+            reason = f"config.json has {names[0]} {text}, but counting the work of a sample needs a whole number"
             raise ModelError("work", reason)
         return int(found)
 

@@ -168,7 +168,7 @@ def _layer_kinds(keys: ConfigKeys, layers: int) -> list[LayerKind]:
 def _attention_multiplications(keys: ConfigKeys, width: int) -> tuple[int, int]:
     """Return an attention layer's multiplications for one position, and for one pair of tokens."""
     if not (heads := keys.size("num_attention_heads", "n_head", "num_heads")):
-        raise ModelError("work", "config.json has num_attention_heads 0, where the work of a sample depends on heads")
+        raise ModelError("work", "config.json has num_attention_heads 0, but a model needs at least 1")
     if (latent := keys.find_size("kv_lora_rank")) is not None:
         plain, rotated, value = (keys.size(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
         keys.find("qk_head_dim", "head_dim", "num_key_value_heads")

@@ -232,7 +232,7 @@ def test_last_is_the_newest_whole_checkpoint_of_the_run(tmp_path: Path, caplog):
     assert str(tmp_path / "checkpoint-5") == found(attrs.evolve(PLANNED, identity=RunIdentity(IDENTITY.fixed)))
     with pytest.raises(StaleError, match="checkpoint-4 was trained from another plan"):
         found(mine, tmp_path / "checkpoint-4")
-    with pytest.raises(StaleError, match="plan: stored 'a1', now 'b2'") as raised:
+    with pytest.raises(StaleError, match="plan was 'a1', now 'b2'") as raised:
         found(attrs.evolve(mine, plan="b2"))
     assert "checkpoint-5" in str(raised.value)
     assert 2 == len(caplog.messages)

@@ -209,7 +209,7 @@ def test_a_copy_is_made_once_and_is_what_its_file_holds(tmp_path, name, hide_cha
         hide_change(path)
         path.write_bytes(FORMATS[name](RECORDS))
         assert 3 == len(opened(path))
-        assert ["the file is another one than its copy"] == [reason[:37] for reason in faults(path)]
+        assert ["the file has changed since its copy"] == [reason[:35] for reason in faults(path)]
 
 
 @each_format
@@ -295,7 +295,7 @@ def test_a_folder_is_a_data_set(tmp_path, monkeypatch):
     with pytest.raises(DataSetError, match=r"hub holds more than 3 files and folders, .*: name its data files"):
         opened(tmp_path / "hub")
     outside = '{"_data_files": [{"filename": "../set.jsonl"}]}'
-    for state, says in ((outside, "names files outside of its folder"), ("[]", "none that datasets")):
+    for state, says in ((outside, "names files outside of its folder"), ("[]", "was not written by datasets")):
         (tmp_path / "set" / "state.json").write_text(state)
         with pytest.raises(DataSetError, match=says):
             opened(tmp_path / "set")
@@ -339,7 +339,7 @@ def test_json_of_anything_comes_back_as_the_json_module_wrote_it(tmp_path_factor
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (b'{"a": ', "no valid JSON"),
+        (b'{"a": ', "not valid JSON"),
         (b"\xff\xfe", "UTF-8"),
         (b"NaN", "NaN is no JSON"),
         (b"[" * 100_000, "nested too deeply"),
@@ -348,7 +348,7 @@ def test_json_of_anything_comes_back_as_the_json_module_wrote_it(tmp_path_factor
         (b'{"\\uDC00": 1}', r"has \\udc00 without its other half"),
         (
             b'{"a": -' + b"9" * 5000 + b"}",
-            "no valid JSON: the number of more than 4,300 digits is too large: write it as text",
+            "not valid JSON: the number of more than 4,300 digits is too large: write it as text",
         ),
         (b'{"a": 1e999}', "the number 1e999 is too large: write it as text"),
     ],
@@ -364,7 +364,7 @@ def test_a_malformed_record_is_named(tmp_path, line, says):
         records[5]
     path.write_bytes(b"[\n{},\r\n" + line + b", {}]")
     error = RecordError if line.endswith((b"}", b"NaN")) else DataSetError
-    with pytest.raises(error, match=rf"a\.jsonl.*({says}|is no JSON value)"):
+    with pytest.raises(error, match=rf"a\.jsonl.*({says}|is not a JSON value)"):
         opened(path)[1]
 
 
@@ -374,7 +374,7 @@ def test_a_line_end_in_a_text_of_an_array_is_refused_by_its_row(tmp_path):
     records = opened(tmp_path / "a.json")
 
     assert [{"a": 0}, {"a": 2}] == [records[0], records[2]]
-    with pytest.raises(RecordError, match=r"a\.json, row 2: is no valid JSON: Invalid control character"):
+    with pytest.raises(RecordError, match=r"a\.json, row 2: the record is not valid JSON: Invalid control character"):
         records[1]
 
 
@@ -386,30 +386,30 @@ RANDOM = lines([{"t": hashlib.sha256(str(number).encode()).hexdigest()} for numb
 @pytest.mark.parametrize(
     ("name", "data", "says"),
     [
-        ("a.csv", b'a,b\n1,2\n"x,3\n4,5\n', r"row 2: is no row of a table \(unexpected end of data\)"),
-        ("a.csv", b'a,b\n1,2\n"x"y,3\n', r"row 2: is no row of a table \(',' expected after '\"'\)"),
-        ("a.csv", b"a,b\n1,2\n1,2,3\n", "row 2: has 3 fields, but the header names 2"),
+        ("a.csv", b'a,b\n1,2\n"x,3\n4,5\n', r"row 2 is not a row of a table \(unexpected end of data\)"),
+        ("a.csv", b'a,b\n1,2\n"x"y,3\n', r"row 2 is not a row of a table \(',' expected after '\"'\)"),
+        ("a.csv", b"a,b\n1,2\n1,2,3\n", "row 2 has 3 fields, but the header names 2"),
         ("a.csv", b"a,b\n1,\xff\n", "is not UTF-8"),
         ("a.json", b'[{"a": "\xff"}]', "is not UTF-8"),
         ("a.csv", b"a,a\n1,2\n", "names the column 'a' twice"),
         ("a.csv", b"a,b\n", "holds no record"),
         ("a.csv", b"", "holds no record"),
-        ("a.json", b'[{"a": 1}, {"a": "x', r"row 2: is no JSON value \(Unterminated string"),
-        ("a.json", b'[{"a": 1}, {"a": [', r"row 2: is no JSON value \(Expecting value\): the file may be cut off"),
-        ("a.json", b'[{"a": 1} {"a": 2}]', "row 1: is not followed by a comma"),
-        ("a.json", b'[{"a": 1}, ]', "row 1: is the last of the array, but a comma follows it"),
-        ("a.json", b'[{"a": 1}] 2', "row 1: is the last of the array, but more follows"),
-        ("a.json", b"[" * 100_000, "row 1: is nested too deeply"),
+        ("a.json", b'[{"a": 1}, {"a": "x', r"row 2 is not a JSON value \(Unterminated string"),
+        ("a.json", b'[{"a": 1}, {"a": [', r"row 2 is not a JSON value \(Expecting value\): the file may be cut off"),
+        ("a.json", b'[{"a": 1} {"a": 2}]', "row 1 is not followed by a comma"),
+        ("a.json", b'[{"a": 1}, ]', "row 1 is the last of the array, but a comma follows it"),
+        ("a.json", b'[{"a": 1}] 2', "row 1 is the last of the array, but more follows"),
+        ("a.json", b"[" * 100_000, "row 1 is nested too deeply"),
         ("a.json", b"[]", "holds no record"),
         ("a.jsonl", b"\n  \n", "holds no record"),
-        ("a.zip", b"PK\x03\x04\x14\0xx", "is no text, and of no format that is read: unpack it"),
-        ("a.jsonl.gz", gzip.compress(gzip.compress(b"{}", mtime=0), mtime=0), "is no text, .*unpack it"),
+        ("a.zip", b"PK\x03\x04\x14\0xx", "is neither text nor of another format that is read: unpack it"),
+        ("a.jsonl.gz", gzip.compress(gzip.compress(b"{}", mtime=0), mtime=0), "is neither text nor .*unpack it"),
         *(
             (f"a.jsonl.{end}", pack(RANDOM)[:60_000], r"line 1,\d\d\d: the archive cannot be read on \(Truncated")
             for end, pack in (("gz", gzip.compress), ("zst", zst))
         ),
-        ("a.jsonl", '{"a": 1}'.encode("utf-16"), "is no text"),
-        ("a.arrow", b"{}\n", "is damaged, or no Arrow file"),
+        ("a.jsonl", '{"a": 1}'.encode("utf-16"), "is neither text"),
+        ("a.arrow", b"{}\n", "is damaged, or is not Arrow"),
         *((name, FORMATS[name](TWINS), "has two columns 'query'") for name in ("a.parquet", "a.arrow")),
     ],
 )
@@ -440,14 +440,14 @@ def test_a_pattern_names_files_in_order(tmp_path):
     assert 7 == open_records((f"{tmp_path}/[x].jsonl",))[0]
 
 
-NO_TEXT = "has a name or a folder that is no text of UTF-8: rename it"
+NO_TEXT = "has a name or a folder that is not valid UTF-8: rename it"
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
         ("pipe.jsonl", "is a pipe or a device: name"),
-        ("", r"is no folder of datasets\.save_to_disk: name"),
+        ("", r"is not a folder of datasets\.save_to_disk: name"),
         ("gone.jsonl", r"gone\.jsonl cannot be read"),
         ("a.jsonl#100", r"#100 asks ms-swift for .*: name the file, or .* a mix .*, count: 100"),
         (os.fsdecode(b"\xe9/*.jsonl"), NO_TEXT),
@@ -655,8 +655,8 @@ def test_a_later_start_knows_a_file_by_what_is_cached(tmp_path, name, hide_chang
     records = opened(path)
     assert digest == records.digest(50)
     (reason,) = faults(path)
-    assert f"{records.location(41).unit} {records.location(41).number} is another one" in reason
+    assert f"{records.location(41).unit} {records.location(41).number} differs from what" in reason
     assert rows[40] == records.read_checked(40)
-    cause = f"Its copy was changed: delete {text}" if text != path else "content planned"
+    cause = f"; delete {text}: the next run" if text != path else "content was"
     with pytest.raises(StaleError, match=cause):
         records.read_checked(41)

@@ -88,17 +88,17 @@ def edit(name, value):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (edit("length", 0), r"no measurement in row 1, from 0 \(length 0, supervised 5, .*bad 0\): measure it"),
-        (edit("supervised", 21), "no measurement in row 1"),
-        (edit("patches", -1), "no measurement in row 1"),
+        (edit("length", 0), r"no valid measurement in row 1, counted from 0 \(length 0, supervised 5, .*bad 0\): "),
+        (edit("supervised", 21), "no valid measurement in row 1"),
+        (edit("patches", -1), "no valid measurement in row 1"),
         (edit("length", None), "it has 1 null where numbers are"),
         (edit("length", 20.5), "cannot be read: .*20.5"),
         (edit("length", 2**32 + 21), "cannot be read: .*4294967317"),
         (lambda table: table.drop_columns(["patches"]), r"cannot be read: .*patches"),
         (lambda table: table.set_column(table.column_names.index("media"), "media",
                                         pa.array([[]] * 3, table.schema.field("media").type)),
-         "other numbers of images"),
-        (lambda _: pa.table({"length": [1]}), "is no table of lengths"),
+         "more or fewer images"),
+        (lambda _: pa.table({"length": [1]}), "is not a table of lengths"),
         (lambda table: table.replace_schema_metadata(
             {b"packplan_lengths": b'{"schema": "packplan length table 0"}'}), "is of another version"),
     ],
@@ -134,7 +134,7 @@ def test_a_damaged_file_is_no_table(table):
         read_length_table(table)
 
     table.write_text("no table")
-    for says in ("is no table of lengths", "does not exist"):
+    for says in ("is not a table of lengths", "does not exist"):
         for read in (read_length_table, read_length_table_key):
             with pytest.raises(ArgumentError, match=says):
                 read(table)

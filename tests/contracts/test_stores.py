@@ -255,10 +255,10 @@ def test_another_runs_lengths_are_taken_over_once_if_they_fit(tmp_path):
     put(other, 6, 10, repeatability={"samples": [1]})
     assert ROWS[:6].tolist() == taken(DiskLengthStore(two, lengths_from=one))
 
-    with pytest.raises(StaleError, match="a: stored 1, now 2") as raised:
+    with pytest.raises(StaleError, match="a was 1, now 2") as raised:
         DiskLengthStore(three, lengths_from=one).open_for_append(OTHER, 10, DATA)
     assert "borrowed_lengths" == raised.value.kind
-    with pytest.raises(ConfigError, match=r"training.packing_lengths_from: has no folder"):
+    with pytest.raises(ConfigError, match=r"training.packing_lengths_from is .*, which does not exist"):
         taken(DiskLengthStore(three, lengths_from=tmp_path / "none" / "train"))
 
 
@@ -268,7 +268,7 @@ def test_another_runs_lengths_are_taken_over_once_if_they_fit(tmp_path):
         ("lengths.json", {"schema": "packplan lengths 99"}, "lengths.json", "packplan lengths 99"),
         ("raw_plan.json", {"num_tokens": 1}, "raw_plan.json", "another num_tokens"),
         ("plan_ws2.json", {"pad_needed": 7}, "plan_ws2.json", "pad_needed"),
-        ("schedule_ws2.json", {"epochs": [{"epoch": 0}]}, "schedule_ws2.json", "its records are no epochs"),
+        ("schedule_ws2.json", {"epochs": [{"epoch": 0}]}, "schedule_ws2.json", "its records are not those of epochs"),
         ("plan_ws2.json", {}, "plan_ws4.json", "file name"),
         ("plan_ws2.json", {"world_size": 9, "dataloader_drop_last": True}, "plan_ws9.json", "cannot feed 9 ranks"),
     ],

@@ -1,4 +1,4 @@
-"""The page by error message has every kind of error, with the text that a command prints."""
+"""The page by error message has every kind of error, with its text."""
 
 import ast
 import pickle
@@ -13,8 +13,8 @@ from packplan.adapters.loaders.packs import PACK, refuse_other_packs
 from packplan.core import errors
 from packplan.core.align import align_plan
 from packplan.core.batch import largest_degree, resolve_accumulation
-from packplan.core.config import faults
-from packplan.core.config.faults import explain_error
+from packplan.core.config.remedies import REMEDIES
+from packplan.core.equality import ProbeResult
 from packplan.core.errors import Difference, Fault, ModelError, PackplanError, RunError, StaleError
 from packplan.core.lengths import as_works
 from packplan.core.packers import pack
@@ -49,11 +49,12 @@ def raised(call, *arguments, **options) -> PackplanError:
 
 FAULTS = (
     Fault("template.max_length", "is 4096.5, but has to be a whole number"),
-    Fault("training.packing_bufer", "is no known key: did you mean packing_buffer?"),
-    Fault("learning_rate", "is no key of the top level: write training.learning_rate"),
+    Fault("training.packing_bufer", "is unknown: did you mean packing_buffer?"),
+    Fault("learning_rate", "is not a key of the top level: write training.learning_rate"),
     Fault("training.seed", "is 'x', but has to be a whole number"),
 )
 
+TAGS = "has 2 images, but 1 <image> tag: write one tag for each image"
 WIDE = {"shards": 1, "batch_size": 10, "max_tokens_per_microbatch": 512, "sequence_length_pad_multiple": 64}
 BATCH = {
     "effective_batch_size": 30, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "world_size": 8
@@ -61,7 +62,7 @@ BATCH = {
 
 MADE = (
     errors.ConfigError("run.yaml", FAULTS),
-    errors.RecordError("data/train.jsonl, line 17", "has 2 images, but 1 <image> tag: write one tag for each image"),
+    errors.RecordError("data/train.jsonl, line 17", f"the record {TAGS}"),
     errors.DataSetError("data/train.jsonl holds no record"),
     raised(pack, [9, 7, 3, -1], capacity=16),
     raised(plan, [8], 0),
@@ -79,7 +80,7 @@ MADE = (
     raised(require_supervised, build_raw_plan([8] * 400, packing_length=64), [0] * 400),
     raised(align_plan, build_raw_plan([8] * 3, packing_length=8), world_size=4, dataloader_drop_last=True),
     raised(largest_degree, 6, 8),
-    ModelError.for_leak("bloom", "auto", "gradients pass between samples of a row: 0.24 of a sample's own"),
+    ModelError.for_leak("bloom", "auto", ProbeResult(0.24, 0).reason_against_packing(limit=1)),
     StaleError.for_lengths(FOLDER, OTHER),
     StaleError.for_plan("runs/first/checkpoint-40", PLANS),
     StaleError.for_plan("runs/first/checkpoint-40", (Difference("order_version", 2, 3),)),
@@ -132,7 +133,7 @@ def test_every_class_and_every_kind_has_its_entry():
         if name in {*STATING, "OutputError"}
     }
     assert stated == raised_kinds() | {"refused", "locked"}, "give it an entry on the page"
-    assert [] == [text for text in faults._REMEDIES.values() if "{" not in text and text not in PAGE]
+    assert [] == [text for text in REMEDIES.values() if "{" not in text and text not in PAGE]
 
 
 each = pytest.mark.parametrize("error", MADE, ids=lambda error: f"{type(error).__name__} {error.kind}")
@@ -141,7 +142,7 @@ each = pytest.mark.parametrize("error", MADE, ids=lambda error: f"{type(error)._
 @each
 def test_an_entry_shows_the_message_as_it_is(error):
     """So that a search for its words finds the page."""
-    assert f"```text\nerror: {explain_error(error)}\n```\n" in entries()[type(error).__name__], error.kind
+    assert f"```text\nerror: {error}\n```\n" in entries()[type(error).__name__], error.kind
 
 
 @each

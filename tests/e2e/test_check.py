@@ -241,7 +241,7 @@ def test_what_cannot_be_compared_is_said(write_run, scenes, capsys, monkeypatch)
     """Nothing packed; no pack of several samples; several processes."""
     custom = {"train_jsonl": str(scenes / "text.jsonl")}
     assert 2 == main([str(write_run("qwen2", custom=custom, training={"packing": False}))])
-    assert "training.packing: is false" in capsys.readouterr().err
+    assert "training.packing is false" in capsys.readouterr().err
     assert 2 == main([str(write_run("qwen2", name="tight", custom=custom, template={"max_length": 30}))])
     assert "no pack of several samples" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -93,7 +93,7 @@ def test_a_table_that_another_command_measures_is_refused(demo, text_jsonl, tmp_
     with hold_lock(folder / "train.lock", "to test"):
         assert 2 == measure.main([str(text_jsonl), "--model", str(demo / "models" / "qwen2"), "-o", str(output)])
 
-    assert "--output: is" in (said := capfd.readouterr().err)
+    assert "--output is" in (said := capfd.readouterr().err)
     assert "which another run writes now: wait for its end" in said
 
 
@@ -102,13 +102,13 @@ def test_what_cannot_be_measured_is_named(write_run, run, demo, text_jsonl, tmp_
     model, text, none = demo / "models" / "qwen2", tmp_path / "text.txt", tmp_path / "none"
     text.write_text("mine")
     for words, output, fault in (
-        ((text_jsonl,), None, "--model: is not given"),
-        (("--model", model), None, "DATA: is not given"),
-        ((text_jsonl, "--model", none), None, "model.model: "),
+        ((text_jsonl,), None, "--model is not given"),
+        (("--model", model), None, "DATA is not given"),
+        ((text_jsonl, "--model", none), None, "model.model is "),
         ((tmp_path / "none.jsonl", "--model", model), None, "none.jsonl cannot be read"),
         ((text_jsonl, "--model", model, "template.max_pixel=5"), None, "did you mean max_pixels"),
-        ((text_jsonl, "--model", model), none / "lengths.parquet", "--output: .*whose folder"),
-        ((text_jsonl, "--model", model), text, "--output: .*is no table of lengths"),
+        ((text_jsonl, "--model", model), none / "lengths.parquet", "--output is .*whose folder"),
+        ((text_jsonl, "--model", model), text, "--output cannot be used, since .*is not a table of lengths"),
     ):
         assert re.search(fault, run(*words, status=2, output=output))
         assert not list(tmp_path.glob("*.measuring"))
@@ -116,10 +116,10 @@ def test_what_cannot_be_measured_is_named(write_run, run, demo, text_jsonl, tmp_
 
     run(text_jsonl, "--model", model)
     said = run(text_jsonl, "--model", model, "template.system=Look.", status=2)
-    assert "--output: the lengths in" in said
-    assert "template.system: stored None, now 'Look.'" in said
-    for name, fault in (("lengths.parquet", "remove custom.lengths to measure here"),
-                        ("text.txt", f"custom.lengths: {text} is no table of lengths"),
+    assert "--output cannot be continued: the lengths in" in said
+    assert "template.system was unset, now 'Look.'" in said
+    for name, fault in (("lengths.parquet", "to measure here, remove custom.lengths"),
+                        ("text.txt", f"custom.lengths cannot be used, since {text} is not a table of lengths"),
                         ("none.parquet", f"custom.lengths: {none}.parquet does not exist")):  # fmt: skip
         lengths = {"train_jsonl": str(text_jsonl), "lengths": str(tmp_path / name)}
         assert 2 == plan.main(["build", str(write_run("qwen2", custom=lengths))])

@@ -64,7 +64,7 @@ def test_lengths_are_taken_over_from_another_run(write_run, run, tmp_path, short
 
     other = write_run("qwen3", name="three", template={"system": "You look away."}, training=lengths_from)
     said = run("build", other, status=2).err
-    assert "template.system: stored 'You look at scenes.', now 'You look away.'" in said
+    assert "template.system was 'You look at scenes.', now 'You look away.'" in said
     assert "remove training.packing_lengths_from" in said
     assert [] == shortcuts
 

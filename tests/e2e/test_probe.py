@@ -252,11 +252,11 @@ REFUSED = {
     "a memory of calls": (faulty("a memory of calls"), "equality", ""),
     "a memory of calls, and a state": (faulty("a memory of calls, and a state"), "equality", ""),
     "dynamic factors": (
-        LlamaConfig(rope_parameters=rope("dynamic", factor=2.0)), "equality", "differ from themselves alone"),
+        LlamaConfig(rope_parameters=rope("dynamic", factor=2.0)), "equality", "differ from the same samples alone"),
     "longrope": (
         Phi3Config(rope_parameters=rope("longrope", short_factor=[1.0] * 48, **LONGROPE),
-                   max_position_embeddings=131072), "equality", "differ from themselves alone"),
-    "a blind model": (faulty("a blind model"), "", "nothing can be said"),
+                   max_position_embeddings=131072), "equality", "differ from the same samples alone"),
+    "a blind model": (faulty("a blind model"), "", "the test shows nothing"),
     "too many weights": (faulty("too many weights"), "", "more than 20,000,000"),
     "a span that cannot shrink": (
         faulty("a span that cannot shrink", memory_span=4096, other_span=4096), "", r"shorter: memory_span \(4,096\)$"),
@@ -480,7 +480,7 @@ def test_two_right_ways_to_compute_a_model_are_within_the_limit(family, precisio
     ("fault", "says"),
     {
         "a leak too small for 16 bits": "gradients pass between samples",
-        "another result under our attention": "differ from themselves alone",
+        "another result under our attention": "differ from the same samples alone",
     }.items(),
 )
 def test_a_loaded_model_is_refused_with_the_numbers(fault, says):
@@ -562,7 +562,7 @@ def test_a_configuration_of_more_layers_than_the_weights_have_is_refused(changed
     (tmp_path / "model" / "config.json").write_text(
         (tmp_path / "model" / "config.json").read_text().replace("1e-06", "1e-05")
     )
-    with pytest.raises(ConfigError, match=r"model\.safetensors is cut off, or is not a file of weights"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors, which is cut off, or is not a file of weights"):
         require_packing_model(config)
 
 

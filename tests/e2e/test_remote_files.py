@@ -144,12 +144,12 @@ def test_a_file_that_changed_is_copied_again(objects, tmp_path, caplog):
         objects.held["/bucket/a.jsonl"] = content
         assert content == copied(f"{objects.url}/bucket/a.jsonl", tmp_path)
         assert sent == objects.sent["/bucket/a.jsonl"]
-    assert "a.jsonl is another file than before: it was fetched again" in caplog.text
+    assert "a.jsonl has changed at its source, so it was fetched again" in caplog.text
 
     objects.held.clear()
 
     assert b"second" == copied(f"{objects.url}/bucket/a.jsonl", tmp_path)
-    assert "there is no such file; its copy of before is read" in caplog.text
+    assert "there is no such file; the copy fetched before is read" in caplog.text
 
 
 def copied(place: str, folder: Path) -> bytes:
@@ -259,7 +259,9 @@ def test_what_could_name_files_of_this_machine_is_refused(objects, run, tmp_path
     playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\nfile://{tmp_path}/mine.ts.mp4\n#EXT-X-ENDLIST\n"
     objects.held["/bucket/list.m3u8"] = playlist.encode()
     objects.held["/bucket/a.jsonl"] = json.dumps(asked("mine", videos=[f"{objects.url}/bucket/list.m3u8"])).encode()
-    assert "cannot be read, it is truncated, damaged or no video" in run(f"{objects.url}/bucket/a.jsonl", status=2)
+    assert "cannot be read, since it is truncated, damaged or not a video" in run(
+        f"{objects.url}/bucket/a.jsonl", status=2
+    )
 
 
 @pytest.mark.usefixtures("encodes_again")  # which fetches all media
@@ -314,7 +316,10 @@ def test_an_image_is_fetched_once(cache, objects):
     [
         (Reply(200, RED[:-20], {"Content-Length": str(len(RED))}), "Not enough data.* in 3 attempts"),
         (Reply(200, b"50\r\n" + RED[:20], {"Transfer-Encoding": "chunked"}), "Not enough data.* in 3 attempts"),
-        (Reply(200, b"<html>please log in</html>"), "what came, 26 bytes, cannot be read, it is damaged or no image"),
+        (
+            Reply(200, b"<html>please log in</html>"),
+            "what came, 26 bytes, cannot be read, since it is damaged or not an image",
+        ),
         (Reply(200, RED[:60]), "what came, 60 bytes, cannot be read"),
         (Reply(404), "there is no such file"),
         (Reply(403), "answers 403"),
@@ -366,7 +371,7 @@ def test_another_image_in_place_of_one_that_is_gone_is_refused(cache, objects):
 
 def test_no_server_is_asked_with_a_password(cache, objects):
     """Nor is it in the message."""
-    with pytest.raises(ValueError, match="it holds a name or a password") as raised:
+    with pytest.raises(ValueError, match="it holds a user name or a password") as raised:
         cache().path(f"{objects.url.replace('//', '//me:hidden@')}/red.png")
     assert "hidden" not in str(raised.value)
     assert 0 == objects.asked["/red.png"]

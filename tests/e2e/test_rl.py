@@ -116,12 +116,12 @@ def test_a_policy_that_sees_is_trained_with_adapters(write_rl, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["grpo.reward_funcs=gone:reward"], "grpo.reward_funcs: has gone:reward, which is no function as module:func"),
+        (["grpo.reward_funcs=gone:reward"], "grpo.reward_funcs has gone:reward, which is no function as module:func"),
         (["grpo.reward_funcs=tests.e2e.test_rl:boom"], "test_rl:boom, which failed: KeyError: 'answer'"),
-        (["grpo.num_generations=3"], "grpo: is refused by TRL: .* must be divisible by num_generations"),
+        (["grpo.num_generations=3"], "grpo is refused by TRL: .* must be divisible by num_generations"),
         (
             ["grpo.fsdp=full_shard auto_wrap"],
-            "grpo.fsdp: would be dropped on a CPU, .* remove it, or train on",
+            "grpo.fsdp would be dropped on a CPU, .* remove it, or train on",
         ),
         (["grpo.resume_from_checkpoint=last"], "has no checkpoint: remove it to begin at step 1"),
         (["custom.train_jsonl={data}/colours.jsonl"], r"colours.jsonl, line \d+: the record has images, but the model"),

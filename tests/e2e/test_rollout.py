@@ -483,9 +483,9 @@ def test_a_stopped_stream_is_saved_and_resumed_as_itself_alone(
 
     keys["resume_from_checkpoint"] = str(checkpoint)
     for key, stored, now in (("packing_buffer", 8, 9), ("seed", 42, 1)):
-        with pytest.raises(StaleError, match=rf"training\.{key}: stored {stored}, now {now}"):
+        with pytest.raises(StaleError, match=rf"training\.{key} was {stored}, now {now}"):
             run(write_rollout(data, **{**keys, key: now}))
-    says = r"(?s)binpacking: stored '2.*', now 'other'.*the rules of packing: stored 2, now 3"
+    says = r"(?s)binpacking was '2.*', now 'other'.*the rules of packing was 2, now 3"
     with monkeypatch.context() as patched, pytest.raises(StaleError, match=says):
         patched.setattr("packplan.app.sft.stream.PACKER_VERSION", "other")
         patched.setattr("packplan.app.sft.stream.RULES_VERSION", 3)

@@ -70,14 +70,14 @@ def test_deepspeed_reaches_ms_swift_as_it_was_written(arguments, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"fsdp": "full_shard"}, "training.fsdp: would be dropped on a CPU, silently"),
-        ({"fp16": True}, "training.fp16: computes in float32 on a CPU"),
-        ({"fsdp": True}, "training.fsdp: would be dropped on a CPU, silently"),
+        ({"fsdp": "full_shard"}, "training.fsdp has no effect on a CPU"),
+        ({"fp16": True}, "training.fp16 has no effect on a CPU"),
+        ({"fsdp": True}, "training.fsdp has no effect on a CPU"),
         ({"deepspeed": {"tensor_parallel": {"autotp_size": 2}}}, "plans count every rank: remove tensor_parallel"),
         ({"deepspeed": {"sequence_parallel_size": 2}}, "plans count every rank: remove sequence_parallel_size"),
         (
             {"deepspeed": {"zero_optimization": {"stage": 2}}, "max_grad_norm": 0.5},
-            "training.max_grad_norm: is 0.5, but .*: add gradient_clipping: auto",
+            "training.max_grad_norm is 0.5, but .*: add gradient_clipping: auto",
         ),
         ({"deepspeed": "ds.json"}, "remove tensor_parallel"),
         ({"deepspeed": "zero2"}, "training"),

@@ -500,7 +500,7 @@ def test_at_most_so_many_ranks_share_a_pack(tmp_path, capsys):
 
     for words in (most, [*auto, most[0], "3"]):
         assert 2 == plugin.main(["swift", *words, "-o", str(tmp_path / "refused.py")])
-        assert "--max-sequence-parallel-size: is" in capsys.readouterr().err
+        assert "--max-sequence-parallel-size is" in capsys.readouterr().err
     assert not (tmp_path / "refused.py").exists()
 
 

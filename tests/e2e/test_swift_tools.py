@@ -173,7 +173,7 @@ def test_what_a_template_cannot_tell_is_refused(encoder, files, tmp_path):
     samples = encoder(files["roles"], silent)
     samples.template._agent_template = None
     assert samples.encode(1)
-    with pytest.raises(RecordError, match=r"has tools, for which the template .* set template\.agent_template"):
+    with pytest.raises(RecordError, match=r"has tools, which the template .* set template\.agent_template"):
         samples.encode(0)
     with pytest.raises(RecordError, match=r"which template\.loss_scale: all trains all the same"):
         encoder(silent, loss_scale="all").encode(0)
@@ -189,6 +189,6 @@ def test_weights_that_a_template_loses_are_refused(encoder, files):
         return {**encoded, "loss_scale": encoded["loss_scale"][:-1]}
 
     samples.template.encode = short
-    with pytest.raises(RecordError, match=r"which the template qwen2_5 does not carry to its [\d,]+ tokens"):
+    with pytest.raises(RecordError, match=r"which the template qwen2_5 does not apply to its [\d,]+ tokens"):
         samples.encode(0)
     assert "loss_scale" not in samples.encode(1)

@@ -57,7 +57,7 @@ def test_a_run_trains_every_pack_once_an_epoch_and_counts_its_steps(  # noqa: PL
     for said in ("N_raw_packs", "N_aligned_packs", "world_size 1", "dataloader_drop_last false", "raw_plan checksum",
                  "aligned_plan checksum", "is a pack of its own"):  # fmt: skip
         assert said in caplog.text
-    assert ("has 1 batch of a rank instead of 3" in caplog.text) == (num_packs % 3 == 1)
+    assert ("trains 1 batch instead of 3" in caplog.text) == (num_packs % 3 == 1)
 
     lines = [json.loads(line) for line in (tmp_path / "run" / "logging.jsonl").read_text().splitlines()]
     assert result.num_steps == sum("loss" in line for line in lines)
@@ -156,7 +156,9 @@ def test_tokens_per_second_leave_out_the_time_of_evaluating(write_run, ready, tm
 
 def test_a_text_model_refuses_records_with_media(write_run, ready, demo):
     """By line, before training; the way out is another model, not fewer records."""
-    with pytest.raises(RecordError, match=r"train\.jsonl, line 1: .*reads text only: name a model that sees in .*VL$"):
+    with pytest.raises(
+        RecordError, match=r"train\.jsonl, line 1: .*reads text only: name a model that reads images in .*VL$"
+    ):
         ready(write_run("qwen2", custom={"train_jsonl": str(demo / "data" / "train.jsonl")}))
 
 
@@ -241,7 +243,7 @@ def test_a_sample_that_changed_after_planning_stops_the_run_and_is_named(write_r
     trainer = ready(write_run(custom={"train_jsonl": str(data)}, training=keys)).trainer
     Image.new("RGB", (420, 420)).save(tmp_path / "a.png")
 
-    with pytest.raises(StaleError, match=r"sample 0 .*one\.jsonl, line 1.* length planned \d+, fetched \d+") as raised:
+    with pytest.raises(StaleError, match=r"sample 0 .*one\.jsonl, line 1.* length was \d+, now \d+") as raised:
         trainer.train()
     assert {"length", "patches"} == {difference.key for difference in raised.value.details["differences"]}
 
@@ -259,7 +261,7 @@ def test_a_text_edited_in_a_copy_after_planning_stops_the_run_and_is_named(write
         file.write(copy.read_bytes().replace(b"say 13", b"say 31"))
     os.utime(copy, ns=(before.st_atime_ns, before.st_mtime_ns))
 
-    named = r"sample 13 .*text\.parquet, row 14\) .*: content planned .* delete .*records.*, which is made again"
+    named = r"sample 13 .*text\.parquet, row 14\) .*: content was .*; delete .*records.*: the next run"
     for started in (trainer, ready(path).trainer):
         with pytest.raises(StaleError, match=named):
             started.train()

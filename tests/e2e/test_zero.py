@@ -246,8 +246,8 @@ def test_reinforcement_learning_resumes_with_its_own_parts_alone(ran):
     """Bit for bit; other parts, and settings of DeepSpeed that contradict others, are refused."""
     log = (ran("").folder / "rank0.log").read_text()
     for name, says in {
-        "rl-two-of-three": "grpo.resume_from_checkpoint: is .*, but its optimizer is kept in 2 parts by ZeRO 3, and",
-        "rl-unlike": "grpo: is refused by TRL: ds gradient_clipping=2.0 vs hf max_grad_norm=1.0",
+        "rl-two-of-three": "grpo.resume_from_checkpoint is .*, but its optimizer is kept in 2 parts by ZeRO 3, and",
+        "rl-unlike": "grpo is refused by TRL: ds gradient_clipping=2.0 vs hf max_grad_norm=1.0",
     }.items():
         assert ["2", "2"] == [(ran(name).folder / f"status{rank}").read_text() for rank in range(2)]
         assert re.search(says, log)
@@ -269,7 +269,7 @@ def test_a_resume_of_a_killed_run_ends_bit_for_bit_as_one_run_does(name, ran):
 def test_settings_that_contradict_those_of_deepspeed_are_refused(ran):
     """Before anything is loaded; transformers would raise a ValueError when it begins to train."""
     assert ["2", "2"] == [(ran("unlike").folder / f"status{rank}").read_text() for rank in range(2)]
-    says = "training.deepspeed: cannot be used: ds gradient_clipping=2.0 vs hf max_grad_norm=1.0, where auto takes"
+    says = "training.deepspeed cannot be used: ds gradient_clipping=2.0 vs hf max_grad_norm=1.0, where auto takes"
     assert says in (ran("").folder / "rank0.log").read_text()
 
 

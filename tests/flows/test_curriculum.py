@@ -57,7 +57,7 @@ def test_a_file_is_one_however_it_is_spelled(here):
 
     assert ("a.jsonl", "./b.jsonl") == config.custom.train_jsonl == require_mixes(config, files_of(config)).files
     twice = run([source("a")], [source("a"), source("../" + here.name + "/a")])
-    with pytest.raises(ConfigError, match=r"curriculum\[1\]\.sources\[1\]\.jsonl: is a\.jsonl, as sources\[0\]"):
+    with pytest.raises(ConfigError, match=r"curriculum\[1\]\.sources\[1\]\.jsonl is a\.jsonl, and so is sources\[0\]"):
         require_mixes(twice, files_of(twice))
 
 
@@ -65,8 +65,8 @@ def test_a_file_is_one_however_it_is_spelled(here):
     ("entries", "says"),
     [
         ((["a"], ["gone", "b"], ["gone"]),
-         "custom.fusion_config.curriculum[1].sources[0].jsonl: gone.jsonl cannot be read"),
-        ((["b"], ["[bc]"]), "custom.fusion_config: b.jsonl is named twice, once as b.jsonl: "),
+         "custom.fusion_config.curriculum[1].sources[0].jsonl cannot be used, since gone.jsonl cannot be read"),
+        ((["b"], ["[bc]"]), "custom.fusion_config cannot be used, since b.jsonl is named twice, once as b.jsonl: "),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("here")
@@ -83,7 +83,7 @@ def test_tokens_are_counted_by_static_plans_alone():
     """What is drawn before it is measured takes samples."""
     stream, planned = (run([source("a")], by="tokens", **keys) for keys in (STREAM, {}))
 
-    with pytest.raises(ConfigError, match=r"curriculum\[0\]\.by: "):
+    with pytest.raises(ConfigError, match=r"curriculum\[0\]\.by is tokens, "):
         require_mixes(stream, files_of(stream))
     assert "tokens" == require_mixes(planned, files_of(planned)).mix_of_epoch(0).by
 
@@ -92,28 +92,28 @@ def test_tokens_are_counted_by_static_plans_alone():
 def test_sources_of_a_mix_have_names():
     """As it spells them, or as evaluation does; another name is refused by its key."""
     assert run([source("a")], val_jsonl=["v.jsonl"], source_names={"a.jsonl": "chats", "v.jsonl": "held out"})
-    with pytest.raises(ConfigError, match=r"custom\.source_names\.b\.jsonl: is no entry of custom\.fusion_config"):
+    with pytest.raises(ConfigError, match=r"custom\.source_names\.b\.jsonl is not an entry of custom\.fusion_config"):
         run([source("a")], source_names={"b.jsonl": "books"})
     mixed = run([source("a"), source("b"), source("c")])
     for names in (("chats", "chats", "books"), ("chats", "books", "chats")):
         named = [attrs.evolve(file, source=name) for file, name in zip(files_of(mixed), names, strict=True)]
-        with pytest.raises(ConfigError, match=r"custom\.source_names: gives several files of the mix one name"):
+        with pytest.raises(ConfigError, match=r"custom\.source_names gives several files of the mix one name"):
             require_mixes(mixed, named)
 
 
 @pytest.mark.parametrize(
     ("text", "faults"),
     [
-        ("sources: .nan", ["sources: is nan, but has to be a list of sections"]),
-        ("sources: [.nan]", ["sources[0]: is nan, but has to be a section of keys"]),
-        ("curriculum: {sources: []}", ["curriculum: is {'sources': []}, but has to be a list of sections"]),
-        ("curriculum: []", ["curriculum: is empty: name at least one mix"]),
-        ("sources: []", ["sources: is empty: name at least one"]),
+        ("sources: .nan", ["sources is nan, but has to be a list of sections"]),
+        ("sources: [.nan]", ["sources[0] is nan, but has to be a section of keys"]),
+        ("curriculum: {sources: []}", ["curriculum is {'sources': []}, but has to be a list of sections"]),
+        ("curriculum: []", ["curriculum is empty: name at least one mix"]),
+        ("sources: []", ["sources is empty: name at least one source"]),
         ("curriculum: [{by: words, sources: [{jsonl: a, ratio: .nan}]}]",
-         ["curriculum[0].sources[0].ratio: is nan, but has to be a finite number",
-          "curriculum[0].by: is 'words', but has to be one of samples, tokens"]),
+         ["curriculum[0].sources[0].ratio is nan, but has to be a finite number",
+          "curriculum[0].by is 'words', but has to be one of samples, tokens"]),
         ("curriculum: [{sources: []}]\nsamples_per_epoch: 3",
-         ["samples_per_epoch: is no key of the top level: write curriculum[].samples_per_epoch"]),
+         ["samples_per_epoch is not a key of the top level: write curriculum[].samples_per_epoch"]),
     ],
 )  # fmt: skip
 def test_what_is_no_mix_is_said(here, text, faults):

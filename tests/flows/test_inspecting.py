@@ -140,12 +140,12 @@ def test_show_warns_of_what_training_would_refuse_or_do_otherwise(store, said, s
     warnings = "\n".join(shown(changed(path, template={"system": "Another."}, training=keys))["warnings"])
 
     for words in (
-        "template.system: stored None, now 'Another.'",
-        "training would plan again: min_fill_ratio: stored '1.0', now '0.5'",
+        "template.system was unset, now 'Another.'",
+        "training would plan again: min_fill_ratio was '1.0', now '0.5'",
         "filled below 1.0 are dropped",
         "are skipped",
         "not yet checked",
-        "the last step of each epoch has",
+        "in the last step of each epoch, each rank trains",
     ):
         assert words in warnings
     assert "warning: " in said("show", path)
@@ -189,11 +189,11 @@ def test_a_sample_and_a_pack_are_explained(store, said, document, tmp_path):
     [("show RUN --sample 60", "the data have no record 60"), ("show RUN --pack 99", "no pack 99"),
      ("show RUN --split eval", "custom.val_jsonl"), ("show RUN --world-size 3", "not divisible by 3 ranks"),
      ("show RUN --world-size 50 training.dataloader_drop_last=true training.effective_batch_size=50",
-      "cannot feed 50 ranks while the remainder is dropped"),
+      "cannot feed 50 ranks, and the remainder is dropped"),
      ("whatif RUN training.packing=false", "training.packing"),
      ("show RUN custom.trainer_variant=rollout training.packing_mode=dynamic training.max_steps=3",
       "custom.trainer_variant"),
-     ("show RUN --text", "--text: is of one sample")],
+     ("show RUN --text", "--text is of one sample")],
 )  # fmt: skip
 def test_what_is_not_there_or_cannot_be_is_named(store, said, arguments, reason):
     """Status 2, and nothing is written."""
@@ -440,7 +440,7 @@ def test_a_checkpoint_is_compared_with_its_run_and_with_another(store, differenc
     late = save_checkpoint(path, 2, plan="0" * 64, inputs={})
     assert ["packs.checksum"] == [row["key"] for row in differences(late, path)["facts"]]
     assert differences(late, path)["samples"] is None
-    assert "--split: is eval" in said("diff", late, checkpoint, "--split", "eval", status=2)
+    assert "--split is eval" in said("diff", late, checkpoint, "--split", "eval", status=2)
     assert "trained from a stream" in said("diff", path, save_checkpoint(path, 3, plan=None), status=2)
 
 
@@ -449,16 +449,14 @@ def test_a_side_that_cannot_be_compared_is_named(store, said, tmp_path, capfd):
     path = store()
     (tmp_path / "empty").mkdir()
     for words, status, reason in (
-        ((path, "no.yaml"), 2, "no.yaml has 1 fault"),
+        ((path, "no.yaml"), 2, "no.yaml cannot be read"),
         ((path, tmp_path / "empty"), 2, "empty holds no train plan"),
         ((path, path, "--split", "eval"), 2, "custom.val_jsonl"),
-        ((path, tmp_path / "run", "training.seed=3"), 2, "training.seed=3: overrides a key of a YAML"),
+        ((path, tmp_path / "run", "training.seed=3"), 2, "training.seed=3 overrides a key of a YAML"),
     ):
         assert reason in said("diff", *words, status=status)
     assert 0 == command.main(["diff", str(path), str(path), "training.packing_min_fill_ratio=0.9"])
-    assert "training would plan again: min_fill_ratio: stored '0.65', now '0.9'" in " ".join(
-        capfd.readouterr().err.split()
-    )
+    assert "training would plan again: min_fill_ratio was '0.65', now '0.9'" in " ".join(capfd.readouterr().err.split())
     checkpoint = save_checkpoint(path, 1) / "trainer_state.json"
     for file in (checkpoint, train_folder(path) / "raw_plan.json"):
         file.write_bytes(file.read_bytes().replace(b"0", b"1", 1))

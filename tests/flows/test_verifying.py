@@ -53,8 +53,8 @@ def test_what_is_whole_has_no_findings(built):
         (ListSource(LENGTHS), {"min_fill_ratio": "0.9"},
          ["plan: min_fill_ratio: planned with '0.65', now '0.9': build plans again"]),
         (ListSource([*LENGTHS, 9]), {}, ["8 of 9 records are measured"]),
-        (ListSource(LENGTHS[:5]), {}, ["inputs: data.records: measured with 8, now 5"]),
-        (ListSource([5, *LENGTHS]), {}, ["inputs: data.sha256 of the first 8"]),
+        (ListSource(LENGTHS[:5]), {}, ["inputs: data (number of records): measured with 8, now 5"]),
+        (ListSource([5, *LENGTHS]), {}, ["inputs: data (digest of the first 8 records)"]),
         (ListSource(LENGTHS), {"packing_length": 50, "refuse_longer": True},
          ["plan: packing_length: ", "training refuses the data: sample"]),
     ],
@@ -82,7 +82,7 @@ def test_samples_and_images_that_changed_or_cannot_be_read_hide_no_other_fault(b
 
     for finding, kind in ((changed, "images"), (again, "samples")):
         assert finding.startswith(f"{kind}: sample 3")
-        assert "content planned ad, fetched 8b" in finding
+        assert "content was 'ad', now '8b'" in finding
     assert image.startswith("images: image 0 of sample 6")
     assert [
         "images: sample 5: data, line 6: the image is gone",

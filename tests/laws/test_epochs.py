@@ -127,7 +127,7 @@ def test_a_resume_beyond_fewer_epochs_knows_the_epoch_it_is_in():
     assert (2, 4, []) == (len(records), resumed.total_steps, list(resumed.steps()))
     one = record(0)
     last = MOST_EPOCHS * 3
-    with pytest.raises(ArgumentError, match=f"epochs 0 to {MOST_EPOCHS - 1:,} end at optimizer step {last:,}, and"):
+    with pytest.raises(ArgumentError, match=f"the first {MOST_EPOCHS:,} epochs end at optimizer step {last:,}, and"):
         schedule_epochs(attrs.evolve(schedule, max_steps=last + 1), lambda _: one)
     assert MOST_EPOCHS == len(schedule_epochs(attrs.evolve(schedule, max_steps=last), lambda _: one)[1])
     assert 2 == len(schedule_epochs(attrs.evolve(schedule, max_steps=4), record)[1])

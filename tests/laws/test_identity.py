@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from packplan.core.checksum import plan_checksum
 from packplan.core.config.identity import config_length_inputs
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
+from packplan.core.errors import counted
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.packs import Packs
 from packplan.core.plan import build_raw_plan
@@ -99,7 +100,7 @@ def test_an_origin_differs_in_its_key_its_rows_or_their_data(measured, now, same
 
     keys = [] if same_key else ["a"]
     if now < measured:
-        keys.append("data.records")
+        keys.append("data (number of records)")
     elif not same_data:
-        keys.append(f"data.sha256 of the first {measured}")
+        keys.append(f"data (digest of the first {counted(measured, 'record')})")
     assert keys == [difference.key for difference in found]

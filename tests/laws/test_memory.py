@@ -33,7 +33,7 @@ def test_an_amount_has_a_power_of_1024_bytes_a_unit(number, unit, space):
 
 @pytest.mark.parametrize("text", ["", "80", "GiB", "-1GB", "0GB", "80 GBs", "1.5B", "1e3GB", "80gib", "٨GB1", "8 0GB"])
 def test_anything_but_a_positive_number_and_a_unit_is_refused(text):
-    with pytest.raises(ValueError, match="is no amount of memory"):
+    with pytest.raises(ValueError, match="is not an amount of memory"):
         parse_bytes(text)
 
 

@@ -95,7 +95,7 @@ def test_no_pack_of_several_samples_has_more_images_than_the_limit(case, data, l
     if data is None:
         assert plan == planned(lengths, packing_length, images=images, max_images=limit, min_fill_ratio="0.9")
     for none in (None, images[1:]):
-        with pytest.raises(ValueError, match=r"images are those of \d+ samples, but max_images needs those of all"):
+        with pytest.raises(ValueError, match=r"images has \d+ counts, but max_images needs"):
             build_raw_plan(lengths, packing_length=packing_length, max_images=limit, images=none)
 
 

@@ -15,7 +15,7 @@ import packplan as pp
 from packplan.core.align import align_plan, lay_out_slots
 from packplan.core.batch import largest_degree
 from packplan.core.checksum import plan_checksum
-from packplan.core.errors import ArgumentError, StaleError, counted
+from packplan.core.errors import SHARED_BY, ArgumentError, StaleError, counted
 from packplan.core.fingerprint import from_plain, to_plain
 from packplan.core.plan import build_raw_plan
 from packplan.core.schedule import ORDER_VERSION, EpochSchedule, EpochSegment, Progress, ResumeState
@@ -211,9 +211,7 @@ def test_fewer_ranks_to_the_longest_pack_are_refused_by_name():
         return ResumeState.from_schedule(plain_schedule(4, **options), plan="a", data="d")
 
     then = state(world_size=8, degrees=degrees)
-    assert [("ranks of the longest pack", 8, 4)] == [
-        attrs.astuple(one) for one in then.differences(state(world_size=4, degrees=degrees))
-    ]
+    assert [(SHARED_BY, 8, 4)] == [attrs.astuple(one) for one in then.differences(state(world_size=4, degrees=degrees))]
     for now in (then, state(world_size=16, degrees=degrees), state(world_size=4)):
         assert () == then.differences(now)
     short = [state(world_size=size, degrees=np.array([1, 1, 1, 2])) for size in (8, 2)]
@@ -269,7 +267,7 @@ def test_a_loop_of_ones_own_sees_who_shares_a_pack():
     assert [0, 1, 2, 3, 4, 0, 1, 2] == orders[1]
     assert {"auto": 4, 2: 2, 1: 1} == {degrees: schedule.most_ranks for degrees, schedule in shared.items()}
     with pytest.raises(
-        ArgumentError, match=r"at most 3 ranks are to share a pack, .* power of two that divides the 6 ranks"
+        ArgumentError, match=r"at most 3 ranks may share a pack, .* power of two that divides the 6 ranks"
     ):
         plan.schedule(world_size=6, degrees=3)
     with pytest.raises(ValueError, match="powers of two"):

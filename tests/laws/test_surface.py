@@ -76,7 +76,7 @@ def test_packs_are_taken_in_every_form_that_people_have_them():
         for call in (pp.plan_checksum, lambda bad: pp.align_plan(bad, world_size=1),
                      lambda bad: pp.packing_metrics(lengths, bad, capacity=80)):  # fmt: skip
             with pytest.raises(
-                ArgumentError, match="packs are lists of sample indices, a Packs, a Plan or a RawPlan, not"
+                ArgumentError, match="packs have to be lists of sample indices, a Packs, a Plan or a RawPlan, not"
             ):
                 call(bad)
 

@@ -36,7 +36,7 @@ def test_every_key_at_every_wrong_level_is_told_its_right_one(level):
 
     for path, place in wrong.items():
         said, _, advice = found[place].partition(": write ")
-        assert f"is no key of {level or 'the top level'}" == said
+        assert f"is not a key of {level or 'the top level'}" == said
         assert path in advice.split(" or "), place
 
 
@@ -46,7 +46,7 @@ def test_a_refused_key_at_a_wrong_level_is_told_why(key):
     assert REFUSED[key] == faults_of({key: 1})[key] == faults_of({f"training.{key}": 1})[f"training.{key}"]
     typo = key + key[-1]
     reason = faults_of({f"training.{typo}": 1})[f"training.{typo}"]
-    assert f"is no known key; {key}, which it resembles, {REFUSED[key]}" == reason
+    assert f"is unknown; {key}, which it resembles, {REFUSED[key]}" == reason
 
 
 @pytest.mark.parametrize("host", get_args(Host))
@@ -78,7 +78,7 @@ def test_a_host_refuses_what_is_on(host):
 )  # fmt: skip
 def test_a_misspelling_names_what_it_misspells_and_no_key_of_another_meaning(path, advice):
     """Keys of this section before those of others; a maximum is no minimum, and 8 is not 16."""
-    assert f"is no known key: {advice}" == faults_of({path: 1})[path.removesuffix(".a")]
+    assert f"is unknown: {advice}" == faults_of({path: 1})[path.removesuffix(".a")]
 
 
 @pytest.mark.parametrize("level", ["", "training", "custom", "model"])
@@ -102,15 +102,15 @@ def test_a_key_of_another_program_is_answered_with_ours(level):
     told = {name: found[f"{prefix}{name}"] for name in (*asked, *others)}
     due = {name: f": write {key}" if key else ": remove it" for name, key in asked.items()}
     assert [] == [name for name, advice in due.items() if advice not in told[name]]
-    assert [] == [name for name in others if re.match("is no known key|.*has no counterpart", told[name])]
+    assert [] == [name for name in others if re.match("is unknown|.*has no counterpart", told[name])]
 
 
 def test_the_optimizer_of_axolotl_is_not_that_of_ms_swift():
     """One names an algorithm, the other a grouping of weights; both places name the first."""
     found = faults_of({"optimizer": "adamw_torch"}, optimizer="adamw_torch")
 
-    assert "is no key of the top level: write training.optim or training.optimizer" == found["optimizer"]
-    assert found["training.optimizer"].endswith(", or write training.optim for that of axolotl")
+    assert "is not a key of the top level: write training.optim or training.optimizer" == found["optimizer"]
+    assert found["training.optimizer"].endswith(", or write training.optim for the key of axolotl")
 
 
 def test_a_mix_has_the_same_advice(tmp_path):
@@ -125,9 +125,9 @@ def test_a_mix_has_the_same_advice(tmp_path):
 
     assert {
         "sources[1].jsonl": "is not set, and has no default: set it",
-        "sources[1].jsnl": "is no known key: did you mean jsonl?",
-        "sources[1].samples_per_epoch": "is no key of sources[]: write samples_per_epoch",
-        "count": "is no key of the top level: write sources[].count",
+        "sources[1].jsnl": "is unknown: did you mean jsonl?",
+        "sources[1].samples_per_epoch": "is not a key of sources[]: write samples_per_epoch",
+        "count": "is not a key of the top level: write sources[].count",
     } == {fault.path: fault.reason for fault in raised.value.faults}
 
 

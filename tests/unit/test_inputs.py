@@ -30,10 +30,10 @@ def test_all_that_is_missing_is_named_at_once(run_of, tmp_path):
         require_inputs(run_of(model="gone"))
 
     assert [
-        "model.model: gone is no folder with a config.json that names a model_type: name such a folder",
-        f"custom.train_jsonl: a.jsonl {GONE}",
-        f"custom.train_jsonl: b.jsonl {GONE}",
-        f"custom.val_jsonl: {tmp_path}/*.csv matches no file: name existing data files",
+        "model.model is gone, which is no folder with a config.json that names a model_type: name such a folder",
+        f"custom.train_jsonl cannot be used, since a.jsonl {GONE}",
+        f"custom.train_jsonl cannot be used, since b.jsonl {GONE}",
+        f"custom.val_jsonl cannot be used, since {tmp_path}/*.csv matches no file: name existing data files",
     ] == [*map(str, raised.value.faults)]
     assert not (tmp_path / "run").exists()
 
@@ -45,7 +45,7 @@ def test_a_download_is_ms_swift_s_and_its_failure_is_a_fault(run_of, monkeypatch
     monkeypatch.setattr("swift.utils.safe_snapshot_download", {"org/name": str(tmp_path)}.__getitem__)
 
     assert str(tmp_path) == run_of(model="org/name", download=True).model.model
-    with pytest.raises(ConfigError, match=r"model\.model: org/gone cannot be downloaded: 'org/gone'"):
+    with pytest.raises(ConfigError, match=r"model\.model is org/gone, which cannot be downloaded: 'org/gone'"):
         run_of(model="org/gone", download=True)
 
 

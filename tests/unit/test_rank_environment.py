@@ -55,14 +55,14 @@ def test_anything_else_is_one_rank_or_names_a_variable(environment):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"MASTER_ADDR": ""}, "MASTER_ADDR: is not set, but RANK is"),
-        ({"RANK": None}, "RANK: is not set, but LOCAL_RANK is"),
-        *(({name: None}, f"{name}: is not set, but RANK is") for name in ("MASTER_PORT", "LOCAL_RANK", "WORLD_SIZE")),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: is 'two', but has to be a whole number from 1 to 100,000: start the"),
-        ({"RANK": "4"}, "RANK: is '4', but has to be a whole number from 0 to 3"),
-        ({"LOCAL_RANK": "2"}, "LOCAL_RANK: is '2', but has to be a whole number from 0 to 1"),
-        ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE: is '8', but has to be a whole number from 1 to 4"),
-        ({"MASTER_PORT": "99999"}, "MASTER_PORT: is '99999', but has to be a whole number from 1 to 65,535"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set, but RANK is"),
+        ({"RANK": None}, "RANK is not set, but LOCAL_RANK is"),
+        *(({name: None}, f"{name} is not set, but RANK is") for name in ("MASTER_PORT", "LOCAL_RANK", "WORLD_SIZE")),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', but has to be a whole number from 1 to 100,000: start the"),
+        ({"RANK": "4"}, "RANK is '4', but has to be a whole number from 0 to 3"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK is '2', but has to be a whole number from 0 to 1"),
+        ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE is '8', but has to be a whole number from 1 to 4"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', but has to be a whole number from 1 to 65,535"),
     ],
 )
 def test_the_variable_that_is_wrong_is_named(changes, says):

@@ -60,20 +60,20 @@ def test_polygons_and_text_alone():
     [
         ([1], "is not a JSON object"),
         ({"query": "a", "response": ""}, "has no text in 'response', so there is nothing to learn from it"),
-        ({}, "is of no known shape: it has no keys that hold something"),
+        ({}, "has no known shape: none of its keys has a value"),
         (chat(system=["be"]), "has the 'system' .'be'., but it has to be a text"),
-        (chat(QUESTION, {"role": "system", "content": "x"}, ANSWER), "a system message behind others"),
+        (chat(QUESTION, {"role": "system", "content": "x"}, ANSWER), "a system message after other messages"),
         (chat({"role": "system", "content": "a"}, ANSWER, system="b"), "keep one"),
         (chat(QUESTION, {**ANSWER, "loss": False}), "'loss': false in its last message"),
         (chat({"role": "narrator", "content": "x"}), "role 'narrator'"),
         (chat(QUESTION, {**ANSWER, "content": " "}), "assistant"),
         (chat({**QUESTION, "tool_calls": [{}]}, ANSWER), "'tool_calls', which would be ignored"),
-        (chat(ANSWER, videos=["a.mp4"]), "1 video, but no <video> tag and no user who could show them"),
+        (chat(ANSWER, videos=["a.mp4"]), "1 video, but no <video> tag, and no user message to put one"),
         (asked("<video>", videos=["a", "b"]), "1 <video> tag but 2 videos"),
         (chat(videos=["https://example.org/a.mp4"]), "the video .* name the file, or name a media_cache"),
-        (chat(videos=["A" * 9999]), "the video .* is no path: write it to a file"),
-        (chat(videos=[[]]), "a video that is no path"),
-        (chat(videos=[["a.png", 3]]), "a frame that is no path"),
+        (chat(videos=["A" * 9999]), "the video .* it is not a path: write it to a file"),
+        (chat(videos=[[]]), "a video that is not a path"),
+        (chat(videos=[["a.png", 3]]), "a frame that is not a path"),
         (chat(videos="data:video/mp4;base64,AAAA"), "write it to a file"),
         (chat(video="a.mp4", videos=["b.mp4"]), "'videos' and 'video', which mean"),
         (dense(videos=["a.mp4"]), "'videos' and 'objects'"),
@@ -187,13 +187,13 @@ def test_a_weight_of_0_or_1_and_train_are_the_loss_of_a_message(key, off, on):
 @pytest.mark.parametrize(
     ("image", "remedy"),
     [
-        ("data:image/png;base64,iVBORw0KGgo=A", "has a data URI that is no base64"),
+        ("data:image/png;base64,iVBORw0KGgo=A", "has a data URI that is not valid base64"),
         ("data:text/plain;base64,iVBORw0KGgo=", "a data URI has to begin with data:image/…;base64,"),
-        ("/9j/4AAQSkZJRgABAQ" + "A" * 91, "has an image that is no base64"),
-        ({"bytes": "ä"}, "has 'bytes' that is no base64"),
+        ("/9j/4AAQSkZJRgABAQ" + "A" * 91, "has an image that is not valid base64"),
+        ({"bytes": "ä"}, "has 'bytes' that is not valid base64"),
         ({"path": "https://example.org/a.png", "bytes": None}, "copy it to this machine"),
         ({"name": "a.png"}, "not a list of paths, or of images"),
-        ("x" * 5000, "neither a path nor an image in base64"),
+        ("x" * 5000, "neither a path nor base64"),
         ("file:///data/a.png", "write the path alone, without file://"),
         ("s3://bucket/a.png", "copy it to this machine"),
     ],
@@ -231,7 +231,7 @@ def test_an_image_tag_is_text_where_the_user_says_so():
     record = asked("what is <image>?")
 
     assert record["messages"] == to_messages(record, literal_image_tags=True)["messages"]
-    with pytest.raises(UnusableRecordError, match=r"1 <image> tag but 0 images: .*let the tag stand") as raised:
+    with pytest.raises(UnusableRecordError, match=r"1 <image> tag but 0 images: .*keep the tag as text") as raised:
         to_messages(record)
     assert "literal_image_tags" == raised.value.argument
     with pytest.raises(ValueError, match="1 <image> tag but 2 images"):

@@ -50,10 +50,10 @@ def test_each_mode_is_accepted(parsed, policy):
         ({"grpo": {"reward_funcs": None}}, "grpo.reward_funcs", "is not set: name a function"),
         ({"grpo": {"output_dir": None}}, "grpo.output_dir", "is not set: name a folder"),
         ({"grpo": {"eval_on_start": True}}, "grpo.eval_on_start", "but the run has no evaluation: set custom.val_"),
-        ({"learning_rate": 1}, "learning_rate", "is no key of the top level: write grpo.learning_rate"),
+        ({"learning_rate": 1}, "learning_rate", "is not a key of the top level: write grpo.learning_rate"),
         ({"grpo": {"num_epochs": 2}}, "grpo.num_epochs", "is a key of axolotl: write grpo.num_train_epochs"),
-        ({"packing_balance": "step"}, "packing_balance", "is no known key"),
-        ({"training": {"seed": 1}}, "training", "is of packplan sft: write into the section grpo"),
+        ({"packing_balance": "step"}, "packing_balance", "is unknown"),
+        ({"training": {"seed": 1}}, "training", "belongs to packplan sft: write what GRPOConfig"),
         ({"template": {"max_length": 9}}, "template.max_length", "is not used by packplan rl"),
         ({"global_max_length": 9}, "global_max_length", "is not used by packplan rl"),
         ({"custom": {"train_jsonl": None}}, "custom.train_jsonl", "is not set: name the data file"),
@@ -71,5 +71,5 @@ def test_what_does_not_go_together_is_refused(parsed, sections, key, says):
 
 def test_a_number_in_place_of_a_section_is_refused(parsed):
     """By the section alone."""
-    with pytest.raises(ConfigError, match=r"1 fault:\n  grpo: is 3, but has to be a section of keys"):
+    with pytest.raises(ConfigError, match=r"1 fault:\n  grpo is 3, but has to be a section of keys"):
         parsed({}, "grpo=3")

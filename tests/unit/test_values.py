@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from packplan.core import errors
-from packplan.core.config.faults import explain_error
 from packplan.core.equality import AUTO, BACKENDS, VARLEN, PackingVerdict, ProbeResult, choose_attention, yield_trials
 from packplan.core.errors import Difference, ModelError, PackplanError, RunError, StaleError, counted, verb_for
 from packplan.core.plan import refuse_longer
@@ -24,11 +23,11 @@ def test_a_remedy_names_a_key_with_its_value():
     """Numbers of the error are in it; a text of several lines gets another one; some have none."""
     with pytest.raises(errors.ArgumentError) as raised:
         refuse_longer([9], PlanPolicy(packing_length=8, refuse_longer=True))
-    assert explain_error(raised.value).endswith("; raise template.max_length to 9")
-    assert explain_error(StaleError.for_lengths("runs", (Difference("key", 1, 2),))).split("\n")[2].startswith("  use")
-    assert explain_error(ModelError.for_leak("llama", "sdpa", "why")).endswith("; set model.attn_impl: auto")
-    assert explain_error(ModelError.for_leak("llama", "auto", "why")).endswith("; set training.packing: false")
-    assert "1 finding" == explain_error(errors.MismatchError("unsound", "1 finding"))
+    assert str(raised.value).endswith("; raise the packing length (template.max_length) to 9")
+    assert str(StaleError.for_lengths("runs", (Difference("key", 1, 2),))).split("\n")[2].startswith("  measure again")
+    assert str(ModelError.for_leak("llama", "sdpa", "why")).endswith(" (model.attn_impl: auto)")
+    assert str(ModelError.for_leak("llama", "auto", "why")).endswith(" (training.packing: false)")
+    assert "1 finding" == str(errors.MismatchError("unsound", "1 finding"))
 
 
 PASSED = ProbeResult(0, 3e-7)
@@ -64,13 +63,13 @@ ON_CPU = {"on_cpu": True}
         ("auto", verdict(), {}, "varlen", "llama was shown to pack by it", None),
         ("auto", verdict(split=("Mixer",)), {}, "varlen", "llama was shown to pack by it", None),
         ("auto", None, ON_CPU, "sdpa", "is auto", None),
-        ("auto", verdict(None, native="eager"), {}, "eager", "may not share packs: it says so", "it says so"),
+        ("auto", verdict(None, native="eager"), {}, "eager", "must not share packs: it says so", "it says so"),
         ("varlen", verdict(), {}, "varlen", "names it", None),
         ("sdpa", verdict("own", "sdpa"), {}, "sdpa", "names it", None),
-        ("sdpa", verdict(None), {}, "sdpa", "may not share packs: it says so", "it says so"),
+        ("sdpa", verdict(None), {}, "sdpa", "must not share packs: it says so", "it says so"),
         ("eager", None, {}, "eager", "names it", None),
         ("flash_attention_2", None, {}, "flash_attention_2", "names it", "flash-attn is not installed"),
-        ("flash_attention_2", None, FLASH | ON_CPU, "flash_attention_2", "names it", "on a GPU alone"),
+        ("flash_attention_2", None, FLASH | ON_CPU, "flash_attention_2", "names it", "only on a GPU"),
         ("flash_attention_2", None, FLASH, "flash_attention_2", "names it", None),
         ("flex_attention", None, ON_CPU, "flex_attention", "names it", "no backward pass on a CPU"),
         ("flex_attention", None, {}, "flex_attention", "names it", None),
@@ -99,7 +98,7 @@ def test_a_verdict_survives_json(measured):
     numbers = measured and f" (isolation {measured.isolation}, largest difference 1e-07)"
 
     assert one == PackingVerdict.from_dict(json.loads(json.dumps(one.to_dict(), allow_nan=False)))
-    assert str(one).endswith(f"sample by sample{numbers or ''}; not asked: vision")
+    assert str(one).endswith(f"sample by sample{numbers or ''}; not tested: vision")
 
 
 def test_trials_go_from_the_fastest_to_the_slowest():
@@ -123,13 +122,13 @@ def test_what_is_measured_passes_if_it_is_apart_and_equal():
     assert ProbeResult(0, 2e-5, 2e-5, 2e-5).reason_against_packing(limit=2e-5) is None
     for found in (ProbeResult(1e-30, 0), ProbeResult(0, 0, 0, 3e-5), ProbeResult(0, float("nan"))):
         assert found.reason_against_packing(limit=2e-5) is not None
-    assert "no gradient reaches a sample" in ProbeResult(float("inf"), 0).reason_against_packing(limit=1.0)
+    assert "no gradient of a sample's logits reaches" in ProbeResult(float("inf"), 0).reason_against_packing(limit=1.0)
 
 
 def test_errors_name_what_failed():
     """A worker and its method, a copy that changed; what is no sentence of ours stays as it is."""
     assert "worker 3 failed in step: it died" == str(RunError.for_worker(3, "step", "it died"))
     said = str(StaleError.for_sample(2, "a.jsonl, line 3", (Difference("length", 3, 4),), copy="cache/a"))
-    assert said.endswith("length planned 3, fetched 4. Its copy was changed: delete cache/a, which is made again")
+    assert said.endswith("length was 3, now 4; delete cache/a: the next run makes the copy again")
     assert {"file": "a.jsonl"} == StaleError.for_file("a.jsonl", "it has 2 rows").details
     assert "plain" == str(PackplanError("plain"))

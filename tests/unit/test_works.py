@@ -114,7 +114,7 @@ def test_only_packs_that_weigh_work_are_planned_by_it(tmp_path):
 @pytest.mark.parametrize(
     ("packs", "steps", "level", "says"),
     [((4, 3, 5), 2, "INFO", "2 of 3 epochs"), ((3,), 2, "INFO", "1 of 1 epoch "), ((4, 2), 2, None, ""),
-     (11, 4, "INFO", "has 3 batches of a rank instead of 4"),
+     (11, 4, "INFO", "trains 3 batches instead of 4"),
      (12, 5, "WARNING", "effective_batch_size: 4 gives even steps")],
 )  # fmt: skip
 def test_epochs_whose_last_step_is_smaller_are_counted(packs, steps, level, says):

@@ -43,7 +43,7 @@ def list_arrow_files(path: Path) -> list[Path]:
         names = [entry["filename"] for entry in json.loads((path / _STATE).read_text(encoding="utf-8"))["_data_files"]]
         parts = [path / name for name in names]
     except (OSError, ValueError, KeyError, TypeError):
-        message = f"{path / _STATE} is none that datasets.save_to_disk wrote: save the data set again"
+        message = f"{path / _STATE} was not written by datasets.save_to_disk: save the data set again"
         raise DataSetError(message) from None
     if any(part.parent != path for part in parts):
         raise DataSetError(f"{path / _STATE} names files outside of its folder: save the data set again")
@@ -66,7 +66,7 @@ class ArrowFile(RecordFile):
             for part in self.parts:
                 found += self._open_part(part, allocated)
         except (OSError, ValueError, pa.ArrowException) as error:
-            raise DataSetError(f"{self.name}: {part.name} is damaged, or no Arrow file ({_reason(error)})") from None
+            raise DataSetError(f"{self.name}: {part.name} is damaged, or is not Arrow ({_reason(error)})") from None
         return found
 
     def _open_part(self, part: Path, allocated_before: int) -> Iterator[_MappedBatch]:
@@ -81,7 +81,7 @@ class ArrowFile(RecordFile):
             if not number:
                 _refuse_duplicate_columns(self.name, batch.schema.names)
             if pa.total_allocated_bytes() - allocated_before > MAX_UNPACKED:
-                message = f"{self.name}: {part.name} is compressed, which has to be unpacked: save it as Parquet"
+                message = f"{self.name}: {part.name} is compressed, which cannot be read row by row: save it as Parquet"
                 raise DataSetError(message)
             batch.validate()
             mapped.count_read(batch.nbytes)
@@ -102,7 +102,7 @@ class ArrowFile(RecordFile):
             held.validate()
             return drop_nulls(held.row(row - int(self._ends[number])))
         except (pa.ArrowException, UnicodeDecodeError, ValueError, OverflowError) as error:
-            raise RecordError(str(self.location(row)), f"is damaged: {_reason(error)}") from None
+            raise RecordError(str(self.location(row)), f"the row is damaged: {_reason(error)}") from None
 
     def _read_digest(self, row: int) -> bytes:
         try:

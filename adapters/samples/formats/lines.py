@@ -57,7 +57,7 @@ class LinesFile(RecordFile):
     def cache_fault(self) -> str | None:
         """Read the whole file; return a message if it differs from its cached arrays, else None."""
         if self._is_cached and not np.array_equal(self._scan(), self.spans):
-            return f"its records stand in other places than {self._cache.path} says: delete that, and build again"
+            return f"its records stand in other places than {self._cache.path} says: delete that file, and build again"
         return super().cache_fault()
 
     def _scan(self) -> NDArray[np.int64]:
@@ -166,15 +166,15 @@ def parse_record(text: bytes, where: str) -> Any:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start]).strip("'")
-        reason = f"has {half} without its other half, which is no character: write the whole pair, or remove it"
+        reason = f"the record has {half} without its other half: write the whole pair, or remove it"
         raise RecordError(where, reason) from None
     except UnicodeDecodeError:
-        raise RecordError(where, "is not UTF-8 text") from None
+        raise RecordError(where, "the record is not UTF-8 text") from None
     except ValueError as error:
         reason = _TOO_LONG if "sys.set_int_max_str_digits" in str(error) else str(error)
-        raise RecordError(where, f"is no valid JSON: {reason}") from None
+        raise RecordError(where, f"the record is not valid JSON: {reason}") from None
     except RecursionError:
-        raise RecordError(where, "is no usable JSON: it is nested too deeply") from None
+        raise RecordError(where, "the record is nested too deeply") from None
     return value
 
 

@@ -73,7 +73,7 @@ class FileCache:
                 return None
             return {name: files.read_array(self.path.parent, entry) for name, entry in manifest["arrays"].items()}
         except (CorruptArtefactError, OSError) as error:
-            log.warning("%s: %s is read again", error, self._parts[0])
+            log.warning("%s; %s is read in full instead", error, self._parts[0])
             return None
 
     def save(self, arrays: Mapping[str, NDArray[Any]]) -> bool:
@@ -92,7 +92,7 @@ class FileCache:
             content = {"schema": _SCHEMA, "path": str(self._parts[0]), "standing": self._state, "arrays": entries}
             files.write_manifest(self.path, content)
         except OutputError as error:
-            log.warning("%s: the next start reads %s again", error, self._parts[0])
+            log.warning("%s; the next start reads %s in full again", error, self._parts[0])
             return False
         return True
 
@@ -280,7 +280,7 @@ class RecordFile:
             if self._read_digest(row) != self.known_digest(row):
                 place = f"{self.unit} {self.location(row).number:,}"
                 delete = self.copy or "that"
-                return f"{place} is another one than {self._cache.path} says: delete {delete}, and build again"
+                return f"{place} differs from what {self._cache.path} says: delete {delete}, and build again"
         return None
 
 

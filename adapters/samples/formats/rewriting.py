@@ -87,7 +87,7 @@ def make_copy(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
         copy = cache / f"{_cached_digest(path, cache)[:32]}-{kind}.{'arrow' if kind == 'parquet' else 'jsonl'}"
     with files.hold_lock(copy.with_suffix(".lock"), f"for a copy of {path.name}"):
         if not (copy.is_file() and copy.with_suffix(".json").is_file()):
-            log.info("%s is rewritten once, to be read in any order: %s", name, copy)
+            log.info("%s was copied, once, so that its records can be read in any order: %s", name, copy)
             with files.wrap_write_errors(copy):
                 for left in cache.glob(f".{copy.name}.*"):  # left by a writer that was killed
                     left.unlink()
@@ -103,7 +103,7 @@ def make_copy(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
 def copy_fault(path: Path, copy: Path) -> str | None:
     """Read a file and its copy in full; return a message if one of them has changed, else None."""
     if not copy.name.startswith(_compute_digest(path)[:32]):
-        return "the file is another one than its copy was made of, although its size and times are the same"
+        return "the file has changed since its copy was made, although its size and times are the same"
     written = files.read_manifest(copy.with_suffix(".json"), _SCHEMA)
     return None if written and written["sha256"] == _compute_digest(copy) else "its copy was changed"
 
@@ -180,7 +180,7 @@ def _array_rows(text: str, name: str) -> Iterator[str]:
         try:
             end = _VALUES.raw_decode(text, place)[1]
         except json.JSONDecodeError as error:
-            _refuse_row(name, row, f"is no JSON value ({error.msg}): the file may be cut off")
+            _refuse_row(name, row, f"is not a JSON value ({error.msg}): the file may be cut off")
         except RecursionError:
             _refuse_row(name, row, "is nested too deeply")
         yield text[place:end].translate(_LINE_ENDS)
@@ -201,7 +201,7 @@ def _skip_blanks(text: str, place: int) -> int:
 
 
 def _refuse_row(name: str, row: int, reason: str) -> NoReturn:
-    raise DataSetError(f"{name}, row {row}: {reason}")
+    raise DataSetError(f"{name}, row {row} {reason}")
 
 
 def _table_rows(text: io.TextIOWrapper, name: str, delimiter: str) -> Iterator[str]:
@@ -224,7 +224,7 @@ def _table_rows(text: io.TextIOWrapper, name: str, delimiter: str) -> Iterator[s
                 row = {column: field for column, field in zip(columns, fields, strict=True) if field}
                 yield json.dumps(row, ensure_ascii=False)
     except csv.Error as error:
-        _refuse_row(name, number + 1, f"is no row of a table ({error}): a quote may open a text that does not end")
+        _refuse_row(name, number + 1, f"is not a row of a table ({error}): a quote may open a text that does not end")
 
 
 def _open_decompressed(path: Path) -> Any:
@@ -262,5 +262,5 @@ def _rewrite_parquet(path: Path, file: BinaryIO, name: str) -> None:
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
         if getattr(error, "errno", None):  # the disk's, not the file's
             raise
-        message = f"{name}, row {done + 1}: the file is damaged, or no Parquet ({str(error).splitlines()[0][:200]})"
+        message = f"{name}, row {done + 1}: the file is damaged, or not Parquet ({str(error).splitlines()[0][:200]})"
         raise DataSetError(message) from None

@@ -1,0 +1,50 @@
+"""
+Remedy for each kind of error: the action, and the key of a YAML that takes it.
+
+Library arguments have the names of these keys, some without the prefix `packing_`. The page
+docs/troubleshooting.md has further remedies.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+_MEASURE_AGAIN = "restore it, or measure and plan again in another folder (training.output_dir)"
+
+DROP_LESS_REMEDY = "To drop less, set training.packing_drop_last: false, or lower training.packing_min_fill_ratio"
+"""Remedy for a stream that drops too much."""
+
+REMEDIES: Mapping[str, str] = MappingProxyType(
+    {
+        "batch_size": "set training.effective_batch_size to {nearest}",
+        "all_skipped": "to train long samples, set training.packing_allow_single_long: true",
+        "all_dropped": "to train all packs, set training.packing_drop_last: false",
+        "dropped_tokens": "to train all packs, set training.packing_drop_last: false",
+        "too_long": "raise the packing length (template.max_length) to {longest:,}",
+        "degree": "set training.max_sequence_parallel_size to {largest}",
+        "too_short": "to repeat packs instead, set training.dataloader_drop_last: false",
+        "unsupervised": "raise template.max_length if it truncates their answers; packplan plan show RUN.yaml "
+        "--sample {sample} --text shows which text of a sample is trained",
+        "too_many_epochs": "lower training.max_steps or training.num_train_epochs",
+        "isolation": "train this model without packing (training.packing: false)",
+        "attention": "let the run choose an attention that passes (model.attn_impl: auto)",
+        "probe": "train this model without packing (training.packing: false)",
+        "stale_lengths": "measure again in another folder (training.output_dir), or delete that one (checkpoints are "
+        "not in it)",
+        "borrowed_lengths": "to measure here, remove training.packing_lengths_from",
+        "table_lengths": "to measure here, remove custom.lengths; packplan measure --config writes a table that fits",
+        "changed_plan": "restore the data and the settings, or start a new run from its weights: set model.model to "
+        "that folder, and remove training.resume_from_checkpoint",
+        "fewer_ranks": "start as many ranks as before, or train that pack whole (training.sequence_parallel_size: 1)",
+        "changed_order": "install the version that wrote the checkpoint: this one trains packs in another order",
+        "changed_image": _MEASURE_AGAIN,
+        "changed_sample": _MEASURE_AGAIN,
+        "changed_copy": "delete {copy}: the next run makes the copy again",
+        "not_built": "packplan plan build measures and plans",
+        "refused": "make room, or choose another folder (training.output_dir)",
+        "locked": "wait until it is done, or raise training.packing_wait_timeout_s",
+        "different_runs": "start all of them with the same YAML, options, model and packages",
+        "not_finite": "lower training.learning_rate",
+        "unequal": "train this model without packing (training.packing: false)",
+    }
+)
+"""Kind of an error -> remedy, with its `details` in braces."""
