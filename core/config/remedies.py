@@ -25,9 +25,9 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "unsupervised": "raise template.max_length if it truncates their answers; packplan plan show RUN.yaml "
         "--sample {sample} --text shows which text of a sample is trained",
         "too_many_epochs": "lower training.max_steps or training.num_train_epochs",
-        "isolation": "train this model without packing (training.packing: false)",
-        "attention": "let the run choose an attention that passes (model.attn_impl: auto)",
-        "probe": "train this model without packing (training.packing: false)",
+        "isolation": "train without packing (training.packing: false)",
+        "attention": "let the run choose another (model.attn_impl: auto)",
+        "probe": "train without packing (training.packing: false)",
         "stale_lengths": "measure again in another folder (training.output_dir), or delete that one (checkpoints are "
         "not in it)",
         "borrowed_lengths": "to measure here, remove training.packing_lengths_from",
@@ -44,7 +44,7 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "locked": "wait until it is done, or raise training.packing_wait_timeout_s",
         "different_runs": "start all of them with the same YAML, options, model and packages",
         "not_finite": "lower training.learning_rate",
-        "unequal": "train this model without packing (training.packing: false)",
+        "unequal": "train without packing (training.packing: false)",
     }
 )
 """Kind of an error -> remedy, with its `details` in braces."""
