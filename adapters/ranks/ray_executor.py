@@ -120,7 +120,7 @@ def _join(address: str) -> None:
     except (OSError, RuntimeError, ValueError) as error:
         raise RunError("cluster", f"no cluster of Ray can be joined at {asked}: {error}") from None
     finally:
-        with suppress(ValueError):  # not in the main thread, where Ray sets none
+        with suppress(ValueError, TypeError):  # in another thread, or not set by Python
             signal.signal(signal.SIGTERM, handler)
 
 

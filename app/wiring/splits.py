@@ -54,7 +54,8 @@ def _join_ray(config: RunConfig, encoder: SwiftEncoder, in_full: bool) -> BlockE
     training = attrs.evolve(config.training, trainer={})  # which may hold secrets
     sent, key = attrs.evolve(config, training=training), length_inputs(config, encoder.template)
     opens = partial(_open_on_node, sent, encoder.paths, encoder.records, key, in_full=in_full)
-    variables = {name: os.environ.get(name) for name in PROCESSING_VARIABLES}
+    # Each process has one core: tokenizers would start as many threads as a node has.
+    variables = {name: os.environ.get(name) for name in PROCESSING_VARIABLES} | {"TOKENIZERS_PARALLELISM": "false"}
     timeout_s = training.packing_wait_timeout_s
     return RayExecutor(opens, address=training.ray_address, variables=variables, timeout_s=timeout_s)
 

@@ -8,6 +8,7 @@ import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
+import attrs
 import psutil
 import pytest
 
@@ -15,6 +16,9 @@ from packplan.adapters.ranks.ray_executor import RayExecutor
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.app import measure, sft
 from packplan.app.plan import __main__ as plan
+from packplan.app.wiring.runs import measured_by_ray, read_config
+from packplan.core.config.run import HostCommand
+from packplan.core.errors import ConfigError
 from tests.e2e.ready import artefacts_of, chats
 from tests.processes import ROOT, descendants, end
 from tests.records import write_lines
@@ -162,21 +166,24 @@ def test_bad_records_are_those_of_one_process(cluster, build, tmp_path):
     assert f"{data}, line 10: " in said[1]
 
 
-def test_what_a_node_cannot_read_is_named_with_the_node(cluster, build, demo, tmp_path):
-    """A data file, and an image, that this process alone can open: by its own descriptor."""
-    rows = [{**one, "images": [f"/proc/self/fd/{OWN}"]} for one in chats(3)]
-    image = next((demo / "data" / "images").iterdir())
-    files = {"data": write_lines(tmp_path / "data.jsonl", chats(5)), "image": image}
-    for what, file in files.items():
-        opened = os.open(file, os.O_RDONLY)
-        os.dup2(opened, OWN)
-        try:
-            data = f"/proc/self/fd/{OWN}" if what == "data" else write_lines(tmp_path / "images.jsonl", rows)
-            said = build(what, "--ray", cluster, status=2, custom={"train_jsonl": str(data)})
-        finally:
-            os.close(OWN)
-            os.close(opened)
-        assert re.search(rf"error: node [\d.]+.* /proc/self/fd/{OWN} (cannot be read|does not exist)", said), said
+@pytest.mark.parametrize("what", ["data", "image", "model"])
+def test_what_a_node_cannot_read_is_named_with_the_node(cluster, build, demo, tmp_path, what):
+    """A file that this process alone can open: by its own descriptor."""
+    image, own = next((demo / "data" / "images").iterdir()), f"/proc/self/fd/{OWN}"
+    rows = [{**one, "images": [own if what == "image" else str(image)]} for one in chats(5)]
+    data = write_lines(tmp_path / "data.jsonl", rows)
+    files = {"data": data, "image": image, "model": demo / "models" / "qwen2_5_vl"}
+    custom = {"train_jsonl": own if what == "data" else str(data)}
+    opened = os.open(files[what], os.O_RDONLY)
+    os.dup2(opened, OWN)
+    try:
+        model = {"model": {"model": own}} if what == "model" else {}
+        said = build("run", "--ray", cluster, status=2, custom=custom, **model)
+    finally:
+        os.close(OWN)
+        os.close(opened)
+
+    assert re.search(rf"error: node [\d.]+(:| cannot measure:) .*{own}", said), said
 
 
 OWN = 987
@@ -206,13 +213,35 @@ def test_a_table_measured_by_a_cluster_is_that_of_one_process(cluster, demo, sce
     assert (tmp_path / "alone.parquet").read_bytes() == (tmp_path / "together.parquet").read_bytes()
 
 
+def test_where_no_cluster_can_measure_the_option_says_so(write_run, capfd):
+    """A word behind it that is no address, and a command of ms-swift."""
+    with pytest.raises(SystemExit):
+        plan.main(["build", "--ray", str(write_run("qwen2"))])
+    assert "is no address: write --ray=auto, or put --ray last" in capfd.readouterr().err
+
+    command = HostCommand(
+        task="sft",
+        words=(),
+        num_processes=1,
+        world_size=1,
+        task_type="causal_lm",
+        sequences_per_row=1,
+        length_inputs={},
+    )
+    config = attrs.evolve(read_config(write_run("qwen2")), command=command)
+    with pytest.raises(ConfigError, match=r"--ray: .* not for a command of ms-swift"):
+        measured_by_ray(config, "auto")
+
+
 def test_training_joins_the_cluster_for_its_lengths_alone(cluster, write_run, monkeypatch, capfd):
     """By the key and RAY_ADDRESS; the last test here, since this process leaves the cluster."""
     import ray
 
     ray.shutdown()
-    by_ray = {"packing_length_measured_by": "ray", "max_steps": 1, "packing_drop_last": False}
+    by_ray = {"packing_length_measured_by": "ray", "dataloader_num_workers": 1}
+    by_ray |= {"max_steps": 1, "packing_drop_last": False}
     monkeypatch.setenv("RAY_ADDRESS", cluster)
+    monkeypatch.setenv("MAX_RATIO", "150")  # the nodes measure with it, too
     assert 0 == sft.main([str(write_run("qwen2", training=by_ray))])
     assert "measuring on a cluster of Ray: " in capfd.readouterr().err
     assert not ray.is_initialized()
