@@ -394,7 +394,7 @@ def test_a_row_is_read_off_positions_that_restart(lengths, four_rows):
     assert [sum(lengths[:i]) for i, length in enumerate(lengths) for _ in range(length)] == row.starts_by_token.tolist()
     assert read_row(positions.expand(3, 1, -1), torch.ones(1, 1)) is read_row(positions.expand(2, -1)) is None
     assert read_row(positions, torch.arange(sum(lengths))[None] == 0) is None or sum(lengths) == 1, "padding"
-    with pytest.raises(PackplanError, match="lack their first row"):
+    with pytest.raises(PackplanError, match="need the text positions as their first row"):
         read_row(positions.expand(3, 1, -1))
 
 

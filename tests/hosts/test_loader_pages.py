@@ -87,7 +87,7 @@ def test_accelerate_trains_each_pack_once_if_it_leaves_the_loader_alone(reader, 
     with at.typing(at.commands[-1]) as started:
         assert 0 != started.wait()
 
-    assert "but the schedule's is" in at.printed
+    assert "but the schedule has" in at.printed
     assert planned_packs(plan_of(made).schedule(world_size=2, packs_per_step=4, epochs=2)) == trained
 
 
