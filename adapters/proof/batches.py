@@ -216,7 +216,9 @@ def _mark_starts(starts: Starts, filled: torch.Tensor) -> torch.Tensor:
     """Return *starts* as a bool mask of the batch's shape; ArgumentError if one is padding."""
     of_rows: Sequence[Any] = starts if starts and isinstance(starts[0], Sequence) else [starts]
     if len(of_rows) != len(filled):
-        raise _refusal(f"has {counted(len(filled), 'row')}, but starts has {len(of_rows)} lists: give one for each row")
+        raise _refusal(
+            f"has {counted(len(filled), 'row')}, but starts has {counted(len(of_rows), 'list')}: give one for each row"
+        )
     begins = torch.zeros_like(filled)
     for row, own in enumerate(of_rows):
         for token in own:
