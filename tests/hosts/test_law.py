@@ -218,7 +218,7 @@ def test_rows_are_read_once_before_the_first_step_and_never_for_a_resume(plan, t
     assert once == {index: min(1, number) for index, number in rows.reads.items()}, "a run that starts reads all"
     index = second[0]
     other = [*ROWS[:index], {name: [*values[:-1], 3] for name, values in ROWS[index].items()}, *ROWS[index + 1 :]]
-    with pytest.raises(StaleError, match=rf"sample {index} .*digest planned"):
+    with pytest.raises(StaleError, match=rf"sample {index} .*digest was"):
         follow_plan(tmp_path, other, **saves).train(resume_from_checkpoint=folder)
 
 
