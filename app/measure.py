@@ -29,7 +29,7 @@ from packplan.core.samples.tables import column, sample_indices
 
 log = logging.getLogger(__name__)
 
-KEPT_NOTE = "what was measured is kept; run again to go on"
+KEPT_NOTE = "what was measured is kept; run again to continue"
 
 _OVERRIDE = re.compile(r"(?:model|template|custom|training)\.\w+=")
 """Beginning of an argument that is no data file but the value of a key."""

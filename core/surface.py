@@ -281,7 +281,7 @@ def pack_figures(plan: PlanSummary) -> Iterator[Figure]:
     yield Figure("fill_mean", "  fill", f"{plan.fill_mean:.4f}", remark, decides=True)
     yield Figure("fill_worst", "  worst fill", f"{plan.fill_worst:.4f}", "a long pack counts as full")
     remark = "of the positions, estimated"
-    yield Figure("padding_saved", "  saved against padding", f"{plan.padding_saved:.1%}", remark, decides=True)
+    yield Figure("padding_saved", "  saved against padding", f"{plan.padding_saved:z.1%}", remark, decides=True)
 
 
 def _left_out(key: str, name: str, number: int, remark: str) -> Figure:

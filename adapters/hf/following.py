@@ -25,7 +25,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from packplan.adapters.attention import using_native_attention
+from packplan.adapters.attention import NAME, using_native_attention
 from packplan.adapters.attention.packed_row import RealTokens, read_row
 from packplan.adapters.attention.shared_rows import RowGroups, count_tokens, sharing_by
 from packplan.adapters.hf.first_pack import require_pack_as_alone
@@ -515,7 +515,7 @@ def _start_table(trainer: Any, plan: Plan, schedule: EpochSchedule) -> str:
     unit = "rank" if schedule.world_size == trainer.args.world_size else "group"
     rows = describe_training(plan.raw, plan.lengths, schedule, unit=unit)
     attention = trainer.model.config._attn_implementation  # noqa: SLF001  # has no public name
-    own = {"plan": plan.checksum[:12], "attention": attention}
+    own = {"plan": plan.checksum[:12], "attention": "varlen" if attention == NAME else attention}
     return format_table(f"{type(trainer).__name__} trains planned packs", rows | own)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 KEPT_NOTE = (
-    "what was measured, planned and saved is kept; run again to go on (training: with "
+    "what was measured, planned and saved is kept; run again to continue (training: with "
     "training.resume_from_checkpoint=last, if a checkpoint was saved)"
 )
 """Note after Ctrl-C, for most commands: the work that is kept."""

@@ -15,9 +15,9 @@ from packplan.core.inspection import find_sample, scheduled_steps
 from packplan.core.samples.tables import from_tables
 
 _PLACES = {
-    "packed": "in a pack with others, or a pack by itself, as no other fits",
+    "packed": "in a pack with other samples, or in a pack by itself, since no other sample fits",
     "long": "a long sample, in a pack of its own",
-    "dropped": "in no pack: the pack that it would be in is filled below the ratio (training.packing_min_fill_ratio)",
+    "dropped": "in no pack: its pack would be filled below training.packing_min_fill_ratio",
     "absent": "in no pack: this epoch does not draw it, or the other split has it (custom.val_share)",
     "skipped": "in no pack: it is long (training.packing_allow_single_long: true gives it a pack of its own)",
 }
@@ -37,9 +37,10 @@ def explain_sample(config: RunConfig, opened: StoredSplit, sample: int) -> dict[
     """
     for bad in opened.lengths.origin.bad:
         if bad.index == sample:
-            raise DataSetError(f"record {sample} is no sample: {bad.where}: {bad.reason}")
+            raise DataSetError(f"record {sample} cannot become a sample: {bad.where}: {bad.reason}")
     if sample >= (num_records := opened.lengths.origin.num_measured):
-        raise DataSetError(f"the data have no record {sample}: {counted(num_records, 'record')} were measured, from 0")
+        reason = f"the data have no record {sample}: {counted(num_records, 'record')} were measured, counted from 0"
+        raise DataSetError(reason)
     place = find_sample(opened.split.raw, sample)
     records = _records_if_as_many(config, opened)
     document = {"split": opened.split.name, **_describe_sample(opened, records, sample), "place": place.kind}
@@ -64,7 +65,7 @@ def explain_pack(config: RunConfig, opened: StoredSplit, pack: int) -> dict[str,
     """
     number = len(opened.split.raw.packs)
     if pack >= number:
-        raise DataSetError(f"the plan has no pack {pack}: it has {number:,}, from 0")
+        raise DataSetError(f"the plan has no pack {pack}: it has {counted(number, 'pack')}, counted from 0")
     return {"split": opened.split.name, **_describe_pack(opened, _records_if_as_many(config, opened), pack)}
 
 
@@ -120,11 +121,11 @@ def explanation_lines(explanation: dict[str, Any]) -> Iterator[str]:
         return
     yield (
         f"pack {pack['pack']} of {explanation['split']}: {pack['tokens']:,} of {pack['packing_length']:,} tokens, fill "
-        f"{pack['fill']:.4f}, {len(pack['samples'])} samples"
+        f"{pack['fill']:.4f}, {counted(len(pack['samples']), 'sample')}"
     )
     steps = [f"step {step['step']} on rank {step['rank']}" for step in pack["steps"]]
     trained = ", ".join(steps) or "not trained"
-    yield f"  in epoch {pack['epoch']}, counted from 0: {trained} (of {pack['world_size']} ranks)"
+    yield f"  in epoch {pack['epoch']}, counted from 0: {trained} (of {counted(pack['world_size'], 'rank')})"
     yield from (f"  {_sample_line(sample)}" for sample in pack["samples"])
 
 

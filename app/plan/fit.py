@@ -97,9 +97,10 @@ def run(options: argparse.Namespace) -> None:
     config = read_run_or_command(options.config, options.overrides, world_size=options.world_size)
     refuse_stream(config)
     if not config.training.packing:
-        raise ConfigError.for_key("training.packing", "is false: what is forecast is the memory of packs")
+        reason = "is false, but the forecast is of the memory of packs: set it to true"
+        raise ConfigError.for_key("training.packing", reason)
     if config.training.row_ranks > 1:
-        reason = "shares rows over ranks, but what is forecast is the memory of whole rows: set it to 1"
+        reason = "shares rows over ranks, but the forecast is of the memory of whole rows: set it to 1"
         raise ConfigError.for_key("training.sequence_parallel_size", reason)
     require_traceable(config)
     require_inputs(config)

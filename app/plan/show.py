@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Open the stored plans, and print their figures."""
     if options.text and options.sample is None:
-        raise ConfigError.for_key("--text", "is of one sample: name it by --sample")
+        raise ConfigError.for_key("--text", "shows one sample: name it by --sample")
     config = read_run_or_command(options.config, options.overrides, world_size=options.world_size)
     explained = options.pack is not None or options.sample is not None
     splits = [

@@ -106,13 +106,14 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
         # If the lengths give no plan, building would raise the same error.
         refuse_longer(lengths.tokens, policy)
         plan_first_epoch(name, policy, samples, recipe=recipe, quick_bound=True)
-        reason = "holds lengths, but no plan" if plan is None else "holds a plan of other lengths than it holds"
+        reason = "holds lengths, but no plan" if plan is None else "holds lengths and a plan that was made from others"
         raise NotBuiltError(where, reason)
     if recipe is not None:
         planner = EpochPlanner(policy, recipe, samples)
         plan = attrs.evolve(plan, plan=_plan_of_epoch(planner, plan, epoch or 0, lengths.digest, where=where))
     elif epoch:
-        raise ConfigError.for_key("--epoch", "is of runs whose epochs have plans of their own; here all have the same")
+        reason = "needs a run whose epochs have plans of their own, but all epochs of this one have the same"
+        raise ConfigError.for_key("--epoch", reason)
     work, estimated = work_of_run(config)
     measured = Split(name, policy, align_options(config, name), work, recipe).measured(
         lengths.rows.table, origin.data_digest
@@ -136,7 +137,7 @@ def _plan_of_epoch(planner: EpochPlanner, stored: StoredPlan, epoch: int, digest
         NotBuiltError: The epochs were not built, or their plans were different.
     """
     if not stored.epochs:
-        raise NotBuiltError(where, "holds the plan of one epoch, and no records of the others")
+        raise NotBuiltError(where, "holds the plan of one epoch, but not of the others")
     last = stored.epochs[-1].epoch
     if epoch > last:
         raise ConfigError.for_key("--epoch", f"is {epoch}, but the epochs that are planned are 0 to {last}: name one")
@@ -145,7 +146,7 @@ def _plan_of_epoch(planner: EpochPlanner, stored: StoredPlan, epoch: int, digest
     is_current = stored.key == plan_fingerprint(planner.recipe, planner.policy, digest)
     plan = planner.plan(epoch) if is_current else None
     if plan is None or planner.make_record(plan) != stored.epochs[epoch]:
-        raise NotBuiltError(where, f"holds another plan of epoch {epoch} than this run gives")
+        raise NotBuiltError(where, f"holds a plan of epoch {epoch} that differs from the one of this run")
     return plan.raw
 
 
@@ -159,7 +160,7 @@ def _drop_epochs_after_run(
     packs, last = tuple(one.num_packs for one in plan.epochs), plan.epochs[-1].epoch
     whole = attrs.evolve(schedule, num_packs=packs, works=None)
     if whole.last_step(last) < whole.max_steps if whole.max_steps > 0 else last + 1 < whole.num_train_epochs:
-        raise NotBuiltError(where, f"holds plans up to epoch {last:,}, and the run has more epochs")
+        raise NotBuiltError(where, f"holds plans up to epoch {last:,}, but the run has more epochs")
     count = max(epoch + 1, whole.num_epochs)
     return attrs.evolve(plan, epochs=plan.epochs[:count]), attrs.evolve(whole, num_packs=packs[:count])
 
@@ -171,16 +172,16 @@ def _warnings(config: RunConfig, opened: StoredSplit) -> Iterator[str]:
     differences = plan.key.differences(split.plan_key(lengths.digest))
     yield from yield_refusals(None if differences else split.raw, lengths.tokens, split.policy)
     for difference in differences:
-        yield f"this is the stored plan, but training would plan again: {difference}"
+        yield f"training would plan again, since a setting has changed: {difference}"
     if bad := lengths.origin.bad:
         yield bad_records_line(bad, lengths.origin.num_records)
     if lengths.rows.repeatability is None:
-        yield "repeatability is not yet checked: no sample was encoded twice; build does it"
+        yield "no sample was encoded twice yet, to see whether lengths repeat; packplan plan build does it"
     ratio = str(plan.key.inputs.get("min_fill_ratio") or split.policy.min_fill_ratio)
     as_stored = attrs.evolve(split, policy=attrs.evolve(split.policy, packing=opened.packed, min_fill_ratio=ratio))
-    yield from plan_warnings(as_stored)
+    yield from plan_warnings(as_stored, of_command=config.command is not None)
     window = partial_window_line(opened.epochs or opened.schedule) if split.name == "train" else None
     if window is not None and window[0] >= logging.WARNING:
         yield window[1]
     if opened.estimated:
-        yield f"work is estimated from tokens and their squares: {opened.estimated}"
+        yield f"the work of samples is estimated from their tokens: {opened.estimated}"

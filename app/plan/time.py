@@ -77,7 +77,7 @@ def _forecast_rows(forecast: RunForecast, ranks: str) -> Iterator[tuple[str, str
     steps = forecast.steps
     slowest = f"the fastest of an epoch {time_text(float(steps.min()))}, the slowest {time_text(float(steps.max()))}"
     error = forecast.timing.step_error
-    remark = "in the mean" if error is None else f"{slowest}; 95 % of left-out steps were within {error:.1%}"
+    remark = "on average" if error is None else f"{slowest}; 95 % of steps were predicted within {error:.1%}"
     yield "  an optimizer step", time_text(forecast.mean_step), remark
     yield "  an epoch", time_text(forecast.epoch_seconds), f"{counted(len(steps), 'step')}"
     for name, pause in (("an evaluation", forecast.evaluation), ("a checkpoint", forecast.checkpoint)):

@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> None:
         try:
             found[name] = list(verify(split, num_samples=options.samples, decode=options.decode))
         except NotBuiltError as error:
-            found[name] = [Finding("artefacts", error.folder, f"{error.reason}: build measures and plans")]
+            found[name] = [Finding("artefacts", error.folder, f"{error.reason}: packplan plan build plans")]
             absent.append(error)
     if len(absent) == len(opened):
         raise absent[0]
@@ -173,11 +173,11 @@ def _input_faults(
         yield Finding("inputs", difference.key, f"measured with {difference.stored!r}, now {difference.current!r}")
     total = len(source)
     if origin.num_measured < total and not _data_differ(differences):
-        reason = f"{origin.num_measured:,} of {counted(total, 'record')} are measured: build goes on"
+        reason = f"{origin.num_measured:,} of {counted(total, 'record')} are measured: packplan plan build continues"
         yield Finding("inputs", where, reason)
     for one in origin.bad:
         if one.index < total and source.digest_and_folder(one.index)[0] != one.sha256:
-            yield Finding("inputs", one.where, "changed, and was bad: build measures it again")
+            yield Finding("inputs", one.where, "was bad, and has changed: packplan plan build measures it again")
 
 
 def _data_differ(differences: tuple[Difference, ...]) -> bool:
@@ -188,12 +188,12 @@ def _faults_of_plan(split: Split, lengths: StoredLengths, stored: StoredPlan | N
     """Yield differences of the plan from the lengths, the run's policy and a plan made again."""
     policy, where = split.policy, str(split.stores.plans.folder)
     if stored is None:
-        yield Finding("plan", where, "no plan is stored: build plans")
+        yield Finding("plan", where, "no plan is stored: packplan plan build plans")
         return
     key = split.plan_key(lengths.digest)
     differences = stored.key.differences(key)
     for difference in differences:
-        reason = f"planned with {difference.stored!r}, now {difference.current!r}: build plans again"
+        reason = f"planned with {difference.stored!r}, now {difference.current!r}: packplan plan build plans again"
         yield Finding("plan", difference.key, reason)
     if stored.key.inputs["lengths"] != lengths.digest:
         return
@@ -205,7 +205,8 @@ def _faults_of_plan(split: Split, lengths: StoredLengths, stored: StoredPlan | N
         again = plan_first_epoch(f"{split.name} again", policy, samples, recipe=split.recipe, quick_bound=True)
         bound = {name: getattr(stored.plan, name) for name in ("lower_bound", "bound_kind")}
         if attrs.evolve(again, **bound) != stored.plan:
-            yield Finding("plan", where, "planned again from the stored lengths, it is another one")
+            reason = "a new plan of the stored lengths differs from it: packplan plan build plans again"
+            yield Finding("plan", where, reason)
         if split.recipe is not None:
             yield from _faults_of_epochs(split, samples, stored)
 
@@ -215,7 +216,7 @@ def _faults_of_epochs(split: Split, samples: RecordLengths, stored: StoredPlan) 
     planner = EpochPlanner(split.policy, split.recipe or EpochRecipe(), samples)
     where = str(split.stores.plans.folder)
     if not stored.epochs:
-        yield Finding("plan", where, "the epochs have no records: build plans")
+        yield Finding("plan", where, "the epochs have no plans: packplan plan build plans them")
     for record in progress(stored.epochs, desc=f"planning {split.name} again", unit=" epochs"):
         if planner.make_record(planner.plan(record.epoch)) != record:
             yield Finding("plan", where, f"planned again, epoch {record.epoch} is another one")

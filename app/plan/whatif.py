@@ -98,7 +98,7 @@ def _refuse_other_truncation(lengths: StoredLengths, packing_lengths: list[int])
     cut_to = lengths.origin.key.inputs.get("packing_length")
     if cut_to is not None and packing_lengths != [cut_to]:
         reason = (
-            f"truncates samples to the packing length, so the stored lengths are of {cut_to:,} alone: build a run with "
+            f"truncates samples to the packing length, so the stored lengths are for {cut_to:,} only: build a run with "
             "another template.max_length in a training.output_dir of its own, or remove the strategy"
         )
         raise ConfigError.for_key("template.truncation_strategy", reason)

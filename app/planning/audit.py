@@ -85,8 +85,8 @@ def recheck_stored(source: LengthSource, stored: StoredRows) -> int:
         if (encoded := source.measure_in_full(index)) != measured:
             message = (
                 f"sample {index} encodes to {to_row(encoded)}, but {to_row(measured)} are stored of it "
-                f"({', '.join(COLUMNS)}), so the stored lengths are wrong: something that they depend on has changed "
-                "unseen; use another training.output_dir to measure and plan again"
+                f"({', '.join(COLUMNS)}), so the stored lengths are wrong: something that they depend on has "
+                "changed unseen; measure and plan again in another training.output_dir"
             )
             raise DataSetError(message)
     return len(few)
@@ -159,8 +159,8 @@ def _require_same(index: int, first: Measurement, encoded: Measurement, when: st
     if encoded != first:
         message = (
             f"sample {index} measured {to_row(first)} first and {to_row(encoded)} {when} "
-            f"({', '.join(COLUMNS)}): a plan needs samples that encode the same every time: make the "
-            "preprocessing deterministic"
+            f"({', '.join(COLUMNS)}), but a plan needs samples that encode the same every time: make "
+            "the preprocessing deterministic"
         )
         raise DataSetError(message)
 

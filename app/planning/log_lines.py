@@ -5,6 +5,7 @@ The documentation explains their words.
 """
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
@@ -23,6 +24,11 @@ from packplan.core.schedule import EpochSchedule
 
 SHOWN = 10
 """Most ranges of samples that a line names; the stored plan has all."""
+
+_FLAGS = re.compile(
+    r"\b(?:template|training)\.(max_length|max_pixels|truncation_strategy|dataloader_drop_last)(?::( \w+))?"
+)
+"""Key of a YAML that is a flag of ms-swift too, perhaps with its value."""
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +52,11 @@ def log_run(config: RunConfig, splits: Sequence[PlannedSplit], schedule: EpochSc
     _log_epochs(splits[0], schedule)
     for split in splits:
         log.debug("%s: %s", split.name, _alignment_text(split))
-    warnings = [f"{split.name}: {line}" for split in splits for line in plan_warnings(split)]
+    warnings = [
+        f"{split.name}: {line}"
+        for split in splits
+        for line in plan_warnings(split, of_command=config.command is not None)
+    ]
     if config.command is None:
         warnings += forced_batch_lines(config)
     level, line = partial_window_line(schedule) or (logging.INFO, "")
@@ -172,10 +182,13 @@ def source_draws_text(record: EpochRecord, files: Sequence[DataFile]) -> str:
     )
 
 
-def plan_warnings(planned: PlannedSplit) -> Iterator[str]:
-    """Yield a sentence for each thing about a planned split that its user may want to change."""
-    for parts in (_untrained_warnings, _length_warnings):
-        yield from parts(planned)
+def plan_warnings(planned: PlannedSplit, *, of_command: bool = False) -> Iterator[str]:
+    """
+    Yield a sentence for each thing about a planned split that its user may want to change. For a
+    command of ms-swift, it names the command's flags.
+    """
+    for line in (*_untrained_warnings(planned), *_length_warnings(planned)):
+        yield _FLAGS.sub(r"--\1\2", line) if of_command else line
 
 
 def _untrained_warnings(planned: PlannedSplit) -> Iterator[str]:

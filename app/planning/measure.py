@@ -51,7 +51,7 @@ _NAMED = 5
 """Bad records that the log names; `packplan plan show --all` names all."""
 
 
-_SKIP_ADVICE = "custom.on_bad_record: skip leaves such records out, and plan show --all then names each"
+_SKIP_ADVICE = "custom.on_bad_record: skip leaves such records out; packplan plan show --all then lists them"
 
 
 def measure(split: Split, report: ReportProgress) -> Table:
@@ -91,7 +91,7 @@ def measure(split: Split, report: ReportProgress) -> Table:
     try:
         return _measure_and_audit(split, stored, bad, report)
     except ShortcutError as error:
-        log.warning("%s: %s: encoding every sample in full instead", name, error)
+        log.warning("%s: %s; every sample is encoded in full instead", name, error)
     split.stores.lengths.discard()
     bad.restore(())
     return _measure_and_audit(split, StoredRows(*to_tables([]), in_full=True), bad, report)
@@ -130,7 +130,7 @@ def _measure_and_audit(split: Split, stored: StoredRows, bad: BadRecords, report
     bad.log_warning(name)
     report(f"the {name} samples are encoded again, some of them")
     if bad.records and len(bad.records) == len(done.table):
-        raise DataSetError(f"none of the {name} records can become a sample: fix them")
+        raise DataSetError(f"none of the {name} records can become a sample: correct them")
     repeatability = check_repeatability(source, done)
     # Only now, since the next run trusts the lengths of a complete store.
     data_digest = source.data_digest(len(done.table), without=bad.indices)
@@ -246,14 +246,16 @@ class BadRecords:
 
 def bad_records_line(records: Sequence[BadRecord], total: int) -> str:
     """
-    Return a line with the number of bad records, and the first ones.
+    Return a line with the number of bad records, and the first one.
 
     Args:
         records: Bad records, ascending.
         total: Number of all records of the data.
     """
-    first = "; ".join(f"{one.where}: {one.reason}" for one in records[:_NAMED])
-    more = f"; and {len(records) - _NAMED:,} more, which plan show --all names" if len(records) > _NAMED else ""
+    first, more = (
+        f"{records[0].where}: {records[0].reason}",
+        "; packplan plan show --all lists them" * (len(records) > 1),
+    )
     return f"{len(records):,} of {counted(total, 'record')} cannot become samples and are left out: {first}{more}"
 
 

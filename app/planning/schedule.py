@@ -32,7 +32,7 @@ MOST_BYTES = 2**22
 def refuse_stream(config: RunConfig) -> None:
     """Refuse a run that packs a stream during training, and so has no plan."""
     if config.custom.trainer_variant != "sft":
-        reason = "is rollout, whose packs come as samples come: there is no plan; set it to sft for what needs one"
+        reason = "is rollout, which packs while it trains, so there is no plan: set it to sft for a plan"
         raise ConfigError.for_key("custom.trainer_variant", reason)
 
 

@@ -68,4 +68,4 @@ def yield_stale_inputs(config: RunConfig, lengths: StoredLengths) -> Iterator[st
     inputs = lengths.origin.key.inputs
     asked = config_length_inputs(config)
     for difference in Fingerprint({key: inputs.get(key) for key in asked}).differences(Fingerprint(asked)):
-        yield f"the stored lengths are of another configuration, and training refuses them: {difference}"
+        yield f"training would refuse the stored lengths, since a setting has changed: {difference}"

@@ -146,7 +146,7 @@ def _log_start(config: RunConfig, progress: StreamProgress) -> None:
     log.info("resuming after optimizer step %d, in epoch %d", progress.step, progress.epoch)
     if progress.segments:
         log.info(
-            "the epoch began on other ranks or loader workers: what it has not trained is assigned to these, in order"
+            "the epoch began on other ranks or loader workers: its remaining samples are assigned to these, in order"
         )
 
 

@@ -112,7 +112,7 @@ def prepare(
     if group.rank == 0:
         _log_plans(config, list(splits.values()), schedule, str(attention))
         if checkpoint is not None and checkpoint.attention != attention.name:
-            then = "the checkpoint was trained by the attention %s; the run goes on by %s"
+            then = "the checkpoint was trained with attention %s; this run continues with %s"
             log.info(then, checkpoint.attention, attention.name)
 
     return build_trainer(config, arguments, splits, schedule, state, attention=attention, group=group), splits
@@ -138,7 +138,7 @@ def _log_plans(config: RunConfig, splits: list[PlannedSplit], schedule: EpochSch
     if schedule.start.step >= schedule.total_steps:
         log_nothing_left(schedule.start.step, f"at {schedule.total_steps:,}")
     if estimated := work_of_run(config)[1]:
-        log.warning("work is estimated from tokens and their squares: %s", estimated)
+        log.warning("the work of samples is estimated from their tokens: %s", estimated)
 
 
 def _check_and_log_end(config: RunConfig, trainer: PlanTrainer) -> None:
@@ -180,7 +180,7 @@ def log_nothing_left(step: int, end: str) -> None:
 def log_termination(trainer: CheckedTrainer, end: str) -> None:
     """Log that SIGTERM ended a run early; *end* is its last step or its length in words."""
     log.warning(
-        "SIGTERM: saved a checkpoint at step %d of %s; training.resume_from_checkpoint: last goes on from there",
+        "SIGTERM: saved a checkpoint at step %d of %s; training.resume_from_checkpoint: last continues from there",
         trainer.state.global_step,
         end,
     )

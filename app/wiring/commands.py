@@ -118,7 +118,7 @@ def read_run_or_command(path: str, words: Sequence[str] = (), *, world_size: int
     if starts_swift_command(path):
         return _resolve_command([path, *words], world_size)
     if Path(path).suffix == ".sh":
-        reason = "is a script, and none is read: put packplan before its command, as packplan plan build swift sft ..."
+        reason = "is a script, which is not read: put packplan before its command, as packplan plan build swift sft ..."
         raise ConfigError(path, (Fault("", reason),))
     return read_config(path, words)
 
@@ -170,7 +170,7 @@ def _split_words(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
             continue
         task = (entry[1] if entry else following).replace("_", "-")
         if task not in _PLANNED:
-            raise ConfigError(COMMAND, (Fault(f"swift {task}", f"is not planned: only {', '.join(_PLANNED)} are"),))
+            raise ConfigError(COMMAND, (Fault(f"swift {task}", f"cannot be planned: only {', '.join(_PLANNED)} can"),))
         return list(words[:at]), task, list(words[at + (1 if entry else 2) :])
     reason = "names no command of ms-swift: write swift sft, or a launcher and .../swift/cli/sft.py"
     raise ConfigError(COMMAND, (Fault(words[0], reason),))

@@ -44,7 +44,7 @@ def _forward_work(config: RunConfig) -> tuple[WorkModel, str | None]:
     try:
         sizes = config_content(config.model)
     except ConfigError as error:
-        return WorkModel.estimated({}), error.faults[0].reason
+        return WorkModel.estimated({}), str(error)
     try:
         return WorkModel.from_config(sizes), None
     except ModelError as error:

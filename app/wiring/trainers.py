@@ -71,8 +71,8 @@ def warn_of_overwriting(training: TrainingConfig, group: RankGroup) -> None:
         return
     if (newest := newest_checkpoint(training.output_dir)) is not None:
         log.warning(
-            "%s is there, but this run starts from the beginning, and writes over the checkpoints that it meets: "
-            "training.resume_from_checkpoint: last goes on from the newest whole one",
+            "%s exists, but this run starts from the beginning, and overwrites checkpoints of the same step: "
+            "training.resume_from_checkpoint: last continues from the newest whole one",
             newest,
         )
 
@@ -144,7 +144,7 @@ def _find_checkpoint(
     refuse_other_parts(CHECKPOINT_KEY, checkpoint.folder, engine, num_ranks=group.world_size)
     if group.rank == 0:
         for one in checkpoint.resume_state.identity.told.differences(identity_of_run(config).told):
-            log.warning("%s had another value, and this run's is taken: %s", checkpoint.folder, one)
+            log.warning("a setting has changed since %s, and this run's value is used: %s", checkpoint.folder, one)
     return checkpoint
 
 

@@ -98,7 +98,7 @@ def test_a_resume_ends_bit_for_bit_as_one_run_does(  # noqa: PLR0917  # fixtures
 
     began = f"after step {stop}: " if stop else f"after step {per_epoch}, with epoch 1, "
     assert began in caplog.text
-    assert not re.search("the run goes on by|work is estimated|equal work", caplog.text)
+    assert not re.search("this run continues with|is estimated|equal work", caplog.text)
     assert steps(whole.history) == steps(resumed.history)
     found = tmp_path / "again" / f"checkpoint-{last}"
     assert_equal(found, tmp_path / "whole" / found.name)
@@ -136,7 +136,7 @@ def test_a_checkpoint_resumes_the_run_of_its_plan_model_and_settings_alone(  # n
     with caplog.at_level(logging.INFO):
         other = {**sections, "model": {**moved, "attn_impl": "sdpa"}}
         assert 2 == resume(other, "last", save_strategy="no", max_steps=2).num_steps
-    assert "trained by the attention varlen; the run goes on by sdpa" in caplog.text
+    assert "trained with attention varlen; this run continues with sdpa" in caplog.text
     assert re.search("checkpoint-2 is passed over: .* seed was 7, now 42", caplog.text)
 
     tensors = load_file(tmp_path / "moved" / "model.safetensors")

@@ -116,5 +116,5 @@ def test_a_run_that_stops_at_bad_records_names_the_remedy_and_takes_over_none():
         measured(unread, share="0.1")
 
     measured(source := ListSource([5, -1, 6]), store := CountedLengthStore())
-    with pytest.raises(RecordError, match=r"line 2: is bad \(custom\.on_bad_record: skip leaves such records out,"):
+    with pytest.raises(RecordError, match=r"line 2: is bad \(custom\.on_bad_record: skip leaves such records out;"):
         measured(source, store, None)

@@ -141,16 +141,19 @@ def test_show_warns_of_what_training_would_refuse_or_do_otherwise(store, said, s
 
     for words in (
         "template.system was unset, now 'Another.'",
-        "training would plan again: min_fill_ratio was '1.0', now '0.5'",
+        "training would plan again, since a setting has changed: min_fill_ratio was '1.0', now '0.5'",
         "filled below 1.0 are dropped",
         "are skipped",
-        "not yet checked",
+        "no sample was encoded twice yet",
         "in the last step of each epoch, each rank trains",
     ):
         assert words in warnings
     assert "warning: " in said("show", path)
     assert 0 == command.main(["whatif", str(path)])
-    assert "warning: train: the stored lengths are of another configuration" in capfd.readouterr().err
+    assert (
+        "warning: train: training would refuse the stored lengths, since a setting has changed"
+        in capfd.readouterr().err
+    )
 
 
 @pytest.mark.covers
@@ -193,7 +196,7 @@ def test_a_sample_and_a_pack_are_explained(store, said, document, tmp_path):
      ("whatif RUN training.packing=false", "training.packing"),
      ("show RUN custom.trainer_variant=rollout training.packing_mode=dynamic training.max_steps=3",
       "custom.trainer_variant"),
-     ("show RUN --text", "--text is of one sample")],
+     ("show RUN --text", "--text shows one sample")],
 )  # fmt: skip
 def test_what_is_not_there_or_cannot_be_is_named(store, said, arguments, reason):
     """Status 2, and nothing is written."""
@@ -234,7 +237,7 @@ def test_what_is_not_built_or_damaged_is_named(store, said):
         assert re.search(f"{reason}.*packplan plan build", said("show", path, status=2)), reason
     for part in train_folder(store(name="other", lengths=LENGTHS[1:])).glob("raw_plan*"):
         (folder / part.name).write_bytes(part.read_bytes())
-    assert "a plan of other lengths" in said("show", path, status=2)
+    assert "a plan that was made from others" in said("show", path, status=2)
 
     (folder / "lengths.bin").write_bytes(b"\0" + (folder / "lengths.bin").read_bytes()[1:])
     for name in ("show", "whatif"):

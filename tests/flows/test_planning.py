@@ -332,6 +332,15 @@ def test_samples_that_teach_nothing_are_counted():
     assert left_out.endswith(", so training leaves the evaluation out")
 
 
+def test_a_warning_names_keys_of_a_yaml_or_flags_of_a_command():
+    """As the user writes the setting: with its section, or behind two dashes."""
+    planned = Desk(ListSource(LENGTHS)).plan(allow_single_long=False, packing_length=70)
+    (of_yaml,), (of_command,) = (list(plan_warnings(planned, of_command=is_one)) for is_one in (False, True))
+
+    assert "; raise template.max_length, lower template.max_pixels, or" in of_yaml
+    assert "; raise --max_length, lower --max_pixels, or" in of_command
+
+
 def start_of(caplog, *splits) -> tuple[dict[str, str], list[str]]:
     """Return the rows of the table at the start of a run of splits, and its warnings."""
     config = parsed(packing=splits[0].policy.packing, gradient_accumulation_steps=2, effective_batch_size=None)

@@ -51,7 +51,7 @@ def test_what_is_whole_has_no_findings(built):
     [
         (copied, {}, ["copies: a.gz: line 3 of its copy is another one", "copies: b.parquet: x"]),
         (ListSource(LENGTHS), {"min_fill_ratio": "0.9"},
-         ["plan: min_fill_ratio: planned with '0.65', now '0.9': build plans again"]),
+         ["plan: min_fill_ratio: planned with '0.65', now '0.9': packplan plan build plans again"]),
         (ListSource([*LENGTHS, 9]), {}, ["8 of 9 records are measured"]),
         (ListSource(LENGTHS[:5]), {}, ["inputs: data (number of records): measured with 8, now 5"]),
         (ListSource([5, *LENGTHS]), {}, ["inputs: data (digest of the first 8 records)"]),
@@ -129,7 +129,7 @@ def test_another_plan_under_the_same_name_is_found(tmp_path):
         assert wrong != plan
         plans.save(key, wrong)
         findings = found(one, ListSource([40] * 8))
-        assert any("planned again from the stored lengths, it is another one" in finding for finding in findings)
+        assert any("a new plan of the stored lengths differs from it" in finding for finding in findings)
 
     for path in other.glob("raw_plan*"):
         (one / path.name).write_bytes(path.read_bytes())
