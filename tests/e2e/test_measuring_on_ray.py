@@ -229,7 +229,7 @@ def test_where_no_cluster_can_measure_the_option_says_so(write_run, capfd):
         length_inputs={},
     )
     config = attrs.evolve(read_config(write_run("qwen2")), command=command)
-    with pytest.raises(ConfigError, match=r"--ray: .* not for a command of ms-swift"):
+    with pytest.raises(ConfigError, match=r"--ray .* not for a command of ms-swift"):
         measured_by_ray(config, "auto")
 
 
