@@ -179,7 +179,7 @@ def test_shared_packs_go_on_with_as_many_ranks_each_or_more():
     for batches in more:
         batches.load_state_dict(json.loads(json.dumps(served[0].state_dict())))
     left = [pack for batches in more for (pack,) in batches]
-    with pytest.raises(StaleError, match="ranks of the longest pack was 4, now 2") as raised:
+    with pytest.raises(StaleError, match="share the longest pack was 4, now 2") as raised:
         PackBatches(on[2], 0, 2, plan=plan.checksum).load_state_dict(served[0].state_dict())
     PackBatches(plan.schedule(world_size=2), 0, 2, plan=plan.checksum).load_state_dict(served[0].state_dict())
 
