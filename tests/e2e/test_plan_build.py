@@ -126,10 +126,10 @@ def test_bad_records_are_left_out_by_every_command(write_run, run, tmp_path):
     everything = run("show", path, "--all").out
     assert all(f"left out: {one['where']}: {one['reason'][:20]}" in everything for one in manifest["bad_records"])
     assert "line 6" in run("show", path, "--sample", 5).out
-    assert f"record 4 is no sample: {data}, line 5: " in run("show", path, "--sample", 4, status=2).err
+    assert f"record 4 cannot become a sample: {data}, line 5: " in run("show", path, "--sample", 4, status=2).err
     run("verify", path, "--samples", 30)
     write_lines(data, [*rows[:4], good[0], *rows[5:]])
-    assert "line 5: changed, and was bad" in run("verify", path, status=3).out
+    assert "line 5: was bad, and has changed" in run("verify", path, status=3).out
     run("build", path)
     run("verify", path, "--samples", 31)
 
