@@ -321,14 +321,14 @@ def elsewhere(words: list[str]) -> list[str]:
     ("line", "said"),
     [
         ("train.sh", "is a script"),
-        ("swift infer --model m", "swift infer:"),
-        ("python train.py --model m", "python:"),
-        ("torchrun --nproc_per_node 2 -m swift.cli.sft {given}", "torchrun:"),
-        ("{text} --streaming true --max_steps 4", "--streaming:"),
+        ("swift infer --model m", "swift infer "),
+        ("python train.py --model m", "python "),
+        ("torchrun --nproc_per_node 2 -m swift.cli.sft {given}", "torchrun "),
+        ("{text} --streaming true --max_steps 4", "--streaming "),
         ("swift rlhf {given} --rlhf_type orpo", "--rlhf_type is orpo, whose rows are not packed: leave --packing"),
         ("swift rlhf {given} --rlhf_type gkd --teacher_model m --deepspeed zero3", "is gkd, which draws answers while"),
-        ("{text} --max_lenght 7", "--max_lenght:"),
-        ("{text} --tuner_type full --max_length many", "ms-swift:"),
+        ("{text} --max_lenght 7", "--max_lenght "),
+        ("{text} --tuner_type full --max_length many", "ms-swift "),
     ],
 )
 def test_a_command_that_cannot_be_planned_is_refused_by_what_is_wrong(command, run, line, said):
