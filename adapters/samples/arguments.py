@@ -86,11 +86,7 @@ def run_arguments(model: ModelConfig, training: TrainingConfig) -> RunArguments:
     Args:
         model: Section `model`, whose folder is on this machine.
         training: Section `training`.
-
-    Raises:
-        ConfigError: The folder has code that the run may not execute, or the kind is not clear.
     """
-    refuse_remote_code(model)
     passed = {name: _copied(value) for name, value in training.trainer.items()}
     given = _set_keys(training, _OF_TRAINING) | _set_keys(model, _QUANTISES)
     return _resolve(model, swift_model_type(model), torch_dtype=model.torch_dtype, **{**_DEFAULTS, **given, **passed})

@@ -24,7 +24,7 @@ from transformers import Trainer, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks, is_deepspeed_zero3_enabled
 
 from packplan.adapters.config.trainer_keys import TrainerKey, argument_keys, machine_faults, require_deepspeed_agrees
-from packplan.adapters.samples.arguments import run_arguments
+from packplan.adapters.samples.arguments import refuse_remote_code, run_arguments, swift_types
 from packplan.core.config.run import RunConfig, TrainingConfig
 from packplan.core.config.tuners import decides_weights
 from packplan.core.errors import ConfigError, Fault
@@ -85,6 +85,8 @@ def make_training_arguments(config: RunConfig, *, gradient_accumulation_steps: i
         defaults["use_cpu"] = True
     if torch.distributed.is_initialized():
         defaults["ddp_backend"] = "gloo" if on_cpu else "nccl"
+    refuse_remote_code(config.model)
+    swift_types(config.model, config.template)  # refuses an unclear model type and template together
     settings = attrs.evolve(training, trainer={**defaults, **training.trainer, **decided})
     resolved = run_arguments(config.model, settings)
     try:

@@ -57,13 +57,12 @@ def test_fsdp_reaches_ms_swift_as_it_was_written(arguments, monkeypatch):
 def test_deepspeed_reaches_ms_swift_as_it_was_written(arguments, monkeypatch):
     """Whether it is installed here or not: key for key."""
     written = {"zero_optimization": {"stage": 3, "overlap_comm": True}, "bf16": {"enabled": "auto"}}
-    fields = swift_arguments.TrainingArguments.__dataclass_fields__
-    kind = Mock(return_value=Mock(n_gpu=0), __dataclass_fields__=fields)
-    monkeypatch.setattr(swift_arguments, "TrainingArguments", kind)
+    make = Mock(return_value=Mock(n_gpu=0))
+    monkeypatch.setattr(swift_arguments.TrainerFactory, "get_training_args", make)
 
     arguments(deepspeed=written)
 
-    assert written == kind.call_args.kwargs["deepspeed"]
+    assert written == make.call_args.args[0].deepspeed
 
 
 @pytest.mark.covers
