@@ -260,7 +260,7 @@ LAYOUTS = {
     ("says", "options"),
     [
         (None, {}),
-        ("no CUDA", {"capability": None}),
+        ("not on a CUDA GPU", {"capability": None}),
         ("float32", {"dtype": torch.float32}),
         ("dropped", {"dropout": 0.1}),
         ("neither causal", {"masks": (torch.ones(1, 1, 5, 5, dtype=torch.bool),)}),
