@@ -141,7 +141,7 @@ def test_ranks_that_go_on_from_different_checkpoints_are_refused(write_run, exec
         caplog.clear()
         warn_of_overwriting(read_config(path).training, ScriptedGroup(rank=rank))
         assert open_checkpoint(read_config(path), ScriptedGroup(rank=rank), ResumeState) is None
-        assert (rank == 0) == ("checkpoint-2 is there, but" in caplog.text)
+        assert (rank == 0) == ("checkpoint-2 exists, but" in caplog.text)
     config = read_config(path, ["training.resume_from_checkpoint=last"])
     said = []
 

@@ -230,5 +230,5 @@ def test_a_pack_that_evaluation_leaves_out_is_found(prepared, monkeypatch, serve
     run, plain = prepared("qwen2", val=True), PackLoader.__iter__
     monkeypatch.setattr(PackLoader, "__iter__", lambda loader: iter(list(plain(loader))[served]))
 
-    with pytest.raises(MismatchError, match="the loader served pack"):
+    with pytest.raises(MismatchError, match="the loader served"):
         run.trainer.evaluate()

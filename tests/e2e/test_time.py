@@ -36,7 +36,7 @@ def test_steps_evaluations_and_checkpoints_are_timed_and_counted(write_run, unev
     told = json.loads(printed.out)
     earlier.rmdir()
 
-    assert "writes over" not in printed.err
+    assert "overwrites" not in printed.err
     epoch, total = len(told["steps_of_epoch"]), told["steps"]
     assert told["epoch_seconds"] == pytest.approx(sum(told["steps_of_epoch"]))
     assert (epoch, math.ceil(total / 2)) == (told["evaluation_every"], told["checkpoint_every"])
