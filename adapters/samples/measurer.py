@@ -162,7 +162,7 @@ class SwiftMeasurer:
         if epoch is not None or not isinstance(indices, range):
             yield from self._measure_in_loader(indices, epoch=epoch or 0)
             return
-        if self._join_cluster is not None:  # whose machines fetch media themselves
+        if self._join_cluster is not None and indices:  # whose machines fetch media themselves
             yield from self._measure_in_blocks(indices, self._join_cluster(in_full), in_full=in_full)
             return
         self._encoder.fetch_media(indices)

@@ -262,6 +262,14 @@ def test_an_image_in_a_record_measures_as_its_file_does(encoder, tmp_path):
     assert all(said in str(broken) for said in ("line 1: ", "bytes in the record"))
 
 
+def test_no_cluster_is_joined_to_measure_nothing(encoder, tmp_path):
+    """As after a run that was killed before its measurements were checked."""
+    write(tmp_path / "a.jsonl", [asked("?")])
+    source = SwiftMeasurer(encoder("a.jsonl"), join_cluster=lambda _: pytest.fail("it is joined"))
+
+    assert [] == list(source.measure_many(range(1, 1), in_full=False))
+
+
 @pytest.mark.parametrize("by", ["custom.media_dir", "ROOT_IMAGE_DIR"])
 def test_relative_media_start_at_the_folder_that_the_user_names(by, encoder, tmp_path, monkeypatch):
     """As in ms-swift by its variable; the same paths in another folder are other data."""
