@@ -190,7 +190,7 @@ class SmallProbe:
             try:
                 return self._find_verdict(attn_impl)
             except ModelError as error:
-                return _blank_verdict(self.config, attn_impl, "", str(error))
+                return _blank_verdict(self.config, attn_impl, "", error.fact)
 
     @cached_property
     def mixing_module(self) -> str | None:

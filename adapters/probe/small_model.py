@@ -47,8 +47,8 @@ def hiding_warnings() -> Iterator[None]:
 
 
 def error_text(error: Exception) -> str:
-    """Return an error's class and message in one line of at most 300 characters."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    """Return an error's class and fact in one line of at most 300 characters."""
+    return " ".join(f"{type(error).__name__}: {getattr(error, 'fact', error)}".split())[:300]
 
 
 def open_model_config(model: ModelConfig) -> Any:

@@ -124,7 +124,7 @@ class _StoredFact:
         self.store.set(f"{self.key}/reads/{dist.get_rank()}", number)
 
     def _await_readers(self, store: Any, world_size: int) -> None:
-        """Wait, at the end of rank 0, until no rank has read less often, if its process lives."""
+        """Wait at the end of rank 0, for `_HOLD_S` at most, until no rank has read less often."""
         deadline, names = time.monotonic() + _HOLD_S, [f"{self.key}/reads/{rank}" for rank in range(1, world_size)]
         with suppress(dist.DistError):
             joined = [name for name in names if store.check([name])]
@@ -226,7 +226,8 @@ class FirstCalls:
         except Exception as error:
             if isinstance(error, ArgumentError) or (together and not isinstance(error, ModelError)):
                 raise  # a refused call; or other ranks are inside of a pass, which this one cannot go on with
-            log.warning("%s is not compared with its padded pass: %s: %s", words, type(error).__name__, error)
+            why = getattr(error, "fact", error)  # without the remedy of a model that may not pack
+            log.warning("%s is not compared with its padded pass: %s: %s", words, type(error).__name__, why)
             return None
         if fact is NOT_PACKED:
             log.warning("%s is computed with padding", words)
@@ -293,7 +294,7 @@ def raising_together(model: torch.nn.Module) -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001  # raised again, once the other ranks know
         fault = error
-    told = "" if fault is None else f"{type(fault).__name__}: {fault}"[:300]
+    told = "" if fault is None else f"{type(fault).__name__}: {getattr(fault, 'fact', fault)}"[:300]
     try:
         facts = _meet_ranks(f"packplan/models/{next(_MODELS)}", told)
     finally:

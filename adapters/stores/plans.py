@@ -243,7 +243,7 @@ def _require_alignment(path: Path, manifest: Mapping[str, Any], plan: RawPlan) -
         aligned = align_plan(plan, world_size=manifest["world_size"], **options)
         differing = [name for name, value in _alignment_facts(aligned).items() if manifest.get(name) != value]
     except ArgumentError as error:
-        differing = [str(error)]
+        differing = [error.fact]
     if path.name != f"plan_ws{manifest['world_size']}.json":
         differing.append("file name")
     if differing:

@@ -327,6 +327,7 @@ def test_code_beside_a_model_is_asked_where_the_user_trusts_it(tmp_path, leak, t
     assert verdict.passes == ((leak, takes) == ("0.0", ""))
     if takes:
         assert re.search(r"a small copy of the model does not run \(TypeError.*'pixel_values'", verdict.reason)
+        assert "training.packing" not in verdict.reason  # whoever refuses the model adds the remedy once
 
 
 SHRUNK = [

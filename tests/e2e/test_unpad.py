@@ -27,6 +27,7 @@ from transformers import (
 
 from packplan.adapters.attention.packed_row import PackedRow, RealTokens, read_row
 from packplan.adapters.hf.packed_calls import TextStack, log_once
+from packplan.adapters.proof import first_calls
 from packplan.core.errors import ArgumentError, ModelError, PackplanError
 from packplan.hf import flatten, separate_samples, unpad
 from tests.e2e import unpad_rank
@@ -630,3 +631,19 @@ def test_samples_of_a_row_stay_apart_by_default(named):
     due = torch.cat([model(input_ids=torch.tensor([one["input_ids"]])).logits[0] for one in alone])
 
     torch.testing.assert_close(found, due)
+
+
+def test_ranks_that_share_weights_quote_the_refusal_of_another_without_its_remedy(monkeypatch):
+    """The error of each rank adds the remedy once."""
+    words = []
+    monkeypatch.setattr(first_calls, "has_ranks", lambda: True)
+    monkeypatch.setattr(first_calls, "find_sharded_weight", lambda _: "a weight")
+    monkeypatch.setattr(first_calls, "_meet_ranks", lambda _, word: words.append(word) or ["", *words])
+
+    with pytest.raises(ModelError, match="it leaks; train without packing"), first_calls.raising_together(None):
+        raise ModelError("probe", "it leaks")
+    assert ["ModelError: it leaks"] == words
+    with pytest.raises(ModelError) as found, first_calls.raising_together(None):
+        pass
+    remedy = "train without packing (training.packing: false)"
+    assert f"rank 1 refuses the model: ModelError: it leaks; {remedy}" == str(found.value)
