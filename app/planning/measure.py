@@ -252,11 +252,9 @@ def bad_records_line(records: Sequence[BadRecord], total: int) -> str:
         records: Bad records, ascending.
         total: Number of all records of the data.
     """
-    first, more = (
-        f"{records[0].where}: {records[0].reason}",
-        "; packplan plan show --all lists them" * (len(records) > 1),
-    )
-    return f"{len(records):,} of {counted(total, 'record')} cannot become samples and are left out: {first}{more}"
+    first, more = records[0], "; packplan plan show --all lists them" if len(records) > 1 else ""
+    fact = f"{len(records):,} of {counted(total, 'record')} cannot become samples and are left out"
+    return f"{fact}: {first.where}: {first.reason}{more}"
 
 
 def failure_lines(records: Sequence[BadRecord]) -> Iterator[str]:
