@@ -171,8 +171,9 @@ class _PlannedPipeline:
             pass
         except PackplanError as error:
             reason = str(error)
-        if not all(gather_object([rows is not None])):
-            if reason:
+        found = gather_object([(rows is not None, reason)])
+        if not all(fits for fits, _ in found):
+            if reason := next((text for _, text in found if text), ""):
                 report(f"warning: all rows are measured again: {reason}")
             return None
         report(f"no row is measured: the lengths of all are stored below {arguments.packplan_output_dir}")
