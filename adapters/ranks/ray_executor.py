@@ -100,12 +100,14 @@ class RayExecutor:
 
     def close(self) -> None:
         """Cancel what is not done, and leave the cluster."""
-        for call in self._calls:
-            ray.cancel(call)
-        self._calls.clear()
-        del self._measure
-        if not self._was_inside:
-            ray.shutdown()
+        try:
+            for call in self._calls:
+                ray.cancel(call)
+        finally:
+            self._calls.clear()
+            del self._measure
+            if not self._was_inside:
+                ray.shutdown()
 
 
 def _join(address: str) -> None:

@@ -169,7 +169,7 @@ class _PlannedPipeline:
             rows = self.take_stored(pipeline, data_sets)
         except NotBuiltError:
             pass
-        except PackplanError as error:
+        except (PackplanError, OSError) as error:  # each rank has to reach the next line
             reason = str(error)
         found = gather_object([(rows is not None, reason)])
         if not all(fits for fits, _ in found):
