@@ -10,7 +10,7 @@ from packplan.core.errors import RunError
 
 def not_finite_error(what: str, number: float) -> RunError:
     """Return the error for a loss, gradient or weight that is not finite."""
-    ended = "the run ended before anything of it was saved, and earlier checkpoints are as they were"
+    ended = "the run ended before that step was saved, and earlier checkpoints are unchanged"
     return RunError("not_finite", f"{what} is {number}, so {ended}")
 
 

@@ -452,7 +452,7 @@ def _check_pad_values(fields: Mapping[str, Field], pad_values: Mapping[str, floa
     for name, value in pad_values.items():
         field = fields.get(name)
         if not isinstance(field, Tensor):
-            message = f"pad_values names {name}, which is no tensor of the batch: give numbers by field"
+            message = f"pad_values names {name}, which is not a tensor of the batch: give numbers by field"
             raise ArgumentError("batch", message)
         with suppress(RuntimeError, TypeError):
             if field.new_full((), value).item() == value or field.is_floating_point():

@@ -83,7 +83,7 @@ def find_model(name: str) -> Path:
     folder = find_cached_model(name) if is_hub_id(name) else None
     if folder is None:
         remedy = f" or in a local cache: download it with `{download_command(name)}`" if is_hub_id(name) else ""
-        raise ConfigError.for_key("MODEL", f"is {name}, which is no folder with a config.json{remedy}")
+        raise ConfigError.for_key("MODEL", f"is {name}, which is not a folder with a config.json{remedy}")
     return folder
 
 
@@ -171,11 +171,11 @@ def config_content(model: ModelConfig) -> Mapping[str, Any]:
     except (ValueError, KeyError, TypeError):
         if is_hub_id(model.model):
             reason = (
-                f"is {model.model}, which is no folder here, and no local cache holds it: download it with "
+                f"is {model.model}, which is neither a folder here nor in a local cache: download it with "
                 f"`{download_command(model.model)}`, or set model.download: true"
             )
             raise ConfigError.for_key("model.model", reason) from None
-        reason = f"is {model.model}, which is no folder with a config.json that names a model_type: name such a folder"
+        reason = f"is {model.model}, which is not a folder with a config.json that names a model_type: name one that is"
         if (path.parent / "adapter_config.json").is_file():
             reason = f"is {model.model}, which holds adapters only: merge them into their model, and name its folder"
         raise ConfigError.for_key("model.model", reason) from None
@@ -223,7 +223,7 @@ def refuse_missing_layers(model: ModelConfig) -> None:
     found_layers = max(map(len, layers.values()), default=0)
     if isinstance(configured, int) and 0 < found_layers < configured:
         reason = (
-            f"is {model.model}, which has a config.json of {configured} layers (num_hidden_layers) beside weights of "
+            f"is {model.model}, whose config.json has {configured} layers (num_hidden_layers), but the weights have "
             f"{found_layers}: take the config.json that belongs to the weights"
         )
         raise ConfigError.for_key("model.model", reason)
@@ -301,7 +301,7 @@ def _read_header(path: Path) -> Mapping[str, Any]:
         with safetensors.safe_open(path, framework="numpy"):  # compares the header with the file's size
             pass
     except (OSError, safetensors.SafetensorError) as error:
-        raise _damage_error(path, f"is cut off, or is not a file of weights ({error})") from error
+        raise _damage_error(path, f"is truncated, or is not a file of weights ({error})") from error
     with path.open("rb") as file:
         weights = dict(json.loads(file.read(int.from_bytes(file.read(8), "little"))))
     weights.pop("__metadata__", None)
@@ -318,7 +318,7 @@ def _require_whole_file(path: Path) -> None:
         _read_header(path)
     # An archive of torch ends with its table of contents; older versions wrote a pickle.
     elif not (zipfile.is_zipfile(path) or start.startswith(b"\x80")):
-        raise _damage_error(path, "is cut off, or is not a file of weights")
+        raise _damage_error(path, "is truncated, or is not a file of weights")
 
 
 def config_digest(model: ModelConfig) -> str:

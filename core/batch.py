@@ -25,7 +25,7 @@ def count_row_groups(num_ranks: int, row_ranks: int) -> int:
     3
     """
     if row_ranks < 1 or num_ranks % row_ranks:
-        fact = f"{counted(num_ranks, 'rank')} do not make groups of {row_ranks}: start a multiple of {row_ranks} ranks"
+        fact = f"{counted(num_ranks, 'rank')} cannot form groups of {row_ranks}: start a multiple of {row_ranks} ranks"
         raise ArgumentError("ranks", f"{fact}, or set sequence_parallel_size to 1")
     return num_ranks // row_ranks
 
@@ -69,8 +69,8 @@ def largest_degree(num_ranks: int, asked: int | None = None) -> int:
     if asked is None:
         return most
     if as_whole_number("max_degree", asked, most=MOST_RANKS) & (asked - 1) or asked > most:
-        fact = f"at most {counted(asked, 'rank')} may share a pack, but that is no power of two that divides the"
-        raise ArgumentError("degree", f"{fact} {counted(num_ranks, 'rank')}", {"largest": most})
+        fact = f"at most {counted(asked, 'rank')} may share a pack, but that is not a power of two that divides"
+        raise ArgumentError("degree", f"{fact} the {counted(num_ranks, 'rank')}", {"largest": most})
     return asked
 
 

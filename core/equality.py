@@ -295,9 +295,9 @@ class ProbeResult:
             limit: Largest relative difference from the samples alone.
         """
         if not math.isfinite(self.isolation):
-            return "no gradient of a sample's logits reaches its tokens, so the test shows nothing"
+            return "no gradient of a sample's logits reaches its tokens, so the test proves nothing"
         if self.isolation:
-            return f"gradients pass between samples of a row ({self.isolation:.2g} of a sample's own, but 0 is due)"
+            return f"gradients pass between samples of a row ({self.isolation:.2g} of a sample's own instead of 0)"
         if not self.equality <= limit:
             return (
                 f"packed samples differ from the same samples alone by {self.equality:.2g}, where {limit:.0e} is "

@@ -303,7 +303,7 @@ class StreamProgress:
         if min(sizes) < 0 or self.epoch_step > self.step or not all(segment.reads for segment in self.segments):
             message = (
                 f"step {self.step}, epoch {self.epoch}, its step {self.epoch_step}, {self.world_size} ranks with "
-                f"{self.shards_per_rank} shards each, or what earlier shards read, contradict each other"
+                f"{self.shards_per_rank} shards each, or the reads of earlier shards, do not agree"
             )
             raise ValueError(message)
 

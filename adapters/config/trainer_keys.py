@@ -264,4 +264,4 @@ def require_deepspeed_agrees(args: Any) -> None:
         ValueError: As transformers does it later, when it begins to train.
     """
     if found := getattr(getattr(args, "hf_deepspeed_config", None), "mismatches", None):
-        raise ValueError(f"{'; '.join(one.removeprefix('- ') for one in found)}, where auto takes the run's own")
+        raise ValueError(f"{'; '.join(one.removeprefix('- ') for one in found)}: set them to auto, the run's values")

@@ -250,7 +250,7 @@ def shard_as_accelerate(model: Any, world_size: int, *, mixed: str) -> None:
 def using_fake_ranks(world_size: int) -> Iterator[None]:
     """Make this process rank 0 of a process group that exchanges nothing, inside this context."""
     if dist.is_initialized():
-        raise ModelError("trace", "ranks are traced in a process that is not a rank itself: start it without torchrun")
+        raise ModelError("trace", "the process that simulates ranks cannot be one: start it without torchrun")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         yield

@@ -133,7 +133,7 @@ class RowSource:
             decode: Whether to decode files if the length of a row is not known otherwise.
             num_workers: Processes that read rows; useful where rows are computed when read.
             rank: This rank, from 0.
-            world_size: Ranks that share the reading.
+            world_size: Number of ranks that divide the rows.
 
         Raises:
             ArgumentError: A row is not one sample.

@@ -53,8 +53,8 @@ _ROUNDS = 4
 
 
 _UNREACHED = (
-    "a small copy of the model cannot show what carries the state of a sample to the next, since it cannot be built "
-    "with lengths that are shorter"
+    "a small copy of the model cannot show what carries state from one sample to the next, since it cannot be built "
+    "with shorter lengths"
 )
 
 
@@ -151,7 +151,7 @@ class _SmallCopies:
             model.set_attn_implementation(trial.attention)
         set_attention(model, attention)
         if model.config._attn_implementation not in (trial.attention, NAME, ROWS_NAME):  # noqa: SLF001  # no public question
-            raise ModelError("probe", f"the model's code runs its own attention alone, not {trial.attention}")
+            raise ModelError("probe", f"the model's code runs only its own attention, not {trial.attention}")
         return model
 
     def measure_copy(self, trial: StrategyTrial, split: tuple[str, ...] = ()) -> tuple[Any, ProbeResult, str | None]:

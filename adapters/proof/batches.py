@@ -191,7 +191,7 @@ def _find_real_tokens(inputs: Mapping[str, Any], shape: Shape) -> torch.Tensor:
     filled = (mask != 0).cpu()
     runs = (filled.int().diff(dim=1, prepend=torch.zeros(len(filled), 1)) == 1).sum(1)
     for row in (runs > 1).nonzero().flatten().tolist():
-        raise _refusal(f"has padding between the tokens of row {row} (attention_mask): pad rows at their ends alone")
+        raise _refusal(f"has padding between the tokens of row {row} (attention_mask): pad rows only at their ends")
     return filled
 
 

@@ -116,7 +116,7 @@ class _StoredFact:
             self.num_reads += 1
             self._set_reads(str(self.num_reads))
         except dist.DistError as error:
-            fact = "rank 0 is gone, and with it what ranks have found in their first calls: no weight is updated"
+            fact = "rank 0 is gone, so results of the first calls on other ranks are unknown: no weight is updated"
             raise RunError("rank_gone", fact) from error
         return fact
 

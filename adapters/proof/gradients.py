@@ -74,7 +74,7 @@ class Dependence:
     """Largest gradient with respect to *source*; 0 if it depends on no other sample."""
 
     own: float
-    """Largest gradient with respect to *reader*; 0 or not finite if nothing can be said."""
+    """Largest gradient with respect to *reader*; 0 or not finite if the test proves nothing."""
 
     @property
     def isolation(self) -> float:
@@ -138,7 +138,7 @@ class WatchedPass:
         Args:
             result: Tensor of the pass, with the tokens.
             reader: The sample.
-            weights: Weight of each number of the result in the sum whose gradient is taken.
+            weights: Weights of the result's numbers in the sum that is differentiated.
         """
         own, places = torch.zeros_like(weights), self.packed.places
         self._view_by_token(own)[places[reader]] = self._view_by_token(weights)[places[reader]]

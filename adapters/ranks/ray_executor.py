@@ -1,8 +1,8 @@
 """
 A cluster of Ray that measures blocks of samples: each block is a task on any of its nodes.
 
-What opens template and records comes from Ray's object store once in each process of a node, which
-keeps it for further blocks. Ray runs the tasks of a node or process that is lost again elsewhere.
+Each process of a node takes the function that opens template and records from Ray's object store
+once, and keeps it. If a node or process is lost, Ray runs its tasks again elsewhere.
 """
 
 import logging
@@ -55,9 +55,9 @@ class RayExecutor:
         Join a cluster, unless this process is in one.
 
         Args:
-            open_measure: Opens template and records on a node, and returns what measures a block.
+            open_measure: Opens template and records on a node; returns a function for blocks.
             address: Address of the cluster; `auto` is that of RAY_ADDRESS, or of this machine.
-            variables: Those in which nodes measure.
+            variables: Environment variables to set on the nodes.
             timeout_s: Seconds to wait for a block, while others are measured; 0 waits for ever.
 
         Raises:
@@ -99,7 +99,7 @@ class RayExecutor:
         return block
 
     def close(self) -> None:
-        """Cancel what is not done, and leave the cluster."""
+        """Cancel unfinished tasks, and leave the cluster."""
         try:
             for call in self._calls:
                 ray.cancel(call)
@@ -127,7 +127,7 @@ def _join(address: str) -> None:
 
 
 _opened: dict[str, Measure] = {}
-"""The function of the last run that this process of a node has measured for, by its object's id."""
+"""Measuring function of this node process's last run, keyed by the id of its Ray object."""
 
 
 def _measure_on_node(held: list[Any], variables: Variables, folder: str, block: range) -> MeasuredBlock:

@@ -225,7 +225,7 @@ class TorchGroup:
             now, heard = time.monotonic(), watch.task or "nothing"
             waited, silence = now - watch.started, now - watch.last_beat
             if silence > SILENT_S:
-                silent = f"rank 0 has been silent for {silence:,.0f} s, so its node is down or cut off"
+                silent = f"rank 0 has been silent for {silence:,.0f} s, so its node is down or unreachable"
                 raise RunError(kind, f"{silent}; rank {self.rank} last heard: {heard}")
             if timeout_s and waited > timeout_s:
                 raise RunError(kind, f"rank {self.rank} waited {waited:,.0f} s {awaited}; last heard: {heard}")

@@ -230,7 +230,7 @@ def _detect_format(path: Path, name: str) -> tuple[str, bool]:
     if not is_compressed and head.startswith(PARQUET):
         return "parquet", False
     if b"\0" in head:
-        message = f"{name} is neither text nor of another format that is read: unpack it, and name the data files in it"
+        message = f"{name} is neither text nor in a format that is read: unpack it, and name the data files in it"
         raise DataSetError(message)
     suffix = Path(path.stem if is_compressed else path.name).suffix.lower().removeprefix(".")
     if head and suffix in DELIMITERS:

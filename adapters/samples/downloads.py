@@ -242,7 +242,7 @@ class MediaCache:
             if kind == "image":
                 _require_image(fetched)
             if known is not None and known["sha256"] != sha256:
-                raise FetchError("it was fetched before, its file is gone, and the server has another one now")
+                raise FetchError("the file fetched before is gone, and the server now has a different one")
             _move_download(fetched, target := self._content_file(sha256))
         finally:
             fetched.unlink(missing_ok=True)
@@ -257,4 +257,4 @@ def _require_image(fetched: Path) -> None:
         read_image_size(held := fetched.read_bytes(), decode=True)
     except ValueError as error:
         why = str(error).split(" in the record ", maxsplit=1)[-1]
-        raise FetchError(f"what came, {counted(len(held), 'byte')}, {why}") from None
+        raise FetchError(f"the download of {counted(len(held), 'byte')} {why}") from None

@@ -318,7 +318,7 @@ class SwiftEncoder:
             for message in sample["messages"]
         ):
             reason = "the record has 'loss': false in a message of the user, which template.loss_scale: all trains"
-            raise self.record_error(index, f"{reason} all the same: remove it")
+            raise self.record_error(index, f"{reason} anyway: remove it")
 
     def copy_faults(self) -> Iterator[tuple[str, str]]:
         """Yield each data file that differs from its copy or cached arrays, and the difference."""

@@ -342,7 +342,7 @@ class SwiftMeasurer:
             multiprocessing_context="fork",
             worker_init_fn=lambda _: end_with_parent(),
         )
-        with wrap_process_errors("encoding samples again, in another process,", "end what else runs on it"):
+        with wrap_process_errors("encoding samples again, in another process,", "end other programs on it"):
             with hold_ctrl_c():
                 outcomes = iter(loader)
             return list(outcomes)

@@ -157,7 +157,7 @@ def _read_frame_files(frames: Sequence[str]) -> VideoFacts:
         sizes.add(read_image_size(frame))
         size, head = _read_size_and_ends(frame)
         if len(sizes) > 1:
-            message = f"the frame {frame} is of another size than those before it: frames of a video have one size"
+            message = f"the frame {frame} differs in size from those before it: all frames of a video need one size"
             raise ValueError(message)
         total += size
         digest.update(size.to_bytes(8, "little") + head)
@@ -224,7 +224,7 @@ class _Container:
             raise self._refusal("has a codec that cannot be read here: encode it again, as H.264")
         self._refuse_size(stream.width, stream.height)
         if stream.frames > self.size:  # for which decord would take memory, and end the process
-            reason = f"says that it has {stream.frames:,} frames, in {counted(self.size, 'byte')}: encode it again"
+            reason = f"claims {stream.frames:,} frames, in {counted(self.size, 'byte')}: encode it again"
             raise self._refusal(reason)
         seconds = (self.opened.duration or 0) / 1e6
         self._refuse_seconds(seconds)
@@ -271,9 +271,9 @@ class _Container:
         entries = stream.index_entries
         shown = [entry for entry in entries if not entry.is_discard]
         if any(entry.pos + entry.size > self.size for entry in shown):
-            raise self._refusal(f"is truncated: its index names frames behind its {counted(self.size, 'byte')}")
+            raise self._refusal(f"is truncated: its index names frames beyond its {counted(self.size, 'byte')}")
         if len(shown) != stream.frames:
-            return len(entries), "it has an edit list, or an index of other frames than it counts"
+            return len(entries), "it has an edit list, or its index and its header count different frames"
         times = [entry.timestamp for entry in shown]
         return len(entries), self._rate_doubt(stream, times)
 
@@ -292,8 +292,8 @@ class _Container:
         times.sort()
         end = float(times[-1] * stream.time_base) + (1 / float(stream.average_rate) if stream.average_rate else 0)
         if end < seconds - _LOST_S and not self._has_sound_until(seconds):
-            raise self._refusal(f"is truncated: it says {seconds:,.1f} s, but its frames end after {end:,.1f} s")
-        return len(times), self._rate_doubt(stream, times) or (None if seconds else "it does not say how long it is")
+            raise self._refusal(f"is truncated: its header says {seconds:,.1f} s, but frames end after {end:,.1f} s")
+        return len(times), self._rate_doubt(stream, times) or (None if seconds else "its header has no duration")
 
     def _has_sound_until(self, seconds: float) -> bool:
         """Return whether the sound lasts until *seconds*, the end that the container states."""

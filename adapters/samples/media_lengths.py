@@ -64,7 +64,7 @@ def shrink_size(width: int, height: int, max_pixels: int | None) -> tuple[int, i
     scaled = math.sqrt(max_pixels / ratio)
     sides = int(scaled * ratio), int(scaled)
     if not all(sides):
-        message = f"template.max_pixels, {max_pixels:,}, leaves an image of {width} x {height} no size: raise it"
+        message = f"template.max_pixels, {max_pixels:,}, shrinks an image of {width} x {height} to 0: raise it"
         raise ValueError(message)
     return sides
 
@@ -113,7 +113,7 @@ def _qwen_cost(patch: int, merge: int, most: int | None, width: int, height: int
     rows, columns = vision_process.smart_resize(height, width, factor=patch * merge)
     patches = int(rows // patch) * int(columns // patch)
     if not patches:
-        raise ValueError(f"the limits of qwen_vl_utils leave an image of {width} x {height} no size")
+        raise ValueError(f"the limits of qwen_vl_utils shrink an image of {width} x {height} to 0")
     return Measurement(patches // merge**2, 0, 0, patches)
 
 
@@ -259,7 +259,7 @@ def _resized_frame_size(height: int, width: int, factor: int, least: float, most
     except ValueError as error:
         raise ValueError(f"frames of {width} x {height}: {error}") from None
     if not rows or not columns:
-        raise ValueError(f"frames of {width} x {height} are left no size by a limit of {most:,.0f} pixels: raise it")
+        raise ValueError(f"a limit of {most:,.0f} pixels shrinks frames of {width} x {height} to 0: raise it")
     return int(rows), int(columns)
 
 

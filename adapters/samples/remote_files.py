@@ -238,7 +238,7 @@ def _describe_error(error: Exception, timeouts: Timeouts) -> tuple[str, bool]:
     elif type(error) is TimeoutError:
         text = f"it took more than {timeouts.total_s:g} s"
     elif isinstance(error, PermissionError) or any(part in text.partition(":")[0] for part in _DENIED):
-        text = f"it asks for credentials, or for other ones ({text})"
+        text = f"the server asks for credentials, or rejects those it got ({text})"
     return text, may_succeed
 
 

@@ -223,12 +223,12 @@ def find_piece_counter(template: Template, *, tokens: Mapping[str, int]) -> tupl
     replaced = _REPLACED if tokens else (*_REPLACED, "_encode")
     own = [name for name in replaced if inspect.getattr_static(kind, name) is not inspect.getattr_static(base, name)]
     if own:
-        return None, f"its template has a way of its own to {own[0].strip('_')}"
+        return None, f"its template overrides {own[0].strip('_')}"
     counter = PieceCounter(template, tokens=tokens)
     try:
         for sample in _PROOFS:
             if counter.count([counter.split(sample)]) != [_measure_with_stand_ins(template, sample)]:
-                return None, "its texts are not all that its samples are"
+                return None, "its samples have more than their texts"
     except Exception as error:  # noqa: BLE001  # whatever a template does not take is said of the records that have it
         return None, f"a sample of its texts alone cannot be made ({type(error).__name__}: {error})"
     for medium in tokens:

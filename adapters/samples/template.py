@@ -85,7 +85,7 @@ def _refuse_unproven_model(template_type: str) -> None:
     """
     if not may_probe_template(template_type):
         reason = (
-            f"is {template_type}, whose model reads text, images and sound in a part of its own, the thinker, and was "
+            f"is {template_type}, whose model reads text, images and sound in a separate part, the thinker, and was "
             "not shown to pack: set training.packing: false"
         )
         raise ConfigError.for_key("template.template", reason)
@@ -148,7 +148,7 @@ def open_template(
     if packs:
         _refuse_unpackable(opened)
     if not opened.tokenizer("a").input_ids:  # as without tokenizer.json, where transformers makes one without words
-        reason = f"is {model.model}, whose tokenizer knows no words: copy the files of its tokenizer there"
+        reason = f"is {model.model}, whose tokenizer has no vocabulary: copy the files of its tokenizer there"
         raise ConfigError.for_key("model.model", reason)
     if not cuts:  # ms-swift fills in the model's own limit, and would refuse longer samples
         opened.max_length = None
@@ -252,7 +252,7 @@ def _refuse_media_template(template: Template) -> None:
     reads_media = type(template).replace_tag is not Template.replace_tag
     if reads_media and not template.model_meta.is_multimodal:
         name = template.template_meta.template_type
-        reason = f"is {name}, for models that see or hear, but this model reads text only: name one for text"
+        reason = f"is {name}, for models of images, videos or sound, but this model reads text only: name one for text"
         raise ConfigError.for_key("template.template", reason)
 
 

@@ -101,7 +101,7 @@ def read_length_table(path: Path) -> KnownLengths:
 def _to_int32(values: pa.ChunkedArray) -> NDArray[np.int32]:
     """Return a column as int32; ValueError for a null, a fraction or a number out of range."""
     if values.null_count:
-        raise ValueError(f"it has {counted(values.null_count, 'null')} where numbers are")
+        raise ValueError(f"it has {counted(values.null_count, 'null')} in place of numbers")
     return np.asarray(values.cast(pa.int32()), dtype=np.int32)
 
 

@@ -185,9 +185,9 @@ class DiskPlanStore:
         except (ValueError, LookupError) as error:
             raise CorruptArtefactError(str(self._manifest), f"it is not a plan: {error}") from None
         if plan_checksum(plan.packs) != manifest["checksum"]:
-            raise CorruptArtefactError(str(self._manifest), "its packs do not have the checksum it names")
+            raise CorruptArtefactError(str(self._manifest), "its checksum is not that of its packs")
         if differing := [name for name, count in _plan_counts(plan).items() if manifest.get(name) != count]:
-            raise CorruptArtefactError(str(self._manifest), f"its plan has another {', '.join(differing)}")
+            raise CorruptArtefactError(str(self._manifest), f"its plan differs in {', '.join(differing)}")
         return plan
 
 
@@ -200,7 +200,7 @@ def _read_epochs(path: Path) -> tuple[str, tuple[EpochRecord, ...]]:
         try:
             return manifest["plan_fingerprint_sha256"], cattrs.structure(manifest["epochs"], tuple[EpochRecord, ...])
         except (BaseValidationError, LookupError) as error:
-            raise CorruptArtefactError(str(path), f"its records are not those of epochs: {error}") from None
+            raise CorruptArtefactError(str(path), f"its records do not describe epochs: {error}") from None
 
 
 def _plan_counts(plan: RawPlan) -> dict[str, int | str]:

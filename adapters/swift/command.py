@@ -70,7 +70,7 @@ class DryRun:
             found = zip(("train", "eval"), self._prepare_dataset(), strict=True)  # type: ignore[attr-defined]  # of ms-swift
         rows = {split: one for split, one in found if one is not None}
         if "train" not in rows:
-            raise ConfigError(COMMAND, (Fault("--dataset", "has no row that ms-swift can read: look at its log"),))
+            raise ConfigError(COMMAND, (Fault("--dataset", "has no row that ms-swift can read: see its log"),))
         return {
             split: one.remove_columns([*{"lengths", "length"} & {*one.column_names}]) for split, one in rows.items()
         }
@@ -152,7 +152,7 @@ def read_command(
         except SystemExit:  # ms-swift's parser exits if it refuses an argument
             raise ConfigError(COMMAND, (Fault("ms-swift", "refuses an argument, which it names above"),)) from None
         if rest:
-            raise ConfigError(COMMAND, (Fault(rest[0], "is no argument of ms-swift: remove it"),))
+            raise ConfigError(COMMAND, (Fault(rest[0], "is not an argument of ms-swift: remove it"),))
     num_processes = world_size * row_ranks(plain) if world_size else started
     command = describe_command(plain, num_processes, task=task, words=words)
     size, named = plain.per_device_train_batch_size, Path(swift.__file__).parent / "config" / f"{plain.deepspeed}.json"

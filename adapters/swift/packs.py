@@ -58,7 +58,7 @@ def add_row_facts(rows: Any, lengths: list[int], digests: list[bytes], supervise
     Args:
         rows: A `datasets.Dataset`.
         lengths: Tokens of each row.
-        digests: 16 bytes for each row, which differ between rows that teach something else.
+        digests: Digest of 16 bytes for each row; rows that train differently have other digests.
         supervised: Number of supervised tokens of each row.
     """
     facts = {"lengths": lengths, _DIGEST: digests, _SUPERVISED: supervised}

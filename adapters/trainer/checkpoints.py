@@ -36,7 +36,7 @@ _AGAIN = f"{COPY_AGAIN} (last takes the newest whole one)"
 _FRESH = "to start again from its weights, set model.model to it"
 """Advice about a checkpoint that this run cannot resume from."""
 
-_OTHER_VARIANT = f"but it is of another custom.trainer_variant: restore that; {_FRESH}"
+_OTHER_VARIANT = f"but another custom.trainer_variant made it: restore that; {_FRESH}"
 """Reason why a plan cannot resume from a checkpoint of a stream, or a stream from a plan's."""
 
 _FOREIGN = f"but it has no progress of a plan, since Packplan did not write it; {_FRESH}"
@@ -223,8 +223,8 @@ def _find_damage(folder: Path, group: RankGroup) -> str | None:
 def _read_checkpoint(folder: Path, state_class: type) -> Checkpoint[Any] | str:
     """Read a checkpoint without its weights; return the reason instead if it cannot be resumed."""
     if not (folder / STATE).is_file():
-        torn = f"but it has no {STATE}: it is no checkpoint, or was being written when the run ended"
-        return torn if folder.exists() else "but there is no such folder: name a checkpoint's"
+        torn = f"but it has no {STATE}: it is not a checkpoint, or was being written when the run ended"
+        return torn if folder.exists() else "but that folder does not exist: name a checkpoint's"
     try:
         state = read_trainer_state(folder)
         progress, attention = find_progress(state), state["stateful_callbacks"].get(_ATTENTION)

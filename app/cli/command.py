@@ -87,7 +87,7 @@ def add_ray_option(parser: argparse.ArgumentParser) -> None:
 def _parse_address(text: str) -> str:
     """Parse an address of Ray, for argparse."""
     if "=" in text or text.endswith((".yaml", ".yml", ".jsonl", ".parquet")):
-        raise argparse.ArgumentTypeError(f"{text} is no address: write --ray=auto, or put --ray last")
+        raise argparse.ArgumentTypeError(f"{text} is not an address: write --ray=auto, or put --ray last")
     return text
 
 

@@ -253,5 +253,5 @@ def _print_longest(longest: LongestFit, report: Callable[[str], None]) -> None:
     if not longest.tokens:
         report("no packing length fits: add ranks that share the model, checkpointing, or adapters")
         return
-    end = ", at which the model's positions end" if longest.limited else ""
+    end = ", the last position of the model" if longest.limited else ""
     report(f"longest template.max_length that fits: {longest.tokens:,}{end} (peak {bytes_text(longest.peak)})")

@@ -133,7 +133,7 @@ def _plan_of_epoch(planner: EpochPlanner, stored: StoredPlan, epoch: int, digest
     with their stored records.
 
     Raises:
-        ConfigError: There is no such epoch.
+        ConfigError: The plan has no epoch of that number.
         NotBuiltError: The epochs were not built, or their plans were different.
     """
     if not stored.epochs:

@@ -4,7 +4,7 @@ Audits of measurements: some samples are encoded again before all are planned.
 | when | function | samples | why |
 |---|---|---|---|
 | some are stored | `check_images` | 8, not encoded | images are replaced in place |
-| all are stored | `recheck_stored` | up to 8, here | libraries change unseen |
+| all are stored | `recheck_stored` | up to 8, here | libraries change unnoticed |
 | many are missing | `check_repeatability_early` | 8, here and elsewhere | measuring takes hours |
 | all are measured | `check_repeatability` | the same, and media's shapes | later runs trust them |
 
@@ -86,7 +86,7 @@ def recheck_stored(source: LengthSource, stored: StoredRows) -> int:
             message = (
                 f"sample {index} encodes to {to_row(encoded)}, but {to_row(measured)} are stored of it "
                 f"({', '.join(COLUMNS)}), so the stored lengths are wrong: something that they depend on has "
-                "changed unseen; measure and plan again in another training.output_dir"
+                "changed unnoticed; measure and plan again in another training.output_dir"
             )
             raise DataSetError(message)
     return len(few)

@@ -128,7 +128,7 @@ def _measure_and_audit(split: Split, stored: StoredRows, bad: BadRecords, report
     name, source = split.name, split.source
     done = _measure_missing(split, stored, bad=bad, report=report)
     bad.log_warning(name)
-    report(f"the {name} samples are encoded again, some of them")
+    report(f"some {name} samples are encoded again")
     if bad.records and len(bad.records) == len(done.table):
         raise DataSetError(f"none of the {name} records can become a sample: correct them")
     repeatability = check_repeatability(source, done)

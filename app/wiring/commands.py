@@ -146,7 +146,7 @@ def read_command(
 def _resolve_command(words: Sequence[str], world_size: int | None) -> RunConfig:
     """Return the run of a command, with its arguments as ms-swift resolves them."""
     if read_world_size() > 1:
-        raise ConfigError(COMMAND, (Fault("torchrun", "starts several ranks, but one plans a command: leave it out"),))
+        raise ConfigError(COMMAND, (Fault("torchrun", "starts several ranks, but one process plans: leave it out"),))
     launcher, task, arguments = _split_words(words)
     with loading_libraries():
         from packplan.adapters.swift.command import expand_config_file, read_command
@@ -192,7 +192,7 @@ def _count_started_ranks(launcher: Sequence[str], *, is_swift: bool) -> int:
     for name in ("NPROC_PER_NODE", "NNODES") if is_swift else ():
         value = os.environ.get(name, "1")
         if not value.isdecimal() or not int(value):
-            reason = f"is {value}, which is no number of ranks: give it by --world-size, before the command"
+            reason = f"is {value}, which is not a number of ranks: give it by --world-size, before the command"
             raise ConfigError(COMMAND, (Fault(name, reason),))
         ranks *= int(value)
     return ranks

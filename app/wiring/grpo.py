@@ -188,10 +188,10 @@ def _load_reward(name: str) -> Callable[..., Any]:
     try:
         found = pkgutil.resolve_name(name)
     except Exception as error:  # whatever the user's own module raises
-        reason = f"has {name}, which is no function as module:function: {type(error).__name__}: {error}"
+        reason = f"has {name}, which is not a function module:function: {type(error).__name__}: {error}"
         raise ConfigError.for_key(key, reason) from error
     if not callable(found):
-        raise ConfigError.for_key(key, f"has {name}, which is no function")
+        raise ConfigError.for_key(key, f"has {name}, which is not a function")
 
     @functools.wraps(found)
     def refuse_its_errors(**columns: Any) -> Any:

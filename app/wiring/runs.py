@@ -101,7 +101,7 @@ def _read_named(key: str, text: str) -> str:
         return Path(text).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         why = f"{Path(text).absolute()} cannot be read ({getattr(error, 'strerror', None) or error})"
-        reason = f"is {text}, a file by its ending, but {why}: name an existing file, or end a text otherwise"
+        reason = f"is {text}, whose ending is a file's, but {why}: name an existing file, or change the text's ending"
         raise ConfigError.for_key(key, reason) from None
 
 

@@ -214,7 +214,7 @@ def _open_model(
     if is_whole:
         require_same_weights(group, model)
     elif group.rank == 0:
-        log.info("the weights of the ranks were not compared: they share those of rank 0, and none holds all")
+        log.info("the weights of the ranks were not compared: rank 0 shares its weights with them, and none holds all")
     rows = RowGroups.make([config.training.row_ranks], arguments.ddp_timeout_delta)
     if config.training.shares_by_degree:
         rows = RowGroups.make(degrees, arguments.ddp_timeout_delta, packing_length=config.packing_length)

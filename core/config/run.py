@@ -84,7 +84,7 @@ class ModelConfig:
     """
 
     torch_dtype: Literal["float32", "bfloat16", "float16"] | None = key(None, neither=LOADS)
-    """Data type of the weights. If unset, that of the model's files."""
+    """Data type of the weights. If unset, the data type in the model's files."""
 
     experts_impl: Literal["eager", "grouped_mm", "batched_mm"] | None = key(None, neither=LOADS)
     """How a mixture of experts computes its experts. If unset, transformers chooses."""
@@ -174,14 +174,14 @@ class TemplateConfig:
 
     video_total_pixels: int | None = key(None, lengths="value if set", check=at_least(1))
     """
-    Most pixels of all frames of a video; two frames count as one. If unset, those of 115,200 tokens
-    (nine tenths of ms-swift's `MODEL_SEQ_LEN`, 128,000).
+    Most pixels of all frames of a video; two frames count as one. If unset, the pixels of 115,200
+    tokens (nine tenths of ms-swift's `MODEL_SEQ_LEN`, 128,000).
     """
 
     system: str | None = key(None, lengths="value")
     """
     System prompt of records that have none: its text, in which `\\n` is a line break, or a `.txt`
-    file. If unset, the template's.
+    file. If unset, the template's own.
     """
 
     today: str | None = key(None, lengths="value if set")
@@ -192,7 +192,7 @@ class TemplateConfig:
 
     agent_template: str | None = key(None, lengths="value")
     """
-    ms-swift's name of the format of tools, their calls and their answers. If unset, the template's.
+    ms-swift's name of the format of tools, calls and answers. If unset, the template's format.
     """
 
     loss_scale: str = key("default", lengths="value")

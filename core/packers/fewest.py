@@ -92,7 +92,7 @@ def _pack_to_bound(tally: LengthCounts, *, capacity: int, report: Callable[[str]
         report(f"{counted(min(num_packs(best), known.num_bins), 'pack')}, the bound is {bound:,}: looking for fewer")
     fewest = min(known, to_trace(best), key=lambda trace: trace.num_bins)
     if fewest.num_bins > bound:
-        report(f"{counted(fewest.num_bins, 'pack')}, the bound is {bound:,}: fewer would take longer than they save")
+        report(f"{counted(fewest.num_bins, 'pack')}, the bound is {bound:,}: finding fewer takes longer than it saves")
     return fewest, bound
 
 

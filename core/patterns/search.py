@@ -261,7 +261,7 @@ class _RoomyBins:
                 self.add_bins(key, num, room, waits=False)
 
     def _replace_sample(self, key: PatternKey, old: int, new: int) -> PatternKey:
-        """Return a pattern that holds one sample of another length."""
+        """Return a pattern with one sample's length replaced."""
         counts = dict(key)
         counts[old] = counts.get(old, 0) - 1
         counts[new] = counts.get(new, 0) + 1

@@ -222,7 +222,7 @@ def _checked_messages(value: list[Any]) -> list[dict[str, Any]]:
     for name in ("loss", "loss_scale"):
         if last.get(name) in (0, False):
             pair = f"'{name}': {json.dumps(last[name])}"
-            fail(f"has {pair} in its last message, whose end ms-swift would train all the same: leave it out")
+            fail(f"has {pair} in its last message, whose end ms-swift would train anyway: leave it out")
     return messages
 
 

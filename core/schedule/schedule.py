@@ -78,7 +78,7 @@ class EpochSegment:
         if self.world_size < 1 or self.pack_offset < 0 or self.pack_offset % self.world_size:
             message = (
                 f"a segment of {counted(self.world_size, 'rank')} cannot have consumed "
-                f"{counted(self.pack_offset, 'pack')}: its ranks consume equally many"
+                f"{counted(self.pack_offset, 'pack')}: each rank consumes the same number"
             )
             raise ValueError(message)
         largest_degree(self.world_size, self.max_degree)
@@ -104,8 +104,8 @@ class Progress:
         consumed = sum(segment.pack_offset // segment.world_size for segment in self.segments)
         if self.epoch < 0 or not 0 <= self.epoch_step <= min(self.step, consumed):
             message = (
-                f"step {self.step}, epoch {self.epoch} and its step {self.epoch_step} contradict each other, or the "
-                f"{counted(consumed, 'pack')} that a rank has consumed of it"
+                f"step {self.step}, epoch {self.epoch} and its step {self.epoch_step} do not agree, or not with the "
+                f"{counted(consumed, 'pack')} that a rank has consumed of the epoch"
             )
             raise ValueError(message)
 

@@ -53,8 +53,8 @@ def sequence_dims(
         fitting = _matching_dims(shape, width)
         if name not in declared and fitting and (name not in TOKEN_FIELDS or len(fitting) > 1):
             message = (
-                f"dimension {fitting[-1]} of {name} is as long as {input_key} are wide, {width:,}, but nothing says "
-                f"whether by chance: set sequence_dims={{'{name}': {fitting[-1]}}}, or None if it is"
+                f"dimension {fitting[-1]} of {name} is {width:,}, like the width of {input_key}, which may be "
+                f"chance: set sequence_dims={{'{name}': {fitting[-1]}}}, or None if it is"
             )
             raise ArgumentError("batch", message)
         found[name] = declared.get(name, next(iter(fitting), None))
@@ -145,7 +145,7 @@ def global_batches(num: int, batch_size: int) -> list[range]:
     ArgumentError if there is no sequence.
     """
     if not num:
-        raise ArgumentError("batch", "the batch has no sequence, so there is nothing to cut")
+        raise ArgumentError("batch", "the batch has no sequence, so there is nothing to divide")
     size = as_whole_number("batch_size", batch_size)
     return [range(start, min(start + size, num)) for start in range(0, num, size)]
 

@@ -220,7 +220,7 @@ def missing_inputs(folder: Path) -> list[Call]:
     (folder / "m").mkdir()
     (folder / "m" / "config.json").write_text('{"model_type": "qwen2"}')
     calls = []
-    for model, says in {"none": f"{folder}/none, which is no folder", "m": f"{folder}/t cannot be read"}.items():
+    for model, says in {"none": f"{folder}/none, which is not a folder", "m": f"{folder}/t cannot be read"}.items():
         run = run_of(folder, model)
         calls += [(words, 2, says) for words in (["packplan.app.sft", run], ["packplan.app.check", run])]
         calls += [([PLAN, "build", run], 2, says)]

@@ -341,7 +341,7 @@ def test_json_of_anything_comes_back_as_the_json_module_wrote_it(tmp_path_factor
     [
         (b'{"a": ', "not valid JSON"),
         (b"\xff\xfe", "UTF-8"),
-        (b"NaN", "NaN is no JSON"),
+        (b"NaN", "NaN is not a JSON"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"a": [{"b": 1, "c": 2, "b": 3}]}', "the key 'b' is written twice"),
         (b'{"a": "\\ud83d"}', r"has \\ud83d without its other half"),
@@ -395,17 +395,17 @@ RANDOM = lines([{"t": hashlib.sha256(str(number).encode()).hexdigest()} for numb
         ("a.csv", b"a,b\n", "holds no record"),
         ("a.csv", b"", "holds no record"),
         ("a.json", b'[{"a": 1}, {"a": "x', r"row 2 is not a JSON value \(Unterminated string"),
-        ("a.json", b'[{"a": 1}, {"a": [', r"row 2 is not a JSON value \(Expecting value\): the file may be cut off"),
+        ("a.json", b'[{"a": 1}, {"a": [', r"row 2 is not a JSON value \(Expecting value\): the file may be truncated"),
         ("a.json", b'[{"a": 1} {"a": 2}]', "row 1 is not followed by a comma"),
         ("a.json", b'[{"a": 1}, ]', "row 1 is the last of the array, but a comma follows it"),
         ("a.json", b'[{"a": 1}] 2', "row 1 is the last of the array, but more follows"),
         ("a.json", b"[" * 100_000, "row 1 is nested too deeply"),
         ("a.json", b"[]", "holds no record"),
         ("a.jsonl", b"\n  \n", "holds no record"),
-        ("a.zip", b"PK\x03\x04\x14\0xx", "is neither text nor of another format that is read: unpack it"),
+        ("a.zip", b"PK\x03\x04\x14\0xx", "is neither text nor in a format that is read: unpack it"),
         ("a.jsonl.gz", gzip.compress(gzip.compress(b"{}", mtime=0), mtime=0), "is neither text nor .*unpack it"),
         *(
-            (f"a.jsonl.{end}", pack(RANDOM)[:60_000], r"line 1,\d\d\d: the archive cannot be read on \(Truncated")
+            (f"a.jsonl.{end}", pack(RANDOM)[:60_000], r"line 1,\d\d\d: the rest of the file cannot be read \(Truncated")
             for end, pack in (("gz", gzip.compress), ("zst", zst))
         ),
         ("a.jsonl", '{"a": 1}'.encode("utf-16"), "is neither text"),

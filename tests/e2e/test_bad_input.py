@@ -110,7 +110,7 @@ def test_weights_that_are_cut_off_are_named_before_anything_is_measured(  # noqa
     assert 2 == packplan.main([*command.split(), str(path), f"model.model={weights.parent}"])
 
     said = capfd.readouterr().err
-    assert f"model.model needs {weights}, which is cut off, or is not a file of weights " in " ".join(said.split())
+    assert f"model.model needs {weights}, which is truncated, or is not a file of weights " in " ".join(said.split())
     assert "Traceback" not in said
     assert not (tmp_path / "run").exists()
 
@@ -151,7 +151,7 @@ MISSING = "model.layers.1.mlp.up_proj.weight"
         ("qwen2", lambda model: (model / "tokenizer_config.json").write_text("[]"),
          "{}, which ms-swift cannot open: 'list' object has no attribute"),
         ("qwen2", lambda model: (model / "tokenizer.json").unlink(),
-         "{}, whose tokenizer knows no words: copy the files of its tokenizer there"),
+         "{}, whose tokenizer has no vocabulary: copy the files of its tokenizer there"),
         ("qwen2", lambda model: change_config(model, intermediate_size=24),
          "{}, whose config.json has other sizes than the weights beside it: take"),
         ("qwen2", lambda model: change_config(model, vocab_size=9), "{}, which ms-swift cannot load: Padding_idx"),

@@ -94,8 +94,8 @@ def bad_videos(folder: Path) -> dict[str | tuple[str, str], str]:
     os.mkfifo(folder / "pipe.mp4")
     return {
         "gone.mp4": "gone.mp4 does not exist",
-        "cut.mp4": "is truncated: its index names frames behind",
-        "cut.mkv": "is truncated: it says 3.2 s",
+        "cut.mp4": "is truncated: its index names frames beyond",
+        "cut.mkv": "is truncated: its header says 3.2 s",
         "codec.mp4": "has a codec that cannot be read here: encode it again, as H.264",
         "hours.mp4": "has 40,000 s, but may have 600: cut it, or raise custom.max_video_s",
         "hours.mkv": "has 40,000 s, but may have 600: cut it, or raise custom.max_video_s",
@@ -107,7 +107,7 @@ def bad_videos(folder: Path) -> dict[str | tuple[str, str], str]:
         "flat.mp4": "flat.mp4 cannot be sampled: frames of 1616 x 8: ",
         "large.mp4": "lower template.fps_max_frames, shrink the video, or raise custom.max_video_bytes",
         "sound.mp4": "has no video",
-        "count.mp4": "says that it has 4,000,000,000 frames",
+        "count.mp4": "claims 4,000,000,000 frames",
         "8k.avi": "of 7680 x 4320",
         "10h.mkv": "has 36,000 s, but may have 600: cut it",
         ("large/0.png", "large/1.png"): "has 8,200 x 8,200, but may have 67,108,864 pixels",

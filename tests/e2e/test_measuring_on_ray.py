@@ -217,7 +217,7 @@ def test_where_no_cluster_can_measure_the_option_says_so(write_run, capfd):
     """A word behind it that is no address, and a command of ms-swift."""
     with pytest.raises(SystemExit):
         plan.main(["build", "--ray", str(write_run("qwen2"))])
-    assert "is no address: write --ray=auto, or put --ray last" in capfd.readouterr().err
+    assert "is not an address: write --ray=auto, or put --ray last" in capfd.readouterr().err
 
     command = HostCommand(
         task="sft",

@@ -216,7 +216,7 @@ def test_what_a_batch_cannot_be_asked_for_is_refused(ask, says):
 )
 def test_a_field_that_only_may_run_along_the_sequence_is_named(name, shape, dim):
     """In batches and in losses: it is as wide as the tokens, and nothing says whether by chance."""
-    says = rf"dimension {dim} of {name} is as long as input_ids are wide, 4, .* sequence_dims={{'{name}': {dim}}}, or"
+    says = rf"dimension {dim} of {name} is 4, like the width of input_ids, .* sequence_dims={{'{name}': {dim}}}, or"
     fields = {"input_ids": IDS, "token_mask": torch.ones(2, 4), name: torch.ones(shape)}
 
     with pytest.raises(ArgumentError, match=says):

@@ -256,7 +256,7 @@ REFUSED = {
     "longrope": (
         Phi3Config(rope_parameters=rope("longrope", short_factor=[1.0] * 48, **LONGROPE),
                    max_position_embeddings=131072), "equality", "differ from the same samples alone"),
-    "a blind model": (faulty("a blind model"), "", "the test shows nothing"),
+    "a blind model": (faulty("a blind model"), "", "the test proves nothing"),
     "too many weights": (faulty("too many weights"), "", "more than 20,000,000"),
     "a span that cannot shrink": (
         faulty("a span that cannot shrink", memory_span=4096, other_span=4096), "", r"shorter: memory_span \(4,096\);"),
@@ -551,7 +551,7 @@ def test_a_configuration_of_more_layers_than_the_weights_have_is_refused(changed
     """Before it is asked: what trains would be random numbers, in part."""
     config, file = changed_run(num_hidden_layers=4, layer_types=["full_attention"] * 4), "model/model.safetensors"
 
-    with pytest.raises(ConfigError, match=r"config\.json of 4 layers \(num_hidden_layers\) beside weights of 2"):
+    with pytest.raises(ConfigError, match=r"config\.json has 4 layers \(num_hidden_layers\), but the weights have 2"):
         require_packing_model(config)
     weights = load_file(tmp_path / file)
     more = {
@@ -563,7 +563,7 @@ def test_a_configuration_of_more_layers_than_the_weights_have_is_refused(changed
     (tmp_path / "model" / "config.json").write_text(
         (tmp_path / "model" / "config.json").read_text().replace("1e-06", "1e-05")
     )
-    with pytest.raises(ConfigError, match=r"model\.safetensors, which is cut off, or is not a file of weights"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors, which is truncated, or is not a file of weights"):
         require_packing_model(config)
 
 

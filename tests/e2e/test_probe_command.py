@@ -82,7 +82,7 @@ def test_copies_compute_in_the_type_that_is_asked_for(probed, dtype):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nowhere"], "nowhere, which is no folder with a config.json"),
+        (["nowhere"], "nowhere, which is not a folder with a config.json"),
         (["some/model"], "in a local cache: download it"),
         (["{folder}"], "transformers refuses"),
         pytest.param(

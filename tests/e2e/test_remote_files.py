@@ -318,9 +318,9 @@ def test_an_image_is_fetched_once(cache, objects):
         (Reply(200, b"50\r\n" + RED[:20], {"Transfer-Encoding": "chunked"}), "Not enough data.* in 3 attempts"),
         (
             Reply(200, b"<html>please log in</html>"),
-            "what came, 26 bytes, cannot be read, since it is damaged or not an image",
+            "the download of 26 bytes cannot be read, since it is damaged or not an image",
         ),
-        (Reply(200, RED[:60]), "what came, 60 bytes, cannot be read"),
+        (Reply(200, RED[:60]), "the download of 60 bytes cannot be read"),
         (Reply(404), "there is no such file"),
         (Reply(403), "answers 403"),
         (Reply(200, b"", {"Content-Length": "1001"}), "has more than 1,000 bytes"),
@@ -362,7 +362,7 @@ def test_another_image_in_place_of_one_that_is_gone_is_refused(cache, objects):
 
     first.unlink()
     objects.held["/red.png"] = picture("black")
-    with pytest.raises(ValueError, match="the server has another one now"):
+    with pytest.raises(ValueError, match="the server now has a different one"):
         cache().path(url)
     (note,) = cache().folder.rglob("*.json")
     note.write_text("{}")

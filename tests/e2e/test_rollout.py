@@ -491,7 +491,7 @@ def test_a_stopped_stream_is_saved_and_resumed_as_itself_alone(
         patched.setattr("packplan.app.sft.stream.RULES_VERSION", 3)
         run(write_rollout(data, **keys))
     config = read_config(write_rollout(data, **keys))
-    with pytest.raises(ConfigError, match=r"but it is of another custom\.trainer_variant: restore that"):
+    with pytest.raises(ConfigError, match=r"but another custom\.trainer_variant made it: restore that"):
         open_checkpoint(config, OneRank(), ResumeState)
 
     steps, terminated, history = run(write_rollout(data, **keys))

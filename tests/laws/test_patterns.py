@@ -285,7 +285,7 @@ def test_certified_ends_where_programs_take_longer_than_they_may_save():
             packs = pack(lengths, capacity=capacity, algorithm="certified", report=words.append)
         found.append(masters.call_count)
         assert masters.call_count == sum(": program" in one for one in words)
-        assert f"{len(packs)} packs, the bound is {len(packs) - 1}: fewer would take longer" in words[-1]
+        assert f"{len(packs)} packs, the bound is {len(packs) - 1}: finding fewer takes longer" in words[-1]
 
     assert 0 == found[0] < found[1]
     assert effort_of_gap(1004, 1000).left == 4 * effort_of_gap(1001, 1000).left

@@ -89,7 +89,7 @@ def test_work_is_that_of_the_models_sizes(tmp_path, training, passes):
 
 def test_a_model_that_is_not_known_counts_tokens_and_squares(tmp_path):
     """And says why: no folder, or a key whose work is not known; the width is still taken."""
-    assert "is no folder with a config.json" in work_of_run(run())[1]
+    assert "is not a folder with a config.json" in work_of_run(run())[1]
     (tmp_path / "config.json").write_text(json.dumps({**TEXT, "num_memory_layers": 4}))
 
     work, estimated = work_of_run(run(str(tmp_path)))

@@ -57,7 +57,7 @@ class LinesFile(RecordFile):
     def cache_fault(self) -> str | None:
         """Read the whole file; return a message if it differs from its cached arrays, else None."""
         if self._is_cached and not np.array_equal(self._scan(), self.spans):
-            return f"its records stand in other places than {self._cache.path} says: delete that file, and build again"
+            return f"its records are not where {self._cache.path} says: delete that file, and build again"
         return super().cache_fault()
 
     def _scan(self) -> NDArray[np.int64]:
@@ -186,7 +186,7 @@ def _parse_float(text: str) -> float:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _to_unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

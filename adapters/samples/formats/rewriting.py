@@ -80,14 +80,14 @@ def make_copy(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
         OutputError: There is no room for the copy.
     """
     if cache is None:
-        raise DataSetError(f"{name} cannot be read in any order as it is: unpack or convert it to JSON Lines first")
+        raise DataSetError(f"{name} cannot be read in random order as it is: unpack or convert it to JSON Lines first")
     files.make_folder(cache)
     key = hashlib.sha256(str(path.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:32]
     with files.hold_lock(cache / f"{key}.lock", f"for a copy of {path.name}"):
         copy = cache / f"{_cached_digest(path, cache)[:32]}-{kind}.{'arrow' if kind == 'parquet' else 'jsonl'}"
     with files.hold_lock(copy.with_suffix(".lock"), f"for a copy of {path.name}"):
         if not (copy.is_file() and copy.with_suffix(".json").is_file()):
-            log.info("%s was copied, once, so that its records can be read in any order: %s", name, copy)
+            log.info("%s was copied, once, so that its records can be read in random order: %s", name, copy)
             with files.wrap_write_errors(copy):
                 for left in cache.glob(f".{copy.name}.*"):  # left by a writer that was killed
                     left.unlink()
@@ -168,7 +168,7 @@ def _jsonl_blocks(path: Path, kind: str, name: str) -> Iterator[bytes]:
         if error.errno:  # the disk's, not the archive's
             raise
         unit = "line" if kind == "lines" else "row"
-        message = f"{name}, {unit} {number:,}: the archive cannot be read on ({error}): get the whole file again"
+        message = f"{name}, {unit} {number:,}: the rest of the file cannot be read ({error}): get the whole file again"
         raise DataSetError(message) from None
 
 
@@ -180,7 +180,7 @@ def _array_rows(text: str, name: str) -> Iterator[str]:
         try:
             end = _VALUES.raw_decode(text, place)[1]
         except json.JSONDecodeError as error:
-            _refuse_row(name, row, f"is not a JSON value ({error.msg}): the file may be cut off")
+            _refuse_row(name, row, f"is not a JSON value ({error.msg}): the file may be truncated")
         except RecursionError:
             _refuse_row(name, row, "is nested too deeply")
         yield text[place:end].translate(_LINE_ENDS)
@@ -190,7 +190,7 @@ def _array_rows(text: str, name: str) -> Iterator[str]:
             if text.startswith("]", place):
                 _refuse_row(name, row, "is the last of the array, but a comma follows it")
         elif not text.startswith("]", place):
-            _refuse_row(name, row, "is not followed by a comma or the end of the array: the file may be cut off")
+            _refuse_row(name, row, "is not followed by a comma or the end of the array: the file may be truncated")
     if _skip_blanks(text, place + 1) < len(text):
         _refuse_row(name, row, "is the last of the array, but more follows it in the file")
 
@@ -224,7 +224,7 @@ def _table_rows(text: io.TextIOWrapper, name: str, delimiter: str) -> Iterator[s
                 row = {column: field for column, field in zip(columns, fields, strict=True) if field}
                 yield json.dumps(row, ensure_ascii=False)
     except csv.Error as error:
-        _refuse_row(name, number + 1, f"is not a row of a table ({error}): a quote may open a text that does not end")
+        _refuse_row(name, number + 1, f"is not a row of a table ({error}): a closing quote may be missing")
 
 
 def _open_decompressed(path: Path) -> Any:

@@ -54,9 +54,9 @@ class StreamTotals:
         counts, share = self.counts, self.counts.dropped_tokens / max(1, self.counts.tokens)
         waiting = counts.samples - self.trained - counts.dropped - counts.skipped
         return (
-            f"{counted(counts.samples, 'sample')} came: {self.trained:,} trained, {counts.dropped:,} dropped in "
+            f"{counted(counts.samples, 'sample')} read: {self.trained:,} trained, {counts.dropped:,} dropped in "
             f"{counted(counts.dropped_packs, 'pack')} ({share:.2%} of the tokens), {counts.skipped:,} "
-            "skipped as long, "
+            "skipped as too long, "
             f"{waiting:,} in packs that were not trained or not full; {counted(counts.long, 'long sample')} "
             f"{verb_for(counts.long, 'was a pack of its own', 'were packs of their own')}; "
             f"{counts.underfilled_packs:,} of {counted(counts.packs, 'pack')} "
@@ -338,5 +338,5 @@ class StreamTrainer(CheckedTrainer):
         if options.packing_buffer < attrs.fields(StreamOptions).packing_buffer.default:
             key = ("training.packing_buffer", f"{options.packing_buffer:,}")
         numbers = f"{evicted:,} of {counted(self._num_packs, 'pack')} so far ({evicted / self._num_packs:.0%})"
-        fact = "were trained below training.packing_min_fill_ratio, since too few samples fit beside theirs"
+        fact = "were trained below training.packing_min_fill_ratio, since too few other samples fit into them"
         log.warning("%s %s: raise %s (now %s)", numbers, fact, *key)
