@@ -448,7 +448,7 @@ def _dims(fields: Mapping[str, Field], declared: Mapping[str, int | None], input
 
 
 def _check_pad_values(fields: Mapping[str, Field], pad_values: Mapping[str, float]) -> Mapping[str, float]:
-    """Return *pad_values*; ArgumentError if a field is no tensor or cannot hold its value."""
+    """Return *pad_values*; ArgumentError if a field is not a tensor or cannot hold its value."""
     for name, value in pad_values.items():
         field = fields.get(name)
         if not isinstance(field, Tensor):

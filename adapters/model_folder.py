@@ -162,7 +162,7 @@ def config_content(model: ModelConfig) -> Mapping[str, Any]:
 
     Raises:
         ConfigError: It names no `model_type`, or the generation_config.json beside it has an end
-            token that is no number.
+            token that is not a number.
     """
     path = Path(model.model) / "config.json"
     try:
@@ -184,7 +184,7 @@ def config_content(model: ModelConfig) -> Mapping[str, Any]:
 
 
 def _require_end_tokens(path: Path) -> None:
-    """Refuse a generation_config.json whose end tokens are no numbers, which trainers extend."""
+    """Refuse a generation_config.json whose end tokens are not numbers, which trainers extend."""
     if not path.is_file():
         return
     try:

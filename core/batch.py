@@ -60,7 +60,7 @@ def largest_degree(num_ranks: int, asked: int | None = None) -> int:
             *num_ranks*.
 
     Raises:
-        ArgumentError: *asked* is no power of two, or does not divide the ranks.
+        ArgumentError: *asked* is not a power of two, or does not divide the ranks.
 
     >>> largest_degree(12), largest_degree(12, 2)
     (4, 2)

@@ -63,7 +63,7 @@ def chunk_positions(length: int, *, cp_size: int, cp_rank: int) -> list[int]:
         cp_rank: Rank among those that share the row, from 0.
 
     Raises:
-        ArgumentError: Several ranks share the sequence and its length is no multiple of
+        ArgumentError: Several ranks share the sequence and its length is not a multiple of
             2 * cp_size, or the rank does not exist.
 
     >>> chunk_positions(8, cp_size=2, cp_rank=0), chunk_positions(8, cp_size=2, cp_rank=1)

@@ -56,7 +56,7 @@ class RecordLengths:
     """Lengths and work of all records; each epoch takes those of its samples from here."""
 
     lengths: IntArray
-    """Tokens of each record, 0 for one that is no sample; shape (num_records,)."""
+    """Tokens of each record, 0 for one that is not a sample; shape (num_records,)."""
 
     sizes: tuple[int, ...] = ()
     """Number of records of each source of the data, in order; only mixes need it."""

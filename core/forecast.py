@@ -431,7 +431,7 @@ def parse_bytes(text: str) -> int:
     Return the bytes that a text such as `80GiB` names: a GiB has 2 ** 30, a GB or G 10 ** 9.
 
     Raises:
-        ValueError: It is no positive amount of whole bytes.
+        ValueError: It is not a positive amount of whole bytes.
 
     >>> parse_bytes("80GiB"), parse_bytes("1.5 GB"), parse_bytes("24G")
     (85899345920, 1500000000, 24000000000)

@@ -194,7 +194,7 @@ def summarise(
 
     Args:
         plan: Plan of samples with these lengths.
-        lengths: Tokens of each record, 0 for one that is no sample.
+        lengths: Tokens of each record, 0 for one that is not a sample.
         packed: Whether samples share packs; if not, each sample is a pack.
         supervised: Tokens of each record that the loss counts, if they were measured.
 
@@ -248,7 +248,7 @@ def summarise_schedule(
 
     Args:
         plan: Plan of samples with these lengths.
-        lengths: Tokens of each record, 0 for one that is no sample.
+        lengths: Tokens of each record, 0 for one that is not a sample.
         schedule: Schedule of the plan's packs from the beginning.
         packed: Whether samples share packs; if not, they are padded to the longest of their batch.
         works: Work of each sample; None takes squares of lengths as work.
@@ -290,7 +290,7 @@ def describe_training(
     Args:
         plan: Plan of samples with these lengths. Where each epoch has its own plan, that of one
             epoch.
-        lengths: Tokens of each record, 0 for one that is no sample.
+        lengths: Tokens of each record, 0 for one that is not a sample.
         schedule: Schedule of the plan.
         packed: Whether samples share packs; if not, each sample is a pack.
         unit: Noun for the taker of a pack: `rank`, or a group of ranks.
@@ -338,7 +338,7 @@ def describe_long_samples(plan: RawPlan, lengths: Lengths, setting: str) -> str:
 
     Args:
         plan: Plan of samples with these lengths.
-        lengths: Tokens of each record, 0 for one that is no sample.
+        lengths: Tokens of each record, 0 for one that is not a sample.
         setting: Setting of the packing length, which stands before its value.
 
     >>> from packplan.core.plan import build_raw_plan
@@ -646,7 +646,7 @@ def packs_by_algorithm(plan: RawPlan, lengths: Lengths, *, others: bool = True) 
 
     Args:
         plan: Plan of samples with these lengths.
-        lengths: Tokens of each record, 0 for one that is no sample.
+        lengths: Tokens of each record, 0 for one that is not a sample.
         others: Whether to run other algorithms, none of which keeps a limit of images.
     """
     tokens = as_lengths(lengths, least=0)[np.sort(np.concatenate([plan.packs.indices, plan.dropped_packs.indices]))]

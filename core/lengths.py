@@ -30,12 +30,12 @@ def as_lengths(lengths: Lengths, *, least: int = 1) -> IntArray:
 
     Args:
         lengths: Tokens of each sample.
-        least: Lowest length that is allowed: 1, or 0 if records that are no samples have 0 tokens.
+        least: Lowest length that is allowed: 1, or 0 if records that are not samples have 0 tokens.
 
     Raises:
         ArgumentError: A value is not a whole number of at least *least*, or the total passes
             64 bits. The first such index is named.
-        ArgumentError: *lengths* is no sequence.
+        ArgumentError: *lengths* is not a sequence.
 
     >>> as_lengths([3, 1, 2]).tolist()
     [3, 1, 2]

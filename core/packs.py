@@ -195,7 +195,7 @@ def as_packs(value: AnyPacks) -> Packs:
 
     Raises:
         ArgumentError: There are no packs in the value.
-        ArgumentError: A sample index is no whole number from 0.
+        ArgumentError: A sample index is not a whole number from 0.
 
     >>> as_packs(np.array([[0, 2], [1, 3]]))
     Packs([[0, 2], [1, 3]], 2 packs, 4 samples)

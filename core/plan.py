@@ -311,7 +311,7 @@ def refuse_longer(lengths: Lengths, policy: PlanPolicy) -> None:
     Refuse samples that are longer than a pack, if the policy says so.
 
     Args:
-        lengths: Tokens of each record, 0 for one that is no sample; shape (num_records,).
+        lengths: Tokens of each record, 0 for one that is not a sample; shape (num_records,).
         policy: Settings of planning.
 
     Raises:
@@ -337,7 +337,7 @@ def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
 
     Args:
         plan: The raw plan.
-        lengths: Tokens of each record, 0 for one that is no sample; shape (num_records,).
+        lengths: Tokens of each record, 0 for one that is not a sample; shape (num_records,).
         policy: Policy of the plan.
 
     Raises:

@@ -56,7 +56,7 @@ class LengthSource(Protocol):
         """Return everything that measurements depend on, such as the tokenizer, except the data."""
 
     def measure_in_full(self, index: int, /) -> Measurement:
-        """Encode sample *index* in full and measure it; RecordError if it is no sample."""
+        """Encode sample *index* in full and measure it; RecordError if it is not a sample."""
 
     def measure_many(
         self, indices: Sequence[int], /, *, in_full: bool, epoch: int | None = None
@@ -195,7 +195,7 @@ class StoredLengths:
 
     @property
     def tokens(self) -> IntArray:
-        """Tokens of each record, 0 for one that is no sample; int64, shape (num_records,)."""
+        """Tokens of each record, 0 for one that is not a sample; int64, shape (num_records,)."""
         return column(self.rows.table, "length").astype(np.int64)
 
 

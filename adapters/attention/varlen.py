@@ -2,7 +2,7 @@
 Attention of variable length: each block of a packed row by itself, without a mask, on any device.
 
 GPUs that support it run one call of torch's `varlen_attn`. Other devices run torch's own attention
-block by block. Inputs that are no packed row (padded batches, generation with a cache) go to
+block by block. Inputs that are not a packed row (padded batches, generation with a cache) go to
 transformers' sdpa with its own mask.
 """
 

@@ -100,7 +100,7 @@ class TrainerKey:
         if value is False and "no" in self.choices:  # YAML reads no as false
             value, kind = "no", "str"
         if "float" in self.types and kind in {"int", "str"}:
-            # YAML reads 1e-5 as a text; what is no number is refused below.
+            # YAML reads 1e-5 as a text; what is not a number is refused below.
             with contextlib.suppress(ValueError, OverflowError):
                 value, kind = float(value), "float"
         if kind == "str" and "dict" in self.types and not self.path:

@@ -115,7 +115,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
         known = np.full(len(freed), -1, dtype=np.int64)
         for number, kind in kinds.items():
             known[number] = MEMORY_KINDS.index(kind)
-        # Small models and long rows may have logits as wide as weights, which are no logits.
+        # Small models and long rows may have logits as wide as weights, which are not logits.
         logits = np.array(self._logits, dtype=np.bool_) & (known < 0)
         allocated, sizes = np.array(self._allocated, dtype=np.int64), np.array(self._sizes, dtype=np.int64)
         there = freed > start

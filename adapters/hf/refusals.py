@@ -30,7 +30,7 @@ _COMPARING = {
     "aot": "sorts the pairs of a batch against each other: use another loss, such as 'sigmoid'",
     "sft": "is a mean over the tokens of a batch, not over its pairs: use another loss, such as 'sigmoid'",
 }
-"""Losses that are no mean over samples, unpaired or not -> the fact, and the remedy."""
+"""Losses that are not mean over samples, unpaired or not -> the fact, and the remedy."""
 
 
 def _name_in_trl(trainer: Any) -> str | None:
@@ -141,7 +141,7 @@ def _plan_conflicts(trainer: Any) -> Iterator[str]:
 
 def _preference_conflicts(trainer: Any, row_ranks: int | Literal["auto"]) -> Iterator[str]:
     """
-    Yield settings of preference data whose loss is no mean over samples, or that were not tried.
+    Yield settings of preference data whose loss is not a mean over samples, or that were not tried.
     """
     if not is_preference_trainer(trainer):
         return

@@ -186,7 +186,7 @@ def unwrap(model: Any) -> Any:
 
     Raises:
         ModelError: Models of this kind cannot be packed.
-        ArgumentError: It is no model of transformers.
+        ArgumentError: It is not a model of transformers.
     """
     model = _without_ranks(model)
     adapters = getattr(model, "peft_config", {})

@@ -355,7 +355,7 @@ def read_row(row: Row, index: int | None = None) -> Row:
         index: Index of the row, for messages.
 
     Raises:
-        ArgumentError: The row has padding or several samples, its ids are no whole numbers, or
+        ArgumentError: The row has padding or several samples, its ids are not whole numbers, or
             labels or masks have another number of values.
     """
     if isinstance(row, _ReadRow):

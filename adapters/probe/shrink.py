@@ -61,7 +61,7 @@ _NO_SIZES = (
     "dtype",
     "version",
 )
-"""Parts of keys whose numbers are no sizes, or that `shrink_config` handles."""
+"""Parts of keys whose numbers are not sizes, or that `shrink_config` handles."""
 
 
 @attrs.frozen

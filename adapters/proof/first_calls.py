@@ -247,7 +247,7 @@ class FirstCalls:
             with suppress(Exception):
                 others = {one: value for one, value in given.items() if one != name}
                 if find_difference(hooks, module, others, tokens, native=self._native) is None:
-                    return f"; it does not without {name}: leave {name} out"
+                    return f"; without {name} it agrees: leave {name} out"
         return ""
 
     def remove(self) -> None:

@@ -72,7 +72,7 @@ def _run_heartbeat(receiver: Connection, store: Store, parent: int) -> None:
         for beat in itertools.count():
             words = _receive_task(receiver) if beat else ""
             if words is None or os.getppid() != parent:
-                own.set(DIED, "rank 0 is gone: its process died: was it killed, or out of memory?")
+                own.set(DIED, "rank 0 is gone: its process died, perhaps killed or out of memory")
                 return
             own.set(BEAT, json.dumps([beat, words]))
 

@@ -252,7 +252,7 @@ class MediaCache:
 
 
 def _require_image(fetched: Path) -> None:
-    """Raise FetchError if a download is no image, or its pixels cannot be read."""
+    """Raise FetchError if a download is not an image, or its pixels cannot be read."""
     try:
         read_image_size(held := fetched.read_bytes(), decode=True)
     except ValueError as error:

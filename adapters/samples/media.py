@@ -150,7 +150,7 @@ class ImageTokens:
     token_id: int
 
     patches_per_token: int | None
-    """Number of vision patches for each token; None if it is no whole number."""
+    """Number of vision patches for each token; None if it is not a whole number."""
 
     @classmethod
     def from_template(cls, template: Template) -> ImageTokens:

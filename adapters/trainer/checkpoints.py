@@ -30,7 +30,7 @@ State = TypeVar("State", ResumeState, StreamState)
 _ATTENTION = "packplan_attention"
 """Key, in a trainer's state, of the attention that trained the checkpoint."""
 
-_AGAIN = f"{COPY_AGAIN} (last takes the newest whole one)"
+_AGAIN = f"{COPY_AGAIN} (last takes the newest complete one)"
 """Advice about a damaged file."""
 
 _FRESH = "to start again from its weights, set model.model to it"
@@ -117,7 +117,7 @@ def find_checkpoint(
     _warn_of_passed(passed)
     if stale is not None:
         raise stale
-    raise ConfigError.for_key(CHECKPOINT_KEY, f"finds no whole checkpoint in {output_dir}: remove it to start again")
+    raise ConfigError.for_key(CHECKPOINT_KEY, f"finds no complete checkpoint in {output_dir}: remove it to start again")
 
 
 def saved_plans(checkpoint: str, output_dir: str) -> frozenset[str]:
@@ -212,11 +212,11 @@ def _find_damage(folder: Path, group: RankGroup) -> str | None:
     except FileNotFoundError as error:
         return f"but its {Path(error.filename).name} is missing: {_AGAIN}"
     except (LookupError, ValueError, TypeError) as error:
-        return f"but its digests are damaged ({error}): name another checkpoint, or last for the newest whole one"
+        return f"but its digests are damaged ({error}): name another checkpoint, or last for the newest complete one"
     if damaged:
         return f"but its {damaged[0]} is damaged, since its digest differs from the saved one: {_AGAIN}"
     if group.rank == 0:
-        log.info("%s is whole: its files were read in %.1f s", folder, time.perf_counter() - started)
+        log.info("%s is complete: its files were read in %.1f s", folder, time.perf_counter() - started)
     return None
 
 

@@ -37,7 +37,7 @@ _TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 _LEAST_FILES, _MOST_FILES = 256, 2**16
 """Open files that a process needs, and those for which the limit is raised."""
 
-_ELSEWHERE = "make room, or write elsewhere"
+_ELSEWHERE = "free disk space, or write elsewhere"
 
 BROKEN_PIPE, USER_ERROR, VERIFICATION_FAILED, INTERRUPTED = 1, 2, 3, 130
 

@@ -219,7 +219,7 @@ def _faults_of_epochs(split: Split, samples: RecordLengths, stored: StoredPlan) 
         yield Finding("plan", where, "the epochs have no plans: packplan plan build plans them")
     for record in progress(stored.epochs, desc=f"planning {split.name} again", unit=" epochs"):
         if planner.make_record(planner.plan(record.epoch)) != record:
-            yield Finding("plan", where, f"planned again, epoch {record.epoch} is another one")
+            yield Finding("plan", where, f"planned again, epoch {record.epoch} differs")
 
 
 def _image_faults(name: str, lengths: StoredLengths, source: LengthSource, *, decode: bool) -> Iterator[Finding]:
@@ -268,4 +268,4 @@ def _sample_faults(name: str, lengths: StoredLengths, source: LengthSource, coun
             continue
         if differences:
             changes = "; ".join(map(str, differences))
-            yield Finding("samples", f"sample {index}", f"does not measure as it is stored: {changes}")
+            yield Finding("samples", f"sample {index}", f"measures differently from what is stored: {changes}")

@@ -71,7 +71,7 @@ def require_traceable(config: RunConfig) -> None:
         return
     faults = []
     if config.command.sequences_per_row != 1 or config.command.task_type != "causal_lm":
-        reason = "trains pairs, another task or split texts, but steps of texts are traced: use a run's YAML"
+        reason = "trains pairs, another task or split texts, but only plain texts are traced: use a run's YAML"
         faults.append(Fault("swift", reason))
     if config.batch_size > 1:
         reason = f"is {config.batch_size}, but steps of one pack are traced: set it to 1"

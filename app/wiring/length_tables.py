@@ -69,7 +69,7 @@ def interim_folder(output: Path) -> Path:
 def refuse_other_output(output: Path) -> None:
     """Refuse an *output* that is another file than a table of lengths, or has no folder."""
     if not output.parent.is_dir():
-        raise ConfigError.for_key("--output", f"is {output}, whose folder does not exist: make it")
+        raise ConfigError.for_key("--output", f"is {output}, whose folder does not exist: create it")
     if output.exists():
         with _wrap_key_errors("--output", "; name another file"):
             read_length_table_key(output)

@@ -72,7 +72,7 @@ def warn_of_overwriting(training: TrainingConfig, group: RankGroup) -> None:
     if (newest := newest_checkpoint(training.output_dir)) is not None:
         log.warning(
             "%s exists, but this run starts from the beginning, and overwrites checkpoints of the same step: "
-            "training.resume_from_checkpoint: last continues from the newest whole one",
+            "training.resume_from_checkpoint: last continues from the newest complete one",
             newest,
         )
 
@@ -250,8 +250,8 @@ def use_vision_tower_in_each_batch(model: Any, template: Any, arguments: Trainin
     waits = not shards_weights(arguments) and not arguments.ddp_find_unused_parameters
     if waits and (unreached := dummy.unreached_weights()):
         reason = (
-            f"is false, but no image reaches {counted(len(unreached), 'weight')} of the vision tower, as "
-            f"{unreached[0]}, whose gradients the ranks would wait for: set it to true, or training.freeze_vit"
+            f"is false, but no image reaches {counted(len(unreached), 'weight')} of the vision tower, such as "
+            f"{unreached[0]}, and ranks would wait for their gradients: set it to true, or training.freeze_vit"
         )
         raise ConfigError.for_key("training.ddp_find_unused_parameters", reason)
     # Where ranks meet in each of its passes, one for images and one for videos, all take both.

@@ -92,7 +92,7 @@ def _source_faults(custom: CustomConfig) -> Iterator[Fault]:
 
 
 def source_name_faults(custom: CustomConfig) -> Iterator[Fault]:
-    """Yield a fault for each key of `source_names` that is no data file of the run or its mix."""
+    """Yield a fault for each key of `source_names` that is not data file of the run or its mix."""
     for entry in custom.source_names:
         if entry not in {*custom.train_jsonl, *custom.val_jsonl}:
             data = "custom.train_jsonl" if custom.fusion_config is None else "custom.fusion_config"

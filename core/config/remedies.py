@@ -40,7 +40,7 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "changed_sample": _MEASURE_AGAIN,
         "changed_copy": "delete {copy}: the next run makes the copy again",
         "not_built": "packplan plan build measures and plans",
-        "refused": "make room, or choose another folder (training.output_dir)",
+        "refused": "free disk space, or choose another folder (training.output_dir)",
         "locked": "wait until it is done, or raise training.packing_wait_timeout_s",
         "different_runs": "start all of them with the same YAML, options, model and packages",
         "not_finite": "lower training.learning_rate",

@@ -419,7 +419,7 @@ def _history_messages(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _turn_messages(query: object, response: object, names: tuple[str, str]) -> Iterator[dict[str, Any]]:
     """
-    Yield the messages of one question and answer, without null; refuse values that are no text.
+    Yield the messages of one question and answer, without null; refuse values that are not text.
     """
     for role, text, name in (("user", query, names[0]), ("assistant", response, names[1])):
         if text is None:

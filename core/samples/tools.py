@@ -164,7 +164,7 @@ def call_text(content: object) -> str:
     Return the content of a tool call as text.
 
     Raises:
-        ValueError: The content is no call.
+        ValueError: The content is not a call.
     """
     call = parse_literal(content, "a call of a tool")
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):

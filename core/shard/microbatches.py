@@ -181,7 +181,7 @@ def shard_dynamic(
         lengths: Tokens of each sequence of the batch, >= 1; at least one sequence.
         shards: Data-parallel workers, >= 1.
         batch_size: Sequences of a global batch, over all workers; the last one may have fewer.
-        max_tokens_per_microbatch: Most sequences times width.
+        max_tokens_per_microbatch: Most tokens, counted as sequences times width.
         sequence_length_round: Widths are multiples of it.
         when_long: `error` refuses a sequence wider than the budget; `alone` makes it a microbatch
             by itself.

@@ -23,7 +23,7 @@ def test_a_checkpoint_that_does_not_fit_ends_the_run_with_its_folder(small_disk,
 
     assert 2 == sft.main([str(path)])
     said = capfd.readouterr().err
-    assert re.search(rf"error: {disk / 'run'} cannot be written: .*make room, or choose another folder", said)
+    assert re.search(rf"error: {disk / 'run'} cannot be written: .*free disk space, or choose another folder", said)
     assert ("(os error 28)" in said) == (of == "weights")
     assert "Traceback" not in said
     assert (disk / "run" / "static_packing" / "train" / "raw_plan.json").exists()

@@ -309,7 +309,7 @@ def test_what_needs_a_plan_refuses_a_stream(write_rollout, capsys):
 @pytest.mark.parametrize(
     ("custom", "training", "error", "says"),
     [
-        ({}, {"resume_from_checkpoint": "last"}, ConfigError, "finds no whole checkpoint"),
+        ({}, {"resume_from_checkpoint": "last"}, ConfigError, "finds no complete checkpoint"),
         ({"fusion_config": "mix.yaml"}, {}, ConfigError, "both name the data"),
         ({}, {"effective_batch_size": 500}, DataSetError, "epoch 0 has no step, since no step has 500 packs"),
     ],

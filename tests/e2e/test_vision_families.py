@@ -366,7 +366,7 @@ def test_what_would_let_ranks_wait_is_refused_by_name(monkeypatch):
     plain = SimpleNamespace(fsdp=None, ddp_find_unused_parameters=False)
 
     model = Seeing()
-    with pytest.raises(ConfigError, match=r"ddp_find_unused_parameters is .* reaches 2 weights .*, as unseen\.weight"):
+    with pytest.raises(ConfigError, match=r"find_unused_parameters is .* reaches 2 weights .*, such as unseen\.weight"):
         use_vision_tower_in_each_batch(model, None, plain)
     use_vision_tower_in_each_batch(model, None, SimpleNamespace(fsdp=None, ddp_find_unused_parameters=True))
     model.unseen.requires_grad_(requires_grad=False)

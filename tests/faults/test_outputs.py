@@ -45,7 +45,7 @@ def test_a_full_disk_behind_standard_output_is_named_and_a_reader_may_go(tmp_pat
 
     assert (2 if is_full else 1) == process.returncode
     # What is longer than Python's buffer fails while it is printed: a file might be meant too.
-    reason = "No space left on device; make room, or write elsewhere\n"
+    reason = "No space left on device; free disk space, or write elsewhere\n"
     assert re.fullmatch(f"error: standard output (or a file )?cannot be written: {reason}" if is_full else "", said)
 
 

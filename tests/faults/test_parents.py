@@ -168,6 +168,7 @@ def test_a_process_ends_with_one_that_is_not_its_parent():
 
 STARTERS = {
     "adapters/processes.py": {"multiprocessing", "concurrent"},
+    "adapters/proof/first_calls.py": {"multiprocessing"},  # what runs at a process's end
     "adapters/ranks/heartbeat.py": {"multiprocessing"},
     "adapters/samples/encoder.py": {"concurrent"},  # threads, which end with their process
     "app/planning/epochs.py": {"concurrent"},  # a thread
