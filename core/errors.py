@@ -363,7 +363,7 @@ def verb_for(number: int, one: str = "is", many: str = "are") -> str:
     Return the form of a verb that agrees with a number, such as `is` or `are`.
 
     Args:
-        number: How many there are.
+        number: Number of the things.
         one: Form for exactly one.
         many: Form for any other number.
     """

@@ -133,7 +133,7 @@ class RealTokens:
     """The packed row; each row of the batch that has a token is a sample of it."""
 
     mask: torch.Tensor
-    """Mask of the batch, of which this was read."""
+    """Mask of the batch that this was read from."""
 
     padding_places: frozenset[Padding]
     """Set with `left of` if padding stands before real tokens, `between` if between them."""

@@ -380,7 +380,7 @@ def _cut_arguments(given: dict[str, Any], row: PackedRow, share: RowShare) -> di
         raise ValueError("a row that ranks share takes no attention_mask: leave it out")
     if num not in (share.num_tokens, len(share.positions)):
         message = (
-            f"the row has {share.num_tokens} positions, of which a rank has {len(share.positions)}, but {num} are given"
+            f"the row has {share.num_tokens} positions, {len(share.positions)} of them on a rank, but {num} are given"
         )
         raise ValueError(message)
     cut = {**given, "use_cache": False}

@@ -93,7 +93,7 @@ def open_known_lengths(path: str | Path, source: LengthSource, *, key: str = "cu
 
     Args:
         path: The table.
-        source: Samples, whose lengths it has to hold.
+        source: Samples whose lengths the table has to hold.
         key: Key or option that names it.
 
     Raises:
@@ -127,7 +127,7 @@ def publish_table(split: Split, stored: StoredRows, output: Path) -> None:
 
     Args:
         split: Records that were measured.
-        stored: Their measurements.
+        stored: Measurements of these samples.
         output: Table to write, or to replace.
     """
     source = split.source

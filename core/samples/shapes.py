@@ -126,7 +126,7 @@ def to_shape(record: object, columns: Mapping[str, str | None] | None = None) ->
         fail("has 'objects' of <ref-object> and <bbox>: write names and boxes into the texts, or train by swift sft")
     for known, others in (("messages", _ANSWERED[:3]), ("objects", _ANSWERED)):
         if has(record, known) and (other := next((name for name in others if has(record, name)), None)):
-            fail(f"has {known!r} and {other!r}, of which one would be ignored: remove one")
+            fail(f"has {known!r} and {other!r}, and one would be ignored: remove one")
     if has(record, "messages"):
         return _from_messages(record)
     if has(record, "objects"):
@@ -241,7 +241,7 @@ def _add_media(record: Mapping[str, Any], media: Media) -> Mapping[str, Any]:
             fail(f"has a part of a message that shows one of its {name}, but it has none: name it in the part")
     for name in media:
         if has(record, name):
-            fail(f"has {name} in its messages and in {name!r}, of which one would be ignored: keep one")
+            fail(f"has {name} in its messages and in {name!r}, and one would be ignored: keep one")
     return {**record, **media}
 
 
@@ -251,7 +251,7 @@ def _normalise_role(message: Mapping[str, Any]) -> dict[str, Any]:
     for name, other in (("role", "from"), ("content", "value")):
         if other in message:
             if not is_empty(message.get(name)) and message[name] != message[other]:
-                fail(f"has a message with {name!r} and {other!r}, of which one would be ignored: keep one")
+                fail(f"has a message with {name!r} and {other!r}, and one would be ignored: keep one")
             converted[name] = message[other]
     if isinstance(role := converted.get("role"), str):
         converted["role"] = _ROLES.get(role, _ROLES.get(role.replace("-", "_"), role))
@@ -386,7 +386,7 @@ def _read_alpaca_query(record: Mapping[str, Any]) -> tuple[str, str]:
         if not isinstance(part, str):
             fail(f"has {name!r} that is not a text")
     if other := next((name for name in QUERY_KEYS if name not in {"instruction", "input"} and has(record, name)), None):
-        reason = f"has {next(iter(parts))!r} and {other!r}, of which one would be ignored: name one"
+        reason = f"has {next(iter(parts))!r} and {other!r}, and one would be ignored: name one"
         fail(reason, argument="columns")
     return "\n".join(parts.values()), "instruction"
 
@@ -399,7 +399,7 @@ def _find_key(record: Mapping[str, Any], names: Sequence[str]) -> str:
     found = [name for name in names if has(record, name)]
     if len(found) > 1 and found[0] != names[0]:
         fail(
-            f"has {found[0]!r} and {found[1]!r}, of which one would be ignored: say which one is the {names[0]}, "
+            f"has {found[0]!r} and {found[1]!r}, and one would be ignored: say which one is the {names[0]}, "
             f"as {{{found[0]}: {names[0]}}}",
             argument="columns",
         )

@@ -324,7 +324,7 @@ def test_what_cannot_be_computed_is_refused(group_of_one):
     ):
         pass
     with context_parallel(model, layout=PackedLayout.from_lengths([9])):
-        with pytest.raises(ValueError, match="9 positions, of which a rank has 9, but 8 are given"):
+        with pytest.raises(ValueError, match="9 positions, 9 of them on a rank, but 8 are given"):
             model(tokens, position_ids=torch.arange(8)[None])
         with pytest.raises(ValueError, match="takes no attention_mask"):
             model(tokens, attention_mask=torch.zeros_like(tokens))

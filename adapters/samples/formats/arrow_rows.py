@@ -172,7 +172,7 @@ def _read_batches(mapped: MappedFile) -> Iterator[Any]:
 def _refuse_duplicate_columns(name: str, columns: list[str]) -> None:
     """Raise DataSetError if two columns have one name; only the last would be read."""
     if twins := [column for number, column in enumerate(columns) if column in columns[:number]]:
-        raise DataSetError(f"{name} has two columns {twins[0]!r}, of which one would be ignored: rename one")
+        raise DataSetError(f"{name} has two columns {twins[0]!r}, and one would be ignored: rename one")
 
 
 def _reason(error: Exception) -> str:
