@@ -30,8 +30,8 @@ log = logging.getLogger("packplan.app.tools")
 
 HEADING = "## Vision-language models"
 
-ABOUT = """A run probes its own model before it measures
-anything. So a family that is not listed may still pack: ask with `packplan probe MODEL`."""
+ABOUT = """Before a run measures lengths, it tests (probes) its own
+model. So a family that is not listed may still pack: ask with `packplan probe MODEL`."""
 
 MEASURED = """The tables are for a small model of each family that transformers knows, in its default configuration:
 {passing} of {all} pass. `python -m tools.models families docs/models.md` wrote this page on {date}, with
@@ -70,14 +70,14 @@ UNPROVEN_REASONS = {
 
 UNPADDED_HEADING = "## Without padding"
 
-ABOUT_UNPADDED = """The table names the padding that `packplan.hf.unpad` leaves out. If a layer carries its
-state through padding, such batches are computed with their padding. BERT, XLM-RoBERTa and ModernBERT
-leave out every padding (`tests/e2e/test_unpad.py`). `python -m tools.models unpadded docs/models.md`
-wrote this section on {date}, with {versions}."""
+ABOUT_UNPADDED = """The table names the padding that `packplan.hf.unpad` leaves out. Batches in which a layer
+would carry its state through padding are computed with it. BERT, XLM-RoBERTa and ModernBERT compute no padding
+(`tests/e2e/test_unpad.py`). `python -m tools.models unpadded docs/models.md` wrote this section on {date}, with
+{versions}."""
 
-ABOUT_VISION = """Tiny models with random weights, each with its processor and ms-swift's template. Lengths, from image
-headers or full encodes, equal full encodes for images of 45 sizes; samples with 0, 1 and 3 images are equal packed
-and alone. `python -m tools.models vision docs/models.md` wrote this section on {date}, with {versions}."""
+ABOUT_VISION = """Tiny models with random weights, each with its processor and ms-swift's template. For images of 45
+sizes, all lengths, also from image headers, equal those of full encodes. Samples with 0, 1 and 3 images train the same
+packed and alone. `python -m tools.models vision docs/models.md` wrote this section on {date}, with {versions}."""
 
 ABOUT_OTHERS = """ms-swift declares {declared} templates that collate packed samples; these {number} have no tiny model
 here. Models with code of their own are probed under `model.trust_remote_code: true`. InternVL's chat form is refused;
