@@ -3,8 +3,9 @@ Packs of a plan as files of other tools: plain Parquet, Megatron-Bridge, LLaMA-F
 
 Rows of ms-swift are written with their lengths.
 
-Every export of packs holds all samples of each pack, text only, in the order of the plan or of an
-epoch, and the plan's checksum. It is published complete or not at all; few packs are in memory.
+An export of packs is of text only. It has all samples of each pack, in the order of the plan or of
+an epoch, and the plan's checksum. It is published complete or not at all, and only a few packs are
+in memory at a time.
 """
 
 import json

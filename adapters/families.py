@@ -4,9 +4,9 @@ Facts about single model families, in `families.json`; all other facts are read 
 `swift`: architecture -> default model type and template of ms-swift, where its registry lists
 several. `embeds`: templates of ms-swift whose own image embedding fails with this transformers,
 while the model embeds images itself. `unshown`: templates that declare packing, but whose models
-are not shown to pack. `unpacked`: model types that do not pack, by docs/models.md. `complete`:
-model type -> keys that transformers' default configuration lacks, to build a model with all its
-kinds of layers.
+were never shown to keep packed samples apart. `unpacked`: model types that do not pack, by
+docs/models.md. `complete`: model type -> keys that transformers' default configuration lacks, to
+build a model with all its kinds of layers.
 """
 
 import json

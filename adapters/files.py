@@ -314,7 +314,7 @@ def map_array(path: Path, dtype: np.dtype[Any], size: int, *, is_whole: bool = F
 
 def broken_lines(names: Iterable[str]) -> Iterator[str]:
     """
-    Yield the first line that is not JSON of each file of JSON Lines, as a clause.
+    Yield a clause for each file of JSON Lines about its first line that is not JSON.
 
     Args:
         names: Names of files, perhaps with a number of records, as ms-swift takes them.

@@ -18,7 +18,7 @@ class StopsAtNonFinite:
     """
     Mixin of ms-swift's trainers that checks loss and gradient norm in each optimizer step.
 
-    ms-swift skips updates of nan and logs another loss, so no later loss would tell.
+    ms-swift skips updates of nan and logs another loss, so later losses would not show the fault.
     """
 
     accelerator: Any

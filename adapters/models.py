@@ -76,8 +76,8 @@ def find_sharded_weight(model: torch.nn.Module) -> str | None:
     """
     Return the name of the first weight that this process holds only in part; None if it holds all.
 
-    This is so under FSDP and ZeRO 3, also while weights are gathered: small ones stay gathered
-    until a checkpoint is loaded.
+    Weights are held in part under FSDP and ZeRO 3. They count as such also while they are gathered:
+    small weights stay gathered until a checkpoint is loaded.
     """
     for name, weight in model.named_parameters():
         is_empty = weight.numel() == 0 or weight.is_meta

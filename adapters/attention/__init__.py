@@ -2,8 +2,9 @@
 Attention over packed rows, in which each sample attends only to itself.
 
 `set_varlen_attention` makes a model use the attention functions of this package. Inside
-`using_native_attention`, it uses transformers' own, to compute references. `layout` finds the
-blocks of a row, and `varlen` attends within them. `project_patches` makes vision towers faster.
+`using_native_attention`, the model uses transformers' own attention, to compute the results that
+ours are compared with. `layout` finds the blocks of a row, and `varlen` attends within them.
+`project_patches` makes vision towers faster.
 """
 
 import inspect
@@ -26,7 +27,10 @@ NAME = "packplan"
 """Name of varlen attention among transformers' functions: `attn_implementation="packplan"`."""
 
 ROWS_NAME = "packplan_rows"
-"""Name of varlen attention for models with `follow_rows`; it raises outside of their call."""
+"""
+Name of varlen attention for models with `follow_rows`; outside of a call of such a model, it raises
+an error.
+"""
 
 PATCHES_NAME = "packplan_flash_patches"
 """
@@ -131,7 +135,8 @@ def project_patches(model: torch.nn.Module) -> None:
     """
     Replace a model's convolutions whose stride is their kernel size by `PatchProjection`.
 
-    Sums are rounded in another order. Saved weights and their names stay the same.
+    Sums are added in another order, so results may differ by rounding. Saved weights and their
+    names stay the same.
     """
     for module in model.modules():
         if type(module) is torch.nn.Conv3d and _is_patch_projection(module):
@@ -139,6 +144,9 @@ def project_patches(model: torch.nn.Module) -> None:
 
 
 def _is_patch_projection(convolution: torch.nn.Conv3d) -> bool:
-    """Return whether the convolution takes adjacent patches whole: no padding, groups, dilation."""
+    """
+    Return whether the convolution computes adjacent patches, each as a whole: it has no padding,
+    groups or dilation.
+    """
     whole = convolution.stride == convolution.kernel_size and convolution.groups == 1
     return whole and set(convolution.dilation) == {1} and not any(convolution.padding)

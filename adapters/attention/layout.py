@@ -91,8 +91,8 @@ class Layout:
         """
         Shape of a mask of the whole row, (1, 1, tokens, tokens).
 
-        A layout takes the place of a mask: a model passes on a mask of four axes as it is, and so
-        the layout reaches the attention.
+        transformers passes a mask of four axes on unchanged. A layout has such a shape, so it
+        reaches the attention in place of a mask.
         """
         return 1, 1, sum(self.lengths), sum(self.lengths)
 
@@ -130,13 +130,14 @@ def read_layout(
     or causal within the window, if two conditions hold. First, every token attends to the farthest
     key that this allows, but not to the key beyond it, the next token, or the block's last token.
     Second, the block's first and last token behave as expected at distances that are powers of two.
-    That takes five calls a token, and some for each block, instead of one for each pair.
+    So the mask is evaluated at five pairs for each token, and at some for each block, instead of at
+    all pairs.
 
     Args:
         mask_function: The model's mask; takes index tensors that broadcast.
         length: Tokens of the row.
-        window: Most tokens that a token attends to by transformers, itself included; None for no
-            limit.
+        window: Most tokens that a token attends to according to transformers, itself included; None
+            for no limit.
         device: Device of the row.
         row: Samples of the row. If their lengths are known, they are compared with the mask first,
             which waits for the device once.

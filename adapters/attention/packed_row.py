@@ -1,11 +1,11 @@
 """
 Samples of the row that a model is computing, found by positions or by a padded batch's mask.
 
-Most models find samples by restarting positions. Some never pass positions to their masks, and
-layers that carry a state along the row have no mask. With `follow_rows`, a model keeps its row in a
-context variable: inside its forward pass alone, and for layers that the backward pass computes
-again. With `run_by_sample`, layers that carry a state (linear attention, Mamba, convolutions over
-time) run sample by sample.
+Most models find samples by restarting positions. Some models never pass positions to their masks,
+and layers that carry a state along the row have no mask. With `follow_rows`, a model keeps its row
+in a context variable. The variable is set only during the forward pass, and while the backward pass
+computes layers again. With `run_by_sample`, layers that carry a state (linear attention, Mamba,
+convolutions over time) run sample by sample.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class PackedRow:
 
     columns: torch.Tensor | None = None
     """
-    Column of each token in its padded batch, by which windows count; int64 of shape (tokens,). None
-    if no padding lay between tokens.
+    Column of each token in its padded batch, in which windows are counted; int64 of shape
+    (tokens,). None if no padding lay between tokens.
     """
 
     share: RowShare | None = None
@@ -136,7 +136,10 @@ class RealTokens:
     """Mask of the batch that this was read from."""
 
     padding_places: frozenset[Padding]
-    """Set with `left of` if padding stands before real tokens, `between` if between them."""
+    """
+    Set that has `left of` if padding stands before real tokens, and `between` if it stands between
+    them.
+    """
 
     has_sample_numbers: bool
     """Whether the mask has numbers above 1: sample numbers of rows that are packed already."""
@@ -228,9 +231,9 @@ def prepend_text_positions(inputs: dict[str, Any]) -> dict[str, Any]:
     Return the inputs of ms-swift's trainer with the text positions as their first row.
 
     transformers separates packed samples only by that row: without it samples attend to each other.
-    That row is `text_position_ids`. ms-swift's collator splits it off the three rows of media; if
-    it makes none, `add_media_positions` does. Text models have only that row. Inputs with a mask,
-    or without positions of media, are returned as they are.
+    The input `text_position_ids` is that row: ms-swift's collator splits it off the three rows of
+    media, or else `add_media_positions` makes it. Text models have only this one row. Inputs with a
+    mask, or without positions of media, are returned as they are.
     """
     positions, text = inputs.get("position_ids"), inputs.get("text_position_ids")
     if positions is None or text is None or "attention_mask" in inputs or len(positions) != 3:
@@ -352,8 +355,8 @@ def _forward_by_sample(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _split_by_sample(value: Any, row: PackedRow) -> list[Any]:
     """
-    Return a value for each sample: its tokens of tensors whose axis 0 or 1 is the row, and other
-    values unchanged.
+    Return a value for each sample. A tensor whose axis 0 or 1 is the row is cut into the samples'
+    tokens; other values are unchanged.
     """
     if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == len(row.sample_ids):
         return list(torch.split(value, list(row.lengths), 1))
@@ -368,7 +371,9 @@ def _split_by_sample(value: Any, row: PackedRow) -> list[Any]:
 
 
 def _join_outputs(outputs: list[Any], row: PackedRow) -> Any:
-    """Join samples' outputs along their token axis; of those without one, take one sample's."""
+    """
+    Join samples' outputs along their token axis; an output without one is taken from one sample.
+    """
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         for axis in (1, 0):

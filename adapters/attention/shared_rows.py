@@ -1,11 +1,12 @@
 """
 Rows over several ranks: `share_rows` makes a model compute a rank's part of each packed row.
 
-All ranks of a group give the model the same row. Before the decoder, the row is cut: each rank
-continues with its own tokens, but in attention with all tokens (`attention.shares`). After the
-decoder, the parts are joined again; in a call with labels, the loss is computed by parts and added
-up instead. So each rank gets the results of the whole row, and the mean of the ranks' gradients is
-the row's gradient. Images are encoded by every rank.
+All ranks of a group give the model the same row. Before the decoder, the row is cut, and each rank
+continues with its own tokens. Only attention uses all tokens, which the ranks exchange for it
+(`attention.shares`). After the decoder, the parts are joined again. In a call with labels, each
+rank computes the loss of its part instead, and these losses are added up. So each rank gets the
+results of the whole row, and the mean of the ranks' gradients is the row's gradient. Images are
+encoded by every rank.
 
 `RowGroups` holds the ranks that share a row: always the same number, or as many as the row's tokens
 need (its degree). In the second case, groups without a common rank compute rows of several degrees
@@ -13,8 +14,8 @@ at the same time. Each rank calls the model once for each row, so it takes part 
 collectives of all ranks, such as those of FSDP. Between two such collectives, ranks communicate
 only within their group, about the same row.
 
-Rules: in a call of several padded rows, each rank computes everything. Padding that makes a row
-divisible by its ranks is one more sample at its end.
+A call of several padded rows is not shared: each rank computes all of its rows. Padding that makes
+a row divisible by its ranks is one more sample at its end.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ def sharing_by(degree: int | None) -> AbstractContextManager[None]:
     Let *degree* ranks share each row inside this context, whatever its length.
 
     Args:
-        degree: Ranks of a group, as one of `RowGroups` has them. 1 computes whole rows, as the
-            reference for shared rows. None changes nothing.
+        degree: Number of ranks in a group of `RowGroups`. With 1, each rank computes whole rows, as
+            a reference for shared rows. None changes nothing.
     """
     return _hold(_DEGREE, degree)
 
@@ -150,8 +151,8 @@ class RowGroups:
         """
         Return whether this rank counts the tokens of a row towards a loss's divisor.
 
-        Of a group, only the first rank does. If all rows are shared by the same number of ranks,
-        all do.
+        Only the first rank of a group counts them. If all rows are shared by the same number of
+        ranks, every rank counts them.
         """
         return self.packing_length is None or self.is_first(num_tokens)
 
@@ -220,7 +221,10 @@ def count_tokens(given: Mapping[str, Any]) -> int:
 
 
 def _read_row(given: Mapping[str, Any]) -> PackedRow | None:
-    """Return the row of a call as `read_row` does, or one sample without positions or padding."""
+    """
+    Return the row of a call as `read_row` does. A call without positions is one sample if it has
+    the ids of one row, without padding and without a cache.
+    """
     positions, mask, values = (given.get(name) for name in ("position_ids", "attention_mask", "input_ids"))
     if positions is not None or values is None:
         return read_row(positions, mask)
@@ -309,7 +313,8 @@ class SharedRows:
                 passes through.
             joins: Gather the whole row from all ranks after the decoder.
             mixes: Whether other ranks may compute whole rows at the same time. Modules are then
-                called in the same order for all rows, since ranks that share weights meet at each.
+                called in the same order for all rows, since ranks that share weights wait for each
+                other at each module.
         """
         self._decoder, self._divide, self._joins, self._mixes = decoder, divide, joins, mixes
         self._signature = signature(decoder.forward)

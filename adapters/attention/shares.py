@@ -1,10 +1,11 @@
 """
 A packed row on several ranks: each computes a part of its tokens, and some heads in attention.
 
-All layers but attention take tokens one by one. Attention needs all tokens, but its heads one by
-one. So the ranks exchange before it, the tokens of some heads for those of all heads, and back
-after it (sequence parallelism by all-to-all: Jacobs et al., "DeepSpeed Ulysses", 2023). Heads that
-the ranks do not divide are shared unevenly.
+All layers but attention compute each token by itself. Attention needs all tokens, but computes each
+head by itself. So the ranks exchange values before attention: each rank then has all tokens of some
+heads, instead of some tokens of all heads. After it, they exchange the results back (sequence
+parallelism by all-to-all: Jacobs et al., "DeepSpeed Ulysses", 2023). Heads that the ranks do not
+divide are shared unevenly.
 
 Rules: every rank of the group runs the same layers in the same order, forward and backward.
 The ranks' gradients of a parameter add up to the gradient of the sum of the ranks' losses.
@@ -92,7 +93,9 @@ class RowShare:
         return query, key, value
 
     def _exchange(self, part: torch.Tensor, heads: Sequence[range]) -> torch.Tensor:
-        """Send ranks their heads of this rank's tokens; return this rank's heads of all tokens."""
+        """
+        Send each rank its heads of this rank's tokens; return this rank's heads of all tokens.
+        """
         index = torch.tensor([head for span in heads for head in span], device=part.device)
         mine = len(heads[self.rank])
         rows = part[0].index_select(0, index)

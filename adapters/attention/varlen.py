@@ -35,7 +35,9 @@ from packplan.core.errors import ArgumentError, PackplanError
 log = logging.getLogger(__name__)
 
 _HEAD_SIZE, _HEAD_STEP = 256, 8
-"""Largest head of torch's variable-length kernel, and the factor of valid sizes."""
+"""
+Largest head size of torch's variable-length kernel, and the number that divides each valid size.
+"""
 
 _CAPABILITY = (8, 0)
 """Lowest compute capability of GPUs with the kernel."""
@@ -64,9 +66,9 @@ def build_mask(
     Return the layout of a packed row; for other inputs, the mask of transformers' sdpa.
 
     transformers passes these arguments to functions of `AttentionMaskInterface`. A packed row is a
-    batch of one, without padding and earlier keys, whose mask is more than one causal triangle.
-    Where ranks share a row, it is the layout of the whole row. If a model prepares its mask twice,
-    the second call returns the layout unchanged.
+    batch of one without padding and cached keys, whose mask is more than one causal triangle. Where
+    ranks share a row, it is the layout of the whole row. If a model prepares its mask twice, the
+    second call returns the layout unchanged.
     """
     if isinstance(attention_mask, Layout):
         return attention_mask

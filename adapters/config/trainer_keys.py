@@ -4,8 +4,8 @@ Types, choices and bounds of the training arguments of ms-swift and TRL.
 They are read from tables, since importing these libraries takes seconds. Settings that need a
 missing package, or that this machine would ignore, are faults.
 
-A table holds for one version of its libraries; `make reference` writes it from the installed ones.
-If other versions are installed, their own classes are read (`installed_keys` of
+A table is valid for one version of its libraries; `make reference` writes it from the installed
+ones. If other versions are installed, their own classes are read (`installed_keys` of
 `adapters.trainer.arguments` and `app.wiring.grpo`).
 """
 

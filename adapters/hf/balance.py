@@ -217,7 +217,7 @@ class _BalanceState:
 
 
 class _NoBackward(LocalAccelerator):
-    """An accelerator for a batch that is only collected, so that nothing is computed backwards."""
+    """Accelerator for a batch that is only collected: its `backward` computes nothing."""
 
     def backward(self, *_: Any, **__: Any) -> None:
         """Compute nothing: DeepSpeed refuses a loss that no model has computed."""
@@ -225,7 +225,10 @@ class _NoBackward(LocalAccelerator):
 
 @contextmanager
 def _accumulating(accelerator: Any, model: Any) -> Iterator[None]:
-    """Add gradients inside the block; DeepSpeed neither updates weights nor knows `no_sync`."""
+    """
+    Add up gradients inside the block, without an update of the weights by DeepSpeed, which lacks
+    `no_sync`.
+    """
     state = accelerator.gradient_state
     state._set_sync_gradients(False)  # noqa: FBT003, SLF001  # as transformers' loop does
     with nullcontext() if accelerator.distributed_type == "DEEPSPEED" else accelerator.no_sync(model):
@@ -247,7 +250,9 @@ class _BalancedTraining:
         return super().get_batch_samples(*args)  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """Collect a batch and return loss 0; at a step's last, train all and return their loss."""
+        """
+        Collect a batch and return loss 0; at a step's last batch, train all and return their loss.
+        """
         step, accelerator = self._balance, self.accelerator
         step.call, step.loss = (model, num_items_in_batch), 0.0
         try:
@@ -259,7 +264,10 @@ class _BalancedTraining:
         return loss + step.loss
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Collect a batch; at the step's last, train all microbatches but one, and return that."""
+        """
+        Collect a batch; at the step's last one, train all microbatches but one, and return this
+        one.
+        """
         step = self._balance
         if step.weight is not None:
             return inputs

@@ -6,9 +6,9 @@ epochs, checked batches, resumed runs. `ComputesPacks` scales noise by sample, a
 evaluation loss the mean over tokens; streams use it too, though they follow no schedule.
 `ServesPacks` adds loaders of packs, for trainers of other projects.
 
-A mixin precedes the class of the trainer, so `super()` is the trainer's own method: that of TRL or
-ms-swift if they have one, else that of transformers. `adapters/trainer/trainer.py` lists those that
-a step of `packplan sft` calls.
+A mixin precedes the class of the trainer, so `super()` calls the trainer's own method: the one of
+TRL or ms-swift if there is one, else the one of transformers. `adapters/trainer/trainer.py` lists
+the methods that a step of `packplan sft` calls.
 """
 
 import logging
@@ -78,11 +78,12 @@ def noise_by_sample(trainer: Any) -> Iterator[None]:
 
     NEFTune adds random noise to the embeddings of tokens in training. It is at most
     `neftune_noise_alpha / sqrt(tokens * hidden_size)`, where transformers takes the tokens of the
-    whole row. In a row of two samples, of 8 and 32 tokens, these are 40 for both. Inside the block
-    they are 8 for the first sample, and 32 for the second.
+    whole row. In a row of two samples, of 8 and 32 tokens, it takes 40 tokens for both. Inside the
+    block, 8 tokens count for the first sample, and 32 for the second.
 
-    Two hooks replace that of transformers. The first reads samples off the positions or the mask of
-    the model's call. The second adds the noise. Without `neftune_noise_alpha`, nothing changes.
+    Two hooks replace the hook of transformers. The first finds the samples by the positions or the
+    mask of the model's call. The second adds the noise. Without `neftune_noise_alpha`, nothing
+    changes.
 
     Args:
         trainer: Trainer in its training loop, so that transformers has added its hook.
@@ -485,7 +486,7 @@ def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _model_facts(model: Any) -> dict[str, Any]:
-    """Return facts of a model's files, or its name of a hub; nothing if it was built in memory."""
+    """Return facts of a model's files, or its name on a hub; nothing if it was built in memory."""
     name = getattr(getattr(model, "config", None), "name_or_path", "")
     return (model_file_facts(Path(name)) or {"model.model": name}) if name else {}
 

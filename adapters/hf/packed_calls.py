@@ -243,10 +243,13 @@ class _Thread(local):
     """Calls of a hooked model in one thread."""
 
     outermost: Any = None
-    """Module whose call came first, of those that pack now."""
+    """Outermost module of those whose running calls are packed."""
 
     asked: Any = None
-    """Module whose call came first, packed or not: ranks that share weights meet there alone."""
+    """
+    Outermost module whose call is running, packed or not. Only there do ranks that share weights
+    wait for each other.
+    """
 
     read: RealTokens | None = None
     """Real tokens of the outermost call, whose mask its text stack need not read again."""
@@ -464,7 +467,10 @@ def log_once(fact: str) -> None:
 
 
 def _pools_padding(model: Any, given: dict[str, Any], mask: torch.Tensor) -> bool:
-    """Return whether a classifier reads a row where the mask is 0: it goes by the ids alone."""
+    """
+    Return whether a classifier, which finds the end of a row by its ids, reads one where the mask
+    is 0.
+    """
     if not hasattr(model, "score"):
         return False
     ids, padding = given.get("input_ids"), getattr(model.config.get_text_config(), "pad_token_id", None)

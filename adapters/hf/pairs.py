@@ -3,8 +3,9 @@ Steps of preference data (DPO, KTO, rewards), whose packs have different numbers
 
 TRL's loss of a batch is the mean over its samples. `TrainsPairs` weights it by the batch's share of
 the step's samples, over all ranks, so the step's loss is their mean. A value that TRL logs is the
-mean over the step's samples too, or over their tokens. Ranks have unequally many samples, so no
-batch is gathered as in TRL: each rank logs its own values, and ranks exchange them once a step.
+mean over the step's samples too, or over their tokens. Ranks have different numbers of samples, so
+they do not gather each batch, as TRL does. Instead, each rank logs its own values, and ranks
+exchange them once a step.
 """
 
 from collections import defaultdict

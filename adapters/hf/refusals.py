@@ -30,7 +30,7 @@ _COMPARING = {
     "aot": "sorts the pairs of a batch against each other: use another loss, such as 'sigmoid'",
     "sft": "is a mean over the tokens of a batch, not over its pairs: use another loss, such as 'sigmoid'",
 }
-"""Losses that are not mean over samples, unpaired or not -> the fact, and the remedy."""
+"""Losses that are not a mean over pairs or rows -> the fact, and the remedy."""
 
 
 def _name_in_trl(trainer: Any) -> str | None:

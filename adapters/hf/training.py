@@ -195,7 +195,10 @@ def _open_packs(
 
 
 def _plan_packs(trainer: Any, rows: Any, plan: Plan | int) -> tuple[Plan, RowsOfPacks]:
-    """Return a plan and its packs; a number plans by lengths that are read, or that are known."""
+    """
+    Return a plan and its packs. A number is a packing length: the rows are planned by their
+    lengths, which are read unless a checkpoint has them.
+    """
     source, facts = _open_rows(trainer, rows), None
     if not isinstance(plan, Plan):
         if isinstance(folder := trainer.args.resume_from_checkpoint, str) and rows is trainer.train_dataset:
@@ -341,7 +344,10 @@ class _PlannedTraining(ServesPacks):
         return super().compute_loss(model, inputs, *args, **options)
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, **options: Any) -> Any:  # noqa: FBT001  # the trainer passes it
-        """Return loss, logits and labels of a batch; those of a pack as one row of real tokens."""
+        """
+        Return loss, logits and labels of a batch. The logits and labels of a pack are one row of
+        real tokens.
+        """
         if self._evaluated is None:
             return super().prediction_step(model, inputs, prediction_loss_only, **options)
         mask = inputs.get("attention_mask")

@@ -215,8 +215,8 @@ def _without_ranks(model: Any) -> Any:
 
 def _find_stack(model: Any, asked: Any, *, native: str, logits: bool) -> tuple[TextStack, dict[str, str]]:
     """
-    Return the first module, and way to count positions, whose hooks keep results of padded rows,
-    and each side of padding that is computed padded, with the reason.
+    Return the first module, and way to count positions, whose hooks leave results of padded rows
+    unchanged; and each side of padding that is not packed, with the reason.
 
     Args:
         model: Model of transformers without wrappers, set to keep samples of a row apart.

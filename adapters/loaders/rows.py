@@ -221,7 +221,8 @@ def _as_text(value: Any) -> Any:
 
 def sample_lengths(batch: Mapping[str, Any], num_samples: int) -> list[int]:
     """
-    Return the tokens of each sample of a batch, padding left out; those of a pair together.
+    Return the number of tokens of each sample of a batch, without padding; a pair has those of both
+    rows.
 
     Args:
         batch: Batch of a collator.

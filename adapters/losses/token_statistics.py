@@ -17,7 +17,9 @@ _LEAST = -1e9
 """Least log-probability: finite, so that its product with probability 0 is 0, and not nan."""
 
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 18, 1 << 26
-"""Logits of a block in float32: what a core's cache holds, or 256 MB to keep a GPU busy."""
+"""
+Number of float32 logits in a block: as many as a core's cache holds, or 256 MB to keep a GPU busy.
+"""
 
 
 def token_statistics(

@@ -1,4 +1,4 @@
-"""Verdict whether a model may pack, and how; see `core.equality.PackingVerdict`."""
+"""Verdict on whether a model may pack, and how; see `core.equality.PackingVerdict`."""
 
 from __future__ import annotations
 
@@ -197,8 +197,8 @@ class SmallProbe:
         """
         Name and class of the unchanged model's first module that mixes samples; None without one.
 
-        A module also counts if its result for a packed sample differs from that for the sample
-        alone.
+        A module also counts if its result for a packed sample differs from its result for the
+        sample alone.
         """
         with hiding_warnings(), _using_one_thread():
             try:

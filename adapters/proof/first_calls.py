@@ -6,12 +6,12 @@ embeddings of the tokens are compared once more, on the user's batch. Training a
 same, bit for bit, as without the comparison.
 
 Ranks may have first calls of different kinds, so no rank waits for another one here. A rank that
-finds a difference computes with padding from then on, and writes it to the store of
-torch.distributed. Every rank reads the store before it updates weights, so all end together. The
-process of rank 0 may have the store, so it ends once the other ranks have read it.
+finds a difference writes it to the store of torch.distributed, and computes with padding from then
+on. Every rank reads the store before it updates weights, so all end together. The process of rank 0
+may hold the store, so it ends only after the other ranks have read it.
 
-Where weights are sharded, no rank computes a pass alone. So all ranks compare if one of them has a
-first call, without gradients: loss and outputs. They end together at once.
+Where weights are sharded, no rank computes a pass alone. So if one rank has a first call, all ranks
+compare theirs: loss and outputs, without gradients. They end together at once.
 """
 
 import logging

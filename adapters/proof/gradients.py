@@ -1,8 +1,8 @@
 """
 Dependence of results on samples, measured by gradients with respect to token embeddings.
 
-Without a path from a sample to a result, the gradient is exactly 0, whatever the kernel rounds. So
-there is no threshold, and the smallest dependence on another sample shows.
+Without a path from a sample to a result, the gradient is exactly 0, however the kernel rounds. So
+no threshold is needed, and even the smallest dependence on another sample is found.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Dependence:
 
     @property
     def isolation(self) -> float:
-        """`size` over `own`; infinity if `own` is 0, or if one of them is not finite."""
+        """`size` divided by `own`; infinity if `own` is 0, or if one of them is not finite."""
         if not self.own > 0 or not math.isfinite(self.own) or not math.isfinite(self.size):
             return math.inf
         return self.size / self.own
@@ -94,7 +94,10 @@ class WatchedPass:
     """Arguments of the pass; embeddings among them have a gradient."""
 
     sources: list[tuple[GradientEdge, int | None]] = attrs.field(factory=list)
-    """Embeddings of all tokens, with None; pixels, with the index of their sample."""
+    """
+    Recorded inputs: the embeddings of all tokens with None, and pixels with the index of their
+    sample.
+    """
 
     def logit_dependences(self, logits: torch.Tensor, readers: Iterable[int] | None = None) -> Iterator[Dependence]:
         """

@@ -1,5 +1,6 @@
 """
-Search for the module that mixes samples, or computes a packed sample differently from it alone.
+Search for the module that mixes samples, or computes a packed sample and the sample alone
+differently.
 
 The calls of a model's modules are a tree. The search goes down from the model: of the calls inside
 a call, it takes the first whose output shows the fault while its inputs do not. Calls beside that
@@ -143,7 +144,7 @@ def first_different_module(
     model: torch.nn.Module, packed: PackedBatch, alone: Mapping[str, Any], place: Place, *, limit: float
 ) -> NamedModule | None:
     """
-    Return the first module whose output for a packed sample differs from that for it alone.
+    Return the first module whose outputs for a packed sample and for the sample alone differ.
 
     Args:
         model: Model in evaluation mode.

@@ -7,8 +7,9 @@ out. A function is called as it is. Afterwards weights, gradients, buffers, rand
 trainer's attributes are as before.
 
 The reference computes the batches of the step again, without dropout, and takes the mean over the
-supervised tokens of all ranks, in float32 from the logits. So nothing of it depends on the
-trainer's own loss. Whether samples of a batch are apart is tested by `checks`.
+supervised tokens of all ranks, in float32 from the logits. So no part of the reference depends on
+the trainer's own loss. The assertions of `checks` test whether the samples of a batch are kept
+apart.
 """
 
 import copy
@@ -263,8 +264,8 @@ def restoring_training_state(model: torch.nn.Module) -> Iterator[None]:
     """
     Inside this context, compute without dropout and noise, and restore everything at its end.
 
-    Gradients of inputs pass checkpoints, and there are no gradients at first. Restored are
-    gradients, buffers, modes and random states.
+    The weights have no gradients at first, and inputs get gradients under gradient checkpointing
+    too. Gradients, buffers, modes and random states are restored.
     """
     with ExitStack() as stack:
         for weight in model.parameters():

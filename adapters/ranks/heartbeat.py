@@ -1,5 +1,5 @@
 """
-Process beside rank 0 that writes its current task, and its death, to the ranks' store.
+Process beside rank 0 that writes rank 0's current task, and its death, to the ranks' store.
 
 It is a process, not a thread, for two reasons. Solvers hold the interpreter for seconds, and the
 heartbeat has to outlive rank 0 to report its death.

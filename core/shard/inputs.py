@@ -30,7 +30,8 @@ def sequence_dims(
     field is one of `TOKEN_FIELDS`.
 
     Args:
-        shapes: Shape of each tensor of a batch, which begins with the number of sequences.
+        shapes: Name of each tensor of the batch -> its shape. The first dimension of each is the
+            number of sequences.
         input_key: Field of the tokens, of shape (batch, width).
         declared: Field -> dimension; None for a field with one value for each sequence.
 

@@ -1,9 +1,10 @@
 """
 Assignment of the packs of an optimizer step to ranks, by work.
 
-A step keeps exactly its packs: loss and gradients are sums over them, on whichever rank. Ranks wait
-for each other once a step if gradients are summed at its end. They wait in each microbatch if
-weights or gradients are sharded. In both cases the busiest ranks decide the time of a step.
+The packs of a step stay the same; only the ranks that compute them change. Loss and gradients are
+sums over all packs of the step, so they do not depend on these ranks. Ranks wait for each other
+once a step if gradients are summed at its end. They wait in each microbatch if weights or gradients
+are sharded. In both cases the busiest ranks decide the time of a step.
 
 All arithmetic is in whole numbers, and equal works keep their order. So every rank gets the same
 assignment, on any processor.
