@@ -108,8 +108,8 @@ def find_damaged_part(folder: Path, *, rank: int) -> str | None:
     """
     Return a clause on a file of DeepSpeed that is not as it was saved; None if there is none.
 
-    Reads the files of *rank*, which is this one, and on the first rank of a node those of all. They
-    are ZIP archives, which keep a checksum (CRC-32) of each entry.
+    Each rank reads its own files, those of *rank*. The first rank of a node also reads the files
+    that belong to all ranks. They are ZIP archives, which keep a checksum (CRC-32) of each entry.
     """
     for path in sorted(folder.glob("global_step*/*.pt")):
         owner = re.search(r"zero_pp_rank_(\d+)_", path.name)

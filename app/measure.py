@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 KEPT_NOTE = "what was measured is kept; run again to continue"
 
 _OVERRIDE = re.compile(r"(?:model|template|custom|training)\.\w+=")
-"""Beginning of an argument that is not data file but the value of a key."""
+"""Beginning of an argument that is not a data file but the value of a key."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -10,14 +10,14 @@ from packplan.core.packs import AnyPacks, HasPacks, Packs, as_packs, concatenate
 
 _TOGETHER = 8
 """
-Number of microbatches that are put together. Steps of this many, or of a divisor of it, load the
-ranks alike.
+Number of microbatches that are moved together, as a group. Steps of this many microbatches, or of a
+divisor of this number, load the ranks alike.
 """
 
 _CLASSES = 8
 """
-Shared packs are put together by classes of length. A class is an eighth of the least tokens of a
-rank wide.
+Shared packs of one class of length are put together. The width of a class is an eighth of the
+fewest tokens that a rank has of a shared pack.
 """
 
 
@@ -144,9 +144,9 @@ def aligned_positions(degrees: IntArray, world_size: int, drop_last: bool) -> In
 
     Packs at the end are cut, or packs from the front are repeated.
 
-    Packs of the smallest degree are repeated or dropped first, those of the next degree only once
-    none is left. Since all degrees are powers of two that divide the ranks, the slots always fill
-    all ranks exactly.
+    Packs of the smallest degree are repeated or dropped first, packs of the next degree only once
+    none of them is left. Since all degrees are powers of two that divide the ranks, the slots
+    always fill all ranks exactly.
 
     Args:
         degrees: Ranks that share each pack, 1 for packs that fit: powers of two that divide
@@ -181,15 +181,17 @@ def lay_out_slots(degrees: IntArray, world_size: int, tokens: IntArray | None = 
     A microbatch of W ranks has W slots. A pack that several ranks share takes one for each,
     beginning at a multiple of their number. Ranks wait for the slowest pack of a microbatch, so
     packs that take about equally long are put together. Packs are sorted by descending degree,
-    which also aligns them and fills every microbatch, and shared packs by descending class of
-    length. Groups of microbatches are then moved to the place that the epoch's order gives to one
-    of their packs. The slots do not depend on the number of microbatches in a step.
+    which also aligns them and fills every microbatch. Shared packs of one degree are sorted by
+    descending class of length. Groups of microbatches are then moved to the place that the epoch's
+    order gives to one of their packs. The slots do not depend on the number of microbatches in a
+    step.
 
     Args:
         degrees: Slots of each pack, powers of two that divide *world_size*, in the order of the
             epoch. Their sum is a multiple of *world_size*.
         world_size: Slots of a microbatch, one a rank.
-        tokens: Tokens of each pack, in the same order. None does not sort shared packs by length.
+        tokens: Tokens of each pack, in the same order. With None, shared packs are not sorted by
+            length.
 
     >>> lay_out_slots(np.array([1, 4, 1, 2, 1, 1, 1, 1]), 4).tolist()
     [1, 1, 1, 1, 3, 3, 0, 2, 4, 5, 6, 7]

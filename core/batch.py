@@ -12,7 +12,8 @@ IGNORED_LABEL = -100
 
 def count_row_groups(num_ranks: int, row_ranks: int) -> int:
     """
-    Return the number of groups of ranks that share a packed row; each counts as a rank of a plan.
+    Return the number of groups of ranks that share a packed row; a group counts as one rank of a
+    plan.
 
     Group g has *row_ranks* ranks, from g * *row_ranks* on.
 

@@ -57,8 +57,9 @@ def find_bound(
 
     Quick bounds come first: Martello and Toth's L2 and dual-feasible functions. If no quick packing
     reaches them, the linear relaxation over patterns follows. It takes seconds for thousands of
-    distinct lengths, and minutes for ten thousand. It is left out beyond 20,000 distinct lengths,
-    and beyond a capacity of 131,072 over the greatest common divisor of the lengths.
+    distinct lengths, and minutes for ten thousand. It is left out if there are more than 20,000
+    distinct lengths, or if the capacity, divided by the greatest common divisor of the lengths, is
+    above 131,072.
 
     Args:
         lengths: Tokens of each sample, each from 1 to *capacity*.
@@ -66,8 +67,8 @@ def find_bound(
         known: Number of packs of a known packing. A bound that reaches it ends the search; with an
             effort, a quick bound within one pack in 1,000 of it does, too.
         effort: Steps that may be spent beyond the quick bounds (`core.patterns`), of about a third
-            of a microsecond each. 0 leaves the relaxation out. Its linear programs are ended where
-            they would take longer than they may save: half a minute for each 0.1 % of the packs.
+            of a microsecond each. 0 leaves the relaxation out. Its linear programs end after half a
+            minute for each 0.1 % of the packs that they may save.
         report: Called with a progress message.
 
     Raises:

@@ -1,10 +1,10 @@
 """
 Context parallelism: the layout of sequences in a packed row, and the part of each rank.
 
-Each sequence is padded on its own and cut into 2 x cp_size chunks. Rank r takes chunk r from the
-head and chunk r from the tail: all ranks have the same causal work. A rank's row holds its chunks
-of the first sequence, then those of the second, and so on. Targets are shifted before the row is
-cut, since the token after a chunk is on another rank.
+Each sequence is padded on its own and cut into 2 x cp_size chunks. Rank r takes chunk r counted
+from the head, and chunk r counted from the tail. So all ranks have the same work in causal
+attention. A rank's row holds its chunks of the first sequence, then those of the second, and so on.
+Targets are shifted before the row is cut, since the token after a chunk is on another rank.
 """
 
 from __future__ import annotations

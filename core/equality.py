@@ -73,7 +73,10 @@ renewed.
 """
 
 _FINE_EPSILON = 2.0**-20
-"""Types of a smaller epsilon accumulate sums in their own precision. Others use float32."""
+"""
+Types with an epsilon below this accumulate sums in their own precision. Others accumulate them in
+float32.
+"""
 
 _SUMS = 32
 """Error of a layer's sums, in epsilons, if they are accumulated in the type's own precision."""

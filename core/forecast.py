@@ -25,8 +25,8 @@ from packplan.core.work.model import SampleWorks
 
 EVALUATION_SHARE = 1 / 3
 """
-Seconds of an evaluation over seconds of training on its packs, if none was measured: by FLOPs, the
-forward pass is a third.
+Seconds of an evaluation, divided by the seconds of training on its packs, if no evaluation was
+measured. By FLOPs, the forward pass is a third.
 """
 
 _FOLDS = 7
@@ -239,7 +239,7 @@ class Timing:
     """Measured steps from which the coefficients follow."""
 
     evaluation: float = EVALUATION_SHARE
-    """Seconds of an evaluation over those of training on its packs."""
+    """Seconds of an evaluation, divided by those of training on its packs."""
 
     checkpoint: float = 0.0
     """Seconds of saving a checkpoint."""

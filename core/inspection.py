@@ -65,7 +65,7 @@ class PlanSummary:
     """Method that found the bound."""
 
     gap: float | None
-    """Packs beyond the bound, dropped packs included, over the bound. None without packing."""
+    """Packs above the bound, dropped packs included, divided by the bound. None without packing."""
 
     auto_packs: int
     """Most packs that `auto` would need; 0 if it saves at most 0.2 %, or was not compared."""
@@ -173,8 +173,8 @@ class ScheduleSummary:
 
     work_imbalance: float
     """
-    Work of the busiest rank over the mean rank, a mean over the steps of the measured epoch; 1 is
-    even.
+    Work of the busiest rank, divided by that of the mean rank: the mean over the steps of the
+    measured epoch. 1 is even.
     """
 
     worst_work_imbalance: float
@@ -182,7 +182,8 @@ class ScheduleSummary:
 
     microbatch_imbalance: float
     """
-    Work of the busiest rank of each microbatch over the mean rank, summed over the measured epoch.
+    Work of the busiest rank of each microbatch, divided by that of the mean rank; both are summed
+    over the measured epoch.
     """
 
 

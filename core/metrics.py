@@ -36,7 +36,7 @@ class PackingMetrics:
 
     @property
     def utilisation(self) -> float:
-        """Mean fill: tokens over the capacity of all packs."""
+        """Mean fill: tokens divided by the capacity of all packs."""
         return float(self.fill / self.num_packs)
 
     @property
@@ -54,12 +54,12 @@ class PackingMetrics:
 
     @property
     def efficiency(self) -> float:
-        """Fewest packs that the tokens alone need, over the number of packs; 1 is ideal."""
+        """Fewest packs that the tokens alone need, divided by the number of packs; 1 is ideal."""
         return self.packs_by_tokens / self.num_packs
 
     @property
     def gap(self) -> float:
-        """Packs above the lower bound, over the bound; 0 proves that no packing is better."""
+        """Packs above the lower bound, divided by the bound; 0 proves that no packing is better."""
         return (self.num_packs - self.lower_bound) / self.lower_bound
 
     def __add__(self, other: PackingMetrics) -> PackingMetrics:

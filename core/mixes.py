@@ -115,8 +115,8 @@ def quotas(mix: Mix, available: Sequence[int]) -> list[Fraction]:
     """
     Return the number of samples that each source gives, or of tokens if the mix is by tokens.
 
-    Samples are whole numbers, each within one sample of the exact share: largest remainders come
-    first, of equal ones the first source. Tokens are exact shares.
+    Numbers of samples are whole, each within one sample of the exact share. The largest remainders
+    are rounded up first; of equal ones, that of the first source. Tokens are exact shares.
 
     Args:
         mix: A mix without faults in its values.

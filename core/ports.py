@@ -115,7 +115,7 @@ class BlockExecutor(Protocol):
         """
         Start to measure a block, and return a function that waits for the result.
 
-        That raises any error of the process, and RunError if the process is lost.
+        The function raises any error of the process, and RunError if the process is lost.
         """
 
     def close(self) -> None:

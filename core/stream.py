@@ -203,8 +203,9 @@ def _is_too_small(buffer: Sequence[StreamItem], options: StreamOptions) -> bool:
     """
     Return whether a buffer waits for more samples, since it has too few or they fill no pack.
 
-    Samples of a buffer that do not reach the minimum fill would all stay in it. From then on it
-    waits for the tokens of a whole pack, so that every packing of a larger buffer trains a pack.
+    If all samples of the buffer together do not reach the minimum fill, packing would leave them
+    all in it. The buffer then grows until it has the tokens of a whole pack, so that packing it
+    trains a pack.
     """
     needed = options.min_fill_ratio if len(buffer) == options.packing_buffer else 1
     has_few = len(buffer) < options.packing_buffer
@@ -225,10 +226,11 @@ def take_pack(state: ShardState, *, options: StreamOptions) -> tuple[tuple[Strea
 
 def _pack_buffer(state: ShardState, options: StreamOptions, *, at_end: bool) -> ShardState:
     """
-    Pack the buffer; return the new state. The newest underfilled pack stays in the buffer, and
-    older ones as long as they are half a buffer in all. The others are evicted, and trained.
+    Pack the buffer; return the new state. The newest underfilled pack stays in the buffer, and so
+    do older ones, as long as all of these have at most half a buffer of samples. The others are
+    evicted, and trained.
 
-    At the end of a shard none stays, and `drop_last` drops those that are evicted.
+    At the end of a shard no pack stays, and `drop_last` drops the underfilled ones.
     """
     arrived = list(enumerate(state.buffer))
     bins = binpacking.to_constant_volume(arrived, options.packing_length, key=lambda one: one[1].length)

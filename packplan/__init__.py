@@ -8,8 +8,8 @@ Packs of a fixed token budget from samples of unequal length: planned once, the 
 >>> plan.schedule(world_size=2, epochs=3).total_steps
 6
 
-Each name below is loaded when it is first used. They need only attrs, binpacking, numpy and scipy;
-training needs an extra: `pip install 'packplan[train]'`.
+Each name below is loaded when it is first used. All of these names need only attrs, binpacking,
+numpy and scipy; training needs an extra: `pip install 'packplan[train]'`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 In a checkout, `core.plan` is `packplan.core.plan`: one module object under both names.
 
 `python -m app.sft` and `import core.plan` find the folders of the checkout, to which `packplan/`
-links. Without this, each module would be loaded once under either name.
+links. Without this, each module would be loaded twice, once under each name.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def _require_data_path(path: Path) -> None:
     Require that a path is a readable data file, or a folder of a data set.
 
     Raises:
-        DataSetError: The file is missing or cannot be read, or the folder is not data set.
+        DataSetError: The file is missing or cannot be read, or the folder is not a data set.
     """
     try:
         str(path.resolve()).encode()

@@ -1,15 +1,16 @@
 """
 Downloads of remote data files and media into folders on this machine.
 
-Training needs no network, and reads records in shuffled order: so files are downloaded whole. Each
-download stands under the digest of its content, beside a note of its URL. The server is asked at
-each start whether a data file changed. A medium is fetched once: later processes get the same
-bytes without a network, or an error if they are gone. Queries and user names in URLs may be
+Training reads records in shuffled order, and is to need no network, so files are downloaded whole.
+Each download is stored under the digest of its content, beside a note of its URL. The server is
+asked at each start whether a data file changed. A medium is fetched once: later processes get the
+same bytes without a network, or an error if they are gone. Queries and user names in URLs may be
 credentials: no message and no note has them.
 
-fsspec's `filecache` would not do. It keeps no digest, so that another file under the same name goes
-unnoticed, and sets no limit of size. Its index holds the URLs as they are, signatures included; it
-is one file, which processes write without a lock. A URL with a new signature is another file to it.
+fsspec's `filecache` is not used, for these reasons. It keeps no digest, so another file under the
+same name goes unnoticed, and it has no limit of size. Its index holds whole URLs, signatures
+included, in a single file that processes write without a lock. It takes a URL with a new signature
+for another file.
 """
 
 import contextlib

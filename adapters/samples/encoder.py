@@ -1,8 +1,9 @@
 """
 Encodes records by ms-swift's template; each error names the record's file and line.
 
-The way of a record is read from top to bottom: `read_sample`, then `encode_planned` in training or
-`encode_and_measure` in measuring, and the methods that both call. Shapes, images and videos follow.
+The methods stand in the order in which a record passes them: `read_sample`, then `encode_planned`
+in training or `encode_and_measure` in measuring, and the methods that both call. Methods for
+shapes, images and videos follow.
 """
 
 import bisect

@@ -1,10 +1,10 @@
 """
 Measures the samples of an encoder; plans are made from these measurements.
 
-`measure_many` is read from top to bottom, for a batch in this process: read each sample and split
-its texts into pieces, count the pieces of the batch at once (`shortcut.py`), and encode the
-remaining samples in full. Other processes, of this machine or a cluster, and the worker of a torch
-loader, at the end, do the same.
+The methods after `measure_many` stand in the order in which they measure a batch in this process:
+read each sample and split its texts into pieces, count the pieces of the batch at once
+(`shortcut.py`), and encode the remaining samples in full. Other processes, of this machine or of a
+cluster, do the same; so does the worker of a torch loader, at the end of the module.
 """
 
 import logging
@@ -86,11 +86,12 @@ class SwiftMeasurer:
     """
     A `core.ports.LengthSource` over the samples of an encoder.
 
-    It measures by the shortcut, the texts and the headers of media, and encodes all others in full.
-    Of the other samples, some are also encoded in full and compared: the first of each kind in each
-    process, and one in `AUDITED_ONE_IN` of those without videos, since decoding a video takes as
-    long as counting hundreds. The first of each kind is also compared, token by token, with
-    ms-swift's own encode of its record.
+    Samples are measured by the shortcut, from their texts and the headers of their media. Samples
+    that it does not support are encoded in full. Of the samples that it measures, some are also
+    encoded in full, and the results compared: the first of each kind in each process, and one in
+    `AUDITED_ONE_IN` of those without videos, since decoding a video takes as long as counting
+    hundreds. The first of each kind is also compared, token by token, with ms-swift's own encode of
+    its record.
     """
 
     pool_start_s = 1.0

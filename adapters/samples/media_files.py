@@ -115,7 +115,7 @@ class VideoFacts:
     num_bytes: int
 
     width: int
-    """Width of the frames in pixels, after the turn that the container asks for."""
+    """Width of the frames in pixels, after the rotation that the container asks for."""
 
     height: int
     num_frames: int

@@ -297,5 +297,8 @@ def _refuse_unknown_names(template: TemplateConfig) -> None:
 
 
 def _return_inputs(_: Any, inputs: Any = None) -> Any:
-    """Change nothing: return *inputs*, None without, in place of a method of a template."""
+    """
+    Return *inputs* unchanged, or None if there are none. This takes the place of a template's
+    method.
+    """
     return inputs

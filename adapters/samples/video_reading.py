@@ -1,9 +1,9 @@
 """
 Sampling and decoding of video frames by qwen_vl_utils and decord, as `template` in the YAML sets.
 
-decord 0.6 fails for videos that their container turns by a quarter. PyAV reads such videos, and
-gives the same frames. If qwen_vl_utils uses another reader (torchcodec, if it is installed), every
-video is decoded to be measured.
+decord 0.6 fails for videos whose container rotates them by a quarter turn. PyAV reads such videos,
+and gives the same frames. If qwen_vl_utils uses another reader (torchcodec, if it is installed),
+every video is decoded to be measured.
 """
 
 from collections.abc import Callable, Mapping

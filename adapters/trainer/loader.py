@@ -162,7 +162,8 @@ def loss_weights(
 
     The reduction `token` gives equal weight to every token, and `sample` to every sample. `sqrt`
     lies between (square averaging in InternVL 2.5, 2024): a token in a sample of n supervised
-    tokens weighs n ** -0.5. With *scale*, n is the sum of a sample's scale, which is also a factor.
+    tokens weighs n ** -0.5. With *scale*, n is the sum of a sample's scale, and each weight is
+    multiplied by its scale.
 
     Args:
         labels: Labels of shape (rows, length).

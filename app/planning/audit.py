@@ -52,8 +52,9 @@ measured.
 
 COMPARED_TOKENS = 16_000
 """
-Tokens of stored samples that are encoded again before all of them are trusted, at most: about 0.3 s
-for those of images. Fewer than `REPEATED_SAMPLES` are encoded where they have more.
+Most tokens of the stored samples that are encoded again before all stored samples are trusted:
+about 0.3 s for samples of images. If `REPEATED_SAMPLES` samples have more tokens, fewer are
+encoded.
 """
 
 

@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 
 _LATE_S = 1e-3
 """
-Seconds left after the deadline: not 0, which would be for ever. Results that are ready are still
-taken.
+Seconds to wait after the deadline, for results that are ready. It is not 0, which would mean for
+ever.
 """
 
 

@@ -1,5 +1,5 @@
 """
-The way of a sample from a run's YAML to training steps, read from top to bottom:
+Stages of a run, from its YAML to training steps; read the functions from top to bottom:
 
     config -> records and encoder -> lengths -> raw plan -> aligned plan -> schedule -> trainer
 

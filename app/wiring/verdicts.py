@@ -1,5 +1,5 @@
 """
-Verdict whether a run's model may pack, and the attention that follows from it.
+Verdict on whether a run's model may pack, and the attention that follows from it.
 
 The model is probed as a small copy, and once more when it is loaded. A verdict is stored beside the
 plans, by a fingerprint of everything that it depends on.

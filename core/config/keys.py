@@ -29,7 +29,8 @@ class Key:
     """
     Properties of a YAML key, apart from its type, default and reference text.
 
-    Each key of `RunConfig` declares `lengths`, `plan` or both, or in `neither` why it enters none.
+    Each key of `RunConfig` declares `lengths`, `plan` or both; or `neither` says why it enters no
+    fingerprint.
     """
 
     check: Check = _accept_any

@@ -10,10 +10,9 @@ Samples in order of length and work are assigned to the groups in turn, so group
 3. Level: samples are exchanged until packs have nearly equal work (`core.packers.exchange`).
 
 In step 1, a sample of much work reserves tokens that stay empty in its pack, since a full pack with
-it would exceed the mean work. Reserved are the tokens that the packs leave unused anyway.
-
-Where step 2 fails, or best fit needs more packs than the limit, packs of `auto` are levelled
-instead, of a smaller capacity if their number allows.
+it would exceed the mean work. Only tokens that the packs leave unused anyway are reserved. If step
+2 fails, or if best fit needs more packs than the limit, packs of `auto` are levelled instead. These
+have a smaller capacity if their number then stays within the limit.
 """
 
 from bisect import bisect_left
@@ -67,8 +66,8 @@ def balanced(
     Args:
         lengths: Tokens, each from 1 to *capacity*.
         capacity: Tokens a pack may hold.
-        works: Work of each sample, >= 0 in any unit; of the shape of *lengths*. None takes tokens
-            and squares of lengths in the proportion of an ordinary model.
+        works: Work of each sample, >= 0 in any unit; of the shape of *lengths*. None computes works
+            from tokens and squares of lengths, in the proportion of an ordinary model.
         report: Called with a progress message.
         keys: Random numbers that the start of the search is drawn from, which gives other packs of
             the same number and work; shape (num_samples,). None starts longest first.

@@ -1,15 +1,15 @@
 """
 Packers that take the longest samples first, over counts of equal lengths.
 
-Constant volume has the packs of `binpacking.to_constant_volume` 2.x (with `weight_pos`), ties
-included, without its quadratic search: the emptiest bin fits if any bin fits. The literature calls
-it worst-fit decreasing; that and best and first fit are of Johnson, "Near-optimal bin packing
-algorithms" (1973).
+Constant volume gives the same packs as `binpacking.to_constant_volume` 2.x (with `weight_pos`),
+ties included, without its quadratic search: the emptiest bin fits if any bin fits. The literature
+calls it worst-fit decreasing; worst, best and first fit are described in Johnson, "Near-optimal bin
+packing algorithms" (1973).
 
-Modified first fit is of Johnson and Garey, "A 71/60 theorem for bin packing" (1985). Samples are
-large (over a half of the capacity), medium (over a third), small (over a sixth) or tiny. Large ones
-open a bin each, and the next phases add other samples to them. First fit packs the rest. Bins with
-equal room are taken in the order they were opened.
+Modified first fit is described in Johnson and Garey, "A 71/60 theorem for bin packing" (1985).
+Samples are large (over a half of the capacity), medium (over a third), small (over a sixth) or
+tiny. Large ones open a bin each, and the next phases add other samples to them. First fit packs the
+rest. Bins with equal room are taken in the order they were opened.
 """
 
 from __future__ import annotations

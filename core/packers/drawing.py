@@ -6,9 +6,9 @@ whole samples between two cuts are a group, which is packed as one item. Samples
 items of their own, called loose, and fill the packs of the groups. So nearly all samples share a
 pack with random others.
 
-If the draw has more than one pack in 200 above the algorithm's own packing, groups at the front of
-the order become loose samples too, and the items are packed again. If that is still too many with
-all samples loose, samples of equal length change places in the algorithm's own packs.
+If the draw needs more than one pack in 200 beyond the algorithm's own packing, groups at the front
+of the order become loose samples too, and the items are packed again. If it still needs too many
+packs with all samples loose, samples of equal length change places in the algorithm's own packs.
 
 An algorithm that starts from a random order needs no groups. `balanced` draws the start of its
 search. The groups of `certified` are packed by best fit, its first stage. Where that is not near

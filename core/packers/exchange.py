@@ -27,7 +27,9 @@ _CYCLES = (20, 60)
 """Least and largest number of draws of parts: for packs of many samples, and of few."""
 
 _DRAWS = 150
-"""Draws for packs of one sample; packs of n samples have an n-th, within `_CYCLES`."""
+"""
+Number of draws for packs of one sample. Packs of n samples have an n-th of it, within `_CYCLES`.
+"""
 
 _ROUNDS_OF_A_CYCLE = (4, 16)
 """

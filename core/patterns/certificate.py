@@ -16,19 +16,19 @@ from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_SIZES, tighten_b
 from packplan.core.patterns.search import CLOSE, default_effort, find_filling
 
 MAX_PARTS = 100
-"""Parts of the capacity that dual-feasible functions round lengths to, at most."""
+"""Largest number of parts of the capacity to which dual-feasible functions round lengths."""
 
 MAX_UNITS = 256
 """Lengths whose multiples others are rounded to, before those beside the best are tried."""
 
 
 _EFFORTS = 3
-"""Times the effort of `auto` that an unlimited search spends before the linear relaxation."""
+"""Multiple of the effort of `auto` that an unlimited search spends before the linear relaxation."""
 
 _STEPS_OF_A_GAP = 250_000_000
 """
-Steps of linear programs for each 0.1 % of the packs that they may save, about half a minute. A
-smaller gap has as many.
+Steps of linear programs for each 0.1 % of the packs that they may save, about half a minute. A gap
+of less than 0.1 % gets as many.
 """
 
 

@@ -26,15 +26,16 @@ FEW_GROUPS, MORE_GROUPS = 32, 96
 
 GROUPS, FINE_GROUPS = (32, 64), (64, 96)
 """
-Groups of lengths in the search of `auto`, and in a second one with the effort that is left; fine
-ones where packs hold few samples. Many samples in packs that do not repeat take the others in turn.
+Groups of lengths in the search of `auto`, and in a second search with the effort that is left.
+Packs of few samples take the fine groups. Packs of more samples take the others, in reverse order
+if the packs do not repeat.
 """
 
 _PACKS_OF_A_SEARCH, _LEAST_REPEATS, _FEW_SAMPLES = 4000, 3, 4
 """
-Least packs of a search whose packs repeat, so that one of them is a pack in 4,000; least repeats,
-since twice alone saves less than the samples in places of longer ones lose; and samples of a pack
-up to which fine groups find fewer packs.
+Fewest packs of a search whose packs repeat, so that one of them is a pack in 4,000. Fewest repeats:
+with two, the search saves less than it loses by samples in places of longer ones. Most samples of a
+pack for which fine groups find fewer packs.
 """
 
 CLOSE, _ENOUGH = 1000, 4000
@@ -42,7 +43,8 @@ CLOSE, _ENOUGH = 1000, 4000
 
 MAX_REFILLS = 12
 """
-Times that open bins are packed again. Two in a row that close less than a tenth of the gap end it.
+Most times that open bins are packed again. Two times in a row that close less than a tenth of the
+gap end the search.
 """
 
 _NEAR = 100

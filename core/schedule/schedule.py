@@ -1,10 +1,10 @@
 """
 Epoch schedules: the order of packs in each epoch, also after a resume on another number of ranks.
 
-A pack is named by its index in the raw plan; where each epoch has a plan of its own, in that of the
-epoch. In an order, rank r of W takes the positions r, r + W, r + 2W, …, so the packs that all ranks
-have consumed are a prefix of it. Orders follow from the seed and the epoch alone. They never change
-under one `ORDER_VERSION`, since a resumed run relies on them.
+A pack is named by its index in the raw plan. Where each epoch has a plan of its own, the index is
+that in the epoch's plan. In an order, rank r of W takes the positions r, r + W, r + 2W, …, so the
+packs that all ranks have consumed are a prefix of it. Orders follow from the seed and the epoch
+alone. They never change under one `ORDER_VERSION`, since a resumed run relies on them.
 
 With works of packs, each optimizer step assigns its packs to the ranks by work. The packs of a step
 stay the same.
@@ -53,8 +53,8 @@ Works = NDArray[np.number]
 
 ORDER_VERSION = 2
 """
-Version of the orders. It changes if a schedule gives a rank other packs in any step. A golden order
-guards it.
+Version of the orders. It changes if a schedule gives a rank other packs in any step. A test
+compares orders with stored ones.
 """
 
 

@@ -1,9 +1,10 @@
 """
 Work of a model's text layers, computed from its config.json.
 
-Keys decide, not families: grouped or latent heads, experts and shared experts, layers of a window
-or a chunk, layers that carry a state. `_DEFAULTS` holds values that configs leave out or have no
-key for. A key that names a size and is not read here makes the model's work unknown.
+The work follows from the keys, not from the model's family. Keys describe grouped or latent heads,
+experts and shared experts, layers of a window or a chunk, and layers that carry a state.
+`_DEFAULTS` holds values that configs leave out or have no key for. A key that names a size and is
+not read here makes the model's work unknown.
 """
 
 from collections import Counter
