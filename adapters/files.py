@@ -31,7 +31,7 @@ _DIGEST = "manifest_sha256"
 
 _REFUSED = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container")
 """
-Texts of write errors that are no OSError: those of Rust libraries, and of torch's zip writer.
+Texts of write errors that are not an OSError: errors of Rust libraries, and of torch's zip writer.
 """
 
 _NO_MEMORY = re.compile(r"out of memory|can(?:'t|not) allocate memory", re.IGNORECASE)

@@ -49,7 +49,7 @@ _POINTER = b"version "
 """First bytes of a git-lfs pointer, which stands in place of a file that was not fetched."""
 
 _MOST_JSON = 2**28
-"""Most bytes of a JSON file of a model: those of tokenizers have tens of MiB."""
+"""Most bytes of a JSON file of a model: files of tokenizers have tens of MiB."""
 
 _SAMPLED, _MOST_SAMPLED = 256, 256
 """Bytes that a file's digest reads of a weight, and most weights that it reads, evenly spread."""
@@ -356,8 +356,8 @@ def model_file_facts(folder: Path, *, patterns: Sequence[str] = ("config.json",)
 
 def _weights_digest(path: Path) -> str:
     """
-    Return a digest of a file of weights: of the header and some bytes of the weights if it is a
-    safetensors file, of the stored checksums if it is an archive of torch, else of nothing.
+    Return a digest of a file of weights. For a safetensors file, it covers the header and some
+    bytes of the weights; for an archive of torch, the stored checksums; for other files, nothing.
     """
     digest = hashlib.sha256()
     if path.suffix == ".safetensors":

@@ -66,7 +66,8 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
 
 def require_same_step(folder: Path, state: Mapping[str, Any], step: int) -> None:
     """
-    Refuse a trainer's state whose optimizer step is not that of Packplan's state beside it.
+    Refuse a trainer's state whose optimizer step differs from the step in Packplan's state beside
+    it.
 
     Args:
         folder: Folder of the checkpoint.

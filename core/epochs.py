@@ -53,7 +53,7 @@ def _mixes_json(mixes: Mixes) -> str:
 
 @attrs.frozen(kw_only=True, eq=False)
 class RecordLengths:
-    """Lengths and work of all records; each epoch takes those of its samples from here."""
+    """Lengths and work of all records, from which each epoch takes the values of its samples."""
 
     lengths: IntArray
     """Tokens of each record, 0 for one that is not a sample; shape (num_records,)."""
@@ -65,7 +65,7 @@ class RecordLengths:
     """Work of each record, for algorithms that pack by work; shape (num_records,)."""
 
     images: IntArray | None = None
-    """Images of each record, where the policy limits those of a pack; shape (num_records,)."""
+    """Images of each record, where the policy limits the images of a pack; shape (num_records,)."""
 
     indices: IntArray = attrs.field(init=False)
     """Records that are samples, ascending; shape (num_samples,)."""

@@ -196,7 +196,7 @@ class ModelError(_FactError, UserError):
 
 @attrs.define(eq=False)
 class StaleError(_FactError, UserError):
-    """Stored data were made from other inputs than those of this run."""
+    """Stored data were made from inputs that differ from the inputs of this run."""
 
     @classmethod
     def for_lengths(cls, where: str, differences: tuple[Difference, ...]) -> StaleError:

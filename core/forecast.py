@@ -393,9 +393,9 @@ def calibration_packs(
     """
     Return the samples of each pack that is trained to measure time, step after step.
 
-    There are steps of packs of similar work from the heaviest to the lightest, of the packs with
-    the most images, of halves of packs, and the run's own first steps. The last step has a single
-    microbatch.
+    Some steps have packs of similar work, from the heaviest to the lightest. Others have the packs
+    with the most images, or halves of packs, or are the run's own first steps. The last step has a
+    single microbatch.
 
     Args:
         packs: Packs of the plan.

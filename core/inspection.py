@@ -286,7 +286,7 @@ def describe_training(
     plan: RawPlan, lengths: Lengths, schedule: EpochSchedule, *, packed: bool = True, unit: str = "rank"
 ) -> dict[str, str]:
     """
-    Return the rows of a table of the samples that a schedule trains, and of those left out.
+    Return the rows of a table about the samples that a schedule trains, and the samples left out.
 
     Args:
         plan: Plan of samples with these lengths. Where each epoch has its own plan, that of one
@@ -622,8 +622,8 @@ def work_of_steps(works: NDArray[np.float64], *, most: int = 100) -> tuple[NDArr
     Return the work of steps in at most *most* groups of consecutive steps.
 
     The first value returned has the first step of each group, and the end of the last one. The
-    others have the mean work of a step in each group: that of the mean rank, and that of the
-    busiest.
+    second and the third have the mean work of a step in each group: on the mean rank, and on the
+    busiest rank.
 
     Args:
         works: Work of each step on each rank; shape (steps, world_size).

@@ -1,7 +1,7 @@
 """
 Counts of equal lengths, and packing by best fit or first fit over these counts.
 
-The cost of planning grows with the number of distinct lengths, not with that of samples.
+The cost of planning grows with the number of distinct lengths, not with the number of samples.
 
 Rules: index 0 is the longest length; samples of one length keep their input order, and algorithms
 take them in that order. An algorithm fills a `PackingTrace` over indices; only `PackingTrace.packs`
@@ -9,9 +9,9 @@ touches single samples, in passes over cache-sized blocks.
 
 Best fit and first fit take the longest samples first. Both keep filling a bin until the length no
 longer fits: in first fit, the bin remains the first that fits; in best fit, it becomes the fullest.
-So a range of neighbouring bins with equal room takes its samples in one move. The packs are those
-of the item-by-item algorithms (Johnson, "Near-optimal bin packing algorithms", 1973), ties
-included.
+So a range of neighbouring bins with equal room takes its samples in one move. The packs are the
+same as those of the usual algorithms, which place item by item (Johnson, "Near-optimal bin packing
+algorithms", 1973), ties included.
 """
 
 from __future__ import annotations

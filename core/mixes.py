@@ -294,8 +294,8 @@ def select_lowest_keys(keys: NDArray[np.uint64], weights: IntArray, quota: Fract
 
     The positions ascend. At least one is selected, unless the quota is 0.
 
-    Equal keys count in order of position. Time is linear for random keys: only those are sorted
-    whose highest 16 bits are those of the key where the sum reaches the quota.
+    Equal keys count in order of position. Time is linear for random keys: only those keys are
+    sorted that share their highest 16 bits with the key where the sum reaches the quota.
 
     Args:
         keys: Random key of each sample; shape (num_samples,).
@@ -495,8 +495,8 @@ def _draw_faults(mix: Mix, available: Sequence[int], samples: Sequence[int]) -> 
 
 def _share_faults(mix: Mix, available: Sequence[int], least: Sequence[int] | None = None) -> Iterator[Fault]:
     """
-    Yield a fault for each source whose share gives no sample or needs more than it has, for a
-    mix without other faults.
+    In a mix without other faults, yield a fault for each source whose share gives no sample, or
+    needs more than the source has.
 
     *available* and *least* are the samples or tokens of each source, and of its shortest sample.
     """

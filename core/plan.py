@@ -222,8 +222,8 @@ def build_raw_plan(
 def _sizes_with_images(lengths: IntArray, images: Lengths | None, policy: PlanPolicy) -> tuple[IntArray, int]:
     """
     Return the room that each sample takes, and the room of a pack, in one unit. A sample takes the
-    room of its tokens, or that of its images if this is larger. So packs within the room keep both
-    limits.
+    room of its tokens or the room of its images, whichever is larger. So packs within the room keep
+    both limits.
     """
     if policy.max_images is None:
         return lengths, policy.packing_length

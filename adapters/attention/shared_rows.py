@@ -56,7 +56,7 @@ _NOT_BY_TOKEN = ("pixel", "image", "video", "deepstack", "past_key_values", "cac
 """Beginnings of the names of arguments whose axes are not the row's tokens."""
 
 _DEGREE: ContextVar[int | None] = ContextVar("degree", default=None)
-"""Ranks that share each row, whatever its length; None for those of the row's own group."""
+"""Ranks that share each row, whatever its length; None if the row's length decides its group."""
 
 _KEEPS_PART: ContextVar[bool] = ContextVar("keeps_part", default=False)
 """Whether the model's head gets this rank's part of the row instead of the whole row."""
@@ -161,9 +161,9 @@ def share_rows(model: Any, groups: RowGroups, *, logits: bool = False) -> None:
     """
     Let groups of ranks share the packed rows that a model computes; every rank calls this.
 
-    The model has to attend by this project's attention (`set_attention`, `unpad`). Losses, logits
-    and hidden states are those of the whole row on every rank, and the mean of the gradients of the
-    ranks that share it is the row's gradient. All ranks of a row's group have to be given the row.
+    The model has to attend by this project's attention (`set_attention`, `unpad`). Every rank gets
+    the losses, logits and hidden states of the whole row. The row's gradient is the mean of the
+    gradients of the ranks that share it. All ranks of a row's group have to be given the row.
 
     Args:
         model: Model of transformers, perhaps with adapters.
@@ -426,10 +426,10 @@ def context_parallel(model: Any, *, layout: PackedLayout, group: dist.ProcessGro
     """
     Make a model compute this rank's part of a packed row, as a layout divides it.
 
-    Inside the block, give the model the part as `input_ids` of shape (1, num_positions / cp_size),
-    or the whole row, perhaps with images, which every rank embeds. It returns the part's logits.
-    Position ids default to the layout's. With gradient checkpointing the backward pass belongs
-    inside too, since it runs the layers again.
+    Inside the block, give the model this rank's part as `input_ids` of shape (1, num_positions /
+    cp_size). Or give it the whole row, perhaps with images, which every rank then embeds. It
+    returns the part's logits. Position ids default to the layout's. With gradient checkpointing the
+    backward pass belongs inside too, since it runs the layers again.
 
     Args:
         model: Model of transformers with causal attention, perhaps inside DDP or an engine of

@@ -173,8 +173,8 @@ def merge_sections(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str,
     """
     Return *base* with the values of *top*; sections are merged key by key.
 
-    Null removes a key of *base*; any other value replaces that of *base*. In `columns`, null is a
-    value: it ignores a key.
+    Null removes a key of *base*; any other value replaces the value in *base*. In `columns`, null
+    is a value: it ignores a key.
     """
     merged = dict(base)
     for key, value in top.items():

@@ -90,9 +90,9 @@ def balance(
     trainer.train()
     ```
 
-    The trainer's arguments still decide which answers a step trains. Loss and gradients stay those
-    of the trainer's own step. Logged values are those of a step in one batch. Call it on every
-    rank, after the trainer is built and before it trains.
+    The trainer's arguments still decide which answers a step trains. Loss and gradients stay the
+    same as in the trainer's own step. Logged values are the same as in a step of one batch. Call it
+    on every rank, after the trainer is built and before it trains.
 
     Args:
         trainer: `GRPOTrainer` or `RLOOTrainer` of TRL.

@@ -1,9 +1,9 @@
 """
 Packed calls: a model computes a padded batch as one row without padding.
 
-Before the text stack of a model runs, the real tokens of all rows become one row, in which tokens
-attend only within their sample. After it, the results are put back at their places in the batch. So
-a trainer collates, computes its loss and reads its outputs as usual.
+Before the text stack of a model runs, the real tokens of all rows are joined into one row, in which
+each token attends only within its own sample. After it, the results are put back at their places in
+the batch. So a trainer collates, computes its loss and reads its outputs as usual.
 
 Rules: hooks are torch's own, and nothing of transformers is changed. A call passes through
 unchanged if it has no padding, no mask of two dimensions, a cache of the caller (generation), or
@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 
 Positions = Literal["columns", "counted", "ids"]
 """
-Numbering of a model's tokens if the caller gives no positions: by the column in the batch, by count
-of the real tokens before, or by count of the ids before that are not padding, as in RoBERTa.
+Numbering of a model's tokens if the caller gives no positions: by the column in the batch, by the
+number of earlier real tokens, or by the number of earlier ids that are not padding, as in RoBERTa.
 """
 
 POSITIONS: tuple[Positions, ...] = get_args(Positions)

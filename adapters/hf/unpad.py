@@ -114,9 +114,9 @@ def separate_samples(
 
     A model loaded with `attn_implementation="packplan"` takes the fastest attention that passes the
     probe. Another model keeps its own. The probe takes some seconds, on a small copy of the model
-    and then on the model itself: gradients between samples have to be exactly 0, and each sample's
-    results have to equal those of the sample alone. `config.use_cache` is set to False, since
-    transformers keeps samples apart only in calls without a cache.
+    and then on the model itself: gradients between samples have to be exactly 0, and each sample
+    has to have the same results as alone. `config.use_cache` is set to False, since transformers
+    keeps samples apart only in calls without a cache.
 
     Args:
         model: Model of transformers, perhaps with adapters.

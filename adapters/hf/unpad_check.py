@@ -25,7 +25,7 @@ class UnpaddedStep:
     """Loss with padding."""
 
     gradients: float
-    """Norm of the difference of gradients, relative to the norm of those with padding."""
+    """Norm of the difference of gradients, divided by the norm of the gradients with padding."""
 
     real: int
     """Positions that were computed without padding."""

@@ -30,10 +30,11 @@ class PackBatches:
     """
     Batch sampler that yields the pack indices of one rank, epoch by epoch, by a schedule.
 
-    Each iteration yields the batches of `epoch`, or those that are left of it in a loaded state,
-    and then moves on to the next epoch. After an iteration that stopped early, another iteration is
-    an error unless `set_epoch` or `load_state_dict` comes first. `state_dict` returns the progress
-    at any batch, and `load_state_dict` goes on from it, also on another number of ranks.
+    Each iteration yields the batches of `epoch`, and then moves on to the next epoch. After a state
+    was loaded, the first iteration yields only the batches that are left of its epoch. After an
+    iteration that stopped early, another iteration is an error unless `set_epoch` or
+    `load_state_dict` comes first. `state_dict` returns the progress at any batch, and
+    `load_state_dict` goes on from it, also on another number of ranks.
     """
 
     def __init__(

@@ -154,7 +154,7 @@ class PackInputs:
     """Collator of rows."""
 
     of_pairs: bool = False
-    """Whether samples are those of preference data, whose batch is the collator's."""
+    """Whether samples are preference data, whose batches come from the collator unchanged."""
 
     def __call__(self, packs: Sequence[PackOfRows]) -> dict[str, Any]:
         """

@@ -69,7 +69,7 @@ _VALUED = (ATTENTION, LABELS, *MASKS, *TYPE_COLUMNS)
 """Columns of a row with a value for each of its tokens."""
 
 _ROW_MASKS = (ATTENTION, "completion_attention_mask")
-"""Names of the mask of a batch's rows; the second is that of KTO in TRL before 1.0."""
+"""Names of the mask of a batch's rows; KTO in TRL before 1.0 has the second."""
 
 _DERIVED = "logps"
 """Part of the names of columns that a reference model computes: the digest leaves them out."""

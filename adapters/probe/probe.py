@@ -325,8 +325,8 @@ def _draw_row(model: Any) -> ProbeRow:
 
 def _try_strategy(copies: _SmallCopies, trial: StrategyTrial, blank: PackingVerdict) -> PackingVerdict:
     """
-    Return the verdict on a strategy, tried again with layers that carry a state sample by sample if
-    samples are not apart.
+    Return the verdict on a strategy. If it does not keep samples apart, it is tried again with the
+    layers that carry a state running sample by sample.
     """
     carriers: tuple[str, ...] = ()
     split: tuple[str, ...] = ()

@@ -1,8 +1,8 @@
 """
 Random samples and images, computed packed and each alone.
 
-A small copy of a model computes them, or the model that is about to train, with its own weights and
-kernels.
+They are computed by a small copy of a model, or by the model that is about to train, with its own
+weights and kernels.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def ordinary_token_ids(config: Any) -> list[int]:
 
 def probe_images(model: Any, *, native: str) -> ProbeResult:
     """
-    Compare features of images that are computed in one pass with those of each image alone.
+    Compare features of images that are computed in one pass with the features of each image alone.
 
     Args:
         model: Model of transformers that takes images, set to pack.

@@ -134,8 +134,8 @@ def _location_text(where: NamedModule | None) -> str:
 
 def _refuse_crossing_labels(row: PackedBatch) -> None:
     """
-    Raise MismatchError if the last token of a sample would learn the first one of the next, and
-    ArgumentError if labels have another shape than the rows.
+    Raise MismatchError if the last token of a sample would learn the first token of the next
+    sample, and ArgumentError if labels and rows differ in shape.
     """
     if row.labels is None:
         return

@@ -200,8 +200,8 @@ def run_alone(
     """
     Return logits, losses and gradients of samples that are computed one by one, the last one first.
 
-    The order is reversed because a layer may keep a state between calls. In the order of the row,
-    that state would be the same as in the row, and a leak would not show.
+    The order is reversed because a layer may keep a state between calls. If the samples were
+    computed in the order of the row, that state would be the same as in the row and hide a leak.
 
     Args:
         model: Model that computes.
@@ -305,7 +305,9 @@ def read_logits(output: Any, shape: Shape) -> torch.Tensor:
 
 
 def compute_precision(model: torch.nn.Module) -> Precision:
-    """Return the precision of a model's products: that of autocast, else that of its weights."""
+    """
+    Return the precision of a model's products: the precision of autocast, else of its weights.
+    """
     names: dict[torch.dtype, Precision] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
     return names.get(compute_dtype(next(model.parameters())), "float32")
 

@@ -3,8 +3,8 @@ Search for the module that mixes samples, or computes a packed sample and the sa
 differently.
 
 The calls of a model's modules are a tree. The search goes down from the model: of the calls inside
-a call, it takes the first whose output shows the fault while its inputs do not. Calls beside that
-one, such as those that only order tokens for experts, are not looked into.
+a call, it takes the first whose output shows the fault while its inputs do not. The search does not
+go into other calls, such as calls that only order tokens for experts.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ def run_pass(
     keeps: Any = None,
 ) -> Pass:
     """
-    Compute a call and the gradient of its loss; without a loss, that of a fixed sum of its outputs.
+    Compute a call and the gradient of its loss; without a loss, the gradient of a fixed sum of
+    outputs.
 
     Args:
         model: Model of transformers without wrappers.

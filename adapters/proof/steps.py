@@ -62,7 +62,7 @@ class StepLoss:
     """Norm of the gradients' difference, over the sum of the batches' gradient norms."""
 
     factor: float
-    """Scale of the gradients, relative to those of the mean; 1 is right."""
+    """Scale of the gradients, relative to the gradients of the mean; 1 is right."""
 
     tokens: int
     """Number of supervised tokens."""

@@ -39,7 +39,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "freeze_aligner": False, "learning_rate": 5e-5, "bf16": False, "fp16": False, "eval_strategy": "no",
     "ddp_timeout": 1800,
 }  # fmt: skip
-"""Defaults that are not those of ms-swift's commands."""
+"""Defaults that differ from the defaults of ms-swift's commands."""
 
 
 class RunArguments(SftArguments):  # type: ignore[misc]  # ms-swift has no types

@@ -5,8 +5,8 @@ Sizes come from the headers of images; frames and frame rates from the container
 reveal a changed file.
 
 Frames are counted by a container's index, or by its packets if it has no index (mkv, webm). If the
-rate may vary, or frames may be hidden, the facts name that as `doubt`, and the video is decoded to
-be measured. A file that cannot be trained is refused, with the reason.
+rate may vary, or frames may be hidden, the field `doubt` says so, and the video is decoded to be
+measured. A file that cannot be trained is refused, with the reason.
 """
 
 import hashlib

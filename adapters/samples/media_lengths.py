@@ -10,8 +10,8 @@ For videos, the arithmetic of qwen_vl_utils gives the number of sampled frames a
 size. Two frames make one layer of patches. Qwen3-VL writes the time of each layer before it, as
 text whose tokens are counted.
 
-All costs are differences from a stand-in of the same kind, so that the marks around media and
-constants of a processor cancel out.
+All costs are differences from a stand-in of the same kind. So the tokens that mark media, and the
+constants of a processor, cancel out.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ class VideoCosts:
         """
         Return the costs of videos under a template; None if they cannot be computed.
 
-        That is so if the template reads no videos, if no frame size is within its limits, or if
-        black videos cost something else when they are encoded in full.
+        They cannot if the template reads no videos, if no frame size is within its limits, or if
+        black videos have another cost when they are encoded in full.
 
         Args:
             template: Template of a vision model.

@@ -53,7 +53,8 @@ _SECRET = re.compile(r"SECRET|TOKEN|PASSWORD|CREDENTIAL|ACCESS_KEY|ACCOUNT_KEY")
 _file_systems: dict[tuple[object, ...], Any] = {}
 """
 Process, scheme and timeouts -> file system, with its connections for all threads. A forked process
-makes its own, and keeps those of its parent, whose connections it must not close.
+makes file systems of its own. It keeps those of its parent too, since it must not close their
+connections.
 """
 
 

@@ -123,7 +123,10 @@ class DiskLengthStore:
         self._num_records = 0
 
     def bad_records(self) -> tuple[BadRecord, ...]:
-        """Return the bad records stored here; if this folder is empty, those of the other run."""
+        """
+        Return the bad records stored here; if this folder is empty, the bad records of the other
+        run.
+        """
         origin = self.origin()
         if origin is None and self._lengths_from is not None:
             return DiskLengthStore(self._lengths_from).bad_records()

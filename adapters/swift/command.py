@@ -234,7 +234,7 @@ def refuse_untested_version(version: str) -> None:
 
 def prepare_arguments(arguments: Any, *, degrees: int | Literal["auto"] = 1) -> None:
     """
-    Refuse arguments that contradict a plan, and set those that its packs need.
+    Refuse arguments that contradict a plan, and set the arguments that its packs need.
 
     It replaces ms-swift's own check, which demands flash attention.
 

@@ -69,8 +69,8 @@ class PlannedPacks(Dataset[PackOfRows]):
     """
     Packs of an ms-swift data set: item k has the encoded rows of pack k.
 
-    Every process plans by itself, since equal lengths give equal packs. A row that has another
-    length than planned, or cannot be encoded, is an error, and no other row takes its place.
+    Every process plans by itself, since equal lengths give equal packs. If a row has another length
+    than planned, or cannot be encoded, an error is raised; no other row takes its place.
     """
 
     def __init__(

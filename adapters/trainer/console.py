@@ -42,7 +42,7 @@ OTHERS = MappingProxyType(
 
 
 class RunConsole(ProgressCallbackNew):  # type: ignore[misc]  # its library has no types
-    """Callback in place of those of ms-swift, which print all numbers of a step."""
+    """Callback that replaces the callbacks of ms-swift, which print all numbers of a step."""
 
     def __init__(self, *, draws: bool) -> None:
         """

@@ -56,7 +56,7 @@ _SKIP_ADVICE = "custom.on_bad_record: skip leaves such records out; packplan pla
 
 def measure(split: Split, report: ReportProgress) -> Table:
     """
-    Return the measurements of all records of a split; those that its store lacks are measured.
+    Return the measurements of all records of a split; records that its store lacks are measured.
 
     Where an audit shows the shortcut to be wrong, every sample is encoded in full.
 

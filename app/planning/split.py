@@ -189,7 +189,9 @@ class MeasuredSplit(Split):
 
 @attrs.frozen(eq=False, kw_only=True)
 class PlannedSplit(MeasuredSplit):
-    """A measured split with its plan; where each epoch has one of its own, that of the first."""
+    """
+    A measured split with its plan; where each epoch has its own plan, the plan of the first epoch.
+    """
 
     key: Fingerprint
     """Inputs of the plan."""

@@ -61,7 +61,7 @@ def yield_refusals(
 
 def yield_stale_inputs(config: RunConfig, lengths: StoredLengths) -> Iterator[str]:
     """
-    Yield a line for each setting that differs from that of the stored lengths.
+    Yield a line for each setting that differs from the setting of the stored lengths.
 
     Only `verify` finds other data or another model.
     """

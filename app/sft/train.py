@@ -53,8 +53,7 @@ def train(config: RunConfig, group: RankGroup) -> tuple[PlanTrainer, dict[str, M
     """
     Plan and train; return the trainer, and the splits that are trained and evaluated.
 
-    While an epoch that has a plan of its own is trained, its plan and the next one are held, and no
-    other.
+    If each epoch has its own plan, only the plans of the current and the next epoch are in memory.
 
     Raises:
         PackplanError: Something the user can fix, or something stored that is damaged.

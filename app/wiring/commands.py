@@ -62,8 +62,8 @@ def require_traceable(config: RunConfig) -> None:
     """
     Refuse a run that cannot be traced.
 
-    That is a run on several ranks of torchrun, or a command that trains pairs, split texts, another
-    task or several packs a batch.
+    Refused are runs on several ranks of torchrun, and commands that train pairs, split texts, tasks
+    other than causal LM, or batches of several packs.
     """
     if (started := read_world_size()) > 1:
         raise ConfigError("torchrun", (Fault("", f"starts {started} ranks: use --world-size instead"),))

@@ -59,7 +59,8 @@ def require_packing_model(config: RunConfig) -> PackingVerdict | None:
     """
     Return the verdict on a run's model; ModelError if it may not pack.
 
-    ModelError also if its attention is not installed. So hours of measuring are not wasted.
+    ModelError also if its attention is not installed. This comes before measuring, so that no hours
+    of it are wasted.
 
     The verdict is None if no model is probed: nothing is packed, the attention needs a GPU that is
     not here, or the run is a command of ms-swift, whose model the plugin probes.

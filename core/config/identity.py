@@ -1,6 +1,6 @@
 """
-Inputs of lengths and plans, and the values of a run that have to be equal on all ranks, and in the
-checkpoint that a run resumes from.
+Inputs of lengths and plans; and the values of a run that have to be the same on all ranks, or in
+the checkpoint from which it resumes.
 
 A path says where something is on a rank's own machine, so ranks compare only whether it is set. The
 content is compared instead: weights, checkpoint, data and tokenizer by their digests, files of

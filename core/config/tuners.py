@@ -1,8 +1,8 @@
 """
 Keys of `training.` that decide which weights are trained.
 
-ms-swift defines these keys and reads them. This module adds the tuners that read each key, its
-check, and its value in a run that does not set it.
+ms-swift defines these keys and reads them. For each key, this module adds the tuners that read it,
+its check, and the value that counts if a run does not set it.
 """
 
 import re

@@ -145,7 +145,7 @@ class EpochSchedule:
     num_packs: int | tuple[int, ...] = attrs.field(converter=_checked_packs)
     """
     Packs of the raw plan, >= 1. Where each epoch has its own plan, the packs of every epoch of the
-    training, from 0. `num_epoch_packs` returns those of an epoch either way.
+    training, from 0. In both cases, `num_epoch_packs` returns the packs of an epoch.
     """
 
     world_size: int

@@ -2,8 +2,8 @@
 Statistics of a schedule: fill, tokens, balance of work, and coverage of the samples.
 
 All numbers follow from the plan and the schedule, over all ranks. Nothing is measured or gathered.
-They are true for the run because every fetched sample is compared with the plan, and the batches of
-every rank with the schedule.
+They are true for the run, because each sample that is read is compared with the plan, and the
+batches of each rank are compared with the schedule.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ class EpochStats:
 
     degrees: IntArray
     """
-    Number of ranks that share each pack of `order`, in which it appears once for each; same shape.
+    Number of ranks that share each pack of `order`; same shape. A pack appears there once for each
+    of them.
     """
 
     earlier_packs: IntArray
@@ -178,8 +179,9 @@ class EpochStats:
         """
         Return the imbalance if ranks wait for each other in each microbatch.
 
-        It is the sum of each microbatch's largest work of a rank, over the sum of its mean work, in
-        steps *start* to *stop* - 1.
+        For each microbatch in steps *start* to *stop* - 1, it takes the work of the busiest rank
+        and the mean work of a rank. The result is the sum of the first, divided by the sum of the
+        second.
         """
         batches = _sum_rows(self._pack_works(start, stop), self.batch_size)
         return float(batches.max(axis=1).sum() / batches.mean(axis=1).sum())

@@ -30,7 +30,7 @@ _PARTNERS = 4
 
 def spread_over_rounds(costs: IntArray, works: IntArray, *, shards: int, rounds: int, capacity: int) -> IntArray | None:
     """
-    Assign items to microbatches, so that those of one round have about equal work.
+    Assign items to microbatches, so that the microbatches of a round have about equal work.
 
     Return the microbatch of each item, or None if an item has no room anywhere.
 

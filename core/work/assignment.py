@@ -71,9 +71,9 @@ def level_steps(
     """
     Return an order of the packs in which the ranks of each step have equal work.
 
-    In an order, rank r of W takes the positions r, r + W, r + 2W, … A step is accumulation x W
-    neighbours, the last perhaps fewer. Each step keeps its packs. A pack of several ranks stays in
-    one microbatch, at a multiple of their number.
+    In an order, rank r of W takes the positions r, r + W, r + 2W, … A step has accumulation x W
+    neighbouring positions; the last step may have fewer. Each step keeps its packs. A pack of
+    several ranks stays in one microbatch, at a multiple of their number.
 
     Args:
         works: Work of a rank on each pack in the given order, in units of `to_units`; shape
@@ -236,7 +236,7 @@ def _sets_to_exchange(packs_of_rank: int) -> list[NDArray[np.int64]]:
 
 def _exchange(held: IntArray, active: IntArray, works: IntArray, *, swaps: NDArray[np.int64], number: int) -> IntArray:
     """
-    Exchange packs of each busy rank with those of an idle one, as evenly as one exchange allows.
+    Exchange packs of each busy rank with packs of an idle one, as evenly as one exchange allows.
     Return the changed steps, as indices of *active*.
 
     Args:

@@ -34,7 +34,7 @@ _HARMLESS = re.compile(
 
 class ConfigKeys:
     """
-    Keys of a model's config.json, and a record of those that were read.
+    Keys of a model's config.json, and a record of the keys that were read.
 
     >>> keys = ConfigKeys({"hidden_size": 8, "n_layer": 2, "num_streams": 4})
     >>> keys.size("hidden_size"), keys.size("num_hidden_layers", "n_layer"), keys.unread_sizes()

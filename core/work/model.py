@@ -74,7 +74,7 @@ class WorkModel:
     @classmethod
     def estimated(cls, config: Sizes) -> WorkModel:
         """
-        Estimate the work of an unknown architecture as that of ordinary layers of its width.
+        Estimate the work of an unknown architecture as the work of ordinary layers of its width.
 
         Without sizes in *config*, it takes 32 layers of a width of 4,096. Images count by their
         tokens.
@@ -92,8 +92,8 @@ class WorkModel:
         Return the work of a forward and backward pass, from the work of the forward pass.
 
         A backward pass takes as many FLOPs for the gradients of a layer's inputs, and as many again
-        for those of trained weights. Attention has no weights, and its backward pass has two
-        products for each of the forward pass.
+        for the gradients of trained weights. Attention has no weights, and its backward pass has
+        two products for each of the forward pass.
 
         Args:
             text: Whether the weights of the language model are trained, not frozen or under

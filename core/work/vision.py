@@ -66,7 +66,7 @@ def read_vision_work(config: Sizes) -> VisionWork:
     - `fullatt_block_indexes`: windows in all layers but these.
     - `num_position_embeddings`: learned positions, with one more projector for each of
       `deepstack_visual_indexes`.
-    - `embed_dim`: a width of the tower beside that of the text.
+    - `embed_dim`: a width of the tower beside the width of the text.
     - `out_hidden_size` and `image_size` with `attention_bias` false: GLM-4V, whose MLPs are as wide
       as the text.
     - `use_absolute_position_embeddings` and the model's `downsample_ratio`: InternVL, with tiles of

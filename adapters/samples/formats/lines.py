@@ -139,7 +139,7 @@ class LinesFile(RecordFile):
 
 def _most_kept() -> int:
     """
-    Return the number of files that may stay open: a quarter of those that the process may open.
+    Return the number of files that may stay open: a quarter of the files that the process may open.
     """
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
 

@@ -1,9 +1,10 @@
 """
 Copies of files that cannot be read in any order: Parquet as Arrow, other formats as JSON Lines.
 
-A line of a copy is a line of its file, or a row of its array or table, so that messages can name
-it. A copy is named by the digest of its file, and published by a rename: a reader sees all of it or
-none. The digest is cached, so that a start need not read an unchanged file.
+Each line of a copy stands for one line of its file, or one row of its array or table, so that
+messages can name the place in the file. A copy is named by the digest of its file, and published by
+a rename: a reader sees all of it or none. The digest is cached, so that a start need not read an
+unchanged file.
 """
 
 import contextlib
