@@ -116,9 +116,9 @@ def export_llama_factory(
     are `input_ids`, `attention_mask`, `position_ids` and `labels`. Its collators rely on these
     rules: the mask numbers the samples of a row from 1, and is 0 over padding. Each row ends in
     padding, since a mask without a 0 may be dropped. A row has the packing length plus one, rounded
-    up to a multiple of 8, so that no collator lengthens it past its positions. For a longer sample,
-    which is packed alone, its own length counts. Train with `neat_packing: true`, and with
-    `disable_shuffling: true` to keep the order.
+    up to a multiple of 8, so that no collator lengthens it past its positions. The row of a longer
+    sample, which is a pack by itself, has the sample's length plus one, rounded up in the same way.
+    Train with `neat_packing: true`, and with `disable_shuffling: true` to keep the order.
 
     Args:
         rows: Tokenized rows by index, with `input_ids` and perhaps `labels` or masks.

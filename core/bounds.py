@@ -64,8 +64,8 @@ def find_bound(
     Args:
         lengths: Tokens of each sample, each from 1 to *capacity*.
         capacity: Tokens a pack may hold, >= 1.
-        known: Number of packs of a known packing. A bound that reaches it ends the search; with an
-            effort, a quick bound within one pack in 1,000 of it does, too.
+        known: Number of packs of a known packing. A bound that reaches it ends the search. With an
+            effort, a quick bound within one pack in 1,000 of it ends the search too.
         effort: Steps that may be spent beyond the quick bounds (`core.patterns`), of about a third
             of a microsecond each. 0 leaves the relaxation out. Its linear programs end after half a
             minute for each 0.1 % of the packs that they may save.

@@ -178,7 +178,7 @@ def plan_epoch(
         policy: Settings of planning.
         records: Lengths and works of all records.
         epoch: Epoch, from 0.
-        quick_bound: Take a lower bound that costs no search.
+        quick_bound: Take a lower bound that needs no search.
         report: Called with a progress message.
 
     Raises:

@@ -75,8 +75,8 @@ def packing_metrics(lengths: Lengths, packs: AnyPacks, *, capacity: int, bound: 
         lengths: Tokens of each sample, >= 1.
         packs: Packs to measure, or a plan that has them; at least one.
         capacity: Tokens a pack may hold, >= 1.
-        bound: Lower bound for the samples in the packs; None searches for one, for about as long
-            as packing takes. A sample over the capacity counts as a pack by itself.
+        bound: Lower bound for the samples in the packs; None searches for one, which takes about as
+            long as packing. A sample over the capacity counts as a pack by itself.
 
     Raises:
         ArgumentError: There is no pack, or a pack has a sample without a length.

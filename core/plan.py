@@ -153,12 +153,12 @@ def build_raw_plan(
         works: Work of each sample in any unit, >= 0, for algorithms that pack by work (`balanced`).
             None derives it from lengths.
         images: Number of images of each sample, which `max_images` needs.
-        quick_bound: Take a lower bound that costs no search, for plans that are only compared.
-            Otherwise the search has an effort in proportion to the plan, but no limit under
-            `certified`. The packs are the same.
+        quick_bound: Take a lower bound that needs no search, for plans that are only compared.
+            Otherwise a bound is searched for: with an effort in proportion to the plan, or without
+            a limit under `certified`. The packs are the same in both cases.
         report: Called with a progress message.
-        fields: Fields of `PlanPolicy` that replace those of *policy*, such as `packing_length`,
-            `algorithm` or `min_fill_ratio`.
+        fields: Fields of `PlanPolicy` that replace the same fields of *policy*, such as
+            `packing_length`, `algorithm` or `min_fill_ratio`.
 
     Raises:
         ArgumentError: A length is not a positive whole number.

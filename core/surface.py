@@ -101,7 +101,7 @@ class Plan(HasPacks):
                 then assigned to ranks by work.
             degrees: Most ranks that share a long pack, a power of two that divides *world_size*;
                 `auto` takes the largest. A pack then counts once in a step for each rank that it
-                needs, and `Step.ranks` has those that share it.
+                needs, and `Step.ranks` has the ranks that share it.
 
         Raises:
             ArgumentError: *packs_per_step* is no multiple of *world_size*, an argument is invalid,
@@ -185,7 +185,8 @@ def plan(
         min_fill_ratio: Share of *packing_length*, from 0 to 1; 0 drops no pack.
         max_dropped_share: Share of all tokens, from 0 to 1, that dropped packs may hold.
         packing: Pack samples; otherwise each is a pack by itself.
-        replanned: Draw the packs of epoch 0 from *seed*, instead of taking those of the algorithm.
+        replanned: Draw the packs of epoch 0 from *seed*, instead of taking the packs of the
+            algorithm.
         seed: Seed of random algorithms, from 0 to 2**64 - 1.
         work: Work of samples, for algorithms whose packs depend on it. None derives it from
             lengths.

@@ -169,7 +169,7 @@ def share_rows(model: Any, groups: RowGroups, *, logits: bool = False) -> None:
         model: Model of transformers, perhaps with adapters.
         groups: Ranks that share rows.
         logits: Whether calls with labels return logits too. If not, a model with the usual loss
-            returns None for them, and no rank holds those of the whole row.
+            returns None for them, and no rank holds the logits of the whole row.
 
     Raises:
         MismatchError: Later, in a call: ranks of the group are given different rows.

@@ -71,8 +71,8 @@ def measure_steps(
     Train, and return the seconds of this rank's warm steps, evaluation and checkpoint.
 
     Args:
-        trainer: Trainer of the same packs in each epoch, in one order. It may evaluate and save
-            only after its last step.
+        trainer: Trainer of the same packs in each epoch, in the same order. It may evaluate and
+            save only after its last step.
         terms: FLOPs of the steps of an epoch.
         evaluation_terms: FLOPs of the trainer's evaluation, as one step; None without one.
         clock: Function that returns seconds.

@@ -156,8 +156,8 @@ def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Ten
     Args:
         outputs: Outputs of a causal language model; `logits` of shape (rows, tokens, vocabulary).
         labels: Labels of shape (rows, tokens).
-        num_items_in_batch: Supervised tokens of the whole step over all ranks. None takes those of
-            *labels*.
+        num_items_in_batch: Supervised tokens of the whole step over all ranks. None takes the
+            supervised tokens of *labels*.
     """
     logits, targets = outputs["logits"][:, :-1].float(), labels[:, 1:].to(outputs["logits"].device)
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")

@@ -74,7 +74,7 @@ def unpad(model: Any, *, logits: bool = True, groups: RowGroups | None = None, c
             and compared (docs/use-it-in/transformers.md).
 
     Raises:
-        ModelError: The probe fails: results differ from those of the padded pass.
+        ModelError: The probe fails: results differ from the results of the padded pass.
         MismatchError: Later, in a first call: it differs from its padded pass.
         ArgumentError: The model is hooked already, or is not a model of transformers.
     """
@@ -220,7 +220,8 @@ def _find_stack(model: Any, asked: Any, *, native: str, logits: bool) -> tuple[T
 
     Args:
         model: Model of transformers without wrappers, set to keep samples of a row apart.
-        asked: The same model, or a small copy that has the same modules, which computes the rows.
+        asked: Model that computes the rows: the same one, or a small copy that has the same
+            modules.
         native: Attention of transformers that computes the padded rows.
         logits: See `unpad`.
 

@@ -54,7 +54,7 @@ class PackBatches:
         Args:
             schedule: Order of packs.
             rank: This rank, from 0.
-            world_size: Ranks that take part, which have to be those of the schedule.
+            world_size: Number of ranks that take part. It has to be the schedule's.
             plan: Checksum of the plan. States keep this and the next two arguments, and a loaded
                 state has to have the same.
             data: Digest of the rows; `RowsOfPacks.inspect` returns it.

@@ -69,8 +69,8 @@ class PackedBatch:
 
         Args:
             batch: Arguments of the model, of packed rows.
-            starts: First token of each sample. None takes those at which positions restart; without
-                positions, each of several rows is a sample.
+            starts: First token of each sample. None takes the tokens at which positions restart;
+                without positions, each of several rows is a sample.
 
         Raises:
             ArgumentError: The batch has no packed rows, or its tensors disagree on where samples

@@ -112,12 +112,13 @@ def packed_and_alone(
         model: Model in evaluation mode, set to pack.
         packed: Rows, with the arguments of the call.
         samples: The rows' samples, in their order.
-        alone: Outcome of `run_alone`. If it has no gradients, those of weights are not compared.
+        alone: Outcome of `run_alone`. If it has no gradients, the gradients of weights are not
+            compared.
         call: The way in which a host calls the model; None calls it as it is.
         readers: Samples whose dependence on other samples is computed; None takes all.
         sources: Pixels of the rows, each with the index of its sample.
-        step: Computes loss and gradients of the rows as training does; None takes those of the
-            samples' weighted losses.
+        step: Computes loss and gradients of the rows as training does; None takes the loss and
+            gradients of the samples' weighted losses.
         median: See `compare`.
 
     Raises:

@@ -14,7 +14,7 @@ def read_world_size(environment: Mapping[str, str] | None = None) -> int:
     Check torchrun's variables, and return the number of ranks; 1 without torchrun.
 
     Args:
-        environment: Environment variables; without any, those that this process has now: `datasets`
+        environment: Environment variables. None takes the present ones of this process: `datasets`
             replaces `os.environ` where several processes map.
 
     Raises:

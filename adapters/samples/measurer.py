@@ -109,8 +109,8 @@ class SwiftMeasurer:
             encoder: Encoder of the samples.
             workers: Processes that measure, limited to the number of cores; with 1, the calling
                 process measures.
-            join_cluster: Takes whether each sample is encoded in full, and joins a cluster that
-                measures in place of processes; None for processes.
+            join_cluster: Function that joins a cluster, which then measures in place of processes.
+                It takes whether each sample is encoded in full. None measures by processes.
         """
         self._encoder = encoder
         self._workers, self._join_cluster = min(workers, os.cpu_count() or 1), join_cluster

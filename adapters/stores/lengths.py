@@ -139,8 +139,8 @@ class DiskLengthStore:
         Args:
             key: All inputs of the measurements but the data.
             num_records: Current number of records.
-            data_digest: Number of records -> current digest of that many first records, without
-                those that `bad_records` returns.
+            data_digest: Function from a number of first records to their current digest, without
+                the records that `bad_records` returns.
 
         Raises:
             StaleError: The stored measurements have another key, or other data.
@@ -175,8 +175,8 @@ class DiskLengthStore:
         Args:
             key: All inputs of the measurements but the data.
             num_records: Current number of records.
-            data_digest: Number of records -> current digest of that many first records, without bad
-                ones.
+            data_digest: Function from a number of first records to their current digest, without
+                bad ones.
         """
         manifest = files.read_manifest(self._manifest, SCHEMA)
         if manifest is None:

@@ -105,7 +105,7 @@ def measure_and_plan(
     Args:
         split: Samples, policy and stores.
         ranks: All ranks; rank 0 measures and plans.
-        world_size: Number of ranks to align for; None takes those of *ranks*.
+        world_size: Number of ranks to align for; None takes the number of *ranks*.
         resumable: Names of the plans that checkpoints of the run were trained by: a resume stores
             no other plan. None, for a run from the beginning, stores any.
 

@@ -93,7 +93,7 @@ def split_command(given: Sequence[str] | None, *, skip: int = 0) -> tuple[list[s
     empty.
 
     Args:
-        given: Words of a command line of this project; None takes those of the process.
+        given: Words of a command line of this project; None takes the words of this process.
         skip: Number of earlier words to skip that look like such a program, as the first `swift` in
             `plugin swift swift sft`.
     """
@@ -110,7 +110,7 @@ def read_run_or_command(path: str, words: Sequence[str] = (), *, world_size: int
     Args:
         path: The YAML, or the first word of a command.
         words: Values for single keys of the YAML; or the other words of the command.
-        world_size: Ranks of a command; None takes those that it starts.
+        world_size: Ranks of a command; None takes the ranks that it starts.
 
     Raises:
         ConfigError: All faults of the run.

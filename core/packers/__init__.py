@@ -127,7 +127,7 @@ def pack(
         algorithm: A name in `ALGORITHMS`.
         seed: Seed of random algorithms, from 0 to 2**64 - 1.
         min_bin_count: Least number of packs. If there are fewer, the fullest are split.
-        bin_count_multiple: The number of packs becomes a multiple of this, in the same way.
+        bin_count_multiple: The number of packs becomes a multiple of this: further packs are split.
         works: Work of each sample, >= 0 in any unit, for `balanced`. None computes works from
             tokens and squares of lengths, in the proportion of an ordinary model.
         report: Called with a progress message, by `certified` and `balanced`.

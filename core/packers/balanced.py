@@ -69,8 +69,9 @@ def balanced(
         works: Work of each sample, >= 0 in any unit; of the shape of *lengths*. None computes works
             from tokens and squares of lengths, in the proportion of an ordinary model.
         report: Called with a progress message.
-        keys: Random numbers that the start of the search is drawn from, which gives other packs of
-            the same number and work; shape (num_samples,). None starts longest first.
+        keys: Random numbers that change the start of the search, and so the packs, but not their
+            number, nor how even their work is; shape (num_samples,). None starts with the longest
+            samples.
     """
     units = to_units(WorkModel.estimated({}).trained().sample_flops(lengths) if works is None else works)
     packs, fewest = _pack_with(lengths, capacity), find_bound(lengths, capacity=capacity, effort=0).packs

@@ -8,8 +8,8 @@ Packers `auto` and `certified`: searches for the fewest packs.
 `certified` searches until its packs meet the lower bound, or a limit of steps in proportion to the
 gap. It dives: it solves the linear relaxation over patterns, and fixes the bins of the most used
 patterns. A short search packs the remaining samples, and the program is solved again for them. If a
-gap to the bound remains, packs in the order of the data and in a random order are tried too. So it
-never needs more packs than another algorithm.
+gap to the bound remains, packs in the order of the data and in a random order are tried too. So
+`certified` never needs more packs than another algorithm.
 
 All limits count steps, so the result does not depend on the speed of the machine.
 """

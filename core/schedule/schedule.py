@@ -365,7 +365,7 @@ class EpochSchedule:
 
         Args:
             epoch: Epoch, from 0.
-            max_degree: Most ranks that share a pack; None takes those of this schedule.
+            max_degree: Most ranks that share a pack; None takes the number of this schedule.
         """
         num = self.num_epoch_packs(epoch)
         if self.degrees is None:

@@ -73,7 +73,7 @@ def level_steps(
 
     In an order, rank r of W takes the positions r, r + W, r + 2W, … A step has accumulation x W
     neighbouring positions; the last step may have fewer. Each step keeps its packs. A pack of
-    several ranks stays in one microbatch, at a multiple of their number.
+    several ranks stays in one microbatch, and begins there at a multiple of their number.
 
     Args:
         works: Work of a rank on each pack in the given order, in units of `to_units`; shape
