@@ -146,7 +146,7 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any
 
 
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
-    # Python reads no whole number of thousands of digits.
+    # Python parses no whole number of thousands of digits.
     number: int = loader.construct_yaml_int(node) if len(node.value) <= 2 * _MOST_BITS else 2**_MOST_BITS
     if number.bit_length() > _MOST_BITS:
         problem = f"the number {node.value:.40} has more than {_MOST_BITS} bits: write a smaller one"
@@ -164,7 +164,7 @@ def _parse_yaml(text: str) -> Any:
         return require_shallow(yaml.load(text, Loader=_Loader))  # noqa: S506  # a SafeLoader
     except RecursionError:
         raise ValueError("is not valid YAML: it is nested too deeply") from None
-    # The latter two of dates, and of sexagesimal fractions.
+    # Dates and sexagesimal fractions raise the latter two.
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise ValueError(f"is not valid YAML: {error}") from None
 

@@ -342,7 +342,7 @@ class _BalancedTraining:
         found = []
         for microbatches, divisor in zip(cuts, divisors, strict=False):
             for rows in microbatches:
-                # One of weight 0 keeps ranks together.
+                # A microbatch of weight 0 keeps the ranks in step.
                 inputs = join_rows(rows or pools[0][:1], pad_token_id=step.pad_token_id)
                 counts = BatchCounts.from_batch(inputs) if rows else BatchCounts(0, 0, 0)
                 found.append((inputs, bool(rows) if by == "step" else getattr(counts, by) / divisor, counts))

@@ -102,7 +102,7 @@ def noise_by_sample(trainer: Any) -> Iterator[None]:
         if row is None:  # padded: each row of the batch is a sample
             tokens = RealTokens.from_mask(given["attention_mask"])
             row, places = tokens.row, tokens.places
-        # Of each real token: the tokens of its sample, and its place in a padded batch.
+        # For each real token: the length of its sample, and its place in a padded batch.
         call["lengths"], call["places"] = row.boundaries.diff()[row.sample_ids], places
 
     def add_noise(embeddings: Any, _: Any, embedded: torch.Tensor) -> torch.Tensor:
@@ -461,7 +461,7 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
         """
         if self._evaluated is not None:
             return None
-        # Of ranks that share a row, one counts its tokens.
+        # Only one of the ranks that share a row counts its tokens.
         batches = [one if self.counts(one) else _without_labels(one) for one in batches]
         num_items = super()._get_num_items_in_batch(batches, *args, **options)  # type: ignore[misc]
         return None if num_items is None else torch.as_tensor(num_items).clamp(min=1)

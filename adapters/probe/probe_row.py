@@ -123,7 +123,7 @@ def probe_ready_model(
     """
     config = trained_config(model.config)
     row = ProbeRow.draw(model, LOADED_LENGTHS, ids=ordinary_token_ids(config))
-    with evaluation_mode(model):  # dropout is not difference
+    with evaluation_mode(model):  # dropout would add differences
         with using_native_attention(model, native):
             alone = run_alone(model, row.samples, with_gradients=False)
         for degree in (1,) if groups is None else groups.degrees:

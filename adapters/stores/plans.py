@@ -110,7 +110,7 @@ class DiskPlanStore:
         for path in self._aligned_manifests():
             with collect_damage(found):
                 aligned = self._read_aligned_manifest(path)
-                # Those of an earlier plan are left, and never taken for this one's.
+                # Files of an earlier plan are kept, but never taken for files of this plan.
                 key = manifest and manifest["fingerprint_sha256"]
                 if plan and aligned and aligned["plan_fingerprint_sha256"] == key:
                     _require_alignment(path, aligned, plan)

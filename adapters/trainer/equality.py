@@ -70,7 +70,7 @@ class PackComparison:
         Raises:
             PackplanError: A sample is not the planned one.
         """
-        with evaluation_mode(self.trainer.model):  # dropout is not difference
+        with evaluation_mode(self.trainer.model):  # dropout would add differences
             yield from self._compare(pack)
 
     def _compare(self, pack: int) -> Iterator[Deviation]:

@@ -177,7 +177,7 @@ class CheckedTrainer(StopsAtNonFinite, ComputesPacks, Seq2SeqTrainer):
         """
         self.group, self.attention, self.reduction = group, attention, reduction
         self.last_save: str | None = options["args"].resume_from_checkpoint
-        # Where an evaluation has nothing to learn, ms-swift unsets the strategy, and not this.
+        # If an evaluation has nothing to learn, ms-swift unsets `eval_strategy`, but not this.
         options["args"].eval_on_start &= eval_dataset is not None
         self.learner = learner or (group.rank, group.world_size)
         self.control: TrainerControl

@@ -126,7 +126,7 @@ def config_length_inputs(config: RunConfig) -> dict[str, Value]:
     A key decides lengths if its field declares `lengths`. The packing length is one if the template
     truncates.
     """
-    # To raise changes no length.
+    # `raise` changes no length.
     cut = config.template.truncation_strategy in {"left", "right"}
     inputs: dict[str, Value] = {"packing_length": config.packing_length if cut else None}
     for section, values in (("template", config.template), ("custom", config.custom), ("model", config.model)):

@@ -449,7 +449,7 @@ class EpochSchedule:
             return self._total_where_epochs_differ(first_steps)
         per_epoch = self.steps_per_epoch
         if (before, first_steps) == (start.epoch * per_epoch, per_epoch):
-            # The product of floats before rounding up, as transformers computes it.
+            # Floats are multiplied before rounding up, as transformers does.
             return math.ceil(self.num_train_epochs * per_epoch)
         share = self.num_train_epochs - start.epoch
         if share < 1:

@@ -191,7 +191,7 @@ def _delta_multiplications(keys: ConfigKeys, width: int) -> tuple[int, int]:
     mixed = 2 * keys_width + values_width
     position = width * (mixed + values_width + 2 * heads) + values_width * width
     position += keys.size("linear_conv_kernel_dim") * mixed
-    # Keys with keys and with queries, weights with values; states are read twice, and written.
+    # Products: keys with keys and queries, weights with values; states are read twice, and written.
     chunk = DELTA_CHUNK * heads * (DELTA_CHUNK * (2 * key + value) + 3 * key * value)
     return position, chunk
 

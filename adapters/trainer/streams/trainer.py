@@ -140,7 +140,7 @@ class StreamTrainer(CheckedTrainer):
             if self._epoch >= self.num_epochs:
                 self._request_last_eval_and_save()
             return [], None
-        # Each one a dict of its own, since `training_step` takes entries out.
+        # Each is a dict of its own, since `training_step` takes entries out.
         window += [self._weightless_pack(window) for _ in range(size - len(window))]
         return window, self._get_num_items_in_batch(window, device)
 
