@@ -3,10 +3,10 @@ State of a model and of random numbers, weights of checkpoints, and norms of gra
 
 Weights are also checked before they are saved.
 
-The check uses the root mean square of the trained weights. A step with a learning rate of 1e30
-leaves finite weights that hold nothing of the model. The loss of another forward pass may be finite
-too, since norms divide by the overflow. The root mean square shows the fault in one pass over the
-weights. Weights count as ruined if they are a thousand times as large as before the first step.
+The check uses the root mean square of the trained weights. After a step with a learning rate of
+1e30, for example, weights are finite but useless. The loss of another forward pass may be finite
+too, since norms divide by the huge values. The root mean square shows the fault in one pass over
+the weights. Weights count as ruined if they are a thousand times as large as before the first step.
 Normal runs stay far below: a step of AdamW moves a weight by about the learning rate, and runs from
 random weights end at a few times their first size.
 """

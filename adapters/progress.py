@@ -84,7 +84,7 @@ def progress(items: Iterable[Any] | None = None, *, on_terminal: bool = True, **
     known = options.get("total") is not None or hasattr(items, "__len__")
     done = "{desc}: {n:,} of {total:,}{unit}, {rate_noinv_fmt}, {remaining} left{postfix}"
     form = done if known else "{desc}{postfix}, {elapsed} so far"
-    # A delay above 0 leaves out the line at the start; a fixed position, empty lines for nested bars.
+    # A delay above 0 leaves out the line at the start, and one position the lines of nested bars.
     lines = {"bar_format": form, "file": _LogLines(), "delay": 1e-9, "miniters": 1, "leave": False, "position": 0}
     return _Bar(items, **{"mininterval": LINE_S, **options, **lines})
 
@@ -94,8 +94,8 @@ class _Bar(tqdm):  # type: ignore[misc]  # its library has no types
 
     monitor_interval = 0
 
-    # All forked processes would share tqdm's own lock: if one were killed while it writes, the others
-    # would wait forever.
+    # All forked processes would share tqdm's own lock: if one were killed while it writes, the
+    # others would wait forever.
     _lock = threading.RLock()
 
 

@@ -4,7 +4,8 @@ Context parallelism: the layout of sequences in a packed row, and the part of ea
 Each sequence is padded on its own and cut into 2 x cp_size chunks. Rank r takes chunk r counted
 from the head, and chunk r counted from the tail. So all ranks have the same work in causal
 attention. A rank's row holds its chunks of the first sequence, then those of the second, and so on.
-Targets are shifted before the row is cut, since the token after a chunk is on another rank.
+Targets are shifted before the row is cut, since the token after the end of a chunk is on another
+rank.
 """
 
 from __future__ import annotations

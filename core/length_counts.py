@@ -3,8 +3,8 @@ Counts of equal lengths, and packing by best fit or first fit over these counts.
 
 The cost of planning grows with the number of distinct lengths, not with the number of samples.
 
-Rules: index 0 is the longest length; samples of one length keep their input order, and algorithms
-take them in that order. An algorithm fills a `PackingTrace` over indices; only `PackingTrace.packs`
+Index 0 is the longest length; samples of one length keep their input order, and algorithms take
+them in that order. An algorithm fills a `PackingTrace` over indices; only `PackingTrace.packs`
 touches single samples, in passes over cache-sized blocks.
 
 Best fit and first fit take the longest samples first. Both keep filling a bin until the length no

@@ -3,7 +3,7 @@ Layout of a packed row: the blocks within which tokens attend.
 
 It takes the place of a mask of shape (tokens, tokens).
 
-Rules: a layout is read from the model's own mask function, so that windows and overlays keep their
+A layout is read from the model's own mask function, so that windows and overlays keep their
 meaning. The model passes it to its layers as the attention mask. So backward passes and recomputed
 layers use the layout of their own row. It is never global state. No tensor grows with the square of
 the row's length. Masks that are neither causal nor a window (overlays) grow with the squares of

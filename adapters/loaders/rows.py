@@ -7,8 +7,8 @@ processor (`pixel_values`, `image_grid_thw`, …). A user's own collator may tak
 Labels are used as they are. Without labels, each token is its label, unless a mask of TRL excludes
 it. `read_row` refuses a row that is not one sample.
 
-With preference data, samples are pairs of a chosen and a rejected answer, or rows of one answer. A
-collator of TRL makes 2 n rows of n pairs, the chosen ones first.
+With preference data, samples are pairs of a chosen and a rejected answer, or rows of one answer.
+From n pairs, a collator of TRL makes 2 n rows, the chosen answers first.
 
 `RowSource` reads each row once before training, a few at a time, and keeps a digest of each. A row
 that is served later has to have the same digest.

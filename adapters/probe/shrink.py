@@ -3,10 +3,10 @@ Small copy of a model's configuration: layers keep their kinds and order, sizes 
 
 Rules go by the names of keys, not by the family. Windows, chunks, blocks and the lengths at which
 rotary factors change become shorter than the probe's samples, so that the samples reach each
-mechanism. A number of that size under a key that no rule knows is made smaller by trial, if the
-model still runs. If such a number cannot shrink, and is not a size of weights, it may let samples
-influence each other at distances that the probe's samples do not reach. The model is then refused,
-and the message names the key.
+mechanism. Other numbers of such a size, under keys that no rule knows, are made smaller by trial,
+if the model still runs with them. If such a number cannot shrink, and is not a size of weights, it
+may let samples influence each other at distances that the probe's samples do not reach. The model
+is then refused, and the message names the key.
 """
 
 import copy

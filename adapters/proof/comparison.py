@@ -1,9 +1,9 @@
 """
 Comparison of a model's results for packed samples with its results for each sample alone.
 
-The probe, `packplan check` and `packplan.testing` take `run_alone`, which computes each sample by
-itself, and `packed_and_alone`, which computes the packed rows and returns the differences. A caller
-gives the model, its samples, and how its host calls the model.
+The probe, `packplan check` and `packplan.testing` call `run_alone`, which computes each sample by
+itself. Then they call `packed_and_alone`, which computes the packed rows and returns the
+differences. A caller gives the model, its samples, and how its host calls the model.
 `difference_limit` returns the largest difference that is allowed, for a model of any size.
 """
 

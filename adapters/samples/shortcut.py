@@ -3,9 +3,9 @@ The shortcut: it measures many samples at once, without encoding each of them.
 
 ms-swift's template splits a sample into pieces of text, each trained or not. The tokenizer counts
 the tokens of the pieces of many samples in one call. Costs of images and videos follow from their
-headers and containers, as differences from stand-ins that are encoded once. Two rules of an encode
-are repeated here: the end of a turn after a trained answer is trained, and the first position is
-not.
+headers and containers, as differences from stand-ins that are encoded once. Two rules of ms-swift's
+encode are repeated here. After a trained answer, the end of its turn is trained too. The first
+position is never trained.
 """
 
 # ruff: noqa: SLF001  # the template has no public way to ask for its texts

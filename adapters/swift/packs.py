@@ -69,8 +69,9 @@ class PlannedPacks(Dataset[PackOfRows]):
     """
     Packs of an ms-swift data set: item k has the encoded rows of pack k.
 
-    Every process plans by itself, since equal lengths give equal packs. If a row has another length
-    than planned, or cannot be encoded, an error is raised; no other row takes its place.
+    Every process plans by itself, and gets the same packs, since equal lengths give equal packs. If
+    a row has another length than planned, or cannot be encoded, an error is raised; no other row
+    takes its place.
     """
 
     def __init__(

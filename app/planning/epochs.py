@@ -1,8 +1,9 @@
 """
 Plans of measured records: one for all epochs, or one for each epoch.
 
-Plans of single epochs are counted before the first step, and made again when they are trained. At
-most two are in memory, since the next one is planned ahead.
+If each epoch has its own plan, all plans are made and counted before the first step, and each is
+made again for its epoch. At most two are in memory: the current one, and the next one, which is
+planned ahead.
 """
 
 from collections.abc import Sequence

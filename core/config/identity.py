@@ -3,9 +3,9 @@ Inputs of lengths and plans; and the values of a run that have to be the same on
 the checkpoint from which it resumes.
 
 A path says where something is on a rank's own machine, so ranks compare only whether it is set. The
-content is compared instead: weights, checkpoint, data and tokenizer by their digests, files of
-settings as they are. A checkpoint's data and packing are compared by the plan and the digest of the
-data. `docs/training.md` has the same list.
+content of the path is compared instead: weights, checkpoint, data and tokenizer by their digests,
+and files of settings by their text. A checkpoint's data and packing are compared by the plan and
+the digest of the data. `docs/training.md` has the same list.
 """
 
 import json

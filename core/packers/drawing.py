@@ -10,9 +10,9 @@ If the draw needs more than one pack in 200 beyond the algorithm's own packing, 
 of the order become loose samples too, and the items are packed again. If it still needs too many
 packs with all samples loose, samples of equal length change places in the algorithm's own packs.
 
-An algorithm that starts from a random order needs no groups. `balanced` draws the start of its
-search. The groups of `certified` are packed by best fit, its first stage. Where that is not near
-enough to the fewest packs, samples of equal length change places in its own packs.
+An algorithm that starts from a random order needs no groups. `balanced` does so: the start of its
+search is drawn. The groups of `certified` are packed by best fit, its first stage. If this needs
+too many packs, samples of equal length change places in its own packs.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,9 +2,9 @@
 Exchanges of samples between packs, so that the packs fit or have equal work.
 
 A part of a pack is a single sample, or up to four of its samples drawn at random. All parts of all
-packs are sorted by tokens. In each round, every part is compared with the one a random number of
-places further on. Both have about equal tokens, so that packs stay within the capacity when they
-change places. The exchanges that gain most are made at once, at most one a pack.
+packs are sorted by tokens. In each round, every part is compared with another part, a random number
+of places further on. Both have about equal tokens, so that packs stay within the capacity when the
+two parts change places. The exchanges that gain most are made at once, at most one a pack.
 
 Draws come from one stream of raw numbers, arithmetic is in whole numbers, and rounds are counted.
 So the packs are the same on every machine.

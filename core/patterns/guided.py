@@ -4,12 +4,12 @@ Guided filling: bins in the proportions that a linear program over few length gr
 Where a pack holds two to six samples, filling bins one by one uses up the lengths that would have
 made the last bins full. The linear program over patterns (Gilmore and Gomory, "A linear programming
 approach to the cutting-stock problem", 1961) says how often each pattern is needed. Neighbouring
-lengths form groups, each as long as its longest, so that the program stays small. Most of its bins
-are then filled by real samples, whose last one may be longer than planned. The program is solved
-again for the remaining samples, in finer groups, until none is left.
+lengths form groups, each as long as its longest, so that the program stays small. Most bins of the
+program are then filled with real samples. The last sample of a bin may be longer than planned. The
+program is solved again for the remaining samples, in finer groups, until none is left.
 
-The program is solved by the revised simplex method with an explicit inverse. Floats are added,
-multiplied and divided element by element alone, and never summed by a library. IEEE 754 fixes each
+The program is solved by the revised simplex method with an explicit inverse. Floats are only added,
+multiplied and divided element by element, and never summed by a library. IEEE 754 fixes each
 result, so the packs are the same on every machine. Prices of a pattern are whole numbers.
 """
 

@@ -5,8 +5,8 @@ The relaxation is the number of packs if patterns may be used in fractions (Gilm
 linear programming approach to the cutting-stock problem", 1961, 1963). HiGHS solves the master
 program through scipy. New patterns come from a knapsack over the dual values. Two known methods
 speed up convergence. A sample may take the place of a longer one (the dual cuts of Valério de
-Carvalho, 2005). Knapsacks are solved between the best dual values so far and the current ones (the
-smoothing of Wentges, 1997), which start at each length's share of the capacity.
+Carvalho, 2005). Knapsacks are solved for values between the best dual values so far and the current
+ones (the smoothing of Wentges, 1997). Dual values start at each length's share of the capacity.
 
 The bound never depends on floating point. Dual values are rounded to integers, and the knapsack is
 solved exactly over them. Farley's bound (1990) is then a quotient of integers.

@@ -2,7 +2,7 @@
 Digests of records. A digest identifies a record by its content, whatever file holds it.
 
 Two records are the same if their JSON values are equal. The order of keys, blanks and the format of
-the file do not matter. A key with `null` counts as absent, since columns of tables write absent
+the file do not matter. A key whose value is `null` counts as absent, since tables write absent
 values as null. An image inside a record counts by its size and its head, as image files do. A
 medium at a signed URL counts without the signature, which changes over time.
 """

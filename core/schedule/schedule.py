@@ -13,8 +13,9 @@ With degrees of packs, several ranks share a long pack. An order then consists o
 has one slot for each rank that shares it, at the positions of those ranks. Consumed packs are
 counted in slots.
 
-`EpochSchedule.steps` groups `batches`, and `batches` are every W-th pack of `order`. All other
-methods count steps and packs, or belong to runs that were resumed within an epoch.
+`EpochSchedule.order` has all packs of an epoch, `batches` has every W-th of them, and `steps`
+groups the batches. The other methods count steps and packs, or serve runs that were resumed within
+an epoch.
 """
 
 from __future__ import annotations

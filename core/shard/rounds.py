@@ -3,8 +3,8 @@ Rounds of equal work: a round is the microbatches that all workers compute at th
 
 Under FSDP, workers wait in every round for its busiest worker. So the time of a global batch is the
 sum over the busiest microbatches of its rounds. Sequences heavier than a mean microbatch set the
-level of the first rounds, whose other microbatches are filled up to it. The remaining sequences are
-spread evenly over the other rounds.
+level of work in the first rounds. The other microbatches of these rounds are filled up to this
+level. The remaining sequences are spread evenly over the other rounds.
 
 Works are whole numbers, and ties go to the lower index: every process gets the same microbatches.
 """

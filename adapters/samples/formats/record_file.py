@@ -2,9 +2,9 @@
 Records of one file in any format, and their digests.
 
 Positions and digests of records are cached on disk, so that a later start need not read the file.
-As in version control, a file counts as unchanged if its size, times and inode have not changed. A
-file that was written a moment ago is not cached. Each record is compared with its digest when it is
-read as a sample; only verification reads all of them.
+As in git, a file counts as unchanged if its size, times and inode are. Nothing is cached of a file
+that was written a moment ago. Each record is compared with its digest when it is read as a sample;
+only verification reads all of them.
 """
 
 import hashlib

@@ -1,10 +1,11 @@
 """
 Trainer of a stream, whose packs are made during training, so that their number is unknown.
 
-Ranks run out of packs at different times. Before each step they agree, by one small collective,
-whether it takes place. Without `training.packing_drop_last`, steps go on until no rank has a pack,
-and a rank without one trains a pack whose tokens have weight 0. With it, an epoch ends when any
-rank has too few packs for a step, and the packs left on the others are dropped.
+Ranks run out of packs at different times. Before each step, one small collective decides whether
+the step takes place. Without `training.packing_drop_last`, steps go on until no rank has a pack
+left. A rank that has none then trains a pack whose tokens have weight 0. With
+`training.packing_drop_last`, an epoch ends when any rank has too few packs for a step, and the
+packs left on the others are dropped.
 
 A checkpoint has the progress of every shard after its last trained pack. A resumed run prepares
 again the packs that loaders had prepared ahead.
