@@ -236,8 +236,8 @@ def concatenate(batches: Sequence[BatchedData]) -> BatchedData:
     Return the sequences of all batches; each field is padded to the widest, with its padding value.
 
     Raises:
-        ArgumentError: There is no batch, or one has other fields than the first: in name, in kind,
-            in shape or in padding.
+        ArgumentError: There is no batch, or the fields of one differ from the first batch's in
+            name, kind, shape or padding.
     """
     if not batches:
         raise ArgumentError("batch", "there is no batch to concatenate: give at least one")

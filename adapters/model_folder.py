@@ -141,7 +141,7 @@ def config_model_type(model: ModelConfig) -> str:
 
 def model_faults(model: ModelConfig, *, loads: bool = False) -> tuple[Fault, ...]:
     """
-    Return the faults of a model's config.json; if it has none, those of the weights.
+    Return the faults of a model's config.json; if it has none, the faults of the weights.
 
     Args:
         model: Section `model` of the run.

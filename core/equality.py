@@ -271,18 +271,20 @@ class ProbeResult:
 
     isolation: float
     """
-    Largest gradient of a sample's logits with respect to another sample, over the largest with
-    respect to itself. 0 if no gradient passes between samples.
+    Largest gradient of a sample's logits with respect to another sample, divided by the largest
+    with respect to itself. 0 if no gradient passes between samples.
     """
 
     logits: float
-    """Largest difference of a logit between packed and alone, over the largest logit."""
+    """Largest difference of a logit between packed and alone, divided by the largest logit."""
 
     losses: float = 0.0
     """Largest relative difference of a sample's loss."""
 
     gradients: float = 0.0
-    """Norm of the difference of the weights' gradients, over the sum of the samples' norms."""
+    """
+    Norm of the difference of the weights' gradients, divided by the sum of the samples' norms.
+    """
 
     @property
     def equality(self) -> float:

@@ -18,9 +18,9 @@ Errors that this project raises on purpose.
         │                           samples alone; an AssertionError too
         └── CorruptArtefactError    a stored file is not what was written
 
-Callers tell errors apart by their class. A class may state several facts, told apart by `kind`. The
-text of an error is its fact, and the remedy for its kind. Fields are positional, so that errors
-survive pickling between processes.
+Callers tell errors apart by their class. A class may have errors of several facts, which callers
+tell apart by `kind`. The text of an error is its fact, and the remedy for its kind. Fields are
+positional, so that errors survive pickling between processes.
 """
 
 from __future__ import annotations

@@ -294,7 +294,7 @@ def describe_training(
         lengths: Tokens of each record, 0 for one that is not a sample.
         schedule: Schedule of the plan.
         packed: Whether samples share packs; if not, each sample is a pack.
-        unit: Noun for the taker of a pack: `rank`, or a group of ranks.
+        unit: Noun for what computes a pack: `rank`, or a group of ranks.
     """
     long, limit, size = list(plan.single_long) if packed else [], plan.packing_length, schedule.batch_size
     held, left_out = "none: samples are trained in padded batches", []

@@ -89,7 +89,7 @@ class Mixes:
     """Mixes of the first epochs, in order; at least one."""
 
     is_curriculum: bool = attrs.field(default=True, kw_only=True)
-    """Whether the YAML lists mixes under `curriculum:`, which begins the keys of faults."""
+    """Whether the YAML lists mixes under `curriculum:`. The keys of faults then begin with it."""
 
     def mix_of_epoch(self, epoch: int) -> Mix:
         """Return the mix of *epoch*, counted from 0."""

@@ -2,7 +2,7 @@
 Samples of the row that a model is computing, found by positions or by a padded batch's mask.
 
 Most models find samples by restarting positions. Some models never pass positions to their masks,
-and layers that carry a state along the row have no mask. With `follow_rows`, a model keeps its row
+and layers that carry a state along the row use no mask. With `follow_rows`, a model keeps its row
 in a context variable. The variable is set only during the forward pass, and while the backward pass
 computes layers again. With `run_by_sample`, layers that carry a state (linear attention, Mamba,
 convolutions over time) run sample by sample.

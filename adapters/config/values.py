@@ -47,7 +47,8 @@ def structure_document(
     """
     Build an object of a frozen class from a document; return it and the document's faults.
 
-    Keys with a fault have their defaults in the object; it is None if that is not possible.
+    In the object, keys with a fault have their defaults. The object is None if it cannot be built
+    so.
 
     Args:
         document: Keys, and sections of keys.

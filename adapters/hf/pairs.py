@@ -30,7 +30,10 @@ _BY_TOKEN = ("logits/chosen", "logits/rejected", "entropy", "mean_token_accuracy
 """Names of logged values that are means over tokens."""
 
 _IS_CHOSEN = {"chosen": True, "rejected": False, "mean_token_accuracy": True}
-"""Last part of a logged value's name -> side whose rows it counts; other values count all."""
+"""
+Last part of a logged value's name -> side of pairs whose rows it counts; other values count all
+rows.
+"""
 
 
 Logged = dict[str, tuple[float, float]]

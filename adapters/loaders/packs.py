@@ -271,7 +271,7 @@ class PackLoader(DataLoader[Any]):
 
 def refuse_other_packs(batches: Sequence[Mapping[str, Any]], planned: Iterable[Sequence[int] | None]) -> None:
     """
-    Refuse batches whose packs are not those of a schedule.
+    Refuse batches whose packs differ from the packs of a schedule.
 
     Args:
         batches: Batches with their pack index, or list of pack indices, under `PACK`.

@@ -69,7 +69,7 @@ class Comparison:
     """Relative differences between two outcomes; infinite where one is not a finite number."""
 
     logits: tuple[float, ...]
-    """Largest difference of a logit of each sample, over the largest logit."""
+    """Largest difference of a logit of each sample, divided by the largest logit."""
 
     losses: tuple[float, ...]
     """Difference of each sample's mean loss."""
@@ -78,7 +78,7 @@ class Comparison:
     """Difference of the sum of the weighted losses."""
 
     gradients: float
-    """Norm of the difference of the gradients, over the expected norms."""
+    """Norm of the difference of the gradients, divided by the expected norms."""
 
     weight: str
     """Name of the weight whose gradient differs most."""

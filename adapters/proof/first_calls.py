@@ -284,7 +284,7 @@ def raising_together(model: torch.nn.Module) -> Iterator[None]:
     """
     Raise an error of one rank on all ranks, where they share the model's weights.
 
-    Otherwise a rank may run the block alone, and nothing is changed.
+    If each rank has all weights, nothing is changed: a rank may then run the block alone.
     """
     if not has_ranks() or find_sharded_weight(model) is None:
         yield

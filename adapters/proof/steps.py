@@ -59,7 +59,7 @@ class StepLoss:
     """Expected loss: the mean over the supervised tokens."""
 
     gradients: float
-    """Norm of the gradients' difference, over the sum of the batches' gradient norms."""
+    """Norm of the gradients' difference, divided by the sum of the batches' gradient norms."""
 
     factor: float
     """Scale of the gradients, relative to the gradients of the mean; 1 is right."""

@@ -116,7 +116,10 @@ class FileRecords:
         return [(file.name, len(file)) for file in self._files]
 
     def __getitem__(self, index: int) -> Any:
-        """Return the JSON value of record *index*, unchecked; RecordError if that is invalid."""
+        """
+        Return the JSON value of record *index*, without comparing its digest; RecordError if it is
+        invalid.
+        """
         file, row = self._locate(index)
         return file[row]
 

@@ -129,7 +129,7 @@ def _fetch_data_file(url: str, cache: Path) -> Path:
 
 
 def _download_version(url: str, folder: Path, version: FileVersion) -> Path:
-    """Download a data file; DataSetError if it is not *version* any more afterwards."""
+    """Download a data file; DataSetError if the remote file is no longer *version* afterwards."""
     target, shown = folder / "fetched", mask_credentials(url)
     # Its end says which format it has.
     name = re.sub(r"[^\w.-]", "_", re.sub(r"[?#].*", "", url).rpartition("/")[2])[-100:].lstrip(".") or "data"

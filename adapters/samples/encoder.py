@@ -48,7 +48,10 @@ _FETCHED_AT_ONCE = 16
 """Records whose media are fetched at the same time."""
 
 _TRIED = 1000
-"""First records of a file among which its first valid one is looked for, for its shape."""
+"""
+Number of first records of a file among which the first valid one is looked for. Its shape is the
+shape of the file.
+"""
 
 
 class SwiftEncoder:

@@ -71,7 +71,7 @@ def shrink_size(width: int, height: int, max_pixels: int | None) -> tuple[int, i
 
 @attrs.frozen
 class ImageCosts:
-    """Method that computes tokens and patches of images from their sizes."""
+    """Method that computes the tokens and patches of images from the sizes of the images."""
 
     name: str
     """Name of the method in the log."""

@@ -73,7 +73,10 @@ class SplitSample:
     pieces: list[Piece]
 
     media: Mapping[str, int]
-    """Kind of medium, `image` or `video` -> number in the sample, without kinds it lacks."""
+    """
+    Kind of medium, `image` or `video` -> number in the sample; kinds that the sample lacks are left
+    out.
+    """
 
     extra: Measurement
     """Cost of its media beyond the cost of their stand-ins."""

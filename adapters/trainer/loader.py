@@ -167,9 +167,9 @@ def loss_weights(
 
     Args:
         labels: Labels of shape (rows, length).
-        starts: Mask of samples' first tokens, each row's first included; bool of that shape.
+        starts: Mask of samples' first tokens, each row's first included; bool of the labels' shape.
         reduction: Weighting of samples of unequal length.
-        scale: Weight of each label by itself, of that shape; None for 1.
+        scale: Weight of each label by itself, of the labels' shape; None for 1.
     """
     counted = (labels != IGNORED_LABEL).float()
     if scale is not None:

@@ -68,7 +68,7 @@ def measure(split: Split, report: ReportProgress) -> Table:
         RecordError: A record cannot become a sample; measurements before it are kept.
         DataSetError: Too many records cannot become samples, or an audit found a sample that
             encodes differently each time.
-        StaleError: The data, an image or the configuration is not the one that was measured.
+        StaleError: The data, an image or the configuration has changed since the measurement.
     """
     name, source, total = split.name, split.source, len(split.source)
     bad = BadRecords(source, max_share=split.max_bad_share)

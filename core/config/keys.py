@@ -34,7 +34,7 @@ class Key:
     """
 
     check: Check = _accept_any
-    """Check of a value that is not None; of a mapping, of each of its values."""
+    """Check of a value that is not None. For a mapping, it checks each of the values."""
 
     lengths: Literal["value", "value if set", "otherwise"] | None = None
     """

@@ -34,7 +34,7 @@ from packplan.core.work.assignment import to_units
 from packplan.core.work.model import WorkModel
 
 _PACKS_PER_EXTRA = 200
-"""Packs for each extra pack beyond the fewest, which gives room to level work."""
+"""Number of packs for which one pack more than the fewest is made, to have room to level work."""
 
 _GROUP_SAMPLES, _GROUP_PACKS = 1 << 15, 1 << 10
 """Least number of samples and of packs in a group."""
@@ -127,7 +127,9 @@ def _pack_evenly(
 def _level_packs(
     lengths: IntArray, units: IntArray, labels: IntArray, *, capacity: int, report: Callable[[str], None]
 ) -> IntArray:
-    """Give packs that fit equal work, group by group; return the pack of each sample."""
+    """
+    Level the work of packs that fit the capacity, group by group; return the pack of each sample.
+    """
     num = int(labels.max()) + 1
     sums = np.zeros(num, dtype=np.int64)
     np.add.at(sums, labels, units)

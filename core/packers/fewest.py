@@ -30,7 +30,9 @@ from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_SIZES, FloatArra
 from packplan.core.patterns.search import CLOSE, default_effort, find_filling_quickly, find_repeated_filling
 
 MAX_DIVES = 40
-"""Limit of linear programs after the relaxation. Each has fewer samples than the one before."""
+"""
+Limit of linear programs after the relaxation. Each program has fewer samples than the one before.
+"""
 
 _MIN_SHARE_OF_A_DIVE = 0.5
 """Least share of the remaining packs that one dive fixes."""

@@ -32,7 +32,7 @@ MAX_NEW_PATTERNS = 1_000
 
 MAX_CAPACITY = 1 << 17
 MAX_SIZES = 20_000
-"""Limits beyond which one knapsack takes more than seconds."""
+"""Limits beyond which one knapsack would take longer than some seconds."""
 
 _SCALE = 1 << 40
 _SMOOTHING = 0.8

@@ -54,7 +54,7 @@ _STEPS_OF_A_PROGRAM, _STEPS_OF_A_PAIR = 250_000, 120
 """Limit of a guided filling: a fixed part, and one for each pair of groups of its program."""
 
 _STEPS_OF_AN_EXCHANGE, _CELLS_OF_A_STEP = 50, 256
-"""Steps of an exchange, and partners that are compared in a further one."""
+"""Steps of an exchange, and the number of partners whose comparison takes one more step."""
 
 
 def default_effort(tally: LengthCounts) -> Effort:

@@ -96,8 +96,8 @@ class Sharding:
 
     works: NDArray[np.float64]
     """
-    Work of each microbatch, with the padding of its sequences. It is in FLOPs if the model's work
-    was given, or the sum of the sequences' own works if these were. Otherwise it is the sum of the
+    Work of each microbatch, with the padding of its sequences. If the model's work was given, it is
+    in FLOPs. If works of sequences were given, it is their sum. Otherwise it is the sum of the
     squares of row widths, or of sequence lengths if packed.
     """
 
