@@ -216,7 +216,9 @@ class SmallProbe:
         return partial(build_one, new_values=_find_short_lengths(self.config, build_one))
 
     def _copies_for(self, trial: StrategyTrial | None = None) -> _SmallCopies:
-        """Return the copies that a trial runs on; without a trial, those of the given device."""
+        """
+        Return the copies that a trial runs on; without a trial, the copies on the given device.
+        """
         where: tuple[str, Precision] = (self.device, self.precision)
         if trial is not None and not self.on_cpu and self.device == "cpu":
             if trial.attention == FLEX:

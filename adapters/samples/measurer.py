@@ -239,7 +239,7 @@ class SwiftMeasurer:
 
     def _finish_measuring(self, one: _ReadSample, shortcut: Measurement | None) -> RecordOutcome:
         """
-        Return the shortcut's measurement of a sample, or that of a full encode, or its error.
+        Return a sample's measurement, by the shortcut or by a full encode, or its error.
 
         Args:
             one: Sample to measure.

@@ -28,7 +28,9 @@ from packplan.core.errors import ConfigError, Fault
 _COMMANDS: Mapping[str, tuple[type[Any], type[Any]]] = {
     "pt": (PretrainArguments, SwiftPretrain), "rlhf": (RLHFArguments, SwiftRLHF), "sft": (SftArguments, SwiftSft),
 }  # fmt: skip
-"""Command of ms-swift -> its arguments and its pipeline; those of `sft` are the base of all."""
+"""
+Command of ms-swift -> its arguments and its pipeline; the classes of `sft` are the base of all.
+"""
 
 COMMAND = "the command"
 """Name of the command in errors."""

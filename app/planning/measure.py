@@ -204,7 +204,7 @@ class BadRecords:
 
     def restore(self, known: Sequence[BadRecord]) -> None:
         """
-        Replace the bad records so far by those of an earlier start.
+        Replace the bad records so far by the bad records of an earlier start.
 
         Raises:
             RecordError: There are any, and no record may be bad.

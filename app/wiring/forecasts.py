@@ -171,7 +171,7 @@ def forecast_time(
 
 def evaluation_flops(config: RunConfig, planned: PlannedSplit) -> StepFlops:
     """
-    Return the FLOPs of an evaluation as those of one step: ranks wait only at its end.
+    Return the FLOPs of an evaluation as the FLOPs of one step: ranks wait only at its end.
 
     Args:
         config: The run.

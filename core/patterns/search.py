@@ -48,7 +48,9 @@ gap end the search.
 """
 
 _NEAR = 100
-"""The search of few groups goes on if it is at most one pack, and one in 100, above *enough*."""
+"""
+The search with few groups goes on if it has at most 1 + *enough* / 100 packs more than *enough*.
+"""
 
 _STEPS_OF_A_PROGRAM, _STEPS_OF_A_PAIR = 250_000, 120
 """Limit of a guided filling: a fixed part, and one for each pair of groups of its program."""

@@ -59,7 +59,7 @@ class Measurement:
         return field_differences(self, fetched)
 
     def __add__(self, other: Measurement) -> Measurement:
-        """Return the sum of two measurements; the sum is truncated if one of them is."""
+        """Return the sum of two measurements; it counts as truncated if one of the two is."""
         return Measurement(*map(operator.add, to_row(self), to_row(other)))
 
     def __sub__(self, other: Measurement) -> Measurement:
