@@ -179,7 +179,7 @@ def test_show_tells_every_epoch(write_mix, write_run, capsys, monkeypatch):
     assert "in epoch 2, counted from 0: step" in show(path, "--epoch", "2", "--sample", one[1])
     replanned = json.loads(show(again, "--json"))["splits"]["train"]["epochs"]["epochs"]
     assert 3 == len({one["checksum"] for one in replanned}) == len(replanned)
-    with pytest.raises(ConfigError, match="--epoch is of runs"):
+    with pytest.raises(ConfigError, match="--epoch needs a run"):
         open_split(read_config(again, ["training.packing_epochs=same"]), "train", world_size=1, epoch=1)
 
 
