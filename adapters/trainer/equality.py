@@ -89,7 +89,8 @@ class PackComparison:
         targets = next_tokens(collated["labels"][0])  # a label that crosses a border counts for the sample before it
         packed = [attrs.evolve(one, targets=targets[span]) for one, (_, span) in zip(samples, places, strict=True)]
         readers = torch.linspace(0, len(places) - 1, min(_READERS, len(places))).round().int().tolist()
-        with self._prepared_pack(collated) as prepared:
+        # With a router's loss, ms-swift asks the model for it as it prepares a batch.
+        with replace_attributes(trainer.args, **PLAIN_LOSS), self._prepared_pack(collated) as prepared:
             inputs = {key: one for key, one in logit_inputs(prepared).items() if key != "logits_to_keep"}
             row = PackedBatch(inputs, None, (1, collated["labels"].shape[1]), places)
             apart = packed_and_alone(
@@ -125,7 +126,7 @@ class PackComparison:
         """Run the trainer's own step on a prepared pack; return its loss and gradients."""
         trainer = self.trainer
         items = torch.tensor(normaliser or 1.0, device=trainer.accelerator.device)
-        with replace_attributes(trainer.args, **PLAIN_LOSS), trainer.accelerator.autocast():
+        with trainer.accelerator.autocast():
             loss = trainer.compute_loss(trainer.model, dict(prepared), num_items_in_batch=items)
         return float(loss.detach().double()), weight_gradients(trainer.model, loss)
 

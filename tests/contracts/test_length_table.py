@@ -91,7 +91,7 @@ def edit(name, value):
         (edit("length", 0), r"no valid measurement in row 1, counted from 0 \(length 0, supervised 5, .*bad 0\): "),
         (edit("supervised", 21), "no valid measurement in row 1"),
         (edit("patches", -1), "no valid measurement in row 1"),
-        (edit("length", None), "it has 1 null where numbers are"),
+        (edit("length", None), "it has 1 null in place of numbers"),
         (edit("length", 20.5), "cannot be read: .*20.5"),
         (edit("length", 2**32 + 21), "cannot be read: .*4294967317"),
         (lambda table: table.drop_columns(["patches"]), r"cannot be read: .*patches"),
