@@ -262,7 +262,7 @@ def test_a_plugin_of_a_plan_counts_the_slots_of_shared_packs(command, tmp_path, 
     assert re.search(r"shared +.* on 2 ranks; \d+ slots an epoch; no rank computes more", capsys.readouterr().err)
     assert re.search(r"install\(degrees='auto', checksum='\w+'\)", (tmp_path / "plugin.py").read_text())
     four = ["--max-sequence-parallel-size", "4", *words]
-    for refused, said in ((command("pairs"), "--rlhf_type is dpo"), (command("images"), "_batch_size: is 5"),
+    for refused, said in ((command("pairs"), "--rlhf_type is dpo"), (command("images"), "_batch_size is 5"),
                           (four, "power of two that divides the 2 ranks")):  # fmt: skip
         assert 2 == plugin.main([*sharing[:-1], str(tmp_path / "refused.py"), *refused])
         assert said in capsys.readouterr().err
@@ -308,7 +308,8 @@ def test_rows_that_ms_swift_leaves_out_are_counted_and_named(command, run):
 
     assert f"{LONGER + 1} of {NUM_ROWS} records" in left
     assert "MaxLengthError" in left
-    assert "absent.png" in left
+    assert "packplan plan show --all lists them" in " ".join(left.split())
+    assert "absent.png" in run("show", "--all", *words).out
     assert ".jsonl, row " in stopped
 
 

@@ -51,7 +51,7 @@ def test_an_unset_effective_batch_keeps_what_the_user_implied(per_device, accumu
 
 @pytest.mark.parametrize(("effective", "nearest"), [(7, "6 or 9"), (2, "3")])
 def test_an_indivisible_batch_names_the_nearest_ones(effective, nearest):
-    with pytest.raises(ArgumentError, match=r"divisible by 3 ranks$") as raised:
+    with pytest.raises(ArgumentError, match=f"divisible by 3 ranks; .* to {nearest}$") as raised:
         resolve(effective, world_size=3)
     assert nearest == raised.value.details["nearest"]
     with pytest.raises(ArgumentError, match="3 ranks x 4 per device"):
