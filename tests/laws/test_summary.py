@@ -28,6 +28,7 @@ from packplan.core.metrics import packing_metrics, padded_positions
 from packplan.core.packs import Packs
 from packplan.core.plan import build_raw_plan
 from packplan.core.samples.tables import COLUMNS, MEDIA_COLUMNS, DataFile, video_totals
+from packplan.core.surface import pack_figures, sample_figures
 from tests import strategies
 from tests.strategies import raw_lengths
 
@@ -90,6 +91,22 @@ def test_a_summary_counts_what_the_packs_hold(of):
     assert summary.gap * plan.lower_bound == pytest.approx(beyond)
     assert beyond >= 0
     assert packing_metrics(lengths, plan.packs, capacity=plan.packing_length).gap >= 0
+
+
+@given(plans(), st.booleans(), st.integers(0, 9))
+def test_each_figure_is_the_number_of_its_field(of, supervised, auto_packs):
+    """Figures that were not measured are left out; those of packs are, where samples share none."""
+    plan, lengths = of
+    summary = summarise(plan, lengths, supervised=lengths if supervised else None)
+    summary = attrs.evolve(summary, auto_packs=auto_packs)
+    event(f"supervised: {supervised}, by auto: {auto_packs > 0}")
+
+    figures = {figure.key: figure.value for figure in (*sample_figures(summary), *pack_figures(summary))}
+    whole = {key for key in figures if isinstance(getattr(summary, key), int)}
+    assert {key: f"{getattr(summary, key):,}" for key in whole} == {key: figures[key] for key in whole}
+    assert (supervised, auto_packs > 0) == ("supervised_tokens" in figures, "auto_packs" in figures)
+    padded = {figure.key for figure in sample_figures(summary, packed=False)}
+    assert {"dropped_samples", "long_samples"} == {figure.key for figure in sample_figures(summary)} - padded
 
 
 _FEW_PACKS = st.lists(st.sets(st.integers(0, 5), min_size=1, max_size=3).map(sorted), min_size=1, max_size=6)
