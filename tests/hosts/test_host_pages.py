@@ -23,7 +23,7 @@ def test_the_trainers_of_the_page_go_on_after_a_kill(script, reader, made):
         at.run(words, partial(is_whole, at.folder / "out" / "checkpoint-3" / "trainer_state.json"))
     printed = at.run(last)
 
-    total = int(re.search(r"(\d+) steps", printed).group(1))
+    total = int(re.search(r"^(\d+) steps$", printed, re.MULTILINE).group(1))
     assert plan_of(made).schedule(world_size=2, packs_per_step=4, epochs=2).total_steps == total
     state = json.loads((at.folder / "out" / f"checkpoint-{total}" / "trainer_state.json").read_text())
     assert list(range(1, total + 1)) == [entry["step"] for entry in state["log_history"] if "loss" in entry]
@@ -46,7 +46,8 @@ def test_the_page_of_trl_plans_pairs(reader):
 
     printed = at.run(next(words for words in at.commands if "pairs.py" in words))
 
-    assert int(re.search(r"(\d+) steps", printed).group(1)) == len(re.findall(r"'rewards/margins'", printed)) > 0
+    total = int(re.search(r"^(\d+) steps$", printed, re.MULTILINE).group(1))
+    assert total == len(re.findall(r"'rewards/margins'", printed)) > 0
 
 
 @hosted
