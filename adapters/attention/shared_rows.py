@@ -249,7 +249,7 @@ def attention_for_shared_rows(choice: AttentionChoice) -> AttentionChoice:
     """
     if choice.name != VARLEN or choice.split:
         fact = (
-            f"ranks can share rows under attention {VARLEN} without layers that carry a state, but the model has "
+            f"ranks share rows only under attention {VARLEN} and without layers that carry a state, but the model has "
             f"{choice}: set sequence_parallel_size to 1"
         )
         raise ModelError("attention", fact)

@@ -129,7 +129,7 @@ class _StoredFact:
         with suppress(dist.DistError):
             joined = [name for name in names if store.check([name])]
             while time.monotonic() < deadline and any(float(store.get(name)) < self.num_reads for name in joined):
-                time.sleep(_POLL_S)
+                time.sleep(_POLL_S)  # a store waits for keys, not for values
 
 
 class FirstCalls:

@@ -304,8 +304,8 @@ def sharing_conflicts(arguments: Any) -> Iterator[Fault]:
     if (size := max(arguments.sequence_parallel_size, row_ranks(arguments))) > 1:
         yield Fault("--sequence_parallel_size", f"is {size}, but packs are shared by length: set it to 1, or {without}")
     if (size := arguments.per_device_train_batch_size) > 1:
-        reason = f"is {size}, but ranks share packs one by one: set it to 1, and accumulate {size} times as often"
-        yield Fault("--per_device_train_batch_size", reason)
+        remedy = f"set it to 1, and multiply --gradient_accumulation_steps by {size}"
+        yield Fault("--per_device_train_batch_size", f"is {size}, but ranks share packs one by one: {remedy}")
     if arguments.enable_channel_loss:
         reason = f"would count tokens of a shared pack once for each of its ranks: remove it, or {without}"
         yield Fault("--enable_channel_loss", reason)

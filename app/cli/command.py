@@ -72,7 +72,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Declare arguments `section.key=value` that override keys of the command's YAML."""
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value",
-        help="in place of the YAML's: training.seed=7; null unsets what the YAML sets",
+        help="overrides a key of the YAML, such as training.seed=7; null unsets the key",
     )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = Fal
         return _report_output_error(error)
     except OSError as error:
         if error.errno in _TOO_MANY_FILES:
-            _print_error(f"error: {error.strerror}: raise the limit of open files, as by ulimit -n {_MOST_FILES}")
+            _print_error(f"error: {error.strerror}: raise the limit of open files with ulimit -n {_MOST_FILES}")
             return USER_ERROR
         if error.errno not in _FULL_DISK:
             raise

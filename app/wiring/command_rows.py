@@ -96,7 +96,7 @@ def _with_stored_lengths(encoder: DatasetRowsEncoder, folder: Path, arguments: A
     inputs = source.fingerprint()
     stored = store.read(inputs, len(source), data_digest)
     if len(stored.table) < len(source) or stored.repeatability is None:
-        raise NotBuiltError(str(folder), "holds no lengths of all rows")
+        raise NotBuiltError(str(folder), "does not hold the lengths of all rows")
     check_images(source, stored)
     kept = sample_indices(stored.table)
     # Settings decide what rows teach; versions of packages may change before a run is resumed.

@@ -399,8 +399,8 @@ class TrainingConfig:
 
     packing_wait_timeout_s: float = key(7200.0, neither=_MEASURES, check=at_least(0), stream="evaluation")
     """
-    Seconds that ranks wait for rank 0, and that rank 0 waits for other jobs in its folders. 0 waits
-    for ever.
+    Seconds that ranks wait for rank 0, and that rank 0 waits for other jobs in its folders, or for
+    a block that Ray measures. 0 waits for ever.
     """
 
     packing_lengths_from: PathText | None = key(

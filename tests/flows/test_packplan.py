@@ -74,7 +74,7 @@ def test_too_many_open_files_are_no_full_disk(monkeypatch, capsys, tmp_path):
             raise OSError(errno.EMFILE, "Too many open files")
 
     assert 2 == command.run_command(open_too_many, verbose=False)
-    assert "error: Too many open files: raise the limit of open files, as by ulimit -n" in capsys.readouterr().err
+    assert "error: Too many open files: raise the limit of open files with ulimit -n" in capsys.readouterr().err
 
 
 CHECKOUT = """
