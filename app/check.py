@@ -32,7 +32,7 @@ from packplan.app.cli.command import (
     run_command,
     run_program,
 )
-from packplan.app.wiring.runs import read_config, require_inputs
+from packplan.app.opening.runs import read_config, require_inputs
 from packplan.core.config.run import RunConfig
 from packplan.core.equality import CHECKS, Deviation, Verdict, judge, pack_kind, packs_to_compare
 from packplan.core.errors import ConfigError, MismatchError, counted
@@ -85,8 +85,8 @@ def check(config: RunConfig, *, num_packs: int) -> Report:
     Raises:
         PackplanError: The run has a fault, or a stored file is damaged.
     """
+    from packplan.app.opening.ranks import join_ranks
     from packplan.app.sft.train import prepare
-    from packplan.app.wiring.ranks import join_ranks
 
     if not config.training.packing:
         raise ConfigError.for_key("training.packing", "is false: nothing is packed, so there is nothing to compare")
@@ -200,7 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
         require_inputs(config, loads=True)
 
         with loading_libraries():
-            from packplan.app.wiring.trainers import hide_trainer_progress
+            from packplan.app.opening.trainers import hide_trainer_progress
 
         if options.quiet:
             config = hide_trainer_progress(config)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_logging_options, command_parser, parse_ranks, run_command, run_program
-from packplan.app.wiring.commands import read_command, split_command
+from packplan.app.opening.commands import read_command, split_command
 from packplan.core.errors import ConfigError, counted
 
 
@@ -42,10 +42,10 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> None:
         )
         raise ConfigError.for_key("--cached-dataset", reason)
     with loading_libraries():
+        from packplan.app.opening.command_rows import export_rows
+        from packplan.app.opening.ranks import join_ranks
+        from packplan.app.opening.splits import open_splits
         from packplan.app.plan.build import build
-        from packplan.app.wiring.command_rows import export_rows
-        from packplan.app.wiring.ranks import join_ranks
-        from packplan.app.wiring.splits import open_splits
 
     with join_ranks(config) as group:
         splits = build(config, group, splits=list(open_splits(config).values()), world_size=host.world_size)

@@ -18,11 +18,11 @@ import numpy as np
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_logging_options, add_ray_option, command_parser, run_command, run_program
+from packplan.app.opening import length_tables
+from packplan.app.opening.runs import measured_by_ray, raising_on_all_ranks, require_inputs
 from packplan.app.planning.measure import measure
 from packplan.app.planning.plan import Ranks
 from packplan.app.planning.split import Split
-from packplan.app.wiring import length_tables
-from packplan.app.wiring.runs import measured_by_ray, raising_on_all_ranks, require_inputs
 from packplan.core.errors import ConfigError, counted
 from packplan.core.ports import Arrays, ReportProgress
 from packplan.core.samples.tables import column, sample_indices
@@ -74,8 +74,8 @@ def run(options: argparse.Namespace) -> None:
         require_inputs(config)
 
         with loading_libraries():
-            from packplan.app.wiring.ranks import hold_output_lock, join_ranks
-            from packplan.app.wiring.splits import open_splits
+            from packplan.app.opening.ranks import hold_output_lock, join_ranks
+            from packplan.app.opening.splits import open_splits
 
     with (
         length_tables.wrap_output_errors(output),

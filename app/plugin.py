@@ -24,8 +24,8 @@ from packplan.app.cli.command import (
     run_command,
     run_program,
 )
-from packplan.app.wiring.commands import COMMAND, read_command, split_command
-from packplan.app.wiring.stores import write_new_file
+from packplan.app.opening.commands import COMMAND, read_command, split_command
+from packplan.app.opening.stores import write_new_file
 from packplan.core.checksum import plan_checksum
 from packplan.core.config.run import HostCommand, RunConfig
 from packplan.core.errors import ConfigError
@@ -104,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
 def install(**options: Any) -> None:
     """Install the plugin with stored lengths in ms-swift; see `adapters.swift.install`."""
     from packplan.adapters import swift
-    from packplan.app.wiring.command_rows import take_stored_lengths
+    from packplan.app.opening.command_rows import take_stored_lengths
 
     swift.install(take_stored=take_stored_lengths, **options)
 
@@ -127,9 +127,9 @@ def plan_command(config: RunConfig, world_size: int) -> str:
     Plan a command on *world_size* ranks; return its plan's checksum, by ms-swift's indices of rows.
     """
     with loading_libraries():
+        from packplan.app.opening.ranks import join_ranks
+        from packplan.app.opening.splits import open_splits
         from packplan.app.plan.build import build
-        from packplan.app.wiring.ranks import join_ranks
-        from packplan.app.wiring.splits import open_splits
 
     with join_ranks(config) as group:
         (train,) = build(config, group, splits=[open_splits(config)["train"]], world_size=world_size)

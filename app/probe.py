@@ -21,7 +21,7 @@ from packplan.app.cli.command import add_logging_options, command_parser, run_co
 from packplan.core.errors import MismatchError
 
 if TYPE_CHECKING:
-    from packplan.app.wiring.probing import BackendProbe
+    from packplan.app.opening.probing import BackendProbe
 
 _HEAD = ("backend", "packs", "isolation", "equality", "seconds", "how")
 
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     def command() -> None:
         path = find_model(options.model)
         with loading_libraries():
-            from packplan.app.wiring.probing import probe_backends
+            from packplan.app.opening.probing import probe_backends
 
         found = list(
             probe_backends(

@@ -17,7 +17,7 @@ from packplan.app.cli.command import (
     run_command,
     run_program,
 )
-from packplan.app.wiring.runs import raising_on_all_ranks, read_rl_config, require_inputs
+from packplan.app.opening.runs import raising_on_all_ranks, read_rl_config, require_inputs
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,8 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
             sys.path.append(str(Path(options.config).resolve().parent))  # reward functions may stand there
             require_inputs(config, loads=True)
             with loading_libraries():
-                from packplan.app.wiring import grpo
-                from packplan.app.wiring.ranks import hold_output_lock, open_rank_group
+                from packplan.app.opening import grpo
+                from packplan.app.opening.ranks import hold_output_lock, open_rank_group
         with open_rank_group(config.grpo) as group, hold_output_lock(config, group, key="grpo.output_dir"):
             grpo.train(config, group, quiet=options.quiet)
 

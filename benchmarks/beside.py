@@ -24,7 +24,7 @@ from benchmarks.records import MODEL_TYPE, TEXT, paragraphs, record, write_chats
 from packplan.adapters.processes import end_with_parent
 from packplan.adapters.progress import progress
 from packplan.adapters.samples.measurer import AT_ONCE, SwiftMeasurer
-from packplan.app.wiring.splits import open_encoders
+from packplan.app.opening.splits import open_encoders
 from packplan.core.config.run import RunConfig, TemplateConfig
 from tools.demo.tiny_models import write_model
 from tools.demo.videos import video_specs

@@ -202,9 +202,9 @@ def _rank(config: RunConfig, case: Case, rank: int, port: int, options: argparse
     """Measure on one rank, and yield the steps of each round."""
     import torch
 
+    from packplan.app.opening.forecasts import config_to_time, time_packs
+    from packplan.app.opening.ranks import join_ranks
     from packplan.app.sft.train import prepare
-    from packplan.app.wiring.forecasts import config_to_time, time_packs
-    from packplan.app.wiring.ranks import join_ranks
 
     if case.ranks > 1:
         local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.ranks, "LOCAL_WORLD_SIZE": case.ranks}

@@ -18,7 +18,7 @@ from benchmarks.lengths import LengthsRow
 from benchmarks.records import MODEL_TYPE, TEXT, paragraphs, record, write_chats, write_photos, write_records
 from packplan.adapters.progress import progress
 from packplan.adapters.samples.measurer import AT_ONCE, SwiftMeasurer
-from packplan.app.wiring.splits import open_splits
+from packplan.app.opening.splits import open_splits
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.samples.tables import MeasuredSample, RecordOutcome
 from tools.demo.tiny_models import write_model

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import yaml
 
+from packplan.app.opening.runs import read_config
+from packplan.app.opening.stores import artefacts_folder, open_stores
 from packplan.app.planning.split import align_measured, align_options
-from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.stores import artefacts_folder, open_stores
 from packplan.core.config.identity import config_length_inputs, plan_policy
 from packplan.core.config.run import RunConfig
 from packplan.core.equality import PackingVerdict
@@ -86,7 +86,7 @@ def _store(config: RunConfig, split: str, lengths: Sequence[int], world_sizes: S
 
 def asked(path: Path) -> Path:
     """Store a verdict on a run's model, so that none of its processes asks; return the YAML."""
-    from packplan.app.wiring import verdicts
+    from packplan.app.opening import verdicts
 
     config = read_config(str(path))
     if verdicts.needs_verdict(config) and verdicts.load_verdict(config) is None:
@@ -97,7 +97,7 @@ def asked(path: Path) -> Path:
 
 def remember_verdict(config: RunConfig) -> None:
     """Let `asked` store the verdict of a run that has ended for others of the same model, too."""
-    from packplan.app.wiring.verdicts import load_verdict, verdict_key
+    from packplan.app.opening.verdicts import load_verdict, verdict_key
 
     if (verdict := load_verdict(config)) is not None:
         _VERDICTS[verdict_key(config).digest] = verdict

@@ -155,7 +155,7 @@ def trainer_table() -> str:
 
 def grpo_table() -> str:
     """Return the table of the keys that the installed TRL takes for GRPO."""
-    from packplan.app.wiring.grpo import installed_keys
+    from packplan.app.opening.grpo import installed_keys
 
     return key_table_text(installed_keys(), GRPO_KEYS_FILE)
 

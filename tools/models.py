@@ -325,8 +325,8 @@ def _lacks(name: str, needs: tuple[str, str] | None) -> bool:
 
 def _probe_row(folder: Path, name: str, scenes: Path, sizes: Path) -> VisionRow:
     from packplan.app.check import check
-    from packplan.app.wiring.runs import read_config
-    from packplan.app.wiring.splits import open_splits
+    from packplan.app.opening.runs import read_config
+    from packplan.app.opening.splits import open_splits
     from tests.made.pictures import texts
     from tests.made.vision_models import VISION_FAMILIES, write_vision_model
 

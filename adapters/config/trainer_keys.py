@@ -6,7 +6,7 @@ missing package, or that this machine would ignore, are faults.
 
 A table is valid for one version of its libraries; `make reference` writes it from the installed
 ones. If other versions are installed, their own classes are read (`installed_keys` of
-`adapters.trainer.arguments` and `app.wiring.grpo`).
+`adapters.trainer.arguments` and `app.opening.grpo`).
 """
 
 import contextlib

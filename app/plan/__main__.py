@@ -9,8 +9,8 @@ others need no GPU and load no weights, and take a command of ms-swift in place 
 import argparse
 
 from packplan.app.cli.command import add_logging_options, command_parser, parse_arguments, run_command, run_program
+from packplan.app.opening.commands import split_command
 from packplan.app.plan import build, diff, fit, report, show, time, verify, whatif
-from packplan.app.wiring.commands import split_command
 
 COMMANDS = {
     "build": (build, "measure and plan"),

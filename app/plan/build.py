@@ -12,14 +12,14 @@ import attrs
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, add_ray_option, parse_ranks
+from packplan.app.opening.commands import read_run_or_command
+from packplan.app.opening.runs import measured_by_ray, raising_on_all_ranks, require_inputs
+from packplan.app.opening.stores import artefacts_folder
 from packplan.app.planning.log_lines import log_run
 from packplan.app.planning.measure import failure_lines
 from packplan.app.planning.plan import Ranks, measure_and_plan, plan_epochs
 from packplan.app.planning.schedule import accumulation_of, refuse_stream, schedule_of_split
 from packplan.app.planning.split import PlannedSplit, Split
-from packplan.app.wiring.commands import read_run_or_command
-from packplan.app.wiring.runs import measured_by_ray, raising_on_all_ranks, require_inputs
-from packplan.app.wiring.stores import artefacts_folder
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import DataSetError, counted, format_command
 from packplan.core.inspection import format_table
@@ -49,9 +49,9 @@ def run(options: argparse.Namespace) -> None:
         require_inputs(config)
 
         with loading_libraries():
-            from packplan.app.wiring.ranks import join_ranks
-            from packplan.app.wiring.splits import open_splits
-            from packplan.app.wiring.verdicts import require_packing_model, store_verdict
+            from packplan.app.opening.ranks import join_ranks
+            from packplan.app.opening.splits import open_splits
+            from packplan.app.opening.verdicts import require_packing_model, store_verdict
 
     with join_ranks(config, use_cpu=True, options={"--world-size": options.world_size}) as group:
         refuse_stream(config)

@@ -19,12 +19,12 @@ from typing import Any
 from rich.table import Table
 
 from packplan.app.cli.command import add_overrides, parse_ranks, plain_console
+from packplan.app.opening.commands import read_run_or_command
+from packplan.app.opening.stores import find_stored_plan, read_resume_state
 from packplan.app.plan.show import schedule_summary
 from packplan.app.plan.stored import open_split, selected_splits
 from packplan.app.planning.log_lines import SHOWN
 from packplan.app.planning.stored_lengths import yield_stale_inputs
-from packplan.app.wiring.commands import read_run_or_command
-from packplan.app.wiring.stores import find_stored_plan, read_resume_state
 from packplan.core.checksum import plan_checksum
 from packplan.core.config.identity import PATH_KEYS, run_identity
 from packplan.core.config.run import RunConfig

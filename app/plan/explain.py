@@ -7,8 +7,8 @@ from typing import Any
 import attrs
 
 from packplan.adapters.samples.data_set import FileRecords
+from packplan.app.opening.stores import open_split_records
 from packplan.app.plan.stored import StoredSplit
-from packplan.app.wiring.stores import open_split_records
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import DataSetError, counted
 from packplan.core.inspection import find_sample, scheduled_steps

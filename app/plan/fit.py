@@ -17,11 +17,11 @@ from rich.table import Table
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, parse_ranks, plain_console
+from packplan.app.opening.commands import read_run_or_command, require_traceable
+from packplan.app.opening.runs import require_inputs
 from packplan.app.planning.plan import Ranks, measure_and_plan
 from packplan.app.planning.schedule import accumulation_of, refuse_stream, zero_stage
 from packplan.app.planning.split import PlannedSplit
-from packplan.app.wiring.commands import read_run_or_command, require_traceable
-from packplan.app.wiring.runs import require_inputs
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, MismatchError, counted
 from packplan.core.forecast import (
@@ -141,10 +141,10 @@ def forecast_memory(config: RunConfig, *, memory: int | None, ranks: int) -> Mem
     """
     sharding: ModelSharding = "ddp" if ranks == 1 else _sharding_of(config)
     with loading_libraries():
-        from packplan.app.wiring.forecasts import config_to_trace, open_step_tracer
-        from packplan.app.wiring.ranks import join_ranks
-        from packplan.app.wiring.splits import open_splits
-        from packplan.app.wiring.verdicts import decide_attention
+        from packplan.app.opening.forecasts import config_to_trace, open_step_tracer
+        from packplan.app.opening.ranks import join_ranks
+        from packplan.app.opening.splits import open_splits
+        from packplan.app.opening.verdicts import decide_attention
 
     attention = decide_attention(config_to_trace(config), isolated=True)
     opened, length = open_splits(config)["train"], config.packing_length

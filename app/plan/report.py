@@ -16,10 +16,10 @@ import numpy as np
 
 from packplan.adapters.report import HEAD, ReportedPlan, Row, render_page
 from packplan.app.cli.command import add_config_arguments, parse_ranks, time_text
+from packplan.app.opening.commands import read_run_or_command
+from packplan.app.opening.stores import write_new_file
 from packplan.app.plan.show import figure_groups, plan_summary
 from packplan.app.plan.stored import StoredSplit, open_split, selected_splits
-from packplan.app.wiring.commands import read_run_or_command
-from packplan.app.wiring.stores import write_new_file
 from packplan.core.errors import counted
 from packplan.core.inspection import packs_by_algorithm, work_of_steps
 from packplan.core.lengths import IntArray

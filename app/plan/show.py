@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from packplan.app.cli.command import add_config_arguments, parse_number, parse_ranks, plain_console
+from packplan.app.opening.commands import read_run_or_command
 from packplan.app.plan.explain import explain_pack, explain_sample, explanation_lines
 from packplan.app.plan.stored import StoredSplit, open_split, selected_splits
 from packplan.app.planning.log_lines import source_draws_text
-from packplan.app.wiring.commands import read_run_or_command
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, DataSetError, counted
 from packplan.core.inspection import (
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> None:
 def _decode_spans(config: RunConfig, opened: StoredSplit, sample: int) -> list[dict[str, Any]]:
     """Return the decoded text of a sample, split into spans of supervised and other tokens."""
     # ms-swift takes seconds to import, and nothing else here needs it.
-    from packplan.app.wiring.splits import open_encoders
+    from packplan.app.opening.splits import open_encoders
 
     encoder = open_encoders(config)[opened.split.name]
     measured, parts = opened.lengths.origin.num_records, encoder.records_per_sample

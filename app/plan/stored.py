@@ -5,14 +5,14 @@ from collections.abc import Iterator
 
 import attrs
 
+from packplan.app.opening.policies import epoch_recipe, policy_of_split, work_of_run
+from packplan.app.opening.stores import open_stores
 from packplan.app.planning.epochs import EpochPlanner, lengths_of_records, plan_first_epoch
 from packplan.app.planning.log_lines import plan_warnings
 from packplan.app.planning.measure import bad_records_line
 from packplan.app.planning.schedule import partial_window_line, refuse_stream, schedule_of_split
 from packplan.app.planning.split import PlannedSplit, Split, Stores, align_options
 from packplan.app.planning.stored_lengths import open_lengths, yield_refusals, yield_stale_inputs
-from packplan.app.wiring.policies import epoch_recipe, policy_of_split, work_of_run
-from packplan.app.wiring.stores import open_stores
 from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecipe, plan_fingerprint
 from packplan.core.errors import ConfigError, NotBuiltError, counted

@@ -12,7 +12,7 @@ from typing import Any
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, plain_console, time_text
-from packplan.app.wiring.runs import raising_on_all_ranks, read_config, require_inputs
+from packplan.app.opening.runs import raising_on_all_ranks, read_config, require_inputs
 from packplan.core.errors import counted
 from packplan.core.forecast import RunForecast
 
@@ -29,10 +29,10 @@ def run(options: argparse.Namespace) -> None:
         config = read_config(options.config, options.overrides)
         require_inputs(config, loads=True)
         with loading_libraries():
+            from packplan.app.opening.forecasts import config_to_time, forecast_time
+            from packplan.app.opening.ranks import hold_output_lock, join_ranks
+            from packplan.app.opening.trainers import hide_trainer_progress
             from packplan.app.sft.train import prepare
-            from packplan.app.wiring.forecasts import config_to_time, forecast_time
-            from packplan.app.wiring.ranks import hold_output_lock, join_ranks
-            from packplan.app.wiring.trainers import hide_trainer_progress
     timed = hide_trainer_progress(config_to_time(config))
     with join_ranks(timed) as group, hold_output_lock(timed, group):
         trainer, splits = prepare(timed, group)

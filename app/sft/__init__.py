@@ -12,7 +12,7 @@ from packplan.app.cli.command import (
     parse_arguments,
     run_command,
 )
-from packplan.app.wiring.runs import raising_on_all_ranks, read_config, require_inputs
+from packplan.app.opening.runs import raising_on_all_ranks, read_config, require_inputs
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,10 +28,10 @@ def main(arguments: list[str] | None = None) -> int:
             require_inputs(config, loads=True)
 
             with loading_libraries():
+                from packplan.app.opening.ranks import join_ranks
+                from packplan.app.opening.trainers import hide_trainer_progress
                 from packplan.app.sft.stream import prepare_stream, train_stream
                 from packplan.app.sft.train import train
-                from packplan.app.wiring.ranks import join_ranks
-                from packplan.app.wiring.trainers import hide_trainer_progress
 
             if options.quiet:
                 config = hide_trainer_progress(config)

@@ -12,15 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from packplan.app.planning.log_lines import attention_row, describe_evaluation, plan_warnings
-from packplan.app.planning.plan import Ranks, measure_and_plan
-from packplan.app.planning.schedule import accumulation_of, forced_batch_lines
-from packplan.app.planning.split import PlannedSplit
-from packplan.app.sft.train import log_nothing_left, log_outcome, log_termination, logging_interruption
-from packplan.app.wiring.policies import require_mixes
-from packplan.app.wiring.ranks import hold_output_lock
-from packplan.app.wiring.splits import open_splits
-from packplan.app.wiring.trainers import (
+from packplan.app.opening.policies import require_mixes
+from packplan.app.opening.ranks import hold_output_lock
+from packplan.app.opening.splits import open_splits
+from packplan.app.opening.trainers import (
     build_stream_trainer,
     find_stream_start,
     identity_of_run,
@@ -29,7 +24,12 @@ from packplan.app.wiring.trainers import (
     open_checkpoint,
     warn_of_overwriting,
 )
-from packplan.app.wiring.verdicts import decide_attention
+from packplan.app.opening.verdicts import decide_attention
+from packplan.app.planning.log_lines import attention_row, describe_evaluation, plan_warnings
+from packplan.app.planning.plan import Ranks, measure_and_plan
+from packplan.app.planning.schedule import accumulation_of, forced_batch_lines
+from packplan.app.planning.split import PlannedSplit
+from packplan.app.sft.train import log_nothing_left, log_outcome, log_termination, logging_interruption
 from packplan.core.config.identity import stream_inputs
 from packplan.core.config.remedies import DROP_LESS_REMEDY
 from packplan.core.config.run import RunConfig

@@ -20,14 +20,10 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from packplan.app.planning.log_lines import log_run
-from packplan.app.planning.plan import Ranks, measure_and_plan, plan_epochs
-from packplan.app.planning.schedule import refuse_stream, schedule_of_split
-from packplan.app.planning.split import MeasuredSplit, PlannedSplit
-from packplan.app.wiring.policies import work_of_run
-from packplan.app.wiring.ranks import hold_output_lock
-from packplan.app.wiring.splits import open_splits
-from packplan.app.wiring.trainers import (
+from packplan.app.opening.policies import work_of_run
+from packplan.app.opening.ranks import hold_output_lock
+from packplan.app.opening.splits import open_splits
+from packplan.app.opening.trainers import (
     build_trainer,
     match_checkpoint,
     open_arguments,
@@ -36,7 +32,11 @@ from packplan.app.wiring.trainers import (
     resume_state,
     warn_of_overwriting,
 )
-from packplan.app.wiring.verdicts import decide_attention
+from packplan.app.opening.verdicts import decide_attention
+from packplan.app.planning.log_lines import log_run
+from packplan.app.planning.plan import Ranks, measure_and_plan, plan_epochs
+from packplan.app.planning.schedule import refuse_stream, schedule_of_split
+from packplan.app.planning.split import MeasuredSplit, PlannedSplit
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import counted, format_command, verb_for
 from packplan.core.inspection import format_table

@@ -10,7 +10,7 @@ import pytest
 from packplan.adapters import files as artefacts
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
-from packplan.app.wiring.stores import write_new_file
+from packplan.app.opening.stores import write_new_file
 from packplan.core.align import align_plan
 from packplan.core.checksum import plan_checksum
 from packplan.core.epochs import EpochRecord

@@ -79,8 +79,8 @@ def write_run(demo: Path, text_jsonl: Path, tmp_path: Path) -> Callable[..., Pat
 @pytest.fixture
 def open_source(write_run: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[Any, Any]]:
     """Return a function that opens records, or a file of them: what measures and what encodes."""
-    from packplan.app.wiring.runs import read_config
-    from packplan.app.wiring.splits import open_splits
+    from packplan.app.opening.runs import read_config
+    from packplan.app.opening.splits import open_splits
 
     def open_(records: Any, of: str = "qwen2_5_vl", *, custom: Any = (), **template: Any) -> tuple[Any, Any]:
         data = records if isinstance(records, Path) else write_lines(tmp_path / "data.jsonl", records)
@@ -156,7 +156,7 @@ def start_ranks(server):
 
 def _recall(path: Path) -> Any:
     """Return a run's configuration, with the verdict on its model stored unless it is refused."""
-    from packplan.app.wiring.runs import read_config
+    from packplan.app.opening.runs import read_config
 
     with contextlib.suppress(PackplanError):
         asked(path)

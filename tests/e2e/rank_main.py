@@ -27,11 +27,11 @@ with loading_libraries():
 
     from packplan.adapters.trainer import loader
     from packplan.app import rl
+    from packplan.app.opening import ranks
+    from packplan.app.opening.ranks import join_ranks, open_rank_group
+    from packplan.app.opening.runs import read_config
     from packplan.app.planning import measure
     from packplan.app.sft import train as way
-    from packplan.app.wiring import ranks
-    from packplan.app.wiring.ranks import join_ranks, open_rank_group
-    from packplan.app.wiring.runs import read_config
     from tests.e2e import plugin_run
     from tests.e2e.alone import Gradients, silence
     from tests.e2e.ready import train

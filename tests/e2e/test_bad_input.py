@@ -18,8 +18,8 @@ from packplan.adapters.ranks.torch_group import TorchGroup
 from packplan.adapters.trainer.arguments import TrainingArguments
 from packplan.app import __main__ as packplan
 from packplan.app import sft
+from packplan.app.opening.runs import read_rl_config
 from packplan.app.plan import __main__ as plan
-from packplan.app.wiring.runs import read_rl_config
 from packplan.core.errors import ConfigError
 from tests.e2e.ready import assert_refused
 from tests.network import free_port

@@ -15,7 +15,7 @@ from packplan.adapters.attention import layout as varlen_layout
 from packplan.adapters.attention.layout import Layout
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app.check import compare_packs, main
-from packplan.app.wiring.runs import read_config
+from packplan.app.opening.runs import read_config
 from packplan.core.errors import ArgumentError
 from tests.e2e.ready import prepare
 from tests.made.pictures import write_scenes

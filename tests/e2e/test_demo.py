@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from packplan.app.wiring.runs import read_config
+from packplan.app.opening.runs import read_config
 from tests.processes import finished
 from tools.demo.__main__ import main, make, make_videos
 

@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from packplan.adapters.ranks.torch_group import weight_digests
 from packplan.app import measure, rl, sft
+from packplan.app.opening import ranks
+from packplan.app.opening.ranks import join_ranks
+from packplan.app.opening.runs import read_config
+from packplan.app.opening.trainers import open_checkpoint, warn_of_overwriting
 from packplan.app.plan import __main__ as plan
 from packplan.app.sft import stream
-from packplan.app.wiring import ranks
-from packplan.app.wiring.ranks import join_ranks
-from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.trainers import open_checkpoint, warn_of_overwriting
 from packplan.core.config.identity import rank_differences
 from packplan.core.errors import MismatchError, RunError
 from packplan.core.schedule import ResumeState

@@ -13,7 +13,7 @@ from packplan.adapters.probe.shrink import shrink_config
 from packplan.adapters.probe.small_model import SmallModels, diversify_weights, hiding_warnings
 from packplan.adapters.proof.comparison import difference_limit
 from packplan.app import check
-from packplan.app.wiring.runs import read_config
+from packplan.app.opening.runs import read_config
 from packplan.core.equality import CHECKS, EQUALITY_LIMITS, PackingVerdict, choose_attention
 from packplan.core.errors import ConfigError
 from tools.families import default_config

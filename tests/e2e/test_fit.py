@@ -7,12 +7,12 @@ import pytest
 from transformers.models.qwen2 import modeling_qwen2
 
 from benchmarks.memory import allocator_peak
+from packplan.app.opening.forecasts import config_to_trace, open_step_tracer
+from packplan.app.opening.runs import read_config
+from packplan.app.opening.splits import open_splits
+from packplan.app.opening.verdicts import decide_attention
 from packplan.app.plan.__main__ import main
 from packplan.app.plan.fit import forecast_memory
-from packplan.app.wiring.forecasts import config_to_trace, open_step_tracer
-from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.splits import open_splits
-from packplan.app.wiring.verdicts import decide_attention
 from packplan.core.errors import ModelError
 from packplan.core.forecast import bytes_text
 from tests.stored import asked

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from benchmarks.distributions import DISTRIBUTIONS
+from packplan.app.opening.ranks import join_ranks
+from packplan.app.opening.runs import read_config
+from packplan.app.opening.stores import open_stores
 from packplan.app.plan import __main__ as plan
 from packplan.app.planning.plan import Ranks, measure_and_plan
 from packplan.app.planning.split import Split
-from packplan.app.wiring.ranks import join_ranks
-from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.stores import open_stores
 from packplan.core.align import align_plan
 from packplan.core.config.identity import plan_policy
 from packplan.core.plan import build_raw_plan

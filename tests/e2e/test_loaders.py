@@ -18,8 +18,8 @@ from packplan.adapters.ranks.heartbeat import Heartbeat
 from packplan.adapters.trainer.loader import PackedDataset
 from packplan.adapters.trainer.trainer import PlanTrainer
 from packplan.app import sft
-from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.splits import open_splits
+from packplan.app.opening.runs import read_config
+from packplan.app.opening.splits import open_splits
 from packplan.core.errors import RunError
 
 pytestmark = pytest.mark.slow

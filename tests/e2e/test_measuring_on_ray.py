@@ -15,8 +15,8 @@ import pytest
 from packplan.adapters.ranks.ray_executor import RayExecutor
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.app import measure, sft
+from packplan.app.opening.runs import measured_by_ray, read_config
 from packplan.app.plan import __main__ as plan
-from packplan.app.wiring.runs import measured_by_ray, read_config
 from packplan.core.config.run import HostCommand
 from packplan.core.errors import ConfigError
 from tests.e2e.ready import artefacts_of, chats

@@ -10,7 +10,7 @@ import transformers
 
 from packplan.adapters.trainer.trainer import logit_inputs
 from packplan.app import check
-from packplan.app.wiring.runs import read_config
+from packplan.app.opening.runs import read_config
 
 pytestmark = pytest.mark.slow
 

@@ -15,14 +15,14 @@ import pytest
 import yaml
 
 from packplan.adapters.ranks.torch_group import OneRank
+from packplan.app.opening.policies import epoch_recipe, policy_of_split
+from packplan.app.opening.runs import read_config
+from packplan.app.opening.stores import open_stores
 from packplan.app.plan.__main__ import main as plan_main
 from packplan.app.plan.stored import open_split
 from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs, lengths_of_records
 from packplan.app.planning.schedule import partial_window_line
 from packplan.app.planning.stored_lengths import open_lengths
-from packplan.app.wiring.policies import epoch_recipe, policy_of_split
-from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.stores import open_stores
 from packplan.core.errors import ArgumentError, ConfigError, MismatchError, NotBuiltError, StaleError
 from packplan.core.schedule import PackStats
 from tests.e2e import rank_main

@@ -26,15 +26,15 @@ from packplan.adapters.probe.small_model import SmallModels, open_model_config
 from packplan.adapters.proof.comparison import compare, difference_limit, experts_may_differ, run_alone
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app import sft
-from packplan.app.plan import __main__ as plan
-from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.verdicts import (
+from packplan.app.opening.runs import read_config
+from packplan.app.opening.verdicts import (
     load_verdict,
     needs_verdict,
     probe_unless_stored,
     require_packing_model,
     store_verdict,
 )
+from packplan.app.plan import __main__ as plan
 from packplan.core.config.run import ModelConfig
 from packplan.core.equality import AUTO, BACKENDS, EQUALITY_LIMITS, VARLEN, AttentionChoice
 from packplan.core.errors import ConfigError, ModelError, PackplanError

@@ -9,9 +9,9 @@ import pytest
 
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.trainer.checkpoints import find_checkpoint
+from packplan.app.opening.runs import read_config
+from packplan.app.opening.splits import open_splits
 from packplan.app.planning.plan import Ranks, measure_and_plan
-from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.splits import open_splits
 from tests.e2e import rank_main
 from tests.network import free_port
 from tests.processes import finished

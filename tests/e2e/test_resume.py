@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from packplan.adapters.hf.following import ServesPacks
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app import sft
-from packplan.app.wiring.ranks import hold_output_lock
-from packplan.app.wiring.runs import read_config
+from packplan.app.opening.ranks import hold_output_lock
+from packplan.app.opening.runs import read_config
 from packplan.core.errors import ConfigError, OutputError, StaleError
 from tests.e2e import rank_main
 from tests.e2e.ready import chats, train

@@ -7,8 +7,8 @@ import pytest
 
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app import rl
-from packplan.app.wiring import grpo
-from packplan.app.wiring.runs import read_rl_config
+from packplan.app.opening import grpo
+from packplan.app.opening.runs import read_rl_config
 from tests.e2e.rank_main import without_swift
 from tests.processes import finished
 

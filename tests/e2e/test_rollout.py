@@ -24,11 +24,11 @@ from packplan.adapters.trainer.streams.dataset import StreamDataset
 from packplan.adapters.trainer.streams.trainer import StreamTrainer
 from packplan.app import check, sft
 from packplan.app.cli.command import run_command
+from packplan.app.opening.ranks import join_ranks
+from packplan.app.opening.runs import read_config
+from packplan.app.opening.trainers import open_checkpoint
 from packplan.app.plan import __main__ as plan
 from packplan.app.sft.stream import prepare_stream, train_stream
-from packplan.app.wiring.ranks import join_ranks
-from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.trainers import open_checkpoint
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import ConfigError, DataSetError, StaleError
 from packplan.core.schedule import ResumeState

@@ -17,9 +17,9 @@ from packplan.adapters.loaders.packs import PackOfRows
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.trainer import arguments as swift_arguments
 from packplan.adapters.trainer.vision import dummy_image
+from packplan.app.opening.runs import read_config
+from packplan.app.opening.trainers import use_vision_tower_in_each_batch
 from packplan.app.plan import __main__ as plan
-from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.trainers import use_vision_tower_in_each_batch
 from packplan.core.errors import ConfigError
 from tests.e2e.ready import prepare
 from tests.e2e.test_videos import SAMPLING

@@ -8,8 +8,8 @@ from packplan.adapters.config.trainer_keys import SFT_KEYS_FILE, read_key_table
 from packplan.adapters.samples.arguments import run_arguments
 from packplan.adapters.trainer.arguments import installed_keys
 from packplan.app import sft
-from packplan.app.wiring.runs import trainer_keys
-from packplan.app.wiring.trainers import open_arguments
+from packplan.app.opening.runs import trainer_keys
+from packplan.app.opening.trainers import open_arguments
 from packplan.core.config.tuners import UNSET
 from packplan.core.errors import ConfigError
 from tests.documents import faults_of, parsed

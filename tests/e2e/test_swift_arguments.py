@@ -23,10 +23,10 @@ from packplan.adapters.samples.template import (
     render_prompt,
 )
 from packplan.adapters.swift.command import read_command
+from packplan.app.opening.runs import read_config
+from packplan.app.opening.splits import open_splits
 from packplan.app.plan import __main__ as plan
 from packplan.app.sft.stream import prepare_stream
-from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.splits import open_splits
 from packplan.core.config.run import ModelConfig, TemplateConfig
 from packplan.core.errors import ConfigError, DataSetError
 from packplan.core.samples.tables import MeasuredSample

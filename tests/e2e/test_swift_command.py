@@ -16,10 +16,10 @@ from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.swift.packs import PlannedPacks
 from packplan.adapters.swift.training import make_schedule
 from packplan.app import export, plugin
+from packplan.app.opening.commands import read_command
+from packplan.app.opening.stores import artefacts_folder
 from packplan.app.plan.__main__ import main as plan
 from packplan.app.planning.schedule import zero_stage
-from packplan.app.wiring.commands import read_command
-from packplan.app.wiring.stores import artefacts_folder
 from packplan.core.errors import ConfigError
 from tests.records import chat, write_lines
 

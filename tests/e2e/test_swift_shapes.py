@@ -16,8 +16,8 @@ from swift.template.template_inputs import StdTemplateInputs
 from packplan.adapters.samples import dataset_rows
 from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.swift.command import open_pipeline, read_command
-from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.splits import open_encoders
+from packplan.app.opening.runs import read_config
+from packplan.app.opening.splits import open_encoders
 from packplan.core.errors import RecordError
 from packplan.core.samples.records import REFUSED
 from packplan.core.samples.shapes import RECORD_KEYS

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from packplan.adapters.samples.measurer import SwiftMeasurer
-from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.splits import open_encoders
+from packplan.app.opening.runs import read_config
+from packplan.app.opening.splits import open_encoders
 from packplan.core.errors import ConfigError, RecordError
 from tests.e2e.ready import measured
 from tests.e2e.test_swift_shapes import compare, loaded_by_swift, template_of_swift, write

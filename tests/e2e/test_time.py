@@ -27,7 +27,7 @@ def test_steps_evaluations_and_checkpoints_are_timed_and_counted(write_run, unev
     """After each of their steps, and the last; what was trained is thrown away."""
     keys = {"effective_batch_size": 2, "save_strategy": "steps", "save_steps": 0.5, "eval_strategy": "epoch"}
     path = write_run("qwen2", training=keys, custom={"train_jsonl": uneven, "val_jsonl": uneven})
-    monkeypatch.setattr("packplan.app.wiring.forecasts.REPEATS", 1)
+    monkeypatch.setattr("packplan.app.opening.forecasts.REPEATS", 1)
 
     (earlier := path.parent / "run" / "checkpoint-2").mkdir(parents=True)
 

@@ -21,11 +21,11 @@ from transformers import TrainerCallback
 
 from packplan.adapters.trainer.console import RunConsole
 from packplan.adapters.trainer.trainer import PlanTrainer
+from packplan.app.opening.runs import read_config
+from packplan.app.opening.trainers import open_arguments
 from packplan.app.plan.__main__ import main as plan_main
 from packplan.app.planning.schedule import schedule_of_split
 from packplan.app.sft.train import _check_and_log_end
-from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.trainers import open_arguments
 from packplan.core.align import align_plan
 from packplan.core.errors import ConfigError, RecordError, StaleError
 from packplan.core.plan import build_raw_plan

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from packplan.adapters.trainer.model import open_model
 from packplan.adapters.trainer.vision import plain_model
 from packplan.app import check, sft
-from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.verdicts import decide_attention
+from packplan.app.opening.runs import read_config
+from packplan.app.opening.verdicts import decide_attention
 from packplan.core.errors import ConfigError
 from tests.e2e.test_resume import assert_equal, weights
 from tests.processes import finished

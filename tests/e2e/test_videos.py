@@ -14,7 +14,7 @@ from benchmarks.measuring import VIDEO_MODELS, differing, video_lengths, write_v
 from packplan.adapters.samples.media_files import video_facts
 from packplan.adapters.samples.video_reading import _read_video
 from packplan.app.check import compare_packs
-from packplan.app.wiring.runs import read_config
+from packplan.app.opening.runs import read_config
 from tests.e2e.ready import measured
 from tests.made.pictures import showing
 from tests.records import write_lines

@@ -25,9 +25,9 @@ from packplan.adapters.trainer import vision
 from packplan.adapters.trainer.tuners import _refuse_unmatched
 from packplan.adapters.trainer.vision import dummy_image
 from packplan.app.check import compare_packs
-from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.splits import open_encoders, open_splits
-from packplan.app.wiring.trainers import use_vision_tower_in_each_batch
+from packplan.app.opening.runs import read_config
+from packplan.app.opening.splits import open_encoders, open_splits
+from packplan.app.opening.trainers import use_vision_tower_in_each_batch
 from packplan.core.errors import ConfigError, RecordError
 from tests.e2e import rank_main
 from tests.made.pictures import IMAGES_OF, showing, texts, write_scenes, write_sizes

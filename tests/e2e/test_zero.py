@@ -17,8 +17,8 @@ from packplan.adapters.models import root_mean_square
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.trainer_state import find_damaged_part, find_other_parts
 from packplan.app import plugin
+from packplan.app.opening.runs import read_config
 from packplan.app.sft.train import prepare
-from packplan.app.wiring.runs import read_config
 from packplan.core.errors import ConfigError
 from tests.e2e import rank_main
 from tests.e2e.plugin_run import LENGTH, PLAIN, Ran, change_a_byte, write_records

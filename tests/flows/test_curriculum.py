@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from packplan.adapters.config.run import load_mixes
+from packplan.app.opening.policies import require_mixes
+from packplan.app.opening.runs import require_inputs, resolve_inputs
 from packplan.app.planning.log_lines import source_draws_text
-from packplan.app.wiring.policies import require_mixes
-from packplan.app.wiring.runs import require_inputs, resolve_inputs
 from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecord
 from packplan.core.errors import ConfigError

@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from packplan.adapters.loaders.batches import PROGRESS
+from packplan.app.opening.runs import read_config
+from packplan.app.opening.stores import artefacts_folder, open_stores
 from packplan.app.plan import __main__ as command
 from packplan.app.planning.schedule import schedule_of_split
-from packplan.app.wiring.runs import read_config
-from packplan.app.wiring.stores import artefacts_folder, open_stores
 from packplan.core.align import align_plan
 from packplan.core.checksum import plan_checksum
 from packplan.core.config.identity import run_identity

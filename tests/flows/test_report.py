@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from packplan.adapters.report import HEAD, render_page
+from packplan.app.opening.runs import read_config
 from packplan.app.plan import __main__ as command
 from packplan.app.plan import report
 from packplan.app.plan.report import reported_plan
 from packplan.app.plan.stored import open_split
-from packplan.app.wiring.runs import read_config
 from packplan.core.metrics import padded_positions
 from packplan.core.packers import ALGORITHMS
 from packplan.core.plan import build_raw_plan

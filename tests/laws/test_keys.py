@@ -11,7 +11,7 @@ import attrs
 import pytest
 
 from packplan.adapters.config.run import parse_config
-from packplan.app.wiring.policies import policy_of_split
+from packplan.app.opening.policies import policy_of_split
 from packplan.core.config.faults import run_faults
 from packplan.core.config.identity import config_length_inputs, plan_policy, stream_inputs
 from packplan.core.config.keys import key_facts, yield_keys

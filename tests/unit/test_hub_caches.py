@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from packplan.adapters.model_folder import config_model_type, download_command, find_cached_model, is_hub_id
-from packplan.app.wiring.runs import _resolve_model
+from packplan.app.opening.runs import _resolve_model
 from packplan.core.config.run import ModelConfig
 from packplan.core.errors import ConfigError
 

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from packplan.adapters.config.trainer_keys import machine_faults
-from packplan.app.wiring.runs import read_config, require_inputs
+from packplan.app.opening.runs import read_config, require_inputs
 from packplan.core.errors import ConfigError
 from tests.documents import document
 

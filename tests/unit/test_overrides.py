@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from packplan.adapters.config.run import SECTIONS, known_keys, load_mixes
 from packplan.app.cli.command import add_config_arguments, add_logging_options, parse_arguments
-from packplan.app.wiring.runs import read_config
+from packplan.app.opening.runs import read_config
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError
 from tests.documents import KEYS, document, parsed

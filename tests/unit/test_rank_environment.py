@@ -9,7 +9,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from packplan.adapters.ranks.environment import read_world_size, wrap_rendezvous_errors
-from packplan.app.wiring.commands import read_run_or_command, require_traceable
+from packplan.app.opening.commands import read_run_or_command, require_traceable
 from packplan.core.errors import ConfigError, RunError
 from tests.documents import parsed
 

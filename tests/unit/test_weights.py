@@ -8,7 +8,7 @@ import zipfile
 import pytest
 import yaml
 
-from packplan.app.wiring.runs import read_config, require_inputs
+from packplan.app.opening.runs import read_config, require_inputs
 from packplan.core.errors import ConfigError
 from tests.documents import document
 from tests.records import write_lines

@@ -7,9 +7,9 @@ import attrs
 import numpy as np
 import pytest
 
+from packplan.app.opening.policies import policy_of_split, work_of_run
 from packplan.app.planning.epochs import works_of_records
 from packplan.app.planning.schedule import balanced_sync_point, partial_window_line, zero_stage
-from packplan.app.wiring.policies import policy_of_split, work_of_run
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.work.model import WorkModel
 from tests.strategies import plain_schedule

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packplan.adapters.config.values import structure_document
+from packplan.app.opening.runs import read_config
 from packplan.app.planning.split import align_options
-from packplan.app.wiring.runs import read_config
 from packplan.core.config.rl import RlConfig
 from packplan.core.config.run import RunConfig, TrainingConfig
 from packplan.core.errors import ArgumentError, ConfigError

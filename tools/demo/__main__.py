@@ -19,7 +19,7 @@ import yaml
 from packplan.adapters.files import wrap_save_errors, wrap_write_errors
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import run_command, run_program
-from packplan.app.wiring.runs import read_config
+from packplan.app.opening.runs import read_config
 from packplan.core.errors import counted
 
 if TYPE_CHECKING:
@@ -109,8 +109,8 @@ def _yaml_in_folder(value: str | list[str], folder: Path) -> str:
 def train() -> None:
     """Train as `app/demo.yaml` says, and print how the loss fell."""
     with loading_libraries():
+        from packplan.app.opening.ranks import join_ranks
         from packplan.app.sft.train import train as train_run
-        from packplan.app.wiring.ranks import join_ranks
 
     config = read_config(CONFIG)
     with join_ranks(config) as group:

@@ -22,7 +22,7 @@ import attrs
 
 from packplan.adapters.progress import loading_libraries
 from packplan.adapters.ranks.environment import read_world_size
-from packplan.app.wiring.runs import read_config
+from packplan.app.opening.runs import read_config
 from packplan.core.config.run import (
     TUNERS,
     CustomConfig,

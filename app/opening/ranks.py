@@ -17,7 +17,7 @@ from packplan.adapters.config.trainer_keys import SETTINGS_FILES, read_nested_se
 from packplan.adapters.ranks.environment import read_world_size, wrap_rendezvous_errors
 from packplan.adapters.ranks.torch_group import OneRank, TorchGroup, weight_digests, wrap_rank_errors
 from packplan.adapters.versions import installed_version
-from packplan.app.wiring.runs import raising_on_all_ranks
+from packplan.app.opening.runs import raising_on_all_ranks
 from packplan.core.config.identity import flat_values, rank_differences, shared_values
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, OutputError, RunError, UserError, counted, format_lines

@@ -13,11 +13,11 @@ from packplan.adapters.samples.dataset_rows import DatasetRowsMeasurer
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.samples.template import PROCESSING_VARIABLES, length_inputs, open_template
+from packplan.app.opening.command_rows import open_command_encoders
+from packplan.app.opening.length_tables import open_known_lengths
+from packplan.app.opening.policies import epoch_recipe, policy_of_split, work_of_run
+from packplan.app.opening.stores import open_stores, records_cache
 from packplan.app.planning.split import Split, align_options
-from packplan.app.wiring.command_rows import open_command_encoders
-from packplan.app.wiring.length_tables import open_known_lengths
-from packplan.app.wiring.policies import epoch_recipe, policy_of_split, work_of_run
-from packplan.app.wiring.stores import open_stores, records_cache
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, Fault
 from packplan.core.fingerprint import Fingerprint

@@ -11,9 +11,9 @@ import attrs
 from packplan.adapters import files
 from packplan.adapters.config.run import parse_config
 from packplan.adapters.stores.length_table import read_length_table, read_length_table_key, write_length_table
+from packplan.app.opening.runs import read_config, resolve_inputs, trainer_keys
+from packplan.app.opening.stores import records_cache
 from packplan.app.planning.split import KnownTable, Split
-from packplan.app.wiring.runs import read_config, resolve_inputs, trainer_keys
-from packplan.app.wiring.stores import records_cache
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ArgumentError, ConfigError, StaleError
 from packplan.core.ports import LengthSource, StoredRows

@@ -21,7 +21,7 @@ from packplan.adapters.probe.small_model import open_model_config
 from packplan.adapters.stores.plans import DiskVerdictStore
 from packplan.adapters.trainer.arguments import runs_on_cpu
 from packplan.adapters.versions import installed_version
-from packplan.app.wiring.stores import artefacts_folder
+from packplan.app.opening.stores import artefacts_folder
 from packplan.core.config.run import ModelConfig, RunConfig
 from packplan.core.equality import AUTO, PROBE_VERSION, VARLEN, AttentionChoice, PackingVerdict, choose_attention
 from packplan.core.errors import ModelError

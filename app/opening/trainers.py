@@ -37,11 +37,11 @@ from packplan.adapters.trainer.streams.dataset import StreamDataset
 from packplan.adapters.trainer.streams.trainer import StreamTrainer
 from packplan.adapters.trainer.trainer import PlanTrainer
 from packplan.adapters.trainer.vision import dummy_image, plain_model
+from packplan.app.opening.ranks import read_settings_files, require_same_run, require_same_weights
+from packplan.app.opening.stores import refuse_other_parts
+from packplan.app.opening.verdicts import probe_loaded_model
 from packplan.app.planning.schedule import accumulation_of
 from packplan.app.planning.split import PlannedSplit, Split
-from packplan.app.wiring.ranks import read_settings_files, require_same_run, require_same_weights
-from packplan.app.wiring.stores import refuse_other_parts
-from packplan.app.wiring.verdicts import probe_loaded_model
 from packplan.core.config.identity import flat_values, run_identity
 from packplan.core.config.run import RunConfig, TrainingConfig
 from packplan.core.equality import AttentionChoice

@@ -15,10 +15,10 @@ from packplan.adapters.samples.dataset_rows import DatasetRowsEncoder, DatasetRo
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.swift.command import describe_command, open_pipeline, read_command
 from packplan.adapters.swift.packs import add_row_facts
+from packplan.app.opening.commands import run_from_command
+from packplan.app.opening.stores import artefacts_folder, read_resume_state
 from packplan.app.planning.audit import check_images
 from packplan.app.planning.split import MeasuredSplit
-from packplan.app.wiring.commands import run_from_command
-from packplan.app.wiring.stores import artefacts_folder, read_resume_state
 from packplan.core.config.run import HostCommand, RunConfig
 from packplan.core.errors import NotBuiltError, StaleError
 from packplan.core.fingerprint import Fingerprint

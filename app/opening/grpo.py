@@ -25,7 +25,7 @@ from packplan.adapters.hf.refusals import warn_of_unclipped_gradients
 from packplan.adapters.samples.data_files import open_records
 from packplan.adapters.samples.prompts import Prompts
 from packplan.adapters.trainer_state import find_damaged_part
-from packplan.app.wiring.stores import records_cache, refuse_other_parts
+from packplan.app.opening.stores import records_cache, refuse_other_parts
 from packplan.core.config.rl import RlConfig
 from packplan.core.errors import ConfigError, PackplanError
 from packplan.core.ports import RankGroup

@@ -20,7 +20,7 @@ from packplan.adapters.model_folder import download_model, find_cached_model, is
 from packplan.adapters.ranks.environment import read_world_size
 from packplan.adapters.samples.data_files import file_faults, short_names
 from packplan.adapters.samples.downloads import fetch_data_files
-from packplan.app.wiring.stores import records_cache
+from packplan.app.opening.stores import records_cache
 from packplan.core.config.faults import source_name_faults
 from packplan.core.config.rl import RlConfig
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig
@@ -50,7 +50,7 @@ def read_rl_config(path: str | Path, overrides: Sequence[str] = ()) -> RlConfig:
     """Read the YAML of a run of reinforcement learning; see `read_config`."""
     keys = read_key_table(GRPO_KEYS_FILE)
     if keys is None:
-        from packplan.app.wiring.grpo import installed_keys
+        from packplan.app.opening.grpo import installed_keys
 
         keys = installed_keys()
     return resolve_inputs(load_rl_config(path, keys, overrides=overrides))
