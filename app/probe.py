@@ -56,8 +56,8 @@ def as_json(model: str, found: Sequence[BackendProbe]) -> str:
     backends = []
     for one in found:
         verdict = None if one.verdict is None else one.verdict.to_dict()
-        told = {"packs": one.may_pack, "by_itself": one.packs_by_itself, "verdict": verdict}
-        backends.append({**attrs.asdict(one, recurse=False), **told})
+        flags = {"packs": one.may_pack, "by_itself": one.packs_by_itself, "verdict": verdict}
+        backends.append({**attrs.asdict(one, recurse=False), **flags})
     return json.dumps({"model": model, "passed": found[0].may_pack, "backends": backends}, indent=2)
 
 

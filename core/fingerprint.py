@@ -29,11 +29,14 @@ T = TypeVar("T")
 SEAL = "sha256"
 """Key under which sealed values hold their digest."""
 
-STATE_FORMAT = 2
+STATE_FORMAT = 3
 """
 Format of sealed states; the first had no number. Raise it with each field that a state gets or
 loses. A new field has a default, which older states take.
 """
+
+_RENAMED = {"told": "changeable"}
+"""Key of an older format -> its name today."""
 
 _FORMAT = "format"
 
@@ -94,7 +97,7 @@ class RunIdentity:
     fixed: Fingerprint = Fingerprint({})
     """Settings that a resumed run has to share, by key."""
 
-    told: Fingerprint = Fingerprint({})
+    changeable: Fingerprint = Fingerprint({})
     """Settings that a resumed run may change, by key; changes are reported."""
 
 
@@ -152,7 +155,8 @@ def _as_type(kind: Any, value: Any, name: str) -> Any:
     origin, kinds = get_origin(kind), get_args(kind)
     if attrs.has(kind):
         fields = {field.name: field.type for field in attrs.fields(attrs.resolve_types(kind))}
-        held = value if isinstance(value, Mapping) else {}
+        values: Mapping[Any, Any] = value if isinstance(value, Mapping) else {}
+        held = {_RENAMED.get(key, key): one for key, one in values.items()}
         needed = {field.name for field in attrs.fields(kind) if field.default is attrs.NOTHING}
         if other := sorted((fields.keys() ^ set(map(str, held))) - (fields.keys() - needed)):
             message = f"{name} has no {other[0]}" if other[0] in fields else f"{name} has the unknown key {other[0]}"

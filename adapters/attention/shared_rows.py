@@ -237,8 +237,8 @@ def _require_same_rows(given: dict[str, Any], group: dist.ProcessGroup) -> None:
     found = (given.get(name) for name in ("input_ids", "position_ids", "attention_mask"))
     rows = [one.flatten().long() for one in found if isinstance(one, torch.Tensor)]
     sums = [(row * torch.arange(1, len(row) + 1, device=row.device)).sum() for row in rows]
-    told = gather_rows(torch.stack(sums)[None], group) if sums else torch.zeros(1)
-    if bool((told != told[0]).any()):
+    gathered = gather_rows(torch.stack(sums)[None], group) if sums else torch.zeros(1)
+    if bool((gathered != gathered[0]).any()):
         fact = "ranks that share rows were given different ones: give all ranks of a group the same batches"
         raise MismatchError("ranks_disagree", fact)
 

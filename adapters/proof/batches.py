@@ -80,14 +80,14 @@ class PackedBatch:
         shape = _read_shape(inputs)
         filled = _find_real_tokens(inputs, shape)
         first = filled & (filled.cumsum(1) == 1)
-        told = {key: found & filled | first for key, found in _find_begins_by_key(inputs, shape)}
+        begins_by_key = {key: found & filled | first for key, found in _find_begins_by_key(inputs, shape)}
         if starts is not None:
             begins = _mark_starts(starts, filled) | first
-        elif "position_ids" in told or len(filled) > 1:
-            begins = told.get("position_ids", first)
+        elif "position_ids" in begins_by_key or len(filled) > 1:
+            begins = begins_by_key.get("position_ids", first)
         else:
             raise _refusal("has no position_ids that say where its samples begin: give starts")
-        for key, found in told.items():
+        for key, found in begins_by_key.items():
             for row, token in (found != begins).nonzero().tolist():
                 by, other = ("starts", key) if begins[row, token] else (key, "starts")
                 raise _refusal(f"has a sample that begins at token {token:,} of row {row} by {by}, but not by {other}")

@@ -294,9 +294,9 @@ def raising_together(model: torch.nn.Module) -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001  # raised again, once the other ranks know
         fault = error
-    told = "" if fault is None else f"{type(fault).__name__}: {getattr(fault, 'fact', fault)}"[:300]
+    failure = "" if fault is None else f"{type(fault).__name__}: {getattr(fault, 'fact', fault)}"[:300]
     try:
-        facts = _meet_ranks(f"packplan/models/{next(_MODELS)}", told)
+        facts = _meet_ranks(f"packplan/models/{next(_MODELS)}", failure)
     finally:
         if fault is not None:
             raise fault

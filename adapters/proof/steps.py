@@ -134,9 +134,9 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
     if not found.gradients <= limit:
         facts.append(f"the gradients are {factor:.4g} times the expected ones, and differ by {found.gradients:.2g}")
     ranks = gather_from_ranks("; ".join(facts))
-    for told in filter(None, ranks):  # a rank may differ alone
+    for difference in filter(None, ranks):  # a rank may differ alone
         numbers = f"{counted(len(ranks), 'rank')} of {counted(len(batches), 'batch')} each"
-        raise MismatchError("unlike_step", f"{told}; {numbers} took the step", attrs.asdict(found))
+        raise MismatchError("unlike_step", f"{difference}; {numbers} took the step", attrs.asdict(found))
     return found
 
 

@@ -220,7 +220,7 @@ class TorchGroup:
     ) -> list[str]:
         """Return the values of *keys*; RunError on timeout, or if rank 0 dies or falls silent."""
         watch = _KeyWatch(self._wait_store, keys)
-        told = 0.0
+        last_warning = 0.0
         while not watch.over.wait(_POLL_S):
             now, heard = time.monotonic(), watch.task or "nothing"
             waited, silence = now - watch.started, now - watch.last_beat
@@ -229,9 +229,9 @@ class TorchGroup:
                 raise RunError(kind, f"{silent}; rank {self.rank} last heard: {heard}")
             if timeout_s and waited > timeout_s:
                 raise RunError(kind, f"rank {self.rank} waited {waited:,.0f} s {awaited}; last heard: {heard}")
-            if waited - told > _WARN_EVERY_S:
+            if waited - last_warning > _WARN_EVERY_S:
                 log.warning("rank %d has waited %.0f s; last heard of rank 0: %s", self.rank, waited, heard)
-                told = waited
+                last_warning = waited
         if watch.answers is None:
             raise RunError(kind, f"{watch.lost}; so rank {self.rank} cannot go on")
         return watch.answers

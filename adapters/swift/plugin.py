@@ -97,8 +97,8 @@ def _as_method(step: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return step(*given, **options)
         except PackplanError as error:
-            told = is_master() or not isinstance(error, (ArgumentError, ConfigError))
-            raise SystemExit(f"packplan: {error}" if told else 1) from error
+            explains = is_master() or not isinstance(error, (ArgumentError, ConfigError))
+            raise SystemExit(f"packplan: {error}" if explains else 1) from error
 
     return method
 

@@ -138,12 +138,12 @@ def _candidates(checkpoint: str, output_dir: str) -> Iterator[Path]:
 
 def _warn_of_passed(passed: Mapping[str, list[Path]]) -> None:
     """Name the checkpoints that `last` skips in one warning, the newest for each reason."""
-    told = (
+    changes = (
         f"{folders[0]}{f' and {len(folders) - 1:,} older' * (len(folders) > 1)} "
         f"{verb_for(len(folders), 'is passed over: it', 'are passed over: each')} is a folder {reason}"
         for reason, folders in passed.items()
     )
-    if line := "; ".join(told):
+    if line := "; ".join(changes):
         log.warning("%s", line)
 
 

@@ -85,8 +85,8 @@ class RunConsole(ProgressCallbackNew):  # type: ignore[misc]  # its library has 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **options: Any) -> None:
         """Write all numbers, and show those that have a text for people."""
         super().on_log(args, state, control, logs, **options)
-        told = logs | {"remaining_time": " ".join(logs["remaining_time"].split()[:2])}  # two units of time
-        step = numbers_text(told, STEP if "loss" in logs else OTHERS)
+        numbers = logs | {"remaining_time": " ".join(logs["remaining_time"].split()[:2])}  # two units of time
+        step = numbers_text(numbers, STEP if "loss" in logs else OTHERS)
         if step:
             self._log_line(state, step)
         if self._bar is not None and "loss" in logs:

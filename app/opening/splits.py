@@ -74,8 +74,10 @@ def _open_on_node(
     torch.set_num_threads(1)
     template = open_template(config.model, config.template, packing_length=config.packing_length)
     if differences := key.differences(length_inputs(config, template)):
-        told = (Fault(one.key, f"is {one.current!r} there, {one.stored!r} where the run began") for one in differences)
-        raise ConfigError("its environment", tuple(told))
+        faults = (
+            Fault(one.key, f"is {one.current!r} there, {one.stored!r} where the run began") for one in differences
+        )
+        raise ConfigError("its environment", tuple(faults))
     measurer = SwiftMeasurer(SwiftEncoder(config, paths, template=template, records=records))
     return partial(measurer.measure_block, in_full=in_full)
 

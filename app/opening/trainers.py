@@ -143,7 +143,7 @@ def _find_checkpoint(
     engine = config.training.trainer.get("deepspeed")
     refuse_other_parts(CHECKPOINT_KEY, checkpoint.folder, engine, num_ranks=group.world_size)
     if group.rank == 0:
-        for one in checkpoint.resume_state.identity.told.differences(identity_of_run(config).told):
+        for one in checkpoint.resume_state.identity.changeable.differences(identity_of_run(config).changeable):
             log.warning("a setting has changed since %s, and this run's value is used: %s", checkpoint.folder, one)
     return checkpoint
 

@@ -140,5 +140,5 @@ def _stored_side(stored: StoredPlan, lengths: StoredLengths | None) -> Side:
 
 def _settings(identity: RunIdentity) -> dict[str, Any]:
     """Return the settings of training, without files: only a checkpoint has their content."""
-    held, files = {**identity.fixed.inputs, **identity.told.inputs}, tuple(PATH_KEYS)
+    held, files = {**identity.fixed.inputs, **identity.changeable.inputs}, tuple(PATH_KEYS)
     return {key: held[key] for key in held if key.startswith("training.") and not key.startswith(files)}

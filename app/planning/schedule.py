@@ -145,8 +145,8 @@ def partial_window_line(schedule: EpochSchedule) -> tuple[int, str] | None:
     if not isinstance(schedule.num_packs, int):
         window, epochs = schedule.gradient_accumulation_steps, len(schedule.num_packs)
         ragged = sum(schedule.num_epoch_batches(epoch) % window > 0 for epoch in range(epochs))
-        told = f"the last optimizer step of {ragged:,} of {counted(epochs, 'epoch')} sees fewer than {window:,} "
-        return (logging.INFO, f"{told}batches per rank") if ragged else None
+        start = f"the last optimizer step of {ragged:,} of {counted(epochs, 'epoch')} sees fewer than {window:,} "
+        return (logging.INFO, f"{start}batches per rank") if ragged else None
     partial = partial_window(
         per_rank_batches=schedule.batches_per_epoch, gradient_accumulation_steps=schedule.gradient_accumulation_steps
     )

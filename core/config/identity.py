@@ -209,7 +209,7 @@ def run_identity(config: RunConfig, *, files: Mapping[str, Any], model: Mapping[
         model: Size and digest of each file of the model, by name.
     """
     samples = config_length_inputs(config)
-    fixed, told = {**samples, **model}, dict[str, str]()
+    fixed, changeable = {**samples, **model}, dict[str, str]()
     for key, value in shared_values(config, files).items():
         section, name = key.split(".")[:2]
         if section not in {"model", "training"} or name == "model" or UNCOMPARED.fullmatch(name):
@@ -220,5 +220,5 @@ def run_identity(config: RunConfig, *, files: Mapping[str, Any], model: Mapping[
         if decides == LOADS or kept:
             fixed[key] = value
         elif decides == TRAINS:
-            told[key] = value
-    return RunIdentity(Fingerprint(fixed), Fingerprint(told))
+            changeable[key] = value
+    return RunIdentity(Fingerprint(fixed), Fingerprint(changeable))

@@ -83,7 +83,7 @@ def test_a_changed_setting_is_refused_or_told_or_decides_no_step(keys, refused, 
     """By the table of the page, which names each that is refused."""
     then, now = identity(), identity(**keys)
 
-    assert (refused, told) == (then.fixed != now.fixed, then.told != now.told)
+    assert (refused, told) == (then.fixed != now.fixed, then.changeable != now.changeable)
     page = Path("docs/training.md").read_text()
     names = FIXED_ARGUMENTS - {"freeze_llm", "freeze_vit"}
     listed = page.split("- `loss_reduction`")[1].split("which the optimizer")[0]
@@ -115,7 +115,7 @@ def test_a_resumed_run_keeps_samples_weights_and_which_of_them_are_trained():
             other = run_identity(changed(RUN, key, "b"), files={}, model={})
             keeps = of_samples or facts.neither != TRAINS or name in FIXED_ARGUMENTS
             differing = [one.key for one in plain.fixed.differences(other.fixed)]
-            assert ([key] * keeps, keeps) == (differing, plain.told == other.told), key
+            assert ([key] * keeps, keeps) == (differing, plain.changeable == other.changeable), key
 
 
 @pytest.mark.parametrize("key", [path for path in known_keys(RunConfig) if path not in SECTIONS])
