@@ -126,7 +126,7 @@ def epochs(config: RunConfig, way: Way, size: int, device: str) -> Iterator[dict
     trainer.train_dataset.encoder = encoded
     if way.rows == "sorted":
         fields = attrs.asdict(trainer.schedule, recurse=False, filter=lambda field, _: field.init)
-        trainer.follower.reschedule(SortedSchedule(**fields, lengths=np.array(encoded.lengths)))
+        trainer.pack_batches.reschedule(SortedSchedule(**fields, lengths=np.array(encoded.lengths)))
     yield _facts(trainer, encoded, way)
     clock = EpochClock(on_gpu=on_gpu)
     trainer.add_callback(clock)

@@ -231,7 +231,7 @@ class StrategyTrial:
 
     attention: str
 
-    follows_rows: bool = False
+    keeps_rows: bool = False
     """
     Whether the model receives the sample boundaries of its row, for models whose masks do not use
     positions.
@@ -255,14 +255,14 @@ def yield_trials(attn_impl: str, *, native: str, flash: bool) -> Iterator[Strate
         return
     if attn_impl not in (AUTO, VARLEN):
         yield StrategyTrial("own", attn_impl)
-        yield StrategyTrial("own", attn_impl, follows_rows=True)
+        yield StrategyTrial("own", attn_impl, keeps_rows=True)
         return
     if attn_impl == AUTO and flash:
         yield StrategyTrial("flash", FLASH_BACKENDS[0])
     yield StrategyTrial("varlen", VARLEN)
-    yield StrategyTrial("varlen", VARLEN, follows_rows=True)
+    yield StrategyTrial("varlen", VARLEN, keeps_rows=True)
     if attn_impl == AUTO:
-        yield StrategyTrial("own", native, follows_rows=True)
+        yield StrategyTrial("own", native, keeps_rows=True)
 
 
 @attrs.frozen
@@ -333,7 +333,7 @@ class PackingVerdict:
     split: tuple[str, ...]
     """Classes of layers that carry a state along the row, and therefore run sample by sample."""
 
-    follows_rows: bool
+    keeps_rows: bool
     """Whether the model receives the sample boundaries of its row."""
 
     measured: ProbeResult | None
@@ -394,7 +394,7 @@ class AttentionChoice:
     split: tuple[str, ...] = ()
     """Classes of layers that run sample by sample."""
 
-    follows_rows: bool = False
+    keeps_rows: bool = False
     """Whether the model receives the sample boundaries of its row."""
 
     verdict: PackingVerdict | None = None
@@ -451,7 +451,7 @@ def choose_attention(
     if attn_impl == AUTO:
         why += f", and {verdict.model_type} was shown to pack by it"
     return AttentionChoice(
-        verdict.attention, why, verdict.native, verdict.split, verdict.follows_rows, verdict=verdict, leak=leak
+        verdict.attention, why, verdict.native, verdict.split, verdict.keeps_rows, verdict=verdict, leak=leak
     )
 
 

@@ -35,7 +35,12 @@ Format of sealed states; the first had no number. Raise it with each field that 
 loses. A new field has a default, which older states take.
 """
 
-_RENAMED = {"told": "changeable"}
+_RENAMED = {
+    "told": "changeable",
+    "shards": "readers",
+    "next_shard": "next_reader",
+    "shards_per_rank": "readers_per_rank",
+}
 """Key of an older format -> its name today."""
 
 _FORMAT = "format"

@@ -142,11 +142,11 @@ class StreamCounts:
 
 
 @attrs.frozen
-class ShardState:
-    """Progress of one shard in an epoch, between two of its packs."""
+class ReaderState:
+    """Progress of one reader in an epoch, between two of its packs."""
 
     read: int = 0
-    """Number of the shard's places that were read."""
+    """Number of the reader's places that were read."""
 
     ahead: tuple[StreamItem, ...] = ()
     """Items that were read but not yet admitted, in order."""
@@ -158,7 +158,7 @@ class ShardState:
     """Packs that are filled and wait to be trained, in order."""
 
     counts: StreamCounts = StreamCounts()
-    """Counts of the shard's samples in this epoch; waiting packs are not counted yet."""
+    """Counts of the reader's samples in this epoch; waiting packs are not counted yet."""
 
     @property
     def admitted_items(self) -> tuple[StreamItem, ...]:
@@ -171,12 +171,12 @@ class ShardState:
         return (*self.admitted_items, *self.ahead)
 
 
-def read_place(state: ShardState, place: int) -> ShardState:
+def read_place(state: ReaderState, place: int) -> ReaderState:
     """Return the state after the item at *place* has been read."""
     return attrs.evolve(state, read=state.read + 1, ahead=(*state.ahead, StreamItem(place)))
 
 
-def admit_first(state: ShardState, length: int, *, options: StreamOptions) -> ShardState:
+def admit_first(state: ReaderState, length: int, *, options: StreamOptions) -> ReaderState:
     """
     Return the state after the first item that was read ahead is admitted.
 
@@ -212,25 +212,25 @@ def _is_too_small(buffer: Sequence[StreamItem], options: StreamOptions) -> bool:
     return has_few or sum(item.length for item in buffer) < needed * options.packing_length
 
 
-def flush_buffer(state: ShardState, *, options: StreamOptions) -> ShardState:
-    """Return the state after the rest of the buffer is packed, at the end of a shard."""
+def flush_buffer(state: ReaderState, *, options: StreamOptions) -> ReaderState:
+    """Return the state after the rest of the buffer is packed, at the end of a reader."""
     return _pack_buffer(state, options, at_end=True)
 
 
-def take_pack(state: ShardState, *, options: StreamOptions) -> tuple[tuple[StreamItem, ...], ShardState]:
+def take_pack(state: ReaderState, *, options: StreamOptions) -> tuple[tuple[StreamItem, ...], ReaderState]:
     """Return the first waiting pack, and the state after it has been trained."""
     pack, *packs = state.packs
     counts = StreamCounts.from_pack([item.length for item in pack], options)
     return pack, attrs.evolve(state, packs=tuple(packs), counts=state.counts + counts)
 
 
-def _pack_buffer(state: ShardState, options: StreamOptions, *, at_end: bool) -> ShardState:
+def _pack_buffer(state: ReaderState, options: StreamOptions, *, at_end: bool) -> ReaderState:
     """
     Pack the buffer; return the new state. The newest underfilled pack stays in the buffer, and so
     do older ones, as long as all of these have at most half a buffer of samples. The others are
     evicted, and trained.
 
-    At the end of a shard no pack stays, and `drop_last` drops the underfilled ones.
+    At the end of a reader no pack stays, and `drop_last` drops the underfilled ones.
     """
     arrived = list(enumerate(state.buffer))
     bins = binpacking.to_constant_volume(arrived, options.packing_length, key=lambda one: one[1].length)
@@ -254,21 +254,21 @@ def _pack_buffer(state: ShardState, options: StreamOptions, *, at_end: bool) -> 
 
 @attrs.frozen
 class StreamSegment:
-    """Earlier part of an epoch that was trained on one number of shards."""
+    """Earlier part of an epoch that was trained on one number of readers."""
 
     reads: tuple[int, ...]
-    """Number of places that each shard has read."""
+    """Number of places that each reader has read."""
 
 
 @attrs.frozen
 class RankState:
     """Progress of one rank between two optimizer steps."""
 
-    shards: tuple[ShardState, ...] = ()
-    """Shard of each loader worker, or the rank's own one; empty if the epoch has not begun."""
+    readers: tuple[ReaderState, ...] = ()
+    """Reader of each loader worker, or the rank's own one; empty if the epoch has not begun."""
 
-    next_shard: int = 0
-    """Shard that gives the next pack."""
+    next_reader: int = 0
+    """Reader that gives the next pack."""
 
     earlier: StreamCounts = attrs.field(factory=StreamCounts)
     """Counts of earlier epochs."""
@@ -277,8 +277,8 @@ class RankState:
     """Samples that were trained in all epochs."""
 
     def __attrs_post_init__(self) -> None:
-        if not 0 <= self.next_shard < max(1, len(self.shards)) or self.trained < 0:
-            raise ValueError(f"shard {self.next_shard} of {len(self.shards)} is next, after {self.trained} samples")
+        if not 0 <= self.next_reader < max(1, len(self.readers)) or self.trained < 0:
+            raise ValueError(f"reader {self.next_reader} of {len(self.readers)} is next, after {self.trained} samples")
 
 
 @attrs.frozen
@@ -286,7 +286,7 @@ class StreamProgress:
     """Progress of a stream between two optimizer steps."""
 
     world_size: int = 1
-    shards_per_rank: int = 1
+    readers_per_rank: int = 1
     step: int = 0
     """Optimizer steps done."""
 
@@ -297,15 +297,15 @@ class StreamProgress:
     """Optimizer steps done in that epoch."""
 
     segments: tuple[StreamSegment, ...] = ()
-    """Earlier parts of that epoch, on other numbers of shards."""
+    """Earlier parts of that epoch, on other numbers of readers."""
 
     def __attrs_post_init__(self) -> None:
         reads = (0, *chain.from_iterable(segment.reads for segment in self.segments))
-        sizes = (self.world_size - 1, self.shards_per_rank - 1, self.epoch, self.epoch_step, min(reads))
+        sizes = (self.world_size - 1, self.readers_per_rank - 1, self.epoch, self.epoch_step, min(reads))
         if min(sizes) < 0 or self.epoch_step > self.step or not all(segment.reads for segment in self.segments):
             message = (
                 f"step {self.step}, epoch {self.epoch}, its step {self.epoch_step}, {self.world_size} ranks with "
-                f"{self.shards_per_rank} shards each, or the reads of earlier shards, do not agree"
+                f"{self.readers_per_rank} readers each, or the reads of earlier readers, do not agree"
             )
             raise ValueError(message)
 
@@ -335,46 +335,46 @@ class StreamState:
 
 def unread_places(num_places: int, segments: Sequence[StreamSegment]) -> IntArray:
     """
-    Return the positions of an epoch's order that no shard of its earlier segments has read.
+    Return the positions of an epoch's order that no reader of its earlier segments has read.
 
     >>> unread_places(6, [StreamSegment(reads=(1, 2))]).tolist()
     [2, 4, 5]
     """
     places = np.arange(num_places)
     for segment in segments:
-        num_shards = len(segment.reads)
-        parts = [places[shard::num_shards][read:] for shard, read in enumerate(segment.reads)]
+        num_readers = len(segment.reads)
+        parts = [places[reader::num_readers][read:] for reader, read in enumerate(segment.reads)]
         places = np.sort(np.concatenate(parts))
     return places
 
 
-def reshard(
-    progress: StreamProgress, ranks: Sequence[RankState], *, world_size: int, shards_per_rank: int
+def redistribute(
+    progress: StreamProgress, ranks: Sequence[RankState], *, world_size: int, readers_per_rank: int
 ) -> tuple[StreamProgress, tuple[RankState, ...]]:
     """
-    Return the progress of a stream and its ranks for other numbers of ranks or shards per rank.
+    Return the progress of a stream and its ranks for other numbers of ranks or readers per rank.
 
     Args:
         progress: Progress of the stream.
         ranks: Progress of each former rank.
         world_size: Number of ranks now.
-        shards_per_rank: Number of shards of each rank now.
+        readers_per_rank: Number of readers of each rank now.
     """
-    shards = tuple(chain.from_iterable(rank.shards for rank in ranks))
-    now = attrs.evolve(progress, world_size=world_size, shards_per_rank=shards_per_rank)
+    readers = tuple(chain.from_iterable(rank.readers for rank in ranks))
+    now = attrs.evolve(progress, world_size=world_size, readers_per_rank=readers_per_rank)
     earlier = sum((rank.earlier for rank in ranks), StreamCounts())
     totals = RankState(earlier=earlier, trained=sum(rank.trained for rank in ranks))
-    if not shards:
+    if not readers:
         return now, (totals, *[RankState()] * (world_size - 1))
-    ended = StreamSegment(reads=tuple(shard.read for shard in shards))
-    waiting = sorted(chain.from_iterable(shard.waiting_items for shard in shards), key=lambda item: item.place)
+    ended = StreamSegment(reads=tuple(reader.read for reader in readers))
+    waiting = sorted(chain.from_iterable(reader.waiting_items for reader in readers), key=lambda item: item.place)
     # These enter a buffer again, and are counted then.
-    again = [item.length for shard in shards for item in shard.admitted_items]
-    counts = sum((shard.counts for shard in shards), StreamCounts(samples=-len(again), tokens=-sum(again)))
-    num_shards = world_size * shards_per_rank
-    assigned = [ShardState(ahead=tuple(waiting[shard::num_shards])) for shard in range(num_shards)]
+    again = [item.length for reader in readers for item in reader.admitted_items]
+    counts = sum((reader.counts for reader in readers), StreamCounts(samples=-len(again), tokens=-sum(again)))
+    num_readers = world_size * readers_per_rank
+    assigned = [ReaderState(ahead=tuple(waiting[reader::num_readers])) for reader in range(num_readers)]
     assigned[0] = attrs.evolve(assigned[0], counts=counts)
-    parts = [assigned[first : first + shards_per_rank] for first in range(0, num_shards, shards_per_rank)]
-    states = [RankState(shards=tuple(part)) for part in parts]
-    states[0] = attrs.evolve(totals, shards=states[0].shards)
+    parts = [assigned[first : first + readers_per_rank] for first in range(0, num_readers, readers_per_rank)]
+    states = [RankState(readers=tuple(part)) for part in parts]
+    states[0] = attrs.evolve(totals, readers=states[0].readers)
     return attrs.evolve(now, segments=(*progress.segments, ended)), tuple(states)

@@ -36,5 +36,5 @@ def probe_family(family: str) -> PackingVerdict:
         config = default_config(family)
     except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
         reason = " ".join(f"its default configuration is refused ({error})".split())[:200]
-        return PackingVerdict(family, None, AUTO, "", split=(), follows_rows=False, measured=None, reason=reason)
+        return PackingVerdict(family, None, AUTO, "", split=(), keeps_rows=False, measured=None, reason=reason)
     return attrs.evolve(probe_small_copy(config), model_type=family)  # some share a configuration

@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from packplan.adapters.attention.packed_row import follow_rows, run_by_sample
+from packplan.adapters.attention.packed_row import keep_rows, run_by_sample
 from packplan.adapters.attention.varlen import attend, attend_to_patches, build_mask, build_mask_of_known_row
 from packplan.adapters.families import trained_part
 from packplan.core.equality import FLEX, NATIVE, VARLEN, AttentionChoice
@@ -28,7 +28,7 @@ NAME = "packplan"
 
 ROWS_NAME = "packplan_rows"
 """
-Name of varlen attention for models with `follow_rows`; outside of a call of such a model, it raises
+Name of varlen attention for models with `keep_rows`; outside of a call of such a model, it raises
 an error.
 """
 
@@ -51,7 +51,7 @@ AttentionInterface.register(PATCHES_NAME, _uncompiled(attend_to_patches))
 
 def set_attention(model: Any, attention: AttentionChoice) -> None:
     """
-    Make a model use varlen attention, follow rows and run layers by sample, as *attention* asks.
+    Make a model use varlen attention, keep its row and run layers by sample, as *attention* asks.
 
     Attentions of transformers itself are set when the model is opened.
 
@@ -59,13 +59,13 @@ def set_attention(model: Any, attention: AttentionChoice) -> None:
         model: Model of transformers.
         attention: Attention of the run.
     """
-    follows, part = attention.follows_rows or bool(attention.split), trained_part(model)
+    keeps, part = attention.keeps_rows or bool(attention.split), trained_part(model)
     if attention.name == VARLEN:
-        set_varlen_attention(part, name=ROWS_NAME if follows else NAME)
+        set_varlen_attention(part, name=ROWS_NAME if keeps else NAME)
     elif attention.name == FLEX:
         functorch_config.donated_buffer = False  # probes ask its compiled graph for more than one gradient
-    if follows:
-        follow_rows(model)
+    if keeps:
+        keep_rows(model)
     run_by_sample(model, attention.split)
 
 

@@ -2,7 +2,7 @@
 Samples of the row that a model is computing, found by positions or by a padded batch's mask.
 
 Most models find samples by restarting positions. Some models never pass positions to their masks,
-and layers that carry a state along the row use no mask. With `follow_rows`, a model keeps its row
+and layers that carry a state along the row use no mask. With `keep_rows`, a model keeps its row
 in a context variable. The variable is set only during the forward pass, and while the backward pass
 computes layers again. With `run_by_sample`, layers that carry a state (linear attention, Mamba,
 convolutions over time) run sample by sample.
@@ -242,7 +242,7 @@ def prepend_text_positions(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def current_row() -> PackedRow | None:
-    """Return the row that a model with `follow_rows` is computing; None if there is none."""
+    """Return the row that a model with `keep_rows` is computing; None if there is none."""
     return _ROW.get(None)
 
 
@@ -251,7 +251,7 @@ def row_inside_model() -> PackedRow | None:
     Return the current row for layers and masks that need one; None if the call is not packed.
 
     Raises:
-        PackplanError: The call is outside of the forward pass of a model that follows rows.
+        PackplanError: The call is outside of the forward pass of a model with `keep_rows`.
     """
     try:
         return _ROW.get()
@@ -294,7 +294,7 @@ def restore_rows_on_recompute(modules: Iterable[Any]) -> None:
             module._gradient_checkpointing_func = partial(_checkpoint_with_row, checkpoint)  # noqa: SLF001  # has no public setter
 
 
-def follow_rows(model: Any) -> None:
+def keep_rows(model: Any) -> None:
     """
     Make a model set `current_row` from its arguments in each forward pass.
 
@@ -327,7 +327,7 @@ def run_by_sample(model: torch.nn.Module, classes: Collection[str]) -> None:
     Make layers run once for each sample of a packed row, so that no state passes between samples.
 
     Args:
-        model: Model with `follow_rows`.
+        model: Model with `keep_rows`.
         classes: Names of the layers' classes.
     """
     for module in model.modules():

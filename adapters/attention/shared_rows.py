@@ -245,7 +245,7 @@ def _require_same_rows(given: dict[str, Any], group: dist.ProcessGroup) -> None:
 
 def attention_for_shared_rows(choice: AttentionChoice) -> AttentionChoice:
     """
-    Return *choice* with `follows_rows`; ModelError if ranks cannot share rows under its attention.
+    Return *choice* with `keeps_rows`; ModelError if ranks cannot share rows under its attention.
     """
     if choice.name != VARLEN or choice.split:
         fact = (
@@ -253,7 +253,7 @@ def attention_for_shared_rows(choice: AttentionChoice) -> AttentionChoice:
             f"{choice}: set sequence_parallel_size to 1"
         )
         raise ModelError("attention", fact)
-    return attrs.evolve(choice, follows_rows=True)
+    return attrs.evolve(choice, keeps_rows=True)
 
 
 def _asks_for_usual_loss(model: Any, given: dict[str, Any]) -> bool:

@@ -111,7 +111,7 @@ def build_mask(
 
 
 def build_mask_of_known_row(**options: Any) -> Layout | torch.Tensor | None:
-    """Return the result of `build_mask` in a model that follows rows; PackplanError elsewhere."""
+    """Return the result of `build_mask` in a model with `keep_rows`; PackplanError elsewhere."""
     row_inside_model()
     return build_mask(**options)
 

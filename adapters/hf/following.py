@@ -54,16 +54,16 @@ _ROUTER = "router_aux_loss_coef"
 class PackplanProgress(TrainerCallback, ExportableState):
     """Callback that stores the progress of a plan in checkpoints, under this class's name."""
 
-    def __init__(self, follower: Any = None) -> None:  # only a copy from a checkpoint has none; it is never saved
-        self.follower, self.step = follower, 0
+    def __init__(self, pack_batches: Any = None) -> None:  # only a copy from a checkpoint has none; it is never saved
+        self.pack_batches, self.step = pack_batches, 0
 
     def state(self) -> dict[str, Any]:
         """Return the progress after the last step, as the checkpoint stores it."""
-        return {"args": {}, "attributes": {"progress": self.follower.state_dict(step=self.step)}}
+        return {"args": {}, "attributes": {"progress": self.pack_batches.state_dict(step=self.step)}}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002  # transformers passes them
         """Record the step; in an epoch that was resumed in its middle, correct `state.epoch`."""
-        self.step, schedule = state.global_step, self.follower.schedule
+        self.step, schedule = state.global_step, self.pack_batches.schedule
         start, window = schedule.start, schedule.gradient_accumulation_steps
         if start.epoch_step and self.step <= schedule.last_step(start.epoch):
             total = start.epoch_step * window + schedule.num_remaining_batches(start.epoch)
@@ -131,27 +131,31 @@ class FollowsSchedule:
     state: Any
     control: Any
     callback_handler: Any
-    follower: PackBatches
+    pack_batches: PackBatches
 
     def follow(
-        self, follower: PackBatches, *, around_epoch: Callable[[int], AbstractContextManager[Any]] = nullcontext
+        self, pack_batches: PackBatches, *, around_epoch: Callable[[int], AbstractContextManager[Any]] = nullcontext
     ) -> None:
         """
-        Train the batches of *follower* from now on, in the order of its schedule.
+        Train the batches of the sampler *pack_batches* from now on, in the order of its schedule.
 
         Args:
-            follower: Batch sampler of this rank's packs.
+            pack_batches: Batch sampler of this rank's packs.
             around_epoch: Function that returns the context in which an epoch is trained; that of
                 `packplan sft` serves the packs of the epoch.
         """
-        self.follower, self._progress, self._around_epoch = follower, PackplanProgress(follower), around_epoch
+        self.pack_batches, self._progress, self._around_epoch = (
+            pack_batches,
+            PackplanProgress(pack_batches),
+            around_epoch,
+        )
         self._expected: Iterator[list[int]] = iter(())
         self.callback_handler.add_callback(self._progress)
 
     @property
     def schedule(self) -> EpochSchedule:
         """Epoch schedule by which the trainer trains."""
-        return self.follower.schedule
+        return self.pack_batches.schedule
 
     def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
         """
@@ -162,9 +166,9 @@ class FollowsSchedule:
         """
         folder = options.get("resume_from_checkpoint")
         if folder is None:
-            self.follower.restart()  # at its start already, unless this trainer has trained before
+            self.pack_batches.restart()  # at its start already, unless this trainer has trained before
         else:
-            self.follower.load_state_dict(read_saved_progress(Path(folder)))
+            self.pack_batches.load_state_dict(read_saved_progress(Path(folder)))
             engine = self.accelerator.state.deepspeed_plugin
             stage = None if engine is None else engine.hf_ds_config.get_value("zero_optimization.stage", 0)
             facts = [find_other_parts(Path(folder), stage=stage, num_ranks=self.args.world_size)]
@@ -190,7 +194,7 @@ class FollowsSchedule:
         self.callback_handler.remove_callback(PackplanProgress)
         self.callback_handler.add_callback(self._progress)
         add_digest_on_save(self.state)
-        return self.schedule.start.epoch, 0  # the follower begins where the checkpoint ended
+        return self.schedule.start.epoch, 0  # the sampler begins where the checkpoint ended
 
     def _run_epoch(self, *, epoch: int, **options: Any) -> None:
         """Train the rest of an epoch, whose batches `get_batch_samples` then expects."""
@@ -199,8 +203,8 @@ class FollowsSchedule:
             "steps_in_epoch": schedule.num_remaining_batches(epoch),
             "num_update_steps_per_epoch": schedule.num_remaining_steps(epoch),
         }
-        self.follower.set_epoch(epoch)  # the sampler is elsewhere if the last epoch was stopped early
-        self._expected = iter(schedule.batches(epoch, rank=self.follower.rank))
+        self.pack_batches.set_epoch(epoch)  # the sampler is elsewhere if the last epoch was stopped early
+        self._expected = iter(schedule.batches(epoch, rank=self.pack_batches.rank))
         with self._around_epoch(epoch):
             super()._run_epoch(epoch=epoch, **options)  # type: ignore[misc]
         if not schedule.num_remaining_batches(epoch):  # the epoch's last step was before the resume
@@ -436,13 +440,13 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
 
     def get_train_dataloader(self, *_: Any, **__: Any) -> Any:
         """Return the loader of this rank's packs."""
-        return self._make_loader(self.train_packs, self.follower)
+        return self._make_loader(self.train_packs, self.pack_batches)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return the loader of the evaluation packs; for other data, the trainer's own loader."""
         if self._eval_packs is None or (eval_dataset is not None and eval_dataset is not self.eval_dataset):
             return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]  # of the trainer's class
-        ranks: dict[str, Any] = {"rank": self.follower.rank, "world_size": self.schedule.world_size}
+        ranks: dict[str, Any] = {"rank": self.pack_batches.rank, "world_size": self.schedule.world_size}
         batches = EvalBatches(len(self._eval_packs), 1, degrees=self._eval_degrees, **ranks)
         return self._make_loader(self._eval_packs, batches)
 

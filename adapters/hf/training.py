@@ -304,13 +304,13 @@ class _PlannedTraining(ServesPacks):
 
     def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
         """Train, once the rows are read, or known from the checkpoint that is resumed from."""
-        packs, folder, state = self.train_packs, options.get("resume_from_checkpoint"), self.follower.state
+        packs, folder, state = self.train_packs, options.get("resume_from_checkpoint"), self.pack_batches.state
         if (facts := packs.facts) is None:  # `use_plan` found checkpoints, from which this run may go on
             facts = _load_facts(folder, len(packs.source.rows), state.plan) if folder else None
             packs.take_facts(facts := facts or _read_together(self, packs.source, decode=False))
         require_supervised_rows(facts.num_supervised)
         require_same_rows(state.plan, facts.digest)
-        self.follower.state = attrs.evolve(state, data=facts.digest)
+        self.pack_batches.state = attrs.evolve(state, data=facts.digest)
         return super()._inner_training_loop(*args, **options)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

@@ -146,7 +146,7 @@ class _SmallCopies:
             ModelError: The model does not take the attention.
         """
         model = self.build(self.native)
-        attention = AttentionChoice(trial.attention, native=self.native, split=split, follows_rows=trial.follows_rows)
+        attention = AttentionChoice(trial.attention, native=self.native, split=split, keeps_rows=trial.keeps_rows)
         if attention.loaded_backend != self.native:
             model.set_attn_implementation(trial.attention)
         set_attention(model, attention)
@@ -252,7 +252,7 @@ def split_state_layers(model: Any, row: ProbeRow) -> tuple[str, ...]:
     One class after the other is tried.
 
     Args:
-        model: Model that follows its rows.
+        model: Model with `keep_rows`.
         row: Row to test the layers with.
     """
     found: set[str] = set()
@@ -337,7 +337,7 @@ def _try_strategy(copies: _SmallCopies, trial: StrategyTrial, blank: PackingVerd
         model, measured, why_not = copies.measure_copy(trial)
     except Exception as error:  # noqa: BLE001  # whatever the code of a family raises
         return attrs.evolve(blank, reason=error_text(error))
-    if why_not and trial.follows_rows:
+    if why_not and trial.keeps_rows:
         # If its layers cannot be split, the numbers without splitting stand.
         with contextlib.suppress(Exception):
             carriers = split_state_layers(model, copies.row)
@@ -361,9 +361,9 @@ def _try_strategy(copies: _SmallCopies, trial: StrategyTrial, blank: PackingVerd
             verbs = verb_for(len(carriers), "carries", "carry"), verb_for(len(carriers), "does", "do")
             why_not += f"; {' and '.join(carriers)} {verbs[0]} state along the row, and {verbs[1]} not run by sample"
         return attrs.evolve(blank, split=split, measured=measured, reason=why_not)
-    follows = trial.follows_rows and trial.strategy != "own"  # the model's own code finds the samples of a row
+    keeps = trial.keeps_rows and trial.strategy != "own"  # the model's own code finds the samples of a row
     return attrs.evolve(
-        blank, strategy=trial.strategy, split=split, follows_rows=follows or bool(split), measured=measured,
+        blank, strategy=trial.strategy, split=split, keeps_rows=keeps or bool(split), measured=measured,
         reason="packed samples do not influence each other, and give the results of each alone",
         not_exercised=not_exercised,
     )  # fmt: skip
@@ -371,5 +371,5 @@ def _try_strategy(copies: _SmallCopies, trial: StrategyTrial, blank: PackingVerd
 
 def _blank_verdict(config: Any, attention: str, native: str, reason: str) -> PackingVerdict:
     return PackingVerdict(
-        config.model_type, None, attention, native, split=(), follows_rows=False, measured=None, reason=reason
+        config.model_type, None, attention, native, split=(), keeps_rows=False, measured=None, reason=reason
     )

@@ -39,7 +39,7 @@ ALIGNED_SCHEMA = "packplan aligned plan 1"
 
 EPOCHS_SCHEMA = "packplan epochs 1"
 
-VERDICT_SCHEMA = "packplan verdict 1"
+VERDICT_SCHEMA = "packplan verdict 2"
 
 
 _COUNTED = (

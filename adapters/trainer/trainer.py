@@ -375,12 +375,12 @@ class CheckedTrainer(StopsAtNonFinite, ComputesPacks, Seq2SeqTrainer):
 class PlanTrainer(FollowsSchedule, CheckedTrainer):
     """ms-swift's trainer on the packs of a plan."""
 
-    def __init__(self, *, follower: PackBatches, pack_stats: Callable[[int], PackStats], **options: Any) -> None:
+    def __init__(self, *, pack_batches: PackBatches, pack_stats: Callable[[int], PackStats], **options: Any) -> None:
         """
         Prepare training.
 
         Args:
-            follower: Batch sampler of this rank's packs, in the order of their schedule.
+            pack_batches: Batch sampler of this rank's packs, in the order of their schedule.
             pack_stats: Function that returns statistics of the packs of an epoch, for the log.
             **options: Options of `CheckedTrainer`.
         """
@@ -388,16 +388,16 @@ class PlanTrainer(FollowsSchedule, CheckedTrainer):
         self._stats: EpochStats | None = None
         self._epoch_start = self._logged_until = 0
         self._waited = 0.0
-        learner = follower.rank, follower.schedule.world_size
+        learner = pack_batches.rank, pack_batches.schedule.world_size
         super().__init__(packed=options["train_dataset"].packed, learner=learner, **options)
-        self.follow(follower, around_epoch=self._serve_epoch)
+        self.follow(pack_batches, around_epoch=self._serve_epoch)
 
     def get_train_dataloader(self, skip_batches: int = 0) -> PackLoader:  # noqa: ARG002  # the schedule skips by itself
         """Return the loader of this rank's packs, in the order of the epoch schedule."""
         # Persistent workers would keep the packs of another epoch.
         fresh = {"persistent_workers": False} if self.schedule.epochs_differ else {}
         loader = self._open_loader(
-            self.train_dataset, batch_sampler=self.follower, collate_fn=self.data_collator, **fresh
+            self.train_dataset, batch_sampler=self.pack_batches, collate_fn=self.data_collator, **fresh
         )
         self._loaders.append(loader)
         return loader

@@ -225,7 +225,7 @@ def _replace_packs(
     trainer: PlanTrainer, stats: PackStats, schedule: EpochSchedule, evaluated: PlannedSplit | None
 ) -> None:
     """Let a trainer train and evaluate other packs, in the order of another schedule."""
-    trainer.follower.reschedule(schedule)
+    trainer.pack_batches.reschedule(schedule)
     trainer.pack_stats = lambda _: stats
     trainer.train_dataset.packs_of = lambda _: stats.packs
     if evaluated is not None:

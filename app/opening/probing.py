@@ -41,7 +41,7 @@ class BackendProbe:
     @property
     def packs_by_itself(self) -> bool:
         """Whether samples may share packs in the model's own code, without Packplan."""
-        return self.may_pack and not (self.verdict.follows_rows or self.verdict.split)  # type: ignore[union-attr]  # it passes
+        return self.may_pack and not (self.verdict.keeps_rows or self.verdict.split)  # type: ignore[union-attr]  # it passes
 
 
 def probe_backends(

@@ -50,7 +50,7 @@ from packplan.core.fingerprint import RunIdentity
 from packplan.core.packs import Packs
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochSchedule, ResumeState
-from packplan.core.stream import Order, RankState, StreamOptions, StreamProgress, StreamState, reshard
+from packplan.core.stream import Order, RankState, StreamOptions, StreamProgress, StreamState, redistribute
 
 log = logging.getLogger(__name__)
 
@@ -287,7 +287,7 @@ def build_trainer(
     template, model, rows = _open_model(config, arguments, train.encoder, group, attention, degrees=degrees)
     trainer = PlanTrainer(
         group=group,
-        follower=PackBatches(schedule, group.rank // config.training.row_ranks, schedule.world_size, state=state),
+        pack_batches=PackBatches(schedule, group.rank // config.training.row_ranks, schedule.world_size, state=state),
         pack_stats=stats,
         attention=attention,
         reduction=config.training.loss_reduction,
@@ -328,12 +328,12 @@ def find_stream_start(
         group: All ranks.
         arguments: Settings of the trainer.
     """
-    now = {"world_size": group.world_size, "shards_per_rank": max(1, arguments.dataloader_num_workers)}
+    now = {"world_size": group.world_size, "readers_per_rank": max(1, arguments.dataloader_num_workers)}
     if checkpoint is None:
         return StreamProgress(**now), RankState()
     progress, ranks = checkpoint.resume_state.progress, checkpoint.resume_state.ranks
     if attrs.evolve(progress, **now) != progress:
-        progress, ranks = reshard(progress, ranks, **now)
+        progress, ranks = redistribute(progress, ranks, **now)
     return progress, ranks[group.rank]
 
 

@@ -35,7 +35,7 @@ from packplan.core.fingerprint import (
 from packplan.core.schedule import EpochSegment, Progress, ResumeState
 from packplan.core.stream import (
     RankState,
-    ShardState,
+    ReaderState,
     StreamCounts,
     StreamItem,
     StreamProgress,
@@ -122,9 +122,9 @@ PLANNED = ResumeState(
 
 ITEMS = (StreamItem(4), StreamItem(5, length=7))
 
-SHARD = ShardState(9, ITEMS, ITEMS, (ITEMS, ITEMS[:1]), StreamCounts(samples=3, tokens=12))
+READER = ReaderState(9, ITEMS, ITEMS, (ITEMS, ITEMS[:1]), StreamCounts(samples=3, tokens=12))
 
-RANK = RankState((ShardState(), SHARD), 1, StreamCounts(tokens=3), trained=4)
+RANK = RankState((ReaderState(), READER), 1, StreamCounts(tokens=3), trained=4)
 
 STREAMED = StreamState(
     Fingerprint({"training.seed": 1, "data": "a", "reward": None}),

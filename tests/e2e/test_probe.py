@@ -404,7 +404,7 @@ def test_layers_that_are_computed_again_have_the_row_of_their_own_forward_pass()
 
     def gradients(*, checkpointed):
         model = SmallModels(default_config("lfm2")).build(attention="sdpa")
-        set_attention(model, AttentionChoice("varlen", split=("Lfm2ShortConv",), follows_rows=True))
+        set_attention(model, AttentionChoice("varlen", split=("Lfm2ShortConv",), keeps_rows=True))
         if checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
@@ -428,7 +428,7 @@ def test_what_lost_its_row_is_an_error():
     layer = torch.nn.Sequential(torch.nn.Linear(2, 2))
     run_by_sample(layer, ["Linear"])
     model = SmallModels(default_config("gpt_oss")).build(attention="eager")
-    set_attention(model, AttentionChoice("varlen", native="eager", follows_rows=True))
+    set_attention(model, AttentionChoice("varlen", native="eager", keeps_rows=True))
     row = probe_row.ProbeRow.draw(model, (5, 9), ids=range(16, 96))
     model(**row.packed.inputs)
     for module in model.modules():

@@ -92,7 +92,7 @@ def adapted(family):
 def half_reset():
     """A layer whose convolution is told its rows, and whose state is not."""
     model = model_of("qwen3_next", "sdpa")
-    set_attention(model, AttentionChoice("varlen", follows_rows=True))
+    set_attention(model, AttentionChoice("varlen", keeps_rows=True))
     run_by_sample(model, ["Conv1d"])
     return model
 

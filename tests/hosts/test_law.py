@@ -254,7 +254,7 @@ def test_a_number_plans_packs_of_the_trainer_s_own_rows(tmp_path, capsys):
     trainer = trainer_with(tmp_path, eval_dataset=ROWS[:9])
     schedule = use_plan(trainer, PACKING_LENGTH, eval_plan=max(PLAN.lengths) + 1)
 
-    assert PLAN.checksum == trainer.follower.state.plan
+    assert PLAN.checksum == trainer.pack_batches.state.plan
     title, *table = capsys.readouterr().out.splitlines()
     assert "packplan: Trainer trains planned packs:" == title
     rows = dict(row.strip().split("  ", 1) for row in table)

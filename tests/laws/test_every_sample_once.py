@@ -16,7 +16,7 @@ from packplan.core.errors import ArgumentError
 from packplan.core.packers import ALGORITHMS, pack
 from packplan.core.packers.drawing import redraw
 from packplan.core.plan import RawPlan, build_raw_plan
-from packplan.core.stream import ShardState
+from packplan.core.stream import ReaderState
 from tests.laws.test_epochs import recipes
 from tests.laws.test_shard import MODES, batches, cut
 from tests.laws.test_streams import expected, places_in, steps_of, streams
@@ -83,9 +83,9 @@ def epochs(draw) -> Built:
 
 @st.composite
 def streamed(draw) -> Built:
-    """All packs of one shard of a stream, in the order of training."""
+    """All packs of one reader of a stream, in the order of training."""
     lengths, options = draw(streams())
-    found = places_in(held for held, _ in steps_of(ShardState(), [*range(len(lengths))], lengths, options))
+    found = places_in(held for held, _ in steps_of(ReaderState(), [*range(len(lengths))], lengths, options))
     long = [index for index, n in enumerate(lengths) if n >= options.packing_length and not options.allow_single_long]
     dropped = chain.from_iterable(expected(lengths, options)[1])
     loads = [sum(lengths[index] for index in one) for one in found]

@@ -1,4 +1,4 @@
-"""Streams pack by the rules, and go on where they stopped, or each sample once on other shards."""
+"""Streams pack by the rules, and go on where they stopped, or each sample once on other readers."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from packplan.core.fingerprint import Fingerprint
 from packplan.core.stream import (
     RULES_VERSION,
     RankState,
-    ShardState,
+    ReaderState,
     StreamCounts,
     StreamItem,
     StreamOptions,
@@ -28,12 +28,12 @@ from packplan.core.stream import (
     admit_first,
     flush_buffer,
     read_place,
-    reshard,
+    redistribute,
     take_pack,
     unread_places,
 )
 
-Step = tuple[tuple[StreamItem, ...], ShardState]
+Step = tuple[tuple[StreamItem, ...], ReaderState]
 
 
 @st.composite
@@ -53,8 +53,8 @@ def streams(draw) -> tuple[list[int], StreamOptions]:
     return draw(st.lists(draw(st.sampled_from([lengths, awkward])), min_size=least, max_size=28)), options
 
 
-def steps_of(state: ShardState, places: list[int], lengths: list[int], options, group: int = 1) -> Iterator[Step]:
-    """Yield the packs of a shard's places, each with the state after it, as loaders do."""
+def steps_of(state: ReaderState, places: list[int], lengths: list[int], options, group: int = 1) -> Iterator[Step]:
+    """Yield the packs of a reader's places, each with the state after it, as loaders do."""
     read = 0
     while True:
         while state.packs:
@@ -117,7 +117,7 @@ def test_a_stream_is_packed_by_the_rules(stream, group):
     lengths, options = stream
     limit = options.packing_length
 
-    packs, states = zip(*steps_of(ShardState(), [*range(len(lengths))], lengths, options, group), strict=True)
+    packs, states = zip(*steps_of(ReaderState(), [*range(len(lengths))], lengths, options, group), strict=True)
 
     trained, dropped = expected(lengths, options)
     loads, lost = ([sum(lengths[i] for i in pack) for pack in held] for held in (trained, dropped))
@@ -143,7 +143,7 @@ def test_the_newest_underfilled_pack_waits_until_the_end(stream):
     lengths, options = stream
     options = attrs.evolve(options, drop_last=True)  # at the end, none is trained
 
-    for pack, state in steps_of(ShardState(), [*range(len(lengths))], lengths, options):
+    for pack, state in steps_of(ReaderState(), [*range(len(lengths))], lengths, options):
         if pack and not options.reaches_min_fill(sum(item.length for item in pack)):
             event(f"more than half a buffer stays: {len(state.buffer) > options.packing_buffer // 2}")
             assert pack[0].place < max(item.place for item in state.buffer)
@@ -161,7 +161,7 @@ def test_samples_that_fill_no_pack_wait_for_those_that_do(lengths, packs):
     """Beyond the buffer of four samples, also beside a full pack; of 65 tokens they are enough."""
     options = StreamOptions(packing_length=100, packing_buffer=4, drop_last=False)
     places = [*range(len(lengths))]
-    assert packs == places_in(pack for pack, _ in steps_of(ShardState(), places, lengths, options))
+    assert packs == places_in(pack for pack, _ in steps_of(ReaderState(), places, lengths, options))
 
 
 GOLDEN = {
@@ -181,7 +181,7 @@ def test_golden_packs():
     found = {}
     for packing_length, buffer in GOLDEN[RULES_VERSION]:
         options = StreamOptions(packing_length=packing_length, packing_buffer=buffer)
-        packs = places_in(pack for pack, _ in steps_of(ShardState(), [*range(2000)], lengths, options))
+        packs = places_in(pack for pack, _ in steps_of(ReaderState(), [*range(2000)], lengths, options))
         found[packing_length, buffer] = plan_checksum(packs)[:12]
 
     assert GOLDEN[RULES_VERSION] == found, "meant? raise RULES_VERSION in core/stream.py, and write them here"
@@ -202,11 +202,11 @@ def test_options_out_of_range_are_refused(wrong):
 
 
 @given(streams(), st.integers(1, 5))
-def test_a_saved_shard_goes_on_as_it_would_have(stream, group):
+def test_a_saved_reader_goes_on_as_it_would_have(stream, group):
     """From every pack: the same packs and counts, whatever was read ahead."""
     lengths, options = stream
     places = [*range(len(lengths))]
-    steps = [*steps_of(ShardState(), places, lengths, options, group)]
+    steps = [*steps_of(ReaderState(), places, lengths, options, group)]
     event(f"packs that wait: {any(state.packs for _, state in steps)}")
     event(f"read ahead: {any(state.ahead for _, state in steps)}")
     for number, (_, state) in enumerate(steps[:-1]):
@@ -214,12 +214,12 @@ def test_a_saved_shard_goes_on_as_it_would_have(stream, group):
 
 
 @given(st.integers(0, 40), st.lists(st.tuples(st.integers(1, 4), st.randoms(use_true_random=False)), max_size=3))
-def test_what_no_shard_has_read_stays_in_order(num_places, parts):
+def test_what_no_reader_has_read_stays_in_order(num_places, parts):
     """Each place is read once, or is left."""
     segments, read = [], []
-    for num_shards, random in parts:
+    for num_readers, random in parts:
         left = unread_places(num_places, segments).tolist()
-        shares = [left[shard::num_shards] for shard in range(num_shards)]
+        shares = [left[reader::num_readers] for reader in range(num_readers)]
         reads = tuple(random.randint(0, len(share)) for share in shares)
         read += [place for share, count in zip(shares, reads, strict=True) for place in share[:count]]
         segments.append(StreamSegment(reads=reads))
@@ -230,10 +230,10 @@ def test_what_no_shard_has_read_stays_in_order(num_places, parts):
     assert [*range(num_places)] == sorted([*read, *left])
 
 
-@pytest.mark.parametrize("state", [{"next_shard": 1}, {"next_shard": -1}, {"trained": -1}])
+@pytest.mark.parametrize("state", [{"next_reader": 1}, {"next_reader": -1}, {"trained": -1}])
 def test_progress_of_no_rank_is_refused(state):
     with pytest.raises(ValueError, match="is next, after"):
-        RankState((ShardState(),), **state)
+        RankState((ReaderState(),), **state)
 
 
 @given(streams(), st.lists(st.tuples(st.integers(1, 3), st.integers(1, 2)), min_size=1, max_size=4), st.data())
@@ -245,27 +245,27 @@ def test_no_sample_is_lost_or_trained_twice_on_other_ranks(stream, shapes, data)
     for shape in pairwise([(1, 1), *shapes, None]):
         before, now = shape
         world_size, per_rank = before
-        shards = list(chain.from_iterable(rank.shards for rank in ranks)) or [ShardState()] * world_size * per_rank
+        readers = list(chain.from_iterable(rank.readers for rank in ranks)) or [ReaderState()] * world_size * per_rank
         left = unread_places(len(lengths), progress.segments).tolist()
-        for shard, state in enumerate(shards):
-            places = left[shard :: len(shards)][state.read :]
+        for reader, state in enumerate(readers):
+            places = left[reader :: len(readers)][state.read :]
             steps = [((), state), *steps_of(state, places, lengths, options, data.draw(st.integers(1, 3)))]
             stop = len(steps) if now is None else data.draw(st.integers(1, len(steps)))
             trained += chain.from_iterable(places_in(pack for pack, _ in steps[:stop]))
-            shards[shard] = steps[stop - 1][1]
-        counts = sum((state.counts for state in shards), StreamCounts())
+            readers[reader] = steps[stop - 1][1]
+        counts = sum((state.counts for state in readers), StreamCounts())
         assert (
             counts.packs
             <= len(trained)
-            == counts.samples - counts.dropped - counts.skipped - sum(len(state.admitted_items) for state in shards)
+            == counts.samples - counts.dropped - counts.skipped - sum(len(state.admitted_items) for state in readers)
         )
-        ranks = tuple(RankState(tuple(shards[n : n + per_rank])) for n in range(0, len(shards), per_rank))
+        ranks = tuple(RankState(tuple(readers[n : n + per_rank])) for n in range(0, len(readers), per_rank))
         if now is not None:
-            waiting = sorted(item.place for state in shards for item in state.waiting_items)
+            waiting = sorted(item.place for state in readers for item in state.waiting_items)
             event(f"samples wait: {len(waiting) > 1}")
-            progress, ranks = reshard(progress, ranks, world_size=now[0], shards_per_rank=now[1])
-            again = [[item.place for item in state.ahead] for rank in ranks for state in rank.shards]
-            assert [waiting[shard :: len(again)] for shard in range(len(again))] == again
+            progress, ranks = redistribute(progress, ranks, world_size=now[0], readers_per_rank=now[1])
+            again = [[item.place for item in state.ahead] for rank in ranks for state in rank.readers]
+            assert [waiting[reader :: len(again)] for reader in range(len(again))] == again
 
     assert dict.fromkeys(trained, 1) == Counter(trained)
     assert len(lengths) == len(trained) + counts.dropped + counts.skipped == counts.samples
@@ -274,15 +274,17 @@ def test_no_sample_is_lost_or_trained_twice_on_other_ranks(stream, shapes, data)
 
 @given(st.integers(1, 4), st.integers(1, 4))
 def test_totals_stay_between_epochs(before, now):
-    """Their sum over ranks is the same; no shard has begun."""
+    """Their sum over ranks is the same; no reader has begun."""
     earlier = [StreamCounts(samples=rank) for rank in range(before)]
     ranks = [RankState(earlier=counts, trained=rank) for rank, counts in enumerate(earlier)]
 
-    progress, assigned = reshard(StreamProgress(before, 1, step=3, epoch=1), ranks, world_size=now, shards_per_rank=2)
+    progress, assigned = redistribute(
+        StreamProgress(before, 1, step=3, epoch=1), ranks, world_size=now, readers_per_rank=2
+    )
 
     assert StreamProgress(now, 2, step=3, epoch=1) == progress
     assert now == len(assigned)
-    assert not any(rank.shards for rank in assigned)
+    assert not any(rank.readers for rank in assigned)
     assert sum(earlier, StreamCounts()) == sum((rank.earlier for rank in assigned), StreamCounts())
     assert sum(range(before)) == sum(rank.trained for rank in assigned)
 

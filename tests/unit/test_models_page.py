@@ -9,7 +9,7 @@ SECTION = "## Vision-language models\n\nTiny models.\n\n| model |\n|---|\n| glm4
 
 
 def verdict(family, strategy=None, *, split=(), measured=None, reason=""):
-    return PackingVerdict(family, strategy, "a", "a", split, follows_rows=False, measured=measured, reason=reason)
+    return PackingVerdict(family, strategy, "a", "a", split, keeps_rows=False, measured=measured, reason=reason)
 
 
 @pytest.mark.parametrize("before", [None, "", "# Which models pack\n\n| family |\n|---|\n| old |\n"])

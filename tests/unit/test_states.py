@@ -39,7 +39,7 @@ CONTRADICTIONS = {
     "another key": (lambda: from_plain(State, {**PLAIN, "other": 2}), ValueError, "the unknown key other"),
     "no array": (lambda: as_works(Unreadable(), 1), ArgumentError, "Unreadable"),
     "more of an epoch than of all": (
-        lambda: StreamProgress(world_size=1, shards_per_rank=1, step=1, epoch=0, epoch_step=2), ValueError, "not agree"
+        lambda: StreamProgress(world_size=1, readers_per_rank=1, step=1, epoch=0, epoch_step=2), ValueError, "not agree"
     ),
 }  # fmt: skip
 

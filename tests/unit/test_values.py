@@ -48,7 +48,7 @@ def test_measurements_survive_the_table_and_sums():
 
 def verdict(strategy="varlen", attention="varlen", native="sdpa", split=(), measured=PASSED, **fields):
     """A verdict that passes, unless its strategy is None."""
-    plain = {"native": native, "split": split, "follows_rows": False, "measured": measured, "reason": "it says so"}
+    plain = {"native": native, "split": split, "keeps_rows": False, "measured": measured, "reason": "it says so"}
     return PackingVerdict("llama", strategy, attention, **plain, **fields)
 
 

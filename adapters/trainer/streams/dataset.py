@@ -1,7 +1,7 @@
 """
 Data set and collator of a stream.
 
-In every epoch, each sample goes to one shard: one loader worker of one rank.
+In every epoch, each sample goes to one reader: one loader worker of one rank.
 """
 
 import logging
@@ -19,7 +19,7 @@ from packplan.core.lengths import IntArray
 from packplan.core.stream import (
     Order,
     RankState,
-    ShardState,
+    ReaderState,
     StreamItem,
     StreamOptions,
     StreamSegment,
@@ -32,45 +32,45 @@ from packplan.core.stream import (
 
 log = logging.getLogger(__name__)
 
-LENGTHS, PROGRESS = "sample_lengths", "shard_progress"
+LENGTHS, PROGRESS = "sample_lengths", "reader_progress"
 """
-Extra keys of a batch: lengths of its samples; progress of its shard.
+Extra keys of a batch: lengths of its samples; progress of its reader.
 """
 
 
 @attrs.frozen
-class ShardProgress:
-    """Progress of one shard on this rank."""
+class ReaderProgress:
+    """Progress of one reader on this rank."""
 
-    shard: int
-    """Index of the shard on its rank, which is the loader worker's index at the epoch's start."""
+    reader: int
+    """Index of the reader on its rank, which is the loader worker's index at the epoch's start."""
 
-    state: ShardState
+    state: ReaderState
 
 
 class StreamedPack(PackOfRows):
-    """Pack of a stream, with its shard's progress after this pack."""
+    """Pack of a stream, with its reader's progress after this pack."""
 
-    def __init__(self, samples: Iterable[Sample], pack: int, progress: ShardProgress) -> None:
+    def __init__(self, samples: Iterable[Sample], pack: int, progress: ReaderProgress) -> None:
         super().__init__(samples, pack)
         self.progress = progress
 
 
 @attrs.frozen
-class ShardEnd:
-    """Item after the last pack of a shard, with the shard's final progress."""
+class ReaderEnd:
+    """Item after the last pack of a reader, with the reader's final progress."""
 
-    progress: ShardProgress
+    progress: ReaderProgress
 
 
-class StreamDataset(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
+class StreamDataset(IterableDataset[StreamedPack | ReaderEnd | PackplanError]):
     """
-    Iterable data set of the packs of one rank and worker, each with its shard's progress.
+    Iterable data set of the packs of one rank and worker, each with its reader's progress.
 
     An error is yielded, not raised, as in `PackedDataset`, and ends the stream.
 
     Attributes:
-        segments: Earlier parts of the epoch, on other numbers of shards.
+        segments: Earlier parts of the epoch, on other numbers of readers.
         start: Progress of this rank from which an iteration starts.
     """
 
@@ -102,10 +102,10 @@ class StreamDataset(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
         """
         self.start, self.segments = start, segments
 
-    def num_left(self, shards: Sequence[ShardState]) -> int:
+    def num_left(self, readers: Sequence[ReaderState]) -> int:
         """Return the number of this rank's records that are not yet trained, skipped or dropped."""
-        parts = [self._shard_places(shard, len(shards))[state.read :] for shard, state in enumerate(shards)]
-        return sum(map(len, parts)) + sum(len(state.waiting_items) for state in shards)
+        parts = [self._reader_places(reader, len(readers))[state.read :] for reader, state in enumerate(readers)]
+        return sum(map(len, parts)) + sum(len(state.waiting_items) for state in readers)
 
     def filler_pack(self) -> PackOfRows:
         """Return a pack of one early record of the epoch, for a rank that has no pack left."""
@@ -113,23 +113,23 @@ class StreamDataset(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
         limit, allows_long = self.options.packing_length, self.options.allow_single_long
         return PackOfRows([next(sample for sample in samples if allows_long or sample["length"] < limit)], 0)
 
-    def __iter__(self) -> Iterator[StreamedPack | ShardEnd | PackplanError]:
+    def __iter__(self) -> Iterator[StreamedPack | ReaderEnd | PackplanError]:
         """Yield packs as soon as they are full."""
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        shard = (self.start.next_shard + number) % workers
-        state = self.start.shards[shard] if self.start.shards else ShardState()
+        reader = (self.start.next_reader + number) % workers
+        state = self.start.readers[reader] if self.start.readers else ReaderState()
         try:
-            yield from self._yield_packs(shard, state, self._shard_places(shard, workers)[state.read :])
+            yield from self._yield_packs(reader, state, self._reader_places(reader, workers)[state.read :])
         except PackplanError as error:
             yield error
 
-    def _shard_places(self, shard: int, shards_per_rank: int) -> IntArray:
-        """Return the positions in the epoch's order that a shard of this rank reads."""
+    def _reader_places(self, reader: int, readers_per_rank: int) -> IntArray:
+        """Return the positions in the epoch's order that a reader of this rank reads."""
         places = unread_places(len(self.indices), self.segments)
-        return places[self.rank * shards_per_rank + shard :: self.world_size * shards_per_rank]
+        return places[self.rank * readers_per_rank + reader :: self.world_size * readers_per_rank]
 
-    def _yield_packs(self, shard: int, state: ShardState, places: IntArray) -> Iterator[StreamedPack | ShardEnd]:
+    def _yield_packs(self, reader: int, state: ReaderState, places: IntArray) -> Iterator[StreamedPack | ReaderEnd]:
         unread = iter(places.tolist())
         encoded: dict[int, Sample] = {}
         position = 0
@@ -137,7 +137,7 @@ class StreamDataset(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
             while state.packs:
                 pack, state = take_pack(state, options=self.options)
                 samples = [self._take_sample(item, encoded) for item in pack]
-                yield StreamedPack(samples, position, ShardProgress(shard, state))
+                yield StreamedPack(samples, position, ReaderProgress(reader, state))
                 position += 1
             if state.ahead:
                 item, before = state.ahead[0], len(state.buffer)
@@ -153,7 +153,7 @@ class StreamDataset(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
                 state = flush_buffer(state, options=self.options)
             else:
                 break
-        yield ShardEnd(ShardProgress(shard, state))
+        yield ReaderEnd(ReaderProgress(reader, state))
 
     def _take_sample(self, item: StreamItem, encoded: dict[int, Sample]) -> Sample:
         """
@@ -183,15 +183,15 @@ class StreamDataset(IterableDataset[StreamedPack | ShardEnd | PackplanError]):
 
 @attrs.frozen
 class StreamCollator:
-    """Collator of a pack that adds the lengths of its samples and the progress of its shard."""
+    """Collator of a pack that adds the lengths of its samples and the progress of its reader."""
 
     collate: Callable[[list[Any]], Any]
     """Collator of packs."""
 
-    def __call__(self, items: list[StreamedPack | ShardEnd | PackplanError]) -> Batch | ShardEnd | PackplanError:
-        """Return the batch of the only item; an error or the end of a shard stays as it is."""
+    def __call__(self, items: list[StreamedPack | ReaderEnd | PackplanError]) -> Batch | ReaderEnd | PackplanError:
+        """Return the batch of the only item; an error or the end of a reader stays as it is."""
         (item,) = items
-        if isinstance(item, (ShardEnd, PackplanError)):
+        if isinstance(item, (ReaderEnd, PackplanError)):
             return item
         lengths = tuple(sample["length"] for sample in item)
         return {**self.collate([item]), LENGTHS: lengths, PROGRESS: item.progress}

@@ -7,7 +7,7 @@ left. A rank that has none then trains a pack whose tokens have weight 0. With
 `training.packing_drop_last`, an epoch ends when any rank has too few packs for a step, and the
 packs left on the others are dropped.
 
-A checkpoint has the progress of every shard after its last trained pack. A resumed run prepares
+A checkpoint has the progress of every reader after its last trained pack. A resumed run prepares
 again the packs that loaders had prepared ahead.
 """
 
@@ -28,13 +28,13 @@ from packplan.adapters.hf.following import drop_pack_rates
 from packplan.adapters.loaders.packs import PackLoader
 from packplan.adapters.trainer.checkpoints import progress_entry
 from packplan.adapters.trainer.loader import Batch, with_zero_weights
-from packplan.adapters.trainer.streams.dataset import LENGTHS, PROGRESS, ShardEnd, ShardProgress, StreamCollator
+from packplan.adapters.trainer.streams.dataset import LENGTHS, PROGRESS, ReaderEnd, ReaderProgress, StreamCollator
 from packplan.adapters.trainer.trainer import CheckedTrainer
 from packplan.adapters.trainer_state import add_digest_on_save
 from packplan.core.errors import DataSetError, counted, verb_for
 from packplan.core.fingerprint import from_plain, to_plain
 from packplan.core.packs import filled_tokens
-from packplan.core.stream import RankState, ShardState, StreamCounts, StreamOptions, StreamProgress, StreamState
+from packplan.core.stream import RankState, ReaderState, StreamCounts, StreamOptions, StreamProgress, StreamState
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class StreamTrainer(CheckedTrainer):
         self._evicted, self._num_packs, self._has_warned = 0, 0, False
         self._epoch, self._first_step = self.start.epoch, self.start.step - self.start.epoch_step
         self._left_over: list[tuple[int, ...]] = []
-        self._served: tuple[ShardProgress, ...] = ()  # latest progress of each shard, newest last
+        self._served: tuple[ReaderProgress, ...] = ()  # latest progress of each reader, newest last
         workers = options["args"].dataloader_num_workers
         super().__init__(packed=True, **options)
         self.data_collator = StreamCollator(self.data_collator)
@@ -122,7 +122,7 @@ class StreamTrainer(CheckedTrainer):
         return self.start.epoch, 0
 
     def get_batch_samples(
-        self, epoch_iterator: Iterator[Batch | ShardEnd], num_batches: int, device: torch.device
+        self, epoch_iterator: Iterator[Batch | ReaderEnd], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], Any]:
         """
         Return the packs of the next step; [] after an epoch's last step.
@@ -145,12 +145,12 @@ class StreamTrainer(CheckedTrainer):
         window += [self._weightless_pack(window) for _ in range(size - len(window))]
         return window, self._get_num_items_in_batch(window, device)
 
-    def _note_progress(self, items: Iterator[Batch | ShardEnd]) -> Iterator[Batch]:
-        """Yield batches, and note the progress of each shard that serves one or ends."""
+    def _note_progress(self, items: Iterator[Batch | ReaderEnd]) -> Iterator[Batch]:
+        """Yield batches, and note the progress of each reader that serves one or ends."""
         for item in items:
-            progress = item.progress if isinstance(item, ShardEnd) else item[PROGRESS]
-            self._served = (*(one for one in self._served if one.shard != progress.shard), progress)
-            if not isinstance(item, ShardEnd):
+            progress = item.progress if isinstance(item, ReaderEnd) else item[PROGRESS]
+            self._served = (*(one for one in self._served if one.reader != progress.reader), progress)
+            if not isinstance(item, ReaderEnd):
                 yield item
 
     def _request_last_eval_and_save(self) -> None:
@@ -163,7 +163,7 @@ class StreamTrainer(CheckedTrainer):
         """Return a pack whose tokens weigh 0, for a rank that has no packs left."""
         # It follows from the window and the data, so that a resumed run draws the same dropout.
         batch = window[-1] if window else self.data_collator.collate([self.train_dataset.filler_pack()])
-        return {**with_zero_weights(batch), LENGTHS: (), PROGRESS: ShardProgress(0, ShardState())}
+        return {**with_zero_weights(batch), LENGTHS: (), PROGRESS: ReaderProgress(0, ReaderState())}
 
     def _no_step_reason(self) -> str:
         packs = counted(self.args.gradient_accumulation_steps, "pack")
@@ -193,7 +193,7 @@ class StreamTrainer(CheckedTrainer):
                 "was learned: raise template.max_length if it truncates their answers"
             )
         counts = self._epoch_counts()
-        left = 0 if self._epoch_ended else self.train_dataset.num_left(self._shards())
+        left = 0 if self._epoch_ended else self.train_dataset.num_left(self._readers())
         *summed, left = self.sum_over_ranks(torch.tensor([*attrs.astuple(counts), left])).tolist()
         self._log_epoch(StreamCounts(*summed), 0.0 if self._epoch_ended else 1 - left / len(self.train_dataset.indices))
         self._earlier += counts
@@ -227,16 +227,16 @@ class StreamTrainer(CheckedTrainer):
         *summed, trained = self.sum_over_ranks(torch.tensor([*attrs.astuple(counts), self._trained])).tolist()
         return StreamTotals(StreamCounts(*summed), trained)
 
-    def _shards(self) -> tuple[ShardState, ...]:
-        """Return the progress of this rank's shards in the current epoch, after the last pack."""
-        shards = [*self.train_dataset.start.shards] or [ShardState()] * max(1, self.args.dataloader_num_workers)
+    def _readers(self) -> tuple[ReaderState, ...]:
+        """Return the progress of this rank's readers in the current epoch, after the last pack."""
+        readers = [*self.train_dataset.start.readers] or [ReaderState()] * max(1, self.args.dataloader_num_workers)
         for one in self._served:
-            shards[one.shard] = one.state
-        return tuple(shards)
+            readers[one.reader] = one.state
+        return tuple(readers)
 
     def _epoch_counts(self) -> StreamCounts:
         """Return the counts of this rank's samples in the current epoch, after the last pack."""
-        counts = sum((shard.counts for shard in self._shards()), StreamCounts())
+        counts = sum((reader.counts for reader in self._readers()), StreamCounts())
         for lengths in self._left_over:
             counts = counts.with_pack_dropped(lengths, self.options)
         return counts
@@ -256,15 +256,15 @@ class StreamTrainer(CheckedTrainer):
         """Return this rank's progress after the last step, as saved in a checkpoint."""
         if self._epoch_ended:
             return RankState(earlier=self._earlier + self._epoch_counts(), trained=self._trained)
-        shards, last = self._shards(), self._served[-1:]
-        following = (last[0].shard + 1) % len(shards) if last else self.train_dataset.start.next_shard
-        return RankState(shards, following, self._earlier, self._trained)
+        readers, last = self._readers(), self._served[-1:]
+        following = (last[0].reader + 1) % len(readers) if last else self.train_dataset.start.next_reader
+        return RankState(readers, following, self._earlier, self._trained)
 
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
         """Train on one pack, and record its samples' lengths for the log."""
         self._lengths.append(lengths := inputs.pop(LENGTHS))
         self._trained += len(lengths)
-        # While a shard evicts packs, newer ones wait; none does at its end.
+        # While a reader evicts packs, newer ones wait; none does at its end.
         if inputs.pop(PROGRESS).state.buffer and not self.options.reaches_min_fill(sum(lengths)):
             self._evicted += 1
         loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
@@ -294,7 +294,7 @@ class StreamTrainer(CheckedTrainer):
         if self.args.max_steps < sys.maxsize:
             yield
             return
-        left = 0 if self._epoch_ended else self.train_dataset.num_left(self._shards()) * self.group.world_size
+        left = 0 if self._epoch_ended else self.train_dataset.num_left(self._readers()) * self.group.world_size
         done = self._epoch + (0 if self._epoch_ended else max(0, 1 - left / len(self.train_dataset.indices)))
         step, self.state.max_steps = self.state.global_step, self.state.global_step
         if done:
