@@ -45,7 +45,7 @@ def sentence(measured: Mapping[str, Any]) -> str:
     """Return the drawing in words."""
     rows = {host: gains(row) for host, row in least_gain(measured).items()}
     fast, small = (", ".join(f"{name} {rows[host][at]}" for host, name in TRAINERS.items()) for at in (0, 1))
-    return f"Without padding, times as fast: {fast}. Share of the memory: {small}"
+    return f"Speedup without padding: {fast}. Memory relative to padded batches: {small}"
 
 
 def draw_bars(measured: Mapping[str, Any]) -> str:
