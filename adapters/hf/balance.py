@@ -5,10 +5,11 @@ The trainer decides which answers an optimizer step trains, and computes the los
 the rows of the step's batches into new microbatches, with `core.shard`:
 
 - All ranks run equally many microbatches in a step.
-- The trainer divides the loss of a batch by its rows, its supervised tokens, or a constant of the
-  step. The loss of a microbatch is weighted by its share of this divisor. Batches of equal divisor
-  are divided together, over all ranks. Other batches are divided alone, on their own rank.
-- Logged values are means over all rows or tokens of the step, as in a step of one batch.
+- The trainer divides the loss of a batch by its number of rows or supervised tokens, or by a
+  constant of the step. The loss of a microbatch is weighted by the microbatch's share of this
+  divisor. If all batches of a step have the same divisor, their rows are divided together, over all
+  ranks. Otherwise the rows of each batch are divided on their own rank.
+- Logged values are means over all rows or tokens of the step, as if it had only one batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +37,7 @@ from packplan.core.shard import Sharding, shard_dynamic, shard_packed
 from packplan.core.work.model import WorkModel
 
 _EXTREMES = {"clip_ratio/low_min": min, "clip_ratio/high_max": max}
-"""Name of a logged value that is an extreme, not a mean -> its reduction."""
+"""Name of a logged value that is a minimum or maximum, not a mean -> function that computes it."""
 
 _DIVIDED_BY_STEP = ("dapo", "cispo", "vespo")
 """Values of GRPO's `loss_type` that divide a batch's loss by a constant of the step."""
@@ -59,10 +60,12 @@ class BalanceCounts:
     """Rows that this rank trained and received from other ranks."""
 
     metrics: PackingMetrics | None = None
-    """Packing metrics of this rank's microbatches, fillers left out; None before the first."""
+    """
+    Packing metrics of this rank's microbatches, without empty ones; None before the first step.
+    """
 
     def add_microbatches(self, loads: Sequence[int], max_tokens: int) -> None:
-        """Add the microbatches of one step to the metrics; *loads* are their tokens."""
+        """Add the microbatches of one step to the metrics; *loads* has the tokens of each."""
         if loads:
             bound = -(-sum(min(load, max_tokens) for load in loads) // max_tokens)
             packs = [[index] for index in range(len(loads))]
@@ -91,22 +94,24 @@ def balance(
     ```
 
     The trainer's arguments still decide which answers a step trains. Loss and gradients stay the
-    same as in the trainer's own step. Logged values are the same as in a step of one batch. Call it
-    on every rank, after the trainer is built and before it trains.
+    same as in the trainer's own step. Logged values are the same as in a step of one batch. Call
+    `balance` on every rank, after the trainer is built and before it trains.
 
     Args:
         trainer: `GRPOTrainer` or `RLOOTrainer` of TRL.
-        max_tokens: Most tokens of a microbatch. A longer row is a microbatch by itself.
-        logprob_max_tokens: Most tokens of a pass without gradients, for old and reference
-            log-probabilities; None for *max_tokens*.
-        padded: Whether padding counts, as the number of rows times the longest row. Set it for
-            models without `unpad`.
+        max_tokens: Maximum number of tokens of a microbatch. A row with more tokens becomes a
+            microbatch by itself.
+        logprob_max_tokens: Maximum number of tokens of a forward pass without gradients, which
+            computes old or reference log-probabilities; None uses *max_tokens*.
+        padded: Whether the tokens of a microbatch include padding: its number of rows times its
+            longest row. Set *padded* for models without `unpad`.
         algorithm: Packing algorithm, a name in `core.packers.ALGORITHMS`; not used if *padded*.
         length_multiple: Multiple to which the tokens of each row are rounded up when counted.
         move_rows: Whether rows may move between ranks.
 
     Raises:
-        ArgumentError: A setting forbids it, or the loss compares the rows of a batch.
+        ArgumentError: The trainer or one of its settings is not supported, or its loss compares the
+            rows of a batch.
     """
     if isinstance(trainer, _BalancedTraining):
         raise ArgumentError("host", "balance was called for this trainer already: call it once")
@@ -123,7 +128,10 @@ def balance(
 
 
 def _find_work_model(model: Any) -> WorkModel | None:
-    """Return a model's work model; None for an unknown family, whose work is length squared."""
+    """
+    Return a model's work model; None for an unknown family, whose work is estimated as the squared
+    length.
+    """
     try:
         return WorkModel.from_config(model.config.to_dict())
     except ModelError:
@@ -132,9 +140,9 @@ def _find_work_model(model: Any) -> WorkModel | None:
 
 def split_microbatches(microbatches: list[list[int]], num: int) -> list[list[int]]:
     """
-    Halve the microbatch with the most rows until there are *num* of them.
+    Halve the microbatch with the most rows until there are *num* microbatches.
 
-    If no microbatch has two rows, empty ones are added.
+    If no microbatch has two rows, empty microbatches are added.
 
     >>> split_microbatches([[0, 1, 2], [3]], 3), split_microbatches([[0]], 2)
     ([[0], [1, 2], [3]], [[0], []])
@@ -168,13 +176,13 @@ class _BalanceState:
     """Model and `num_items_in_batch` of the running `training_step`; None outside of it."""
 
     weight: float | None = None
-    """Weight of the running microbatch in the loss of the step; None while none runs."""
+    """Weight of the current microbatch in the loss of the step; None between microbatches."""
 
     loss: Any = 0.0
     """Sum of the losses of this step's microbatches, without the last one."""
 
     logged: list[tuple[BatchCounts, dict[str, float]]] = attrs.field(factory=list)
-    """Counts of each microbatch of this step, and the values that it logged by name."""
+    """Counts of each microbatch of this step, and its logged values by name."""
 
     def shard_rows(self, lengths: Sequence[int], *, shards: int = 1, max_tokens: int | None = None) -> Sharding:
         """Divide rows of *lengths* tokens over shards, and each shard into microbatches."""
@@ -193,8 +201,8 @@ class _BalanceState:
 
         Args:
             lengths: Lengths of each rank's rows.
-            rank: Rank whose rows are divided; none of them moves to another rank.
-            limit: Most tokens of a microbatch; None for `max_tokens`.
+            rank: Rank whose rows are divided; they stay on this rank.
+            limit: Maximum number of tokens of a microbatch; None uses `max_tokens`.
         """
         cuts = [self.shard_rows(own, max_tokens=limit).shard(0)[0].microbatches for own in lengths]
         return split_microbatches(cuts[rank], max(map(len, cuts)))
@@ -205,7 +213,7 @@ class _BalanceState:
 
         Args:
             batches: Batches of this rank.
-            *facts: Further values of this rank, which are gathered unchanged.
+            *facts: Further values of this rank, which are returned unchanged.
         """
         own = [one.answer_widths if self.padded else one.tokens for one in batches]
         ranks = gather_object([(own, max(one.prompt_width for one in batches), facts)])
@@ -217,17 +225,19 @@ class _BalanceState:
 
 
 class _NoBackward(LocalAccelerator):
-    """Accelerator for a batch that is only collected: its `backward` computes nothing."""
+    """
+    Accelerator whose `backward` does nothing, for a batch that is collected but not yet computed.
+    """
 
     def backward(self, *_: Any, **__: Any) -> None:
-        """Compute nothing: DeepSpeed refuses a loss that no model has computed."""
+        """Do nothing, since DeepSpeed refuses a loss that no model has computed."""
 
 
 @contextmanager
 def _accumulating(accelerator: Any, model: Any) -> Iterator[None]:
     """
-    Add up gradients inside the block, without an update of the weights by DeepSpeed, which lacks
-    `no_sync`.
+    Accumulate gradients inside this context. DeepSpeed, whose engine has no `no_sync`, is kept from
+    updating the weights.
     """
     state = accelerator.gradient_state
     state._set_sync_gradients(False)  # noqa: FBT003, SLF001  # as transformers' loop does
@@ -237,7 +247,7 @@ def _accumulating(accelerator: Any, model: Any) -> Iterator[None]:
 
 
 class _BalancedTraining:
-    """Methods of a trainer of TRL that cut an optimizer step into microbatches by tokens."""
+    """Mixin that makes a trainer of TRL divide an optimizer step into microbatches by tokens."""
 
     _balance: _BalanceState
     accelerator: Any
@@ -251,7 +261,8 @@ class _BalancedTraining:
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """
-        Collect a batch and return loss 0; at a step's last batch, train all and return their loss.
+        Collect a batch and return loss 0. At the last batch of a step, train all collected batches
+        and return their loss.
         """
         step, accelerator = self._balance, self.accelerator
         step.call, step.loss = (model, num_items_in_batch), 0.0
@@ -265,8 +276,8 @@ class _BalancedTraining:
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """
-        Collect a batch; at the step's last one, train all microbatches but one, and return this
-        one.
+        Collect a batch. At the last batch of a step, train all microbatches but the last one, and
+        return the inputs of the last one.
         """
         step = self._balance
         if step.weight is not None:
@@ -294,7 +305,9 @@ class _BalancedTraining:
         return inputs
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """Return the loss of a microbatch times its weight; 0 for a batch that is collected."""
+        """
+        Return the loss of a microbatch times its weight, or 0 for a batch that is only collected.
+        """
         step = self._balance
         if step.call is None:
             return super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]
@@ -311,12 +324,14 @@ class _BalancedTraining:
         return (loss if step.weight else torch.nan_to_num(loss)) * step.weight
 
     def _collected_values(self) -> dict[str, list[float]]:
-        """Return the lists of values by name, collected since the trainer's last log entry."""
+        """Return, by name, the values that the trainer has collected since its last log entry."""
         return cast(dict[str, list[float]], getattr(self, "_metrics", {}).get("train", {}))
 
     @property
     def _divisor_kind(self) -> str:
-        """Kind of a loss's divisor: `step` for a constant of the step, else `tokens` or `rows`."""
+        """
+        Kind of the loss's divisor: `step` for a constant of the step, else `tokens` or `rows`.
+        """
         loss = getattr(self, "loss_type", "")  # RLOO has one loss
         return "step" if loss in _DIVIDED_BY_STEP else "tokens" if loss == "bnpo" else "rows"
 
@@ -358,7 +373,7 @@ class _BalancedTraining:
         Exchange rows between all ranks, and return the microbatches of this rank.
 
         Args:
-            lengths: Lengths of each rank's rows.
+            lengths: Number of tokens of each row, by rank.
             rows: Rows of this rank.
         """
         rank, sizes = self.args.process_index, list(map(len, lengths))
@@ -400,9 +415,10 @@ class _BalancedTraining:
         self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, batch_size: Any = None, **given: Any
     ) -> Any:  # fmt: skip
         """
-        Return log-probabilities and entropies of answers, by microbatches of tokens.
+        Return log-probabilities and entropies of answers, computed in microbatches of tokens.
 
-        Only calls with *batch_size*, which compute no gradients, are divided; others pass through.
+        Only calls with *batch_size*, which compute no gradients, are divided; other calls pass
+        through unchanged.
         """
         compute = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
         if batch_size is None:
@@ -435,7 +451,7 @@ def _exchange_rows(outgoing: list[dict[int, Row]], device: Any) -> dict[int, Row
     Send rows to each rank, this one included, and return the received rows by row number.
 
     Args:
-        outgoing: Rows for each rank, by row number; their tensors may be views of larger ones.
+        outgoing: Rows for each rank, by row number; their tensors may be views of larger tensors.
         device: Device of the rows that are returned.
     """
     packed = []

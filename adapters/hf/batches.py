@@ -1,5 +1,5 @@
 """
-Rows of TRL's batches of prompts and answers: `split_batch` splits batches, `join_rows` joins rows.
+Conversion of TRL's batches of prompts and answers into rows (`split_batch`) and back (`join_rows`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ class BatchCounts:
 
 @attrs.frozen
 class BatchRows:
-    """Rows of a batch, and their tokens and widths."""
+    """Rows of a batch, with the number of tokens and the width of each row."""
 
     rows: list[Row]
     tokens: list[int]
@@ -57,8 +57,8 @@ def split_batch(batch: Mapping[str, Any]) -> BatchRows:
     """
     Return the rows of a batch, each without the padding after its end.
 
-    A row is a prompt, padded left, and an answer, padded right. Padding of prompts stays, since it
-    decides positions.
+    A row is a prompt, padded left, and an answer, padded right. The padding before a prompt is
+    kept, since position ids depend on it.
     """
     from trl.trainer.utils import split_pixel_values_by_grid
 
@@ -108,5 +108,7 @@ def _has_columns(key: str, value: Any) -> bool:
 
 
 def _is_shared(value: Any) -> bool:
-    """Return whether a value of a batch holds for all rows: None, or a tensor of no dimension."""
+    """
+    Return whether a value applies to all rows of a batch: it is None or a zero-dimensional tensor.
+    """
     return value is None or getattr(value, "ndim", 1) == 0

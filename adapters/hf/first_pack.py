@@ -1,11 +1,12 @@
 """
-Comparison of one pack of a trainer's first step with its samples alone, by the trainer's loss.
+Comparison of a pack of a trainer's first step with its samples computed alone, by the trainer's
+loss.
 
-The pack and each of its samples pass the collator, the trainer's preparation, the model and the
-loss. Losses are compared, and gradients with respect to the embeddings of each token id. The
-samples are computed with hooks paused, by transformers' own attention, whole rows on each rank.
-Dropout and noise are off. Afterwards random state, gradients, buffers, counts and metrics are as
-before, so that training is the same, bit for bit, as without the comparison.
+The pack and each of its samples pass through the collator, the trainer's preparation, the model and
+the loss. Losses are compared, and gradients with respect to the embedding of each token id. Single
+samples are computed without hooks, by transformers' own attention, as whole rows on each rank.
+Dropout and noise are off during the comparison. Afterwards random state, gradients, buffers, counts
+and metrics are restored, so training is bit for bit the same as without the comparison.
 """
 
 import logging
@@ -32,7 +33,7 @@ from packplan.core.errors import MismatchError, counted
 log = logging.getLogger(__name__)
 
 _MOST_IDS = 2**31
-"""Length of a sparse axis of token ids, above every id. It takes no memory."""
+"""Length of the sparse axis of token ids. It exceeds every id, and needs no memory."""
 
 
 class LocalAccelerator:
@@ -53,9 +54,9 @@ class LocalAccelerator:
 
 def require_pack_as_alone(trainer: Any, batches: list[Mapping[str, Any]], num_items: Any) -> None:
     """
-    Compare the batch of a step that has the most samples with these samples alone.
+    Check that the batch with the most samples trains like each of these samples alone.
 
-    All ranks call this.
+    Every rank has to call this function.
 
     Args:
         trainer: Trainer of packs, a `ServesPacks`.
@@ -100,13 +101,13 @@ def _samples_of(trainer: Any, batch: Mapping[str, Any]) -> Iterator[list[PackOfR
 
 def _find_difference(trainer: Any, batch: Mapping[str, Any], num_items: Any, *, scale: int) -> str | None:
     """
-    Describe how a batch differs from its samples alone, as a clause; None if it does not.
+    Return a clause that says how a batch differs from its samples alone; None if it does not.
 
     Args:
         trainer: See `require_pack_as_alone`.
         batch: Batch of packs.
         num_items: See `require_pack_as_alone`.
-        scale: Batches of the step, by which its loss was divided.
+        scale: Number of batches of the step, by which the trainer divides the loss.
     """
     total: Gradients = {}
     loss, norms, model = 0.0, 0.0, trainer.model
@@ -142,7 +143,7 @@ def _find_difference(trainer: Any, batch: Mapping[str, Any], num_items: Any, *, 
 
 
 def _run_shared(trainer: Any, batch: Mapping[str, Any], num_items: Any, factor: float) -> tuple[float, Gradients]:
-    """Return the loss and gradient of `_run` for a batch's whole row, also where ranks share it."""
+    """Return the loss and gradient of `_run`, summed over the ranks that share the batch's row."""
     loss, gradients = _run(trainer, batch, num_items, factor)
     tokens, groups = count_tokens(batch), trainer.row_groups
     if groups is None or (group := groups.group_of(tokens)) is None:
@@ -154,7 +155,7 @@ def _run_shared(trainer: Any, batch: Mapping[str, Any], num_items: Any, factor: 
 
 
 def _run(trainer: Any, batch: Mapping[str, Any], num_items: Any, factor: float) -> tuple[float, Gradients]:
-    """Return a batch's loss by the trainer, and its gradient by token id, both times *factor*."""
+    """Return the trainer's loss of a batch, and its gradient by token id, both times *factor*."""
     sources: list[tuple[GradientEdge, torch.Tensor, torch.Tensor]] = []
 
     def note(_: Any, args: Any, embedded: torch.Tensor) -> torch.Tensor:

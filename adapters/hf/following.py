@@ -1,14 +1,15 @@
 """
 Mixins for trainers that train packs by the schedule of a plan; `insert_base_class` adds them.
 
-`FollowsSchedule` fits every trainer of transformers, TRL, ms-swift and `packplan sft`: steps,
-epochs, checked batches, resumed runs. `ComputesPacks` scales noise by sample, and makes the
-evaluation loss the mean over tokens; streams use it too, though they follow no schedule.
-`ServesPacks` adds loaders of packs, for trainers of other projects.
+`FollowsSchedule` works with the trainers of transformers, TRL, ms-swift and `packplan sft`. It sets
+their numbers of steps and epochs, checks each batch, and resumes runs. `ComputesPacks` scales
+NEFTune's noise for each sample, and averages the evaluation loss over tokens. The trainer of a
+stream, which has no schedule, uses `ComputesPacks` alone. `ServesPacks` adds data loaders of packs
+to trainers of other libraries.
 
-A mixin precedes the class of the trainer, so `super()` calls the trainer's own method: the one of
-TRL or ms-swift if there is one, else the one of transformers. `adapters/trainer/trainer.py` lists
-the methods that a step of `packplan sft` calls.
+A mixin precedes the trainer's class among its bases, so `super()` calls the trainer's own method:
+the override of TRL or ms-swift if there is one, else the method of transformers.
+`adapters/trainer/trainer.py` lists the methods that a step of `packplan sft` calls.
 """
 
 import logging
@@ -62,7 +63,9 @@ class PackplanProgress(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"progress": self.pack_batches.state_dict(step=self.step)}}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002  # transformers passes them
-        """Record the step; in an epoch that was resumed in its middle, correct `state.epoch`."""
+        """
+        Record the current step, and correct `state.epoch` in an epoch that was resumed midway.
+        """
         self.step, schedule = state.global_step, self.pack_batches.schedule
         start, window = schedule.start, schedule.gradient_accumulation_steps
         if start.epoch_step and self.step <= schedule.last_step(start.epoch):
@@ -76,17 +79,17 @@ def noise_by_sample(trainer: Any) -> Iterator[None]:
     """
     Inside this context, scale NEFTune's noise for each sample of a row as if it were alone.
 
-    NEFTune adds random noise to the embeddings of tokens in training. It is at most
-    `neftune_noise_alpha / sqrt(tokens * hidden_size)`, where transformers takes the tokens of the
-    whole row. In a row of two samples, of 8 and 32 tokens, it takes 40 tokens for both. Inside the
-    block, 8 tokens count for the first sample, and 32 for the second.
+    NEFTune adds random noise to the embeddings of tokens in training. Each value of the noise is at
+    most `neftune_noise_alpha / sqrt(tokens * hidden_size)`, where transformers counts the tokens of
+    the whole row. For a row with samples of 8 and 32 tokens, transformers uses 40 tokens for both
+    samples. Inside this context, 8 tokens are used for the first sample, and 32 for the second.
 
-    Two hooks replace the hook of transformers. The first finds the samples by the positions or the
-    mask of the model's call. The second adds the noise. Without `neftune_noise_alpha`, nothing
-    changes.
+    Two hooks replace the NEFTune hook of transformers. The first hook finds the samples by the
+    position ids or the mask of the model's call. The second hook adds the noise to the embeddings.
+    Without `neftune_noise_alpha`, the context does nothing.
 
     Args:
-        trainer: Trainer in its training loop, so that transformers has added its hook.
+        trainer: Trainer whose training loop is running, so that transformers has added its hook.
     """
     alpha: float | None = trainer.neftune_noise_alpha
     if alpha is None:
@@ -124,7 +127,7 @@ def noise_by_sample(trainer: Any) -> Iterator[None]:
 
 
 class FollowsSchedule:
-    """Mixin of a trainer that trains packs in the order of a schedule."""
+    """Mixin that makes a trainer train packs in the order of a schedule."""
 
     args: Any
     accelerator: Any
@@ -141,8 +144,8 @@ class FollowsSchedule:
 
         Args:
             pack_batches: Batch sampler of this rank's packs.
-            around_epoch: Function that returns the context in which an epoch is trained; that of
-                `packplan sft` serves the packs of the epoch.
+            around_epoch: Function that takes an epoch's number and returns the context in which the
+                epoch is trained. In `packplan sft`, the context opens the packs of the epoch.
         """
         self.pack_batches, self._progress, self._around_epoch = (
             pack_batches,
@@ -154,15 +157,16 @@ class FollowsSchedule:
 
     @property
     def schedule(self) -> EpochSchedule:
-        """Epoch schedule by which the trainer trains."""
+        """Epoch schedule that decides the trainer's batches."""
         return self.pack_batches.schedule
 
     def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
         """
-        Train from the start, or from the progress of the checkpoint that `train` was given.
+        Train from the start, or from the checkpoint that was passed to `train`.
 
-        The trainer's loop calls the next four methods in turn: two before the first epoch, one for
-        each epoch, and one for each step of it.
+        The training loop of transformers calls four methods of this class: first
+        `set_initial_training_values` and `_init_training_state`, then `_run_epoch` for each epoch,
+        and `get_batch_samples` for each step.
         """
         folder = options.get("resume_from_checkpoint")
         if folder is None:
@@ -182,7 +186,7 @@ class FollowsSchedule:
         """
         Return the trainer's training counts, with the steps and epochs of the schedule.
 
-        Steps before a resume are included, even if another number of ranks trained them.
+        The counts include the steps before a resume, even if another number of ranks trained them.
         """
         _, _, *others, _, _ = super().set_initial_training_values(*args)  # type: ignore[misc]
         schedule = self.schedule
@@ -197,7 +201,7 @@ class FollowsSchedule:
         return self.schedule.start.epoch, 0  # the sampler begins where the checkpoint ended
 
     def _run_epoch(self, *, epoch: int, **options: Any) -> None:
-        """Train the rest of an epoch, whose batches `get_batch_samples` then expects."""
+        """Train the remaining batches of an epoch; `get_batch_samples` checks each of them."""
         schedule = self.schedule
         options |= {
             "steps_in_epoch": schedule.num_remaining_batches(epoch),
@@ -214,7 +218,7 @@ class FollowsSchedule:
         """
         Return the batches of a step and their loss divisor.
 
-        MismatchError if the schedule has other batches.
+        MismatchError is raised if the schedule expects other packs in this step.
         """
         batches, num_items = super().get_batch_samples(batches_left, num_batches, *args)  # type: ignore[misc]
         refuse_other_packs(batches, islice(self._expected, num_batches))
@@ -223,18 +227,21 @@ class FollowsSchedule:
 
 @attrs.define(eq=False)
 class _LossSums:
-    """Sums for the mean loss over this rank's supervised tokens, without repeated batches."""
+    """Sums that give the mean loss over this rank's supervised tokens, without repeated batches."""
 
     batches: EvalBatches
     expected: Iterator[list[int]] = attrs.field(default=attrs.Factory(lambda sums: iter(sums.batches), takes_self=True))
     """Pack indices of each batch that is not evaluated yet."""
 
     sums: torch.Tensor = attrs.field(factory=lambda: torch.zeros(2, dtype=torch.float64))
-    """Sum of losses, sum of their weights; shape (2,)."""
+    """Weighted sum of losses, and sum of their weights; shape (2,)."""
 
     num_evaluated: int = 0
     weight: float = 0
-    """Weight of the running batch's loss: its supervised tokens, or the sum of their weights."""
+    """
+    Weight of the current batch's loss: the number of its supervised tokens, or the sum of the loss
+    weights of its tokens.
+    """
 
     @property
     def next_is_repeated(self) -> bool:
@@ -242,7 +249,10 @@ class _LossSums:
         return not self.batches.is_counted(self.num_evaluated)
 
     def add(self, loss: torch.Tensor, *, counts: bool) -> None:
-        """Add the mean loss of the next batch, weighed by its tokens, if this rank counts it."""
+        """
+        Add the mean loss of the next batch, weighted by its tokens, unless the batch is repeated or
+        another rank counts it.
+        """
         if self.weight and counts and not self.next_is_repeated:
             self.sums += torch.tensor([float(loss) * self.weight, self.weight], dtype=torch.float64)
         self.num_evaluated += 1
@@ -252,26 +262,28 @@ class ComputesPacks:
     """
     Mixin that computes the loss of packs, in training and evaluation.
 
-    Training adds the noise of each sample alone. Evaluation on `EvalBatches` returns the mean loss
-    over supervised tokens, each pack once.
+    Training scales NEFTune's noise for each sample of a pack. Evaluation on `EvalBatches` returns
+    the mean loss over supervised tokens, and counts each pack once.
     """
 
     accelerator: Any
     args: Any
     row_groups: RowGroups | None = None
-    """Ranks that share rows; None if each has its own."""
+    """Groups of ranks that share rows; None if each rank has rows of its own."""
 
     _evaluated: _LossSums | None = None
     _metrics: dict[str, Any]
     _total_train_tokens: int
 
     def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
-        """Train, with the noise of NEFTune scaled by sample."""
+        """Train with NEFTune's noise scaled for each sample."""
         with noise_by_sample(self):
             return super()._inner_training_loop(*args, **options)  # type: ignore[misc]  # of the trainer's class
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
-        """Evaluate packs by the mean loss over tokens, and other data as the trainer does."""
+        """
+        Evaluate packs by their mean loss over tokens, and other data by the trainer's own method.
+        """
         if not isinstance(getattr(dataloader, "batch_sampler", None), EvalBatches):
             with sharing_by(1):  # each rank has other rows
                 return super().evaluation_loop(dataloader, *args, **options)  # type: ignore[misc]  # of the trainer's class
@@ -295,7 +307,7 @@ class ComputesPacks:
         return output
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
-        """Return loss, logits and labels of a batch, and add its loss to the token mean."""
+        """Return loss, logits and labels of a batch, and add its loss to the mean over tokens."""
         if self._evaluated is None:
             return super().prediction_step(model, inputs, *args, **options)  # type: ignore[misc]
         refuse_other_packs([inputs], islice(self._evaluated.expected, 1))
@@ -307,7 +319,7 @@ class ComputesPacks:
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
         """
-        Return the loss of a batch; in training, it is weighted so that a shared row counts once.
+        Return the loss of a batch, weighted in training so that a row shared by ranks counts once.
         """
         groups = None if self._evaluated is not None else self.row_groups
         if groups is None:
@@ -329,7 +341,7 @@ class ComputesPacks:
             super()._track_num_input_tokens(inputs)  # type: ignore[misc]  # of the trainer's class
 
     def _compute_acc(self, *args: Any, **options: Any) -> None:
-        """Count token accuracy as ms-swift does, but not where ranks share a part of the rows."""
+        """Compute token accuracy as ms-swift does, unless ranks share only some of the rows."""
         if self.row_groups is None or self.row_groups.packing_length is None:
             super()._compute_acc(*args, **options)  # type: ignore[misc]  # of ms-swift's trainer
 
@@ -338,7 +350,9 @@ class ComputesPacks:
         return self.row_groups is None or self.row_groups.counts(count_tokens(inputs))
 
     def count_learned(self, inputs: dict[str, Any]) -> float:
-        """Return the number of supervised tokens of a batch, or the sum of their weights."""
+        """
+        Return the number of supervised tokens of a batch, or the sum of its tokens' loss weights.
+        """
         return float(inputs[NORMALISER]) if NORMALISER in inputs else count_supervised(inputs["labels"])
 
 
@@ -350,13 +364,13 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
     _checks_first_pack = False
 
     native: str = NATIVE
-    """Attention of transformers that computes samples alone."""
+    """Name of the attention of transformers by which samples are computed alone."""
 
     fixed_arguments: frozenset[str] = FIXED_ARGUMENTS
-    """Training arguments that a resumed run has to keep."""
+    """Names of training arguments that a resumed run may not change."""
 
     loss_of_samples: str = "sum"
-    """Form of a batch's loss, from its samples' losses: "sum", "mean", or "" if it is neither."""
+    """Relation of a batch's loss to the losses of its samples: "sum", "mean", or "" for neither."""
 
     def serve(
         self,
@@ -371,20 +385,21 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
         check: bool = True,
     ) -> None:
         """
-        Serve the packs of a plan from now on, and print what is trained.
+        Make the trainer load the packs of a plan, and print a table of the planned run.
 
         Args:
-            schedule: Order of packs, in which a group of ranks that share rows is one rank.
-            plan: The plan.
-            digest: Digest of the rows.
-            packs: Data set of the training packs, by pack index.
-            collator: Function that turns a list of packs into inputs of the model, with the pack
-                index, or a list of pack indices, under `PACK`.
-            eval_packs: Data set of evaluation packs, whose loss is the mean over their supervised
-                tokens; None leaves evaluation as it is.
+            schedule: Order of the packs. It counts a group of ranks that share rows as one rank.
+            plan: Plan of the training data.
+            digest: Digest of the training rows.
+            packs: Data set that returns a training pack by its index.
+            collator: Function that turns a list of packs into inputs of the model. Their key `PACK`
+                has the index of the pack, or a list of indices.
+            eval_packs: Data set of evaluation packs. Their loss is the mean over supervised tokens.
+                None keeps the trainer's own evaluation.
             eval_degrees: Number of ranks that share each evaluation pack; None if it is the same
-                for all.
-            check: Compare a pack of the first step with its samples alone, before the step.
+                for all packs.
+            check: Whether a pack of the first step is compared with its samples alone, before the
+                step.
         """
         self.train_packs, self._eval_packs, self.collate = packs, eval_packs, collator
         self._eval_degrees = eval_degrees
@@ -402,13 +417,13 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
             print(fit_lines(f"packplan: {text}"), flush=True)
 
     def set_initial_training_values(self, *args: Any) -> Any:
-        """Return the training counts of the schedule, and show where a resumed run goes on."""
+        """Return the training counts of the schedule, and print where a resumed run continues."""
         if self.schedule.start.step:
-            self.show(f"training goes on {describe_resume(self.schedule)}")
+            self.show(f"training continues {describe_resume(self.schedule)}")
         return super().set_initial_training_values(*args)
 
     def _identity(self) -> RunIdentity:
-        """Return the settings and the model's files that a resumed run has to share."""
+        """Return the settings and the digests of model files that a resumed run may not change."""
         settings = {name: getattr(self.args, name) for name in self.fixed_arguments if hasattr(self.args, name)}
         reference = {"ref_model": _model_facts(getattr(self, "ref_model", None))}
         return RunIdentity(Fingerprint(flat_values({**settings, **reference}) | _model_facts(self.model)))
@@ -417,7 +432,7 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
         """
         Return the batches of a step and their loss divisor.
 
-        Before the first step, one of its packs is compared with its samples alone.
+        Before the first step, one pack of the step is compared with its samples alone.
         """
         batches, num_items = super().get_batch_samples(*args)
         if self._checks_first_pack and batches:
@@ -427,23 +442,23 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """
-        Inside this context, compute samples alone: on each rank, by transformers' own attention.
-        """
+        """Inside this context, each rank computes whole samples, by transformers' own attention."""
         with sharing_by(1), using_native_attention(self.model, self.native):
             yield
 
     @contextmanager
     def prepared(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield inputs as the trainer prepares them, inside its own context of a step."""
+        """Yield the inputs after the trainer's own preparation for a step."""
         yield self._prepare_inputs(inputs)  # type: ignore[attr-defined]  # of the trainer's class
 
     def get_train_dataloader(self, *_: Any, **__: Any) -> Any:
-        """Return the loader of this rank's packs."""
+        """Return the data loader of this rank's training packs."""
         return self._make_loader(self.train_packs, self.pack_batches)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return the loader of the evaluation packs; for other data, the trainer's own loader."""
+        """
+        Return the data loader of the evaluation packs, or the trainer's own loader for other data.
+        """
         if self._eval_packs is None or (eval_dataset is not None and eval_dataset is not self.eval_dataset):
             return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]  # of the trainer's class
         ranks: dict[str, Any] = {"rank": self.pack_batches.rank, "world_size": self.schedule.world_size}
@@ -451,7 +466,7 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
         return self._make_loader(self._eval_packs, batches)
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-        """Log values as the trainer does, but no rates of samples, which would count packs."""
+        """Log values as the trainer does, without samples per second, which would count packs."""
         logs = drop_pack_rates(logs, of_evaluation=self._eval_packs is not None)
         super().log(logs, *args, **options)  # type: ignore[misc]  # of the trainer's class
 
@@ -460,8 +475,8 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
 
     def _get_num_items_in_batch(self, batches: list[dict[str, Any]], *args: Any, **options: Any) -> Any:
         """
-        Return the supervised tokens of a step, at least 1, by which its loss is divided; None in
-        evaluation, which averages by batch.
+        Return the divisor of a step's loss: its number of supervised tokens, at least 1. Return
+        None in evaluation, where the loss of each batch is a mean over its own tokens.
         """
         if self._evaluated is not None:
             return None
@@ -485,23 +500,25 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
 
 
 def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch in which no token is supervised."""
+    """Return a copy of a batch in which all labels are ignored."""
     return {**batch, "labels": torch.full_like(batch["labels"], IGNORED_LABEL)} if "labels" in batch else {**batch}
 
 
 def _model_facts(model: Any) -> dict[str, Any]:
-    """Return facts of a model's files, or its name on a hub; nothing if it was built in memory."""
+    """
+    Return facts of a model's files, else its name on a hub, else {} for a model built in memory.
+    """
     name = getattr(getattr(model, "config", None), "name_or_path", "")
     return (model_file_facts(Path(name)) or {"model.model": name}) if name else {}
 
 
 def drop_pack_rates(logs: dict[str, float], *, of_evaluation: bool = True) -> dict[str, float]:
     """
-    Remove samples per second from *logs*, since trainers count packs; return the same dict.
+    Remove samples per second from *logs*, since trainers count packs, and return *logs*.
 
     Args:
         logs: Values to log.
-        of_evaluation: Whether evaluation counts packs too.
+        of_evaluation: Whether the evaluation has run on packs too.
     """
     for name in [name for name in logs if name.endswith("_samples_per_second")]:
         if of_evaluation or name.startswith("train_"):
@@ -533,8 +550,8 @@ def share_packs(
     Args:
         trainer: Trainer of transformers.
         schedule: Schedule of the plan.
-        plan: The plan.
-        eval_plan: Plan of the evaluation, or None.
+        plan: Plan of the training data.
+        eval_plan: Plan of the evaluation data, or None.
     """
     args, length = trainer.args, plan.raw.packing_length
     if schedule.degrees is None:
@@ -547,7 +564,7 @@ def share_packs(
 
 
 def require_same_rows(plan: str, data: str) -> None:
-    """Refuse ranks whose plans have other checksums, or whose rows have other digests."""
+    """Raise MismatchError if checksums of plans or digests of rows differ between ranks."""
     checksums = gather_object([(plan, data)])
     if len(set(checksums)) > 1:
         fact = "the ranks have different plans or rows: give every rank the same rows in the same order"

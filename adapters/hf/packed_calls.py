@@ -1,12 +1,13 @@
 """
-Packed calls: a model computes a padded batch as one row without padding.
+Hooks that make a model compute a padded batch as one row without padding.
 
 Before the text stack of a model runs, the real tokens of all rows are joined into one row, in which
-each token attends only within its own sample. After it, the results are put back at their places in
-the batch. So a trainer collates, computes its loss and reads its outputs as usual.
+each token attends only within its own sample. After the text stack has run, its results are put
+back at their places in the batch. So a trainer can collate batches, compute its loss and read
+outputs as usual.
 
-Rules: hooks are torch's own, and nothing of transformers is changed. A call passes through
-unchanged if it has no padding, no mask of two dimensions, a cache of the caller (generation), or
+Rules: the hooks are those of torch, and no code of transformers is changed. A call passes through
+unchanged if it has no padding, no two-dimensional mask, a cache from the caller (generation), or
 rows that are packed already.
 """
 
@@ -41,17 +42,21 @@ log = logging.getLogger(__name__)
 
 Positions = Literal["columns", "counted", "ids"]
 """
-Numbering of a model's tokens if the caller gives no positions: by the column in the batch, by the
-number of earlier real tokens, or by the number of earlier ids that are not padding, as in RoBERTa.
+Numbering of a model's tokens if the caller passes no position ids: by the column in the batch, by
+the number of earlier real tokens, or by the number of earlier ids that are not padding, as in
+RoBERTa.
 """
 
 POSITIONS: tuple[Positions, ...] = get_args(Positions)
 
 _BOUNDARIES = ("cu_seq", "seq_idx")
-"""Prefixes of the names of arguments that say where the samples of a packed row begin."""
+"""Prefixes of the names of arguments that mark where each sample of a packed row begins."""
 
 _SCORES = "fused_lm_head"
-"""Argument by which TRL asks for log-probabilities of labels instead of logits; 0 without label."""
+"""
+Argument by which TRL requests the log-probability of each label instead of logits. Tokens without a
+label get 0.
+"""
 
 _NOT_BY_TOKEN = ("pixel", "image", "video", "attentions", "past_key_values", "pooler_output")
 """Prefixes of the names of arguments and outputs whose first axes are not rows and positions."""
@@ -63,16 +68,16 @@ HOOKED: WeakKeyDictionary[torch.nn.Module, Unpadding] = WeakKeyDictionary()
 
 @attrs.define
 class UnpadCounts:
-    """Numbers of packed calls of a hooked model, and of the positions with and without padding."""
+    """Numbers of a hooked model's packed calls, and of their positions with and without padding."""
 
     calls: int = 0
     """Forward calls that ran as one packed row."""
 
     real: int = 0
-    """Positions that these calls computed."""
+    """Positions that the packed calls computed, without padding."""
 
     padded: int = 0
-    """Positions that these calls were given."""
+    """Positions of the padded batches that the packed calls received."""
 
 
 @attrs.define(eq=False)
@@ -83,16 +88,19 @@ class TextStack:
     positions: Positions = "columns"
 
     padding_id: int = 0
-    """Token id of padding, for `positions` of "ids"."""
+    """Token id of padding, used if `positions` is "ids"."""
 
     text_row: bool = False
-    """Whether multimodal position ids have a row of text positions before the other three."""
+    """
+    Whether multimodal position ids start with a row of text positions, before time, height and
+    width.
+    """
 
     by_positions: bool = False
-    """Whether the model's own attention starts a sample where positions do not go up by 1."""
+    """Whether the model's own attention starts a sample wherever positions do not increase by 1."""
 
     unpacked_sides: frozenset[Padding] = frozenset()
-    """Sides of padding that are not packed, since the model's padded results depend on it."""
+    """Sides on which padding is not left out, since the model's results depend on it."""
 
     _signature: inspect.Signature = attrs.field(init=False)
 
@@ -109,11 +117,11 @@ class TextStack:
 
     def find_real_tokens(self, given: dict[str, Any], known: RealTokens | None = None) -> RealTokens | None:
         """
-        Return the real tokens of a call's batch; None if the call is not to be packed.
+        Return the real tokens of a call's batch; None if the call cannot be packed.
 
         Args:
             given: Arguments of the call by name.
-            known: Real tokens of a mask that is read already.
+            known: Real tokens that were found before, used if they belong to the call's mask.
         """
         mask, values = given.get("attention_mask"), given.get("input_ids")
         values = given.get("inputs_embeds") if values is None else values
@@ -137,7 +145,9 @@ class TextStack:
         return bool(((text.diff() == 1) & (tokens.row.sample_ids.diff() == 1)).any())
 
     def _positions_restart(self, positions: torch.Tensor | None, tokens: RealTokens) -> bool:
-        """Return whether text positions go down within a batch row: it is packed already."""
+        """
+        Return whether text positions decrease within a batch row, so that it is packed already.
+        """
         if positions is None or (positions.dim() == 3 and positions.shape[0] != 4):
             return False
         text = positions[0] if positions.dim() == 3 else positions
@@ -169,7 +179,7 @@ class TextStack:
         return torch.cat([tokens.restarting_positions[None], taken[-3:]])
 
     def _default_positions(self, given: dict[str, Any]) -> torch.Tensor:
-        """Return the positions that the model itself would make; int64 of the mask's shape."""
+        """Return the positions that the model computes by default; int64 of the mask's shape."""
         mask, ids = given["attention_mask"], given.get("input_ids")
         columns: torch.Tensor = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
         if self.positions == "counted":
@@ -185,8 +195,9 @@ class TextStack:
 
         Args:
             output: Output of the module.
-            tokens: Tokens of the call.
-            keep_packed: Whether to leave the last hidden state packed, as a packed head reads it.
+            tokens: Real tokens of the call.
+            keep_packed: Whether to leave the last hidden state packed, for a head that computes
+                only real tokens.
         """
         if not isinstance(output, dict):
             states, *others = (_put_back(one, tokens) for one in output)
@@ -202,25 +213,30 @@ class TextStack:
         return output
 
     def _pool(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the pooled output, of the first position of each row; shape (rows, width)."""
+        """Return the pooler's output for the first position of each row; shape (rows, width)."""
         pooled: torch.Tensor = self.module.pooler(states)
         return pooled if pooled.dim() == 2 else self.module.pooler_activation(pooled[:, 0])  # as in ALBERT
 
 
 def _is_generation(given: dict[str, Any]) -> bool:
-    """Return whether a call generates: it has a cache, or asks for one without gradients."""
+    """Return whether a call generates text: it has a cache, or requests one without gradients."""
     return any(map(_is_cache, given.values())) or bool(given.get("use_cache") and not torch.is_grad_enabled())
 
 
 def _is_cache(value: Any) -> bool:
-    """Return whether an argument is a cache: by the class, or keys and values of each layer."""
+    """
+    Return whether an argument is a cache: an object, or a tuple of each layer's keys and values.
+    """
     if isinstance(value, (tuple, list)):
         return any(isinstance(one, (tuple, list)) and all(isinstance(k, torch.Tensor) for k in one) for one in value)
     return isinstance(value, Cache) or type(value).__name__.endswith("Cache")
 
 
 def _take_tokens(name: str, value: Any, tokens: RealTokens) -> Any:
-    """Return the real tokens of an argument of shape (rows, positions, …); others unchanged."""
+    """
+    Return the real tokens of an argument of shape (rows, positions, …), or any other argument
+    unchanged.
+    """
     if not isinstance(value, torch.Tensor) or name.startswith((*_NOT_BY_TOKEN, "position_ids", "attention_mask")):
         return value
     if name.endswith("token_type_ids"):  # one row may stand for all
@@ -240,31 +256,31 @@ def _put_back(value: Any, tokens: RealTokens) -> Any:
 
 
 class _Thread(local):
-    """Calls of a hooked model in one thread."""
+    """State of a hooked model's running calls in one thread."""
 
     outermost: Any = None
-    """Outermost module of those whose running calls are packed."""
+    """Outermost module whose running call is packed."""
 
     asked: Any = None
     """
-    Outermost module whose call is running, packed or not. Only there do ranks that share weights
-    wait for each other.
+    Outermost module whose call is running, packed or not. Ranks that share weights wait for each
+    other only in calls of this module.
     """
 
     read: RealTokens | None = None
-    """Real tokens of the outermost call, whose mask its text stack need not read again."""
+    """Real tokens of the outermost call, so that its text stack need not read the mask again."""
 
     headed: RealTokens | None = None
-    """Tokens of a call whose labels are packed too."""
+    """Real tokens of a call whose labels are packed too."""
 
     reads_padding = False
-    """Whether the call has results of padding, and so runs padded."""
+    """Whether the caller reads results at padding, so that the call is computed with padding."""
 
     trial: UnpadCounts | None = None
-    """Counts of a trial."""
+    """Counts of the running trial; None outside of trials."""
 
     is_padded = False
-    """Whether the trial runs padded."""
+    """Whether calls of the trial are computed with padding."""
 
     def __init__(self) -> None:
         self.open: list[tuple[RealTokens | None, ExitStack]] = []
@@ -274,7 +290,7 @@ class Unpadding:
     """
     Hooks that leave padding out of a model's calls; `unpad` returns them.
 
-    `remove` takes them off. Inside `with paused():` calls run padded.
+    `remove` removes the hooks. Inside `with hooks.paused():` calls are computed with padding.
     """
 
     def __init__(
@@ -288,7 +304,7 @@ class Unpadding:
         unpacked_sides: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.counts = UnpadCounts()
-        """Calls packed, and positions given and computed, so far."""
+        """Counts of packed calls and their positions since the hooks were added."""
 
         self.unpacked_sides = unpacked_sides
         """Side of real tokens on which padding is still computed -> the reason."""
@@ -297,15 +313,15 @@ class Unpadding:
         """Whether evaluation, like training, omits logits of padding if `logits` is False."""
 
         self.native = NATIVE
-        """Attention of transformers that computes padded calls."""
+        """Name of the attention of transformers that computes padded calls."""
 
         self.groups: RowGroups | None = None
-        """Ranks that share packed rows."""
+        """Groups of ranks that share packed rows; None if each rank has rows of its own."""
 
         self.model, self.stack = model, stack
         self._attention = attention_names(model.config)  # under which rows are proven apart
         self.is_paused = False
-        """Whether calls run padded."""
+        """Whether all calls are computed with padding."""
 
         self._compare, self._thread = compare, _Thread()
         self._loss = getattr(model, "loss_function", None)
@@ -315,7 +331,7 @@ class Unpadding:
         hooked += [(one, self._enter, self._leave) for one in self._callers]
         uncompiled: Any = torch.compiler.disable  # rows would each need a program of their own
         self.handles: list[Any] = []
-        """Handles of all hooks, which `remove` takes off."""
+        """Handles of all hooks, by which `remove` removes them."""
 
         for module, before, after in hooked:
             # Before the hook of `shared_rows`, which cuts the packed row.
@@ -340,18 +356,22 @@ class Unpadding:
         HOOKED.pop(self.stack.module, None)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Return a context in which calls are computed padded."""
+        """Return a context in which calls are computed with padding."""
         return replace_attributes(self, is_paused=True)
 
     def trial(self, counts: UnpadCounts | None = None, *, padded: bool = False) -> AbstractContextManager[None]:
         """
-        Return a context in which this thread's calls are counted in *counts*, and may run padded.
+        Return a context in which this thread's calls are counted in *counts*, and computed with
+        padding if *padded*.
         """
         return replace_attributes(self._thread, trial=counts or UnpadCounts(), is_padded=padded)
 
     @property
     def is_trial(self) -> bool:
-        """Whether a call of this thread only compares, inside of `trial`, and trains nothing."""
+        """
+        Whether calls of this thread are inside of `trial`: they are for a comparison, not for
+        training.
+        """
         return self._thread.trial is not None
 
     def _pack(self, module: Any, args: Any, kwargs: Any) -> Any:
@@ -389,7 +409,7 @@ class Unpadding:
         return now != self._attention
 
     def _generate_batch(self, *args: Any, **options: Any) -> Any:
-        """Generate in continuous batches, which run under attentions of transformers alone."""
+        """Generate in continuous batches, by an attention of transformers, as they require."""
         with using_native_attention(self.model, self.native), self.paused():
             return type(self.model).generate_batch(self.model, *args, **options)
 
@@ -416,7 +436,10 @@ class Unpadding:
         return None if module is self.stack.module else self._pack_labels(module, given, tokens)
 
     def _pack_labels(self, module: Any, given: dict[str, Any], tokens: RealTokens) -> Any:
-        """Return arguments without labels that nothing predicts, perhaps with packed labels."""
+        """
+        Return arguments without labels that no token predicts; pack the labels if the head reads
+        real tokens only.
+        """
         labels, mask, now = given.get("labels"), given["attention_mask"] != 0, self._thread
         if _pools_padding(self.model, given, mask):
             now.reads_padding = True
@@ -457,7 +480,7 @@ class Unpadding:
 
 
 def _refuse_copy(*_: int) -> NoReturn:
-    raise PackplanError("call remove() on what unpad returned, before copying or pickling the model: it has hooks")
+    raise PackplanError("call remove() on the result of unpad before copying or pickling the model: it has hooks")
 
 
 @cache
@@ -468,8 +491,8 @@ def log_once(fact: str) -> None:
 
 def _pools_padding(model: Any, given: dict[str, Any], mask: torch.Tensor) -> bool:
     """
-    Return whether a classifier, which finds the end of a row by its ids, reads one where the mask
-    is 0.
+    Return whether a sequence classifier, which finds the last token of a row by its ids, finds one
+    whose mask is 0.
     """
     if not hasattr(model, "score"):
         return False

@@ -1,11 +1,12 @@
 """
-Steps of preference data (DPO, KTO, rewards), whose packs have different numbers of samples.
+Training on preference data (DPO, KTO, reward models), whose packs differ in their number of
+samples.
 
-TRL's loss of a batch is the mean over its samples. `TrainsPairs` weights it by the batch's share of
-the step's samples, over all ranks, so the step's loss is their mean. A value that TRL logs is the
-mean over the step's samples too, or over their tokens. Ranks have different numbers of samples, so
-they do not gather each batch, as TRL does. Instead, each rank logs its own values, and ranks
-exchange them once a step.
+TRL's loss of a batch is the mean over its samples. `TrainsPairs` weights the loss of a batch by its
+share of the step's samples on all ranks, so the loss of the step is the mean over its samples.
+Values that TRL logs are also means over the step's samples, or over their tokens. TRL gathers these
+values for each batch, but ranks with different numbers of samples cannot. Instead, each rank
+collects its own values, and the ranks exchange them once a step.
 """
 
 from collections import defaultdict
@@ -24,29 +25,30 @@ from packplan.adapters.models import replace_attributes
 from packplan.core.config.identity import PREFERENCE_ARGUMENTS
 
 _EXTREMES = {"min_reward": min, "max_reward": max}
-"""Name of a logged value that is an extreme, not a mean -> its reduction."""
+"""Name of a logged value that is a minimum or maximum, not a mean -> function that computes it."""
 
 _BY_TOKEN = ("logits/chosen", "logits/rejected", "entropy", "mean_token_accuracy")
 """Names of logged values that are means over tokens."""
 
 _IS_CHOSEN = {"chosen": True, "rejected": False, "mean_token_accuracy": True}
 """
-Last part of a logged value's name -> side of pairs whose rows it counts; other values count all
-rows.
+Last part of a logged value's name -> True if it is a mean over chosen answers, False for rejected
+answers. Values with other names are means over all rows.
 """
 
 
 Logged = dict[str, tuple[float, float]]
-"""Values that a trainer logs of a batch, by name, each with its weight in the mean of the step."""
+"""Logged values of a batch, by name, each with its weight in the mean of the step."""
 
 
 def weighted_means(batches: Sequence[Logged], extremes: Mapping[str, Callable[..., Any]]) -> dict[str, float]:
     """
-    Return the weighted mean of each value over batches; 0 if no batch has a weight.
+    Return the weighted mean of each value over batches; 0 if all weights are 0.
 
     Args:
         batches: Logged values of each batch.
-        extremes: Name of a value that is an extreme, not a mean -> its reduction.
+        extremes: Name of a value that is a minimum or maximum, not a mean -> function that computes
+            it.
 
     >>> weighted_means([{"a": (1.0, 3), "b": (4.0, 1)}, {"a": (5.0, 1), "b": (2.0, 1)}], {"b": min})
     {'a': 2.0, 'b': 2.0}
@@ -61,7 +63,7 @@ def weighted_means(batches: Sequence[Logged], extremes: Mapping[str, Callable[..
 
 @attrs.define
 class _Step:
-    """Batches of an optimizer step, or of an evaluation."""
+    """State of an optimizer step, or of an evaluation."""
 
     samples: int = 0
     """Samples of the step on all ranks; 0 in an evaluation."""
@@ -70,7 +72,7 @@ class _Step:
     """Batches of this rank that are not computed yet."""
 
     logged: list[Logged] = attrs.field(factory=list)
-    """Values that the trainer has logged of each batch."""
+    """Values that the trainer has logged for each batch."""
 
 
 class TrainsPairs(ServesPacks):
@@ -84,7 +86,7 @@ class TrainsPairs(ServesPacks):
     _step: _Step | None = None  # None in the comparison of the first pack too
 
     def get_batch_samples(self, *args: Any) -> Any:
-        """Return the batches of a step; their samples are counted over all ranks."""
+        """Return the batches of a step, and count the samples of the step over all ranks."""
         self._step = None
         batches, num_items = super().get_batch_samples(*args)
         own = torch.tensor(sum(map(self.count_learned, batches)), device=self.args.device)
@@ -138,7 +140,9 @@ class TrainsPairs(ServesPacks):
         return output
 
     def prediction_step(self, *args: Any, **options: Any) -> Any:
-        """Compute a batch as the trainer does; repeated batches do not enter sums over ranks."""
+        """
+        Compute a batch as the trainer does, but leave a repeated batch out of sums over ranks.
+        """
         gather, share = self.accelerator.gather_for_metrics, float(not self._repeats)
         sums = {"gather_for_metrics": lambda one: gather(share * one)} if self._metrics is None else {}
         with replace_attributes(self.accelerator, **sums):
@@ -149,7 +153,7 @@ class TrainsPairs(ServesPacks):
         return self._evaluated is not None and self._evaluated.next_is_repeated
 
     def _log_step(self, step: _Step) -> None:
-        """Log the values that all ranks' batches have logged, as those of one batch."""
+        """Log the weighted mean of each value over the batches of all ranks."""
         if self._metrics is None:
             return
         found = weighted_means(gather_object(step.logged), _EXTREMES)

@@ -30,7 +30,7 @@ _COMPARING = {
     "aot": "sorts the pairs of a batch against each other: use another loss, such as 'sigmoid'",
     "sft": "is a mean over the tokens of a batch, not over its pairs: use another loss, such as 'sigmoid'",
 }
-"""Losses that are not a mean over pairs or rows -> the fact, and the remedy."""
+"""Name of a loss that is not a mean over pairs or rows -> clause with the reason and a remedy."""
 
 
 def _name_in_trl(trainer: Any) -> str | None:
@@ -42,13 +42,13 @@ def _name_in_trl(trainer: Any) -> str | None:
 
 
 def is_preference_trainer(trainer: Any) -> bool:
-    """Return whether a trainer is one of TRL's for preference data."""
+    """Return whether a trainer derives from a trainer of TRL for preference data."""
     return _name_in_trl(trainer) in _PREFERENCE
 
 
 def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
     """
-    Refuse arguments of `use_plan` that are not a trainer of rows, or not plans of its data sets.
+    Refuse arguments of `use_plan` that are not a supported trainer and plans of its data sets.
 
     Args:
         trainer: First argument of `use_plan`.
@@ -56,7 +56,7 @@ def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
         eval_plan: Plan of the evaluation data, or None.
 
     Raises:
-        ArgumentError: An argument is not usable; the message says what to give.
+        ArgumentError: An argument has a wrong type; the message says what to pass instead.
     """
     fact, named = None, _name_in_trl(trainer)
     if not hasattr(trainer, "get_train_dataloader"):
@@ -80,12 +80,12 @@ def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
 
 def changed_meanings(args: Any, plan: Plan, schedule: EpochSchedule) -> Iterator[str]:
     """
-    Yield a sentence for each setting of a trainer that means something else under a plan.
+    Yield a sentence for each setting of a trainer that has another effect under a plan.
 
-    Numbers of steps that have their default are left out.
+    A setting such as `save_steps` is left out if it has its default.
 
     Args:
-        args: Training arguments, as the user gave them.
+        args: Training arguments, before `use_plan` changes them.
         plan: Plan of the training data.
         schedule: Schedule of the plan under these arguments.
     """
@@ -113,11 +113,11 @@ def refuse_plan_conflicts(trainer: Any, *, row_ranks: int | Literal["auto"], eva
 
     Args:
         trainer: Trainer of transformers.
-        row_ranks: Ranks that share each row, or `auto`.
-        evaluates: Whether its evaluation has a plan too.
+        row_ranks: Number of ranks that share each row, or `auto`.
+        evaluates: Whether the evaluation data has a plan too.
 
     Raises:
-        ArgumentError: Settings contradict the plan; all are named.
+        ArgumentError: Settings contradict the plan; the message names all of them.
     """
     sharing = [*_parallelism_conflicts(trainer), *_row_sharing_conflicts(trainer, row_ranks, evaluates=evaluates)]
     if reasons := [*_plan_conflicts(trainer), *_preference_conflicts(trainer, row_ranks), *sharing]:
@@ -140,9 +140,7 @@ def _plan_conflicts(trainer: Any) -> Iterator[str]:
 
 
 def _preference_conflicts(trainer: Any, row_ranks: int | Literal["auto"]) -> Iterator[str]:
-    """
-    Yield settings of preference data whose loss is not a mean over samples, or that were not tried.
-    """
+    """Yield each setting of a preference trainer that plans do not support, with the reason."""
     if not is_preference_trainer(trainer):
         return
     losses = getattr(trainer.args, "loss_type", None) or []
@@ -165,7 +163,7 @@ def _row_sharing_conflicts(trainer: Any, row_ranks: int | Literal["auto"], *, ev
 
 
 def _parallelism_conflicts(trainer: Any) -> Iterator[str]:
-    """Yield settings with which one process trains on several GPUs, or ranks share rows."""
+    """Yield each setting by which one process trains on several GPUs, or ranks share rows."""
     if trainer.args.n_gpu > 1:
         num = trainer.args.n_gpu
         yield f"one process trains on {num} GPUs: start one for each with torchrun --nproc-per-node {num}"
@@ -177,11 +175,11 @@ def _parallelism_conflicts(trainer: Any) -> Iterator[str]:
 
 def warn_of_unclipped_gradients(args: Any, section: str) -> None:
     """
-    Warn if DeepSpeed clips no gradients although the trainer's default would.
+    Warn if DeepSpeed clips no gradients although `max_grad_norm` is set.
 
     Args:
         args: Training arguments.
-        section: Section of the settings in a YAML.
+        section: Section of the YAML in which the user sets these arguments.
     """
     if args.deepspeed and args.max_grad_norm and not deepspeed_config().get("gradient_clipping"):
         log.warning("gradients are not clipped, though %s.max_grad_norm is %s: set gradient_clipping to auto in the "
@@ -198,7 +196,8 @@ def refuse_balance_conflicts(trainer: Any) -> None:
     Refuse a trainer whose loss would change if `balance` divided its batches.
 
     Raises:
-        ArgumentError: The trainer is not one of TRL, or settings forbid it; all are named.
+        ArgumentError: The trainer is not one of TRL, or some settings are not supported; the
+            message names all of them.
     """
     kind = type(trainer)
     named = (one for one in kind.__mro__ if one.__name__ in {"GRPOTrainer", "RLOOTrainer"})
@@ -212,7 +211,7 @@ def refuse_balance_conflicts(trainer: Any) -> None:
 
 
 def _loss_conflicts(trainer: Any) -> Iterator[str]:
-    """Yield settings under which a batch's loss is not a sum over its rows or tokens."""
+    """Yield each setting under which a batch's loss is not a sum over its rows or tokens."""
     args = trainer.args
     loss = getattr(args, "loss_type", None)
     if loss is not None and loss not in _LOSSES:

@@ -1,4 +1,4 @@
-"""`use_plan`: makes a trainer of transformers or TRL train the packs of a plan by its schedule."""
+"""`use_plan` makes a trainer of transformers or TRL train the packs of a plan."""
 
 import logging
 from collections.abc import Iterator
@@ -64,45 +64,46 @@ def use_plan(
     trainer.train()
     ```
 
-    A batch is one pack: its samples, padded by the trainer's own collator, which the model computes
-    without padding (see `unpad`). A step has as many packs as it had rows: with a
-    `per_device_train_batch_size` of 8, eight packs are accumulated. This argument,
-    `gradient_accumulation_steps`, `num_train_epochs`, `max_steps`, `data_seed` (else `seed`) and
-    `dataloader_drop_last` decide the schedule, which has `steps_per_epoch` and `total_steps`.
-    Settings that mean something else under a plan are logged as warnings.
+    A batch is one pack. The trainer's own collator pads the samples of the pack, and the model
+    leaves the padding out (see `unpad`). A step trains as many packs as it would train rows without
+    a plan: with a `per_device_train_batch_size` of 8, each rank accumulates eight packs. The
+    schedule depends on `per_device_train_batch_size`, `gradient_accumulation_steps`,
+    `num_train_epochs`, `max_steps`, `data_seed` (else `seed`) and `dataloader_drop_last`. Settings
+    that have another effect under a plan are logged as warnings.
 
-    The loss of a step is the mean over its supervised tokens, over all ranks and batches. With
-    preference data, it is the mean over pairs of answers, or over the rows of KTO.
+    The loss of a step is the mean over the supervised tokens of all its batches on all ranks. With
+    preference data, the loss is the mean over pairs of answers; with KTO, over rows.
 
-    Checkpoints are the trainer's own, and resume in the middle of an epoch, also on another number
-    of ranks. All rows are read once before the first step: a row that is not one sample is refused,
-    and a resumed run has to have the same rows.
+    Checkpoints are written by the trainer. A run can resume from them in the middle of an epoch,
+    also on another number of ranks. All rows are read once before the first step. A row that is not
+    one sample raises an error, and so do changed rows in a resumed run.
 
-    Call it on every rank, after the trainer is built: the model is probed first.
+    Call `use_plan` on every rank, after the trainer is built. It probes the model first.
 
     Args:
         trainer: `Trainer` of transformers, or `SFTTrainer`, `DPOTrainer`, `RewardTrainer` or
-            `KTOTrainer` of TRL. Its data sets have tokenized rows, or rows that its collator
-            tokenizes.
-        plan: Plan of the lengths of `trainer.train_dataset`, as its collator makes them; see
-            `row_lengths`. A number plans packs of that many tokens, as `packplan.plan` does.
-        eval_plan: Plan of the lengths of `trainer.eval_dataset`, or a number. Evaluation then gives
-            the mean over its supervised tokens, or over its pairs. None leaves evaluation as it is.
+            `KTOTrainer` of TRL. The rows of its data sets are tokenized, or its collator tokenizes
+            them.
+        plan: Plan of the rows of `trainer.train_dataset`, made from their `row_lengths`. A number
+            is a packing length: the rows are planned into packs of at most that many tokens.
+        eval_plan: Plan of the rows of `trainer.eval_dataset`, or a packing length. The evaluation
+            loss is then the mean over supervised tokens, or over pairs. None keeps the trainer's
+            own evaluation.
         sequence_parallel_size: Number of neighbouring ranks that share each row of packed samples.
-            `auto`: each long pack takes the smallest power of two of ranks that holds it, every
-            other pack one rank.
-        max_sequence_parallel_size: Most ranks that share a pack under `auto`; None takes the
-            largest power of two that divides the ranks.
-        check: Compare the first pack with its samples alone, before the first step: the trainer's
-            loss, and gradients of embeddings. `unpad` compares first calls too. Training afterwards
-            is the same, bit for bit.
+            With `auto`, a long pack is shared by the smallest power of two of ranks that can hold
+            it, and every other pack has one rank.
+        max_sequence_parallel_size: Maximum number of ranks that share a pack under `auto`. None
+            takes the largest power of two that divides the number of ranks.
+        check: Whether a pack is compared with its samples alone before the first step, by the
+            trainer's loss and the gradients of embeddings. `unpad` then compares first calls too.
+            Neither comparison changes training by a single bit.
 
     Raises:
-        ArgumentError: The trainer cannot train rows of a plan, a setting contradicts the plan, or a
-            row is not one sample.
-        StaleError: A row has another length than planned.
-        MismatchError: Ranks have different plans or rows. In training: the first pack trains
-            differently from its samples alone.
+        ArgumentError: The trainer is not supported, a setting contradicts the plan, or a row is not
+            one sample.
+        StaleError: The length of a row differs from its planned length.
+        MismatchError: Ranks have different plans or rows. Training raises it if the first pack
+            trains differently from its samples alone.
         ModelError: The probe of `unpad` fails.
     """
     if isinstance(trainer, _PlannedTraining):
@@ -136,11 +137,11 @@ def row_lengths(trainer: Any, rows: Any = None) -> list[int]:
     """
     Return the number of tokens of each row of a trainer's data set, for `packplan.plan`.
 
-    Rows count as the trainer's collator makes them. A pair of answers has the tokens of both rows
-    that the model computes for it.
+    A row is counted after the trainer's collator has processed it. A pair of answers counts the
+    tokens of both rows that the model computes for it.
 
     Args:
-        trainer: Trainer that `use_plan` takes.
+        trainer: Trainer that `use_plan` supports.
         rows: Rows by index; None takes `trainer.train_dataset`.
     """
     source = _open_rows(trainer, trainer.train_dataset if rows is None else rows)
@@ -179,7 +180,9 @@ def _open_rows(trainer: Any, rows: Any) -> RowSource:
 def _open_packs(
     trainer: Any, plan: Plan | int, eval_plan: Plan | int | None
 ) -> tuple[Plan, RowsOfPacks, Plan | None, RowsOfPacks | None]:
-    """Return both plans with their packs; the rows are read, unless a checkpoint may know them."""
+    """
+    Return both plans with their packs. Rows are read now, unless a checkpoint may have their facts.
+    """
     if getattr(trainer, "precompute_ref_log_probs", False):  # KTO of TRL before 1.0 does so when it makes loaders
         trainer.get_train_dataloader()
         if eval_plan is not None:
@@ -196,8 +199,8 @@ def _open_packs(
 
 def _plan_packs(trainer: Any, rows: Any, plan: Plan | int) -> tuple[Plan, RowsOfPacks]:
     """
-    Return a plan and its packs. A number is a packing length: the rows are planned by their
-    lengths, which are read unless a checkpoint has them.
+    Return a plan and its packs. If *plan* is a packing length, the rows are planned by their
+    lengths, which come from a checkpoint or are read.
     """
     source, facts = _open_rows(trainer, rows), None
     if not isinstance(plan, Plan):
@@ -220,7 +223,10 @@ def _load_facts(folder: str, num_rows: int, plan: str | None = None) -> RowFacts
 
 
 def _read_together(trainer: Any, source: RowSource, *, decode: bool) -> RowFacts:
-    """Read each row on one rank; return the facts of all, or raise the error of any rank on all."""
+    """
+    Read each row on one rank, and return the facts of all rows. An error on one rank is raised on
+    every rank.
+    """
     args = trainer.args
     ranks: dict[str, Any] = {"rank": args.process_index, "world_size": args.world_size}
     part: RowFacts | PackplanError
@@ -238,9 +244,9 @@ def _read_together(trainer: Any, source: RowSource, *, decode: bool) -> RowFacts
 def _make_schedule(
     args: Any, plan: Plan, *, row_ranks: int | Literal["auto"], most: int | None = None
 ) -> EpochSchedule:
-    """Return the schedule of a plan under a trainer's arguments; *most* ranks may share a pack."""
+    """Return a plan's schedule under a trainer's arguments; at most *most* ranks share a pack."""
     if most is not None and row_ranks != "auto":
-        fact = f"max_sequence_parallel_size needs sequence_parallel_size='auto', which is {row_ranks}: leave it out"
+        fact = f"max_sequence_parallel_size needs sequence_parallel_size='auto', not {row_ranks}: leave it out"
         raise ArgumentError("host", fact)
     world_size = count_row_groups(args.world_size, 1 if row_ranks == "auto" else row_ranks)
     return plan.schedule(
@@ -258,7 +264,8 @@ def _unpad_for_loss(trainer: Any, groups: RowGroups | None, *, check: bool) -> l
     """
     Return hooks of a trainer's model, then of its reference model, if it has one.
 
-    Those that a model has are kept. New ones omit logits of padding for transformers' own loss.
+    Hooks that a model already has are kept. New hooks omit logits of padding if the trainer has
+    transformers' own loss.
 
     Raises:
         ModelError: The model is bidirectional, or the probe of `unpad` fails.
@@ -274,8 +281,8 @@ def _unpad_for_loss(trainer: Any, groups: RowGroups | None, *, check: bool) -> l
 
 def _keep_ranks_in_step(trainer: Any, models: list[Any]) -> None:
     """
-    Make vision towers run in every batch if a rank without images would leave the others waiting:
-    ranks share weights, or DDP does not look for unused ones.
+    Make vision towers run in every batch if the other ranks would wait for a rank without images.
+    They would if ranks share weights, or if DDP does not look for unused parameters.
     """
     args, rows, collate = trainer.args, trainer.train_dataset, _find_row_collator(trainer) or pad_rows
     finds_unused = args.ddp_find_unused_parameters
@@ -292,18 +299,18 @@ def _keep_ranks_in_step(trainer: Any, models: list[Any]) -> None:
 
 
 class _PlannedTraining(ServesPacks):
-    """Methods of a trainer of transformers or TRL that trains planned packs."""
+    """Mixin that makes a trainer of transformers or TRL train planned packs."""
 
     unpadding: Unpadding
     """Hooks of the model that is trained."""
 
     unpaddings: list[Unpadding]
-    """Hooks of all models."""
+    """Hooks of the trained model, and of the reference model if there is one."""
 
     train_packs: RowsOfPacks
 
     def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
-        """Train, once the rows are read, or known from the checkpoint that is resumed from."""
+        """Load the facts of the rows from the resumed checkpoint, or read the rows; then train."""
         packs, folder, state = self.train_packs, options.get("resume_from_checkpoint"), self.pack_batches.state
         if (facts := packs.facts) is None:  # `use_plan` found checkpoints, from which this run may go on
             facts = _load_facts(folder, len(packs.source.rows), state.plan) if folder else None
@@ -322,7 +329,10 @@ class _PlannedTraining(ServesPacks):
 
     @contextmanager
     def prepared(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield inputs as the trainer prepares them; calls inside the block are not counted."""
+        """
+        Yield the inputs after the trainer's preparation; model calls in this context are not
+        counted.
+        """
         with ExitStack() as stack:
             for one in self.unpaddings:
                 stack.enter_context(one.trial())
@@ -330,7 +340,7 @@ class _PlannedTraining(ServesPacks):
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Let samples be computed alone, without hooks."""
+        """Inside this context, each rank computes whole samples without hooks."""
         with ExitStack() as stack:
             for one in self.unpaddings:
                 stack.enter_context(one.paused())
@@ -361,7 +371,10 @@ class _PlannedTraining(ServesPacks):
 
 
 def _flatten_rows(value: Any, mask: torch.Tensor) -> Any:
-    """Return values of shape (rows, positions, …) as one row of real tokens; others unchanged."""
+    """
+    Return values of shape (rows, positions, …) as one row of real tokens, and other values
+    unchanged.
+    """
     if isinstance(value, tuple):
         return tuple(_flatten_rows(one, mask) for one in value)
     has_rows = isinstance(value, torch.Tensor) and value.shape[:2] == mask.shape

@@ -1,8 +1,8 @@
 """
-Models without padding (`unpad`), and models that keep samples of a row apart (`separate_samples`).
+`unpad` makes a model skip padding; `separate_samples` makes it keep the samples of a row apart.
 
 `unpad` tries each module whose calls may be packed, with each way to count positions. It keeps the
-pair with which padded rows have the same results with and without the hooks of `packed_calls`.
+first such pair whose hooks (see `packed_calls`) leave the results of padded rows unchanged.
 """
 
 import logging
@@ -40,7 +40,7 @@ from packplan.core.errors import ArgumentError, ModelError
 log = logging.getLogger(__name__)
 
 _LENGTHS = (17, 3)
-"""Real tokens of the first two rows of the probe; the third has `_longest_probe`."""
+"""Number of real tokens in the first two rows of the probe; the third row has `_longest_probe`."""
 
 _LONGEST = 29
 
@@ -58,24 +58,25 @@ def unpad(model: Any, *, logits: bool = True, groups: RowGroups | None = None, c
     trainer.train()
     ```
 
-    Call it on each model that a trainer runs, after the trainer is built. Rows may be padded left,
-    right, on both sides or between tokens. Results at positions whose mask is 1 equal those of the
-    padded pass; elsewhere they are 0. Generation is not packed. Afterwards the model uses
-    Packplan's attention. A probe of a few seconds comes first, as in `separate_samples`.
+    Call `unpad` on each model that a trainer runs, after the trainer is built. Rows may be padded
+    left, right, on both sides or between tokens. Results at positions with mask 1 equal those of
+    the padded pass; at other positions they are 0. Generation is not packed. Afterwards the model
+    uses Packplan's attention. First, `unpad` probes the model for a few seconds, as
+    `separate_samples` does.
 
     Args:
-        model: Model of transformers, perhaps with adapters, perhaps wrapped for several ranks.
-        logits: Whether logits at padding are returned too. False leaves them out while training, in
-            calls with labels, for callers that read only the loss: logits then have the shape (1,
-            real tokens, vocabulary).
-        groups: Ranks that share packed rows, and are given the same batches for them (see
-            `adapters.attention.shared_rows`); None if each rank computes its own rows.
-        check: Whether the first call of each kind is computed twice more, with and without padding,
-            and compared (docs/use-it-in/transformers.md).
+        model: Model of transformers. It may have adapters, and may be wrapped for several ranks.
+        logits: Whether logits at padding are returned too. False is for callers that read only the
+            loss: training calls with labels then return logits of shape (1, real tokens,
+            vocabulary).
+        groups: Groups of ranks that share packed rows (see `adapters.attention.shared_rows`); the
+            ranks of a group have to pass the same batches. None if each rank computes its own rows.
+        check: Whether the first call of each kind is computed two more times, with and without
+            padding, to compare the results (docs/use-it-in/transformers.md).
 
     Raises:
         ModelError: The probe fails: results differ from the results of the padded pass.
-        MismatchError: Later, in a first call: it differs from its padded pass.
+        MismatchError: A first call differs from its padded pass; the call itself raises the error.
         ArgumentError: The model is hooked already, or is not a model of transformers.
     """
     inner = unwrap(model)
@@ -113,10 +114,10 @@ def separate_samples(
     Make a model attend only within each sample of a packed row; return the attention it uses.
 
     A model loaded with `attn_implementation="packplan"` takes the fastest attention that passes the
-    probe. Another model keeps its own. The probe takes some seconds, on a small copy of the model
-    and then on the model itself: gradients between samples have to be exactly 0, and each sample
-    has to have the same results as alone. `config.use_cache` is set to False, since transformers
-    keeps samples apart only in calls without a cache.
+    probe. A model with another attention keeps it. The probe runs for some seconds, on a small copy
+    of the model and then on the model itself. Gradients between samples have to be exactly 0, and
+    the results of each sample have to equal those of the sample alone. `config.use_cache` is set to
+    False, since transformers keeps samples apart only in calls without a cache.
 
     Args:
         model: Model of transformers, perhaps with adapters.
@@ -146,7 +147,7 @@ def set_isolating_attention(
     model: Any, *, named: str, groups: RowGroups | None = None, logits: bool = False
 ) -> AttentionChoice:
     """
-    Set and return an attention that keeps samples apart on a small copy of the model.
+    Set an attention that keeps samples apart in a small copy of the model, and return it.
 
     Args:
         model: Model of transformers.
@@ -186,7 +187,7 @@ def unwrap(model: Any) -> Any:
 
     Raises:
         ModelError: Models of this kind cannot be packed.
-        ArgumentError: It is not a model of transformers.
+        ArgumentError: *model* is not a model of transformers.
     """
     model = _without_ranks(model)
     adapters = getattr(model, "peft_config", {})
@@ -215,18 +216,17 @@ def _without_ranks(model: Any) -> Any:
 
 def _find_stack(model: Any, asked: Any, *, native: str, logits: bool) -> tuple[TextStack, dict[str, str]]:
     """
-    Return the first module, and way to count positions, whose hooks leave results of padded rows
-    unchanged; and each side of padding that is not packed, with the reason.
+    Return the first text stack whose hooks leave results of padded rows unchanged. Also return each
+    side of padding that is not packed, with the reason.
 
     Args:
         model: Model of transformers without wrappers, set to keep samples of a row apart.
-        asked: Model that computes the rows: the same one, or a small copy that has the same
-            modules.
+        asked: Model that computes the trial rows: *model*, or a small copy with the same modules.
         native: Attention of transformers that computes the padded rows.
         logits: See `unpad`.
 
     Raises:
-        ModelError: Every module and way to count positions changes a result.
+        ModelError: No module and way to count positions leaves all results unchanged.
     """
     tried: list[tuple[TextStack, dict[str, str]]] = []
     for stack, own in zip(_candidate_stacks(asked), _candidate_stacks(model), strict=True):
@@ -253,7 +253,9 @@ def _find_stack(model: Any, asked: Any, *, native: str, logits: bool) -> tuple[T
 
 
 def _candidate_stacks(model: Any) -> Iterator[TextStack]:
-    """Yield the text stacks of a model that may be packed, with each way to count positions."""
+    """
+    Yield each module of a model whose calls may be packed, once for each way to count positions.
+    """
     part = trained_part(model)
     padding = getattr(part.config.get_text_config(), "pad_token_id", None) or 0
     text_row = any(hasattr(module, "get_rope_index") for module in model.modules())
@@ -264,7 +266,8 @@ def _candidate_stacks(model: Any) -> Iterator[TextStack]:
 
 def _hook_fault(model: Any, hooks: Unpadding, mask: torch.Tensor, *, native: str) -> str | None:
     """
-    Describe how hooks change results at *mask*, or the error that they raise; None if neither.
+    Return a clause on how hooks change the results of rows with *mask*, or on the error that they
+    raise; None if they do neither.
     """
     padding = getattr(trained_config(model.config).get_text_config(), "pad_token_id", None) or 0
     ids = _draw_ids(model).where(mask > 0, padding)
@@ -285,7 +288,9 @@ def _draw_ids(model: Any) -> torch.Tensor:
 
 
 def _longest_probe(config: Any) -> int:
-    """Return the length of the probe's longest row: above the window of a bidirectional model."""
+    """
+    Return the tokens of the probe's longest row, which exceeds a bidirectional model's window.
+    """
     window = getattr(config, "local_attention", 0) if is_bidirectional(config) else 0
     return max(_LONGEST, window + 3)
 

@@ -38,13 +38,14 @@ def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> Unpadd
     """
     Assert that a batch of a trainer has the same loss and gradients with and without padding.
 
-    The trainer's first batch is computed twice, with the trainer's loss: as it is, and by `unpad`,
-    whose hooks are added for this comparison if the model has none. Dropout is off. Weights,
-    gradients, random state and the trainer are restored afterwards.
+    The trainer's first batch is computed twice with the trainer's loss: with padding, and without
+    padding by the hooks of `unpad`. If the model has no hooks, they are added for this comparison
+    only. Dropout is off. Weights, gradients, random state and the trainer are restored afterwards.
 
     Args:
-        trainer: Trainer of transformers or TRL; its reference model is included.
-        limit: Largest allowed relative difference. None takes the rounding error of the precision.
+        trainer: Trainer of transformers or TRL; its reference model is compared too.
+        limit: Largest allowed relative difference. None takes the rounding error of the trainer's
+            precision.
 
     Raises:
         MismatchError: The loss or the gradients differ.
@@ -83,7 +84,7 @@ def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> Unpadd
 
 
 def _loss_and_gradients(trainer: Any, inputs: Any) -> tuple[float, Gradients]:
-    """Return the trainer's loss of a batch, and its gradients."""
+    """Return the trainer's loss of a batch, and the gradients of the weights."""
     given = dict(inputs) if isinstance(inputs, Mapping) else inputs  # trainers take labels out
     loss = trainer.compute_loss(trainer.model, given)
     return float(loss.detach()), weight_gradients(trainer.model, loss)

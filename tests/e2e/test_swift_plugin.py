@@ -308,7 +308,7 @@ def test_a_run_goes_on_where_it_was(name, of, before, after, ran):
     options = {"packs_per_step": 2, "epochs": 2, "seed": 42}
     start = found.schedule(world_size=before, **options).progress_at(2)
     rest.assert_planned(found, attrs.evolve(found.schedule(world_size=after, **options), start=start))
-    assert "packplan: training goes on after step 2" in rest.said
+    assert "packplan: training continues after step 2" in rest.said
     assert whole.losses[2] == pytest.approx(rest.losses[2], abs=1e-5)
     assert before != after or losses(whole.history) == losses(rest.history)
 
