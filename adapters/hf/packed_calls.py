@@ -380,8 +380,10 @@ class Unpadding:
         given, now = self.stack.bind_arguments(args, kwargs), self._thread
         if now.outermost is not None:  # the caller gave no cache: the model made this one
             given = {name: one for name, one in given.items() if name != "use_cache" and not _is_cache(one)}
-        if given.get("output_attentions") and not self._runs_padded:
-            raise ArgumentError("host", "unpad computes no attention weights: call the model without output_attentions")
+        wants_weights = given.get("output_attentions", getattr(self.stack.module.config, "output_attentions", False))
+        if wants_weights and not self._runs_padded:
+            reason = "unpad computes no attention weights: call the model, or set its config, without output_attentions"
+            raise ArgumentError("host", reason)
         tokens = None if self._runs_padded else self.stack.find_real_tokens(given, now.read)
         inside = ExitStack()
         now.open.append((tokens, inside))

@@ -120,7 +120,10 @@ def _run_side(config: RunConfig, split: str, world_size: int | None) -> Side:
     opened = open_split(config, *selected_splits(config, split), world_size=world_size)
     stale = opened.plan.key.differences(opened.split.plan_key(opened.lengths.digest))
     for line in (*yield_stale_inputs(config, opened.lengths), *stale):
-        print(f"warning: {config.source} was stored otherwise; training would plan again: {line}", file=sys.stderr)
+        print(
+            f"warning: {config.source} has changed since its plan was stored, so training would plan again: {line}",
+            file=sys.stderr,
+        )
     facts, packs = _stored_side(opened.plan, opened.lengths)
     schedule = schedule_summary(opened)
     facts["order"] = {"seed": opened.schedule.seed, "shuffle": opened.schedule.shuffle}

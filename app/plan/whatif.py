@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 import attrs
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from packplan.adapters.progress import progress
@@ -31,11 +32,11 @@ COLUMNS: Mapping[str, Callable[[PlanSummary, ScheduleSummary], str]] = MappingPr
         "fill": lambda plan, _: f"{plan.fill_mean:.4f}",
         "long": lambda plan, _: f"{plan.long_samples + plan.skipped_samples:,}",
         "longest": lambda plan, _: f"{plan.longest_pack:,}",
-        "a rank's most": lambda _, schedule: f"{schedule.rank_tokens:,}",
-        "over 110 %": lambda plan, _: f"{plan.oversized_packs:,}",
-        "dropped tokens": lambda plan, _: f"{plan.dropped_tokens + plan.skipped_tokens:,}",
+        "a rank's\nmost": lambda _, schedule: f"{schedule.rank_tokens:,}",
+        "over\n110 %": lambda plan, _: f"{plan.oversized_packs:,}",
+        "dropped\ntokens": lambda plan, _: f"{plan.dropped_tokens + plan.skipped_tokens:,}",
         "steps": lambda _, schedule: f"{schedule.total_steps:,}",
-        "work a step": lambda _, schedule: f"{schedule.work_per_step:.3g}",
+        "work a\nstep": lambda _, schedule: f"{schedule.work_per_step:.3g}",
         "imbalance": lambda _, schedule: f"{schedule.work_imbalance:.3f}",
     }
 )
@@ -139,8 +140,8 @@ def _alternatives(
 
 
 def _print(alternatives: list[Alternative]) -> None:
-    table = Table()
-    for name in ("max_length", "ranks", *COLUMNS):
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for name in ("max_\nlength", "ranks", *COLUMNS):
         table.add_column(name, justify="right")
     for one in alternatives:
         cells = ["-"] * len(COLUMNS)

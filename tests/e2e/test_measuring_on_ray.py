@@ -133,6 +133,7 @@ def test_a_lost_process_and_a_lost_node_change_no_byte(cluster, build, scenes, p
 
 def test_ctrl_c_keeps_what_was_measured_and_the_next_start_goes_on(cluster, build, monkeypatch, tmp_path):
     """Pressed while blocks are measured; the cluster measures only what is missing."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in its background
     custom = {"train_jsonl": str(write_lines(tmp_path / "chats.jsonl", chats(40)))}
     alone, plain, received = build("alone", of="qwen2", custom=dict(custom)), RayExecutor._receive, []
 

@@ -377,9 +377,13 @@ def test_a_removed_hook_leaves_the_model_alone():
 
 
 def test_attention_weights_are_refused_by_their_name():
-    """Also in a first call, whose padded pass would compute them."""
+    """In a call or in the config; also in a first call, whose padded pass would compute them."""
     with pytest.raises(ArgumentError, match=r"^unpad computes no attention weights: .*output_attentions"):
         hooked()[0](**batch_of(padded()), output_attentions=True)
+    model = hooked()[0]
+    vars(model.config)["_output_attentions"] = True  # as models that were loaded for eager have it
+    with pytest.raises(ArgumentError, match="or set its config"):
+        model(**batch_of(padded()))
 
 
 def test_hooks_print_what_they_have_computed():

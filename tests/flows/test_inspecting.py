@@ -330,7 +330,7 @@ def test_whatif_says_what_each_alternative_would_lack(store, said, document, mon
     assert re.search(r"packs cannot feed 50 ranks.*training\.dataloader_drop_last: false", rows[1]["problem"])
     wide = said("whatif", path, "--world-size", "2,50")
     assert "50 ranks: " in wide
-    assert "max_length ranks packs " in in_words(wide.replace("┃", ""))
+    assert "length ranks packs fill long " in in_words(wide)
     monkeypatch.setenv("COLUMNS", "30")
     assert (wide, False) == (said("whatif", path, "--world-size", "2,50"), "…" in wide)
 
