@@ -1,3 +1,3 @@
 """
-A run's YAML: its layers, overrides and values, checked against our keys and those of ms-swift.
+Reads a run's YAML and its overrides, and checks their values against our keys and ms-swift's.
 """

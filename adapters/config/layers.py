@@ -1,7 +1,7 @@
 """
 Reads YAML files into one document.
 
-A file overrides the file that it extends, and the command line overrides both.
+Values of a file replace those of the file that it extends. Values of the command line replace both.
 """
 
 import os
@@ -20,14 +20,14 @@ from packplan.core.samples.urls import is_url
 _VARIABLE = re.compile(r"\$\{([^}]*)\}")
 
 _LONGEST_NAME, _MOST_BITS = 255, 64
-"""Most bytes of the name of a file, and most bits of a number."""
+"""Largest number of bytes in a file's name, and of bits in a whole number."""
 
 
 _BRACKETS = {
     "mapping": '{ } is a mapping, not a text: put quotes around it, as "{{ x }}"',
     "sequence": "[ ] is a list, not a text: put quotes around it",
 }
-"""Kind of a node of YAML -> end of the message that refuses it as a key."""
+"""For each kind of YAML node that cannot be a key, the end of the message that refuses it."""
 
 
 def read_document(path: Path) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def read_document(path: Path) -> dict[str, Any]:
         path: YAML file.
 
     Raises:
-        ConfigError: A file cannot be read, its YAML is not a mapping, or it extends itself.
+        ConfigError: A file cannot be read, is not a YAML mapping, or extends itself.
     """
     documents: dict[Path, dict[str, Any]] = {}
     extending: Path | None = None
@@ -52,10 +52,10 @@ def read_document(path: Path) -> dict[str, Any]:
                 raise _refusal(extending, f"names {path}, which {error}", key="extends") from None
             raise _refusal(path, str(error)) from None
         if not isinstance(document, dict):
-            raise _refusal(path, "has to hold keys and their values, but holds none")
+            raise _refusal(path, "has to be a mapping of keys to values, but is not")
         extending = path
         if path.resolve() in documents:
-            raise _refusal(path, "leads back to a file that extends this one: break the circle", key="extends")
+            raise _refusal(path, "names a file that extends this one: remove one extends of this circle", key="extends")
         base, documents[path.resolve()] = document.pop("extends", None), document
         if base is not None and not isinstance(base, str):
             raise _refusal(path, f"is {base!r}, but has to be the path of a YAML", key="extends")
@@ -72,14 +72,14 @@ def _refusal(source: Path, reason: str, *, key: str = "") -> ConfigError:
 
 def apply_overrides(document: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """
-    Return a document with the values of the command line, and without keys that are null.
+    Return a document with the command line's values, and without keys whose value is null.
 
     Args:
         document: Content of a YAML.
         overrides: Values of single keys, each as `section.key=value`; null unsets a key.
 
     Raises:
-        ConfigError: An override is not written as `section.key=value`; lists all such overrides.
+        ConfigError: Overrides are not written as `section.key=value`; it lists all of them.
     """
     result, found = merge_sections({}, document), []
     for text in overrides:
@@ -102,17 +102,17 @@ def apply_overrides(document: Mapping[str, Any], overrides: Iterable[str]) -> di
 
 def expand_path(path: str) -> str:
     """
-    Return *path* with `~` and `~name` at its start, and `${NAME}` anywhere, expanded.
+    Return *path* with `~` or `~name` at its start and each `${NAME}` expanded.
 
-    They become home folders, and values of the environment.
+    `~` and `~name` become home folders, `${NAME}` the value of an environment variable.
 
     Raises:
-        ValueError: There is no such user or variable.
+        ValueError: The user or the variable does not exist, or a name in the path is invalid.
     """
     if path.startswith("~") and (home := os.path.expanduser(path)) == path:  # noqa: PTH111  # it takes no ~name apart
         user = path.partition("/")[0]
         message = (
-            f"is {path!r}, but there is no user {user} here: write the folder in full, or ./{path} for one of that name"
+            f"is {path!r}, but there is no user {user} here: write the full path, or ./{path} for a folder named so"
         )
         raise ValueError(message)
     path = home if path.startswith("~") else path
@@ -120,12 +120,12 @@ def expand_path(path: str) -> str:
         raise ValueError(f"is {path!r}, but a name in it has a NUL, or more than {_LONGEST_NAME} bytes: shorten it")
     for name in _VARIABLE.findall(path):
         if name not in os.environ:
-            raise ValueError(f"is {path!r}, but the environment has no {name}: set it, or write the path out")
+            raise ValueError(f"is {path!r}, but the variable {name} is not set: export it, or write the full path")
     return _VARIABLE.sub(lambda found: os.environ[found[1]], path)
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key written twice; PyYAML would silently take the last value."""
+    """SafeLoader that refuses a repeated key; PyYAML would silently use the last value."""
 
 
 def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -146,7 +146,7 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any
 
 
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
-    # Python parses no whole number of thousands of digits.
+    # Python refuses to parse whole numbers of thousands of digits.
     number: int = loader.construct_yaml_int(node) if len(node.value) <= 2 * _MOST_BITS else 2**_MOST_BITS
     if number.bit_length() > _MOST_BITS:
         problem = f"the number {node.value:.40} has more than {_MOST_BITS} bits: write a smaller one"
@@ -159,7 +159,7 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _constru
 
 
 def _parse_yaml(text: str) -> Any:
-    """Return the parsed value of YAML text; ValueError with the parser's reason."""
+    """Return the parsed value of YAML text; ValueError with the reason if it is not valid."""
     try:
         return require_shallow(yaml.load(text, Loader=_Loader))  # noqa: S506  # a SafeLoader
     except RecursionError:
@@ -173,8 +173,8 @@ def merge_sections(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str,
     """
     Return *base* with the values of *top*; sections are merged key by key.
 
-    Null removes a key of *base*; any other value replaces the value in *base*. In `columns`, null
-    is a value: it ignores a key.
+    Null removes a key of *base*; any other value replaces the value in *base*. In the section
+    `columns`, null is kept as a value: it says that a key of the records is ignored.
     """
     merged = dict(base)
     for key, value in top.items():

@@ -1,5 +1,5 @@
 """
-Reads the YAML of a run strictly: all faults are reported at once, with their paths and remedies.
+Reads the YAML of a run, and reports all its faults at once, each with its key and a remedy.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,13 +28,13 @@ SECTIONS = ("model", "template", "custom", "training")
 RL_SECTIONS = ("policy", "grpo")
 
 _OWN_KEYS = {field.name for field in attrs.fields(TrainingConfig)} - {"trainer"}
-"""Keys of `training.` that are not passed on to the trainer."""
+"""Keys of `training.` that are Packplan's own, and are not passed on to the trainer."""
 
 _REQUIRED = {"template": {}, "custom": {}, "model": {"model": "unset"}, "training": {"output_dir": "unset"}}
-"""Section -> values of the keys that have no default. They stand in for values with a fault."""
+"""For each section, values that stand in for faulty values of keys without a default."""
 
 _FAULTS: Mapping[type, Callable[[Any], Iterator[Fault]]] = {RunConfig: run_faults, RlConfig: rl_faults}
-"""Class of a configuration -> function that yields the faults that its types cannot express."""
+"""For each configuration class, a function that yields faults that types cannot express."""
 
 _FOREIGN = read_foreign_keys()
 
@@ -49,16 +49,17 @@ def parse_config(
 
     Args:
         document: Content of the YAML.
-        source: Name of the YAML, for errors.
-        trainer_keys: Keys of `training.` that are passed to the trainer -> values that they take.
-        overrides: Values for single keys, as `training.learning_rate=1e-4`, in place of the YAML's;
-            null unsets a key.
+        source: Name of the YAML, which errors mention.
+        trainer_keys: Keys of `training.` that are passed to the trainer, with the values that each
+            accepts.
+        overrides: Values for single keys, such as `training.learning_rate=1e-4`, which replace the
+            YAML's; null unsets a key.
 
     Raises:
-        ConfigError: All faults of the configuration.
+        ConfigError: The configuration has faults; the error lists all of them.
     """
     document = {name: {} for name in SECTIONS} | apply_overrides(document, overrides)
-    reason = "belongs to packplan rl, and this is another command: remove the section"
+    reason = "belongs to packplan rl, and no other command reads it: remove the section"
     found = [Fault(name, reason) for name in RL_SECTIONS if document.pop(name, None) is not None]
     usable = {f"training.{key}" for key in trainer_keys} | {*known_keys(RunConfig)}
     advise = partial(explain_unknown_key, known=sorted(usable - {*_REFUSED}), refused=_REFUSED, foreign=_FOREIGN)
@@ -75,13 +76,13 @@ def load_rl_config(path: str | Path, grpo_keys: Mapping[str, TrainerKey], *, ove
     Read the YAML of a run of reinforcement learning, and the YAMLs that it extends.
 
     Args:
-        path: YAML file; a relative `extends:` starts at its folder, all other relative paths at
-            the working directory.
-        grpo_keys: Keys of `grpo.` that are passed to TRL -> values that they take.
-        overrides: See `parse_config`.
+        path: YAML file. A relative path in `extends:` is relative to the YAML's folder; all other
+            paths are relative to the working directory.
+        grpo_keys: Keys of `grpo.` that are passed to TRL, with the values that each accepts.
+        overrides: Values for single keys, as in `parse_config`.
 
     Raises:
-        ConfigError: All faults of the configuration.
+        ConfigError: The configuration has faults; the error lists all of them.
     """
     document = {name: {} for name in (*SECTIONS, *RL_SECTIONS)} | apply_overrides(read_document(Path(path)), overrides)
     known = [key for key in known_keys(RlConfig) if key.partition(".")[0] != "training"]
@@ -89,7 +90,7 @@ def load_rl_config(path: str | Path, grpo_keys: Mapping[str, TrainerKey], *, ove
     advise = partial(explain_unknown_key, known=known, refused={}, foreign=_FOREIGN)
     found = []
     if document["training"]:
-        found.append(Fault("training", "belongs to packplan sft: write what GRPOConfig takes into the section grpo"))
+        found.append(Fault("training", "belongs to packplan sft: write arguments of GRPOConfig into the section grpo"))
     grpo: Any = document["grpo"]
     if not isinstance(grpo, dict):
         found.append(Fault("grpo", f"is {grpo!r}, but has to be a section of keys"))
@@ -102,7 +103,7 @@ def load_rl_config(path: str | Path, grpo_keys: Mapping[str, TrainerKey], *, ove
 
 
 def known_keys(kind: type) -> Iterator[str]:
-    """Yield the dotted path of every section and key of a configuration class."""
+    """Yield the dotted path of each section and each key of a configuration class."""
     paths = (path for path, field in yield_keys(kind) if get_origin(field.type) is not Mapping)
     parts = (part.removesuffix("[]") for path in paths for part in accumulate(path.split("."), "{}.{}".format))
     return iter(dict.fromkeys(parts))
@@ -115,8 +116,7 @@ def _build_config(document: Mapping[str, Any], kind: type[T], source: str, advis
     config, more = structure_document(document, kind, advise, required=_REQUIRED)
     found = (*found, *more)
     if config is not None:
-        # A key with a fault has its default here, so that keys which contradict its value are not
-        # reported.
+        # A faulty key has its default now, so faults that mention this key are not reported.
         replaced = [fault.path for fault in found]
         found = (*found, *(one for one in _FAULTS[kind](config) if not _mentions_any(one, replaced)))
     if config is None or found:
@@ -125,7 +125,7 @@ def _build_config(document: Mapping[str, Any], kind: type[T], source: str, advis
 
 
 def _mentions_any(fault: Fault, paths: Sequence[str]) -> bool:
-    """Return whether a fault's text names one of the keys *paths*, or a key below one of them."""
+    """Return whether a fault's text names a key of *paths*, or a key below it."""
     words = [f"{word.rstrip(',.:')}." for word in str(fault).split()]
     return any(word.startswith(f"{path}.") for word in words for path in paths)
 
@@ -134,14 +134,14 @@ def load_mixes(path: str | Path) -> Mixes:
     """
     Read the YAML of `custom.fusion_config`: one mix for all epochs, or a curriculum of mixes.
 
-    If a file has several paths, the first is used throughout.
+    If several paths lead to one data file, each of its sources gets the first of them.
 
     Args:
         path: YAML file.
 
     Raises:
-        ConfigError: All faults of the YAML, or it names no file. Faults that depend on the data are
-            found by `core.mixes.mixes_faults`.
+        ConfigError: The YAML has faults, which the error lists, or names no data file. Faults that
+            depend on the data are found by `core.mixes.mixes_faults`.
     """
     document = read_document(Path(path))
     kind: type[_Curriculum | Mix] = _Curriculum if "curriculum" in document else Mix
@@ -174,7 +174,7 @@ class _Curriculum:
 def _convert_settings(
     section: str, values: Mapping[str, Any], keys: Mapping[str, TrainerKey], advise: Advise, found: list[Fault]
 ) -> dict[str, Any]:
-    """Return a section's settings converted for the trainer; append faults to *found*."""
+    """Convert the settings of a section for the trainer; append faults to *found*."""
     taken: dict[str, Any] = {}
     for key, value in values.items():
         path = f"{section}.{key}"
@@ -187,7 +187,7 @@ def _convert_settings(
                 is_path = keys[key].path and isinstance(value, str)
                 taken[key] = expand_path(value) if is_path else keys[key].convert(value)
             except ValueError as error:
-                other = _FOREIGN.get(key)
-                meant = f", or write {other.ours} for the key of {other.programs}" if other and other.ours else ""
+                twin = _FOREIGN.get(key)
+                meant = f", or write {twin.ours} if you mean the key of {twin.programs}" if twin and twin.ours else ""
                 found.append(Fault(path, f"{error}{meant}"))
     return taken

@@ -1,12 +1,12 @@
 """
 Types, choices and bounds of the training arguments of ms-swift and TRL.
 
-They are read from tables, since importing these libraries takes seconds. Settings that need a
-missing package, or that this machine would ignore, are faults.
+The arguments are read from tables, since importing these libraries takes seconds. A setting that
+needs a missing package, or that this machine would ignore, is a fault.
 
 A table is valid for one version of its libraries; `make reference` writes it from the installed
-ones. If other versions are installed, their own classes are read (`installed_keys` of
-`adapters.trainer.arguments` and `app.opening.grpo`).
+versions. If other versions are installed, `installed_keys` of `adapters.trainer.arguments` and of
+`app.opening.grpo` reads the libraries' classes instead.
 """
 
 import contextlib
@@ -35,13 +35,13 @@ GRPO_KEYS_FILE = Path(__file__).with_name("grpo_keys.json")
 """Table of the settings that `grpo.` passes on to TRL."""
 
 FOREIGN_KEYS_FILE = Path(__file__).with_name("foreign_keys.json")
-"""Table of our keys, each with the keys of other programs that it replaces."""
+"""Table of Packplan's keys, each with its counterparts in other programs."""
 
 LIBRARIES: Mapping[Path, tuple[str, ...]] = {
     SFT_KEYS_FILE: ("ms-swift", "transformers"),
     GRPO_KEYS_FILE: ("trl", "transformers"),
 }
-"""Table -> packages for whose versions it was written."""
+"""For each table, the packages whose versions it depends on."""
 
 WORDS = {
     "null": "null",
@@ -53,22 +53,22 @@ WORDS = {
     "numbers": "a list of numbers",
     "dict": "a section of keys",
 }
-"""Name of a type -> its words in messages."""
+"""Words for each type in messages, by the type's name."""
 
 TYPES: Mapping[Any, str] = {
     type(None): "null", bool: "bool", int: "int", float: "float", str: "str", list: "list", list[float]: "numbers",
     dict: "dict",
 }  # fmt: skip
-"""Type -> its name, a key of `WORDS`."""
+"""Name of each type, which is a key of `WORDS`."""
 
 _NEED = {"use_flash_ckpt": "dlrover", "use_liger_kernel": "liger_kernel"}
-"""Setting -> package that it needs."""
+"""Package that each of these settings needs."""
 
 SETTINGS_FILES = ("accelerator_config", "deepspeed", "fsdp_config")
-"""Keys of `training.` that are a section, or name the file of one."""
+"""Keys of `training.` whose value is a section, or the path of a JSON file with that section."""
 
 _ANNOTATIONS = {"fsdp": bool | str | None, "report_to": list[str] | str}
-"""Types of settings whose annotations are incomplete."""
+"""Complete types of settings whose annotations in transformers are incomplete."""
 
 _PATHS = frozenset({*SETTINGS_FILES, "logging_dir"})
 
@@ -77,13 +77,13 @@ _BELOW_ONE = frozenset({"adam_beta1", "adam_beta2", "warmup_ratio"})
 
 @attrs.frozen
 class TrainerKey:
-    """Types, choices and bounds of a trainer key's values."""
+    """Types, choices and bounds of the values of a key that is passed to the trainer."""
 
     types: tuple[str, ...]
-    """Names of the types, keys of `WORDS`; `float` takes whole numbers too."""
+    """Names of the allowed types, keys of `WORDS`; `float` allows whole numbers too."""
 
     choices: tuple[str, ...] = ()
-    """Allowed texts, for a text or for each item of a list; empty if all are allowed."""
+    """Allowed values of a text, or of each item of a list; empty if any text is allowed."""
 
     least: float = 0
     """Inclusive lower bound of numbers."""
@@ -95,12 +95,12 @@ class TrainerKey:
     """Whether a text is the path of a file or folder."""
 
     def convert(self, value: Any) -> Any:
-        """Return a YAML value in a type that the key takes; ValueError if there is none."""
+        """Return a YAML value converted to a type of the key; ValueError if no type fits."""
         given, kind = value, TYPES.get(type(value), "")
         if value is False and "no" in self.choices:  # YAML reads no as false
             value, kind = "no", "str"
         if "float" in self.types and kind in {"int", "str"}:
-            # YAML reads 1e-5 as a text; what is not a number is refused below.
+            # YAML reads 1e-5 as a text; a text that is no number is refused below.
             with contextlib.suppress(ValueError, OverflowError):
                 value, kind = float(value), "float"
         if kind == "str" and "dict" in self.types and not self.path:
@@ -121,7 +121,7 @@ class TrainerKey:
         return value
 
     def _describe(self) -> str:
-        """Return text for a message on the values that the key takes."""
+        """Return a description of the values that the key accepts, for a message."""
         unsaid = {"null", "str"} if self.choices or ("dict" in self.types and not self.path) else {"null"}
         words = [WORDS[kind] for kind in self.types if kind not in unsaid]
         if self.choices:
@@ -134,7 +134,7 @@ class TrainerKey:
 
 
 def flat_types(annotation: Any) -> Iterator[Any]:
-    """Yield the types in an annotation: those of its unions, and the texts of its literals."""
+    """Yield the types in an annotation, with unions split into types and literals into texts."""
     origin = typing.get_origin(annotation)
     if origin in {types.UnionType, typing.Union}:
         for argument in typing.get_args(annotation):
@@ -152,8 +152,8 @@ def argument_keys(
     Return the keys of a class of training arguments, by field name.
 
     Args:
-        kind: The class, a dataclass.
-        choices: Name of a field -> allowed texts that its annotation does not list.
+        kind: Dataclass of training arguments.
+        choices: For some fields, allowed texts that the annotation does not list, by field name.
     """
     from transformers.integrations import INTEGRATION_TO_CALLBACK
 
@@ -186,7 +186,7 @@ def _argument_key(owner: Any, name: str, annotation: Any, known: Iterable[str]) 
 
 
 def _first_annotation(owner: Any, name: str) -> Any:
-    """Return a key's annotation in the class that declares it first, such as transformers' own."""
+    """Return a key's annotation in the base class that declares it, such as transformers'."""
     for kind in reversed(owner.__mro__):
         if name in vars(kind).get("__annotations__", {}):
             return typing.get_type_hints(kind)[name]
@@ -194,7 +194,7 @@ def _first_annotation(owner: Any, name: str) -> Any:
 
 
 def read_key_table(path: Path = SFT_KEYS_FILE) -> dict[str, TrainerKey] | None:
-    """Return a table's keys by name; None if it is of another version of an installed library."""
+    """Return a table's keys by name; None if another version of a library is installed."""
     table = json.loads(path.read_text(encoding="utf-8"))
     if any(installed_version(name) not in {None, stated} for name, stated in table["versions"].items()):
         return None
@@ -203,7 +203,7 @@ def read_key_table(path: Path = SFT_KEYS_FILE) -> dict[str, TrainerKey] | None:
 
 def read_foreign_keys() -> dict[str, ForeignKey]:
     """
-    Return the keys of other programs, by name; for ms-swift, also those without a counterpart.
+    Return the keys of other programs, by name; ms-swift's keys include those without counterpart.
     """
     found = dict.fromkeys(json.loads(SFT_KEYS_FILE.read_text(encoding="utf-8"))["others"], ForeignKey("ms-swift"))
     for row in json.loads(FOREIGN_KEYS_FILE.read_text(encoding="utf-8")):
@@ -216,9 +216,9 @@ def read_foreign_keys() -> dict[str, ForeignKey]:
 
 def read_nested_settings(value: Any) -> Mapping[str, Any]:
     """
-    Return the settings in a value of `SETTINGS_FILES`: a section, JSON text, or a file's path.
+    Return the settings in the value of a `SETTINGS_FILES` key: a section, JSON or a file's path.
 
-    They are empty if a file cannot be read; the trainer then refuses it.
+    The result is empty if a file cannot be read; the trainer refuses that file later.
     """
     if isinstance(value, (str, Path)):
         with contextlib.suppress(ValueError):
@@ -228,9 +228,10 @@ def read_nested_settings(value: Any) -> Mapping[str, Any]:
 
 def machine_faults(settings: Mapping[str, Any], *, on_cpu: bool, section: str = "training") -> Iterator[Fault]:
     """
-    Yield a fault for each setting that this machine cannot follow.
+    Yield a fault for each setting that does not work on this machine.
 
-    It needs a missing package, would be ignored here, or makes several ranks train as one.
+    Such a setting needs a missing package, is ignored on this machine, or makes several ranks train
+    as one.
 
     Args:
         settings: Settings of the trainer.
@@ -249,7 +250,7 @@ def machine_faults(settings: Mapping[str, Any], *, on_cpu: bool, section: str = 
     shared = read_nested_settings(settings.get("deepspeed"))
     for name in ("tensor_parallel", "sequence_parallel_size"):
         if name in shared:
-            reason = "makes several ranks one learner of DeepSpeed, but plans count every rank"
+            reason = "makes DeepSpeed train several ranks as one learner, but plans count every rank"
             yield Fault(f"{section}.deepspeed", f"{reason}: remove {name}")
     if shared and settings.get("max_grad_norm") and "gradient_clipping" not in shared:
         reason = f"is {settings['max_grad_norm']}, but DeepSpeed clips gradients by its own settings alone"
@@ -258,10 +259,10 @@ def machine_faults(settings: Mapping[str, Any], *, on_cpu: bool, section: str = 
 
 def require_deepspeed_agrees(args: Any) -> None:
     """
-    Refuse settings of DeepSpeed that contradict training arguments, before loading anything.
+    Refuse DeepSpeed settings that contradict training arguments, before the model is loaded.
 
     Raises:
-        ValueError: As transformers does it later, when it begins to train.
+        ValueError: A setting differs. Transformers would raise the same error when training starts.
     """
     if found := getattr(getattr(args, "hf_deepspeed_config", None), "mismatches", None):
-        raise ValueError(f"{'; '.join(one.removeprefix('- ') for one in found)}: set them to auto, the run's values")
+        raise ValueError(f"{'; '.join(one.removeprefix('- ') for one in found)}: set them to auto for the run's values")

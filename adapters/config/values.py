@@ -1,7 +1,7 @@
 """
 Builds objects of frozen classes from a YAML document, by the types of their fields.
 
-Nothing is guessed, and every fault has its path.
+A value of another type is a fault, and every fault names the path of its key.
 """
 
 import contextlib
@@ -34,11 +34,11 @@ _list_of: Callable[[Any], Any] = list.__class_getitem__  # takes types that are 
 _UNIONS = {types.UnionType, typing.Union}
 
 Advise: typing.TypeAlias = Callable[[str, str], str]
-"""Function that takes an unknown key and its section, and returns fault and remedy as text."""
+"""Function that takes an unknown key and its section, and returns the fault and a remedy."""
 
 
 TOO_LARGE = 10**12
-"""Smallest whole number that is refused: products of larger counts overflow 64 bits."""
+"""Smallest whole number that is refused, since products of such numbers overflow 64 bits."""
 
 
 def structure_document(
@@ -47,14 +47,14 @@ def structure_document(
     """
     Build an object of a frozen class from a document; return it and the document's faults.
 
-    In the object, keys with a fault have their defaults. The object is None if it cannot be built
-    so.
+    A key with a fault has its default in the object. The object is None if it cannot be built even
+    with those defaults.
 
     Args:
-        document: Keys, and sections of keys.
-        kind: Frozen class.
-        advise: Returns the fault and remedy for a key that the class does not have.
-        required: Values for keys without a default, in place of values with a fault.
+        document: Keys and sections of a YAML document.
+        kind: Frozen class of the object.
+        advise: Function that returns fault and remedy of a key that the class does not have.
+        required: Values that stand in for faulty values of keys without a default.
     """
     try:
         return _CONVERTER.structure(document, kind), []
@@ -109,7 +109,7 @@ def _to_str(value: object, _: Any) -> str:
     try:
         os.fsencode(value)
     except UnicodeEncodeError:
-        _refuse(value, "a text without half of a surrogate pair")
+        _refuse(value, "a text without an unpaired surrogate")
     return value
 
 
@@ -159,7 +159,7 @@ def _converter() -> cattrs.Converter:
     converter.register_structure_hook_func(lambda kind: _origin(kind) is Mapping, lambda value, _: value)
     converter.register_structure_hook_factory(
         lambda kind: _origin(kind) is dict,
-        lambda kind: _mapping_hook(make_mapping_structure_fn(kind, converter), "pairs, as {this: that}"),
+        lambda kind: _mapping_hook(make_mapping_structure_fn(kind, converter), "a mapping, such as {name: value}"),
     )
     converter.register_structure_hook_func(
         lambda kind: _origin(kind) is tuple and attrs.has(typing.get_args(kind)[0]),
@@ -176,7 +176,7 @@ def _converter() -> cattrs.Converter:
 
 
 def _mapping_hook(plain: Any, wanted: str) -> Any:
-    """Return cattrs' hook *plain* with a check that refuses values other than mappings."""
+    """Return cattrs' hook *plain*, preceded by a check that the value is a mapping."""
 
     def structure(value: object, kind: Any) -> Any:
         if not isinstance(value, Mapping):
@@ -187,7 +187,7 @@ def _mapping_hook(plain: Any, wanted: str) -> Any:
 
 
 def _structure_union(converter: cattrs.Converter, value: object, kind: Any) -> Any:
-    """Structure a value of a type that may also be None, or one of some words."""
+    """Convert a value of a union: None, one of a literal's words, or a value of the other type."""
     kinds = typing.get_args(kind)
     words = [word for one in kinds for word in typing.get_args(one) if _origin(one) is typing.Literal]
     if (value is None and type(None) in kinds) or value in words:

@@ -1,3 +1,3 @@
 """
-Measurements that a run is forecast from: a step's memory by tracing, and the seconds of steps.
+Measurements for the forecast of a run: a step's memory, by tracing, and the seconds of steps.
 """

@@ -1,7 +1,7 @@
 """
-Times a trainer's steps while it trains, logs and saves as usual.
+Times the steps of a trainer that trains, logs and saves as usual.
 
-The caller chooses the data and their order.
+The caller chooses the training data and their order.
 """
 
 import time
@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from packplan.core.forecast import Calibration, MeasuredStep, StepFlops
 
 _WARM_UP = 2
-"""Number of first steps that are left out: they allocate memory and choose kernels."""
+"""Number of first steps that are not counted, since they allocate memory and choose kernels."""
 
 
 @attrs.define(eq=False)
@@ -30,16 +30,16 @@ class StepClock(TrainerCallback):  # type: ignore[misc]  # its library has no ty
     checkpoint_s: float = 0.0
     _since: float = 0.0
     _waited_s: float = 0.0
-    """Seconds waited for loaders before the epoch; -1 after the epoch's first step."""
+    """Seconds spent waiting for loaders before the epoch; -1 after the epoch's first step."""
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         """Start timing the first step of the epoch."""
         self._since, self._waited_s = self._synced_now(), self.trainer.wait_seconds
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Record the seconds of a step."""
+        """Record the seconds of an optimizer step, without the start of the loaders."""
         now = self._synced_now()
-        # Processes that load data start with the epoch, and load ahead of later steps.
+        # Loader processes start in an epoch's first step; for later steps they load ahead.
         starting = self.trainer.wait_seconds - self._waited_s if self._waited_s >= 0 else 0.0
         self.step_s.append(now - self._since - (starting if self.trainer.args.dataloader_num_workers else 0.0))
         self._since, self._waited_s = now, -1.0
@@ -71,11 +71,12 @@ def measure_steps(
     Train, and return the seconds of this rank's warm steps, evaluation and checkpoint.
 
     Args:
-        trainer: Trainer of the same packs in each epoch, in the same order. It may evaluate and
-            save only after its last step.
+        trainer: Trainer that trains the same packs in the same order in each epoch. It may evaluate
+            and save only after its last step.
         terms: FLOPs of the steps of an epoch.
-        evaluation_terms: FLOPs of the trainer's evaluation, as one step; None without one.
-        clock: Function that returns seconds.
+        evaluation_terms: FLOPs of the trainer's evaluation, counted as one step; None if the
+            trainer does not evaluate.
+        clock: Function that returns the current time in seconds.
     """
     clocked = StepClock(trainer, clock)
     for printing in (PrinterCallbackNew, ProgressCallbackNew):
@@ -91,11 +92,11 @@ def measure_steps(
 
 def pair_with_flops(terms: StepFlops, seconds: Sequence[float]) -> list[MeasuredStep]:
     """
-    Return measured steps: the seconds of each step, with the FLOPs of its busiest ranks.
+    Return the seconds of each step together with the FLOPs of the step's busiest ranks.
 
     Args:
         terms: FLOPs of the steps of an epoch.
-        seconds: Seconds of each step of several epochs.
+        seconds: Seconds of each step, over one or more epochs.
     """
     busiest, counts = terms.busiest_flops().tolist(), terms.counts.tolist()
     found = []

@@ -1,10 +1,10 @@
 """
-Memory of one training step on one rank, by tracing it.
+Measures the memory of one training step on one rank by tracing the step.
 
-The trainer's own batch, loss, precision, checkpointing and optimizer run on a model whose tensors
-have no content.
+The trainer runs with its real batch, loss, precision, checkpointing and optimizer, but its model's
+tensors have no content.
 
-For FSDP 2, the model is wrapped as accelerate does, in a process group that exchanges nothing.
+For FSDP 2, the model is wrapped as accelerate wraps it, in a fake process group that sends nothing.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,13 +36,13 @@ _MOST_TOKENS = 131_072
 
 
 class TracedTrainer(CheckedTrainer):
-    """Trainer that leaves its model on its device: the model's tensors have no content to move."""
+    """Trainer whose model stays on its device, since tensors without content cannot be moved."""
 
     def _move_model_to_device(self, *_: Any) -> None:
-        """Leave the model where it is."""
+        """Do not move the model."""
 
     def _compute_acc(self, *_: Any, **__: Any) -> None:
-        """Compute no accuracy, which needs the content of logits; it takes little memory."""
+        """Skip the accuracy, which needs the content of logits and takes little memory."""
 
 
 @attrs.define(eq=False)
@@ -57,10 +57,10 @@ class StepTracer:
     world_size: int
 
     accumulates: bool
-    """Whether a step has several microbatches: gradients of earlier ones stay in memory."""
+    """Whether a step has several microbatches, so that gradients stay in memory between them."""
 
     on_gpu: bool
-    """Whether to trace a GPU's attention, and an optimizer that updates all weights at once."""
+    """Whether to trace a GPU's attention kernel, and an optimizer with `foreach`."""
 
     _tracer: MemoryTracer = attrs.field(init=False)
 
@@ -85,9 +85,9 @@ class StepTracer:
 
     def trace_step(self, samples: Sequence[dict[str, Any]]) -> StepTrace:
         """
-        Trace an optimizer step on a pack, with the update.
+        Trace an optimizer step on a pack: forward pass, backward pass and update.
 
-        ModelError names the module that cannot be traced.
+        ModelError names the function of the model that cannot be traced.
 
         Args:
             samples: Encoded samples of the pack.
@@ -98,7 +98,7 @@ class StepTracer:
         trained = [one for one in weights if one.requires_grad]
         with tracer.record():
             if self.accumulates and sharded:
-                # As accelerate does, the gradients of all weights stay whole until the last one.
+                # As in accelerate, gradients stay unsharded until the step's last microbatch.
                 trainer.model.set_requires_gradient_sync(False)
                 self._run_passes(batch)
                 trainer.model.set_requires_gradient_sync(True)
@@ -125,7 +125,7 @@ class StepTracer:
     @property
     def max_tokens(self) -> int:
         """
-        Most positions that the model's config.json allows, or `_MOST_TOKENS` if it states none.
+        Number of positions that the model's config.json allows; `_MOST_TOKENS` if it has no limit.
         """
         config = self.trainer.template.get_base_model(self.trainer.model).config.get_text_config()
         return int(getattr(config, "max_position_embeddings", None) or _MOST_TOKENS)
@@ -133,9 +133,9 @@ class StepTracer:
     @staticmethod
     def pack_of_length(samples: Sequence[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
         """
-        Return samples for a pack of *tokens* tokens: the given ones repeated, then text.
+        Return samples for a pack of *tokens* tokens: *samples* repeated, then filled up by text.
 
-        The text has the same share of supervised tokens as the given samples.
+        The share of supervised tokens in the text is that of *samples*.
 
         Args:
             samples: Encoded samples of a pack.
@@ -153,9 +153,9 @@ class StepTracer:
         return [*chosen, _text_sample(samples[0], tokens, share)] if tokens else chosen
 
     def _collate(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the collator's batch of a pack, with pixels as tensors without content."""
+        """Return the collator's batch of a pack, in which pixel tensors have no content."""
         wide = {key: one.shape[1] for sample in samples for key, one in sample.items() if _looks_like_pixels(one)}
-        # With one column of pixels, which saves memory.
+        # Collate one column of the pixels only, which saves memory.
         narrow = [{key: one[:, :1] if key in wide else one for key, one in sample.items()} for sample in samples]
         batch: dict[str, Any] = self.trainer.data_collator([PackOfRows(narrow, 0)])
         with self._tracer.record():
@@ -163,7 +163,7 @@ class StepTracer:
         return batch | pixels
 
     def _run_passes(self, batch: Mapping[str, Any]) -> int:
-        """Run forward and backward pass on empty tensors; return the clock between them."""
+        """Run both passes on tensors without content; return the clock after the forward pass."""
         trainer, tracer = self.trainer, self._tracer
         given = {key: tracer.record_empty(one) if isinstance(one, torch.Tensor) else one for key, one in batch.items()}
         with tracing_as_on_gpu() if self.on_gpu else nullcontext(), trainer.media_hook():
@@ -175,7 +175,7 @@ class StepTracer:
         return forward_end
 
     def _make_stepped_optimizer(self) -> Any:
-        """Return the optimizer of this rank's weights, with the states that one step makes."""
+        """Return the optimizer of this rank's weights, after one step has created its states."""
         trainer = self.trainer
         weights = [one for one in trainer.model.parameters() if one.requires_grad]
         try:
@@ -192,7 +192,7 @@ class StepTracer:
 
 
 def _step_optimizer(optimizer: Any, gradients: list[Any]) -> None:
-    """Run one step of an optimizer with *gradients*, one for each weight, then release them."""
+    """Run an optimizer's step with *gradients*, one for each weight, then release the gradients."""
     own = [one for group in optimizer.param_groups for one in group["params"]]
     for weight, gradient in zip(own, gradients, strict=True):
         weight.grad = None if gradient is None else local_part(gradient)
@@ -201,7 +201,7 @@ def _step_optimizer(optimizer: Any, gradients: list[Any]) -> None:
 
 
 def _text_sample(sample: dict[str, Any], tokens: int, share: float) -> dict[str, Any]:
-    """Return a text sample of *tokens* tokens, a *share* of them supervised, like *sample*."""
+    """Return a text sample of *tokens* tokens with the keys of *sample*; *share* is supervised."""
     token, with_loss = int(sample["input_ids"][-1]), round(share * tokens)
     text: dict[str, Any] = {
         "input_ids": [token] * tokens,
@@ -224,12 +224,12 @@ def _looks_like_pixels(value: Any) -> bool:
 
 def shard_as_accelerate(model: Any, world_size: int, *, mixed: str) -> None:
     """
-    Shard a model in place by FSDP 2, as accelerate does on GPUs; on a CPU it would not shard.
+    Shard a model in place by FSDP 2, as accelerate does on GPUs; on a CPU accelerate does not.
 
     Args:
-        model: Model whose trainer is prepared.
-        world_size: Ranks of the default group.
-        mixed: Mixed precision of accelerate: no, bf16 or fp16.
+        model: Model that its trainer has prepared for training.
+        world_size: Number of ranks in the default process group.
+        mixed: Mixed precision of accelerate: `no`, `bf16` or `fp16`.
     """
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False,
@@ -248,9 +248,9 @@ def shard_as_accelerate(model: Any, world_size: int, *, mixed: str) -> None:
 
 @contextmanager
 def using_fake_ranks(world_size: int) -> Iterator[None]:
-    """Make this process rank 0 of a process group that exchanges nothing, inside this context."""
+    """Make this process rank 0 of a fake process group, which sends nothing, in this context."""
     if dist.is_initialized():
-        raise ModelError("trace", "the process that simulates ranks cannot be one: start it without torchrun")
+        raise ModelError("trace", "a rank of torchrun cannot simulate other ranks: start this command without torchrun")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         yield

@@ -1,12 +1,13 @@
 """
 Records the memory that a computation would take.
 
-Floating-point tensors have sizes and no content. The memory blocks that they would fill are
-recorded as they are allocated and freed.
+Floating-point tensors have sizes but no content. Their memory blocks are recorded when they would
+be allocated and freed.
 
-Rules: integers and booleans are computed. They are small, and shapes depend on them: the samples of
-a row, the supervised tokens, the grid of an image. A model whose shapes depend on floating-point
-values cannot be traced. Kernels run as on a CPU; their own buffers are not recorded.
+Integers and booleans are computed. They are small, and shapes depend on them: the samples of a row,
+the supervised tokens, the grid of an image. A model whose shapes depend on floating-point values
+cannot be traced. Operators take the code path of a CPU, and the buffers inside kernels are not
+recorded.
 """
 
 import traceback
@@ -31,7 +32,7 @@ _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch
 
 
 _DEVICE = torch.ops.prim.device.default
-"""Operator that returns the device of a tensor: the most frequent call, which makes no tensor."""
+"""Operator that returns a tensor's device. It is called most often, and allocates no tensor."""
 
 
 class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
@@ -39,7 +40,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
     Dispatch mode that records the memory block of each tensor created under it.
 
     Attributes:
-        clock: Number of allocations and frees so far.
+        clock: Number of allocations and frees so far, used as the time of a trace.
     """
 
     def __init__(self, *, vocabulary: int) -> None:
@@ -47,7 +48,8 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
         Prepare a tracer; `record` starts the recording.
 
         Args:
-            vocabulary: Width of logits, by which they are recognised; 0 without logits.
+            vocabulary: Last dimension of the logits, by which the tracer recognises them; 0 if the
+                model has no logits.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.clock = 0
@@ -62,7 +64,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Record until the context ends; ModelError if the model cannot be traced."""
+        """Record tensors until the context ends; ModelError if the model cannot be traced."""
         try:
             with self._record_resizes(), self._fake, self:
                 yield
@@ -72,7 +74,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
 
     @contextmanager
     def _record_resizes(self) -> Iterator[None]:
-        """Record resized storages until the block ends: FSDP frees gathered weights by a resize."""
+        """Record resized storages too, since FSDP frees gathered weights by resizing them."""
         resize, held = torch.UntypedStorage.resize_, torch.UntypedStorage
 
         def record_and_resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -86,14 +88,14 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
             held.resize_ = resize  # type: ignore[method-assign]
 
     def record_empty(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Record a tensor and return it; a floating-point tensor is returned without content."""
+        """Record a tensor and return it; a floating-point tensor loses its content."""
         if tensor.is_floating_point() and not isinstance(tensor, FakeTensor):
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
         self.record_block(tensor)
         return tensor
 
     def record_block(self, tensor: torch.Tensor) -> int:
-        """Return the number of a tensor's memory block; a new block is recorded."""
+        """Return the index of a tensor's memory block, which is recorded if it is new."""
         local = local_part(tensor)
         storage = local.untyped_storage()
         if storage._cdata not in self._numbers:  # noqa: SLF001  # identity of the memory
@@ -106,9 +108,9 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
         Return the recorded blocks that were in memory at *start* or later.
 
         Args:
-            kinds: Number of a block -> its kind, for weights, gradients and optimizer states.
-            start: `clock` when the passes started.
-            forward_end: `clock` when the forward pass ended.
+            kinds: Kind of each block of weights, gradients and optimizer states, by block index.
+            start: Value of `clock` when the forward pass started.
+            forward_end: Value of `clock` when the forward pass ended.
         """
         freed = np.array(self._freed, dtype=np.int64)
         freed[freed < 0] = self.clock + 1
@@ -127,7 +129,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute integers, give floating-point results only sizes, and record new storages."""
+        """Run an operator, without content for floating-point results; record new storages."""
         if func is _DEVICE:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if any(issubclass(one, DTensor) for one in types):
@@ -171,7 +173,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
 
 
 def _integer_indices(indices: Any) -> Iterator[Any]:
-    """Yield indices of a tensor, with real boolean masks as integers, so that shapes are known."""
+    """Yield indices, with boolean masks as integers, so that the result's shape is known."""
     for index in indices:
         if isinstance(index, torch.Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor):
             with unset_fake_temporarily():
@@ -181,14 +183,14 @@ def _integer_indices(indices: Any) -> Iterator[Any]:
 
 
 def _model_place(error: BaseException) -> str:
-    """Return the last model function in an error's traceback, as the end of a sentence."""
+    """Return where in the model's code an error occurred, as " in FUNCTION of FILE"."""
     frames = [one for one in traceback.extract_tb(error.__traceback__) if "modeling" in Path(one.filename).name]
     return f" in {frames[-1].name} of {Path(frames[-1].filename).name}" if frames else ""
 
 
 def replace_meta_weights(model: torch.nn.Module, tracer: MemoryTracer) -> None:
     """
-    Replace a model's weights on the device `meta` by CPU weights without content.
+    Replace a model's weights on the device `meta` with CPU weights that have no content.
 
     Tied weights stay tied.
     """

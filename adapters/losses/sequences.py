@@ -1,14 +1,14 @@
 """
-Losses on packed logits: `PackedLoss` runs a loss by sequence, `FusedLoss` by token.
+Losses on packed logits: `PackedLoss` calls a loss for each sequence, `FusedLoss` for all tokens.
 
 The data are named fields of a batch of sequences, padded on the right. One dimension of a field may
-run along the sequence (`core.shard.inputs`). Entry t along it belongs to token t, which the logits
-at t - 1 predict, so entries of first tokens are never used. The field `token_mask` has the weight
-of each token in the loss; a token of weight 0 does not count.
+run along the sequence (`core.shard.inputs`). Entry t in that dimension belongs to token t, which
+the logits at t - 1 predict. So the entry of a sequence's first token is never used. The field
+`token_mask` has the weight of each token in the loss; a token with weight 0 does not count.
 
-Losses are divided by the sequences or tokens of the global batch. So losses and metrics of its
-parts (sequences, microbatches, ranks) are summed. Metrics named `…_min` and `…_max` are combined by
-minimum and maximum.
+Losses are divided by the number of sequences or tokens in the global batch. So the losses and
+metrics of sequences, microbatches and ranks can be summed. Metrics named `…_min` and `…_max` are
+combined by minimum and maximum.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ Normalisation = Literal["token", "sequence", "constant"]
 
 DERIVED = frozenset({"entropy", "sequence_tokens", "sequence_log_ratio"})
 """
-Fields that `FusedLoss` computes for a loss. `entropy`: entropy of the token's distribution, in
-nats. `sequence_tokens`: total weight of the sequence's tokens. `sequence_log_ratio`: mean log ratio
-of the sequence to the field `old_log_probabilities`, which the loss has to name; no gradient.
+Fields that `FusedLoss` computes for a loss. `entropy` is the entropy of the token's distribution,
+in nats. `sequence_tokens` is the total weight of the sequence's tokens. `sequence_log_ratio` is the
+sequence's mean of log-probabilities minus the field `old_log_probabilities`, which the loss has to
+name too. Its gradient is not computed.
 """
 
 _PREFERENCES = {"bpo", "cpo", "dpo", "ipo", "kto", "orpo", "preference", "preferences", "rpo", "simpo"}
-"""Words in the names of losses that compare answers with each other."""
+"""Words by which the name of a loss shows that it compares answers with each other."""
 
 
 _EXTREMES = {"_min": (torch.amin, torch.inf), "_max": (torch.amax, -torch.inf)}
-"""Ending of a metric's name -> its reduction, and its value if no token counts."""
+"""For each ending of a metric's name: its reduction, and its value if no token counts."""
 
 
 class SequenceLoss(Protocol):
-    """Ordinary loss of a padded batch of sequences; it knows nothing of packing."""
+    """Ordinary loss of a padded batch of sequences, written without packing in mind."""
 
     def __call__(
         self, logits: torch.Tensor, data: Mapping[str, Any], *, num_sequences: float, num_tokens: float
@@ -59,30 +60,31 @@ class SequenceLoss(Protocol):
         Args:
             logits: Logits of shape (batch, length, vocabulary).
             data: Fields of the batch.
-            num_sequences: Sequences of the global batch with a token that counts.
-            num_tokens: Tokens of the global batch that count.
+            num_sequences: Number of sequences in the global batch that have a token that counts.
+            num_tokens: Total weight of the tokens in the global batch.
         """
 
 
 class TokenLoss(Protocol):
-    """Loss that is a weighted sum over tokens, each computed only from its own fields."""
+    """Loss that is a weighted sum over tokens, where each term depends on one token's fields."""
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of the fields that the loss reads, from the data or `DERIVED`."""
+        """Names of the fields that the loss reads, each of the data or of `DERIVED`."""
 
     @property
     def normalisation(self) -> Normalisation:
         """
         Kind of the mean: `token`, `sequence` or `constant`.
 
-        `token` is over all tokens; `sequence` is over the sequences' token means; `constant` is
-        over the sequences' token sums, each divided by `divisor`.
+        `token` is the mean over all tokens. `sequence` is the mean over sequences of each one's
+        mean over tokens. `constant` is the mean over sequences of each one's sum over tokens,
+        divided by `divisor`.
         """
 
     @property
     def divisor(self) -> float:
-        """Number by which `constant` divides the token sum of each sequence."""
+        """Number by which the normalisation `constant` divides the token sum of each sequence."""
 
     def __call__(
         self, log_probabilities: torch.Tensor, fields: Mapping[str, torch.Tensor]
@@ -99,11 +101,11 @@ class TokenLoss(Protocol):
 
 def refuse_whole_batch_loss(loss: object) -> None:
     """
-    Refuse a loss that cannot be computed on parts of a batch, such as one over pairs.
+    Refuse a loss that cannot be computed on parts of a batch, such as a loss over pairs.
 
     Raises:
-        ArgumentError: The loss has a true attribute `needs_whole_batch`, or has none and is named
-            like a preference loss.
+        ArgumentError: The loss has the attribute `needs_whole_batch`, and it is true; or it lacks
+            the attribute, and its name is that of a preference loss.
     """
     while isinstance(loss, partial):
         loss = loss.func
@@ -112,8 +114,8 @@ def refuse_whole_batch_loss(loss: object) -> None:
     named_so = not _PREFERENCES.isdisjoint([*words, *map("".join, pairwise(words))])
     if getattr(loss, "needs_whole_batch", named_so):
         fact = (
-            f"the loss {name} compares sequences with each other, so it needs the whole batch at once, which packing "
-            "and dynamic batching compute part by part"
+            f"the loss {name} compares sequences with each other, so it needs the whole batch at once, but packing "
+            "and dynamic batching compute it part by part"
         )
         raise ArgumentError("whole_batch_loss", fact, {"loss": name})
 
@@ -124,18 +126,18 @@ def _require_separable(_: Any, __: Any, loss: Any) -> None:
 
 @attrs.frozen(kw_only=True)
 class _SequenceFields:
-    """Names of the data's fields, and the dimension of each that runs along the sequence."""
+    """Names of the data's fields, and which dimension of each field runs along the sequence."""
 
     input_key: str = "input_ids"
-    """Name of the field of tokens, of shape (num_sequences, width)."""
+    """Name of the field with the tokens, of shape (num_sequences, width)."""
 
     input_lengths_key: str = "input_lengths"
-    """Name of the field of lengths, which the data may lack."""
+    """Name of the field with each sequence's length in tokens; the data may lack it."""
 
     sequence_dims: Mapping[str, int | None] = MappingProxyType({})
     """
-    Field name -> dimension that runs along the sequence, None if none does. Fields with usual names
-    need no entry; `BatchedData.sequence_dims` has all.
+    For each field name, the dimension that runs along the sequence, or None if none does. Fields
+    with usual names need no entry. `BatchedData.sequence_dims` has an entry for every field.
     """
 
     def dims(self, data: Mapping[str, Any], names: Iterable[str]) -> dict[str, int | None]:
@@ -145,7 +147,7 @@ class _SequenceFields:
         return sequence_dims(shapes, input_key=self.input_key, declared=declared)
 
     def lengths(self, data: Mapping[str, Any], layout: PackedLayout | None) -> list[int] | None:
-        """Return the lengths of the data, or None if absent; ValueError if the layout differs."""
+        """Return the data's lengths, None without them; ValueError if they contradict *layout*."""
         found = [int(length) for length in data.get(self.input_lengths_key, ())]
         if found and layout is not None and found != layout.lengths.tolist():
             raise ValueError(f"the lengths in field {self.input_lengths_key} differ from those of the row")
@@ -154,7 +156,7 @@ class _SequenceFields:
 
 @attrs.frozen
 class PackedLoss(_SequenceFields):
-    """Runs an ordinary loss on packed logits, one sequence at a time."""
+    """Calls an ordinary loss on packed logits, once for each sequence."""
 
     loss: SequenceLoss = attrs.field(validator=_require_separable)
 
@@ -168,13 +170,13 @@ class PackedLoss(_SequenceFields):
         num_tokens: float,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """
-        Return the sum of the sequences' losses in float64, and their combined metrics by name.
+        Return the sum of all sequences' losses in float64, and the combined metrics by name.
 
         Args:
             logits: Logits of the whole row; shape (1, num_positions, vocabulary). If ranks share
-                the row, gather it first, or use `FusedLoss`.
-            data: Fields of the sequences, unpacked: tensors, lists, or other types that can be
-                sliced by sequence.
+                the row, gather the logits first, or use `FusedLoss`.
+            data: Fields of the unpacked sequences: tensors, lists, or other types whose slices
+                select sequences.
             layout: Layout of the sequences in the row.
             num_sequences: See `SequenceLoss`.
             num_tokens: See `SequenceLoss`.
@@ -183,8 +185,8 @@ class PackedLoss(_SequenceFields):
         self.lengths(data, layout)
         lengths, dims = layout.lengths.tolist(), self.dims(data, data)
         widths = (layout.cu_seqlens_padded[1:] - layout.cu_seqlens_padded[:-1]).tolist()
-        # One split gives one gradient; a slice of the row for each sequence would give as many as
-        # there are sequences.
+        # The backward pass of one split allocates one gradient of the row; a slice for each
+        # sequence would allocate one for each.
         parts = torch.split(
             logits, [n for pair in zip(lengths, widths, strict=True) for n in (pair[0], pair[1] - pair[0])], dim=1
         )
@@ -200,9 +202,9 @@ class PackedLoss(_SequenceFields):
 @attrs.frozen
 class FusedLoss(_SequenceFields):
     """
-    Runs a `TokenLoss` in one pass over a packed row or a padded batch.
+    Calls a `TokenLoss` once for all tokens of a packed row or a padded batch.
 
-    Without a layout it is a `SequenceLoss` itself.
+    If it is called without a layout, it works as a `SequenceLoss`.
     """
 
     loss: TokenLoss = attrs.field(validator=_require_separable)
@@ -222,11 +224,11 @@ class FusedLoss(_SequenceFields):
         Return the loss and the metrics by name; both are summed in float64.
 
         Args:
-            logits: Logits of a packed row, or of a rank's part of it, of shape (1, num_positions /
-                cp_size, vocabulary). Without a layout, of shape (num_sequences, width, vocabulary).
-            data: Fields of all sequences, unpacked, even if ranks share them: the tokens and
-                `token_mask` of shape (num_sequences, width), and the fields of the loss. With
-                neither a layout nor lengths, padding has the weight 0.
+            logits: Logits of a packed row, or of this rank's part of it; shape (1, num_positions /
+                cp_size, vocabulary). Without a layout: shape (num_sequences, width, vocabulary).
+            data: Fields of all unpacked sequences, even if ranks share the row: the tokens and
+                `token_mask` of shape (num_sequences, width), and the fields of the loss. If neither
+                a layout nor lengths are given, `token_mask` has to be 0 at padding.
             num_sequences: See `SequenceLoss`.
             num_tokens: See `SequenceLoss`.
             layout: Layout of the sequences in the row.
@@ -235,7 +237,7 @@ class FusedLoss(_SequenceFields):
         """
         lengths = self.lengths(data, layout)
         if layout is None:
-            # A padded batch is a row of sequences, each padded to the widest or as long as it.
+            # A padded batch is treated as a row of sequences that are all padded to its width.
             num, width = logits.shape[:2]
             layout = PackedLayout(cu_seqlens(lengths or [width] * num), cu_seqlens([width] * num))
             logits = logits.reshape(1, -1, logits.shape[-1])
@@ -254,8 +256,8 @@ class FusedLoss(_SequenceFields):
             logits.flatten(0, 1), targets, with_entropy="entropy" in self.loss.fields
         )
         totals = _sequence_weights(data["token_mask"], layout)
-        # Entries of tokens that do not count are arbitrary, and values that are not finite would
-        # reach the gradients.
+        # Fields may have any values at tokens that do not count, and NaN or infinity would reach
+        # the gradients.
         fields = {name: _zero_where(predicted.target_values(data[name], dims[name]), ~counts) for name in read}
         fields |= {"entropy": entropy, "sequence_tokens": totals[predicted.sequence]}
         if "sequence_log_ratio" in self.loss.fields:
@@ -276,12 +278,13 @@ class FusedLoss(_SequenceFields):
 
 def normalisers(token_mask: torch.Tensor) -> tuple[int, float]:
     """
-    Return the number of sequences with counted tokens, and the total weight of the tokens.
+    Return the number of sequences with a token that counts, and the total weight of all tokens.
 
-    Their sums over the global batch are `num_sequences` and `num_tokens` of a loss.
+    Summed over the global batch, the two numbers are a loss's `num_sequences` and `num_tokens`.
 
     Args:
-        token_mask: Weights, shape (num_sequences, width), 0 at padding; column 0 does not count.
+        token_mask: Weight of each token, 0 at padding; shape (num_sequences, width). Column 0 is
+            ignored, since no logits predict a first token.
     """
     weights = token_mask[:, 1:].double().sum(1)
     return int((weights > 0).sum()), float(weights.sum())
@@ -289,7 +292,7 @@ def normalisers(token_mask: torch.Tensor) -> tuple[int, float]:
 
 def combine_metrics(parts: Sequence[Metrics]) -> dict[str, torch.Tensor]:
     """
-    Combine metrics in float64: `…_min` by the minimum, `…_max` by the maximum, others by the sum.
+    Combine metrics in float64: `…_min` by minimum, `…_max` by maximum, all other metrics by sum.
     """
     whole = {}
     for name in dict.fromkeys(name for part in parts for name in part):
@@ -300,13 +303,13 @@ def combine_metrics(parts: Sequence[Metrics]) -> dict[str, torch.Tensor]:
 
 @attrs.frozen(eq=False)
 class _PredictedTokens:
-    """Targets of a packed row's logits: the token that the logits at each position predict."""
+    """Target of each position of a packed row: the token that its logits predict."""
 
     sequence: torch.Tensor
     """Index of the sequence at each position; shape (num_positions,)."""
 
     column: torch.Tensor
-    """Index of the target in its sequence, 0 without a target; shape (num_positions,)."""
+    """Position of each target in its sequence, 0 without a target; shape (num_positions,)."""
 
     exists: torch.Tensor
     """Whether each position has a target; bool, shape (num_positions,)."""
@@ -315,7 +318,7 @@ class _PredictedTokens:
     def from_layout(cls, layout: PackedLayout, cp_rank: int, device: torch.device) -> _PredictedTokens:
         own = layout.positions(cp_rank)
         exists = layout.targets[own] >= 0
-        # A position's target is the next one of its own sequence.
+        # The target of a position is the next token of the same sequence.
         column = (layout.position_ids[own] + 1) * exists
         arrays = (layout.sequence[own], column, exists)
         return cls(*[torch.as_tensor(array, device=device) for array in arrays])
@@ -325,7 +328,7 @@ class _PredictedTokens:
         Return a field's value for each target, 0 without a target; shape (num_positions, …).
 
         Args:
-            field: Field of all sequences.
+            field: Values of one field for all sequences.
             dim: Dimension of the field that runs along the sequence; None if none does.
         """
         at = field[self.sequence] if dim is None else field.movedim(dim, 1)[self.sequence, self.column]
@@ -335,7 +338,7 @@ class _PredictedTokens:
 def _call_loss(
     loss: SequenceLoss, logits: torch.Tensor, data: Mapping[str, Any], **normalisers: float
 ) -> tuple[torch.Tensor, Metrics]:
-    """Call a loss; TypeError if its result is not a scalar and metrics."""
+    """Call a loss; TypeError if it does not return a scalar tensor and metrics."""
     match loss(logits, data, num_sequences=normalisers["num_sequences"], num_tokens=normalisers["num_tokens"]):
         case (torch.Tensor(ndim=0) as found, Mapping() as metrics):
             return found, metrics
@@ -361,13 +364,13 @@ def _require_positions(logits: torch.Tensor, num_positions: int) -> None:
 
 
 def _sequence_entry(value: Any, number: int, length: int, dim: int | None) -> Any:
-    """Return a field's entry for sequence *number*, truncated to *length* along *dim*."""
+    """Return a field's slice for sequence *number*, truncated to *length* along *dim*."""
     own = value[number : number + 1]
     return own if dim is None else own.narrow(dim, 0, length)
 
 
 def _sequence_weights(token_mask: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-    """Return the summed mask of each sequence, its first token left out; shape (num_sequences,)."""
+    """Return each sequence's summed mask, without its first token; shape (num_sequences,)."""
     lengths = torch.as_tensor(layout.lengths.copy(), device=token_mask.device)[:, None]
     inside = torch.arange(1, token_mask.shape[1], device=token_mask.device) < lengths
     return (token_mask[:, 1:].double() * inside).sum(1)

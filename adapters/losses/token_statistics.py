@@ -1,8 +1,8 @@
 """
 Log-probabilities of tokens and entropies of their distributions, computed from logits.
 
-Forward and backward passes convert a block of positions at a time to float32. So no array of the
-size of the logits is made, other than their gradient.
+Forward and backward passes convert the logits to float32 in blocks of positions. So no array of the
+logits' size is allocated, except for their gradient.
 """
 
 from typing import Any
@@ -14,11 +14,11 @@ NO_TARGET = -1
 """Target of a position that predicts no token."""
 
 _LEAST = -1e9
-"""Least log-probability: finite, so that its product with probability 0 is 0, and not nan."""
+"""Smallest log-probability: it is finite, so that its product with probability 0 is 0, not NaN."""
 
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 18, 1 << 26
 """
-Number of float32 logits in a block: as many as a core's cache holds, or 256 MB to keep a GPU busy.
+Number of float32 logits in a block: 1 MB for a CPU core's cache, or 256 MB to keep a GPU busy.
 """
 
 
@@ -29,14 +29,14 @@ def token_statistics(
     Return the log-probability of each target, and the entropy at each position.
 
     Args:
-        logits: Logits of any floating type; shape (num_positions, vocabulary). If ranks share rows,
-            this rank's part.
+        logits: Logits of any floating-point type; shape (num_positions, vocabulary). If ranks share
+            a row, these are the logits of this rank's part.
         targets: Token to predict at each position, or `NO_TARGET`; shape (num_positions,).
-        with_entropy: Whether entropies are computed; the backward pass supports them too.
+        with_entropy: Whether to compute entropies, which are differentiable too.
 
     Returns:
-        Log-probabilities and entropies, in nats; float32 of shape (num_positions,), 0 where there
-        is no target. Entropies that are not computed have the shape (0,).
+        Log-probabilities and entropies, in nats; float32 of shape (num_positions,), 0 at positions
+        without a target. If entropies are not computed, their tensor is empty.
     """
     found: tuple[torch.Tensor, torch.Tensor] = _TokenStatistics.apply(  # type: ignore[no-untyped-call]
         logits, targets, with_entropy

@@ -14,11 +14,12 @@ def read_world_size(environment: Mapping[str, str] | None = None) -> int:
     Check torchrun's variables, and return the number of ranks; 1 without torchrun.
 
     Args:
-        environment: Environment variables. None takes the present ones of this process: `datasets`
-            replaces `os.environ` where several processes map.
+        environment: Environment variables. None reads `os.environ` at the call, because `datasets`
+            replaces that object in the processes of a parallel map.
 
     Raises:
-        ConfigError: A variable is missing while others are set, is no number, or contradicts them.
+        ConfigError: A variable is missing although others are set, is not a whole number, or
+            contradicts another variable.
     """
     if found := tuple(_environment_faults(environment or os.environ)):
         raise ConfigError("the environment of this process", found)
@@ -26,7 +27,10 @@ def read_world_size(environment: Mapping[str, str] | None = None) -> int:
 
 
 def _environment_faults(environment: Mapping[str, str]) -> Iterator[Fault]:
-    """Yield a fault for each variable that is missing while others are set, or out of bounds."""
+    """
+    Yield a fault for each of torchrun's variables that is out of bounds, or missing although others
+    are set.
+    """
     ranks, local = (_parse_number(environment.get(name, "")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     bounds = {
         "WORLD_SIZE": (1, _MAX_RANKS),
@@ -38,11 +42,11 @@ def _environment_faults(environment: Mapping[str, str]) -> Iterator[Fault]:
     beside = next((name for name in ("RANK", "LOCAL_RANK") if name in environment), "WORLD_SIZE")
     several = beside != "WORLD_SIZE" or (ranks or 1) > 1
     if several and not environment.get("MASTER_ADDR"):
-        yield Fault("MASTER_ADDR", f"is not set, but {beside} is: start the ranks with torchrun, which sets all")
+        yield Fault("MASTER_ADDR", f"is not set, but {beside} is: start the ranks with torchrun, which sets both")
     for name, (lowest, highest) in bounds.items():
         text, needed = environment.get(name), several and name != "LOCAL_WORLD_SIZE"
         if text is None and needed:
-            yield Fault(name, f"is not set, but {beside} is: start the ranks with torchrun, which sets all")
+            yield Fault(name, f"is not set, but {beside} is: start the ranks with torchrun, which sets both")
         elif text is not None and (several or name != "MASTER_PORT"):
             number = _parse_number(text)
             if number is None or not lowest <= number <= highest:
@@ -58,16 +62,17 @@ def _parse_number(text: str) -> int | None:
 @contextmanager
 def wrap_rendezvous_errors(environment: Mapping[str, str] | None = None) -> Iterator[None]:
     """
-    Turn a RuntimeError of a rank that joins the others into a RunError.
+    Turn a RuntimeError that torch raises while this rank joins the others into a RunError.
 
     Args:
-        environment: See `read_world_size`; they have the address of the store.
+        environment: Environment variables with the rank and the address of the store. None means
+            those of this process.
     """
     try:
         yield
     except RuntimeError as error:
         environment = environment or os.environ
         place = f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT)"
-        who = f"rank {environment.get('RANK')} cannot meet the {environment.get('WORLD_SIZE')} ranks at {place}"
+        who = f"rank {environment.get('RANK')} cannot connect to the {environment.get('WORLD_SIZE')} ranks at {place}"
         reason = " ".join(str(error).split())[:250]
-        raise RunError("rank_gone", f"{who}: {reason}; start all with torchrun, at a free --master-port") from error
+        raise RunError("rank_gone", f"{who}: {reason}; start all with torchrun and a free --master-port") from error

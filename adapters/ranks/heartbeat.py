@@ -1,8 +1,8 @@
 """
-Process beside rank 0 that writes rank 0's current task, and its death, to the ranks' store.
+Helper process that reports rank 0's current task, and the end of rank 0, in the ranks' store.
 
-It is a process, not a thread, for two reasons. Solvers hold the interpreter for seconds, and the
-heartbeat has to outlive rank 0 to report its death.
+A thread would not do: solvers hold the interpreter lock for seconds, and the heartbeat has to
+outlive rank 0 to report that rank 0 has died.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ from torch.distributed.distributed_c10d import Store
 from packplan.adapters.processes import hold_ctrl_c
 
 BEAT_S = 1.0
-"""Seconds between two beats."""
+"""Seconds between two heartbeats."""
 
 BEAT, DIED = "beat", "died"
-"""Store keys: latest beat with its number and rank 0's task; reason why a rank ended."""
+"""Store keys of the latest heartbeat (its number and rank 0's task) and of why a rank ended."""
 
 
 class Heartbeat:
-    """Heartbeat of this process in a store, from construction to `stop`."""
+    """Heartbeat that shows in a store that this process is alive, from construction to `stop`."""
 
     def __init__(self, store: Store) -> None:
-        """Start the process of the heartbeat, which connects to the store by itself."""
+        """Start the heartbeat's process, which opens its own connection to the store."""
         context = multiprocessing.get_context("fork")
         receiver, self._sender = context.Pipe(duplex=False)
         # A slow heartbeat loses reports, but never blocks rank 0.
@@ -43,7 +43,7 @@ class Heartbeat:
             receiver.close()
 
     def report(self, words: str) -> None:
-        """Send rank 0's current task, as text, to the heartbeat, at most once in `BEAT_S`."""
+        """Send rank 0's current task to the heartbeat, at most once in `BEAT_S` seconds."""
         if (now := time.monotonic()) - self._reported >= BEAT_S:
             self._reported = now
             with contextlib.suppress(BlockingIOError):
@@ -51,7 +51,7 @@ class Heartbeat:
                 self._sender.send_bytes(words.encode()[:1000])
 
     def stop(self) -> None:
-        """End the process of the heartbeat without a report that rank 0 has died."""
+        """End the heartbeat's process, so that it does not report rank 0 as dead."""
         self._process.kill()
         self._process.join()
         self._sender.close()
@@ -72,13 +72,13 @@ def _run_heartbeat(receiver: Connection, store: Store, parent: int) -> None:
         for beat in itertools.count():
             words = _receive_task(receiver) if beat else ""
             if words is None or os.getppid() != parent:
-                own.set(DIED, "rank 0 is gone: its process died, perhaps killed or out of memory")
+                own.set(DIED, "rank 0 has ended: its process died, perhaps killed or out of memory")
                 return
             own.set(BEAT, json.dumps([beat, words]))
 
 
 def _receive_task(receiver: Connection) -> str | None:
-    """Wait up to `BEAT_S`; return rank 0's new task, "" without news, None if rank 0 is gone."""
+    """Return rank 0's new task, "" if none comes within `BEAT_S`, or None if rank 0 has ended."""
     try:
         return receiver.recv_bytes().decode(errors="replace") if receiver.poll(BEAT_S) else ""
     except EOFError:

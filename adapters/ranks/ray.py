@@ -2,7 +2,7 @@
 Workers as Ray actors, each a rank of one torch process group.
 
 Each actor builds its worker from a function that the driver sends by reference. If one worker
-raises or dies, all are ended, since the others may wait for it in a collective.
+raises or dies, all workers are ended, since the others may wait for it in a collective.
 """
 
 import logging
@@ -38,7 +38,7 @@ class _RankActor:
     """
 
     def meeting_point(self) -> tuple[str, int]:
-        """Return this worker's IP address and a free port, for the ranks to meet."""
+        """Return this worker's IP address and a free port, where the ranks can connect."""
         address = ray.util.get_node_ip_address()
         with socket.socket() as listener:
             listener.bind((address, 0))
@@ -75,18 +75,18 @@ class RayWorkers:
     Workers that are Ray actors, each a rank.
 
     Attributes:
-        process_ids: Process ids of the workers, on their machines.
+        process_ids: Process id of each worker on its machine, by rank.
     """
 
     def __init__(self, make: Callable[[], Any], *, num_workers: int, gpus_each: float = 0.0) -> None:
         """
-        Start workers on the cluster of RAY_ADDRESS, or on this machine without one.
+        Start workers on the Ray cluster at RAY_ADDRESS, or on this machine if it is not set.
 
         Args:
             make: Function that builds a worker; it is called in each worker's process, with the
                 environment of a torchrun rank.
             num_workers: Number of ranks.
-            gpus_each: GPUs of each worker.
+            gpus_each: Number of GPUs of each worker; a fraction shares one GPU.
 
         Raises:
             RunError: A worker cannot be started or built.
@@ -120,12 +120,13 @@ class RayWorkers:
         Call a method of every worker with its own shard; return the results by worker.
 
         Args:
-            method: Name of the method, which takes a shard and the options.
-            shards: One shard for each worker, in their order.
-            options: Options, the same for all workers.
+            method: Name of a worker's method that takes a shard and the options.
+            shards: One shard for each worker, by rank.
+            options: Keyword arguments of the method, the same for all workers.
 
         Raises:
-            RunError: A worker raised or died; the others are ended, since they may wait for it.
+            RunError: A worker raised or died. All workers are then ended, since the others may wait
+                for it in a collective.
         """
         calls = [actor.call.remote(method, shard, options) for actor, shard in zip(self._actors, shards, strict=True)]
         return self._collect(method, calls)
@@ -138,21 +139,21 @@ class RayWorkers:
         self._kill()
 
     def _kill(self) -> None:
-        """End the actors at once: one may wait for another in a collective."""
+        """Kill the actors without waiting, since one may wait for another in a collective."""
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
         ray.shutdown()
 
     def _collect(self, method: str, calls: Sequence[Any], *, timeout_s: float | None = None) -> list[Any]:
-        """Return the result of each worker's call; RunError, and the end of all, if one fails."""
+        """Return the result of each call; if one fails, kill all workers and raise RunError."""
         left, failures = list(calls), dict[Any, RayError]()
         while left and not failures:
             ready, left = ray.wait(left, num_returns=1, timeout=timeout_s)
             if not ready:
                 self._kill()
                 reason = (
-                    f"not done after {timeout_s:,.0f} s: the cluster may lack a free CPU, or GPU, for each of the "
+                    f"not finished after {timeout_s:,.0f} s: the cluster may lack a free CPU, or GPU, for each of the "
                     f"{counted(self.num_workers, 'worker')}"
                 )
                 raise RunError.for_worker(calls.index(left[0]), method, reason)
@@ -171,7 +172,7 @@ class RayWorkers:
 
 
 def _find_failures(calls: Sequence[Any]) -> dict[Any, RayError]:
-    """Return the error of each failed call among *calls*, which have all ended."""
+    """Return the error of each failed call among *calls*; all of them have ended."""
     found = {}
     for call in calls:
         try:

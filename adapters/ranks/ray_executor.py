@@ -1,8 +1,8 @@
 """
-A cluster of Ray that measures blocks of samples: each block is a task on any of its nodes.
+Measures blocks of samples on a Ray cluster; each block is one Ray task.
 
-Each process of a node takes the function that opens template and records from Ray's object store
-once, and keeps it. If a node or process is lost, Ray runs its tasks again elsewhere.
+A function from Ray's object store opens template and records once in each worker process, and is
+then reused. If a node or process is lost, Ray runs its tasks again elsewhere.
 """
 
 import logging
@@ -29,17 +29,17 @@ log = logging.getLogger(__name__)
 Measure = Callable[[range], MeasuredBlock]
 
 Variables = Mapping[str, str | None]
-"""Variables of the environment; None unsets one."""
+"""Environment variables by name; None unsets a variable."""
 
 ANSWER_S = 10.0
-"""Seconds that a cluster has to answer at its address."""
+"""Seconds within which a cluster has to accept a connection at its address."""
 
 MAX_RETRIES = 5
-"""Times that a block is measured again, if its process or node is lost."""
+"""Largest number of times that a block is measured again after its process or node was lost."""
 
 
 class RayExecutor:
-    """Measures blocks of samples on a cluster of Ray; see `core.ports.BlockExecutor`."""
+    """Measures blocks of samples on a Ray cluster; see `core.ports.BlockExecutor`."""
 
     block_size = 256
 
@@ -52,13 +52,15 @@ class RayExecutor:
         timeout_s: float,
     ) -> None:
         """
-        Join a cluster, unless this process is in one.
+        Join a Ray cluster, unless this process has joined one already.
 
         Args:
-            open_measure: Opens template and records on a node; returns a function for blocks.
-            address: Address of the cluster; `auto` is that of RAY_ADDRESS, or of this machine.
-            variables: Environment variables to set on the nodes.
-            timeout_s: Seconds to wait for a block, while others are measured; 0 waits for ever.
+            open_measure: Function that opens template and records on a node, and returns a function
+                that measures a block.
+            address: Address of the cluster; `auto` takes the address in RAY_ADDRESS, or else a
+                cluster on this machine.
+            variables: Environment variables to set on the nodes; None unsets a variable.
+            timeout_s: Seconds to wait for the result of a block; 0 waits for ever.
 
         Raises:
             RunError: The cluster cannot be joined.
@@ -67,14 +69,14 @@ class RayExecutor:
         if not self._was_inside:
             _join(address)
         nodes = counted(sum(node["Alive"] for node in ray.nodes()), "node")
-        log.info("measuring on a cluster of Ray: %s, %s", nodes, counted(self.num_workers, "core"))
+        log.info("measuring on a Ray cluster: %s, %s", nodes, counted(self.num_workers, "core"))
         submitted: Any = ray.remote(_measure_on_node).options(num_cpus=1, max_retries=MAX_RETRIES)
         # Inside a list, the object is not fetched for each task.
         self._measure = partial(submitted.remote, [ray.put(open_measure)], dict(variables), os.getcwd())  # noqa: PTH109  # Ray sends a text
 
     @property
     def num_workers(self) -> int:
-        """Cores of the cluster now."""
+        """Number of CPU cores that the cluster has now."""
         return max(int(ray.cluster_resources().get("CPU", 0)), 1)
 
     def submit(self, block: range) -> Callable[[], MeasuredBlock]:
@@ -87,7 +89,7 @@ class RayExecutor:
         try:
             block: MeasuredBlock = ray.get(call, timeout=self._timeout_s or None)
         except GetTimeoutError:
-            reason = f"no block was measured in {self._timeout_s:,.0f} s (training.packing_wait_timeout_s)"
+            reason = f"no block was measured within {self._timeout_s:,.0f} s (training.packing_wait_timeout_s)"
             raise RunError("cluster", f"{reason}: the cluster may lack a free core") from None
         except RayTaskError as error:
             if str(error.cause).startswith("The remote function failed to import"):
@@ -111,7 +113,7 @@ class RayExecutor:
 
 
 def _join(address: str) -> None:
-    """Join a cluster; RunError if that is not possible."""
+    """Join the Ray cluster at *address*; RunError if that fails."""
     handler = signal.getsignal(signal.SIGTERM)
     asked = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
     try:
@@ -120,18 +122,18 @@ def _join(address: str) -> None:
             socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError) as error:
-        raise RunError("cluster", f"no cluster of Ray can be joined at {asked}: {error}") from None
+        raise RunError("cluster", f"no Ray cluster can be joined at {asked}: {error}") from None
     finally:
         with suppress(ValueError, TypeError):  # in another thread, or not set by Python
             signal.signal(signal.SIGTERM, handler)
 
 
 _opened: dict[str, Measure] = {}
-"""Measuring function of this node process's last run, keyed by the id of its Ray object."""
+"""Measuring function of this process's latest run, keyed by the id of the run's Ray object."""
 
 
 def _measure_on_node(held: list[Any], variables: Variables, folder: str, block: range) -> MeasuredBlock:
-    """Measure a block in a process of a node; RunError if the node cannot open model or records."""
+    """Measure a block on a node; RunError if the node cannot open the model or the records."""
     (reference,) = held
     node = f"node {ray.util.get_node_ip_address()}"
     if (measure := _opened.get(reference.hex())) is None:

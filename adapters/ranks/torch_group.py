@@ -1,7 +1,7 @@
 """
-Ranks over torch.distributed: rank 0 builds arrays, and the others wait for its broadcast.
+Ranks over torch.distributed: rank 0 builds arrays, and the other ranks wait for its broadcast.
 
-`RankWorkers` makes each rank compute its own shard with a worker object of the user's.
+`RankWorkers` runs a user's worker object on each rank, with the shard of that rank.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ _WARN_EVERY_S = 30.0
 _ACKNOWLEDGE_S = 10.0
 
 SILENT_S = 45.0
-"""Seconds without a heartbeat of rank 0 after which its node counts as dead or cut off."""
+"""Seconds without a heartbeat of rank 0 after which its node counts as dead or unreachable."""
 
 CHUNK_BYTES = 1 << 25
-"""Bytes that are broadcast at a time; they bound the memory that torch takes beside the arrays."""
+"""Bytes of one broadcast; they bound the memory that torch needs in addition to the arrays."""
 
 
 _BLOCK = 1 << 18
-"""Integers of a weight's bytes that are summed at a time."""
+"""Number of integers that are summed at a time; they are the bytes of a weight."""
 
 _GOLDEN = -7046029254386353131
-"""2 ** 64 / golden ratio, as int64; its multiples, the factors of a digest, are spread evenly."""
+"""2 ** 64 / golden ratio, as int64. Its multiples are evenly spread, and are a digest's factors."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Number of bytes of an integer -> its type."""
+"""Integer type of torch for each size in bytes."""
 
 
 class OneRank:
@@ -77,14 +77,14 @@ class OneRank:
         return flag
 
     def wait_for_all(self) -> None:
-        """Return at once; see `core.ports.RankGroup`."""
+        """Return at once, since there is no other rank; see `core.ports.RankGroup`."""
 
     def gather_arrays(self, arrays: Arrays) -> tuple[Arrays, ...]:
         """Return the arrays of the only rank; see `core.ports.RankGroup`."""
         return (arrays,)
 
     def stop_heartbeat(self) -> None:
-        """Do nothing, since one rank has no heartbeat."""
+        """Do nothing, since a group of one rank has no heartbeat."""
 
 
 class TorchGroup:
@@ -92,7 +92,7 @@ class TorchGroup:
 
     def __init__(self, *, use_cpu: bool, timeout_s: float = 1800.0) -> None:
         """
-        Join the group; every rank calls this.
+        Join the process group; every rank has to construct a `TorchGroup`.
 
         Args:
             use_cpu: Whether to use gloo alone, even if CUDA is available.
@@ -100,13 +100,13 @@ class TorchGroup:
 
         Raises:
             ConfigError: There is no GPU for this rank.
-            RunError: Another rank refuses the run, or is gone.
+            RunError: Another rank refuses the run, or has ended.
         """
         cuda = torch.cuda.is_available() and not use_cpu
         device, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count() if cuda else 0
         refusal = None
         if cuda and device >= devices:
-            reason = f"is {device}, but this machine shows {counted(devices, 'GPU')}: start as many ranks on it"
+            reason = f"is {device}, but this machine has {counted(devices, 'GPU')}: start as many ranks on it"
             refusal = ConfigError("the environment of this process", (Fault("LOCAL_RANK", reason),))
         self._store, rank, world_size = join_launch(timeout_s=timeout_s, refusal=refusal)
         if refusal is not None:
@@ -153,7 +153,7 @@ class TorchGroup:
         return bool(flags.item())
 
     def wait_for_all(self) -> None:
-        """Wait until every rank is here; see `core.ports.RankGroup`."""
+        """Wait until every rank has called this; see `core.ports.RankGroup`."""
         self.any(False)  # noqa: FBT003  # only its arrival counts
 
     def gather_arrays(self, arrays: Arrays) -> tuple[Arrays, ...]:
@@ -168,18 +168,18 @@ class TorchGroup:
         return tuple(gathered)
 
     def stop_heartbeat(self) -> None:
-        """Stop rank 0's heartbeat; from now on, failing collectives show that a rank is lost."""
+        """Stop rank 0's heartbeat; after that, only failing collectives reveal a lost rank."""
         if self._heartbeat:
             self._heartbeat.stop()
             self._heartbeat = None
 
     def report_failure(self, error: Exception) -> None:
-        """Publish the error that ends this rank to the waiting ranks, if the store still exists."""
+        """Write the error that ends this rank to the store, where waiting ranks read it."""
         with suppress(dist.DistError):
             self._store.set(DIED, f"rank {self.rank} failed: {_error_text(error)}")
 
     def leave(self) -> None:
-        """Leave the group once every rank does: the process of one rank may hold the store."""
+        """Leave the group together with all ranks, since one rank's process may run the store."""
         dist.barrier()
         self.stop_heartbeat()
         # Threads of its transports that outlive the interpreter may abort the process.
@@ -218,22 +218,22 @@ class TorchGroup:
     def _await_keys(
         self, keys: list[str], timeout_s: float, kind: Literal["rank_gone", "rank_zero"], *, awaited: str
     ) -> list[str]:
-        """Return the values of *keys*; RunError on timeout, or if rank 0 dies or falls silent."""
+        """Return the values of *keys*; RunError on timeout, or if rank 0 or its heartbeat ends."""
         watch = _KeyWatch(self._wait_store, keys)
         last_warning = 0.0
         while not watch.over.wait(_POLL_S):
             now, heard = time.monotonic(), watch.task or "nothing"
             waited, silence = now - watch.started, now - watch.last_beat
             if silence > SILENT_S:
-                silent = f"rank 0 has been silent for {silence:,.0f} s, so its node is down or unreachable"
-                raise RunError(kind, f"{silent}; rank {self.rank} last heard: {heard}")
+                silent = f"rank 0 has sent no heartbeat for {silence:,.0f} s, so its node is down or unreachable"
+                raise RunError(kind, f"{silent}; rank {self.rank} cannot continue; rank 0 reported: {heard}")
             if timeout_s and waited > timeout_s:
-                raise RunError(kind, f"rank {self.rank} waited {waited:,.0f} s {awaited}; last heard: {heard}")
+                raise RunError(kind, f"rank {self.rank} waited {waited:,.0f} s {awaited}; rank 0 reported: {heard}")
             if waited - last_warning > _WARN_EVERY_S:
-                log.warning("rank %d has waited %.0f s; last heard of rank 0: %s", self.rank, waited, heard)
+                log.warning("rank %d has waited %.0f s; rank 0 reported: %s", self.rank, waited, heard)
                 last_warning = waited
         if watch.answers is None:
-            raise RunError(kind, f"{watch.lost}; so rank {self.rank} cannot go on")
+            raise RunError(kind, f"{watch.lost}; so rank {self.rank} cannot continue")
         return watch.answers
 
 
@@ -243,18 +243,18 @@ def _describe_arrays(arrays: Arrays) -> str:
 
 
 def _empty_arrays(described: list[tuple[str, str, list[int]]]) -> dict[str, NDArray[Any]]:
-    """Return uninitialised arrays of the names, types and shapes that `_describe_arrays` gave."""
+    """Return uninitialised arrays with the names, types and shapes from `_describe_arrays`."""
     return {name: np.empty(shape, dtype=np.dtype(dtype)) for name, dtype, shape in described}
 
 
 def _await_readers(store: Store, key: str, world_size: int) -> None:
-    # The store may be this process's own, and a launcher ends the others as soon as this one is
-    # gone.
+    # The store may run in this process, and a launcher ends the other ranks as soon as this process
+    # ends.
     acknowledged = [f"{key}/read/{rank}" for rank in range(1, world_size)]
     try:
         store.wait(acknowledged, timedelta(seconds=_ACKNOWLEDGE_S))
     except dist.DistStoreError:
-        log.warning("some ranks were not told within %.0f s why the run ends", _ACKNOWLEDGE_S)
+        log.warning("some ranks did not receive the reason why the run ends within %.0f s", _ACKNOWLEDGE_S)
 
 
 def _error_text(error: BaseException) -> str:
@@ -273,20 +273,20 @@ def wrap_rank_errors(rank: int) -> Iterator[None]:
     Turn torch's errors about lost connections in this context into RunErrors.
 
     Args:
-        rank: This rank, for the message.
+        rank: Index of this rank, which the error names.
     """
     try:
         yield
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo/" not in str(error):
             raise
-        fact = f"another rank is gone, so rank {rank} cannot go on: {_first_sentence(error)}"
+        fact = f"another rank has ended, so rank {rank} cannot continue: {_first_sentence(error)}"
         raise RunError("rank_gone", fact) from error
 
 
 def join_launch(*, timeout_s: float = 1800.0, refusal: Exception | None = None) -> tuple[Store, int, int]:
     """
-    Wait until all ranks of torchrun's environment have come, and share their refusals.
+    Wait until all ranks have connected to torchrun's store, and exchange their refusals.
 
     Args:
         timeout_s: Seconds to wait for the other ranks.
@@ -300,7 +300,7 @@ def join_launch(*, timeout_s: float = 1800.0, refusal: Exception | None = None) 
         RunError: Another rank refuses the run, or a rank is missing after *timeout_s*.
     """
     if refusal is not None:
-        log.warning("the run is refused, and the other ranks are told when they start: %s", _error_text(refusal))
+        log.warning("the run is refused, and the other ranks will raise this error too: %s", _error_text(refusal))
     store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     # An earlier attempt or launch may have had the same store, whose entries must not be read.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -320,11 +320,11 @@ def join_launch(*, timeout_s: float = 1800.0, refusal: Exception | None = None) 
 
 def _agree_on_launch(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
     """
-    Return a token that all ranks of this launch share, and no earlier launch on the same store.
+    Return a token that all ranks of this launch share; an earlier launch had a different one.
 
     Each rank publishes a random token. Rank 0 repeatedly publishes the list of all tokens, until
-    every rank has found its own token in the list. So a token or list of an earlier launch is never
-    accepted.
+    every rank has found its own token in the list. So no rank accepts a token or list of an earlier
+    launch.
     """
     own = secrets.token_hex(8)
     tokens = [f"token/{number}" for number in range(world_size)]
@@ -350,11 +350,11 @@ def _agree_on_launch(store: Store, rank: int, world_size: int, timeout_s: float)
 
 class _KeyWatch:
     """
-    Thread that waits for keys of the store, since a call to the store of a dead node blocks.
+    Thread that waits for keys of the store, since a call to a store on a dead node blocks.
 
     Attributes:
         started: Time of construction, by the monotonic clock.
-        last_beat: Time of rank 0's latest beat, by the monotonic clock.
+        last_beat: Time of rank 0's latest heartbeat, by the monotonic clock.
         over: Event that is set when the wait ends, with answers or without.
         answers: Values of the keys; None until all are there.
         lost: Reason why the wait ended without answers.
@@ -371,8 +371,8 @@ class _KeyWatch:
     def _listen(self, store: Store, keys: list[str]) -> None:
         last = b""
         try:
-            # Asked again and again, since a wait that runs out is a warning on the user's terminal
-            # each time.
+            # Polled, since each `wait` of the store that times out prints a warning on the user's
+            # terminal.
             while not store.check(keys):
                 if store.check([DIED]):
                     self.lost = store.get(DIED).decode()
@@ -383,13 +383,13 @@ class _KeyWatch:
                 time.sleep(_CHECK_S)
             self.answers = [store.get(key).decode() for key in keys]
         except dist.DistError as error:
-            self.lost = f"rank 0 is gone: {_first_sentence(error)}"
+            self.lost = f"rank 0 has ended: {_first_sentence(error)}"
         finally:
             self.over.set()
 
 
 class RankWorkers:
-    """Workers that are torchrun's ranks, or only this process; each rank gets all results."""
+    """One worker on each rank, or one in a single process; every rank receives all results."""
 
     def __init__(self, worker: Any, group: RankGroup) -> None:
         self._worker, self._group = worker, group
@@ -413,13 +413,13 @@ class RankWorkers:
         return list(self._group.gather_arrays(result))
 
     def close(self) -> None:
-        """Close this rank's worker; the ranks leave when their program ends."""
+        """Close this rank's worker; the process group lasts until the program ends."""
         self._worker.close()
 
 
 @torch.no_grad()
 def weight_digests(model: torch.nn.Module) -> dict[str, str]:
-    """Return type, shape and digest of each weight as text, by `weight NAME`."""
+    """Return type, shape and digest of each weight as one text, keyed by `weight NAME`."""
     return {
         f"weight {name}": f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)} {_weight_digest(weight)}"
         for name, weight in model.state_dict().items()

@@ -34,14 +34,14 @@ def write_length_table(
 
     If writing fails, no partial file is left.
 
-    Columns: `index`, `sha256` (identity of the record), those of `Measurement`, and `media` (facts
-    of each image and video).
+    The columns are `index`, `sha256` (identity of the record), the fields of `Measurement`, and
+    `media` (facts of each image and video).
 
     Args:
         stored: Measurements of all records.
         identities: Identity of each record, as in `KnownLengths.identities`.
-        path: File to write, or to replace.
-        key: All inputs of the measurements but the data.
+        path: Parquet file; an existing one is replaced.
+        key: All inputs of the measurements except the data.
         files: Data files of the records.
 
     Raises:
@@ -67,7 +67,7 @@ def write_length_table(
 
 
 def read_length_table_key(path: Path) -> Fingerprint:
-    """Return the fingerprint in a table's metadata; ArgumentError if the file is not Packplan's."""
+    """Return the fingerprint in a table's metadata; ArgumentError if Packplan did not write it."""
     return Fingerprint(_read_header(path)["fingerprint"])
 
 
@@ -76,7 +76,7 @@ def read_length_table(path: Path) -> KnownLengths:
     Return the measurements in a table that `write_length_table` wrote.
 
     Raises:
-        ArgumentError: The file is of another origin or version, or is damaged.
+        ArgumentError: The file does not have this version's format of a table, or is damaged.
     """
     _read_header(path)
     try:
@@ -106,7 +106,7 @@ def _to_int32(values: pa.ChunkedArray) -> NDArray[np.int32]:
 
 
 def _first_invalid_row(table: Table) -> int | None:
-    """Return the first impossible row: with a number below 0, or with every token supervised."""
+    """Return the first row that cannot be valid: a number is negative, or all tokens supervised."""
     lengths, supervised = (column(table, name) for name in ("length", "supervised"))
     wrong = (table < 0).any(axis=1) | ((column(table, "bad") == 0) & (lengths <= supervised))
     return int(np.argmax(wrong)) if wrong.any() else None
@@ -121,7 +121,7 @@ def _read_header(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError, KeyError):
         raise _table_error(path, "is not a table of lengths that packplan measure wrote") from None
     if about.get("schema") != SCHEMA:
-        raise _table_error(path, f"is of another version than this Packplan reads ({SCHEMA})")
+        raise _table_error(path, f"has another format than this version of Packplan reads ({SCHEMA})")
     return about
 
 

@@ -2,10 +2,10 @@
 Measured lengths on disk: columns of fixed width, beside the manifest `lengths.json`.
 
 `lengths.bin` has a row of little-endian int32 for each record, `images.bin` a row of int64 for each
-image and each video. Rows are appended and flushed first; the manifest with their number and digest
-follows. So rows that a manifest counts are complete, and rows that a crash leaves after them are
-cut off on resuming. The manifest also has a digest of the measured records: records that are added
-or changed after them leave the rows valid.
+image and each video. Rows are appended and flushed before the manifest is written, which has their
+number and digest. So all rows that a manifest counts are complete. Resuming removes rows that a
+crash has left after them. The manifest also has a digest of the measured records. If records are
+added or changed after the measured ones, the stored rows stay valid.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ def collect_damage(found: list[CorruptArtefactError]) -> Iterator[None]:
 
 
 class _RowFile:
-    """File of fixed-width rows; a manifest has the number and the digest of the valid rows."""
+    """File of fixed-width rows; a manifest has the number and the digest of its valid rows."""
 
     def __init__(self, path: Path, columns: tuple[str, ...], dtype: str) -> None:
         self.path, self.columns, self.dtype = path, columns, np.dtype(dtype)
@@ -53,8 +53,9 @@ class _RowFile:
 
     def resume(self, entry: Mapping[str, Any]) -> NDArray[Any]:
         """
-        Go on after the rows that a manifest's *entry* counts, and return them; CorruptArtefactError
-        if their digest differs.
+        Return the rows that a manifest's *entry* counts, and append after them from now on.
+
+        CorruptArtefactError is raised if their digest differs from the manifest's.
         """
         self._num = entry["rows"]
         flat, self._hash = files.map_array(self.path, self.dtype, self._num * len(self.columns))
@@ -78,7 +79,7 @@ class _RowFile:
         self._num += len(rows)
 
     def manifest_entry(self) -> dict[str, Any]:
-        """Return the manifest's entry of these rows."""
+        """Return the entry of a manifest that describes the current rows."""
         return {
             "file": self.path.name,
             "columns": list(self.columns),
@@ -103,7 +104,7 @@ class DiskLengthStore:
     """
     Stores measurements in a folder, during a run and between runs.
 
-    A store may start from the folder of another run.
+    A store may start with measurements that it copies from the folder of another run.
     """
 
     def __init__(self, folder: Path, *, lengths_from: Path | None = None) -> None:
@@ -124,8 +125,7 @@ class DiskLengthStore:
 
     def bad_records(self) -> tuple[BadRecord, ...]:
         """
-        Return the bad records stored here; if this folder is empty, the bad records of the other
-        run.
+        Return the bad records stored in this folder, or those in *lengths_from* if it is empty.
         """
         origin = self.origin()
         if origin is None and self._lengths_from is not None:
@@ -137,10 +137,10 @@ class DiskLengthStore:
         Return the rows stored under *key*, and prepare to append the records that follow.
 
         Args:
-            key: All inputs of the measurements but the data.
+            key: All inputs of the measurements except the data.
             num_records: Current number of records.
-            data_digest: Function from a number of first records to their current digest, without
-                the records that `bad_records` returns.
+            data_digest: Function that returns the current digest of a number of first records,
+                without the records that `bad_records` returns.
 
         Raises:
             StaleError: The stored measurements have another key, or other data.
@@ -165,7 +165,7 @@ class DiskLengthStore:
             log.info("the %s lengths are copied from %s", f"{len(taken.table):,}", self._lengths_from)
             self.append(taken, data_digest(len(taken.table)), bad=self.bad_records())
         else:
-            log.warning("%s holds no lengths, so all samples are measured here", self._lengths_from)
+            log.warning("%s has no lengths, so this run measures all samples", self._lengths_from)
         return taken
 
     def read(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]) -> StoredRows:
@@ -173,10 +173,10 @@ class DiskLengthStore:
         Return the same as `open_for_append`, without writing anything.
 
         Args:
-            key: All inputs of the measurements but the data.
+            key: All inputs of the measurements except the data.
             num_records: Current number of records.
-            data_digest: Function from a number of first records to their current digest, without
-                bad ones.
+            data_digest: Function that returns the current digest of a number of first records,
+                without bad records.
         """
         manifest = files.read_manifest(self._manifest, SCHEMA)
         if manifest is None:
@@ -188,7 +188,7 @@ class DiskLengthStore:
         return self._read_rows(manifest)
 
     def stored(self) -> StoredRows:
-        """Return all stored rows, with those appended since `open_for_append`."""
+        """Return all stored rows, including those appended since `open_for_append`."""
         manifest = files.read_manifest(self._manifest, SCHEMA)
         assert manifest is not None  # noqa: S101  # `append` comes first
         return self._read_rows(manifest)
@@ -202,9 +202,9 @@ class DiskLengthStore:
 
     def inspect(self) -> StoredLengths | None:
         """
-        Verify and return the stored lengths under any key; None if there are none.
+        Verify and return the stored lengths, whatever their key; None if there are none.
 
-        Nothing is written.
+        No file is written.
         """
         manifest = files.read_manifest(self._manifest, SCHEMA)
         return None if manifest is None else StoredLengths(_origin(manifest), self._read_rows(manifest), self.digest())
@@ -225,9 +225,10 @@ class DiskLengthStore:
         Append the next rows; a reader sees all of them or none.
 
         Args:
-            rows: Measurements of the next records; `in_full` and `repeatability` are of all rows.
-            data_digest: Digest of all records so far, bad ones aside.
-            bad: Bad records among all rows, the new ones included.
+            rows: Measurements of the next records. Its `in_full` and `repeatability` describe all
+                rows, the stored ones included.
+            data_digest: Digest of all records measured so far, without bad records.
+            bad: All bad records so far, including those among the next records.
         """
         assert self._key is not None  # noqa: S101  # `open_for_append` comes first
         self._samples.append(rows.table)
@@ -249,14 +250,14 @@ class DiskLengthStore:
         )
 
     def save_file_descriptions(self, data_files: Sequence[DataFile]) -> None:
-        """Save the description of the data files behind the rows, if it has changed."""
+        """Save the descriptions of the measured data files, if they have changed."""
         manifest = files.read_manifest(self._manifest, SCHEMA)
         assert manifest is not None  # noqa: S101  # `append` comes first
         if _origin(manifest).files != tuple(data_files):
             files.write_manifest(self._manifest, {**manifest, "files": [attrs.asdict(one) for one in data_files]})
 
     def discard(self) -> None:
-        """Discard all rows. The manifest goes first, so that no reader trusts the rest."""
+        """Discard all rows; delete the manifest first, so that no reader uses the other files."""
         with files.wrap_write_errors(self.folder):
             self._manifest.unlink(missing_ok=True)
             files.sync_folder(self.folder)
@@ -265,7 +266,7 @@ class DiskLengthStore:
             column.truncate()
 
     def digest(self) -> str:
-        """Return the SHA-256 of all rows read or appended, in hex; media facts do not count."""
+        """Return the SHA-256 of the rows of all records, in hex; the media rows are left out."""
         return str(self._samples.manifest_entry()["sha256"])
 
     def _read_rows(self, manifest: Mapping[str, Any]) -> StoredRows:

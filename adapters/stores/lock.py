@@ -1,4 +1,4 @@
-"""Lock of a folder for one writer at a time; the kernel releases it when the process ends."""
+"""Lock that lets one process write to a folder; the kernel releases it when the process ends."""
 
 import logging
 import os
@@ -17,7 +17,9 @@ log = logging.getLogger(__name__)
 
 class FolderLock:
     """
-    A `core.ports.Lock`: the file `write.lock` in a folder, which names the process that holds it.
+    A `core.ports.Lock` that locks the file `write.lock` in a folder.
+
+    The file names the process that has the lock.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -27,7 +29,9 @@ class FolderLock:
     @contextmanager
     def hold(self, *, timeout_s: float, report: ReportProgress) -> Iterator[None]:
         """
-        Hold the lock, and remove the unfinished files of a killed holder; see `core.ports.Lock`.
+        Hold the lock, and remove unfinished files that a killed process left in the folder.
+
+        See `core.ports.Lock`.
         """
         files.make_folder(self.folder)
         started = time.monotonic()
@@ -36,11 +40,11 @@ class FolderLock:
             holder = self._path.read_text(encoding="utf-8") or "another job"
             waited = time.monotonic() - started
             if timeout_s and waited > timeout_s:
-                reason = f"{holder} writes it, and this run has waited for {waited:,.0f} s"
+                reason = f"{holder} is writing to it, and this run has waited for {waited:,.0f} s"
                 raise OutputError(str(self.folder), reason, "locked")
             if waited < 2 * files.POLL_S:
-                log.info("waiting for %s, which writes %s", holder, self.folder)
-            report(f"waiting for {holder}, which writes {self.folder}")
+                log.info("waiting for %s, which is writing to %s", holder, self.folder)
+            report(f"waiting for {holder}, which is writing to {self.folder}")
             return holder
 
         with files.hold_lock(self._path, f"to write {self.folder}", wait=report_holder):

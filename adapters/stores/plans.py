@@ -1,11 +1,11 @@
 """
 Plans on disk: `raw_plan.json`, its arrays, and `plan_ws<W>.json` for each world size W.
 
-If each epoch has its own plan, only the first is stored, and `schedule_ws<W>.json` has a record of
-each epoch.
+If each epoch has its own plan, only the first plan is stored, and `schedule_ws<W>.json` has a
+record of each epoch.
 
-The arrays are published first and the manifest with their digests last, so a reader sees a whole
-plan or none. `verdict.json` beside the plans holds the verdict on the run's model.
+The arrays are published first and the manifest with their digests last, so a reader finds a whole
+plan or none. `verdict.json` in the same folder has the probe's verdict on the run's model.
 """
 
 import logging
@@ -46,7 +46,7 @@ _COUNTED = (
     "lower_bound", "bound_kind", "packing_length", "num_samples", "num_tokens", "planned_tokens", "dropped_tokens",
     "skipped_tokens",
 )  # fmt: skip
-"""Fields of `RawPlan` that its manifest has under the same names."""
+"""Fields of `RawPlan` that its manifest stores under the same names."""
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def _advise_to_delete(path: Path) -> Iterator[None]:
     try:
         yield
     except CorruptArtefactError as error:
-        remedy = f"delete {path}: the next run makes it again, and the lengths stay"
+        remedy = f"delete {path}: the next run writes it again, and the lengths stay valid"
         raise CorruptArtefactError(error.path, error.reason, remedy) from None
 
 
@@ -79,7 +79,9 @@ class DiskPlanStore:
 
     def inspect(self) -> StoredPlan | None:
         """
-        Verify and return the stored plan under any key; None if there is none. Nothing is written.
+        Verify and return the stored plan, whatever its key; None if there is none.
+
+        No file is written.
         """
         with _advise_to_delete(self._manifest):
             manifest = files.read_manifest(self._manifest, SCHEMA)
@@ -120,7 +122,7 @@ class DiskPlanStore:
         return found
 
     def save(self, key: Fingerprint, plan: RawPlan) -> None:
-        """Save a plan; a reader sees the whole plan or none of it."""
+        """Save a plan; a reader finds the whole plan or none of it."""
         arrays = plan_to_arrays(plan)
         self._manifest.unlink(missing_ok=True)
         entries = {name: files.write_array(self.folder / f"raw_plan.{name}.bin", a) for name, a in arrays.items()}
@@ -136,18 +138,19 @@ class DiskPlanStore:
 
     def save_aligned(self, key: Fingerprint, aligned: AlignedPlan) -> None:
         """
-        Save counts and checksums of the plan that is aligned to one world size.
+        Save the counts and the checksum of a plan that is aligned to one world size.
 
-        Its packs are derived from the raw plan.
+        The packs of the aligned plan are not saved, since a reader derives them from the raw plan.
         """
         content = {"schema": ALIGNED_SCHEMA, "plan_fingerprint_sha256": key.digest, **_alignment_facts(aligned)}
         files.write_manifest(self.folder / f"plan_ws{aligned.world_size}.json", content)
 
     def load_epochs(self, key: Fingerprint) -> tuple[EpochRecord, ...]:
         """
-        Return the epoch records saved under *key*, of the world size that has most of them.
+        Return the epoch records saved under *key*; an empty tuple if none are saved.
 
-        Empty if there are none; CorruptArtefactError if a file is damaged.
+        If several world sizes have records, the longest list is returned. CorruptArtefactError is
+        raised if a file is damaged.
         """
         stored = (_read_epochs(path) for path in self._epoch_manifests())
         return max((records for digest, records in stored if digest == key.digest), key=len, default=())
@@ -157,9 +160,9 @@ class DiskPlanStore:
         Save the records and the steps of all epochs beside the plan saved under *key*.
 
         Args:
-            key: Inputs of the plans.
+            key: Fingerprint of the inputs of the plans.
             records: Record of each epoch.
-            schedule: Schedule of these epochs; its world size is a part of the file's name.
+            schedule: Schedule of the same epochs; its world size is a part of the file's name.
         """
         content = {
             "schema": EPOCHS_SCHEMA,
@@ -178,16 +181,16 @@ class DiskPlanStore:
         return sorted(self.folder.glob("plan_ws*.json"))
 
     def _read_plan(self, manifest: Mapping[str, Any]) -> RawPlan:
-        """Read the plan that a manifest describes; CorruptArtefactError if its checksum differs."""
+        """Read the plan that a manifest describes; CorruptArtefactError if they do not match."""
         arrays = {name: files.read_array(self.folder, entry) for name, entry in manifest["arrays"].items()}
         try:
             plan = plan_from_arrays(arrays)
         except (ValueError, LookupError) as error:
             raise CorruptArtefactError(str(self._manifest), f"it is not a plan: {error}") from None
         if plan_checksum(plan.packs) != manifest["checksum"]:
-            raise CorruptArtefactError(str(self._manifest), "its checksum is not that of its packs")
+            raise CorruptArtefactError(str(self._manifest), "its checksum differs from that of its packs")
         if differing := [name for name, count in _plan_counts(plan).items() if manifest.get(name) != count]:
-            raise CorruptArtefactError(str(self._manifest), f"its plan differs in {', '.join(differing)}")
+            raise CorruptArtefactError(str(self._manifest), f"its arrays contradict its {', '.join(differing)}")
         return plan
 
 
@@ -204,7 +207,7 @@ def _read_epochs(path: Path) -> tuple[str, tuple[EpochRecord, ...]]:
 
 
 def _plan_counts(plan: RawPlan) -> dict[str, int | str]:
-    """Return the counts and the lower bound of a plan, as its manifest has them."""
+    """Return the counts and the lower bound of a plan, with the keys of its manifest."""
     return {
         "num_packs": len(plan.packs),
         "num_single_long": len(plan.single_long),
@@ -216,7 +219,7 @@ def _plan_counts(plan: RawPlan) -> dict[str, int | str]:
 
 
 def _alignment_facts(aligned: AlignedPlan) -> dict[str, Any]:
-    """Return the counts and the checksum of an aligned plan, as its manifest has them."""
+    """Return the counts and the checksum of an aligned plan, with the keys of its manifest."""
     needed = np.ones(0, dtype=np.int64) if aligned.degrees is None else aligned.degrees
     shared = np.flatnonzero(needed > 1)
     sharing = {"max_degree": aligned.max_degree, "degrees": np.stack([shared, needed[shared]]).tolist()}
@@ -247,7 +250,7 @@ def _require_alignment(path: Path, manifest: Mapping[str, Any], plan: RawPlan) -
     if path.name != f"plan_ws{manifest['world_size']}.json":
         differing.append("file name")
     if differing:
-        reason = f"it differs from what the raw plan gives: {', '.join(differing)}"
+        reason = f"it differs from the raw plan in: {', '.join(differing)}"
         raise CorruptArtefactError(str(path), reason, "delete it: the next run derives it again")
 
 
@@ -273,7 +276,7 @@ class DiskVerdictStore:
         return PackingVerdict.from_dict(manifest["verdict"])
 
     def save(self, key: Fingerprint, verdict: PackingVerdict) -> None:
-        """Save a verdict; a reader sees the whole verdict or none of it."""
+        """Save a verdict; a reader finds the whole verdict or none of it."""
         files.make_folder(self._manifest.parent)
         manifest = {"schema": VERDICT_SCHEMA, "fingerprint": dict(key.inputs), "verdict": verdict.to_dict()}
         files.write_manifest(self._manifest, manifest)

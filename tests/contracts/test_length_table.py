@@ -100,7 +100,7 @@ def edit(name, value):
          "more or fewer images"),
         (lambda _: pa.table({"length": [1]}), "is not a table of lengths"),
         (lambda table: table.replace_schema_metadata(
-            {b"packplan_lengths": b'{"schema": "packplan length table 0"}'}), "is of another version"),
+            {b"packplan_lengths": b'{"schema": "packplan length table 0"}'}), "has another format"),
     ],
 )  # fmt: skip
 def test_a_table_that_is_not_what_was_measured_is_refused(table, change, says):

@@ -184,20 +184,20 @@ def test_arrays_values_and_flags_reach_every_rank_and_nothing_of_an_earlier_laun
     assert gathered == second["arrays_of_ranks"]
 
 
-LOST = r"RunError: another rank is gone, so rank 0 cannot go on: [A-Z][^.\n]* \[[\d.]+\]:\d+[^.\n]*"
+LOST = r"RunError: another rank has ended, so rank 0 cannot continue: [A-Z][^.\n]* \[[\d.]+\]:\d+[^.\n]*"
 
 
 @pytest.mark.parametrize(
     ("scene", "by_agent", "rank", "says"),
     [
         ("fails", False, 1, f"RunError: rank 0 failed: {SHORT}; .*set training.*"),
-        ("killed", True, 1, "RunError: rank 0 is gone: its process died.*"),
-        ("killed", False, 1, "RunError: rank 0 is gone.*"),
+        ("killed", True, 1, "RunError: rank 0 has ended: its process died.*"),
+        ("killed", False, 1, "RunError: rank 0 has ended.*"),
         ("slow", False, 1, r"RunError: rank 1 waited \d+ s for rank 0 .*packing_wait_timeout_s.*: 3 of 4 are measured"),
-        ("silent", False, 1, "RunError: rank 0 has been silent for.*"),  # stopped: nothing says that anything ended
+        ("silent", False, 1, "RunError: rank 0 has sent no heartbeat.*"),  # stopped: nothing says that anything ended
         *((scene, True, 0, LOST) for scene in ("lonely", "works", "backward")),
-        ("joins", True, 0, "RunError: another rank is gone.*"),
-        ("compares", False, 1, "RunError: another rank is gone.*"),
+        ("joins", True, 0, "RunError: another rank has ended.*"),
+        ("compares", False, 1, "RunError: another rank has ended.*"),
         ("refuses", True, 0, f"RunError: rank 1 refuses the run: {SHORT}; .*set training.*"),
         ("tells", True, 0, f"RunError: rank 1 failed: {SHORT}; .*set training.*"),
     ],

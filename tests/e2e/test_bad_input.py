@@ -191,7 +191,7 @@ def test_more_ranks_than_gpus_are_named(monkeypatch):
     for name, value in {**environment, "MASTER_PORT": str(free_port())}.items():
         monkeypatch.setenv(name, value)
 
-    with pytest.raises(ConfigError, match="LOCAL_RANK is 1, but this machine shows 1 GPU: start as many ranks on it"):
+    with pytest.raises(ConfigError, match="LOCAL_RANK is 1, but this machine has 1 GPU: start as many ranks on it"):
         TorchGroup(use_cpu=False)
 
 

@@ -114,7 +114,7 @@ def test_a_lost_rank_is_one_sentence_wherever_torch_notices_it(write_run):
     """In any command, and in any part of a step; other errors stay as they are."""
     config = read_config(write_run("qwen2"))
     gloo = "[/a/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:1. This is typically caused by"
-    said = "another rank is gone, so rank 0 cannot go on: Connection closed by peer [10.0.0.1]:1"
+    said = "another rank has ended, so rank 0 cannot continue: Connection closed by peer [10.0.0.1]:1"
 
     with pytest.raises(RunError, match=f"^{re.escape(said)}$"), join_ranks(config):
         raise RuntimeError(gloo)

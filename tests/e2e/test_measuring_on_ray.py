@@ -202,7 +202,7 @@ def test_a_cluster_that_is_not_done_in_time_is_left(cluster, build, scenes, pict
     finally:
         done.set()
 
-    assert "error: no block was measured in 1 s (training.packing_wait_timeout_s)" in said
+    assert "error: no block was measured within 1 s (training.packing_wait_timeout_s)" in said
 
 
 def test_a_table_measured_by_a_cluster_is_that_of_one_process(cluster, demo, scenes, tmp_path):
@@ -244,9 +244,9 @@ def test_training_joins_the_cluster_for_its_lengths_alone(cluster, write_run, mo
     monkeypatch.setenv("RAY_ADDRESS", cluster)
     monkeypatch.setenv("MAX_RATIO", "150")  # the nodes measure with it, too
     assert 0 == sft.main([str(write_run("qwen2", training=by_ray))])
-    assert "measuring on a cluster of Ray: " in capfd.readouterr().err
+    assert "measuring on a Ray cluster: " in capfd.readouterr().err
     assert not ray.is_initialized()
 
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     assert 2 == sft.main([str(write_run("qwen2", name="none", training=by_ray))])
-    assert "error: no cluster of Ray can be joined at 127.0.0.1:1: " in capfd.readouterr().err
+    assert "error: no Ray cluster can be joined at 127.0.0.1:1: " in capfd.readouterr().err

@@ -110,7 +110,7 @@ def test_the_optimizer_of_axolotl_is_not_that_of_ms_swift():
     found = faults_of({"optimizer": "adamw_torch"}, optimizer="adamw_torch")
 
     assert "is not a key of the top level: write training.optim or training.optimizer" == found["optimizer"]
-    assert found["training.optimizer"].endswith(", or write training.optim for the key of axolotl")
+    assert found["training.optimizer"].endswith(", or write training.optim if you mean the key of axolotl")
 
 
 def test_a_mix_has_the_same_advice(tmp_path):

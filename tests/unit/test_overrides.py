@@ -121,9 +121,9 @@ def test_paths_expand(path, monkeypatch):
     assert "/scratch/runs/a-/home/me" == value("${PACKPLAN_RUNS}/a-${HOME}")
     assert "a~/$HOME" == value("a~/$HOME")
     for text, says in (
-        ("${GONE_NAME}/x", "the environment has no GONE_NAME: set it"),
+        ("${GONE_NAME}/x", "the variable GONE_NAME is not set: export it"),
         ("~nobody_here/x", "there is no user ~nobody_here"),
-        ("${}", "the environment has no : set it"),
+        ("${}", "the variable  is not set: export it"),
     ):
         with pytest.raises(ConfigError, match=rf"{path} .*{says}"):
             value(text)
@@ -142,7 +142,7 @@ def test_which_keys_are_paths_follows_from_their_types(tmp_path: Path, monkeypat
     (mix := tmp_path / "mix.yaml").write_text("extends: ${HERE}/base.yaml\n")
     assert f"{tmp_path}/a.jsonl" == load_mixes(mix).files[0]
     mix.write_text("extends: ${GONE_NAME}/base.yaml\n")
-    with pytest.raises(ConfigError, match=r"extends is .*no GONE_NAME"):
+    with pytest.raises(ConfigError, match=r"extends is .*variable GONE_NAME is not set"):
         load_mixes(mix)
 
 

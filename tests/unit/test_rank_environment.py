@@ -84,7 +84,7 @@ def test_ranks_that_cannot_meet_say_where():
     with pytest.raises(RunError) as raised, wrap_rendezvous_errors(RANKS):
         raise RuntimeError("the address\nis in use")
 
-    assert "rank 3 cannot meet the 4 ranks at node0:29500 (MASTER_ADDR, MASTER_PORT): the address is in use; start" in (
+    assert "rank 3 cannot connect to the 4 ranks at node0:29500 (MASTER_ADDR, MASTER_PORT): the address is in use;" in (
         str(raised.value)
     )
 

@@ -53,7 +53,7 @@ def test_each_mode_is_accepted(parsed, policy):
         ({"learning_rate": 1}, "learning_rate", "is not a key of the top level: write grpo.learning_rate"),
         ({"grpo": {"num_epochs": 2}}, "grpo.num_epochs", "is a key of axolotl: write grpo.num_train_epochs"),
         ({"packing_balance": "step"}, "packing_balance", "is unknown"),
-        ({"training": {"seed": 1}}, "training", "belongs to packplan sft: write what GRPOConfig"),
+        ({"training": {"seed": 1}}, "training", "belongs to packplan sft: write arguments of GRPOConfig"),
         ({"template": {"max_length": 9}}, "template.max_length", "is not used by packplan rl"),
         ({"global_max_length": 9}, "global_max_length", "is not used by packplan rl"),
         ({"custom": {"train_jsonl": None}}, "custom.train_jsonl", "is not set: name the data file"),

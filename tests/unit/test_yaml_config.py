@@ -82,7 +82,7 @@ def test_half_of_a_surrogate_pair_is_no_text():
     found = faults_of(half, output_dir="\ud83d")
 
     assert {*half, "training.output_dir"} == {*found}
-    assert all("half of a surrogate pair" in fault for fault in found.values())
+    assert all("an unpaired surrogate" in fault for fault in found.values())
     assert "\udce9" == parsed(output_dir="\udce9").training.output_dir
 
 
@@ -263,9 +263,9 @@ def test_one_yaml_builds_on_another(tmp_path: Path):
         ("model: [\n", "not valid YAML"),
         ("seed: 1\nseed: 2\n", r"the key 'seed' is written twice \(first in line 1\)\n.*line 2"),
         ("a:\n  b: 1\n   c: 2\n", r"not valid YAML: mapping values are not allowed here\n.*line 3, column 5"),
-        ("", "has to hold keys and their values"),
+        ("", "has to be a mapping of keys to values"),
         ("model: 3\n", "a section of keys"),
-        ("custom: {source_names: [a]}\n", "pairs, as"),
+        ("custom: {source_names: [a]}\n", "a mapping, such as"),
         ("!!python/object/apply:os.getcwd []\n", "not valid YAML"),
         ("a: \0b", r"is not valid YAML: unacceptable character #x0000"),
         (b"\xff\xfe\0", "'utf-8' codec can't decode byte 0xff"),
@@ -335,4 +335,4 @@ def test_runs_of_every_class_refuse_a_list_for_pairs():
     """The converter keeps its check of mappings, whichever class it has seen first."""
     for kind in (RunConfig, RlConfig, RunConfig):
         _, faults = structure_document({"custom": {"columns": ["a"]}}, kind, lambda key, _: key)
-        assert any("pairs, as" in fault.reason for fault in faults if fault.path == "custom.columns")
+        assert any("a mapping, such as" in fault.reason for fault in faults if fault.path == "custom.columns")
