@@ -46,7 +46,14 @@ class Way:
         self._num_steps = 0
 
     def note(self, frame: FrameType, event: str, _: Any) -> None:
-        """Note a call of the product; `sys.setprofile` calls this."""
+        """
+        Note a call of the product, for `sys.setprofile`.
+
+        Args:
+            frame: Frame of the function.
+            event: `call` and `return` count; a generator has a pair for each item.
+            _: Result of the function.
+        """
         code = frame.f_code
         if event not in ("call", "return") or self._part == len(PARTS) or name_file(code) is None:
             return
