@@ -1,5 +1,5 @@
 """
-A training command of ms-swift as ms-swift resolves it: its arguments, template and rows.
+Arguments, template and rows of a training command, as ms-swift itself resolves them.
 
 No weights are loaded. Arguments that contradict a plan are refused, and named by their flags.
 """
@@ -29,7 +29,8 @@ _COMMANDS: Mapping[str, tuple[type[Any], type[Any]]] = {
     "pt": (PretrainArguments, SwiftPretrain), "rlhf": (RLHFArguments, SwiftRLHF), "sft": (SftArguments, SwiftSft),
 }  # fmt: skip
 """
-Command of ms-swift -> its arguments and its pipeline; the classes of `sft` are the base of all.
+Command of ms-swift -> classes of its arguments and its pipeline. The classes of `sft` are base
+classes of the other commands' classes.
 """
 
 COMMAND = "the command"
@@ -39,10 +40,13 @@ _SKIPPED_METHODS = (
     "_init_deepspeed", "_init_fsdp", "_init_teacher_deepspeed", "_init_device", "_init_swanlab", "_add_version",
     "_handle_pai_compat",
 )  # fmt: skip
-"""Methods of ms-swift's arguments that prepare devices, folders and trackers: not called here."""
+"""
+Methods of ms-swift's arguments that prepare devices, folders and trackers. `read_command` replaces
+them by functions that do nothing.
+"""
 
 _DRAWING = ("gkd", "grpo", "ppo")
-"""Types of `swift rlhf` whose trainers draw answers from the model."""
+"""Values of `--rlhf_type` whose trainers generate answers with the model."""
 
 TESTED_VERSIONS = ("4.6.0",)
 """Versions of ms-swift with which tests have shown that the plugin trains plans exactly."""
@@ -50,7 +54,7 @@ TESTED_VERSIONS = ("4.6.0",)
 
 class DryRun:
     """
-    Part of a training pipeline of ms-swift that prepares only its template and its rows.
+    Mixin that makes a training pipeline of ms-swift prepare only its template and its rows.
 
     No weights are loaded, rows are encoded only if texts are split, and no file is written.
     """
@@ -60,10 +64,11 @@ class DryRun:
 
     def read_rows(self) -> dict[str, Any]:
         """
-        Return the data set `train`, and `eval` if the command has one, by name.
+        Return the training rows under `train`, and under `eval` the evaluation rows, if there are
+        any.
 
-        Both are `datasets.Dataset`s in ms-swift's order. If texts are split, the rows are encoded.
-        Columns with lengths, which a cached data set has, are left out.
+        The values are `datasets.Dataset`s in ms-swift's order. If texts are split, the rows are
+        encoded. A cached data set is returned without its columns of lengths.
 
         Raises:
             ConfigError: ms-swift cannot load the data, or there is no row to train.
@@ -72,7 +77,7 @@ class DryRun:
             found = zip(("train", "eval"), self._prepare_dataset(), strict=True)  # type: ignore[attr-defined]  # of ms-swift
         rows = {split: one for split, one in found if one is not None}
         if "train" not in rows:
-            raise ConfigError(COMMAND, (Fault("--dataset", "has no row that ms-swift can read: see its log"),))
+            raise ConfigError(COMMAND, (Fault("--dataset", "has no row that ms-swift can read: see its log above"),))
         return {
             split: one.remove_columns([*{"lengths", "length"} & {*one.column_names}]) for split, one in rows.items()
         }
@@ -101,10 +106,10 @@ class DryRun:
 
 def open_pipeline(arguments: Any) -> DryRun:
     """
-    Return ms-swift's own pipeline of a command, with its template, and without a model.
+    Return ms-swift's own pipeline of a command, with its template but without weights.
 
     Args:
-        arguments: Arguments of `read_command`.
+        arguments: Arguments that `read_command` has returned.
 
     Raises:
         ConfigError: ms-swift cannot load the processor or the template.
@@ -117,7 +122,7 @@ def open_pipeline(arguments: Any) -> DryRun:
 
 def expand_config_file(arguments: Sequence[str]) -> list[str]:
     """
-    Return a command's arguments, in which a leading YAML or JSON file is expanded.
+    Return a command's arguments, in which the contents of a leading YAML or JSON file replace it.
 
     ms-swift reads the file, and sets the environment variables that it names.
     """
@@ -131,13 +136,16 @@ def read_command(
     task: str, words: Sequence[str], *, started: int, world_size: int | None = None
 ) -> tuple[Any, HostCommand]:
     """
-    Return a command's arguments as ms-swift resolves them, and the command; nothing is loaded yet.
+    Return a command's arguments as ms-swift resolves them, and its `HostCommand`. No rows or
+    weights are loaded.
 
     Args:
         task: Command of ms-swift: `sft`, `pt` or `rlhf`.
         words: Words of the command line after the task.
-        started: Training processes that it starts, unless *world_size* is given.
-        world_size: Processes, or groups of processes that share each row.
+        started: Number of training processes that the command starts; not used if *world_size* is
+            given.
+        world_size: Number of processes, or of groups of processes that share each row; None uses
+            *started*.
 
     Raises:
         ConfigError: ms-swift refuses the command, or its arguments contradict a plan.
@@ -168,16 +176,16 @@ def read_command(
 
 def describe_command(arguments: Any, num_processes: int, *, task: str = "", words: Sequence[str] = ()) -> HostCommand:
     """
-    Return what planning has to know of a command.
+    Return the facts of a command that planning needs.
 
     Args:
         arguments: Arguments as ms-swift resolves them.
-        num_processes: Training processes that the command starts.
+        num_processes: Number of training processes that the command starts.
         task: Name of the command, such as `sft`; empty inside the command itself.
         words: Words after the task.
 
     Raises:
-        ArgumentError: Processes that share rows do not divide all processes.
+        ArgumentError: The number of processes that share a row does not divide *num_processes*.
     """
     kind, task_type = getattr(arguments, "rlhf_type", None), arguments.task_type
     parts = 2 if kind and (kind, arguments.loss_type) != ("kto", "apo_zero_unpaired") else 1
@@ -197,7 +205,7 @@ def describe_command(arguments: Any, num_processes: int, *, task: str = "", word
 
 @contextmanager
 def _wrap_swift_errors() -> Iterator[None]:
-    """Turn any exception in this context, as ms-swift's, into a ConfigError."""
+    """Turn any exception in this context, such as one of ms-swift, into a ConfigError."""
     try:
         yield
     except ConfigError:
@@ -211,9 +219,9 @@ def _wrap_swift_errors() -> Iterator[None]:
 @contextmanager
 def loading_rows(arguments: Any) -> Iterator[None]:
     """
-    Turn any exception in this context, which loads the rows of a command, into a ConfigError.
+    Turn any exception in this context, where the rows of a command are loaded, into a ConfigError.
 
-    Its faults are the lines that are not JSON, if there are any.
+    If lines of data files are not valid JSON, the faults of the error name these lines.
     """
     try:
         with _wrap_swift_errors():
@@ -228,24 +236,25 @@ def refuse_untested_version(version: str) -> None:
     """Refuse a version of ms-swift that is not in `TESTED_VERSIONS`."""
     if version not in TESTED_VERSIONS:
         reason = (
-            f"{version} is not a version that this plugin was tested with ({', '.join(TESTED_VERSIONS)}): install that "
-            "one, or write the plugin with packplan plugin swift --any-version"
+            f"{version} is not a version that this plugin was tested with ({', '.join(TESTED_VERSIONS)}): install a "
+            "tested version, or write the plugin with packplan plugin swift --any-version"
         )
         raise ConfigError("the plugin", (Fault("ms-swift", reason),))
 
 
 def prepare_arguments(arguments: Any, *, degrees: int | Literal["auto"] = 1) -> None:
     """
-    Refuse arguments that contradict a plan, and set the arguments that its packs need.
+    Refuse arguments that contradict a plan, and set the arguments that packs need.
 
-    It replaces ms-swift's own check, which demands flash attention.
+    This function replaces ms-swift's own check, which requires flash attention.
 
     Args:
         arguments: Arguments of a command of ms-swift, which are changed.
-        degrees: Most ranks that share a long pack, as in `Plan.schedule`; 1 if none do.
+        degrees: Maximum number of ranks that share a long pack, as in `Plan.schedule`; 1 if each
+            pack has one rank.
 
     Raises:
-        ConfigError: Some arguments contradict a plan; all are named.
+        ConfigError: Some arguments contradict a plan; the error names all of them.
     """
     faults = (*_plan_conflicts(arguments), *(sharing_conflicts(arguments) if degrees != 1 else ()))
     if faults:
@@ -291,7 +300,7 @@ def _plan_conflicts(arguments: Any) -> Iterator[Fault]:
 
 def sharing_conflicts(arguments: Any) -> Iterator[Fault]:
     """
-    Yield each argument under which ranks cannot share packs by their lengths.
+    Yield each argument under which the number of ranks of a pack cannot depend on its length.
 
     Args:
         arguments: Arguments of a command of ms-swift.

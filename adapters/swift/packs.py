@@ -17,20 +17,24 @@ from packplan.core.errors import DataSetError
 from packplan.core.surface import Plan, plan
 
 ALGORITHMS = {"binpack": "constant_volume", "sequential": "concatenative"}
-"""`--packing_strategy` -> name of the algorithm of a plan."""
+"""Value of `--packing_strategy` -> name of the packing algorithm."""
 
 Row = dict[str, Any]
 
 _DIGEST, _SUPERVISED = "packplan_digest", "packplan_learned"
-"""Columns of `RowFactsPreprocessor`: digest of an encoded row, number of its supervised tokens."""
+"""
+Columns that `RowFactsPreprocessor` adds: digest of the encoded row, and number of its supervised
+tokens.
+"""
 
 
 class RowFactsPreprocessor(AddLengthPreprocessor):  # type: ignore[misc]  # has no types
-    """Preprocessor of ms-swift that adds lengths, digest and supervised tokens to each row."""
+    """Preprocessor that adds lengths, a digest and the number of supervised tokens to each row."""
 
     def preprocess(self, row: Row) -> Row:
         """
-        Return a row, not encoded, with its lengths, its digest and its number of supervised tokens.
+        Return the row, not encoded, with its lengths, its digest and its number of supervised
+        tokens.
         """
         encoded = EncodePreprocessor.preprocess(self, row)
         digest, supervised = encoded_row_facts(encoded)
@@ -41,7 +45,8 @@ def encoded_row_facts(row: Mapping[str, Any]) -> tuple[bytes, int]:
     """
     Return the digest of a row, and its number of supervised tokens.
 
-    A row without labels for its tokens, such as a row that is not encoded, counts as one token.
+    A row without labels for its tokens, such as a row that is not encoded, counts as one supervised
+    token.
     """
     digest = blake2b(digest_size=16)
     for name, value in sorted(row.items()):
@@ -53,12 +58,13 @@ def encoded_row_facts(row: Mapping[str, Any]) -> tuple[bytes, int]:
 
 def add_row_facts(rows: Any, lengths: list[int], digests: list[bytes], supervised: list[int]) -> Any:
     """
-    Return rows with the columns that `RowFactsPreprocessor` adds, from facts that are known.
+    Return rows with the columns that `RowFactsPreprocessor` adds, filled with known facts.
 
     Args:
         rows: A `datasets.Dataset`.
         lengths: Tokens of each row.
-        digests: Digest of 16 bytes for each row; rows that train differently have other digests.
+        digests: Digest of each row, of 16 bytes; rows that train differently have different
+            digests.
         supervised: Number of supervised tokens of each row.
     """
     facts = {"lengths": lengths, _DIGEST: digests, _SUPERVISED: supervised}
@@ -69,9 +75,9 @@ class PlannedPacks(Dataset[PackOfRows]):
     """
     Packs of an ms-swift data set: item k has the encoded rows of pack k.
 
-    Every process plans by itself, and gets the same packs, since equal lengths give equal packs. If
-    a row has another length than planned, or cannot be encoded, an error is raised; no other row
-    takes its place.
+    Every process plans by itself, and gets the same packs, since equal lengths give equal packs. A
+    row that has another length than planned, or that cannot be encoded, raises an error. It is not
+    replaced by another row.
     """
 
     def __init__(
@@ -89,10 +95,12 @@ class PlannedPacks(Dataset[PackOfRows]):
 
         Args:
             template: Template of ms-swift, which encodes rows.
-            dataset: Rows with `lengths`: tokens of the sample, or a list of the tokens of a pair.
+            dataset: Rows with a column `lengths`: the number of tokens of a sample, or a list with
+                a number for each answer of a pair.
             num_proc: Not used.
-            packing_length: Tokens of a pack; None takes the template's `max_length`.
-            packing_strategy: `--packing_strategy`.
+            packing_length: Maximum number of tokens of a pack; None takes the template's
+                `max_length`.
+            packing_strategy: Value of `--packing_strategy`.
         """
         template.packing = template.padding_free = True
         self._encode: Callable[[Row], Row] | None = None
@@ -113,7 +121,7 @@ class PlannedPacks(Dataset[PackOfRows]):
         """
         Digest of all rows, and the number of supervised tokens of each row.
 
-        For a data set that ms-swift has cached with lengths, they describe the rows as stored.
+        For a data set that ms-swift has cached with lengths, the facts describe the stored rows.
         """
         kept = self._facts
         own = map(encoded_row_facts, self._rows) if kept is None else zip(kept[_DIGEST], kept[_SUPERVISED], strict=True)
@@ -127,7 +135,7 @@ class PlannedPacks(Dataset[PackOfRows]):
         Return the encoded rows of a pack.
 
         Raises:
-            StaleError: A row has another length than planned.
+            StaleError: The length of a row differs from its planned length.
             DataSetError: A row cannot be encoded any more.
         """
         return PackOfRows([self._encode_row(index) for index in self.plan.packs[item]], item)
@@ -145,7 +153,7 @@ class PlannedPacks(Dataset[PackOfRows]):
 
 
 def count_tokens(lengths: int | Sequence[int]) -> int:
-    """Return the length of a row; a row with several sequences has the sum of their lengths."""
+    """Return the number of tokens of a row, from its length or the lengths of its sequences."""
     return lengths if isinstance(lengths, int) else sum(lengths)
 
 

@@ -51,20 +51,20 @@ def install(
     Make `swift sft`, `swift pt` and `swift rlhf --rlhf_type dpo` train planned packs.
 
     Other types of `swift rlhf` train their own batches, with models that skip padding. The file
-    that `--external_plugins` names calls this function. Other commands, such as `swift infer`, may
-    load the same file from a checkpoint: nothing changes for them.
+    that is passed to `--external_plugins` calls this function. Other commands, such as `swift
+    infer`, may load the same file from a checkpoint, and are not changed by it.
 
     Args:
-        checksum: Checksum of the only plan that may be trained, as `packplan plugin swift` writes
-            it. None allows any plan.
-        any_version: Whether to go on with a version of ms-swift that was not tested.
+        checksum: Checksum of the only plan that may be trained, from the file that `packplan plugin
+            swift` writes. None allows any plan.
+        any_version: Whether to accept a version of ms-swift that was not tested.
         check: Whether the first pack is compared with its samples alone, before the first step.
-        degrees: Most ranks that share a pack that is longer than `--packing_length`, a power of two
-            that divides the ranks; `auto` takes the largest.
-        max_left_out: Largest share of the training rows that ms-swift may leave out, since they are
-            too long or cannot be encoded. If it leaves out more, the command stops.
+        degrees: Maximum number of ranks that share a pack longer than `--packing_length`. It has to
+            be a power of two that divides the number of ranks; `auto` takes the largest one.
+        max_left_out: Largest share of the training rows that may be left out, since they are too
+            long or cannot be encoded. If ms-swift leaves out more rows, the command stops.
         take_stored: Function that returns the rows of a pipeline with stored lengths, and raises
-            PackplanError where none fit. None, the default, lets ms-swift measure all rows.
+            PackplanError if no stored lengths fit. With None, ms-swift measures all rows.
 
     Raises:
         ConfigError: The version of ms-swift was not tested.
@@ -89,8 +89,8 @@ def _as_method(step: Callable[..., Any]) -> Callable[..., Any]:
     """
     Return *step* as a plain function, so that a class can have it as a method.
 
-    A PackplanError in it ends the process with its message, without a traceback. Of ranks that were
-    given the same faulty arguments, the first one prints them.
+    A PackplanError raised by *step* ends the process with the error's message, without a traceback.
+    Faulty arguments, which are the same on all ranks, are printed by rank 0 only.
     """
 
     def method(*given: Any, **options: Any) -> Any:
@@ -104,7 +104,9 @@ def _as_method(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _load_rows(load: Callable[[Any], Any], pipeline: Any) -> Any:
-    """Return the rows of a pipeline by its own step *load*; ConfigError where a file is broken."""
+    """
+    Return the rows of a pipeline from its own step *load*; ConfigError if a file cannot be read.
+    """
     with loading_rows(pipeline.args):
         return load(pipeline)
 
@@ -125,7 +127,7 @@ def _replace_padding_free(resolve: Callable[[Any], None], arguments: Any) -> Non
 
 @attrs.frozen
 class _PlannedPipeline:
-    """Steps for ms-swift's training pipeline that plan and train packs, or only skip padding."""
+    """Steps of ms-swift's training pipeline that plan and train packs, or only skip padding."""
 
     checksum: str | None
     """See `install`, also for the next four fields."""
@@ -136,7 +138,9 @@ class _PlannedPipeline:
     take_stored: TakeStored | None
 
     _train: Callable[[Any, Any], Any]
-    """ms-swift's own step `train`; the next two are its steps that encode rows and pack them."""
+    """
+    ms-swift's own step `train`. The next two fields are its own steps that encode and pack rows.
+    """
 
     _encode: Callable[..., Any]
 
@@ -144,12 +148,13 @@ class _PlannedPipeline:
 
     def encode(self, pipeline: Any, *data_sets: Any, **options: Any) -> Any:
         """
-        Encode data sets by ms-swift's step, unless their lengths are stored.
+        Encode data sets by ms-swift's own step, unless their lengths are stored.
 
-        How many rows are left out is printed.
+        The number of rows that are left out is printed.
 
         Raises:
-            DataSetError: It leaves out too many of the rows that are to be packed.
+            DataSetError: ms-swift leaves out a larger share of the training rows than
+                `max_left_out`.
         """
         before = [0 if rows is None else len(rows) for rows in data_sets]
         encoded = self._take_stored(pipeline, data_sets) or self._encode(pipeline, *data_sets, **options)
@@ -160,7 +165,9 @@ class _PlannedPipeline:
         return encoded
 
     def _take_stored(self, pipeline: Any, data_sets: Sequence[Any]) -> list[Any] | None:
-        """Return data sets with their stored lengths; None unless they fit on every rank."""
+        """
+        Return data sets with their stored lengths; None unless stored lengths fit on every rank.
+        """
         arguments, rows, reason = pipeline.args, None, ""
         others = (arguments.cached_dataset, arguments.cached_val_dataset, arguments.predict_with_generate)
         if self.take_stored is None or not arguments.packing or arguments.truncation_strategy == "split" or any(others):
@@ -176,19 +183,19 @@ class _PlannedPipeline:
             if reason := next((text for _, text in found if text), ""):
                 report(f"warning: all rows are measured again: {reason}")
             return None
-        report(f"no row is measured: the lengths of all are stored below {arguments.packplan_output_dir}")
+        report(f"no row is measured: the lengths of all rows are stored below {arguments.packplan_output_dir}")
         pipeline._save_val_dataset(data_sets[1])  # noqa: SLF001  # no public name
         return rows
 
     def _report_left_out(self, arguments: Any, name: str, number: int, num_rows: int) -> None:
-        """Print how many rows are left out; DataSetError if there are too many."""
+        """Print the number of rows left out; DataSetError if it exceeds the allowed share."""
         rows = f"{number:,} of {counted(num_rows, 'row')} of {name} ({number / num_rows:.1%}) {verb_for(number)}"
         text = f"--max_length is {arguments.max_length:,}, and {rows} left out: too long, or not encodable"
         if arguments.packing:
             text += f". To train longer rows, raise --max_length, and set --packing_length {arguments.packing_length}"
             if name == "training" and number > self.max_left_out * num_rows:
                 percent = math.ceil(100 * number / num_rows)
-                raise DataSetError(f"{text}; packplan plugin swift --allow-left-out {percent} leaves them out")
+                raise DataSetError(f"{text}; packplan plugin swift --allow-left-out {percent} leaves these rows out")
         report(f"warning: {text}")
 
     def pack(self, pipeline: Any, data_sets: list[Any]) -> list[Any]:

@@ -23,7 +23,7 @@ from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
 
 _MODELS = ("model", "ref_model", "reward_model", "value_model", "teacher_model")
-"""Attributes of a pipeline of ms-swift that hold a model, or a list of models."""
+"""Attributes of a pipeline of ms-swift whose value is a model, or a list of models."""
 
 
 def follow_plan(
@@ -36,15 +36,15 @@ def follow_plan(
         trainer: Trainer whose training data are `PlannedPacks`.
         attn_impl: `--attn_impl` of the command. None takes the fastest attention that passes the
             probe.
-        row_ranks: Consecutive ranks that share each row.
+        row_ranks: Number of consecutive ranks that share each row.
         degrees: See `make_schedule`.
-        check: Compare the first pack with its samples alone, before the first step.
+        check: Whether the first pack is compared with its samples alone, before the first step.
 
     Raises:
         ArgumentError: A setting contradicts the plan.
-        MismatchError: Ranks have different plans or rows. In training: the first pack trains
-            differently from its samples alone.
-        ModelError: The probe fails, since samples of a row influence each other.
+        MismatchError: Ranks have different plans or rows. Training raises it if the first pack
+            trains differently from its samples alone.
+        ModelError: The probe fails: samples of a row influence each other.
     """
     packs, eval_packs, sharing = trainer.train_dataset, _eval_packs(trainer), row_ranks if degrees == 1 else degrees
     refuse_plan_conflicts(trainer, row_ranks=sharing, evaluates=eval_packs is not None)
@@ -90,13 +90,14 @@ def make_schedule(plan: Plan, args: Any, *, world_size: int, degrees: int | Lite
     Return the schedule of a plan under ms-swift's training arguments.
 
     Args:
-        plan: The packs.
+        plan: Plan of the training rows.
         args: Training arguments of any trainer of ms-swift.
-        world_size: Data-parallel ranks: processes, or groups of processes that share each row.
-        degrees: Most ranks that share a long pack, as in `Plan.schedule`.
+        world_size: Number of data-parallel ranks: processes, or groups of processes that share each
+            row.
+        degrees: Maximum number of ranks that share a long pack, as in `Plan.schedule`.
 
     Raises:
-        ArgumentError: *degrees* is impossible for the ranks.
+        ArgumentError: *degrees* is not a power of two that divides the number of ranks.
     """
     tokens = None if degrees == 1 else plan.packs.loads(plan.lengths)
     aligned = align_plan(
@@ -119,13 +120,15 @@ def make_schedule(plan: Plan, args: Any, *, world_size: int, degrees: int | Lite
 
 
 def _eval_packs(trainer: Any) -> PlannedPacks | None:
-    """Return the evaluation packs; None without them, or if the trainer is no Seq2SeqTrainer."""
+    """
+    Return the evaluation packs; None if there are none, or if the trainer is not a Seq2SeqTrainer.
+    """
     packs = trainer.eval_dataset
     return packs if isinstance(trainer, Seq2SeqTrainer) and isinstance(packs, PlannedPacks) else None
 
 
 class _PlannedSwiftTraining(StopsAtNonFinite, ServesPacks):
-    """Methods of a trainer of ms-swift that serves planned packs."""
+    """Mixin that makes a trainer of ms-swift load and train planned packs."""
 
     fixed_arguments = PREFERENCE_ARGUMENTS
     is_fsdp_enabled: bool
@@ -137,7 +140,10 @@ class _PlannedSwiftTraining(StopsAtNonFinite, ServesPacks):
 
     @contextmanager
     def prepared(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield inputs as the trainer prepares them, with the hooks that its template needs."""
+        """
+        Yield the inputs after the trainer's preparation, while the hooks of its template are
+        active.
+        """
         with self.template.forward_context(self.model, inputs), super().prepared(inputs) as prepared:
             yield prepared
 

@@ -1,8 +1,9 @@
 """
-ms-swift's training arguments, made from a run's configuration and tried before measuring.
+Training arguments of ms-swift, made from a run's configuration and tested before measuring.
 
-Settings that ms-swift would silently ignore are refused. Other errors are its own, about a name, a
-number or a missing package. `installed_keys` is the source of the table of `trainer_keys`.
+Settings that ms-swift would silently ignore are refused. Other errors come from ms-swift: a wrong
+name, a wrong number or a missing package. `installed_keys` makes the table of keys for the module
+`trainer_keys`.
 """
 
 import re
@@ -54,11 +55,11 @@ def shards_weights(arguments: TrainingArguments) -> bool:
 
 def make_training_arguments(config: RunConfig, *, gradient_accumulation_steps: int) -> TrainingArguments:
     """
-    Return the training arguments of ms-swift's own arguments; ConfigError if it refuses them.
+    Return the training arguments that ms-swift makes from a run; ConfigError if it refuses them.
 
     Args:
         config: Configuration of the run.
-        gradient_accumulation_steps: Batches of a rank in one optimizer step.
+        gradient_accumulation_steps: Number of batches of each rank in an optimizer step.
     """
     training = config.training
     defaults: dict[str, Any] = {
@@ -103,7 +104,7 @@ def make_training_arguments(config: RunConfig, *, gradient_accumulation_steps: i
 
 
 def yield_setting_faults(arguments: Any) -> Iterator[Fault]:
-    """Try training arguments that would otherwise fail late; yield a fault for each that fails."""
+    """Yield a fault for each training argument that would otherwise fail only during training."""
     for (key, *others), use in _TRIALS.items():
         try:
             use(arguments)
@@ -151,7 +152,9 @@ _TRIALS: dict[tuple[str, ...], Callable[[Any], None]] = {
     ("report_to",): _try_reporters,
     ("max_shard_size",): _try_shard_size,
 }
-"""Key, and keys that it is used with -> function that uses them, or raises."""
+"""
+Key, and other keys that are used with it -> function that raises an error if their values fail.
+"""
 
 
 def installed_keys() -> dict[str, TrainerKey]:

@@ -1,4 +1,4 @@
-"""Checkpoints: which one a run resumes from, the digests of its files, and the resume state."""
+"""Choice of the checkpoint that a run resumes from, digests of its files, and its resume state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ATTENTION = "packplan_attention"
 _AGAIN = f"{COPY_AGAIN} (last takes the newest complete one)"
 """Advice about a damaged file."""
 
-_FRESH = "to start again from its weights, set model.model to it"
+_FRESH = "to start again from its weights, set model.model to this folder"
 """Advice about a checkpoint that this run cannot resume from."""
 
 _OTHER_VARIANT = f"but another custom.trainer_variant made it: restore that; {_FRESH}"
@@ -52,14 +52,14 @@ _CHUNK = 2**20
 
 _DIGESTS = "packplan_digests_*.json"
 """
-Pattern of the files with digests in a checkpoint, one file per rank. Each has the number of these
-files, and the SHA-256 of a share of the checkpoint's other files, by name.
+Pattern of the names of digest files in a checkpoint, one file per rank. Each digest file has the
+number of digest files, and the SHA-256 of a share of the other files by name.
 """
 
 
 @attrs.frozen
 class Checkpoint(Generic[State]):
-    """Checkpoint to resume from, with the resume state that it holds."""
+    """Checkpoint to resume from, with its resume state."""
 
     folder: str
 
@@ -81,20 +81,20 @@ def find_checkpoint(
     """
     Return the checkpoint that a run resumes from.
 
-    Every rank calls this, and reads a share of the files.
+    Every rank has to call this function, and reads a share of the checkpoint's files.
 
     Args:
         checkpoint: Folder of a checkpoint, or `last` for the newest intact one of this run in
             *output_dir*.
         output_dir: Output folder of the run.
-        group: Ranks of the run, which take the same checkpoint.
+        group: Ranks of the run, which all resume from the same checkpoint.
         state_class: Class of the checkpoint's resume state.
         differences: Function that returns the differences of a resume state from this run; None
             accepts any run.
 
     Raises:
         ConfigError: There is no such checkpoint, it is damaged, or it has no resume state.
-        StaleError: The checkpoint is of another run; with `last`, no intact one is of this run.
+        StaleError: The checkpoint is from another run; with `last`, every intact checkpoint is.
     """
     stale: StaleError | None = None
     passed = dict[str, list[Path]]()  # reason -> folders
@@ -110,14 +110,14 @@ def find_checkpoint(
             return found
         if stale is not None and checkpoint != "last":
             raise stale
-        reason = reason or "but another rank cannot read it as it was saved: see its message"
+        reason = reason or "but another rank finds a fault in it: see the message of that rank"
         if checkpoint != "last":
             raise ConfigError.for_key(CHECKPOINT_KEY, f"is {checkpoint}, {reason}")
         passed.setdefault(reason, []).append(folder)
     _warn_of_passed(passed)
     if stale is not None:
         raise stale
-    raise ConfigError.for_key(CHECKPOINT_KEY, f"finds no complete checkpoint in {output_dir}: remove it to start again")
+    raise ConfigError.for_key(CHECKPOINT_KEY, f"finds no complete checkpoint in {output_dir}: remove the key to restart")
 
 
 def saved_plans(checkpoint: str, output_dir: str) -> frozenset[str]:
@@ -137,7 +137,7 @@ def _candidates(checkpoint: str, output_dir: str) -> Iterator[Path]:
 
 
 def _warn_of_passed(passed: Mapping[str, list[Path]]) -> None:
-    """Name the checkpoints that `last` skips in one warning, the newest for each reason."""
+    """Log one warning about checkpoints that `last` skips; it names the newest for each reason."""
     changes = (
         f"{folders[0]}{f' and {len(folders) - 1:,} older' * (len(folders) > 1)} "
         f"{verb_for(len(folders), 'is passed over: it', 'are passed over: each')} is a folder {reason}"
@@ -148,17 +148,17 @@ def _warn_of_passed(passed: Mapping[str, list[Path]]) -> None:
 
 
 def progress_entry(state: ResumeState | StreamState) -> dict[str, Any]:
-    """Return the entry of the trainer's state that holds a resume state."""
+    """Return the entry of the trainer's state that stores a resume state."""
     return {PROGRESS: {"args": {}, "attributes": {"progress": seal(to_plain(state))}}}
 
 
 def attention_entry(attn_impl: str) -> dict[str, Any]:
-    """Return the entry of the trainer's state that holds the name of the attention."""
+    """Return the entry of the trainer's state that stores the name of the attention."""
     return {_ATTENTION: {"attn_impl": attn_impl}}
 
 
 def remove_digests(folder: Path) -> None:
-    """Remove the digests in a checkpoint folder before its files are overwritten."""
+    """Remove the digest files of a checkpoint folder, before its other files are overwritten."""
     for file in folder.glob(_DIGESTS):
         file.unlink()
 
@@ -168,8 +168,8 @@ def write_digests(folder: Path, *, share: int, num_shares: int) -> None:
     Write the digests of a share of the files in a checkpoint.
 
     Args:
-        folder: The checkpoint, complete except for the trainer's state.
-        share: Number of this share, from 0; each rank has its own.
+        folder: Folder of the checkpoint, complete except for the trainer's state.
+        share: Index of this rank's share, from 0.
         num_shares: Number of ranks that write to the folder.
     """
     # The trainer's state is written last; an existing one belongs to an overwritten checkpoint.
@@ -198,7 +198,7 @@ def _hash_files(folder: Path, names: Iterable[str], *, share: int, num_shares: i
 
 
 def _find_damage(folder: Path, group: RankGroup) -> str | None:
-    """Verify this rank's share of a checkpoint's files; return a text on the damage, or None."""
+    """Verify this rank's share of a checkpoint's files; return a clause about damage, or None."""
     started = time.perf_counter()
     stored: dict[str, str] = {}
     try:
@@ -221,10 +221,12 @@ def _find_damage(folder: Path, group: RankGroup) -> str | None:
 
 
 def _read_checkpoint(folder: Path, state_class: type) -> Checkpoint[Any] | str:
-    """Read a checkpoint without its weights; return the reason instead if it cannot be resumed."""
+    """
+    Return a checkpoint, read without its weights, or the reason why it cannot be resumed from.
+    """
     if not (folder / STATE).is_file():
         torn = f"but it has no {STATE}: it is not a checkpoint, or was being written when the run ended"
-        return torn if folder.exists() else "but that folder does not exist: name a checkpoint's"
+        return torn if folder.exists() else "but that folder does not exist: name the folder of a checkpoint"
     try:
         state = read_trainer_state(folder)
         progress, attention = find_progress(state), state["stateful_callbacks"].get(_ATTENTION)
@@ -237,7 +239,7 @@ def _read_checkpoint(folder: Path, state_class: type) -> Checkpoint[Any] | str:
     except (CorruptArtefactError, ValueError) as error:
         return f"but its {STATE} is damaged: {getattr(error, 'reason', error)}"
     if not any(folder.glob(_DIGESTS)):
-        return "but it holds weights alone (save_only_model): to start again from them, set model.model to it"
+        return "but it holds weights alone (save_only_model): to start again from them, set model.model to this folder"
     return Checkpoint(str(folder), resume_state, attention["attn_impl"])
 
 

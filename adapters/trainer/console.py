@@ -1,7 +1,8 @@
 """
-Console of a run: a bar on a terminal, and one line for each log, evaluation and checkpoint.
+Console of a run: a progress bar on a terminal, and a line for each log, evaluation and checkpoint.
 
-Every number goes to `logging.jsonl` and the services of `report_to`.
+All numbers, also those that the console omits, are written to `logging.jsonl` and sent to the
+services of `report_to`.
 """
 
 import logging
@@ -28,7 +29,7 @@ STEP = MappingProxyType(
         "remaining_time": "{} left",
     }
 )
-"""Logged number -> its text in the line of a logging step."""
+"""Name of a logged number -> its format in the line of a logging step."""
 
 OTHERS = MappingProxyType(
     {
@@ -38,18 +39,20 @@ OTHERS = MappingProxyType(
         "train_runtime": "trained in {:.1f} s",
     }
 )
-"""Logged number -> its text in the line of an evaluation, or of the end."""
+"""Name of a logged number -> its format in the line after an evaluation, or after training."""
 
 
 class RunConsole(ProgressCallbackNew):  # type: ignore[misc]  # its library has no types
-    """Callback that replaces the callbacks of ms-swift, which print all numbers of a step."""
+    """
+    Callback for the console, in place of ms-swift's callbacks, which print all numbers of a step.
+    """
 
     def __init__(self, *, draws: bool) -> None:
         """
         Prepare the console.
 
         Args:
-            draws: Whether a terminal shows a bar.
+            draws: Whether to show a progress bar if the standard error stream is a terminal.
         """
         super().__init__()
         self._draws = draws and sys.stderr.isatty()
@@ -71,7 +74,7 @@ class RunConsole(ProgressCallbackNew):  # type: ignore[misc]  # its library has 
             self._bar.update(done=state.global_step)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **_: Any) -> None:  # noqa: ARG002
-        """Show the batches of an evaluation."""
+        """Show the number of batches that an evaluation has computed."""
         self._num_evaluated += 1
         if self._bar is not None and has_length(eval_dataloader):
             self._bar.update(text=f"evaluating {self._num_evaluated:,}/{len(eval_dataloader):,}")
@@ -83,7 +86,7 @@ class RunConsole(ProgressCallbackNew):  # type: ignore[misc]  # its library has 
             self._bar.update(text=self._numbers)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **options: Any) -> None:
-        """Write all numbers, and show those that have a text for people."""
+        """Write all numbers to `logging.jsonl`, and show those that have a format."""
         super().on_log(args, state, control, logs, **options)
         numbers = logs | {"remaining_time": " ".join(logs["remaining_time"].split()[:2])}  # two units of time
         step = numbers_text(numbers, STEP if "loss" in logs else OTHERS)
@@ -95,7 +98,7 @@ class RunConsole(ProgressCallbackNew):  # type: ignore[misc]  # its library has 
         log.debug("%s", logs)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Show which checkpoint was saved."""
+        """Log the name of the checkpoint that was saved."""
         self._log_line(state, f"saved checkpoint-{state.global_step}")
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
@@ -108,7 +111,7 @@ class RunConsole(ProgressCallbackNew):  # type: ignore[misc]  # its library has 
         log.info("step %s/%s  %s", f"{state.global_step:,}".rjust(len(end)), end, text)
 
     def close(self) -> None:
-        """Remove the bar, also where training was interrupted."""
+        """Remove the progress bar, also after an interrupted training."""
         if self._bar is not None:
             self._bar.close()
         self._bar = None
@@ -116,7 +119,7 @@ class RunConsole(ProgressCallbackNew):  # type: ignore[misc]  # its library has 
 
 def numbers_text(logs: Mapping[str, Any], texts: Mapping[str, str]) -> str:
     """
-    Return the logged numbers that have a text, in the order of the texts.
+    Return the logged numbers that have a format in *texts*, formatted and in the order of *texts*.
 
     >>> numbers_text({"loss": 6.2925, "grad_norm": 2.1, "fill": 0.984}, STEP)
     'loss 6.2925  fill 0.984'

@@ -1,10 +1,10 @@
 """
 Comparison of training on a pack with transformers' results for each of its samples alone.
 
-The pack passes all stages of training: data set, collator, the trainer's preparation, ms-swift's
-hooks. The reference passes none of them: each sample is encoded alone, the model itself makes the
-positions, and the only mask is the causal one. The reference always uses transformers' own
-attention, so that a fault in this project's attention is found, not repeated.
+The pack passes through all stages of training: data set, collator, the trainer's preparation,
+ms-swift's hooks. The reference skips these stages: each sample is encoded alone, the model itself
+computes position ids, and the only mask is the causal one. The reference always uses transformers'
+own attention, so that a fault in this project's attention is found, not repeated.
 """
 
 import contextlib
@@ -33,17 +33,20 @@ from packplan.core.errors import PackplanError
 _ROWS = ("text", "temporal", "height", "width")
 
 _READERS = 8
-"""Most samples, spread evenly over a pack, whose dependence on other samples is computed."""
+"""
+Maximum number of samples of a pack whose dependence on other samples is computed; they are spread
+evenly.
+"""
 
 
 @attrs.frozen(eq=False)
 class PackComparison:
-    """Comparison of a trainer's packs with their samples alone: results and gradients."""
+    """Comparison of a trainer's packs with their samples alone, by results and gradients."""
 
     trainer: PlanTrainer
 
     encode: Callable[[int], dict[str, Any]]
-    """Function that encodes the sample of an index again."""
+    """Function that takes the index of a sample, and encodes the sample again."""
 
     @property
     def no_gradients_reason(self) -> str | None:
@@ -56,19 +59,19 @@ class PackComparison:
     @property
     def limit(self) -> float:
         """
-        Largest difference of logits and gradients that is allowed, if the same experts are chosen.
+        Largest allowed difference of logits and gradients, if routers choose the same experts.
         """
         return difference_limit(self.trainer.model, self.trainer.precision, experts=False)
 
     def deviations(self, pack: int) -> Iterator[Deviation]:
         """
-        Yield how a pack deviates from its samples alone.
+        Yield each deviation of a pack from its samples alone.
 
         Args:
             pack: Pack index.
 
         Raises:
-            PackplanError: A sample is not the planned one.
+            PackplanError: An encoded sample differs from its plan.
         """
         with evaluation_mode(self.trainer.model):  # dropout would add differences
             yield from self._compare(pack)
@@ -117,7 +120,10 @@ class PackComparison:
 
     @contextlib.contextmanager
     def _prepared_pack(self, collated: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield inputs that the trainer prepares from a pack; its hooks are active in the block."""
+        """
+        Yield the inputs that the trainer prepares from a pack, while the trainer's hooks are
+        active.
+        """
         trainer = self.trainer
         with trainer.media_hook(), trainer.template.forward_context(trainer.model, dict(collated)):
             yield trainer._prepare_inputs(dict(collated))  # noqa: SLF001  # what training does, and no less
@@ -149,7 +155,9 @@ class PackComparison:
         return [attrs.evolve(one, weights=one.weights / total) for one in samples if one.weights is not None]
 
     def _own_positions(self, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """Return a sample's positions as the model makes them: 4 rows for vision models, else 1."""
+        """
+        Return a sample's position ids as the model computes them: 4 rows in vision models, else 1.
+        """
         text = torch.arange(inputs["input_ids"].shape[1], device=inputs["input_ids"].device)[None]
         rope = find_rope_index(self.trainer.model)
         if rope is None:
@@ -167,7 +175,8 @@ def _to_device(device: torch.device, batch: Mapping[str, Any]) -> dict[str, Any]
 
 def _split_pixels(encoded: Sequence[Mapping[str, Any]], collated: dict[str, Any]) -> list[tuple[GradientEdge, int]]:
     """
-    Rebuild pixels in *collated* of a leaf per sample; return gradient edges and sample numbers.
+    Rebuild the pixels in *collated* from one leaf tensor per sample. Return the gradient edge of
+    each leaf, with the number of its sample.
     """
     own: list[tuple[GradientEdge, int]] = []
     for medium in (IMAGES, VIDEOS):
@@ -186,7 +195,9 @@ def _split_pixels(encoded: Sequence[Mapping[str, Any]], collated: dict[str, Any]
 
 
 def _diff_rows(pack: int, index: int, own: torch.Tensor, packed: torch.Tensor) -> Iterator[Deviation]:
-    """Yield a deviation for each row of a sample's positions; a missing row differs everywhere."""
+    """
+    Yield a deviation for each row of a sample's position ids; a missing row differs everywhere.
+    """
     rows = packed.reshape(-1, packed.shape[-1])
     # A vision model takes four rows, the text's first; with three rows, that one is missing.
     missing = len(own) - len(rows)

@@ -1,10 +1,10 @@
 """
-Packs become batches of the trainer:
+Steps that turn packs into batches of the trainer:
 
-1. `PackBatches` names the next packs of this rank, in the order of the schedule.
-2. `PackedDataset` encodes their samples again, and compares each with the plan.
-3. `Collator` lets ms-swift join them into one row, whose positions start again with each sample,
-   and weighs their tokens.
+1. `PackBatches` yields the indices of this rank's next packs, in the order of the schedule.
+2. `PackedDataset` encodes the samples of these packs again, and compares each sample with the plan.
+3. `Collator` lets ms-swift join the samples into one row, whose positions start again with each
+  sample, and computes the loss weights of the tokens.
 4. `PackLoader` of `adapters/loaders/packs.py` moves the batch to the device, and raises errors that
    loader workers returned.
 """
@@ -30,15 +30,15 @@ from packplan.core.packs import Packs
 from packplan.core.samples.tables import Table
 
 _POWERS = {"token": 0.0, "sample": -1.0, "sqrt": -0.5}
-"""Reduction -> power p: a token weighs n ** p in a sample of n supervised tokens."""
+"""Reduction -> power p: in a sample of n supervised tokens, the weight of a token is n ** p."""
 
 
 class PackedDataset(Dataset[PackOfRows | PackplanError]):
     """
     Data set of packs: item k has the encoded samples of pack k.
 
-    An error is returned, not raised. Raised in a loader's worker process, it would lose its type
-    and fields. The loader raises it.
+    Errors are returned, and the loader raises them. An error that is raised in a loader's worker
+    process would lose its type and fields.
 
     Attributes:
         degrees: Number of ranks that share each pack of an evaluation; None if no pack is shared.
@@ -48,7 +48,7 @@ class PackedDataset(Dataset[PackOfRows | PackplanError]):
 
     def __init__(self, encoder: SwiftEncoder, packs_of: Callable[[int], Packs], table: Table, *, packed: bool) -> None:
         """
-        Serve the packs of an epoch, which `set_epoch` selects.
+        Store the sources of packs; `set_epoch` then selects the packs of an epoch.
 
         Args:
             encoder: Encoder of samples, which compares them with the plan.
@@ -64,7 +64,7 @@ class PackedDataset(Dataset[PackOfRows | PackplanError]):
         self.packs = self.packs_of(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes that a loader's worker process needs: it serves one epoch."""
+        """Return the attributes that a loader's worker process needs for the packs of one epoch."""
         return {**vars(self), "packs_of": None}
 
     def __len__(self) -> int:
@@ -87,15 +87,17 @@ Reduction = Literal["token", "sample", "sqrt"]
 
 @attrs.frozen
 class Collator:
-    """Collator that makes a packed or padded batch of packs, whatever the template is set to."""
+    """
+    Collator that makes a packed or padded batch of packs, whatever the template's own setting is.
+    """
 
     template: Template
 
     packed: bool
-    """Whether all samples share one row; if not, each has its own padded row."""
+    """Whether all samples share one row; if not, each sample has its own padded row."""
 
     reduction: Reduction = "token"
-    """Weighting of samples of unequal length in the loss, as `loss_weights` has it."""
+    """Weighting of samples of unequal length in the loss; see `loss_weights`."""
 
     def __call__(self, items: list[PackOfRows | PackplanError]) -> Batch | PackplanError:
         """Return a batch of packs, or the first item that is an error."""
@@ -142,9 +144,11 @@ def replace_packing(template: Template, *, packed: bool) -> Iterator[None]:
 
 def fill_token_weights(packs: Sequence[Sequence[Any]]) -> list[list[Sample]]:
     """
-    Return the samples of packs; if any has token weights, others get weight 1 at supervised tokens.
+    Return the samples of packs, all with token weights if any sample has them. A sample without
+    token weights gets weight 1 at supervised tokens, and 0 at other tokens.
 
-    ms-swift would otherwise join the existing weights without gaps.
+    Otherwise ms-swift would join the existing weights without gaps, and so shift them to other
+    tokens.
     """
     if not any("loss_scale" in sample for pack in packs for sample in pack):
         return list(map(list, packs))
@@ -158,18 +162,19 @@ def loss_weights(
     labels: torch.Tensor, starts: torch.Tensor, *, reduction: Reduction, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
     """
-    Return the weight of each label in the loss, 0 if it is ignored; the step's loss is their mean.
+    Return the weight of each label in the loss, which is 0 for ignored labels. The loss of a step
+    is the weighted mean of its tokens' losses.
 
     The reduction `token` gives equal weight to every token, and `sample` to every sample. `sqrt`
-    lies between (square averaging in InternVL 2.5, 2024): a token in a sample of n supervised
-    tokens weighs n ** -0.5. With *scale*, n is the sum of a sample's scale, and each weight is
-    multiplied by its scale.
+    lies between the two (square averaging in InternVL 2.5, 2024): in a sample of n supervised
+    tokens, the weight of a token is n ** -0.5. With *scale*, n is the sum of *scale* over the
+    sample, and the weight of each token is multiplied by its value in *scale*.
 
     Args:
         labels: Labels of shape (rows, length).
-        starts: Mask of samples' first tokens, each row's first included; bool of the labels' shape.
+        starts: Mask of the first token of each sample, and of each row; bool, of the labels' shape.
         reduction: Weighting of samples of unequal length.
-        scale: Weight of each label by itself, of the labels' shape; None for 1.
+        scale: Factor of each label's weight, of the labels' shape; None for 1.
     """
     counted = (labels != IGNORED_LABEL).float()
     if scale is not None:
@@ -193,7 +198,7 @@ def prepare_worker(number: int, *, num_workers: int, rank: int) -> None:
 
     Args:
         number: Index of the worker, from 0.
-        num_workers: Workers of each rank.
+        num_workers: Number of workers of each rank.
         rank: Rank that the worker loads for.
     """
     end_with_parent()

@@ -35,10 +35,10 @@ def open_model(
 
     Args:
         model: Model to load.
-        training: Freezes and adapters of the run.
+        training: Settings of the run for frozen weights and adapters.
         attention: Attention of the run.
-        device: Device of the weights; None leaves it to FSDP or DeepSpeed, which shards them.
-        outline: Whether to read config.json alone, and leave the weights on the device `meta`.
+        device: Device of the weights; None if FSDP or DeepSpeed will shard and place the weights.
+        outline: Whether to read only config.json, and leave the weights on the device `meta`.
     """
     _refuse_quantisation(model, on_cpu=device is None or device.type == "cpu")
     arguments = run_arguments(model, training)
@@ -78,11 +78,11 @@ def open_model(
 
 
 def _refuse_quantisation(model: ModelConfig, *, on_cpu: bool) -> None:
-    """Raise ConfigError if a run quantises and this machine cannot."""
+    """Raise ConfigError if a run quantises its model, but this machine cannot."""
     if model.quant_method is None:
         return
     if on_cpu:
-        raise ConfigError.for_key("model.quant_method", "works on a GPU alone: remove it, or train on a GPU")
+        raise ConfigError.for_key("model.quant_method", "works only on a GPU: remove it, or train on a GPU")
     if find_spec("bitsandbytes") is None:
         reason = "needs the package bitsandbytes, which is not installed: install it, or remove the key"
         raise ConfigError.for_key("model.quant_method", reason)
@@ -93,8 +93,8 @@ def _refusing_missing_weights(folder: str) -> Iterator[None]:
     """
     Refuse a model loaded in this context if its files lack some of its weights.
 
-    transformers draws missing weights at random, and only logs them. The names in its log are all
-    needed: it leaves out tied weights, and weights that a model may lack.
+    transformers initialises missing weights at random, and only logs their names. Every weight that
+    it logs is needed, since its log leaves out tied weights and optional weights.
     """
     report, missing = modeling_utils.log_state_dict_report, set[str]()
 

@@ -5,38 +5,36 @@ It adds fixes without which training goes wrong silently:
 
 - the fourth row of position ids, which keeps samples apart
 - a loss normaliser over all ranks
-- noise of NEFTune that is scaled by each sample, not by its row
-- an evaluation that weighs tokens instead of packs
-- weights that resume exactly as they were saved
-- errors that reach the caller
-- a clean end on SIGTERM
-- an end before saving, once a loss, gradient or weight is not finite
+- NEFTune noise that is scaled for each sample, not for a whole row
+- an evaluation loss that is a mean over tokens, not over packs
+- weights that are restored exactly as they were saved
+- errors of loader processes that reach the caller
+- a checkpoint and a clean end on SIGTERM
+- an error before saving, if a loss, gradient or weight is not finite
 
-With a plan, the packs of a step pass these methods, from top to bottom. `PlanTrainer`,
-`FollowsSchedule`, `CheckedTrainer` and `ComputesPacks` are the classes of a trainer. None has a
-method of another but `__init__` and `_inner_training_loop`, so every other `super()` is ms-swift's
-method, or else transformers' own.
+With a plan, the packs of a step pass through these methods, from top to bottom. The table names the
+class that defines each method: `PlanTrainer` or a base class of it. Only `__init__` and
+`_inner_training_loop` are defined by two of these classes. Every other `super()` calls a method of
+ms-swift or transformers.
 
-| method | class | does |
-|---|---|---|
-| `train` | `CheckedTrainer` | names lost processes of loaders |
-| `_inner_training_loop` | `FollowsSchedule` | starts, or goes on from a checkpoint |
-| `_inner_training_loop` | `ComputesPacks` | scales noise by sample while the loop runs |
-| `get_train_dataloader` | `PlanTrainer` | serves `PackedDataset` in the order of `PackBatches` |
-| `set_initial_training_values` | `FollowsSchedule` | counts steps and epochs by the schedule |
-| `_init_training_state` | `FollowsSchedule` | returns the epoch at which the schedule starts |
-| `_run_epoch` | `FollowsSchedule` | selects the batches that are left of the epoch |
-| `_serve_epoch` | `PlanTrainer` | selects the epoch's packs, and logs their statistics |
-| `__iter__` | `PackLoader` | moves batches to the device, and raises errors that workers returned |
-| `__iter__` | `PackBatches` | yields the pack indices of a batch |
-| `__getitem__` | `PackedDataset` | encodes the samples of a pack, and compares them with the plan |
-| `__call__` | `Collator` | joins samples into a row, or pads them, and weighs their tokens |
-| `get_batch_samples` | `FollowsSchedule` | compares the batches of a step with the schedule |
-| `_get_num_items_in_batch` | `CheckedTrainer` | sums the weights of a step's tokens |
-| `training_step` | `StopsAtNonFinite` | adds up the loss, for the check that it is finite |
-| `_prepare_inputs` | `CheckedTrainer` | adds the row of positions that tells samples apart |
-| `compute_loss` | `ComputesPacks` | weighs the loss, so that a row that ranks share counts once |
-| `compute_loss` | ms-swift's | divides the sum of weighted losses by the step's sum of weights |
+| method | class | does | |---|---|---| | `train` | `CheckedTrainer` | raises an error that names a
+lost loader process | | `_inner_training_loop` | `FollowsSchedule` | starts, or resumes from a
+checkpoint | | `_inner_training_loop` | `ComputesPacks` | scales NEFTune's noise for each sample
+while the loop runs | | `get_train_dataloader` | `PlanTrainer` | loads packs of `PackedDataset` in
+the order of `PackBatches` | | `set_initial_training_values` | `FollowsSchedule` | counts steps and
+epochs by the schedule | | `_init_training_state` | `FollowsSchedule` | returns the epoch at which
+the schedule starts | | `_run_epoch` | `FollowsSchedule` | selects the remaining batches of the
+epoch | | `_serve_epoch` | `PlanTrainer` | selects the epoch's packs, and logs their statistics | |
+`__iter__` | `PackLoader` | moves batches to the device, and raises errors that workers returned | |
+`__iter__` | `PackBatches` | yields the pack indices of a batch | | `__getitem__` | `PackedDataset`
+| encodes the samples of a pack, and compares them with the plan | | `__call__` | `Collator` | joins
+samples into a row, or pads them, and weights their tokens | | `get_batch_samples` |
+`FollowsSchedule` | compares the batches of a step with the schedule | | `_get_num_items_in_batch` |
+`CheckedTrainer` | sums the weights of a step's tokens | | `training_step` | `StopsAtNonFinite` |
+adds up the loss, for the check that it is finite | | `_prepare_inputs` | `CheckedTrainer` | adds
+the row of positions that keeps samples apart | | `compute_loss` | `ComputesPacks` | weights the
+loss, so that a row shared by ranks counts once | | `compute_loss` | ms-swift's | divides the sum of
+weighted losses by the step's sum of weights |
 """
 
 import contextlib
@@ -74,7 +72,7 @@ from packplan.core.ports import RankGroup
 from packplan.core.schedule import EpochStats, PackStats
 
 PLAIN_LOSS = {"router_aux_loss_coef": 0.0, "enable_dft_loss": False}
-"""Training arguments of ms-swift with which the loss is the cross entropy alone."""
+"""Values of ms-swift's training arguments that reduce the loss to the cross entropy."""
 
 _RESTORE = "restore the settings that it was trained with, or name another checkpoint"
 """Advice if a checkpoint belongs to another model or optimizer."""
@@ -84,7 +82,8 @@ class SkipDuplicateFinalEval(TrainerCallback):
     """
     Skips the second evaluation and save after the last step.
 
-    Otherwise ms-swift evaluates and saves at the last step, and again at the end of its epoch.
+    Without this callback, ms-swift evaluates and saves at the last step, and again at the end of
+    the epoch.
     """
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **__: Any) -> None:  # noqa: ARG002
@@ -94,7 +93,7 @@ class SkipDuplicateFinalEval(TrainerCallback):
 
 
 class KeepIntervals(TrainerCallback):
-    """Keeps this run's intervals of logging, saving and evaluation, not a resumed checkpoint's."""
+    """Restores this run's intervals of logging, saving and evaluation after a resume."""
 
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         """Replace intervals that a checkpoint may have restored in *state* by this run's."""
@@ -134,7 +133,9 @@ class WeightSize(TrainerCallback):
     before: float | None = None
 
     def on_train_begin(self, args: Any, *_: Any, model: torch.nn.Module, **__: Any) -> None:
-        """Record the size of the weights, which are loaded and shared out by now."""
+        """
+        Record the root mean square of the weights, which are loaded and sharded at this point.
+        """
         self.before = root_mean_square(model.parameters(), sharded=args.world_size > 1)
 
 
@@ -142,11 +143,10 @@ class CheckedTrainer(StopsAtNonFinite, ComputesPacks, Seq2SeqTrainer):
     """
     ms-swift's trainer on packs, with the fixes that the module's docstring lists.
 
-    Attributes:
-        attention: Attention that trains, stored in checkpoints.
-        learner: Data-parallel rank, and number of them; ranks that share rows are one.
-        last_save: Folder of the last checkpoint that this run saved or resumes from, or None.
-        has_supervised: Whether any step so far had a token with a weight in the loss.
+    Attributes: attention: Attention of the training, whose name is stored in checkpoints. learner:
+    Data-parallel rank, and number of data-parallel ranks. Ranks that share rows count as one.
+    last_save: Folder of the last checkpoint that this run saved or resumes from, or None.
+    has_supervised: Whether any step so far had a token with a weight in the loss.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class CheckedTrainer(StopsAtNonFinite, ComputesPacks, Seq2SeqTrainer):
             attention: See the class.
             packed: Whether the samples of a training pack share a row.
             eval_dataset: Packs of the evaluation's raw plan, or None.
-            learner: See the class; None makes each rank one.
+            learner: See the class; None makes each rank a data-parallel rank.
             reduction: Weighting of samples of unequal length in the loss.
             **options: Options of ms-swift's trainer: model, args, template and train_dataset.
 
@@ -198,7 +198,7 @@ class CheckedTrainer(StopsAtNonFinite, ComputesPacks, Seq2SeqTrainer):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP or DeepSpeed is in use, so that checkpoints may be in parts."""
+        """Whether FSDP or DeepSpeed is in use, so that checkpoints may be sharded."""
         return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
     @property
@@ -208,7 +208,7 @@ class CheckedTrainer(StopsAtNonFinite, ComputesPacks, Seq2SeqTrainer):
 
     @property
     def wait_seconds(self) -> float:
-        """Seconds that training has waited for batches, or made them in this process."""
+        """Seconds in which training has waited for batches, or made batches in this process."""
         return sum(loader.wait_seconds for loader in self._loaders)
 
     @property
@@ -233,7 +233,7 @@ class CheckedTrainer(StopsAtNonFinite, ComputesPacks, Seq2SeqTrainer):
         )
 
     def _open_loader(self, dataset: Any, **options: Any) -> PackLoader:
-        """Return a loader whose worker processes end with this one."""
+        """Return a loader whose worker processes end when this process ends."""
         start = partial(prepare_worker, num_workers=self.args.dataloader_num_workers, rank=self.group.rank)
         options |= self._maybe_multiprocessing_context(self.args)
         return PackLoader(dataset, self.args, worker_init_fn=start, **options)
@@ -300,7 +300,7 @@ class CheckedTrainer(StopsAtNonFinite, ComputesPacks, Seq2SeqTrainer):
 
     def _load_optimizer_and_scheduler(self, *arguments: Any, **options: Any) -> None:
         needed = {*chain(*self.optimizer.param_groups)}
-        fact = f"is {self.last_save}, whose optimizer this run cannot take"
+        fact = f"is {self.last_save}, whose optimizer state this run cannot load"
         with wrap_load_errors(CHECKPOINT_KEY, fact, _RESTORE):
             super()._load_optimizer_and_scheduler(*arguments, **options)
             # The first step would fail on missing settings.
@@ -308,7 +308,9 @@ class CheckedTrainer(StopsAtNonFinite, ComputesPacks, Seq2SeqTrainer):
                 raise ValueError(f"it has no {', '.join(lacking)}, so another training.optim made it")
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
-        """Return the sum of a step's token weights over ranks; `compute_loss` divides by it."""
+        """
+        Return the sum of a step's token weights over all ranks, by which `compute_loss` divides.
+        """
         if self._evaluated is not None:  # inside of `ComputesPacks.evaluation_loop`
             return torch.tensor(self._evaluated.weight or 1.0, device=device)
         weights = [batch[NORMALISER] for batch in batch_samples if self.counts(batch)]
@@ -318,7 +320,7 @@ class CheckedTrainer(StopsAtNonFinite, ComputesPacks, Seq2SeqTrainer):
         return torch.where(total > 0, total, 1.0).to(device, torch.float32)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return the model's inputs on the device, with the positions that tell samples apart."""
+        """Return the model's inputs on the device, with the positions that keep samples apart."""
         if self._evaluated is not None and self._evaluated.next_is_repeated:
             inputs = with_zero_weights(inputs)  # counts in no metric
         rest = {key: value for key, value in inputs.items() if key not in (PACK, NORMALISER)}  # no model takes these
@@ -326,10 +328,10 @@ class CheckedTrainer(StopsAtNonFinite, ComputesPacks, Seq2SeqTrainer):
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
         """
-        Evaluate all packs by their loss alone; return metrics whose means are over tokens.
+        Evaluate all packs by their loss alone, and return metrics that are means over tokens.
 
         Raises:
-            MismatchError: A pack is missing, or another one is served.
+            MismatchError: A pack is missing, or another pack is loaded in its place.
             RunError: The loss is not finite.
         """
         with self.media_hook(), replace_attributes(self.args, prediction_loss_only=True, **PLAIN_LOSS):
@@ -343,7 +345,7 @@ class CheckedTrainer(StopsAtNonFinite, ComputesPacks, Seq2SeqTrainer):
         """
         Inside this context, let ms-swift's hook pass images to the model.
 
-        If the hook is registered already, as it is during `train`, nothing is done.
+        If the hook is registered already, as it is during `train`, the context does nothing.
         """
         if self.template._handles or not self.model_meta.is_multimodal:  # noqa: SLF001  # has no public name
             yield
@@ -355,7 +357,7 @@ class CheckedTrainer(StopsAtNonFinite, ComputesPacks, Seq2SeqTrainer):
             self.template.remove_post_encode_hook()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        fact = f"is {resume_from_checkpoint}, whose weights this run cannot take"
+        fact = f"is {resume_from_checkpoint}, whose weights this run cannot load"
         with wrap_load_errors(CHECKPOINT_KEY, fact, _RESTORE):
             if not self._load_strictly(resume_from_checkpoint, model or self.model):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -366,7 +368,8 @@ class CheckedTrainer(StopsAtNonFinite, ComputesPacks, Seq2SeqTrainer):
 
     def _load_strictly(self, checkpoint: str | None, model: Any) -> bool:
         """
-        Load a checkpoint's full weights by the model's own class, if it can; return whether it did.
+        Load a checkpoint's full weights by the model's own class if possible; return whether they
+        were loaded.
         """
         plain = self.accelerator.unwrap_model(model)
         return checkpoint is not None and not self.is_sharded and load_by_model_class(plain, checkpoint)
@@ -427,6 +430,9 @@ class PlanTrainer(FollowsSchedule, CheckedTrainer):
 
 
 def logit_inputs(prepared: dict[str, Any]) -> dict[str, Any]:
-    """Return the prepared inputs with which a forward pass returns logits and no loss."""
+    """
+    Return prepared inputs without labels and other keys that would make a forward pass compute a
+    loss.
+    """
     others = ("labels", "compute_loss_func", "loss_scale", "text_position_ids", "channel")
     return {key: value for key, value in prepared.items() if key not in others}

@@ -1,4 +1,4 @@
-"""Freezes and adapters of a model, set up by ms-swift's own code."""
+"""Freezing of weights and adding of adapters, by ms-swift's own code."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ def prepare_tuner(model: Any, given: Mapping[str, Any], arguments: RunArguments)
 
     Args:
         model: Model as ms-swift loaded it.
-        given: Keys of `training.` that the run passes on to ms-swift.
+        given: Settings of the section `training` that the run passes on to ms-swift.
         arguments: ms-swift's own arguments of the run.
 
     Returns:
@@ -64,13 +64,13 @@ _MATCHES: Mapping[str, Callable[[str, str], Any]] = {
     "target_modules": _ends_with_module,
     "target_regex": re.search,
 }
-"""Key -> function of its value and the name of a weight or module: whether they match."""
+"""Key -> function that says whether a value of the key matches the name of a weight or module."""
 
 
 def _refuse_unmatched(model: Any, given: Mapping[str, Any]) -> None:
     """
-    Refuse freezes and targets that match no weight, which ms-swift would only log. Refuse targets
-    that match only weights for sound, which no record has.
+    Refuse freezes and targets that match no part of the model, which ms-swift would only log.
+    Refuse targets that match only audio weights, since no record has audio.
     """
     modules, weights = ([name for name, _ in named] for named in (model.named_modules(), model.named_parameters()))
     for key, matches in _MATCHES.items():

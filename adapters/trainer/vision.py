@@ -23,7 +23,7 @@ _SECONDS = "second_per_grid_ts"
 
 
 def plain_model(model: Any) -> Any:
-    """Return the model inside its adapters; without adapters, the model itself."""
+    """Return the model inside its adapters, or the model itself if it has no adapters."""
     if hasattr(model, "adapters"):  # a `SwiftModel`
         return model.base_model
     return model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -31,7 +31,8 @@ def plain_model(model: Any) -> Any:
 
 def token_types(config: Any, input_ids: torch.Tensor) -> torch.Tensor:
     """
-    Return the type of each token, as an array of the same shape: 0 text, 1 images, 2 videos.
+    Return the type of each token, in the shape of *input_ids*: 0 for text, 1 for images, 2 for
+    videos.
 
     Args:
         config: Configuration of a model that takes images.
@@ -49,7 +50,8 @@ def token_types(config: Any, input_ids: torch.Tensor) -> torch.Tensor:
 
 def find_rope_index(model: nn.Module) -> Callable[..., Any] | None:
     """
-    Return the function `get_rope_index` of a model, which gives multimodal positions; or None.
+    Return a model's method `get_rope_index`, which computes multimodal position ids; None if it has
+    none.
     """
     parts: Iterator[Any] = model.modules()
     return next((part.get_rope_index for part in parts if hasattr(part, "get_rope_index")), None)
@@ -61,7 +63,7 @@ def media_inputs(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tens
 
     Args:
         model: Model of transformers, perhaps with adapters.
-        encoded: Sample as its template encodes it, or a padded batch as its collator joins it.
+        encoded: Sample that its template has encoded, or padded batch that its collator has made.
     """
     plain = plain_model(model)
     known = parameter_names(plain.forward) - {"input_ids", "labels", "attention_mask", _POSITIONS}
@@ -82,16 +84,16 @@ def add_media_positions(
     batch: dict[str, Any], template: Template, samples: list[dict[str, Any]], *, packed: bool
 ) -> None:
     """
-    Add multimodal positions to a collated batch, in three rows, if its template makes none.
+    Add three rows of multimodal position ids to a collated batch, if its template computes none.
 
-    The positions of the text are then under `text_position_ids`, as in batches of templates that
-    make both. A key for pixels is added, too.
+    A packed batch then has its text positions under `text_position_ids`, as do batches of templates
+    that compute both kinds. If the key for pixels is missing, it is added with the value None.
 
     Args:
         batch: Batch as ms-swift collates it; changed in place.
         template: Template with its model.
         samples: Encoded samples, in the order of the batch.
-        packed: Whether the samples share one row. If not, each has its own padded row.
+        packed: Whether the samples share one row. If not, each sample has its own padded row.
     """
     batch.setdefault(IMAGES.pixels, None)  # some templates read it unconditionally
     text = batch.get(_POSITIONS)
@@ -113,7 +115,7 @@ def add_media_positions(
 
 def dummy_image(model: nn.Module, template: Template) -> DummyImage:
     """
-    Return a black image for a model, which takes images.
+    Return a black image as an input for a vision model.
 
     Args:
         model: Model that takes images.
@@ -126,7 +128,7 @@ def dummy_image(model: nn.Module, template: Template) -> DummyImage:
     if dummy is None:
         reason = (
             f"is a {type(plain_model(model)).__name__}, which has no function for image features, so a rank without "
-            "images would leave the others waiting: train on one process"
+            "images would leave the other ranks waiting: train on one process"
         )
         raise ConfigError.for_key("model.model", reason)
     return dummy

@@ -175,7 +175,7 @@ def test_quantised_weights_are_refused_on_a_cpu(write_run, capfd):
 
     assert 2 == sft.main([str(path)])
 
-    assert "model.quant_method works on a GPU alone" in capfd.readouterr().err
+    assert "model.quant_method works only on a GPU" in capfd.readouterr().err
 
 
 def export(words):

@@ -33,9 +33,7 @@ from packplan.core.stream import (
 log = logging.getLogger(__name__)
 
 LENGTHS, PROGRESS = "sample_lengths", "reader_progress"
-"""
-Extra keys of a batch: lengths of its samples; progress of its reader.
-"""
+"""Extra keys of a batch: lengths of its samples, and progress of the reader that packed them."""
 
 
 @attrs.frozen
@@ -69,9 +67,8 @@ class StreamDataset(IterableDataset[StreamedPack | ReaderEnd | PackplanError]):
 
     An error is yielded, not raised, as in `PackedDataset`, and ends the stream.
 
-    Attributes:
-        segments: Earlier parts of the epoch, on other numbers of readers.
-        start: Progress of this rank from which an iteration starts.
+    Attributes: segments: Earlier parts of the epoch, which other numbers of readers have read.
+    start: Progress of this rank from which an iteration starts.
     """
 
     def __init__(
@@ -157,7 +154,8 @@ class StreamDataset(IterableDataset[StreamedPack | ReaderEnd | PackplanError]):
 
     def _take_sample(self, item: StreamItem, encoded: dict[int, Sample]) -> Sample:
         """
-        Return an item's sample, from *encoded* or encoded again; StaleError for another length.
+        Return an item's sample, from *encoded* or encoded again; StaleError if its length has
+        changed.
         """
         sample = encoded.pop(item.place, None) or self._encode(item)
         if sample["length"] != item.length:
@@ -177,7 +175,7 @@ class StreamDataset(IterableDataset[StreamedPack | ReaderEnd | PackplanError]):
         level, outcome = logging.WARNING, "skipped; training.packing_allow_single_long: true trains it"
         if self.options.allow_single_long:
             level, outcome = logging.INFO, "a pack of its own"
-        holds = f"{length:,} tokens, where a pack holds {self.options.packing_length:,}"
+        holds = f"{length:,} tokens, but a pack holds {self.options.packing_length:,}"
         log.log(level, "%s: %s: %s", self._record_location(item), holds, outcome)
 
 
@@ -189,7 +187,9 @@ class StreamCollator:
     """Collator of packs."""
 
     def __call__(self, items: list[StreamedPack | ReaderEnd | PackplanError]) -> Batch | ReaderEnd | PackplanError:
-        """Return the batch of the only item; an error or the end of a reader stays as it is."""
+        """
+        Return the batch of the only item, or the item itself if it is an error or a reader's end.
+        """
         (item,) = items
         if isinstance(item, (ReaderEnd, PackplanError)):
             return item

@@ -1,11 +1,11 @@
 """
-Trainer of a stream, whose packs are made during training, so that their number is unknown.
+Trainer of a stream: packs are made during training, so their number is not known before.
 
 Ranks run out of packs at different times. Before each step, one small collective decides whether
-the step takes place. Without `training.packing_drop_last`, steps go on until no rank has a pack
-left. A rank that has none then trains a pack whose tokens have weight 0. With
+the step takes place. Without `training.packing_drop_last`, steps continue until no rank has a pack
+left. Until then, a rank without packs trains a pack whose tokens have weight 0. With
 `training.packing_drop_last`, an epoch ends when any rank has too few packs for a step, and the
-packs left on the others are dropped.
+remaining packs of all ranks are dropped.
 
 A checkpoint has the progress of every reader after its last trained pack. A resumed run prepares
 again the packs that loaders had prepared ahead.
@@ -39,7 +39,7 @@ from packplan.core.stream import RankState, ReaderState, StreamCounts, StreamOpt
 log = logging.getLogger(__name__)
 
 _FEW_UNDERFILLED = 0.05
-"""Share of packs, trained underfilled before an epoch's end, above which a stream warns."""
+"""Share of packs above which a warning is logged if they were underfilled before an epoch's end."""
 
 
 @attrs.frozen
@@ -49,7 +49,7 @@ class StreamTotals:
     counts: StreamCounts
 
     trained: int
-    """Samples in packs that were trained."""
+    """Number of samples in packs that were trained."""
 
     def __str__(self) -> str:
         counts, share = self.counts, self.counts.dropped_tokens / max(1, self.counts.tokens)
@@ -66,7 +66,7 @@ class StreamTotals:
 
 
 class StreamTrainer(CheckedTrainer):
-    """ms-swift's trainer on the packs of a `StreamDataset`."""
+    """ms-swift's trainer for the packs of a `StreamDataset`."""
 
     def __init__(
         self,
@@ -80,7 +80,8 @@ class StreamTrainer(CheckedTrainer):
         Prepare training.
 
         Args:
-            num_epochs: Epochs after which training ends; None ends it after `max_steps`.
+            num_epochs: Number of epochs after which training ends; None ends training after
+                `max_steps`.
             start: Progress of all ranks, and of this rank, from which training starts.
             resume_state: Function that makes a checkpoint's resume state from the progress.
             **options: Options of `CheckedTrainer`; train_dataset is a `StreamDataset`.
@@ -127,7 +128,7 @@ class StreamTrainer(CheckedTrainer):
         """
         Return the packs of the next step; [] after an epoch's last step.
 
-        DataSetError if the epoch had no step.
+        DataSetError is raised if the epoch had no step.
         """
         del num_batches  # a guess of the trainer
         size, batches = self.args.gradient_accumulation_steps, self._note_progress(epoch_iterator)
@@ -146,7 +147,7 @@ class StreamTrainer(CheckedTrainer):
         return window, self._get_num_items_in_batch(window, device)
 
     def _note_progress(self, items: Iterator[Batch | ReaderEnd]) -> Iterator[Batch]:
-        """Yield batches, and note the progress of each reader that serves one or ends."""
+        """Yield batches, and record the latest progress of each reader, also when a reader ends."""
         for item in items:
             progress = item.progress if isinstance(item, ReaderEnd) else item[PROGRESS]
             self._served = (*(one for one in self._served if one.reader != progress.reader), progress)
@@ -154,13 +155,13 @@ class StreamTrainer(CheckedTrainer):
                 yield item
 
     def _request_last_eval_and_save(self) -> None:
-        """Request a last evaluation and save, unless the last step has done them."""
+        """Request a final evaluation and checkpoint, unless the last step has made them."""
         args, state, control = self.args, self.state, self.control
         control.should_evaluate |= args.eval_strategy == "steps" and bool(state.global_step % state.eval_steps)
         control.should_save |= args.save_strategy == "steps" and bool(state.global_step % state.save_steps)
 
     def _weightless_pack(self, window: list[Batch]) -> Batch:
-        """Return a pack whose tokens weigh 0, for a rank that has no packs left."""
+        """Return a pack whose tokens have weight 0, for a rank that has no packs left."""
         # It follows from the window and the data, so that a resumed run draws the same dropout.
         batch = window[-1] if window else self.data_collator.collate([self.train_dataset.filler_pack()])
         return {**with_zero_weights(batch), LENGTHS: (), PROGRESS: ReaderProgress(0, ReaderState())}
@@ -222,7 +223,7 @@ class StreamTrainer(CheckedTrainer):
             Trainer.log(self, logs)
 
     def totals(self) -> StreamTotals:
-        """Return the counts over all epochs; every rank calls this."""
+        """Return the counts over all epochs. Every rank has to call this method."""
         counts = self._earlier + self._epoch_counts()
         *summed, trained = self.sum_over_ranks(torch.tensor([*attrs.astuple(counts), self._trained])).tolist()
         return StreamTotals(StreamCounts(*summed), trained)
@@ -290,7 +291,9 @@ class StreamTrainer(CheckedTrainer):
 
     @contextlib.contextmanager
     def _estimated_total(self) -> Iterator[None]:
-        """Set an estimate of `max_steps` for this context, if epochs end training."""
+        """
+        Inside this context, set `max_steps` to an estimate if a number of epochs ends training.
+        """
         if self.args.max_steps < sys.maxsize:
             yield
             return
@@ -305,7 +308,7 @@ class StreamTrainer(CheckedTrainer):
             self.state.max_steps = sys.maxsize
 
     def _show_no_total(self) -> None:
-        """Make progress bars show no total number of steps, if epochs end training."""
+        """Make progress bars show no total of steps if a number of epochs ends training."""
         for callback in self.callback_handler.callbacks if self.args.max_steps == sys.maxsize else ():
             if (bar := getattr(callback, "training_bar", None)) is not None:
                 bar.total = None
@@ -331,7 +334,7 @@ class StreamTrainer(CheckedTrainer):
         }
 
     def _warn_of_evicted(self, evicted: int) -> None:
-        """Warn once on the first rank if many packs of this run were evicted."""
+        """Log one warning on rank 0 if many packs of this run were evicted."""
         if self.group.rank or self._has_warned or evicted <= max(1, _FEW_UNDERFILLED * self._num_packs):
             return
         self._has_warned, options = True, self.options
