@@ -110,14 +110,14 @@ def find_checkpoint(
             return found
         if stale is not None and checkpoint != "last":
             raise stale
-        reason = reason or "but another rank finds a fault in it: see the message of that rank"
+        reason = reason or "but another rank cannot read it as it was saved: see the message of that rank"
         if checkpoint != "last":
             raise ConfigError.for_key(CHECKPOINT_KEY, f"is {checkpoint}, {reason}")
         passed.setdefault(reason, []).append(folder)
     _warn_of_passed(passed)
     if stale is not None:
         raise stale
-    raise ConfigError.for_key(CHECKPOINT_KEY, f"finds no complete checkpoint in {output_dir}: remove the key to restart")
+    raise ConfigError.for_key(CHECKPOINT_KEY, f"finds no complete checkpoint in {output_dir}: remove the key")
 
 
 def saved_plans(checkpoint: str, output_dir: str) -> frozenset[str]:

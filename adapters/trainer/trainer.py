@@ -17,24 +17,26 @@ class that defines each method: `PlanTrainer` or a base class of it. Only `__ini
 `_inner_training_loop` are defined by two of these classes. Every other `super()` calls a method of
 ms-swift or transformers.
 
-| method | class | does | |---|---|---| | `train` | `CheckedTrainer` | raises an error that names a
-lost loader process | | `_inner_training_loop` | `FollowsSchedule` | starts, or resumes from a
-checkpoint | | `_inner_training_loop` | `ComputesPacks` | scales NEFTune's noise for each sample
-while the loop runs | | `get_train_dataloader` | `PlanTrainer` | loads packs of `PackedDataset` in
-the order of `PackBatches` | | `set_initial_training_values` | `FollowsSchedule` | counts steps and
-epochs by the schedule | | `_init_training_state` | `FollowsSchedule` | returns the epoch at which
-the schedule starts | | `_run_epoch` | `FollowsSchedule` | selects the remaining batches of the
-epoch | | `_serve_epoch` | `PlanTrainer` | selects the epoch's packs, and logs their statistics | |
-`__iter__` | `PackLoader` | moves batches to the device, and raises errors that workers returned | |
-`__iter__` | `PackBatches` | yields the pack indices of a batch | | `__getitem__` | `PackedDataset`
-| encodes the samples of a pack, and compares them with the plan | | `__call__` | `Collator` | joins
-samples into a row, or pads them, and weights their tokens | | `get_batch_samples` |
-`FollowsSchedule` | compares the batches of a step with the schedule | | `_get_num_items_in_batch` |
-`CheckedTrainer` | sums the weights of a step's tokens | | `training_step` | `StopsAtNonFinite` |
-adds up the loss, for the check that it is finite | | `_prepare_inputs` | `CheckedTrainer` | adds
-the row of positions that keeps samples apart | | `compute_loss` | `ComputesPacks` | weights the
-loss, so that a row shared by ranks counts once | | `compute_loss` | ms-swift's | divides the sum of
-weighted losses by the step's sum of weights |
+| method | class | does |
+|---|---|---|
+| `train` | `CheckedTrainer` | raises an error that names a lost loader process |
+| `_inner_training_loop` | `FollowsSchedule` | starts, or resumes from a checkpoint |
+| `_inner_training_loop` | `ComputesPacks` | scales NEFTune's noise for each sample in training |
+| `get_train_dataloader` | `PlanTrainer` | loads `PackedDataset` in the order of `PackBatches` |
+| `set_initial_training_values` | `FollowsSchedule` | counts steps and epochs by the schedule |
+| `_init_training_state` | `FollowsSchedule` | returns the epoch at which the schedule starts |
+| `_run_epoch` | `FollowsSchedule` | selects the remaining batches of the epoch |
+| `_serve_epoch` | `PlanTrainer` | selects the epoch's packs, and logs their statistics |
+| `__iter__` | `PackLoader` | moves batches to the device, and raises errors that workers returned |
+| `__iter__` | `PackBatches` | yields the pack indices of a batch |
+| `__getitem__` | `PackedDataset` | encodes the samples of a pack, and compares them with the plan |
+| `__call__` | `Collator` | joins samples into a row, or pads them, and weights their tokens |
+| `get_batch_samples` | `FollowsSchedule` | compares the batches of a step with the schedule |
+| `_get_num_items_in_batch` | `CheckedTrainer` | sums the weights of a step's tokens |
+| `training_step` | `StopsAtNonFinite` | adds up the loss, for the check that it is finite |
+| `_prepare_inputs` | `CheckedTrainer` | adds the row of positions that keeps samples apart |
+| `compute_loss` | `ComputesPacks` | weights the loss, so that a row shared by ranks counts once |
+| `compute_loss` | ms-swift's | divides the sum of weighted losses by the step's sum of weights |
 """
 
 import contextlib
