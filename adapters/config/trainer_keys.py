@@ -226,6 +226,13 @@ def read_nested_settings(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def settings_file(name: str) -> str:
+    """Return the path of ms-swift's settings file of that name, such as `zero2`; else *name*."""
+    spec = find_spec("swift") if name.isidentifier() and not Path(name).exists() else None
+    file = Path(spec.submodule_search_locations[0], "config", f"{name}.json") if spec else Path()  # type: ignore[index]
+    return str(file) if file.is_file() else name
+
+
 def machine_faults(settings: Mapping[str, Any], *, on_cpu: bool, section: str = "training") -> Iterator[Fault]:
     """
     Yield a fault for each setting that does not work on this machine.

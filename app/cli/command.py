@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TextIO
@@ -333,6 +334,8 @@ def _set_up_logging(*, verbose: bool, quiet: bool) -> None:
     if not verbose:
         for name in ("swift", "transformers", "accelerate"):
             logging.getLogger(name).setLevel(logging.ERROR)
+        # DeepSpeed calls them in each step of each rank.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         # Those that are not yet loaded set their own level then, from these.
         os.environ.setdefault("LOG_LEVEL", "ERROR")
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import swift
 import torch
 from PIL import Image
 from torch import distributed as dist
@@ -55,14 +56,16 @@ def test_fsdp_reaches_ms_swift_as_it_was_written(arguments, monkeypatch):
 
 
 def test_deepspeed_reaches_ms_swift_as_it_was_written(arguments, monkeypatch):
-    """Whether it is installed here or not: key for key."""
+    """Whether it is installed here or not: key for key, or by ms-swift's name of its file."""
     written = {"zero_optimization": {"stage": 3, "overlap_comm": True}, "bf16": {"enabled": "auto"}}
     make = Mock(return_value=Mock(n_gpu=0))
     monkeypatch.setattr(swift_arguments.TrainerFactory, "get_training_args", make)
 
     arguments(deepspeed=written)
-
     assert written == make.call_args.args[0].deepspeed
+
+    arguments(deepspeed="zero2")
+    assert Path(swift.__file__).parent / "config" / "zero2.json" == Path(make.call_args.args[0].deepspeed)
 
 
 @pytest.mark.covers
@@ -79,7 +82,7 @@ def test_deepspeed_reaches_ms_swift_as_it_was_written(arguments, monkeypatch):
             "training.max_grad_norm is 0.5, but .*: add gradient_clipping: auto",
         ),
         ({"deepspeed": "ds.json"}, "remove tensor_parallel"),
-        ({"deepspeed": "zero2"}, "training"),
+        ({"deepspeed": "zero9"}, "training"),
         ({"parallelism_config": {"tp_size": 2}}, "lets ranks share rows"),
         ({"label_smoothing_factor": 0.1}, "is averaged over packs"),
     ],
