@@ -2,15 +2,14 @@
 The epoch schedule of an aligned plan: batches of an optimizer step, and the order of training.
 """
 
-import json
 import logging
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from packplan.adapters.config.trainer_keys import read_nested_settings
 from packplan.core.align import AlignedPlan
 from packplan.core.batch import Accumulation, partial_window, resolve_accumulation
 from packplan.core.config.run import RunConfig
@@ -23,10 +22,6 @@ REDUCES_EACH_BACKWARD = 2
 Lowest ZeRO stage in which ranks wait for each other in each microbatch. Gradients are sharded from
 stage 2 on, weights from stage 3 on.
 """
-
-
-MOST_BYTES = 2**22
-"""Most bytes of a file of DeepSpeed's settings that is read."""
 
 
 def refuse_stream(config: RunConfig) -> None:
@@ -89,15 +84,7 @@ def zero_stage(deepspeed: Any) -> int:
     """
     Return the ZeRO stage in `training.deepspeed`, given as settings or file; 0 if there is none.
     """
-    if isinstance(deepspeed, (str, Path)):
-        try:
-            path = Path(deepspeed)
-            if not path.is_file() or path.stat().st_size > MOST_BYTES:
-                return 0
-            deepspeed = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return 0  # the trainer refuses it, and says why
-    zero = deepspeed.get("zero_optimization") if isinstance(deepspeed, Mapping) else None
+    zero = read_nested_settings(deepspeed).get("zero_optimization")
     stage = zero.get("stage") if isinstance(zero, Mapping) else None
     return stage if isinstance(stage, int) else 0
 
