@@ -11,7 +11,7 @@ install = $(LINKS) $(VENV)/bin/uv pip install --quiet --python $(1)/bin/python $
 WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 MINUTES ?= 10
 # Need ms-swift and DeepSpeed, which the environment of the newest trainers lacks.
-PAGE := tests/hosts/test_swift_page.py tests/hosts/test_sharded_weights.py
+PAGE := tests/hosts/test_swift_page.py tests/hosts/test_sharded_weights.py tests/e2e/test_zero.py
 # Needs the site, which has an environment of its own.
 SITE := tests/docs/test_site.py
 # Tests start processes of their own: more threads than cores only slow them down.
@@ -44,7 +44,7 @@ newest:
 	HOST_PYTHON=$(abspath $(HOSTS)/bin/python) $(HOSTS)/bin/python -m pytest --durations=10 tests/hosts
 
 pinned:
-	EVERY_CELL=1 $(RUN) -m pytest --durations=10 $(PAGE) tests/e2e/test_zero.py tests/e2e/test_bench.py
+	EVERY_CELL=1 $(RUN) -m pytest --durations=10 $(PAGE) tests/e2e/test_bench.py::test_a_benchmark_has_figures_of_every_row
 
 $(HOSTS)/.ready: $(READY) Makefile $(wildcard docs/use-it-in/*.md)
 	@echo "Setting up $(HOSTS), once."

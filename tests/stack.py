@@ -7,6 +7,7 @@ import importlib
 # Looking at a million objects again and again that live as long as the process costs 1.3 s of 8.
 gc.disable()
 
+import datasets  # noqa: E402
 import deepspeed  # noqa: E402
 import PIL.Image  # noqa: E402
 from swift.model import model_meta  # noqa: E402
@@ -34,6 +35,9 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 model_meta.get_matched_model_meta = functools.cache(model_meta.get_matched_model_meta)
 # transformers writes each configuration out, for a log that is off: an eighth of a run's time.
 PreTrainedConfig.__repr__ = object.__repr__
+# A pool for each map takes a third of a run, and its fork would wait for threads of others.
+mapped = datasets.Dataset.map
+datasets.Dataset.map = lambda *args, **options: mapped(*args, **options | {"num_proc": None})
 # Compiles 700 expressions, once in a process that loads or saves a model.
 get_checkpoint_conversion_mapping("qwen2")
 

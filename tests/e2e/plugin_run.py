@@ -49,17 +49,14 @@ def main(commands: list[tuple[str, str, list[str]]], folder: str) -> None:
 
     In a folder of its name, each writes what `Spy` writes, what it says, and its log, or its error.
     """
-    from datasets import Dataset
     from swift.pipelines import pretrain_main, rlhf_main, sft_main
 
     from packplan.app import plugin
     from packplan.app.plan.__main__ import main as plan
 
     tasks = {"sft": sft_main, "pt": pretrain_main, "rlhf": rlhf_main, "plan": plan, "plugin": plugin.main}
-    spy, mapped = Spy(folder), Dataset.map
+    spy = Spy(folder)
     start_adapters_alike()
-    # A pool of one process for each map takes a third of a run.
-    Dataset.map = lambda rows, *args, **options: mapped(rows, *args, **(options | {"num_proc": None}))
     for name, task, words in commands:
         spy.folder = Path(folder, name)
         spy.folder.mkdir(exist_ok=True)

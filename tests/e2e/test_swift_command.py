@@ -51,11 +51,10 @@ SCHEDULE = {
 
 @pytest.fixture(autouse=True, scope="module")
 def _own_caches(tmp_path_factory, demo):
-    """Keep caches in the test, and map rows here: a fork would wait for others' threads."""
-    tokenizer, mapped = AutoTokenizer.from_pretrained(demo / "models" / "qwen2_5_vl"), Dataset.map
+    """Keep caches in the test."""
+    tokenizer = AutoTokenizer.from_pretrained(demo / "models" / "qwen2_5_vl")
     variables = {"NPROC_PER_NODE": "2", "NNODES": "1", "MODELSCOPE_CACHE": str(tmp_path_factory.mktemp("modelscope"))}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Dataset, "map", lambda *args, **options: mapped(*args, **(options | {"num_proc": None})))
         for name, text in variables.items():
             patch.setenv(name, text)
         for name in ("image", "video"):

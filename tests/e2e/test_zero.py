@@ -1,7 +1,6 @@
 """Weights that DeepSpeed's ranks share: what they train is what ranks with whole weights train."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -27,20 +26,9 @@ from tests.processes import finished
 
 pytestmark = pytest.mark.slow
 
-EVERY_CELL = "EVERY_CELL" in os.environ
-"""Whether all runs are made, as `make test-hosts` does; else a few."""
-
 PACKED = "--gradient_accumulation_steps 2 --packing true --tuner_type full --save_strategy"
 
 RESUMED = "--save_strategy no --resume_from_checkpoint {runs}"
-
-SWIFT = {
-    "text-": ("sft", "qwen2", f"{PACKED} no"),
-    "text-zero3": ("sft", "qwen2", f"{PACKED} steps --save_steps 2"),
-    "text-other-zero2": ("sft", "qwen2", f"{PACKED} no {RESUMED}/text-zero3/out/checkpoint-2"),
-    "text-damaged-zero3": ("sft", "qwen2", f"{PACKED} no {RESUMED}/text-damaged-zero3/checkpoint-2"),
-}  # fmt: skip
-"""Run, whose name ends in `--deepspeed` -> command, data, which name the model, and words."""
 
 UNPLANNED = "--save_strategy no --tuner_type full --gradient_accumulation_steps 1 --per_device_train_batch_size 2"
 
@@ -50,23 +38,27 @@ OTHERS = {
 }
 """Types of `swift rlhf` that generate answers -> words."""
 
-if EVERY_CELL:
-    SWIFT |= {
-        **{f"{kind}-{stage}": ("rlhf", "rlhf", f"{UNPLANNED} --rlhf_type {kind} {OTHERS.get(kind, '')}")
-           for kind in ("kto", "rm", "simpo", "cpo", "orpo", *OTHERS) for stage in ("", "zero2", "zero3")},
-        **{f"texts-{stage}": ("pt", "qwen2", f"{PACKED} no --gradient_accumulation_steps 1")
-           for stage in ("", "zero2")},
-        "text-again-zero3": ("sft", "qwen2", f"{PACKED} no {RESUMED}/text-zero3/out/checkpoint-2"),
-        "text-killed-zero2": ("sft", "qwen2", f"{PACKED} steps --save_steps 2"),
-        "text-again-zero2": ("sft", "qwen2", f"{PACKED} no {RESUMED}/text-killed-zero2/out/checkpoint-2"),
-        "text-own": ("sft", "qwen2", f"{PACKED} no"),
-        "text-zero2": ("sft", "qwen2", f"{PACKED} no"),
-        **{f"images-{stage}": ("sft", "qwen2_5_vl", f"{PACKED} no --tuner_type lora") for stage in ("", "zero3")},
-        **{f"rows-{stage}": ("sft", "qwen2_5_vl", f"{PACKED} no --tuner_type lora --sequence_parallel_size 2")
-           for stage in ("", "zero2", "zero3")},
-        **{f"pairs-{stage}": ("rlhf", "qwen2_pairs", f"{PACKED} no --rlhf_type dpo --packing_length 1024")
-           for stage in ("", "zero2", "zero3")},
-    }  # fmt: skip
+SWIFT = {
+    "text-": ("sft", "qwen2", f"{PACKED} no"),
+    "text-zero3": ("sft", "qwen2", f"{PACKED} steps --save_steps 2"),
+    "text-other-zero2": ("sft", "qwen2", f"{PACKED} no {RESUMED}/text-zero3/out/checkpoint-2"),
+    "text-damaged-zero3": ("sft", "qwen2", f"{PACKED} no {RESUMED}/text-damaged-zero3/checkpoint-2"),
+    **{f"{kind}-{stage}": ("rlhf", "rlhf", f"{UNPLANNED} --rlhf_type {kind} {OTHERS.get(kind, '')}")
+       for kind in ("kto", "rm", "simpo", "cpo", "orpo", *OTHERS) for stage in ("", "zero2", "zero3")},
+    **{f"texts-{stage}": ("pt", "qwen2", f"{PACKED} no --gradient_accumulation_steps 1")
+       for stage in ("", "zero2")},
+    "text-again-zero3": ("sft", "qwen2", f"{PACKED} no {RESUMED}/text-zero3/out/checkpoint-2"),
+    "text-killed-zero2": ("sft", "qwen2", f"{PACKED} steps --save_steps 2"),
+    "text-again-zero2": ("sft", "qwen2", f"{PACKED} no {RESUMED}/text-killed-zero2/out/checkpoint-2"),
+    "text-own": ("sft", "qwen2", f"{PACKED} no"),
+    "text-zero2": ("sft", "qwen2", f"{PACKED} no"),
+    **{f"images-{stage}": ("sft", "qwen2_5_vl", f"{PACKED} no --tuner_type lora") for stage in ("", "zero3")},
+    **{f"rows-{stage}": ("sft", "qwen2_5_vl", f"{PACKED} no --tuner_type lora --sequence_parallel_size 2")
+       for stage in ("", "zero2", "zero3")},
+    **{f"pairs-{stage}": ("rlhf", "qwen2_pairs", f"{PACKED} no --rlhf_type dpo --packing_length 1024")
+       for stage in ("", "zero2", "zero3")},
+}  # fmt: skip
+"""Run, whose name ends in `--deepspeed` -> command, data, which name the model, and words."""
 
 
 def settings(stage: int) -> dict:
@@ -79,28 +71,21 @@ def settings(stage: int) -> dict:
 LAST = "{runs}/%s/checkpoint-2"
 
 OURS = {
+    "whole": {},
+    "adapters": {"tuner_type": "lora"},
     "two": {"deepspeed": settings(2)},
     "three": {"deepspeed": settings(3)},
     "three-again": {"deepspeed": settings(3), "resume_from_checkpoint": LAST % "killed-three"},
     "two-of-three": {"deepspeed": settings(2), "resume_from_checkpoint": LAST % "three"},
     "unlike": {"deepspeed": settings(2) | {"gradient_clipping": 2.0}},
     "ruined": {"deepspeed": settings(3), "learning_rate": 1e30, "max_steps": 1, "save_steps": 1},
+    "two-again": {"deepspeed": settings(2), "resume_from_checkpoint": LAST % "killed-two"},
+    "adapters-three": {"tuner_type": "lora", "deepspeed": settings(3)},
 }
 """Run of `packplan sft` -> keys of `training.`"""
 
-KILLED = {"killed-three": {"deepspeed": settings(3)}}
+KILLED = {"killed-three": {"deepspeed": settings(3)}, "killed-two": {"deepspeed": settings(2)}}
 """Run that is killed within its third step -> keys of `training.`"""
-
-if EVERY_CELL:
-    KILLED["killed-two"] = {"deepspeed": settings(2)}
-    OURS = {
-        "whole": {},
-        "adapters": {"tuner_type": "lora"},
-        **OURS,
-        "two-again": {"deepspeed": settings(2), "resume_from_checkpoint": LAST % "killed-two"},
-        "adapters-three": {"tuner_type": "lora", "deepspeed": settings(3)},
-    }
-
 
 MOVES = {"sequence_packing": {"enabled": True, "train_mb_tokens": 120, "logprob_mb_tokens": 200}}
 
@@ -110,17 +95,13 @@ RL = {
     "rl-two-of-three": {"deepspeed": settings(2), "resume_from_checkpoint": LAST % "rl-three"},
     "rl-three-damaged": {"deepspeed": settings(3), "resume_from_checkpoint": LAST % "rl-three-damaged"},
     "rl-unlike": {"deepspeed": settings(2) | {"gradient_clipping": 2.0}},
-}
+    "rl-one": {"deepspeed": settings(1)},
+    "rl-two": {"deepspeed": settings(2)},
+    "rl-three-again": {"deepspeed": settings(3), "resume_from_checkpoint": LAST % "rl-three"},
+    **{f"rl_{kind}{name}": keys for kind in ("padded", "plain")
+       for name, keys in (("", {}), ("-two", {"deepspeed": settings(2)}), ("-three", {"deepspeed": settings(3)}))},
+}  # fmt: skip
 """Run of `packplan rl` -> keys of `grpo.`"""
-
-if EVERY_CELL:
-    RL |= {
-        "rl-one": {"deepspeed": settings(1)},
-        "rl-two": {"deepspeed": settings(2)},
-        "rl-three-again": {"deepspeed": settings(3), "resume_from_checkpoint": LAST % "rl-three"},
-        **{f"rl_{kind}{name}": keys for kind in ("padded", "plain")
-           for name, keys in (("", {}), ("-two", {"deepspeed": settings(2)}), ("-three", {"deepspeed": settings(3)}))},
-    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +187,7 @@ def test_commands_of_ms_swift_train_the_same(name, ran):
 def test_a_command_of_ms_swift_resumes_bit_for_bit_or_says_why_not(ran):
     """From the parts that each rank has of the optimizer, with the same ZeRO alone."""
     assert ["ArgumentError", "host"] == json.loads((ran("text-other-zero2").folder / "error1.json").read_text())
-    for stage in ("zero2", "zero3") * EVERY_CELL:  # under ZeRO 2, of a run that was killed
+    for stage in ("zero2", "zero3"):  # under ZeRO 2, of a run that was killed
         whole, again = ran(f"text-{stage}"), ran(f"text-again-{stage}")
         assert steps(whole.history) == steps(again.history)
         assert whole.trained()[-len(again.trained()) :] == again.trained()
@@ -221,7 +202,7 @@ def of_ours(ran, name: str) -> list[dict]:
 
 @pytest.mark.parametrize(
     ("due", "name"),
-    [("two", "three"), *[("whole", "two"), ("whole", "three"), ("adapters", "adapters-three")] * EVERY_CELL],
+    [("whole", "two"), ("whole", "three"), ("adapters", "adapters-three")],
 )
 def test_runs_train_the_same(due, name, ran):
     """Every loss and gradient norm of a run, in each way to share its weights."""
@@ -251,11 +232,10 @@ def test_reinforcement_learning_resumes_with_its_own_parts_alone(ran):
     }.items():
         assert ["2", "2"] == [(ran(name).folder / f"status{rank}").read_text() for rank in range(2)]
         assert re.search(says, log)
-    if EVERY_CELL:
-        assert steps(of_rl(ran, "rl-three")) == steps(of_rl(ran, "rl-three-again"))
+    assert steps(of_rl(ran, "rl-three")) == steps(of_rl(ran, "rl-three-again"))
 
 
-@pytest.mark.parametrize("name", ["three", *["two"] * EVERY_CELL])
+@pytest.mark.parametrize("name", ["two", "three"])
 def test_a_resume_of_a_killed_run_ends_bit_for_bit_as_one_run_does(name, ran):
     """Also its weights."""
     assert steps(of_ours(ran, name)) == steps(of_ours(ran, f"{name}-again"))
@@ -292,7 +272,7 @@ def test_other_parts_of_an_optimizer_are_refused_before_anything_is_loaded(ran):
             prepare(read_config(path), OneRank())
 
 
-@pytest.mark.parametrize("name", ["three", "rl-three", *["two", "rl-two"] * EVERY_CELL])
+@pytest.mark.parametrize("name", ["two", "three", "rl-two", "rl-three"])
 def test_a_file_of_deepspeed_that_is_missing_or_changed_is_found(name, ran, tmp_path, monkeypatch):
     """By its name, by the rank that wrote it or the first of a node; one byte is enough."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
