@@ -25,8 +25,8 @@ from packplan.adapters.samples.data_files import copy_faults, open_records, sour
 from packplan.adapters.samples.data_set import FileRecords, message_options
 from packplan.adapters.samples.downloads import MediaCache, fetch_medium
 from packplan.adapters.samples.media import IMAGES, VIDEOS, ImageTokens, measure_encoded, without_truncation
-from packplan.adapters.samples.media_files import VideoFacts, image_facts, read_image_size, video_facts
-from packplan.adapters.samples.media_lengths import VideoCosts, shrink_size
+from packplan.adapters.samples.media_files import VideoFacts, image_facts, read_image_size, shrink_size, video_facts
+from packplan.adapters.samples.media_lengths import VideoCosts
 from packplan.adapters.samples.reference import find_difference
 from packplan.adapters.samples.template import open_template
 from packplan.adapters.samples.video_reading import Sampling, decode_fault, decord_fault, reads_videos, video_sampling
@@ -90,11 +90,16 @@ class SwiftEncoder:
     def __len__(self) -> int:
         return len(self.records)
 
-    @property
+    @cached_property
     def takes_images(self) -> bool:
         """Whether the model takes images."""
         meta = self.template.model_meta
         return bool(meta.is_multimodal) and not (meta.tags and _SOUNDS.issuperset(meta.tags))
+
+    @cached_property
+    def takes_videos(self) -> bool:
+        """Whether the model takes videos, and its template reads them by qwen_vl_utils."""
+        return self.takes_images and reads_videos(self.template)
 
     @cached_property
     def image_tokens(self) -> ImageTokens | None:
@@ -141,8 +146,8 @@ class SwiftEncoder:
         """
         expected, encoded = from_row(planned, index), self.encode(index)
         found = attrs.evolve(self.measure_and_check(index, encoded), cut=expected.cut)
-        if differences := expected.differences(found):
-            raise StaleError.for_sample(index, str(self.records.location(index)), differences)
+        if found != expected:
+            raise StaleError.for_sample(index, str(self.records.location(index)), expected.differences(found))
         return encoded
 
     def encode_and_measure(self, index: int, sample: dict[str, Any], *, compared: bool = False) -> Measurement:
@@ -272,7 +277,7 @@ class SwiftEncoder:
         images = self.image_tokens
         if images is not None and (images.patches_per_token is not None or not measurement.patches):
             yield "image", images.token_id, measurement.patches // (images.patches_per_token or 1)
-        if self.takes_images and reads_videos(self.template):
+        if self.takes_videos:
             merge = self.template.processor.image_processor.merge_size**2
             yield "video", self.template.video_token_id, measurement.video_patches // merge
 
@@ -309,7 +314,7 @@ class SwiftEncoder:
         for kind in ("images", "videos"):
             if kind in sample and not self.takes_images:
                 raise self.record_error(index, f"the record has {kind}, but the model reads text only", _REMEDY)
-        if "videos" in sample and not reads_videos(self.template):
+        if "videos" in sample and not self.takes_videos:
             raise self.record_error(index, f"the record has videos, which are not read for the template {name}")
         if "videos" in sample and (why_not := decord_fault()) is not None and "pip install" in why_not:
             raise self.record_error(index, f"the record has videos, but {why_not}")

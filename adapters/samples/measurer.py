@@ -28,7 +28,6 @@ from packplan.adapters.samples.media_files import VideoFacts
 from packplan.adapters.samples.media_lengths import ImageCosts, find_image_costs
 from packplan.adapters.samples.shortcut import PieceCounter, SplitSample, find_piece_counter
 from packplan.adapters.samples.template import length_inputs
-from packplan.adapters.samples.video_reading import reads_videos
 from packplan.core.errors import RecordError, RunError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.ports import BlockExecutor, MeasuredBlock
@@ -271,7 +270,7 @@ class SwiftMeasurer:
         """Counter of pieces for the encoder's template; None if every sample is encoded in full."""
         template, tokens = self._encoder.template, self._encoder.image_tokens
         media = {} if tokens is None else {"image": tokens.token_id}
-        if tokens is not None and reads_videos(template):
+        if self._encoder.takes_videos:
             media["video"] = template.video_token_id
         counter, reason = find_piece_counter(template, tokens=media)
         if counter is None:

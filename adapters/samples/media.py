@@ -35,8 +35,8 @@ DUMMY_SIZE = (56, 56)
 class MediaKind:
     """Images or videos, with the keys that they have in encoded samples."""
 
-    name: str
-    """Key of these media in a sample, `images` or `videos`."""
+    count_key: str
+    """Key of the number of media of this kind; `SwiftEncoder` adds it to a sample."""
 
     pixels: str
     """Key of the pixels."""
@@ -47,39 +47,35 @@ class MediaKind:
     slices: tuple[str, ...]
     """Keys of grids with a row for each slice of a medium."""
 
-    @property
-    def count_key(self) -> str:
-        """Key of the number of media of this kind; `SwiftEncoder` adds it to a sample."""
-        return f"num_{self.name}"
-
     def count(self, encoded: Encoded) -> int | None:
         """Return the number of media in an encoded sample; None if no grid tells them apart."""
         found = next((encoded[key] for key in self.grids if encoded.get(key) is not None), None)
         return None if found is None else len(found)
 
-    def count_patches(self, encoded: Encoded, *, patch_size: int) -> int:
+    def count_patches(self, encoded: Encoded, *, config: Any) -> int:
         """
         Return the number of vision patches in an encoded sample, before merging.
 
         Args:
             encoded: Sample as its template encoded it.
-            patch_size: Side of a patch in pixels, for templates that encode tiles.
+            config: Configuration of the model; it has the size of a patch if tiles are encoded.
         """
         for key in (*self.grids, *self.slices):
             if encoded.get(key) is not None:
                 return int(torch.as_tensor(encoded[key]).prod(-1).sum())
-        pixels = encoded.get(self.pixels)
-        parts = [] if pixels is None else pixels if isinstance(pixels, list) else [pixels]
-        sides = [part.shape for part in parts]
-        return sum(side[:-3].numel() * (side[-2] // patch_size) * (side[-1] // patch_size) for side in sides)
+        if (pixels := encoded.get(self.pixels)) is None:
+            return 0
+        side, parts = _find_patch_size(config), pixels if isinstance(pixels, list) else [pixels]
+        shapes = [part.shape for part in parts]
+        return sum(shape[:-3].numel() * (shape[-2] // side) * (shape[-1] // side) for shape in shapes)
 
 
-VIDEOS = MediaKind("videos", "pixel_values_videos", ("video_grid_thw",), ())
+VIDEOS = MediaKind("num_videos", "pixel_values_videos", ("video_grid_thw",), ())
 
-IMAGES = MediaKind("images", "pixel_values", ("image_grid_thw", "image_grid_hws", "grid_thws"), ("target_sizes",))
+IMAGES = MediaKind("num_images", "pixel_values", ("image_grid_thw", "image_grid_hws", "grid_thws"), ("target_sizes",))
 
 
-def find_patch_size(config: Any) -> int:
+def _find_patch_size(config: Any) -> int:
     """Return the side of a patch in pixels; 1 if the model's configuration names none."""
     vision = getattr(trained_config(config), "vision_config", None)
     size = (vision.get("patch_size") if isinstance(vision, Mapping) else getattr(vision, "patch_size", None)) or 1
@@ -96,15 +92,14 @@ def measure_encoded(template: Template, encoded: Encoded, *, images: int, videos
         images: Number of images of the record.
         videos: Number of videos of the record.
     """
-    side = find_patch_size(template.config)
     return Measurement(
         length=encoded["length"],
         supervised=sum(label >= 0 for label in encoded["labels"][1:]),
         images=images,
-        patches=IMAGES.count_patches(encoded, patch_size=side),
+        patches=IMAGES.count_patches(encoded, config=template.config),
         videos=videos,
         frames=FRAMES_PER_LAYER * int(encoded["video_grid_thw"][:, 0].sum()) if videos else 0,
-        video_patches=VIDEOS.count_patches(encoded, patch_size=side),
+        video_patches=VIDEOS.count_patches(encoded, config=template.config),
     )
 
 
@@ -171,5 +166,5 @@ class ImageTokens:
             reason = f"is {template.template_meta.template_type}, in which an image adds no token: name another one"
             raise ConfigError.for_key("template.template", reason)
         (token, number), *_ = added.most_common(1)
-        patches = IMAGES.count_patches(encoded, patch_size=find_patch_size(template.config))
+        patches = IMAGES.count_patches(encoded, config=template.config)
         return cls(token, patches // number if patches % number == 0 else None)

@@ -10,6 +10,7 @@ measured. A file that cannot be trained is refused, with the reason.
 """
 
 import hashlib
+import math
 import stat
 import warnings
 from collections.abc import Iterator, Sequence
@@ -84,6 +85,29 @@ def read_image_size(image: ImageSource, *, decode: bool = False) -> tuple[int, i
         why = getattr(error, "strerror", None) or error
         reason = f"the image {path} cannot be read, since it is damaged or not an image: {why}"
     raise ValueError(reason)
+
+
+def shrink_size(width: int, height: int, max_pixels: int | None) -> tuple[int, int]:
+    """
+    Return an image's width and height after ms-swift's first resize, which limits its pixels.
+
+    Args:
+        width: Width in pixels.
+        height: Height in pixels.
+        max_pixels: Limit of the template; None shrinks nothing.
+
+    Raises:
+        ValueError: A side of a narrow image would have no pixel.
+    """
+    if max_pixels is None or not 0 < max_pixels < width * height:
+        return width, height
+    ratio = width / height
+    scaled = math.sqrt(max_pixels / ratio)
+    sides = int(scaled * ratio), int(scaled)
+    if not all(sides):
+        message = f"template.max_pixels, {max_pixels:,}, shrinks an image of {width} x {height} to 0: raise it"
+        raise ValueError(message)
+    return sides
 
 
 def image_facts(image: ImageSource, *, decode: bool = False) -> MediaFacts:

@@ -17,7 +17,6 @@ constants of a processor, cancel out.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from functools import lru_cache, partial
@@ -30,7 +29,7 @@ from qwen_vl_utils import vision_process
 from swift.template import Template
 
 from packplan.adapters.samples.media import DUMMY_SIZE, FRAMES_PER_LAYER, encode_image, encode_media, measure_encoded
-from packplan.adapters.samples.media_files import VideoFacts
+from packplan.adapters.samples.media_files import VideoFacts, shrink_size
 from packplan.adapters.samples.video_reading import Sampling, reads_videos, video_sampling
 from packplan.core.config.run import TemplateConfig
 from packplan.core.errors import counted
@@ -44,29 +43,6 @@ PROOF_SIZES = ((28, 28), (9, 150), (37, 411), (571, 24), (500, 333), (640, 480),
 
 _LARGE = (150, 70)
 """Width and height of the larger frames on which the costs of videos are checked."""
-
-
-def shrink_size(width: int, height: int, max_pixels: int | None) -> tuple[int, int]:
-    """
-    Return an image's width and height after ms-swift's first resize, which limits its pixels.
-
-    Args:
-        width: Width in pixels.
-        height: Height in pixels.
-        max_pixels: Limit of the template; None shrinks nothing.
-
-    Raises:
-        ValueError: A side of a narrow image would have no pixel.
-    """
-    if max_pixels is None or not 0 < max_pixels < width * height:
-        return width, height
-    ratio = width / height
-    scaled = math.sqrt(max_pixels / ratio)
-    sides = int(scaled * ratio), int(scaled)
-    if not all(sides):
-        message = f"template.max_pixels, {max_pixels:,}, shrinks an image of {width} x {height} to 0: raise it"
-        raise ValueError(message)
-    return sides
 
 
 @attrs.frozen

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from packplan.adapters.samples.formats.record_file import RecordFile
-from packplan.core.errors import DataSetError, RecordError
+from packplan.core.errors import DataSetError
 from packplan.core.samples.identity import digest_record, digest_unreadable
 
 MAX_UNPACKED = 2**26
@@ -102,13 +102,13 @@ class ArrowFile(RecordFile):
             held.validate()
             return drop_nulls(held.row(row - int(self._ends[number])))
         except (pa.ArrowException, UnicodeDecodeError, ValueError, OverflowError) as error:
-            raise RecordError(str(self.location(row)), f"the row is damaged: {_reason(error)}") from None
+            raise ValueError(f"the row is damaged: {_reason(error)}") from None
 
     def _read_digest(self, row: int) -> bytes:
         try:
             return digest_record(self._read_value(row))
-        except RecordError as error:
-            return digest_unreadable([error.reason.encode()])
+        except ValueError as error:
+            return digest_unreadable([str(error).encode()])
 
 
 class MappedFile:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.formats.record_file import RecordFile
-from packplan.core.errors import RecordError, counted
+from packplan.core.errors import counted
 from packplan.core.samples.identity import digest_record, digest_unreadable
 from packplan.core.samples.tables import RecordLocation
 
@@ -82,35 +82,32 @@ class LinesFile(RecordFile):
         return len(self.spans)
 
     def _read_value(self, row: int) -> Any:
-        where, size = str(self.location(row)), self._num_bytes(row)
-        if size > LONGEST_PARSED:
+        start, end, _ = self.spans[row].tolist()
+        if end - start > LONGEST_PARSED:
             several = "write each record on one line if it holds several, and" if len(self) == 1 else "write"
-            reason = f"the {self.unit} has {counted(size, 'byte')}, but may have {LONGEST_PARSED:,}"
-            raise RecordError(where, f"{reason}: {several} images to files")
-        return parse_record(b"".join(self._read_text(row)), where)
+            reason = f"the {self.unit} has {counted(end - start, 'byte')}, but may have {LONGEST_PARSED:,}"
+            raise ValueError(f"{reason}: {several} images to files")
+        return _parse_record(b"".join(self._read_text(start, end)))
 
     def location(self, row: int) -> RecordLocation:
         """Return the file and line of the record in *row*."""
         return RecordLocation(self.name, int(self.spans[row, 2]), self.unit)
 
     def _read_digest(self, row: int) -> bytes:
-        if self._num_bytes(row) > LONGEST_PARSED:
-            return digest_unreadable(self._read_text(row))
-        text = b"".join(self._read_text(row))
+        start, end, _ = self.spans[row].tolist()
+        if end - start > LONGEST_PARSED:
+            return digest_unreadable(self._read_text(start, end))
+        text = b"".join(self._read_text(start, end))
         try:
-            return digest_record(parse_record(text, ""))
-        except RecordError:
+            return digest_record(_parse_record(text))
+        except ValueError:
             return digest_unreadable([text])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_descriptor": None}
 
-    def _num_bytes(self, row: int) -> int:
-        return int(self.spans[row, 1] - self.spans[row, 0])
-
-    def _read_text(self, row: int) -> Iterator[bytes]:
+    def _read_text(self, start: int, end: int) -> Iterator[bytes]:
         """Yield a record's bytes in blocks, without surrounding blanks."""
-        start, end = self.spans[row, :2].tolist()
         if end - start <= CHUNK:
             yield self._read_bytes(start, end).strip()
             return
@@ -150,10 +147,8 @@ def _close_kept(descriptor: int) -> None:
     os.close(descriptor)
 
 
-def parse_record(text: bytes, where: str) -> Any:
-    """
-    Parse a record's text as strict JSON; RecordError names the place *where* if it is invalid.
-    """
+def _parse_record(text: bytes) -> Any:
+    """Parse a record's text as strict JSON; ValueError with the reason if it is invalid."""
     try:
         value = json.loads(
             text.decode("utf-8-sig"),
@@ -167,14 +162,14 @@ def parse_record(text: bytes, where: str) -> Any:
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start]).strip("'")
         reason = f"the record has {half} without its other half: write the whole pair, or remove it"
-        raise RecordError(where, reason) from None
+        raise ValueError(reason) from None
     except UnicodeDecodeError:
-        raise RecordError(where, "the record is not UTF-8 text") from None
+        raise ValueError("the record is not UTF-8 text") from None
     except ValueError as error:
         reason = _TOO_LONG if "sys.set_int_max_str_digits" in str(error) else str(error)
-        raise RecordError(where, f"the record is not valid JSON: {reason}") from None
+        raise ValueError(f"the record is not valid JSON: {reason}") from None
     except RecursionError:
-        raise RecordError(where, "the record is nested too deeply") from None
+        raise ValueError("the record is nested too deeply") from None
     return value
 
 

@@ -202,14 +202,17 @@ class RecordFile:
         Return the JSON value of the record in *row*; RecordError with its place if the record is
         damaged or has more than `max_bytes` of text.
         """
-        value = self._read_value(row)
+        try:
+            value = self._read_value(row)
+        except ValueError as error:
+            raise RecordError(str(self.location(row)), str(error)) from None
         if self.max_bytes is not None and (size := _text_size(value)) > self.max_bytes:
             reason = f"the {self.unit} has {counted(size, 'byte')} of text, but may have {self.max_bytes:,}"
             raise RecordError(str(self.location(row)), f"{reason}: shorten it, or raise custom.max_line_bytes")
         return value
 
     def _read_value(self, row: int) -> Any:
-        """Return the JSON value in *row*; RecordError with its place if the record is damaged."""
+        """Return the JSON value in *row*; ValueError with the reason if the record is damaged."""
         raise NotImplementedError
 
     def _read_digest(self, row: int) -> bytes:
