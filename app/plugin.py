@@ -26,10 +26,9 @@ from packplan.app.cli.command import (
 )
 from packplan.app.opening.commands import COMMAND, read_command, split_command
 from packplan.app.opening.stores import write_new_file
-from packplan.core.checksum import plan_checksum
 from packplan.core.config.run import HostCommand, RunConfig
 from packplan.core.errors import ConfigError
-from packplan.core.packs import Packs
+from packplan.core.packs import Packs, plan_checksum
 from packplan.core.samples.tables import column, sample_indices
 
 _TEXT = '''"""Trains the packs of a plan inside ms-swift: swift sft ... --packing true --external_plugins {name}"""

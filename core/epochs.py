@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.align import require_a_batch
-from packplan.core.checksum import plan_checksum
 from packplan.core.errors import ArgumentError
 from packplan.core.fingerprint import Fingerprint, Value
 from packplan.core.lengths import IntArray
 from packplan.core.mixes import Mixes, select_records
+from packplan.core.packs import plan_checksum
 from packplan.core.plan import RawPlan, build_raw_plan
 from packplan.core.policy import PlanPolicy
 from packplan.core.schedule import EpochSchedule, Progress

@@ -1,5 +1,5 @@
 """
-Packs: an immutable sequence of packs, stored in flat arrays.
+Packs: an immutable sequence of packs, stored in flat arrays; and their checksum.
 
 Rules that every `Packs` keeps: `offsets` is int64 of shape (num_packs + 1,), starts at 0 and rises
 strictly (no pack is empty); `indices` is int64 of shape (offsets[-1],); pack k is
@@ -8,6 +8,7 @@ strictly (no pack is empty); `indices` is int64 of shape (offsets[-1],); pack k 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Protocol, overload
@@ -17,12 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.errors import ArgumentError
-from packplan.core.lengths import IntArray
+from packplan.core.lengths import IntArray, Lengths, as_lengths
 
 BLOCK = 1 << 16
 """
 Samples sorted at a time, so that their keys fit the cache. There a radix sort is five times faster.
 """
+
+
+_FORMAT = b"packplan packs 1\n"
 
 
 def _frozen_array(values: Any) -> IntArray:
@@ -206,6 +210,25 @@ def as_packs(value: AnyPacks) -> Packs:
     except TypeError:
         message = f"packs have to be lists of sample indices, a Packs, a Plan or a RawPlan, not {value!r:.80}"
         raise ArgumentError("argument", message) from None
+
+
+def plan_checksum(packs: AnyPacks, *, lengths: Lengths | None = None) -> str:
+    """
+    Return the SHA-256 hex digest of *packs*: their samples, in order of packs and inside each.
+
+    The bytes are a format line, then the offsets and indices of `Packs` as little-endian int64, and
+    *lengths* if they are given. The digest depends on no machine, process or hash seed.
+
+    Args:
+        packs: The packs, or a plan that has them.
+        lengths: Tokens of each sample, to tell apart equal packs of other lengths; shape
+            (num_samples,).
+    """
+    packs, digest = as_packs(packs), hashlib.sha256(_FORMAT)
+    for array in (packs.offsets, packs.indices, *([] if lengths is None else [as_lengths(lengths, least=0)])):
+        digest.update(array.size.to_bytes(8, "little"))
+        digest.update(array.astype("<i8", copy=False).data)
+    return digest.hexdigest()
 
 
 def filled_tokens(loads: IntArray | Sequence[int], packing_length: int) -> IntArray:

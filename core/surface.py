@@ -24,11 +24,10 @@ from numpy.typing import NDArray
 
 from packplan.core.align import align_plan
 from packplan.core.batch import pack_degrees
-from packplan.core.checksum import plan_checksum
 from packplan.core.errors import ArgumentError, counted, verb_for
 from packplan.core.inspection import BOUNDS, PlanSummary, summarise
 from packplan.core.lengths import MOST_RANKS, IntArray, Lengths, as_lengths, as_whole_number
-from packplan.core.packs import HasPacks, Packs
+from packplan.core.packs import HasPacks, Packs, plan_checksum
 from packplan.core.plan import RawPlan, build_raw_plan, refuse_dropped
 from packplan.core.plan import refuse_longer as refuse_longer_samples
 from packplan.core.policy import PlanPolicy

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from packplan.core.batch import partial_window as partial_window
     from packplan.core.batch import resolve_accumulation as resolve_accumulation
     from packplan.core.bounds import lower_bound as lower_bound
-    from packplan.core.checksum import plan_checksum as plan_checksum
     from packplan.core.context_parallel import chunk_positions as chunk_positions
     from packplan.core.context_parallel import cu_seqlens as cu_seqlens
     from packplan.core.context_parallel import padded_length as padded_length
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from packplan.core.packers import ALGORITHMS as ALGORITHMS
     from packplan.core.packers import pack as pack
     from packplan.core.packs import Packs as Packs
+    from packplan.core.packs import plan_checksum as plan_checksum
     from packplan.core.plan import RawPlan as RawPlan
     from packplan.core.plan import build_raw_plan as build_raw_plan
     from packplan.core.policy import PlanPolicy as PlanPolicy
@@ -52,12 +52,11 @@ _NAMES = MappingProxyType(
         "packplan.core.align": ("AlignedPlan", "align_plan"),
         "packplan.core.batch": ("partial_window", "resolve_accumulation"),
         "packplan.core.bounds": ("lower_bound",),
-        "packplan.core.checksum": ("plan_checksum",),
         "packplan.core.context_parallel": ("chunk_positions", "cu_seqlens", "padded_length"),
         "packplan.core.errors": ("ArgumentError",),
         "packplan.core.metrics": ("packing_metrics",),
         "packplan.core.packers": ("ALGORITHMS", "pack"),
-        "packplan.core.packs": ("Packs",),
+        "packplan.core.packs": ("Packs", "plan_checksum"),
         "packplan.core.plan": ("RawPlan", "build_raw_plan"),
         "packplan.core.policy": ("PlanPolicy",),
         "packplan.core.schedule": ("EpochSchedule",),

@@ -22,11 +22,11 @@ from cattrs.errors import BaseValidationError
 from packplan.adapters import files
 from packplan.adapters.stores.lengths import collect_damage
 from packplan.core.align import AlignedPlan, align_plan
-from packplan.core.checksum import plan_checksum
 from packplan.core.epochs import EpochRecord
 from packplan.core.equality import PackingVerdict
 from packplan.core.errors import ArgumentError, CorruptArtefactError
 from packplan.core.fingerprint import Fingerprint
+from packplan.core.packs import plan_checksum
 from packplan.core.plan import RawPlan, plan_from_arrays, plan_to_arrays
 from packplan.core.ports import StoredPlan
 from packplan.core.schedule import EpochSchedule

@@ -22,7 +22,6 @@ from packplan.adapters.swift.command import (
 )
 from packplan.adapters.swift.packs import PlannedPacks, RowFactsPreprocessor
 from packplan.adapters.swift.training import follow_plan, unpad_models
-from packplan.core.checksum import plan_checksum
 from packplan.core.errors import (
     ArgumentError,
     ConfigError,
@@ -34,6 +33,7 @@ from packplan.core.errors import (
     verb_for,
 )
 from packplan.core.inspection import describe_long_samples
+from packplan.core.packs import plan_checksum
 
 TakeStored = Callable[[Any, Sequence[Any]], list[Any]]
 

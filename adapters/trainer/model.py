@@ -1,9 +1,12 @@
-"""Loading of the model that is trained, with its frozen weights and adapters."""
+"""
+Loading of the model that is trained; ms-swift's own code freezes weights and adds adapters.
+"""
 
 import contextlib
+import re
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,13 +16,19 @@ from transformers import modeling_utils, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from packplan.adapters.attention import project_patches, set_attention
+from packplan.adapters.families import is_audio_weight, trained_part
 from packplan.adapters.files import wrap_load_errors
 from packplan.adapters.model_folder import require_whole_weights
 from packplan.adapters.samples.arguments import RunArguments, run_arguments
-from packplan.adapters.trainer.tuners import prepare_tuner
 from packplan.core.config.run import ModelConfig, TrainingConfig
+from packplan.core.config.tuners import tuners_of
 from packplan.core.equality import AttentionChoice
 from packplan.core.errors import ConfigError, counted
+
+_FREEZES = (
+    "freeze_parameters_ratio", "freeze_parameters_regex", "freeze_llm", "freeze_vit", "freeze_aligner",
+    "freeze_parameters",  # into which ms-swift writes the others
+)  # fmt: skip
 
 
 def open_model(
@@ -74,7 +83,7 @@ def open_model(
     _refuse_missing_parts(opened, arguments)
     set_seed(training.seed)  # adapters are drawn, whatever loading has drawn
     with torch.device("meta") if outline else contextlib.nullcontext():
-        return typing.cast("torch.nn.Module", prepare_tuner(opened, training.trainer, arguments))
+        return typing.cast("torch.nn.Module", _prepare_tuner(opened, training.trainer, arguments))
 
 
 def _refuse_quantisation(model: ModelConfig, *, on_cpu: bool) -> None:
@@ -126,3 +135,63 @@ def _refuse_missing_parts(model: Any, arguments: RunArguments) -> None:
         has_it = model.model_meta.is_multimodal and any(name.startswith(prefixes) for name in names)
         if getattr(arguments, key) and not has_it:
             raise ConfigError.for_key(f"training.{key}", "names a part that this model does not have: remove it")
+
+
+def _prepare_tuner(model: Any, given: Mapping[str, Any], arguments: RunArguments) -> Any:
+    """
+    Freeze weights and add adapters as `swift sft` does; return the model, or a `PeftModel` with it.
+
+    ConfigError if nothing is left to train, or a key matches nothing in the model.
+    """
+    from swift.pipelines.train.tuner import TunerMixin
+
+    _refuse_unmatched(model, given)
+    try:
+        prepared = TunerMixin.prepare_model(arguments, model)
+    except (ValueError, RuntimeError, AttributeError, AssertionError, TypeError) as error:
+        keys = [key for key in ("target_regex", "target_parameters") if given.get(key)]
+        key = [*keys, "target_modules"][0] if arguments.tuner_type in tuners_of("target_modules") else "tuner_type"
+        raise ConfigError.for_key(f"training.{key}", f"cannot get adapters: {error}") from error
+    if trained_part(model) is not model:
+        # Records have no sound, so no gradient reaches these weights, and DDP would wait.
+        for name, weight in prepared.named_parameters():
+            weight.requires_grad = weight.requires_grad and not is_audio_weight(name)
+    if not any(parameter.requires_grad for parameter in prepared.parameters()):
+        key = next((key for key in _FREEZES if getattr(arguments, key)), "freeze_llm")
+        raise ConfigError.for_key(f"training.{key}", "and the other freezes leave nothing to train: remove one")
+    if prepared is not model:
+        prepared.model_meta, prepared.model_info = model.model_meta, model.model_info
+    return prepared
+
+
+def _ends_with_module(module: str, name: str) -> bool:
+    return f".{name}".endswith(f".{module}")
+
+
+_MATCHES: Mapping[str, Callable[[str, str], Any]] = {
+    "freeze_parameters": lambda beginning, name: name.startswith(beginning),
+    "freeze_parameters_regex": re.search,
+    "trainable_parameters": lambda beginning, name: name.startswith(beginning),
+    "trainable_parameters_regex": re.search,
+    "modules_to_save": _ends_with_module,
+    "target_modules": _ends_with_module,
+    "target_regex": re.search,
+}
+"""Key -> function that says whether a value of the key matches the name of a weight or module."""
+
+
+def _refuse_unmatched(model: Any, given: Mapping[str, Any]) -> None:
+    """
+    Refuse freezes and targets that match no part of the model, which ms-swift would only log.
+    Refuse targets that match only audio weights, since no record has audio.
+    """
+    modules, weights = ([name for name, _ in named] for named in (model.named_modules(), model.named_parameters()))
+    for key, matches in _MATCHES.items():
+        values = given.get(key) or ()
+        for value in {values} if isinstance(values, str) else {*values} - {"all-embedding", "all-linear", "all-norm"}:
+            found = [name for name in (modules if matches is _ends_with_module else weights) if matches(value, name)]
+            if not found and not key.startswith("target"):  # peft refuses those
+                raise ConfigError.for_key(f"training.{key}", f"has {value}, which names no part of the model")
+            if found and not key.startswith("freeze") and all(map(is_audio_weight, found)):
+                reason = f"has {value}, an audio part, but only text and images are trained: leave it out"
+                raise ConfigError.for_key(f"training.{key}", reason)

@@ -289,15 +289,11 @@ class CheckedTrainer(StopsAtNonFinite, ComputesPacks, Seq2SeqTrainer):
             remove_digests(folder)
         # Each rank reads files of other ranks. The trainer's state comes next, and makes the
         # checkpoint whole.
-        self._wait_for_ranks()
+        self.group.wait_for_all()
         # If every node writes its own checkpoint, the node's ranks share it.
         on_node = args.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         share, num_shares = on_node if args.save_on_each_node else (self.group.rank, self.group.world_size)
         write_digests(folder, share=share, num_shares=num_shares)
-        self._wait_for_ranks()
-
-    def _wait_for_ranks(self) -> None:
-        """Wait for all ranks."""
         self.group.wait_for_all()
 
     def _load_optimizer_and_scheduler(self, *arguments: Any, **options: Any) -> None:

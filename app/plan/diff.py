@@ -22,16 +22,14 @@ from packplan.app.cli.command import add_overrides, parse_ranks, plain_console
 from packplan.app.opening.commands import read_run_or_command
 from packplan.app.opening.stores import find_stored_plan, read_resume_state
 from packplan.app.plan.show import schedule_summary
-from packplan.app.plan.stored import open_split, selected_splits
+from packplan.app.plan.stored import open_split, selected_splits, yield_stale_inputs
 from packplan.app.planning.log_lines import SHOWN
-from packplan.app.planning.stored_lengths import yield_stale_inputs
-from packplan.core.checksum import plan_checksum
 from packplan.core.config.identity import PATH_KEYS, run_identity
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, MismatchError, NotBuiltError, counted, format_ranges
 from packplan.core.fingerprint import Fingerprint, RunIdentity
 from packplan.core.inspection import compare_packs
-from packplan.core.packs import Packs
+from packplan.core.packs import Packs, plan_checksum
 from packplan.core.ports import StoredLengths, StoredPlan
 
 KINDS = {"new": "in a pack of B alone", "gone": "in a pack of A alone", "moved": "in a pack with other samples"}

@@ -12,11 +12,14 @@ from packplan.app.planning.log_lines import plan_warnings
 from packplan.app.planning.measure import bad_records_line
 from packplan.app.planning.schedule import partial_window_line, refuse_stream, schedule_of_split
 from packplan.app.planning.split import PlannedSplit, Split, Stores, align_options
-from packplan.app.planning.stored_lengths import open_lengths, yield_refusals, yield_stale_inputs
+from packplan.core.config.identity import config_length_inputs
 from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecipe, plan_fingerprint
-from packplan.core.errors import ConfigError, NotBuiltError, counted
-from packplan.core.plan import RawPlan, refuse_longer
+from packplan.core.errors import ArgumentError, ConfigError, NotBuiltError, counted
+from packplan.core.fingerprint import Fingerprint
+from packplan.core.lengths import IntArray, Lengths
+from packplan.core.plan import RawPlan, refuse_dropped, refuse_longer, require_supervised
+from packplan.core.policy import PlanPolicy
 from packplan.core.ports import StoredLengths, StoredPlan
 from packplan.core.samples.tables import source_sizes
 from packplan.core.schedule import EpochSchedule
@@ -76,12 +79,33 @@ def open_stored_lengths(config: RunConfig, split: str) -> tuple[StoredLengths, E
         NotBuiltError: Lengths are missing, incomplete, or of another number of sources.
     """
     kept = open_stores(config, split)
-    lengths, recipe = open_lengths(kept.lengths), epoch_recipe(config, split)
+    lengths, recipe = open_lengths(kept), epoch_recipe(config, split)
     measured = len(list(source_sizes(lengths.origin.files)))
     if recipe is not None and recipe.mixes is not None and measured != (now := len(recipe.mixes.files)):
         reason = f"holds lengths of {counted(measured, 'source')}, but the mix now has {now:,}"
         raise NotBuiltError(str(kept.plans.folder), reason)
     return lengths, recipe, kept
+
+
+def open_lengths(stores: Stores) -> StoredLengths:
+    """
+    Return the lengths of all records of a split.
+
+    Raises:
+        NotBuiltError: None are stored, or not all.
+        CorruptArtefactError: A stored file is damaged.
+    """
+    lengths, folder = stores.lengths.inspect(), str(stores.lengths.folder)
+    if lengths is None:
+        raise NotBuiltError(folder, "holds no lengths")
+    measured = len(lengths.rows.table)
+    if measured < lengths.origin.num_records:
+        reason = (
+            f"holds the lengths of {measured:,} of {counted(lengths.origin.num_records, 'record')}, since measuring "
+            "was interrupted"
+        )
+        raise NotBuiltError(folder, reason)
+    return lengths
 
 
 def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: int | None = None) -> StoredSplit:
@@ -185,3 +209,40 @@ def _warnings(config: RunConfig, opened: StoredSplit) -> Iterator[str]:
         yield window[1]
     if opened.estimated:
         yield f"the work of samples is estimated from their tokens: {opened.estimated}"
+
+
+def yield_refusals(
+    plan: RawPlan | None, lengths: IntArray, policy: PlanPolicy, *, supervised: Lengths | None = None
+) -> Iterator[str]:
+    """
+    Yield each reason why training would refuse stored lengths, or their plan.
+
+    Args:
+        plan: The stored plan; None skips the checks of it.
+        lengths: Tokens of each sample; int64, shape (num_samples,).
+        policy: Settings of planning.
+        supervised: Tokens of each sample that the loss counts; None skips the checks of them.
+    """
+    try:
+        refuse_longer(lengths, policy)
+    except ArgumentError as error:
+        yield f"training refuses the data: {error}"
+    try:
+        if plan is not None:
+            refuse_dropped(plan, lengths, policy)
+            if supervised is not None:
+                require_supervised(plan, supervised)
+    except ArgumentError as error:
+        yield f"training refuses the plan: {error}"
+
+
+def yield_stale_inputs(config: RunConfig, lengths: StoredLengths) -> Iterator[str]:
+    """
+    Yield a line for each setting that differs from the setting of the stored lengths.
+
+    Only `verify` finds other data or another model.
+    """
+    inputs = lengths.origin.key.inputs
+    asked = config_length_inputs(config)
+    for difference in Fingerprint({key: inputs.get(key) for key in asked}).differences(Fingerprint(asked)):
+        yield f"training would refuse the stored lengths, since a setting has changed: {difference}"

@@ -21,10 +21,10 @@ import numpy as np
 from packplan.adapters.progress import loading_libraries, progress
 from packplan.app.cli.command import add_config_arguments, parse_number
 from packplan.app.opening.commands import read_run_or_command
+from packplan.app.plan.stored import yield_refusals
 from packplan.app.planning.epochs import EpochPlanner, lengths_of_records, plan_first_epoch
 from packplan.app.planning.schedule import refuse_stream
 from packplan.app.planning.split import Split
-from packplan.app.planning.stored_lengths import yield_refusals
 from packplan.core.epochs import EpochRecipe, RecordLengths
 from packplan.core.errors import (
     CorruptArtefactError,

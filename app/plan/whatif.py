@@ -14,11 +14,10 @@ from packplan.adapters.progress import progress
 from packplan.app.cli.command import add_config_arguments, parse_positives, parse_rank_counts, plain_console
 from packplan.app.opening.commands import read_run_or_command
 from packplan.app.opening.policies import policy_of_split, work_of_run
-from packplan.app.plan.stored import open_stored_lengths
+from packplan.app.plan.stored import open_stored_lengths, yield_stale_inputs
 from packplan.app.planning.epochs import lengths_of_records, plan_first_epoch, works_of_records
 from packplan.app.planning.schedule import refuse_stream, schedule_of_split
 from packplan.app.planning.split import align_measured, align_options
-from packplan.app.planning.stored_lengths import yield_stale_inputs
 from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecipe
 from packplan.core.errors import ConfigError, UserError, counted

@@ -14,11 +14,11 @@ import numpy as np
 from packplan.app.planning.schedule import forced_batch_lines, partial_window_line
 from packplan.app.planning.split import PlannedSplit
 from packplan.core.batch import pack_degrees
-from packplan.core.checksum import plan_checksum
 from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecord
 from packplan.core.errors import counted, format_ranges, verb_for
 from packplan.core.inspection import describe_long_samples, describe_training, format_table
+from packplan.core.packs import plan_checksum
 from packplan.core.samples.tables import DataFile, column, source_sizes
 from packplan.core.schedule import EpochSchedule
 

@@ -19,11 +19,11 @@ from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.planning.epochs import PlannedEpochs, works_of_records
 from packplan.core.align import AlignedPlan, align_plan
 from packplan.core.batch import largest_degree, pack_degrees
-from packplan.core.checksum import plan_checksum
 from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecipe, plan_fingerprint
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.lengths import IntArray
+from packplan.core.packs import plan_checksum
 from packplan.core.plan import RawPlan, unsupervised_samples
 from packplan.core.policy import PlanPolicy
 from packplan.core.ports import LengthSource, Lock

@@ -17,7 +17,7 @@ from datasets import Dataset
 
 from packplan.core.align import align_plan
 from packplan.core.batch import resolve_accumulation
-from packplan.core.checksum import plan_checksum
+from packplan.core.packs import plan_checksum
 from packplan.core.lengths import Lengths
 from packplan.core.plan import build_raw_plan
 from packplan.core.schedule import EpochSchedule

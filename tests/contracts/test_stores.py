@@ -12,10 +12,10 @@ from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.opening.stores import write_new_file
 from packplan.core.align import align_plan
-from packplan.core.checksum import plan_checksum
 from packplan.core.epochs import EpochRecord
 from packplan.core.errors import ConfigError, CorruptArtefactError, StaleError
 from packplan.core.fingerprint import Fingerprint
+from packplan.core.packs import plan_checksum
 from packplan.core.plan import build_raw_plan
 from packplan.core.ports import Origin, StoredPlan, StoredRows
 from packplan.core.samples.tables import COLUMNS, MEDIA_COLUMNS, DataFile

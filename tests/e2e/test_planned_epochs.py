@@ -19,10 +19,9 @@ from packplan.app.opening.policies import epoch_recipe, policy_of_split
 from packplan.app.opening.runs import read_config
 from packplan.app.opening.stores import open_stores
 from packplan.app.plan.__main__ import main as plan_main
-from packplan.app.plan.stored import open_split
+from packplan.app.plan.stored import open_lengths, open_split
 from packplan.app.planning.epochs import EpochPlanner, PlannedEpochs, lengths_of_records
 from packplan.app.planning.schedule import partial_window_line
-from packplan.app.planning.stored_lengths import open_lengths
 from packplan.core.errors import ArgumentError, ConfigError, MismatchError, NotBuiltError, StaleError
 from packplan.core.schedule import PackStats
 from tests.e2e import rank_main
@@ -78,7 +77,7 @@ def trained_samples(seen: list[dict], start: int, stop: int) -> Counter:
 def planner_of(path: Path) -> EpochPlanner:
     """Return the planner of a run whose plans are built."""
     config = read_config(path)
-    lengths = open_lengths(open_stores(config, "train").lengths)
+    lengths = open_lengths(open_stores(config, "train"))
     policy = policy_of_split(config, "train")
     samples = lengths_of_records(policy, lengths.rows.table, lengths.origin.files)
     return EpochPlanner(policy, epoch_recipe(config, "train"), samples)

@@ -22,7 +22,7 @@ from transformers import AutoModelForMultimodalLM
 from packplan.adapters.loaders.packs import PackOfRows
 from packplan.adapters.samples.measurer import SwiftMeasurer
 from packplan.adapters.trainer import vision
-from packplan.adapters.trainer.tuners import _refuse_unmatched
+from packplan.adapters.trainer.model import _refuse_unmatched
 from packplan.adapters.trainer.vision import dummy_image
 from packplan.app.check import compare_packs
 from packplan.app.opening.runs import read_config

@@ -15,10 +15,10 @@ from packplan.app.opening.stores import artefacts_folder, open_stores
 from packplan.app.plan import __main__ as command
 from packplan.app.planning.schedule import schedule_of_split
 from packplan.core.align import align_plan
-from packplan.core.checksum import plan_checksum
 from packplan.core.config.identity import run_identity
 from packplan.core.fingerprint import json_digest, seal, to_plain
 from packplan.core.inspection import summarise, summarise_schedule
+from packplan.core.packs import plan_checksum
 from packplan.core.plan import build_raw_plan
 from packplan.core.samples.tables import DataFile
 from packplan.core.schedule import ResumeState

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
-from packplan.core.checksum import plan_checksum
 from packplan.core.epochs import (
     MOST_EPOCHS,
     EpochRecipe,
@@ -24,6 +23,7 @@ from packplan.core.epochs import (
 )
 from packplan.core.errors import ArgumentError
 from packplan.core.mixes import Mix, Mixes, Source, measured_mixes_faults
+from packplan.core.packs import plan_checksum
 from packplan.core.plan import build_raw_plan
 from packplan.core.policy import PlanPolicy
 from tests.strategies import plain_schedule

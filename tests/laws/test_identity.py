@@ -7,12 +7,11 @@ import numpy as np
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from packplan.core.checksum import plan_checksum
 from packplan.core.config.identity import config_length_inputs
 from packplan.core.config.run import CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.errors import counted
 from packplan.core.fingerprint import Fingerprint
-from packplan.core.packs import Packs
+from packplan.core.packs import Packs, plan_checksum
 from packplan.core.plan import build_raw_plan
 from packplan.core.ports import Origin
 from tests.strategies import pack_lists

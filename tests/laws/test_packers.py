@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from benchmarks.distributions import DISTRIBUTIONS, made_mix, trace
 from benchmarks.work import expected_imbalance, floor_of
 from packplan.core.bounds import lower_bound
-from packplan.core.checksum import plan_checksum
 from packplan.core.errors import ArgumentError
 from packplan.core.packers import ALGORITHMS, pack
 from packplan.core.packers.drawing import redraw
+from packplan.core.packs import plan_checksum
 from packplan.core.plan import build_raw_plan
 from packplan.core.policy import PlanPolicy
 from packplan.core.work.model import WorkModel

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.core.checksum import plan_checksum
-from packplan.core.packs import Packs, concatenate
+from packplan.core.packs import Packs, concatenate, plan_checksum
 from tests.strategies import pack_lists
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import packplan as pp
 from packplan.core.align import align_plan, lay_out_slots
 from packplan.core.batch import largest_degree
-from packplan.core.checksum import plan_checksum
 from packplan.core.errors import SHARED_BY, ArgumentError, StaleError, counted
 from packplan.core.fingerprint import from_plain, to_plain
+from packplan.core.packs import plan_checksum
 from packplan.core.plan import build_raw_plan
 from packplan.core.schedule import ORDER_VERSION, EpochSchedule, EpochSegment, Progress, ResumeState
 from packplan.core.shuffling import seeded_permutation

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from packplan.core.checksum import plan_checksum
 from packplan.core.fingerprint import Fingerprint
+from packplan.core.packs import plan_checksum
 from packplan.core.stream import (
     RULES_VERSION,
     RankState,
