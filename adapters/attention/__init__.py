@@ -2,8 +2,8 @@
 Attention over packed rows, in which each sample attends only to itself.
 
 `set_varlen_attention` makes a model use the attention functions of this package. Inside
-`using_native_attention`, the model uses transformers' own attention, to compute the results that
-ours are compared with. `layout` finds the blocks of a row, and `varlen` attends within them.
+`using_native_attention`, the model uses transformers' own attention, which computes reference
+results. `layout` finds the blocks of a row, and `varlen` attends within these blocks.
 `project_patches` makes vision towers faster.
 """
 
@@ -28,15 +28,16 @@ NAME = "packplan"
 
 ROWS_NAME = "packplan_rows"
 """
-Name of varlen attention for models with `keep_rows`; outside of a call of such a model, it raises
-an error.
+Name of varlen attention for models with `keep_rows`. It raises an error outside of a call of such a
+model.
 """
 
 PATCHES_NAME = "packplan_flash_patches"
 """
 Name of varlen attention for vision towers.
 
-Towers pass the starts of all images and windows in one call if the name has the word flash.
+Vision towers pass the starts of all images and windows in one call only if the name of the
+attention contains "flash".
 """
 
 
@@ -51,9 +52,10 @@ AttentionInterface.register(PATCHES_NAME, _uncompiled(attend_to_patches))
 
 def set_attention(model: Any, attention: AttentionChoice) -> None:
     """
-    Make a model use varlen attention, keep its row and run layers by sample, as *attention* asks.
+    Make a model use varlen attention, keep its row and run layers by sample, if *attention* says
+    so.
 
-    Attentions of transformers itself are set when the model is opened.
+    An attention of transformers needs no change here, since it is set when the model is loaded.
 
     Args:
         model: Model of transformers.
@@ -73,7 +75,7 @@ def set_varlen_attention(model: Any, *, name: str = NAME) -> None:
     """
     Make a model and its vision tower use varlen attention.
 
-    The name is set on the loaded configuration, and is never saved with it.
+    The name of the attention is set on the loaded configuration, and is never saved with it.
     """
     parts = {part: PATCHES_NAME if takes_packed_images(model, part) else name for part in model.config.sub_configs}
     model.set_attn_implementation({"": name, **parts})
@@ -97,7 +99,7 @@ def using_native_attention(model: Any, native: str = NATIVE) -> Iterator[None]:
     """
     Make a model use transformers' own attention inside this context.
 
-    With gradient checkpointing, run the backward pass inside the block too.
+    With gradient checkpointing, run the backward pass inside this context too.
 
     Args:
         model: Model of transformers.
@@ -114,7 +116,7 @@ def using_native_attention(model: Any, native: str = NATIVE) -> Iterator[None]:
 
 class PatchProjection(torch.nn.Conv3d):
     """
-    Convolution over patches of its kernel's size, computed as a matrix product.
+    Convolution over patches of the kernel's size, computed as a matrix product.
 
     Measured on one core of a CPU, with 5,000 patches of 1,176 values and 32 outputs, forward and
     backward: 42 ms as a convolution, 11 ms as a product.
@@ -124,7 +126,7 @@ class PatchProjection(torch.nn.Conv3d):
         """
         Return the projection of each patch; shape (patches, outputs, 1, 1, 1).
 
-        Patches have the shape (patches, channels, *kernel).
+        The argument *patches* has the shape (patches, channels, *kernel).
         """
         if patches.shape[2:] != self.kernel_size:
             return super().forward(patches)
@@ -135,7 +137,7 @@ def project_patches(model: torch.nn.Module) -> None:
     """
     Replace a model's convolutions whose stride is their kernel size by `PatchProjection`.
 
-    Sums are added in another order, so results may differ by rounding. Saved weights and their
+    Products are summed in another order, so results may differ by rounding. Saved weights and their
     names stay the same.
     """
     for module in model.modules():
@@ -145,8 +147,8 @@ def project_patches(model: torch.nn.Module) -> None:
 
 def _is_patch_projection(convolution: torch.nn.Conv3d) -> bool:
     """
-    Return whether the convolution computes adjacent patches, each as a whole: it has no padding,
-    groups or dilation.
+    Return whether the convolution computes adjacent whole patches, without padding, groups or
+    dilation.
     """
     whole = convolution.stride == convolution.kernel_size and convolution.groups == 1
     return whole and set(convolution.dilation) == {1} and not any(convolution.padding)

@@ -1,13 +1,13 @@
 """
 Layout of a packed row: the blocks within which tokens attend.
 
-It takes the place of a mask of shape (tokens, tokens).
+A layout replaces a mask of shape (tokens, tokens).
 
 A layout is read from the model's own mask function, so that windows and overlays keep their
-meaning. The model passes it to its layers as the attention mask. So backward passes and recomputed
-layers use the layout of their own row. It is never global state. No tensor grows with the square of
-the row's length. Masks that are neither causal nor a window (overlays) grow with the squares of
-their own samples.
+meaning. The model passes the layout to its layers as the attention mask, so backward passes and
+recomputed layers use the layout of their own row. No layout is global state. No tensor grows with
+the square of the row's length. Masks that are neither causal nor a window (overlays) grow with the
+square of each sample's length.
 """
 
 from __future__ import annotations
@@ -44,10 +44,13 @@ class Layout:
     """
 
     is_causal: bool
-    """Whether tokens attend to no later token, where there are no `masks`."""
+    """Whether tokens attend to no later token; not used if there are `masks`."""
 
     window: int | None = None
-    """Most tokens that a token of a causal block attends to, itself included; None for no limit."""
+    """
+    Maximum number of tokens that a token of a causal block attends to, itself included; None for no
+    limit.
+    """
 
     masks: tuple[torch.Tensor, ...] | None = None
     """
@@ -73,9 +76,10 @@ class Layout:
         Args:
             cu_seqlens: Starts of the blocks, and the row's end; integers of shape (blocks + 1,).
             is_causal: Whether tokens attend to no later token.
-            longest: Tokens of the longest block, if known. Otherwise reading them later waits for
-                the GPU.
-            lengths: Tokens of each block, if known, with the same effect.
+            longest: Number of tokens of the longest block, if known. If it is None, reading it
+                later waits for the GPU.
+            lengths: Number of tokens of each block, if known. If it is None, reading it later waits
+                for the GPU.
         """
         return cls(cu_seqlens.to(torch.int32), is_causal, longest=longest, known_lengths=lengths)
 
@@ -91,13 +95,13 @@ class Layout:
         """
         Shape of a mask of the whole row, (1, 1, tokens, tokens).
 
-        transformers passes a mask of four axes on unchanged. A layout has such a shape, so it
-        reaches the attention in place of a mask.
+        transformers passes a mask with four axes on unchanged. A layout has such a shape, so the
+        attention function gets the layout in place of a mask.
         """
         return 1, 1, sum(self.lengths), sum(self.lengths)
 
     ndim = 4
-    """Axes of `shape`."""
+    """Number of axes of `shape`."""
 
     @cached_property
     def longest(self) -> int:
@@ -107,7 +111,8 @@ class Layout:
     @cached_property
     def block_batches(self) -> tuple[tuple[int, ...], ...]:
         """
-        Block indices of each batch: blocks of one length, or a single block if blocks have masks.
+        Block indices of each batch. A batch has all blocks of one length, or a single block if
+        there are masks.
         """
         groups: dict[int, list[int]] = {}
         for position, length in enumerate(self.lengths):
@@ -128,19 +133,19 @@ def read_layout(
 
     A block begins at a token that does not attend to the one before it. A block counts as causal,
     or causal within the window, if two conditions hold. First, every token attends to the farthest
-    key that this allows, but not to the key beyond it, the next token, or the block's last token.
-    Second, the block's first and last token behave as expected at distances that are powers of two.
-    So the mask is evaluated at five pairs for each token, and at some for each block, instead of at
-    all pairs.
+    key that such a mask allows, but not to the key beyond it, the next token, or the block's last
+    token. Second, the block's first and last token have the mask values of such a mask at distances
+    that are powers of two. So the mask is evaluated at five pairs for each token, and at some pairs
+    for each block, instead of at all pairs.
 
     Args:
-        mask_function: The model's mask; takes index tensors that broadcast.
-        length: Tokens of the row.
-        window: Most tokens that a token attends to according to transformers, itself included; None
-            for no limit.
+        mask_function: Mask function of the model, whose arguments are index tensors that broadcast.
+        length: Number of tokens of the row.
+        window: Maximum number of tokens that a token attends to according to transformers, itself
+            included; None for no limit.
         device: Device of the row.
-        row: Samples of the row. If their lengths are known, they are compared with the mask first,
-            which waits for the device once.
+        row: Samples of the row. Known lengths of samples are compared with the mask first, which
+            waits for the device once.
     """
     zero = torch.zeros((), dtype=torch.long, device=device)
     tokens = torch.arange(length, device=device)
@@ -174,14 +179,14 @@ def _find_window(
     window: int | None,
 ) -> Layout | None:
     """
-    Test some pairs of each token; return the layout with its window, or None if the mask is neither
-    causal nor a window in its blocks.
+    Test some pairs of each token. Return the layout with its window, or None if the mask is neither
+    causal nor a window within the blocks.
 
     Args:
-        attends: Answers for queries and keys, both of shape (pairs,).
+        attends: Function that returns whether each query attends to its key; all of shape (pairs,).
         layout: Blocks without a window.
-        begun: Block of each token by the mask; shape (tokens,).
-        own: Block of each token by the layout; shape (tokens,).
+        begun: Index of each token's block according to the mask; shape (tokens,).
+        own: Index of each token's block according to the layout; shape (tokens,).
         window: See `read_layout`.
     """
     reach = layout.longest if window is None else min(window, layout.longest)

@@ -1,11 +1,11 @@
 """
-Samples of the row that a model is computing, found by positions or by a padded batch's mask.
+Samples of the row that a model computes, found by position ids or by a padded batch's mask.
 
-Most models find samples by restarting positions. Some models never pass positions to their masks,
-and layers that carry a state along the row use no mask. With `keep_rows`, a model keeps its row
-in a context variable. The variable is set only during the forward pass, and while the backward pass
-computes layers again. With `run_by_sample`, layers that carry a state (linear attention, Mamba,
-convolutions over time) run sample by sample.
+In most models, transformers finds samples by restarting positions. Some models never pass positions
+to their masks, and layers that carry a state along the row use no mask. With `keep_rows`, a model
+keeps its row in a context variable. The variable is set only during the forward pass, and while the
+backward pass recomputes layers. With `run_by_sample`, layers that carry a state (linear attention,
+Mamba, convolutions over time) run sample by sample.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PADDINGS: tuple[Padding, ...] = ("left of", "between")
 _ROW: ContextVar[PackedRow | None] = ContextVar("row")
 
 _BOUNDARIES = ("cu_seq", "max_length", "max_seq", "seq_idx")
-"""Beginnings of the names of arguments that tell fast kernels where a row's samples begin."""
+"""Prefixes of the names of arguments that pass the starts of a row's samples to fast kernels."""
 
 
 @attrs.frozen(eq=False)
@@ -38,19 +38,22 @@ class PackedRow:
     """Consecutive samples of a packed row."""
 
     sample_ids: torch.Tensor
-    """Sample of each token, counted from 0; int64 of shape (tokens,)."""
+    """Index of each token's sample, from 0; int64 of shape (tokens,)."""
 
     columns: torch.Tensor | None = None
     """
-    Column of each token in its padded batch, in which windows are counted; int64 of shape
-    (tokens,). None if no padding lay between tokens.
+    Column of each token in its padded batch, by which attention windows are counted; int64 of shape
+    (tokens,). None if the batch had no padding between tokens.
     """
 
     share: RowShare | None = None
-    """This rank's part of the row, where several ranks share it."""
+    """This rank's part of the row; None if ranks do not share the row."""
 
     known_lengths: tuple[int, ...] | None = None
-    """Tokens of each sample of a padded batch; None if reading them waits for the device."""
+    """
+    Number of tokens of each sample, if known from a padded batch. None if reading it waits for the
+    device.
+    """
 
     @cached_property
     def starts_by_token(self) -> torch.Tensor:
@@ -68,20 +71,23 @@ class PackedRow:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Number of tokens of each sample; padding of a row that ranks share is one more sample."""
+        """
+        Number of tokens of each sample. The padding of a row that ranks share counts as one more
+        sample.
+        """
         if self.known_lengths is not None:
             return self.known_lengths
         return tuple(stop - start for start, stop in pairwise(self.boundaries.tolist()))
 
     def same_sample(self, batch: Any, head: Any, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:  # noqa: ARG002  # transformers passes them
         """
-        Return whether query and key belong to one sample: a mask function as transformers has them.
+        Mask function of transformers: return whether query and key belong to the same sample.
 
         Args:
             batch: Batch index, always 0.
             head: Head index; all heads have the same mask.
             queries: Token positions in the row.
-            keys: Token positions in the row; of a shape that broadcasts with the queries.
+            keys: Token positions in the row, of a shape that broadcasts with that of *queries*.
         """
         return self.sample_ids[queries] == self.sample_ids[keys]
 
@@ -107,7 +113,7 @@ class PackedRow:
 
 
 Padding = Literal["left of", "between"]
-"""Place of padding that can change the states of layers: before or between the real tokens."""
+"""Place of padding that can change results: before the real tokens, or between them."""
 
 
 @attrs.frozen(eq=False)
@@ -127,17 +133,17 @@ class RealTokens:
     """Index of each token in the flattened batch; int64 of shape (tokens,)."""
 
     shape: tuple[int, int]
-    """Rows of the batch, and positions of each."""
+    """Number of rows of the batch, and number of positions in each row."""
 
     row: PackedRow
-    """The packed row; each row of the batch that has a token is a sample of it."""
+    """The packed row, in which each batch row with a token is a sample."""
 
     mask: torch.Tensor
-    """Mask of the batch that this was read from."""
+    """Mask of the batch from which the tokens were read."""
 
     padding_places: frozenset[Padding]
     """
-    Set that has `left of` if padding stands before real tokens, and `between` if it stands between
+    Places of padding: `left of` if padding precedes real tokens, and `between` if it separates
     them.
     """
 
@@ -147,9 +153,9 @@ class RealTokens:
     @classmethod
     def from_mask(cls, mask: torch.Tensor) -> RealTokens:
         """
-        Return the tokens at which *mask*, of shape (rows, positions), is not 0.
+        Return the tokens of a batch at which *mask*, of shape (rows, positions), is not 0.
 
-        All facts are read from one copy of the mask, so that the device is waited for once.
+        All fields are computed from one copy of the mask, which waits for the device only once.
         """
         has_numbers = not mask.is_floating_point() and mask.dtype != torch.bool
         host = (mask if has_numbers else mask != 0).numpy(force=True)
@@ -173,7 +179,7 @@ class RealTokens:
         Return the values of the tokens as a batch of one row.
 
         Args:
-            values: Tensor with the batch's rows and positions as its axes *axis* and *axis* + 1.
+            values: Tensor whose axes *axis* and *axis* + 1 are the batch's rows and positions.
             axis: Axis of the rows.
         """
         return values.flatten(axis, axis + 1).index_select(axis, self.places).unsqueeze(axis)
@@ -200,18 +206,19 @@ class RealTokens:
 
 def read_row(position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None = None) -> PackedRow | None:
     """
-    Return the row of a model's call; a new sample begins where positions do not increase by 1.
+    Return the row of a model's call. A sample begins wherever positions do not increase by 1.
 
     Args:
-        position_ids: Shape (1, tokens), or (4, 1, tokens) with the positions of the text first.
-        attention_mask: Mask of the call; with one, positions need no row of the text.
+        position_ids: Position ids of shape (1, tokens), or of shape (4, 1, tokens) with the text
+            positions first.
+        attention_mask: Mask of the call, or None. With a mask, text positions may be missing.
 
     Returns:
-        The row, which may hold a single sample. None for several rows, without text positions, or
-        for a row with padding, where positions do not go on.
+        The row, perhaps with a single sample. None for several rows, for positions without those of
+            the text, or for a row with padding.
 
     Raises:
-        PackplanError: Without a mask, positions of images lack the row of the text.
+        PackplanError: Multimodal positions lack the row of text positions, and there is no mask.
     """
     if position_ids is None or position_ids.dim() not in (2, 3) or position_ids.shape[-2] != 1:
         return None
@@ -228,12 +235,12 @@ def read_row(position_ids: torch.Tensor | None, attention_mask: torch.Tensor | N
 
 def prepend_text_positions(inputs: dict[str, Any]) -> dict[str, Any]:
     """
-    Return the inputs of ms-swift's trainer with the text positions as their first row.
+    Return the inputs of ms-swift's trainer with text positions as the first row of `position_ids`.
 
-    transformers separates packed samples only by that row: without it samples attend to each other.
-    The input `text_position_ids` is that row: ms-swift's collator splits it off the three rows of
-    media, or else `add_media_positions` makes it. Text models have only this one row. Inputs with a
-    mask, or without positions of media, are returned as they are.
+    transformers separates packed samples only by the row of text positions; without it, samples
+    attend to each other. The input `text_position_ids` has this row: ms-swift's collator splits it
+    off the three rows of media, or `add_media_positions` adds it. Inputs with a mask, or without
+    media positions, are returned unchanged.
     """
     positions, text = inputs.get("position_ids"), inputs.get("text_position_ids")
     if positions is None or text is None or "attention_mask" in inputs or len(positions) != 3:
@@ -242,13 +249,13 @@ def prepend_text_positions(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def current_row() -> PackedRow | None:
-    """Return the row that a model with `keep_rows` is computing; None if there is none."""
+    """Return the row that a model with `keep_rows` is computing; None if the call is not packed."""
     return _ROW.get(None)
 
 
 def row_inside_model() -> PackedRow | None:
     """
-    Return the current row for layers and masks that need one; None if the call is not packed.
+    Return the current row for layers and masks that depend on it; None if the call is not packed.
 
     Raises:
         PackplanError: The call is outside of the forward pass of a model with `keep_rows`.
@@ -273,7 +280,7 @@ def using_row(row: PackedRow | None) -> Iterator[None]:
 def _checkpoint_with_row(
     checkpoint: Callable[..., Any], function: Callable[..., Any], *arguments: Any, **options: Any
 ) -> Any:
-    """Checkpoint a layer whose row is restored when the layer is computed again."""
+    """Apply gradient checkpointing to a layer, and restore its row when the layer is recomputed."""
     try:
         row = _ROW.get()
     except LookupError:  # a vision tower, which ms-swift's hooks run before the model
@@ -287,7 +294,7 @@ def _checkpoint_with_row(
 
 
 def restore_rows_on_recompute(modules: Iterable[Any]) -> None:
-    """Make *modules* that checkpoint layers restore the row when they recompute layers."""
+    """Make modules with gradient checkpointing restore the row when they recompute layers."""
     for module in modules:
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
         if checkpoint is not None and getattr(checkpoint, "func", None) is not _checkpoint_with_row:
@@ -298,8 +305,8 @@ def keep_rows(model: Any) -> None:
     """
     Make a model set `current_row` from its arguments in each forward pass.
 
-    Its inner models do the same if a host calls them directly; inside a call of the model, they
-    keep its row.
+    The inner models of a model also set it if they are called directly. Inside a call of the outer
+    model, they keep its row.
     """
     checkpointed = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     for module in dict.fromkeys((model, model.base_model, model.get_decoder())):
@@ -307,7 +314,7 @@ def keep_rows(model: Any) -> None:
 
 
 def _forward_with_row(original: Callable[..., Any], checkpointed: list[Any]) -> Callable[..., Any]:
-    """Return a forward pass that sets the row, unless an outer one has."""
+    """Return a forward pass that sets the row, unless an outer forward pass has set it."""
     signature = inspect.signature(original)
 
     @wraps(original)
@@ -336,7 +343,9 @@ def run_by_sample(model: torch.nn.Module, classes: Collection[str]) -> None:
 
 
 def _forward_by_sample(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward pass that splits tensors of the row by sample, and joins the outputs."""
+    """
+    Return a forward pass that splits a row's tensors by sample, and joins the samples' outputs.
+    """
 
     @wraps(plain)
     def forward(*arguments: Any, **options: Any) -> Any:
@@ -355,8 +364,8 @@ def _forward_by_sample(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _split_by_sample(value: Any, row: PackedRow) -> list[Any]:
     """
-    Return a value for each sample. A tensor whose axis 0 or 1 is the row is cut into the samples'
-    tokens; other values are unchanged.
+    Return the value of an argument for each sample. A tensor whose axis 0 or 1 is the row is split
+    into the samples' tokens; any other value is repeated unchanged.
     """
     if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == len(row.sample_ids):
         return list(torch.split(value, list(row.lengths), 1))
@@ -372,7 +381,8 @@ def _split_by_sample(value: Any, row: PackedRow) -> list[Any]:
 
 def _join_outputs(outputs: list[Any], row: PackedRow) -> Any:
     """
-    Join samples' outputs along their token axis; an output without one is taken from one sample.
+    Join the outputs of samples along their token axis. An output without a token axis is taken from
+    one sample.
     """
     first = outputs[0]
     if isinstance(first, torch.Tensor):

@@ -1,21 +1,21 @@
 """
-Rows over several ranks: `share_rows` makes a model compute a rank's part of each packed row.
+Sharing of rows by ranks: `share_rows` makes a model compute this rank's part of each packed row.
 
-All ranks of a group give the model the same row. Before the decoder, the row is cut, and each rank
-continues with its own tokens. Only attention uses all tokens, which the ranks exchange for it
-(`attention.shares`). After the decoder, the parts are joined again. In a call with labels, each
-rank computes the loss of its part instead, and these losses are added up. So each rank gets the
-results of the whole row, and the mean of the ranks' gradients is the row's gradient. Images are
-encoded by every rank.
+All ranks of a group call the model with the same row. Before the decoder, the row is divided, and
+each rank continues with its own tokens. Only attention needs all tokens, which the ranks exchange
+for it (`attention.shares`). After the decoder, the parts are joined again. In a call with labels,
+each rank computes the loss of its part instead, and these losses are added up. So each rank gets
+the results of the whole row, and the mean of the ranks' gradients is the row's gradient. Every rank
+encodes all images of the row.
 
-`RowGroups` holds the ranks that share a row: always the same number, or as many as the row's tokens
-need (its degree). In the second case, groups without a common rank compute rows of several degrees
-at the same time. Each rank calls the model once for each row, so it takes part equally often in
-collectives of all ranks, such as those of FSDP. Between two such collectives, ranks communicate
-only within their group, about the same row.
+`RowGroups` has the groups of ranks that share a row. The number of ranks is fixed, or depends on
+the row's tokens (its degree). In the second case, groups without a common rank compute rows of
+several degrees at the same time. Each rank calls the model once for each row, so every rank runs
+the same number of collectives of all ranks, such as those of FSDP. Between two such collectives,
+ranks communicate only within their group, about the same row.
 
-A call of several padded rows is not shared: each rank computes all of its rows. Padding that makes
-a row divisible by its ranks is one more sample at its end.
+A call of several padded rows is not shared: each rank computes all of its rows. A row is padded at
+its end until its ranks can divide it; the padding counts as one more sample.
 """
 
 from __future__ import annotations
@@ -53,13 +53,15 @@ from packplan.core.equality import VARLEN, AttentionChoice
 from packplan.core.errors import MismatchError, ModelError
 
 _NOT_BY_TOKEN = ("pixel", "image", "video", "deepstack", "past_key_values", "cache_position", "attention_mask")
-"""Beginnings of the names of arguments whose axes are not the row's tokens."""
+"""Prefixes of the names of arguments whose axes are not the row's tokens."""
 
 _DEGREE: ContextVar[int | None] = ContextVar("degree", default=None)
-"""Ranks that share each row, whatever its length; None if the row's length decides its group."""
+"""
+Number of ranks that share each row, whatever its length; None if it depends on the row's length.
+"""
 
 _KEEPS_PART: ContextVar[bool] = ContextVar("keeps_part", default=False)
-"""Whether the model's head gets this rank's part of the row instead of the whole row."""
+"""Whether the input of the model's head is this rank's part of the row instead of the whole row."""
 
 
 @contextmanager
@@ -73,11 +75,11 @@ def _hold(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 
 def sharing_by(degree: int | None) -> AbstractContextManager[None]:
     """
-    Let *degree* ranks share each row inside this context, whatever its length.
+    Inside this context, let *degree* ranks share each row, whatever the row's length.
 
     Args:
         degree: Number of ranks in a group of `RowGroups`. With 1, each rank computes whole rows, as
-            a reference for shared rows. None changes nothing.
+            a reference for shared rows. With None, the row's length decides.
     """
     return _hold(_DEGREE, degree)
 
@@ -85,25 +87,28 @@ def sharing_by(degree: int | None) -> AbstractContextManager[None]:
 @attrs.frozen(eq=False)
 class RowGroups:
     """
-    Groups of consecutive ranks that share rows; every rank makes them in the same order.
+    Groups of consecutive ranks that share rows. Every rank has to create them in the same order.
 
-    Group g of n ranks has the ranks from g * n on.
+    Group g of size n has the ranks g * n to g * n + n - 1.
     """
 
     by_degree: Mapping[int, dist.ProcessGroup]
-    """Number of ranks, above 1 -> this rank's group of that many ranks."""
+    """Number of ranks, above 1 -> this rank's group of this size."""
 
     packing_length: int | None = None
-    """Tokens of a row that a rank holds. None lets the largest group share every row."""
+    """
+    Maximum number of tokens of a row on one rank. With None, the largest group shares every row.
+    """
 
     @classmethod
     def make(cls, degrees: Iterable[int], timeout: timedelta, *, packing_length: int | None = None) -> RowGroups | None:
         """
-        Make the groups of this rank; None if no rank shares a row. Every rank calls this.
+        Create the groups of this rank; return None if no rank shares a row. Every rank has to call
+        this method.
 
         Args:
-            degrees: Ranks that share each of some rows.
-            timeout: Time that a collective of a group may take.
+            degrees: Numbers of ranks that share a row, in any order and with repeats.
+            timeout: Maximum time of a collective within a group.
             packing_length: See the class.
         """
         sizes = sorted({int(degree) for degree in degrees if degree > 1})
@@ -127,22 +132,23 @@ class RowGroups:
 
     def group_of(self, num_tokens: int) -> dist.ProcessGroup | None:
         """
-        Return the ranks that share a row of *num_tokens* tokens; None if only this one computes it.
+        Return the group that shares a row of *num_tokens* tokens; None if this rank computes it
+        alone.
         """
         return self.by_degree.get(self.degree_of(num_tokens))
 
     def weight_of(self, num_tokens: int) -> float:
         """
-        Return the weight of a row's loss on this rank; over all ranks, the row counts once.
+        Return the weight of a row's loss on this rank, so that the row counts once over all ranks.
 
-        It is 1 / degree. If the same number of ranks shares every row, it is 1, since all rows then
-        count equally often.
+        The weight is 1 / degree. If the same number of ranks shares every row, it is 1, since all
+        rows then count equally often.
         """
         return 1.0 if self.packing_length is None else 1 / self.degree_of(num_tokens)
 
     def is_first(self, num_tokens: int) -> bool:
         """
-        Return whether this rank is the first of those that share a row of *num_tokens* tokens.
+        Return whether this rank is the first of the ranks that share a row of *num_tokens* tokens.
         """
         group = self.group_of(num_tokens)
         return group is None or group.rank() == 0
@@ -151,28 +157,28 @@ class RowGroups:
         """
         Return whether this rank counts the tokens of a row towards a loss's divisor.
 
-        Only the first rank of a group counts them. If all rows are shared by the same number of
-        ranks, every rank counts them.
+        Only the first rank of a group counts the tokens of a row. If the same number of ranks
+        shares every row, all ranks count them.
         """
         return self.packing_length is None or self.is_first(num_tokens)
 
 
 def share_rows(model: Any, groups: RowGroups, *, logits: bool = False) -> None:
     """
-    Let groups of ranks share the packed rows that a model computes; every rank calls this.
+    Let groups of ranks share the packed rows that a model computes. Every rank has to call this.
 
-    The model has to attend by this project's attention (`set_attention`, `unpad`). Every rank gets
-    the losses, logits and hidden states of the whole row. The row's gradient is the mean of the
-    gradients of the ranks that share it. All ranks of a row's group have to be given the row.
+    The model has to use Packplan's own attention (`set_attention`, `unpad`). All ranks of a group
+    have to call the model with the same row. Every rank gets the losses, logits and hidden states
+    of the whole row. The row's gradient is the mean of the gradients of the ranks that share it.
 
     Args:
         model: Model of transformers, perhaps with adapters.
-        groups: Ranks that share rows.
-        logits: Whether calls with labels return logits too. If not, a model with the usual loss
-            returns None for them, and no rank holds the logits of the whole row.
+        groups: Groups of ranks that share rows.
+        logits: Whether calls with labels return logits too. If not, a model with transformers'
+            causal loss returns None as logits, and no rank computes the logits of the whole row.
 
     Raises:
-        MismatchError: Later, in a call: ranks of the group are given different rows.
+        MismatchError: A later call of the model raises it if ranks of a group pass different rows.
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     part = trained_part(model)
@@ -222,8 +228,8 @@ def count_tokens(given: Mapping[str, Any]) -> int:
 
 def _read_row(given: Mapping[str, Any]) -> PackedRow | None:
     """
-    Return the row of a call as `read_row` does. A call without positions is one sample if it has
-    the ids of one row, without padding and without a cache.
+    Return the row of a call as `read_row` does. A call without position ids is one sample if it has
+    one row of ids, no padding and no cache.
     """
     positions, mask, values = (given.get(name) for name in ("position_ids", "attention_mask", "input_ids"))
     if positions is not None or values is None:
@@ -233,13 +239,13 @@ def _read_row(given: Mapping[str, Any]) -> PackedRow | None:
 
 
 def _require_same_rows(given: dict[str, Any], group: dist.ProcessGroup) -> None:
-    """Raise MismatchError if ranks of a group were given other tokens, positions or masks."""
+    """Raise MismatchError if tokens, positions or masks differ between the ranks of a group."""
     found = (given.get(name) for name in ("input_ids", "position_ids", "attention_mask"))
     rows = [one.flatten().long() for one in found if isinstance(one, torch.Tensor)]
     sums = [(row * torch.arange(1, len(row) + 1, device=row.device)).sum() for row in rows]
     gathered = gather_rows(torch.stack(sums)[None], group) if sums else torch.zeros(1)
     if bool((gathered != gathered[0]).any()):
-        fact = "ranks that share rows were given different ones: give all ranks of a group the same batches"
+        fact = "ranks that share a row were given different rows: pass the same batches to all ranks of a group"
         raise MismatchError("ranks_disagree", fact)
 
 
@@ -257,7 +263,9 @@ def attention_for_shared_rows(choice: AttentionChoice) -> AttentionChoice:
 
 
 def _asks_for_usual_loss(model: Any, given: dict[str, Any]) -> bool:
-    """Return whether a call asks for the mean of its tokens' cross-entropies, and nothing else."""
+    """
+    Return whether the loss of a call is the mean of its tokens' cross entropies, and nothing else.
+    """
     if given.get("labels") is None or given.get("shift_labels") is not None or hasattr(model, "score"):
         return False  # a head named `score` has a label for each sample
     routes = given.get("output_router_logits") or getattr(model.config.get_text_config(), "output_router_logits", False)
@@ -268,10 +276,11 @@ def _asks_for_usual_loss(model: Any, given: dict[str, Any]) -> bool:
 
 def _select_targets(given: dict[str, Any], share: RowShare) -> tuple[torch.Tensor | None, torch.Tensor]:
     """
-    Return a mask of this rank's tokens whose logits are needed (None for all), and their targets.
+    Return a mask of this rank's tokens whose logits are needed (None for all), and the targets of
+    these tokens.
 
-    With a tensor `logits_to_keep`, as from ms-swift, label k + 1 is the target of the kept token k.
-    Otherwise every token has a label.
+    If `logits_to_keep` is a tensor, as in calls of ms-swift, there are labels for the kept tokens
+    only: label k + 1 is the target of kept token k. Otherwise every token has a label.
     """
     keep, following = given.get("logits_to_keep"), F.pad(given["labels"][0, 1:], (0, 1), value=IGNORED_LABEL)
     targets = following.new_full((share.num_positions,), IGNORED_LABEL)
@@ -285,9 +294,9 @@ def _select_targets(given: dict[str, Any], share: RowShare) -> tuple[torch.Tenso
 
 def divide_row(row: PackedRow, group: dist.ProcessGroup) -> tuple[PackedRow, RowShare]:
     """
-    Return a row with padding as one more sample, and this rank's part of the row.
+    Return a row with its padding as one more sample, and this rank's part of the row.
 
-    The padded row has a multiple of the ranks as its length.
+    The length of the padded row is a multiple of the number of ranks.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     part = -(-len(row.sample_ids) // size)
@@ -308,13 +317,13 @@ class SharedRows:
         Hook a decoder.
 
         Args:
-            decoder: Text model of transformers, without a head.
-            divide: Function that returns the row of a call, with this rank's part; None if the call
-                passes through.
-            joins: Gather the whole row from all ranks after the decoder.
-            mixes: Whether other ranks may compute whole rows at the same time. Modules are then
-                called in the same order for all rows, since ranks that share weights wait for each
-                other at each module.
+            decoder: Text model of transformers, without its head.
+            divide: Function that returns the row of the current call, with this rank's part; None
+                if the call is not shared.
+            joins: Whether to gather the whole row from all ranks after the decoder.
+            mixes: Whether other ranks may compute whole rows at the same time. The modules are then
+                called in the same order for all rows, since ranks with sharded weights wait for
+                each other at each module.
         """
         self._decoder, self._divide, self._joins, self._mixes = decoder, divide, joins, mixes
         self._signature = signature(decoder.forward)
@@ -331,7 +340,7 @@ class SharedRows:
 
     @property
     def is_active(self) -> bool:
-        """Whether rows may be shared: only under varlen attention."""
+        """Whether rows may be shared, which needs varlen attention."""
         return self._decoder.config._attn_implementation in (NAME, ROWS_NAME)  # noqa: SLF001  # has no public name
 
     def remove(self) -> None:
@@ -376,7 +385,7 @@ def _cut_arguments(given: dict[str, Any], row: PackedRow, share: RowShare) -> di
     Args:
         given: Arguments of the whole row.
         row: The row.
-        share: This rank's part of it.
+        share: This rank's part of the row.
     """
     mask, num = given.get("attention_mask"), given["inputs_embeds"].shape[1]
     if mask is not None and not isinstance(mask, torch.Tensor):
@@ -408,7 +417,7 @@ def _cut_arguments(given: dict[str, Any], row: PackedRow, share: RowShare) -> di
 
 
 def _join_parts(value: Any, share: RowShare) -> Any:
-    """Join the ranks' parts of output tensors, which have the shape (1, part, …) or (part, …)."""
+    """Join the ranks' parts of output tensors, whose shape is (1, part, …) or (part, …)."""
     if isinstance(value, dict):
         for name in list(value):
             value[name] = _join_parts(value[name], share)
@@ -424,22 +433,23 @@ def _join_parts(value: Any, share: RowShare) -> Any:
 @contextmanager
 def context_parallel(model: Any, *, layout: PackedLayout, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """
-    Make a model compute this rank's part of a packed row, as a layout divides it.
+    Make a model compute this rank's part of a packed row, which a layout divides.
 
-    Inside the block, give the model this rank's part as `input_ids` of shape (1, num_positions /
-    cp_size). Or give it the whole row, perhaps with images, which every rank then embeds. It
-    returns the part's logits. Position ids default to the layout's. With gradient checkpointing the
-    backward pass belongs inside too, since it runs the layers again.
+    Inside this context, call the model with this rank's part as `input_ids` of shape (1,
+    num_positions / cp_size). Or pass the whole row, perhaps with images, which every rank then
+    embeds. The model returns the logits of the part. Position ids default to those of the layout.
+    With gradient checkpointing, run the backward pass inside this context too, since it recomputes
+    layers.
 
     Args:
-        model: Model of transformers with causal attention, perhaps inside DDP or an engine of
-            DeepSpeed, perhaps sharded by FSDP 2.
+        model: Model of transformers with causal attention. It may be inside DDP or an engine of
+            DeepSpeed, or be sharded by FSDP 2.
         layout: Layout of the whole row, the same on every rank.
-        group: Ranks that share the row; all of them by default.
+        group: Ranks that share the row; all ranks by default.
 
     Raises:
-        ValueError: The layout is for another number of ranks. Inside: the part has another size, or
-            a mask is given.
+        ValueError: The layout is for another number of ranks. A call of the model raises it if the
+            part has a wrong size, or if a mask is passed.
     """
     ranks: Any = group or dist.group.WORLD
     if layout.cp_size != ranks.size():

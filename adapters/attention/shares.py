@@ -1,11 +1,12 @@
 """
-A packed row on several ranks: each computes a part of its tokens, and some heads in attention.
+Division of a packed row among ranks: each rank computes a part of the tokens, and some heads in
+attention.
 
 All layers but attention compute each token by itself. Attention needs all tokens, but computes each
 head by itself. So the ranks exchange values before attention: each rank then has all tokens of some
-heads, instead of some tokens of all heads. After it, they exchange the results back (sequence
-parallelism by all-to-all: Jacobs et al., "DeepSpeed Ulysses", 2023). Heads that the ranks do not
-divide are shared unevenly.
+heads, instead of some tokens of all heads. After attention, the ranks exchange the results back
+(sequence parallelism by all-to-all: Jacobs et al., "DeepSpeed Ulysses", 2023). If the number of
+ranks does not divide the number of heads, some ranks have one head more.
 
 Rules: every rank of the group runs the same layers in the same order, forward and backward.
 The ranks' gradients of a parameter add up to the gradient of the sum of the ranks' losses.
@@ -25,22 +26,27 @@ import torch.distributed._functional_collectives as collectives  # these collect
 @attrs.frozen(eq=False)
 class RowShare:
     """
-    Part of a packed row that a rank computes: its tokens in all layers, but its heads in attention.
+    Part of a packed row that one rank computes: some tokens in all layers, but some heads in
+    attention.
     """
 
     group: dist.ProcessGroup
     """Ranks that share the row."""
 
     positions: torch.Tensor
-    """Row positions of this rank's tokens; int64 of shape (part,), equally long on every rank."""
+    """
+    Row positions of this rank's tokens; int64 of shape (part,), with the same length on every rank.
+    """
 
     num_tokens: int
-    """Tokens of the row, without the padding behind them that makes the parts equal."""
+    """
+    Number of tokens of the row, without the padding at its end that makes all parts equally long.
+    """
 
     restore: torch.Tensor | None = None
     """
-    Index that restores the row from the parts of all ranks, one after the other; int64 of shape
-    (num_positions,). None if they stand in the row's order.
+    Index that restores the row from the concatenated parts of all ranks; int64 of shape
+    (num_positions,). None if the parts are in the row's order.
     """
 
     @cached_property
@@ -65,7 +71,7 @@ class RowShare:
         return [range(*span) for span in pairwise(ends)]
 
     def has_whole_groups(self, num_heads: int, num_key_heads: int) -> bool:
-        """Return whether no key head serves query heads of several ranks."""
+        """Return whether the query heads of each key head are all on one rank."""
         together = num_heads // num_key_heads
         return not any(own.start % together or own.stop % together for own in self.head_ranges(num_heads))
 
@@ -75,12 +81,13 @@ class RowShare:
         """
         Return query, key and value of all tokens for this rank's heads.
 
-        Key heads that serve query heads of several ranks go to each of them. Where a rank's query
-        heads begin or end within those of a key head, each query head gets its own copy of it.
+        A key head whose query heads are on several ranks is sent to each of these ranks. If a rank
+        has only some query heads of a key head, each of its query heads gets a copy of its key
+        head.
 
         Args:
-            query: Shape (1, heads, part, size), as computed of this rank's tokens.
-            key: Shape (1, key heads, part, size).
+            query: Queries of this rank's tokens; shape (1, heads, part, size).
+            key: Keys of this rank's tokens; shape (1, key heads, part, size).
             value: See *key*.
         """
         heads, together = self.head_ranges(query.shape[1]), query.shape[1] // key.shape[1]
@@ -94,7 +101,8 @@ class RowShare:
 
     def _exchange(self, part: torch.Tensor, heads: Sequence[range]) -> torch.Tensor:
         """
-        Send each rank its heads of this rank's tokens; return this rank's heads of all tokens.
+        Send each rank the values of its heads for this rank's tokens; return this rank's heads for
+        all tokens.
         """
         index = torch.tensor([head for span in heads for head in span], device=part.device)
         mine = len(heads[self.rank])
@@ -108,8 +116,8 @@ class RowShare:
         Return the output of all heads for this rank's tokens; shape (1, part, heads, size).
 
         Args:
-            output: Shape (1, tokens, heads, size), with all tokens and the heads of this rank.
-            num_heads: Heads of all ranks.
+            output: Output of this rank's heads for all tokens; shape (1, tokens, heads, size).
+            num_heads: Number of heads on all ranks.
         """
         row, mine = output[0], output.shape[2]
         if self.restore is not None:
@@ -128,14 +136,15 @@ class RowShare:
         """
         Return the values of this rank's tokens along an axis; padding repeats the last token.
 
-        If all ranks compute the loss of the whole row, each gets the whole gradient of *values*.
+        If all ranks compute the loss of the whole row, each rank gets the whole gradient of
+        *values*.
         """
         result: torch.Tensor = _TakePart.apply(values.movedim(axis, 0), self)  # type: ignore[no-untyped-call]
         return result.movedim(0, axis)
 
 
 class _TakePart(torch.autograd.Function):
-    """Differentiable `RowShare.take` of values whose first axis is the tokens."""
+    """Differentiable `RowShare.take` for values whose first axis is the tokens."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, share: RowShare) -> torch.Tensor:
@@ -149,7 +158,10 @@ class _TakePart(torch.autograd.Function):
 
 
 def _exchange_rows(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """Send each rank its number of rows, in order; return the received rows, by rank."""
+    """
+    Send *sent[r]* consecutive rows to each rank r, and return the received rows in the order of
+    ranks.
+    """
     result: torch.Tensor = collectives.all_to_all_single(rows.contiguous(), received, sent, group)
     return result
 

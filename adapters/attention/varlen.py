@@ -1,9 +1,9 @@
 """
 Attention of variable length: each block of a packed row by itself, without a mask, on any device.
 
-GPUs that support it run one call of torch's `varlen_attn`. Other devices run torch's own attention
-block by block. Inputs that are not a packed row (padded batches, generation with a cache) go to
-transformers' sdpa with its own mask.
+GPUs that support torch's `varlen_attn` run it in one call. Other devices run torch's
+`scaled_dot_product_attention` block by block. Inputs that are not a packed row (padded batches,
+generation with a cache) are computed by transformers' sdpa with its own mask.
 """
 
 import inspect
@@ -36,18 +36,19 @@ log = logging.getLogger(__name__)
 
 _HEAD_SIZE, _HEAD_STEP = 256, 8
 """
-Largest head size of torch's variable-length kernel, and the number that divides each valid size.
+Largest head size of torch's variable-length kernel, and number of which each head size has to be a
+multiple.
 """
 
 _CAPABILITY = (8, 0)
-"""Lowest compute capability of GPUs with the kernel."""
+"""Lowest compute capability of GPUs that support torch's variable-length kernel."""
 
 
 _PLAIN = {"module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs"}
-"""Arguments that torch's attention supports too."""
+"""Arguments of a model's own attention that torch's attention supports too."""
 
 _TRACED: ContextVar[tuple[int, int] | None] = ContextVar("traced", default=None)
-"""Compute capability of the GPU that other devices stand for while tracing."""
+"""Compute capability that all devices are treated as having while tracing; None otherwise."""
 
 
 def build_mask(
@@ -63,12 +64,12 @@ def build_mask(
     **options: Any,
 ) -> Layout | torch.Tensor | None:
     """
-    Return the layout of a packed row; for other inputs, the mask of transformers' sdpa.
+    Return the layout of a packed row, or the mask of transformers' sdpa for other inputs.
 
     transformers passes these arguments to functions of `AttentionMaskInterface`. A packed row is a
-    batch of one without padding and cached keys, whose mask is more than one causal triangle. Where
-    ranks share a row, it is the layout of the whole row. If a model prepares its mask twice, the
-    second call returns the layout unchanged.
+    batch of one row without padding and cached keys, whose mask is not a single causal triangle. If
+    ranks share a row, the result is the layout of the whole row. If a model prepares its mask
+    twice, the second call returns the layout unchanged.
     """
     if isinstance(attention_mask, Layout):
         return attention_mask
@@ -111,7 +112,9 @@ def build_mask(
 
 
 def build_mask_of_known_row(**options: Any) -> Layout | torch.Tensor | None:
-    """Return the result of `build_mask` in a model with `keep_rows`; PackplanError elsewhere."""
+    """
+    Return the result of `build_mask`; PackplanError outside of a call of a model with `keep_rows`.
+    """
     row_inside_model()
     return build_mask(**options)
 
@@ -128,24 +131,25 @@ def attend(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """
-    Attend within the blocks of a row if the mask is a layout, else as transformers' sdpa does.
+    Compute attention within the blocks of a row if the mask is a layout, else as transformers'
+    sdpa.
 
     Args:
         module: Attention layer.
-        query: Shape (batch, heads, tokens, size).
-        key: Shape (batch, key heads, tokens, size), as *value*. The number of heads is a multiple
-            of the key heads.
+        query: Queries of shape (batch, heads, tokens, size).
+        key: Keys of shape (batch, key heads, tokens, size). The number of heads is a multiple of
+            the number of key heads.
         value: See *key*.
         attention_mask: Result of `build_mask`.
         dropout: Share of attention weights to drop.
-        scaling: Factor of the products; default by the head's size.
+        scaling: Factor of the products of queries and keys; None for 1 / sqrt(size).
         **options: Further arguments that transformers passes to attention functions.
 
     Returns:
-        The output, of shape (batch, tokens, heads, size), and no weights.
+        The output, of shape (batch, tokens, heads, size), and None in place of attention weights.
 
     Raises:
-        ArgumentError: Positions restart within the row, but the mask is that of one sample.
+        ArgumentError: Positions restart within the row, but the mask does not separate the samples.
     """
     options |= {"dropout": dropout, "scaling": scaling}
     row = current_row()
@@ -167,12 +171,12 @@ def attend(
 
 def _refuse_joined_samples(positions: torch.Tensor | None, mask: Layout | torch.Tensor | None, length: int) -> None:
     """
-    Refuse a packed row for which transformers made no mask between its samples.
+    Refuse a packed row whose samples are not separated by the mask that transformers has made.
 
     Args:
         positions: Position ids of the call.
-        mask: See `attend`.
-        length: Tokens of the row.
+        mask: Mask of the call, as in `attend`.
+        length: Number of tokens of the row.
     """
     is_one_block = mask is None or (isinstance(mask, Layout) and len(mask.lengths) == 1)
     if not is_one_block or type(positions) is not torch.Tensor or positions.shape != (1, length):
@@ -191,7 +195,7 @@ def _attend_whole_row(
     mask: Layout | torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attend with query, key and value of all tokens; see `attend`."""
+    """Compute attention from query, key and value of all tokens; see `attend`."""
     own = own_code_attention(module, options)
     if isinstance(mask, Layout):
         if own is None:
@@ -204,7 +208,7 @@ def _attend_whole_row(
 
 
 def _attend_no_head(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return an output of 0 heads, so that this rank takes part in the backward pass."""
+    """Return an output of 0 heads, so that this rank runs the collectives of the backward pass."""
     return ((query @ key.mT) @ value).transpose(1, 2)
 
 
@@ -212,12 +216,13 @@ def mask_within_samples(mask_function: MaskFunction, row: PackedRow, local_size:
     """
     Return a mask function under which a token attends only within its own sample.
 
-    transformers counts chunks from the row's start; here they are counted from each sample's start.
+    transformers counts chunks from the row's start. The returned function counts them from each
+    sample's start.
 
     Args:
-        mask_function: The model's mask.
+        mask_function: Mask function of the model.
         row: Samples of the row.
-        local_size: Tokens of the mask's window or chunk, if any.
+        local_size: Number of tokens of the mask's window or chunk; None if it has neither.
     """
     if local_size is not None and _find_part(mask_function, chunked_overlay) is not None:
         mask_function = and_masks(causal_mask_function, row.same_chunk(local_size))
@@ -229,7 +234,8 @@ def mask_within_samples(mask_function: MaskFunction, row: PackedRow, local_size:
 
 def _find_part(function: Any, maker: Callable[..., Any], depth: int = 4) -> MaskFunction | None:
     """
-    Return the mask function that *maker* made: *function* itself or a part of it; None without one.
+    Return the mask function that *maker* has made: *function* itself, or a part of it; None if
+    there is none.
     """
     if (
         getattr(function, "__qualname__", "").startswith(f"{maker.__name__}.")
@@ -242,18 +248,22 @@ def _find_part(function: Any, maker: Callable[..., Any], depth: int = 4) -> Mask
 
 
 OwnAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""Attention of a model's own code, for query, key, value, and a bool mask or none."""
+"""
+Attention function of a model's own code; its arguments are query, key, value, and a bool mask or
+None.
+"""
 
 
 def own_code_attention(module: torch.nn.Module, options: Mapping[str, Any]) -> OwnAttention | None:
     """
-    Return the attention of the model's own code if torch's attention lacks its options, else None.
+    Return the attention of the model's own code if it has options that torch's attention lacks,
+    else None.
 
-    Soft caps are such options.
+    A soft cap of attention scores is such an option.
 
     Args:
         module: Attention layer.
-        options: Arguments beside the tensors that transformers passes to attention functions.
+        options: Arguments that transformers passes to attention functions besides tensors.
     """
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
@@ -283,7 +293,9 @@ def _parameter_names(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def _attend_by_own_code(own: OwnAttention, parts: Iterable[torch.Tensor], layout: Layout) -> torch.Tensor:
-    """Attend block by block with the model's own code; *parts* are query, key and value."""
+    """
+    Compute attention block by block with the model's own code; *parts* are query, key and value.
+    """
     outputs = []
     blocks = zip(*(torch.split(part, list(layout.lengths), 2) for part in parts), strict=True)
     for number, (q, k, v) in enumerate(blocks):
@@ -309,9 +321,9 @@ def attend_to_patches(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """
-    Attend within the images or windows of a vision tower's packed patches, without causality.
+    Compute attention within the images or windows of a vision tower's packed patches, not causally.
 
-    See `attend`.
+    Arguments and results are those of `attend`.
     """
     layout = Layout.from_boundaries(cu_seq_lens_q, is_causal=False, longest=max_length_q)
     return attend_within_blocks(query, key, value, layout, dropout=dropout, scaling=scaling), None
@@ -327,15 +339,16 @@ def attend_within_blocks(
     scaling: float | None,
 ) -> torch.Tensor:
     """
-    Return attention within the blocks of a row, by the best kernel; shape (1, tokens, heads, size).
+    Return attention within the blocks of a row, by the fastest supported kernel; shape (1, tokens,
+    heads, size).
 
     Args:
-        query: Shape (1, heads, tokens, size).
-        key: Shape (1, key heads, tokens, size).
+        query: Queries of shape (1, heads, tokens, size).
+        key: Keys of shape (1, key heads, tokens, size).
         value: See *key*.
         layout: Layout of the row.
         dropout: Share of attention weights to drop.
-        scaling: Factor of the products; None for the root of 1 / size.
+        scaling: Factor of the products of queries and keys; None for 1 / sqrt(size).
     """
     capability = _gpu_capability(query.device)
     why_not = why_not_fused(query, layout, dropout=dropout, capability=capability)
@@ -351,7 +364,7 @@ def why_not_fused(
     query: torch.Tensor, layout: Layout, *, dropout: float, capability: tuple[int, int] | None
 ) -> str | None:
     """
-    Return why torch's `varlen_attn` does not support a row; None if it does.
+    Return the reason why torch's `varlen_attn` does not support a row; None if it does.
 
     Args:
         query: Shape (1, heads, tokens, size).
@@ -376,9 +389,9 @@ def fused_arguments(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, *, scaling: float | None
 ) -> dict[str, Any]:
     """
-    Return the arguments with which `varlen_attn` computes a row.
+    Return the arguments of `varlen_attn` for a row.
 
-    Tensors have the shape (tokens, heads, size); see `attend`.
+    Tensors among the arguments have the shape (tokens, heads, size).
     """
     # Autocast does not support the operator, so its casts are done here.
     parts = (part[0].transpose(0, 1).to(compute_dtype(query)) for part in (query, key, value))
@@ -398,7 +411,9 @@ def fused_arguments(
 
 @contextmanager
 def tracing_as_on_gpu() -> Iterator[None]:
-    """Inside this context, treat all tensors as on a GPU that supports `varlen_attn`."""
+    """
+    Inside this context, treat all tensors as if they were on a GPU that supports `varlen_attn`.
+    """
     token = _TRACED.set(_CAPABILITY)
     try:
         yield
@@ -407,14 +422,17 @@ def tracing_as_on_gpu() -> Iterator[None]:
 
 
 def _gpu_capability(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of a CUDA GPU, or the traced one; None for other devices."""
+    """
+    Return the compute capability of a CUDA GPU, or the one assumed while tracing; None for other
+    devices.
+    """
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else _TRACED.get()
 
 
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
     """
-    Return the dtype in which a tensor's products are computed: autocast's if it is on, else its
-    own.
+    Return the dtype in which a tensor's products are computed: that of autocast if it is on, else
+    the tensor's own.
     """
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
@@ -434,7 +452,10 @@ def _attend_block_by_block(
     dropout: float,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Attend block by block; blocks of equal length form one batch. See `attend` for shapes."""
+    """
+    Compute attention block by block; blocks of equal length form one batch. See `attend` for
+    shapes.
+    """
     sdpa = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scaling)
     # Split and joined once: the backward pass of each slice would fill a whole row with zeros.
     split = [torch.split(part, list(layout.lengths), 2) for part in (query, key, value)]
@@ -455,7 +476,7 @@ def _attend_block_by_block(
 def _attend_masked(
     sdpa: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """Attend under a mask; its shape broadcasts to (batch, heads, queries, keys)."""
+    """Compute attention under a mask, whose shape broadcasts to (batch, heads, queries, keys)."""
     # With a mask, grouped heads would use a slow kernel.
     groups = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(groups, 1) if groups > 1 else part for part in (key, value))
@@ -466,9 +487,9 @@ def _attend_windowed(
     sdpa: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
 ) -> torch.Tensor:
     """
-    Attend causally within a window, in parts of the window's length.
+    Compute causal attention within a window, in parts of the window's length.
 
-    Each part needs its own keys and those of the part before.
+    Each part needs its own keys and those of the preceding part.
     """
     queries = torch.arange(window, device=query.device)[:, None] + window
     keys = torch.arange(2 * window, device=query.device)

@@ -567,5 +567,5 @@ def require_same_rows(plan: str, data: str) -> None:
     """Raise MismatchError if checksums of plans or digests of rows differ between ranks."""
     checksums = gather_object([(plan, data)])
     if len(set(checksums)) > 1:
-        fact = "the ranks have different plans or rows: give every rank the same rows in the same order"
+        fact = "the ranks have different plans or rows: load the same rows in the same order on every rank"
         raise MismatchError("ranks_disagree", fact, {"checksums": tuple(checksums)})

@@ -71,8 +71,8 @@ def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
     for name, value in (("plan", plan), ("eval_plan", plan if eval_plan is None else eval_plan)):
         if fact is None and not isinstance(value, (Plan, Integral)):
             fact = (
-                f"{name} is of type {type(value).__name__}: give a whole number of tokens such as 4096, or what "
-                "packplan.plan(lengths, packing_length) returns"
+                f"{name} is of type {type(value).__name__}: pass a whole number of tokens such as 4096, or the "
+                "result of packplan.plan(lengths, packing_length)"
             )
     if fact is not None:
         raise ArgumentError("host", fact)
@@ -157,7 +157,7 @@ def _preference_conflicts(trainer: Any, row_ranks: int | Literal["auto"]) -> Ite
 def _row_sharing_conflicts(trainer: Any, row_ranks: int | Literal["auto"], *, evaluates: bool) -> Iterator[str]:
     """Yield reasons why the ranks of a trainer cannot share rows."""
     if row_ranks != 1 and trainer.eval_dataset is not None and not evaluates:
-        yield "the evaluation has no plan, so ranks that share a row would evaluate different rows: give an eval_plan"
+        yield "the evaluation has no plan, so ranks that share a row would evaluate different rows: pass an eval_plan"
     if row_ranks != 1 and getattr(trainer, "compute_metrics", None) is not None:
         yield "compute_metrics is set, which would count a row once for each rank that shares it: leave it out"
 

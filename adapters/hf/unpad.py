@@ -200,7 +200,7 @@ def unwrap(model: Any) -> Any:
     if not hasattr(inner, "base_model"):
         kind = type(inner).__name__
         own = "trainer.model" if hasattr(model, "get_train_dataloader") else "the model inside"
-        raise ArgumentError("host", f"unpad takes a model of transformers, not a {kind}: give {own}")
+        raise ArgumentError("host", f"unpad takes a model of transformers, not a {kind}: pass {own}")
     if inner.config.is_encoder_decoder or getattr(inner.config, "add_cross_attention", False):
         name = inner.config.model_type
         raise ModelError("probe", f"{name} has an encoder, whose rows would stay padded: train it without unpad")

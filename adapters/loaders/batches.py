@@ -1,5 +1,5 @@
 """
-Batch samplers that yield one rank's packs by a schedule, and keep the progress for a resume.
+Batch samplers that yield one rank's packs in a schedule's order, and record the progress.
 
     batches = PackBatches(schedule, rank, world_size)
     loader = DataLoader(RowsOfPacks(rows, plan), batch_sampler=batches, collate_fn=PackInputs())
@@ -20,21 +20,24 @@ from packplan.core.lengths import IntArray
 from packplan.core.schedule import DAMAGED_STATE_REMEDY, EpochSchedule, ResumeState
 
 _SAVED = "the saved progress"
-"""Name of a state of `PackBatches` in error messages."""
+"""Name of a state of `PackBatches` that error messages use."""
 
 PROGRESS = "PackplanProgress"
-"""Key of the progress of a plan in `stateful_callbacks` of a trainer's state."""
+"""
+Key in `stateful_callbacks` of a trainer's state, under which the progress of a plan is stored.
+"""
 
 
 class PackBatches:
     """
-    Batch sampler that yields the pack indices of one rank, epoch by epoch, by a schedule.
+    Batch sampler that yields the pack indices of one rank, epoch by epoch, as a schedule orders
+    them.
 
-    Each iteration yields the batches of `epoch`, and then moves on to the next epoch. After a state
-    was loaded, the first iteration yields only the batches that are left of its epoch. After an
-    iteration that stopped early, another iteration is an error unless `set_epoch` or
-    `load_state_dict` comes first. `state_dict` returns the progress at any batch, and
-    `load_state_dict` goes on from it, also on another number of ranks.
+    Each iteration yields the batches of `epoch`, and then increases `epoch` by 1. After a state was
+    loaded, the first iteration yields only the remaining batches of its epoch. After an iteration
+    that stopped early, `set_epoch` or `load_state_dict` has to be called before the next iteration.
+    `state_dict` returns the progress at any batch. `load_state_dict` continues from it, also on
+    another number of ranks.
     """
 
     def __init__(
@@ -49,24 +52,24 @@ class PackBatches:
         state: ResumeState | None = None,
     ) -> None:
         """
-        Serve *schedule*.
+        Yield the batches of a schedule.
 
         Args:
             schedule: Order of packs.
             rank: This rank, from 0.
-            world_size: Number of ranks that take part. It has to be the schedule's.
-            plan: Checksum of the plan. States keep this and the next two arguments, and a loaded
-                state has to have the same.
+            world_size: Number of ranks, which has to equal that of the schedule.
+            plan: Checksum of the plan. A state stores *plan*, *data* and *identity*, and only a
+                state with the same values can be loaded.
             data: Digest of the rows; `RowsOfPacks.inspect` returns it.
             identity: Model, loss and settings of the run.
             state: State of the run before training, in place of *plan*, *data* and *identity*.
 
         Raises:
-            ArgumentError: *schedule* is no schedule or has another number of ranks, or there is no
-                such rank.
+            ArgumentError: *schedule* is not a schedule or has another number of ranks, or *rank* is
+                too large.
         """
         if not isinstance(schedule, EpochSchedule):
-            fact = f"PackBatches takes a schedule, not a {type(schedule).__name__}: give plan.schedule(world_size=…)"
+            fact = f"PackBatches takes a schedule, not a {type(schedule).__name__}: pass plan.schedule(world_size=…)"
             raise ArgumentError("host", fact)
         if world_size != schedule.world_size or not 0 <= rank < world_size:
             fact = (
@@ -79,26 +82,30 @@ class PackBatches:
         self.reschedule(schedule)
 
     def reschedule(self, schedule: EpochSchedule) -> None:
-        """Serve *schedule*, of the same plan and ranks, from its start; also after `restart`."""
+        """Yield the batches of another schedule, of the same plan and ranks, from its start."""
         self._given = self.schedule = schedule
         self.set_epoch(schedule.start.epoch)
 
     def restart(self) -> None:
-        """Forget the progress, also a loaded one, and serve the given schedule from its start."""
+        """
+        Discard the progress, also if it was loaded, and begin again at the start of the schedule.
+        """
         self.reschedule(self._given)
 
     def set_epoch(self, epoch: int) -> None:
-        """Yield *epoch* next, from its start or from the loaded progress within it."""
+        """
+        Yield the batches of *epoch* next, from its start or from the loaded progress within it.
+        """
         self.epoch, self._served = epoch, 0
 
     def __len__(self) -> int:
-        """Return the number of this rank's batches in a whole epoch; a resumed one has fewer."""
+        """Return the number of this rank's batches in a whole epoch; a resumed epoch has fewer."""
         return self.schedule.num_epoch_batches(self.epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
         if self.epoch >= (number := self.schedule.num_epochs):
             fact = f"the schedule ends after {counted(number, 'epoch')}, but the loader asks for epoch {self.epoch}"
-            raise ArgumentError("host", f"{fact}, counted from 0: give plan.schedule more epochs, or call restart()")
+            raise ArgumentError("host", f"{fact}, counted from 0: make a schedule with more epochs, or call restart()")
         left = self.schedule.batches(self.epoch, rank=self.rank)
         if self._served:
             fact = f"the last iteration stopped after batch {self._served} of {len(left):,} in epoch {self.epoch}"
@@ -113,11 +120,11 @@ class PackBatches:
 
     def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
         """
-        Return the progress as values that JSON can hold.
+        Return the progress as a dict that JSON can represent.
 
         Args:
             step: Number of optimizer steps done, needed if a loader reads ahead of training. None
-                counts the batches that were served.
+                counts the batches that were yielded.
 
         Raises:
             ArgumentError: The schedule has no such step.
@@ -125,14 +132,14 @@ class PackBatches:
         schedule = self.schedule
         first, last = schedule.start.step, max(schedule.start.step, schedule.total_steps)
         if step is not None and not first <= step <= last:
-            fact = f"step is {step}, but has to be from {first:,} to {last:,}: give the number of optimizer steps done"
+            fact = f"step is {step}, but has to be from {first:,} to {last:,}: pass the number of optimizer steps done"
             raise ArgumentError("host", fact)
         progress = schedule.progress_after(self.epoch, self._served) if step is None else schedule.progress_at(step)
         return seal(to_plain(attrs.evolve(self.state, progress=progress)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
-        Continue from a state that `state_dict` returned, perhaps on another number of ranks.
+        Continue from a state that `state_dict` has returned, also on another number of ranks.
 
         Raises:
             StaleError: The state belongs to another plan, data, seed, order or run.
@@ -155,10 +162,10 @@ class EvalBatches:
     """
     Batch sampler for evaluation, in the order of the plan.
 
-    Batch b is on rank b % world_size. If ranks share packs, batches are in the slots of
-    `lay_out_slots`.
+    Rank b % world_size evaluates batch b. If ranks share packs, `lay_out_slots` decides the ranks
+    of each batch.
 
-    Every rank has the same number of batches; if needed, the first ones are repeated at the end.
+    Every rank has the same number of batches; if needed, the first batches are repeated at the end.
 
     Attributes:
         shares: Whether ranks share packs by their degree.
@@ -168,15 +175,15 @@ class EvalBatches:
         self, num_packs: int, batch_size: int, *, rank: int, world_size: int, degrees: IntArray | None = None
     ) -> None:
         """
-        Serve the packs of a plan.
+        Yield the packs of an evaluation plan.
 
         Args:
-            num_packs: Packs of the plan.
-            batch_size: Packs of a batch.
+            num_packs: Number of packs of the plan.
+            batch_size: Number of packs in a batch.
             rank: This rank, from 0.
             world_size: Number of ranks.
             degrees: Number of ranks that share each pack; shape (num_packs,). A batch is then one
-                pack. None shares no pack.
+                pack. None if no pack is shared.
         """
         self._num_packs, self._size, self.shares = num_packs, batch_size, degrees is not None
         degrees = np.ones(-(-num_packs // batch_size), dtype=np.int64) if degrees is None else degrees
@@ -191,9 +198,9 @@ class EvalBatches:
 
     def is_counted(self, number: int) -> bool:
         """
-        Return whether batch *number* of this rank counts, and is not a repeat.
+        Return whether batch *number* of this rank enters the evaluation, since it is not repeated.
 
-        All ranks that share it agree.
+        The result is the same on all ranks that share the batch.
         """
         return bool(self._counted[number])
 
@@ -203,18 +210,18 @@ class EvalBatches:
 
 
 def find_progress(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the progress that a trainer's state holds, or None."""
+    """Return the progress that a trainer's state stores, or None."""
     entry = state["stateful_callbacks"].get(PROGRESS)
     return None if entry is None else entry["attributes"]["progress"]
 
 
 def read_saved_progress(folder: Path) -> Mapping[str, Any]:
     """
-    Return the progress that a trainer's checkpoint holds, for `PackBatches.load_state_dict`.
+    Return the progress that a trainer's checkpoint stores, for `PackBatches.load_state_dict`.
 
     Raises:
         ArgumentError: The checkpoint was not trained from a plan.
-        CorruptArtefactError: The trainer's state in it is damaged.
+        CorruptArtefactError: The trainer's state in the checkpoint is damaged.
     """
     try:
         state = read_trainer_state(folder)

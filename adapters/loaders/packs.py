@@ -1,9 +1,9 @@
 """
 Packs of rows: a torch data set (`RowsOfPacks`), a collator (`PackInputs`), and a loader.
 
-Item k of the data set is pack k. `PackInputs` makes a padded batch of its samples, which a model
-with `packplan.hf.unpad` computes without padding. `flatten` joins them into one row, whose
-positions start again with every sample. `PackLoader` is the loader of all trainers.
+Item k of the data set is pack k. `PackInputs` makes a padded batch of a pack's samples, which a
+model with `packplan.hf.unpad` computes without padding. `flatten` joins samples into one row, whose
+positions start again with every sample. `PackLoader` is the data loader of all trainers.
 """
 
 from __future__ import annotations
@@ -43,20 +43,19 @@ from packplan.core.errors import ArgumentError, MismatchError, PackplanError, co
 from packplan.core.surface import Plan
 
 PACK = "packplan_pack"
-"""Key of the pack index of a batch, or of the list of its pack indices."""
+"""Key of a batch, whose value is a pack index or the list of the batch's pack indices."""
 
 
 NORMALISER = "loss_normaliser"
-"""Extra key of a batch of `packplan sft`: sum of its tokens' weights in the loss."""
+"""Key of a batch of `packplan sft`, whose value is the sum of its tokens' loss weights."""
 
 
 class PackOfRows(list[Row]):
     """
     Rows of one pack: the item type of every data set of packs.
 
-    Attributes:
-        pack: Pack index in the plan.
-        lengths: Index of each row -> planned length; empty if lengths are compared already.
+    Attributes: pack: Pack index in the plan. lengths: Index of each row -> planned length. Empty if
+    the lengths were compared before.
     """
 
     def __init__(self, rows: Iterable[Row], pack: int, lengths: Mapping[int, int] | None = None) -> None:
@@ -68,24 +67,26 @@ class RowsOfPacks(Dataset[PackOfRows]):
     """Data set of packs: item k has the rows of pack k."""
 
     facts: RowFacts | None = None
-    """Facts of all rows, once they are read; served rows have to match their digests."""
+    """
+    Facts of all rows, if they have been read; a row that is served later has to match its digest.
+    """
 
     def __init__(self, rows: Any, plan: Plan, *, collate: Collate | None = None) -> None:
         """
-        Serve rows by the packs of *plan*.
+        Combine rows with the plan whose packs they fill.
 
         Args:
-            rows: Rows by index: a list, a `datasets.Dataset`, a torch data set; or a `RowSource`.
+            rows: Rows by index: a list, a `datasets.Dataset`, a torch data set or a `RowSource`.
             plan: Plan of the lengths of these rows.
             collate: Collator that turns rows into padded batches; None if rows are tokenized.
 
         Raises:
-            ArgumentError: *plan* is no `Plan`, the number of rows is not the plan's, or rows have
-                no index.
+            ArgumentError: *plan* is not a `Plan` or has another number of samples, or rows cannot
+                be read by index.
         """
         if not isinstance(plan, Plan):
             kind = type(plan).__name__
-            fact = f"RowsOfPacks takes a Plan, not a {kind}: give what packplan.plan(lengths, packing_length) returns"
+            fact = f"RowsOfPacks takes a Plan, not a {kind}: pass the result of packplan.plan(lengths, packing_length)"
             raise ArgumentError("host", fact, {"plan": kind})
         self.source = rows if isinstance(rows, RowSource) else RowSource(rows, collate)
         if (num := len(self.source.rows)) != plan.raw.num_samples:
@@ -103,7 +104,8 @@ class RowsOfPacks(Dataset[PackOfRows]):
 
         Raises:
             ArgumentError: A row is not one sample.
-            StaleError: A row has another length than planned, or changed since it was read first.
+            StaleError: The length of a row differs from its planned length, or the row has changed
+                since it was first read.
         """
         planned = {int(index): int(self.lengths[index]) for index in self.packs[pack]}
         served = PackOfRows(self.source.fetch([*planned]), pack, planned)
@@ -116,21 +118,23 @@ class RowsOfPacks(Dataset[PackOfRows]):
 
     def inspect(self, *, num_workers: int = 0) -> RowFacts:
         """
-        Read all rows once, and return their digest and supervised tokens.
+        Read all rows once, and return their digests, lengths and numbers of supervised tokens.
 
         Args:
-            num_workers: Processes that read rows; useful where rows are computed when read.
+            num_workers: Number of processes that read rows; useful if reading a row computes it.
 
         Raises:
             ArgumentError: A row is not one sample, or no row has a supervised token.
-            StaleError: A row has another length than planned.
+            StaleError: The length of a row differs from its planned length.
         """
         self.take_facts(facts := self.source.read_facts(num_workers=num_workers))
         require_supervised_rows(facts.num_supervised)
         return facts
 
     def take_facts(self, facts: RowFacts) -> None:
-        """Compare served rows with *facts* from now on; StaleError if a length is not planned."""
+        """
+        Compare served rows with *facts* from now on; StaleError if a length differs from the plan.
+        """
         other = np.flatnonzero((facts.lengths != self.lengths) & (facts.lengths != UNKNOWN))
         for index in other[:1].tolist():
             refuse_other_lengths({index: int(self.lengths[index])}, [int(facts.lengths[index])])
@@ -151,25 +155,25 @@ class PackInputs:
     """
 
     collate: Collate = pad_rows
-    """Collator of rows."""
+    """Collator that makes a padded batch of rows."""
 
     of_pairs: bool = False
-    """Whether samples are preference data, whose batches come from the collator unchanged."""
+    """Whether samples are preference data; their batches are returned as the collator made them."""
 
     def __call__(self, packs: Sequence[PackOfRows]) -> dict[str, Any]:
         """
         Return the batch of one pack's samples, with the pack index under `PACK`.
 
-        Labels are -100 at padding and at first tokens, which no token of their sample predicts.
+        Labels are -100 at padding, and at the first token of each sample, which no token predicts.
 
         Raises:
             ArgumentError: There are several packs, or the batch lacks a mask of its padding.
-            StaleError: A row has another length than planned.
+            StaleError: The length of a row differs from its planned length.
         """
         if len(packs) != 1 or not isinstance(packs[0], PackOfRows):
             kinds = " and ".join(sorted({type(one).__name__ for one in packs})) or "none"
-            fact = f"PackInputs takes one PackOfRows, but the loader gives {counted(len(packs), 'item')} ({kinds})"
-            remedy = "give the loader RowsOfPacks as its dataset, and PackBatches as its batch_sampler"
+            fact = f"PackInputs takes one PackOfRows, but the loader passes {counted(len(packs), 'item')} ({kinds})"
+            remedy = "pass the loader RowsOfPacks as its dataset, and PackBatches as its batch_sampler"
             raise ArgumentError("host", f"{fact}: {remedy}", {"packs": len(packs)})
         (pack,) = packs
         batch = dict(self.collate(list(pack)))
@@ -178,7 +182,7 @@ class PackInputs:
             return {**batch, PACK: pack.pack}
         tokens, mask = batch[TOKENS], batch.get(ATTENTION)
         if mask is None and len(tokens) > 1:
-            fact = "the collator pads rows, but gives no attention_mask that says which tokens are padding"
+            fact = "the collator pads rows, but returns no attention_mask that marks padding"
             raise ArgumentError("host", fact, {"rows": len(tokens)})
         mask = torch.ones_like(tokens) if mask is None else mask
         planned, found = pack.lengths, mask.sum(1).tolist()
@@ -208,11 +212,11 @@ def _supervised_labels(batch: Mapping[str, Any], mask: torch.Tensor) -> torch.Te
 
 def flatten(rows: Sequence[Row]) -> dict[str, Any]:
     """
-    Join rows into one row of tokens, without padding, whose positions start again with each sample.
+    Join samples into one row without padding, whose positions start again with each sample.
 
     The result has `input_ids`, `labels` and `position_ids` of shape (1, tokens), and the tensors of
-    images and videos. The label of each first token is -100, since no token of its sample predicts
-    it.
+    images and videos. The label of each sample's first token is -100, since no token of the sample
+    predicts it.
 
     Args:
         rows: Tokenized rows; at least one.
@@ -229,10 +233,12 @@ def flatten(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 class PackLoader(DataLoader[Any]):
-    """Loader of a rank's batches by the training arguments; raises errors that data sets return."""
+    """
+    Loader of a rank's batches under training arguments; it raises errors that data sets return.
+    """
 
     wait_seconds = 0.0
-    """Seconds that training has waited for batches, or made them in its own process."""
+    """Seconds in which training has waited for batches, or made batches in its own process."""
 
     def __init__(self, packs: Any, args: Any, **options: Any) -> None:
         self.device = args.device
@@ -248,7 +254,7 @@ class PackLoader(DataLoader[Any]):
         super().__init__(packs, **(workers | options))
 
     def _get_iterator(self) -> Any:
-        """Start the worker processes; a Ctrl-C is held back until they have started."""
+        """Start the worker processes, and delay a Ctrl-C until all of them have started."""
         with hold_ctrl_c():
             return super()._get_iterator()
 
@@ -274,8 +280,8 @@ def refuse_other_packs(batches: Sequence[Mapping[str, Any]], planned: Iterable[S
     Refuse batches whose packs differ from the packs of a schedule.
 
     Args:
-        batches: Batches with their pack index, or list of pack indices, under `PACK`.
-        planned: Scheduled pack indices of each batch, as in `Step.batches`.
+        batches: Batches with a pack index, or a list of pack indices, under the key `PACK`.
+        planned: Scheduled pack indices of each batch.
 
     Raises:
         MismatchError: A batch has other packs, or there are too few or too many batches.
@@ -286,4 +292,4 @@ def refuse_other_packs(batches: Sequence[Mapping[str, Any]], planned: Iterable[S
             served = "no further pack" if batch is None else f"pack {found}"
             due = "no further pack" if pack is None else f"pack {', '.join(map(str, pack))}"
             fact = f"the loader served {served}, but the schedule has {due}"
-            raise MismatchError("coverage", f"{fact}: the loader or its epoch is a different one")
+            raise MismatchError("coverage", f"{fact}: the loader or its epoch does not belong to this schedule")

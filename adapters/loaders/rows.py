@@ -1,17 +1,18 @@
 """
-Rows of a data set, one for each sample: reading, comparing and padding them.
+Reading, comparing and padding of a data set's rows, each of which is one sample.
 
 A row is one sample: a mapping with `input_ids`, perhaps `labels`, and perhaps the tensors of a
-processor (`pixel_values`, `image_grid_thw`, …). A user's own collator may take other rows.
+processor (`pixel_values`, `image_grid_thw`, …). With a collator of their own, users may pass other
+rows.
 
-Labels are used as they are. Without labels, each token is its label, unless a mask of TRL excludes
-it. `read_row` refuses a row that is not one sample.
+Given labels are not changed. Without labels, each token is its own label, unless a mask of TRL
+excludes it from the loss. `read_row` refuses a row that is not one sample.
 
-With preference data, samples are pairs of a chosen and a rejected answer, or rows of one answer.
-From n pairs, a collator of TRL makes 2 n rows, the chosen answers first.
+In preference data, a sample is a pair of a chosen and a rejected answer, or a row with one answer.
+From n pairs, TRL's collator makes 2 n rows, the chosen answers first.
 
-`RowSource` reads each row once before training, a few at a time, and keeps a digest of each. A row
-that is served later has to have the same digest.
+`RowSource` reads each row once before training, a few rows at a time, and stores its digest. When
+the row is read again in training, it has to have the same digest.
 """
 
 from __future__ import annotations
@@ -44,12 +45,15 @@ log = logging.getLogger(__name__)
 TOKENS, LABELS, POSITIONS, ATTENTION = "input_ids", "labels", "position_ids", "attention_mask"
 
 MASKS = ("completion_mask", "assistant_masks", "assistant_mask")
-"""Columns by which TRL marks supervised tokens with 1, and others with 0."""
+"""Columns in which TRL marks supervised tokens with 1, and all other tokens with 0."""
 
 _PACKED = {
     "seq_lengths": 1, "seq_lens": 1, "seq_start_id": 1, "cu_seqlens": 2, "cu_seq_lens_q": 2, "cu_seq_lens_k": 2,
 }  # fmt: skip
-"""Column with lengths or boundaries of a pack's samples -> number of values for one sample."""
+"""
+Column with lengths or boundaries of a pack's samples -> number of its values in a pack of one
+sample.
+"""
 
 _NUMBERED = ("seq_idx", "segment_ids")
 """Columns with the number of each token's sample in a pack."""
@@ -58,38 +62,42 @@ MEDIA_TYPE_IDS = "mm_token_type_ids"
 """Key of the type of each token in transformers: 0 for text, 1 for images, 2 for videos."""
 
 TYPE_COLUMNS = ("token_type_ids", MEDIA_TYPE_IDS)
-"""Columns with the type of each token, as text or image."""
+"""Columns with the type of each token, such as text or image."""
 
 BY_TOKEN = {
     TOKENS, LABELS, POSITIONS, ATTENTION, *MASKS, *_PACKED, *_NUMBERED, *TYPE_COLUMNS, "shift_labels",
 }  # fmt: skip
-"""Columns with a value for each token or each sample of a pack; other columns may be media."""
+"""Columns with a value for each token, or for each sample of a pack. Other columns may be media."""
 
 _VALUED = (ATTENTION, LABELS, *MASKS, *TYPE_COLUMNS)
-"""Columns of a row with a value for each of its tokens."""
+"""Columns that, if a row has them, need a value for each token."""
 
 _ROW_MASKS = (ATTENTION, "completion_attention_mask")
-"""Names of the mask of a batch's rows; KTO in TRL before 1.0 has the second."""
+"""Names of the attention mask in a batch; the second name is used by KTO in TRL before 1.0."""
 
 _DERIVED = "logps"
-"""Part of the names of columns that a reference model computes: the digest leaves them out."""
+"""Part of the names of columns that a reference model computes; digests leave these columns out."""
 
 _BLOCK = 8
-"""Number of rows that `RowSource` holds at a time."""
+"""Number of rows that `RowSource` reads at a time."""
 
 _MOST_VALUES = 1 << 16
-"""Values of a large array that its digest reads, at equal distances."""
+"""
+Maximum number of values of an array that its digest covers; they are taken at equal distances.
+"""
 
 _MOST_NAMES = 100
-"""Most characters of the columns of a row in a message."""
+"""Maximum number of characters of a row's column names in a message."""
 
 _FACTS = np.dtype([("digest", "V16"), ("num_supervised", "<i8"), ("length", "<i8")])
-"""Facts of a row. Its numbers are `UNKNOWN` if they can only be found by decoding its files."""
+"""
+Type of the facts of a row. Numbers are `UNKNOWN` if only decoding the row's files would give them.
+"""
 
 UNKNOWN = -1
 
 FACTS_FILE = "packplan_rows.npy"
-"""File of a checkpoint with the facts of all rows."""
+"""Name of the file in a checkpoint that stores the facts of all rows."""
 
 Row = Mapping[str, Any]
 
@@ -99,7 +107,7 @@ Collate = Callable[[list[Row]], Mapping[str, Any]]
 
 @attrs.frozen(eq=False)
 class RowSource:
-    """Rows by index, and how they become samples."""
+    """Rows by index, with the collator that turns them into samples."""
 
     rows: Any
     """Rows by index: a list, a `datasets.Dataset`, a torch data set."""
@@ -108,10 +116,13 @@ class RowSource:
     """Collator that turns rows into padded batches; None if rows are tokenized."""
 
     of_pairs: bool = False
-    """Whether a sample is one of preference data."""
+    """Whether samples are preference data."""
 
     stored: Any = attrs.field(init=False)
-    """Rows of `datasets` with their files as bytes, if reading a row decodes files; else None."""
+    """
+    The rows of a `datasets.Dataset` without decoding of files, if reading a row would decode files;
+    else None.
+    """
 
     @stored.default
     def _find_stored(self) -> Any:
@@ -158,12 +169,12 @@ class RowSource:
         return RowFacts.from_rows(facts)
 
     def fetch(self, indices: Sequence[int]) -> Iterable[Row]:
-        """Return rows by their indices, in one read if the data set allows it."""
+        """Return the rows of *indices*, in one read if the data set allows it."""
         several = getattr(self.rows, "__getitems__", None)  # `datasets` is slow row by row
         return map(self.rows.__getitem__, indices) if several is None else several([*indices])
 
     def digests(self, indices: Sequence[int], rows: Iterable[Row]) -> list[bytes]:
-        """Return the digests of *rows*, which are those of *indices*."""
+        """Return the digests of *rows*, whose indices are *indices*."""
         if self.stored is not None:
             from datasets.table import embed_table_storage
 
@@ -172,8 +183,8 @@ class RowSource:
 
     def _digest(self, row: Row, index: int) -> bytes:
         """
-        Return the digest of a row: of the values that it trains, or of all columns if its collator
-        tokenizes.
+        Return the digest of a row. It covers the tokens, labels and media, or all columns if the
+        collator tokenizes the row.
         """
         digest = blake2b(digest_size=16)
         if not isinstance(row, Mapping) or (TOKENS in row and not self.of_pairs):
@@ -186,7 +197,10 @@ class RowSource:
         return digest.digest()
 
     def _read_block(self, indices: range, *, decode: bool) -> list[tuple[bytes, int, int]] | PackplanError:
-        """Return the facts of some rows, or an error, which workers would wrap."""
+        """
+        Return the facts of some rows, or an error. Errors are returned since worker processes would
+        wrap them.
+        """
         try:
             if not decode:
                 return [(digest, UNKNOWN, UNKNOWN) for digest in self.digests(indices, ())]
@@ -197,7 +211,9 @@ class RowSource:
             return error
 
     def _count(self, row: Row, index: int) -> tuple[int, int]:
-        """Return the supervised tokens and the tokens of a row as it is trained."""
+        """
+        Return the numbers of supervised tokens and of all tokens of a row, after its collator.
+        """
         if self.of_pairs:
             (length,) = sample_lengths(self.collate([row]), 1)  # type: ignore[misc]  # TRL's trainers have one
             return length, length
@@ -209,7 +225,9 @@ class RowSource:
 
 
 def _as_text(value: Any) -> Any:
-    """Return text for a value that JSON lacks: a digest of its bytes, or the name of its type."""
+    """
+    Return text for a value that JSON cannot represent: a digest of its bytes, or its type's name.
+    """
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, torch.Tensor) or hasattr(value, "__array_interface__"):  # a numpy array, or an image
@@ -221,15 +239,15 @@ def _as_text(value: Any) -> Any:
 
 def sample_lengths(batch: Mapping[str, Any], num_samples: int) -> list[int]:
     """
-    Return the number of tokens of each sample of a batch, without padding; a pair has those of both
-    rows.
+    Return the number of tokens of each sample of a batch, without padding. A pair of answers counts
+    the tokens of its two rows.
 
     Args:
-        batch: Batch of a collator.
-        num_samples: Samples of the batch.
+        batch: Batch that a collator has made.
+        num_samples: Number of samples in the batch.
 
     Raises:
-        ArgumentError: The batch has no mask, or has one or two rows for some samples alone.
+        ArgumentError: The batch has no mask, or neither one nor two rows for each sample.
 
     >>> mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]])
     >>> sample_lengths({"attention_mask": mask}, 2)
@@ -238,14 +256,14 @@ def sample_lengths(batch: Mapping[str, Any], num_samples: int) -> list[int]:
     mask = next((batch[name] for name in _ROW_MASKS if name in batch), None)
     if mask is None or len(mask) not in {num_samples, 2 * num_samples}:
         found = "no attention_mask" if mask is None else counted(len(mask), "row")
-        fact = f"the collator returns {found} for {counted(num_samples, 'sample')}: it has to be one for each, or two"
+        fact = f"the collator returns {found} for {counted(num_samples, 'sample')}: one or two rows for each are needed"
         raise ArgumentError("host", fact, {"samples": num_samples})
     lengths: list[int] = mask.sum(1).view(-1, num_samples).sum(0).tolist()
     return lengths
 
 
 def _without_padding(batch: Mapping[str, Any]) -> Row:
-    """Return the row of a batch of one row, without its padding."""
+    """Return the only row of a batch, without its padding."""
     mask = batch.get(ATTENTION)
     if mask is None:
         return batch
@@ -258,14 +276,14 @@ def _without_padding(batch: Mapping[str, Any]) -> Row:
 
 def refuse_other_lengths(planned: Mapping[int, int], lengths: Sequence[int]) -> None:
     """
-    Refuse rows whose lengths are not the planned ones.
+    Raise StaleError if the length of a row differs from its planned length.
 
     Args:
-        planned: Index of each row -> planned tokens.
-        lengths: Tokens of each row now.
+        planned: Index of each row -> planned number of tokens.
+        lengths: Actual number of tokens of each row.
 
     Raises:
-        StaleError: A number differs.
+        StaleError: A length differs.
     """
     if [*planned.values()] != lengths:
         for (index, due), length in zip(planned.items(), lengths, strict=True):
@@ -282,12 +300,14 @@ class RowFacts:
 
     @classmethod
     def from_rows(cls, facts: Iterable[tuple[bytes, int, int]]) -> RowFacts:
-        """Return the facts of rows, given digest, supervised tokens and length of each."""
+        """
+        Return the facts of rows from the digest, number of supervised tokens and length of each.
+        """
         return cls(np.array([*facts], _FACTS))
 
     @classmethod
     def load(cls, folder: Path, digest: str) -> RowFacts | None:
-        """Return the facts that a checkpoint keeps, if their digest is *digest*; else None."""
+        """Return the facts that a checkpoint stores, if their digest is *digest*; else None."""
         try:
             facts = cls(np.load(folder / FACTS_FILE, allow_pickle=False))
         except (OSError, EOFError, ValueError):  # missing, or not written to its end
@@ -307,7 +327,7 @@ class RowFacts:
 
     @property
     def num_supervised(self) -> IntArray:
-        """Supervised tokens of each row, or `UNKNOWN`; int64, shape (num_rows,)."""
+        """Number of supervised tokens of each row, or `UNKNOWN`; int64, shape (num_rows,)."""
         return self.rows["num_supervised"]
 
     @property
@@ -316,7 +336,7 @@ class RowFacts:
         return self.rows["length"]
 
     def refuse_other_rows(self, indices: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Raise StaleError if a row of *indices* has another digest now."""
+        """Raise StaleError if the digest of a row of *indices* has changed."""
         if self.rows["digest"][indices].tobytes() == b"".join(digests):
             return
         for index, digest in zip(indices, digests, strict=True):
@@ -342,22 +362,22 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 class _ReadRow(dict[str, Any]):
-    """Row as `read_row` returns it, which is not read again."""
+    """Row that `read_row` has returned, and need not convert again."""
 
 
 def read_row(row: Row, index: int | None = None) -> Row:
     """
-    Return a tokenized row in one form: `input_ids`, `labels`, token types, and its other columns.
+    Return a tokenized row with `input_ids`, `labels`, token types and its other columns.
 
-    The first three become int64 arrays of shape (tokens,).
+    Ids, labels and token types become int64 arrays of shape (tokens,).
 
     Args:
         row: Tokenized row.
         index: Index of the row, for messages.
 
     Raises:
-        ArgumentError: The row has padding or several samples, its ids are not whole numbers, or
-            labels or masks have another number of values.
+        ArgumentError: The row has padding or several samples, its ids are not whole numbers, or it
+            has more or fewer labels or mask values than tokens.
     """
     if isinstance(row, _ReadRow):
         return row
@@ -368,7 +388,7 @@ def read_row(row: Row, index: int | None = None) -> Row:
         raise ArgumentError("host", fact, {"row": index})
     if row.get(TOKENS) is None:
         found = f"the columns {', '.join(map(str, row))[:_MOST_NAMES]}" if row else "no column"
-        fact = f"{name} has {found}, but no {TOKENS}: tokenize the rows first, or give a collator that does"
+        fact = f"{name} has {found}, but no {TOKENS}: tokenize the rows first, or pass a collator that tokenizes them"
         raise ArgumentError("host", fact, {"row": index})
     tokens = _to_integers(row[TOKENS], TOKENS, name)
     columns = {column for column in BY_TOKEN.intersection(row) if row[column] is not None}
@@ -380,10 +400,10 @@ def read_row(row: Row, index: int | None = None) -> Row:
     attention = given.pop(ATTENTION, tokens[:0])
     if attention.size and (hidden := int((attention == 0).sum())):
         fact = f"{name} has padding: {ATTENTION} is 0 at {hidden:,} of its {counted(tokens.size, 'token')}"
-        raise ArgumentError("host", f"{fact}: leave padding out of the rows, and plan these", {"row": index})
+        raise ArgumentError("host", f"{fact}: leave padding out of the rows before you plan them", {"row": index})
     several = None if columns <= {TOKENS, LABELS} else _multi_sample_column(row, columns, tokens.size)
     if by := ATTENTION if attention.size and attention.max() > 1 else several:
-        fact = f"{name} holds several samples by its {by}, and they would see each other: give each a row of its own"
+        fact = f"{name} holds several samples by its {by}, which would attend to each other: give each a row of its own"
         raise ArgumentError("host", fact, {"row": index, "column": by})
     labels = given.pop(LABELS, None)
     if labels is None:
@@ -396,7 +416,9 @@ def read_row(row: Row, index: int | None = None) -> Row:
 
 
 def _multi_sample_column(row: Row, columns: Collection[str], num_tokens: int) -> str | None:
-    """Return the first of *columns* that shows several samples in the row; None for one sample."""
+    """
+    Return the first of *columns* which shows that the row has several samples; None for one sample.
+    """
     for column in (*_PACKED, *_NUMBERED):
         if column in columns:
             values = np.asarray(row[column])
@@ -413,7 +435,10 @@ def _multi_sample_column(row: Row, columns: Collection[str], num_tokens: int) ->
 
 
 def _to_integers(values: Any, column: str, name: str) -> NDArray[np.int64]:
-    """Return a column's values as int64 of shape (tokens,); ArgumentError for other values."""
+    """
+    Return a column's values as int64 of shape (tokens,); ArgumentError if they are not whole
+    numbers.
+    """
     try:
         array = np.asarray(values)
         if array.dtype == np.int64 and array.ndim == 1:  # the most usual
@@ -429,7 +454,9 @@ def _to_integers(values: Any, column: str, name: str) -> NDArray[np.int64]:
 
 
 def token_type_columns(model: torch.nn.Module) -> tuple[str, ...]:
-    """Return the columns with token types that a model, or a module of it, takes."""
+    """
+    Return the columns with token types that the model, or one of its modules, has as arguments.
+    """
     taken = {name for part in model.modules() for name in inspect.signature(part.forward).parameters}
     return tuple(name for name in TYPE_COLUMNS if name in taken)
 
@@ -440,7 +467,7 @@ def pad_rows(rows: Sequence[Row], *, types: Sequence[str] = (MEDIA_TYPE_IDS,)) -
 
     Args:
         rows: Tokenized rows; at least one.
-        types: Columns with token types that the model takes.
+        types: Columns with token types that the model has as arguments.
 
     >>> batch = pad_rows([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
     >>> batch["input_ids"].tolist(), batch["attention_mask"].tolist()
@@ -464,7 +491,7 @@ def count_supervised(labels: torch.Tensor) -> int:
     """
     Return the number of supervised tokens of labels of shape (rows, tokens).
 
-    The first token of each row does not count, since no token predicts it.
+    The first token of each row is not counted, since no token predicts it.
     """
     return int((labels[..., 1:] != IGNORED_LABEL).sum())
 
@@ -479,7 +506,9 @@ def join_media(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
 
 
 def _media_tensors(row: Row) -> dict[str, torch.Tensor]:
-    """Return the media tensors of a row by name; their first axis is images, videos or patches."""
+    """
+    Return the media tensors of a row by name; their first axis counts images, videos or patches.
+    """
     return {
         name: torch.as_tensor(value)
         for name, value in row.items()

@@ -86,14 +86,14 @@ class PackedBatch:
         elif "position_ids" in begins_by_key or len(filled) > 1:
             begins = begins_by_key.get("position_ids", first)
         else:
-            raise _refusal("has no position_ids that say where its samples begin: give starts")
+            raise _refusal("has no position_ids that say where its samples begin: pass starts")
         for key, found in begins_by_key.items():
             for row, token in (found != begins).nonzero().tolist():
                 by, other = ("starts", key) if begins[row, token] else (key, "starts")
                 raise _refusal(f"has a sample that begins at token {token:,} of row {row} by {by}, but not by {other}")
         lengths = torch.bincount(begins.flatten().cumsum(0)[filled.flatten()] - 1).tolist()
         if len(lengths) < 2:
-            raise _refusal("has only one sample, so there is nothing to compare: give a row of several")
+            raise _refusal("has only one sample, so there is nothing to compare: pass a row of several")
         places = [
             (row, slice(token, token + length))
             for (row, token), length in zip(begins.nonzero().tolist(), lengths, strict=True)
@@ -121,7 +121,7 @@ class PackedBatch:
             elif value.shape[-2:] == (1, self.shape[1]):  # one row of positions for all rows
                 cut[key] = value[..., span]
             else:
-                raise _refusal(f"has {key}, which cannot be cut into samples: give each sample by itself (alone=…)")
+                raise _refusal(f"has {key}, which cannot be cut into samples: pass each sample by itself (alone=…)")
         return cut
 
     def samples(self, alone: Sequence[Mapping[str, Any]] | None = None) -> list[Sample]:
@@ -143,11 +143,11 @@ class PackedBatch:
         if alone is None:
             return [Sample(self._cut_out_sample(number), own) for number, own in enumerate(targets)]
         if len(alone) != len(self.places):
-            raise _refusal(f"has {len(self.places)} samples, but alone has {len(alone)}: give one batch for each")
+            raise _refusal(f"has {len(self.places)} samples, but alone has {len(alone)}: pass one batch for each")
         for number, (batch, place) in enumerate(zip(alone, self.places, strict=True)):
             own = batch.get("input_ids")
             if ids is not None and own is not None and ids[place].tolist() != own.flatten().tolist():
-                raise _refusal(f"has other tokens in sample {number} than alone[{number}]: give both in one order")
+                raise _refusal(f"has other tokens in sample {number} than alone[{number}]: pass both in the same order")
         return [Sample(without_labels(batch), own) for batch, own in zip(alone, targets, strict=True)]
 
 
@@ -178,7 +178,7 @@ def _read_shape(inputs: Mapping[str, Any]) -> Shape:
         value = inputs.get(key)
         if isinstance(value, torch.Tensor):
             if value.dim() != 2 + (key == "inputs_embeds"):
-                raise _refusal(f"has {key} of shape {tuple(value.shape)}: give rows, of shape (rows, tokens)")
+                raise _refusal(f"has {key} of shape {tuple(value.shape)}: pass rows of shape (rows, tokens)")
             return value.shape[0], value.shape[1]
     raise _refusal("has neither input_ids nor inputs_embeds as a tensor: add one of them")
 
@@ -217,7 +217,7 @@ def _mark_starts(starts: Starts, filled: torch.Tensor) -> torch.Tensor:
     of_rows: Sequence[Any] = starts if starts and isinstance(starts[0], Sequence) else [starts]
     if len(of_rows) != len(filled):
         raise _refusal(
-            f"has {counted(len(filled), 'row')}, but starts has {counted(len(of_rows), 'list')}: give one for each row"
+            f"has {counted(len(filled), 'row')}, but starts has {counted(len(of_rows), 'list')}: pass one for each row"
         )
     begins = torch.zeros_like(filled)
     for row, own in enumerate(of_rows):

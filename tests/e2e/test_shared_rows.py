@@ -170,7 +170,7 @@ def in_model(*, family, checkpointing=False, **sizes):
             dist.all_reduce(gradient.div_(dist.get_world_size()))
         found += [apart(loss, expected), apart(own, gradients)]
     isolation = probe_ready_model(model, native="eager", named=VARLEN).isolation
-    with pytest.raises(MismatchError, match="were given different ones"):
+    with pytest.raises(MismatchError, match="were given different rows"):
         model(**{**batch, "input_ids": ids + dist.get_rank()})
     return [math.inf if isolation else 0.0, *(distance / FLOAT32 for distance in found)]
 

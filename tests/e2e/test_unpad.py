@@ -493,7 +493,7 @@ def test_adapters_leave_logits_of_padding_out_too():
 REFUSED = {
     "not a str": lambda: "a/path",
     "not a Sequential": lambda: torch.nn.Sequential(build("qwen2")),
-    "give trainer.model": lambda: SimpleNamespace(get_train_dataloader=None),
+    "pass trainer.model": lambda: SimpleNamespace(get_train_dataloader=None),
     "prefix": lambda: get_peft_model(build("qwen2"), PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")),
     "bloom": lambda: build("bloom"),
     "gpt2 has an encoder": lambda: build("gpt2", add_cross_attention=True),

@@ -264,7 +264,7 @@ def test_a_collator_of_ones_own_makes_the_batch(collate):
 @pytest.mark.parametrize(
     ("collate", "words"),
     [
-        (lambda rows: {"input_ids": pad_rows(rows)["input_ids"]}, "gives no attention_mask"),
+        (lambda rows: {"input_ids": pad_rows(rows)["input_ids"]}, "returns no attention_mask"),
         (lambda rows: pad_rows(rows[:-1]), "returns 3 tokens for pack 0 instead of 5"),
         (lambda rows: pad_rows(rows[::-1]), r"sample 0 \(row 0\) .* length was 3, now 2"),
     ],
