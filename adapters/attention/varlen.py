@@ -391,7 +391,7 @@ def fused_arguments(
     """
     Return the arguments of `varlen_attn` for a row.
 
-    Tensors among the arguments have the shape (tokens, heads, size).
+    Tensors among the arguments have the shape (tokens, heads, size); see `attend`.
     """
     # Autocast does not support the operator, so its casts are done here.
     parts = (part[0].transpose(0, 1).to(compute_dtype(query)) for part in (query, key, value))
