@@ -10,39 +10,41 @@ from packplan.core.packs import AnyPacks, HasPacks, Packs, as_packs, concatenate
 
 _TOGETHER = 8
 """
-Number of microbatches that are moved together, as a group. Steps of this many microbatches, or of a
-divisor of this number, load the ranks alike.
+Number of consecutive microbatches that are moved as one group. All ranks of a step have about equal
+loads if the step's number of microbatches divides this number.
 """
 
 _CLASSES = 8
 """
-Shared packs of one class of length are put together. The width of a class is an eighth of the
-fewest tokens that a rank has of a shared pack.
+Divisor that gives the width of a length class, in tokens per rank: the smallest shared pack's
+tokens per rank, divided by this number. Shared packs of the same class are placed next to each
+other.
 """
 
 
 @attrs.frozen
 class AlignedPlan(HasPacks):
     """
-    Packs of all ranks at one world size: the raw plan, cut or filled at its end.
+    The packs of a raw plan, with packs dropped or repeated at the end to fit one world size.
 
     An aligned plan is saved, logged and compared between ranks. Training follows the order of an
     `EpochSchedule`, which aligns each epoch in the same way (`aligned_positions`).
     """
 
     packs: Packs
-    """The raw plan's packs, cut at the end or filled from the front."""
+    """Packs of the raw plan: the last ones dropped, or the first ones repeated at the end."""
 
     world_size: int
-    """Data-parallel learners."""
+    """Number of data-parallel ranks."""
 
     dataloader_drop_last: bool
     """
-    Whether packs and padded batches that do not fill all ranks are dropped. Otherwise packs repeat.
+    Whether leftover packs or padded batches that do not fill all ranks are dropped. If false, packs
+    are repeated instead.
     """
 
     batch_size: int
-    """Packs of a rank in one forward pass."""
+    """Number of packs in one forward pass of a rank."""
 
     num_raw_packs: int
 
@@ -51,21 +53,23 @@ class AlignedPlan(HasPacks):
 
     num_dropped: int
     """
-    Packs cut from the end of the raw plan. A smaller last batch, which the schedule drops too, is
-    not counted.
+    Number of packs dropped from the end of the raw plan. Packs of an incomplete last batch, which
+    the epoch schedule drops later, are not counted.
     """
 
     degrees: IntArray | None = attrs.field(default=None, eq=attrs.cmp_using(eq=np.array_equal), repr=False)
     """
-    Number of ranks that share each pack of the raw plan (`pack_degrees`). None shares no pack.
+    Number of ranks that share each pack of the raw plan (`pack_degrees`). None if no pack is
+    shared.
     """
 
     max_degree: int = 1
-    """Most ranks that share a pack."""
+    """Maximum number of ranks that share a pack."""
 
     tokens: IntArray | None = attrs.field(default=None, eq=attrs.cmp_using(eq=np.array_equal), repr=False)
     """
-    Tokens of each pack of the raw plan, by which shared packs are ordered. None keeps their order.
+    Number of tokens of each pack of the raw plan. Shared packs are sorted by it; None leaves them
+    in plan order.
     """
 
     @property
@@ -75,7 +79,7 @@ class AlignedPlan(HasPacks):
 
     @property
     def pad_needed(self) -> int:
-        """Number of packs that are added at the end."""
+        """Number of packs that are repeated at the end."""
         return len(self.repeated)
 
 
@@ -90,24 +94,26 @@ def align_plan(
     tokens: IntArray | None = None,
 ) -> AlignedPlan:
     """
-    Cut or fill the plan's end, so that every rank runs the same number of packs, or shares of them.
+    Drop or repeat packs, so that every rank computes the same number of packs or shared parts of
+    packs.
 
     Args:
-        raw_plan: The raw plan, of at least one pack; or a `Plan`, or packs alone.
-        world_size: Data-parallel learners, >= 1.
-        dataloader_drop_last: Drop the remainder if true, else repeat packs from the front,
+        raw_plan: A raw plan, a `Plan` or a sequence of packs; at least one pack.
+        world_size: Number of data-parallel ranks, >= 1.
+        dataloader_drop_last: Drop the leftover packs if true, else repeat packs from the front,
             cyclically.
-        batch_size: Packs of a rank in one forward pass, >= 1. Dropping the remainder also drops a
-            smaller last batch.
-        degrees: Number of ranks that share each pack, powers of two; shape (num_packs,). None gives
-            each pack one rank.
-        max_degree: Most ranks that share a pack; None takes the largest power of two that divides
-            *world_size*.
-        tokens: Tokens of each pack, by which shared packs of similar length are put together; shape
-            (num_packs,). None keeps their order.
+        batch_size: Packs in one forward pass of a rank, >= 1. If leftover packs are dropped, an
+            incomplete last batch is dropped too.
+        degrees: Number of ranks that share each pack, powers of two; shape (num_packs,). None means
+            one rank for each pack.
+        max_degree: Maximum number of ranks that share a pack. None means the largest power of two
+            that divides *world_size*.
+        tokens: Tokens of each pack, used to place shared packs of similar length next to each
+            other; shape (num_packs,). None leaves shared packs in plan order.
 
     Raises:
-        ArgumentError: No pack, dropping would leave no batch, or *max_degree* is impossible.
+        ArgumentError: There is no pack, dropping would leave no batch, or *max_degree* is not a
+            power of two that divides *world_size*.
 
     >>> from packplan.core.plan import build_raw_plan
     >>> plan = build_raw_plan([5, 5, 5], packing_length=5)
@@ -140,19 +146,19 @@ def align_plan(
 
 def aligned_positions(degrees: IntArray, world_size: int, drop_last: bool) -> IntArray:  # noqa: FBT001  # plain values
     """
-    Return the positions of packs that fill all ranks.
+    Return the positions, in the raw plan, of the packs that together fill all ranks.
 
-    Packs at the end are cut, or packs from the front are repeated.
+    Either packs at the end are dropped, or packs from the front are repeated.
 
-    Packs of the smallest degree are repeated or dropped first, packs of the next degree only once
-    none of them is left. Since all degrees are powers of two that divide the ranks, the slots
-    always fill all ranks exactly.
+    Packs of the smallest degree are repeated or dropped first. Packs of a larger degree are dropped
+    only once no pack of a smaller degree is left. The slots always fill all ranks exactly, since
+    all degrees are powers of two that divide the number of ranks.
 
     Args:
-        degrees: Ranks that share each pack, 1 for packs that fit: powers of two that divide
-            *world_size*; shape (num_packs,).
-        world_size: Data-parallel learners, >= 1.
-        drop_last: Cut at the end if true, else repeat from the front.
+        degrees: Number of ranks that share each pack: powers of two that divide *world_size*, 1 for
+            a pack that is not shared; shape (num_packs,).
+        world_size: Number of data-parallel ranks, >= 1.
+        drop_last: Drop packs at the end if true, else repeat packs from the front.
 
     >>> ones = np.ones(3, dtype=np.int64)
     >>> aligned_positions(ones, 2, False).tolist(), aligned_positions(ones, 2, True).tolist()
@@ -176,22 +182,22 @@ def aligned_positions(degrees: IntArray, world_size: int, drop_last: bool) -> In
 
 def lay_out_slots(degrees: IntArray, world_size: int, tokens: IntArray | None = None) -> IntArray:
     """
-    Return the pack in each slot, as its position in the given order; shape (num_slots,).
+    Return the position of the pack in each slot; shape (num_slots,).
 
-    A microbatch of W ranks has W slots. A pack that several ranks share takes one for each,
-    beginning at a multiple of their number. Ranks wait for the slowest pack of a microbatch, so
-    packs that take about equally long are put together. Packs are sorted by descending degree,
-    which also aligns them and fills every microbatch. Shared packs of one degree are sorted by
-    descending class of length. Groups of microbatches are then moved to the place that the epoch's
-    order gives to one of their packs. The slots do not depend on the number of microbatches in a
-    step.
+    A microbatch of W ranks has W slots. A pack that d ranks share takes d neighbouring slots, the
+    first of them at a multiple of d.
+
+    Ranks wait for the slowest pack of a microbatch, so packs that take about equally long are
+    placed next to each other. Packs are sorted by descending degree, which also makes every
+    microbatch full. Shared packs of the same degree are sorted by descending length class. Groups
+    of microbatches are then moved to the place in the epoch's order of one of their packs. The
+    slots do not depend on the number of microbatches in a step.
 
     Args:
-        degrees: Slots of each pack, powers of two that divide *world_size*, in the order of the
-            epoch. Their sum is a multiple of *world_size*.
-        world_size: Slots of a microbatch, one a rank.
-        tokens: Tokens of each pack, in the same order. With None, shared packs are not sorted by
-            length.
+        degrees: Number of slots of each pack, in the order of the epoch: powers of two that divide
+            *world_size*. Their sum is a multiple of *world_size*.
+        world_size: Number of slots in a microbatch, one for each rank.
+        tokens: Tokens of each pack, in the order of the epoch. None skips the sorting by length.
 
     >>> lay_out_slots(np.array([1, 4, 1, 2, 1, 1, 1, 1]), 4).tolist()
     [1, 1, 1, 1, 3, 3, 0, 2, 4, 5, 6, 7]
@@ -210,12 +216,12 @@ def lay_out_slots(degrees: IntArray, world_size: int, tokens: IntArray | None = 
 
 def aligned_size(num: int, world_size: int, drop_last: bool) -> int:  # noqa: FBT001  # three plain values
     """
-    Return the number of slots that fill all ranks, after cutting or repeating *num* slots.
+    Return the multiple of *world_size* that *num* slots are cut or extended to.
 
     Args:
-        num: Slots of the packs, >= 0: one for each rank that shares a pack.
-        world_size: Data-parallel learners, >= 1.
-        drop_last: Cut at the end if true, else repeat from the front.
+        num: Number of slots, >= 0: one for each pack and rank that computes it.
+        world_size: Number of data-parallel ranks, >= 1.
+        drop_last: Round down if true, else up.
 
     >>> aligned_size(3, 2, False), aligned_size(3, 2, True), aligned_size(0, 2, False)
     (4, 2, 0)
@@ -229,8 +235,8 @@ def count_batches(num: int, *, batch_size: int, drop_last: bool) -> int:
 
     Args:
         num: Packs of one rank, >= 0.
-        batch_size: Packs of a rank in one forward pass, >= 1.
-        drop_last: Whether a smaller last batch is dropped.
+        batch_size: Packs in one forward pass of a rank, >= 1.
+        drop_last: Whether an incomplete last batch is dropped.
 
     >>> [count_batches(7, batch_size=3, drop_last=drop_last) for drop_last in (False, True)]
     [3, 2]
@@ -240,16 +246,16 @@ def count_batches(num: int, *, batch_size: int, drop_last: bool) -> int:
 
 def require_a_batch(num: int, *, world_size: int, batch_size: int, drop_last: bool) -> None:
     """
-    Refuse a plan whose packs give the ranks no batch in a whole epoch.
+    Raise an error if the plan has too few packs for one batch on each rank.
 
     Args:
         num: Packs of the raw plan.
-        world_size: Data-parallel learners, >= 1.
-        batch_size: Packs of a rank in one forward pass, >= 1.
-        drop_last: Drop packs and batches that do not fill all ranks.
+        world_size: Number of data-parallel ranks, >= 1.
+        batch_size: Packs in one forward pass of a rank, >= 1.
+        drop_last: Whether leftover packs and incomplete batches are dropped.
 
     Raises:
-        ArgumentError: The ranks get no batch.
+        ArgumentError: A rank would have no batch in a whole epoch.
     """
     mine = aligned_size(num, world_size, drop_last) // world_size
     if not count_batches(mine, batch_size=batch_size, drop_last=drop_last):

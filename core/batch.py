@@ -1,4 +1,7 @@
-"""Labels, ranks that share rows, accumulation of an effective batch size, and partial windows."""
+"""
+Arithmetic of an optimizer step: ranks that share rows, gradient accumulation, and a partial last
+step.
+"""
 
 import attrs
 import numpy as np
@@ -7,19 +10,19 @@ from packplan.core.errors import ArgumentError, counted
 from packplan.core.lengths import MOST_RANKS, IntArray, as_whole_number
 
 IGNORED_LABEL = -100
-"""Label that the losses of torch and transformers ignore."""
+"""Label of tokens that the losses of torch and transformers ignore."""
 
 
 def count_row_groups(num_ranks: int, row_ranks: int) -> int:
     """
-    Return the number of groups of ranks that share a packed row; a group counts as one rank of a
-    plan.
+    Return the number of groups of ranks that share a packed row. A plan counts each group as one
+    rank.
 
-    Group g has *row_ranks* ranks, from g * *row_ranks* on.
+    Group g consists of *row_ranks* ranks, starting at rank g * *row_ranks*.
 
     Args:
-        num_ranks: All ranks.
-        row_ranks: Neighbouring ranks that share each row; ArgumentError unless their number divides
+        num_ranks: Number of all ranks.
+        row_ranks: Number of neighbouring ranks that share each row. ArgumentError unless it divides
             *num_ranks*.
 
     >>> count_row_groups(6, 2)
@@ -35,14 +38,14 @@ def pack_degrees(tokens: IntArray, packing_length: int, max_degree: int = MOST_R
     """
     Return the degree of each pack; int64, same shape as *tokens*.
 
-    The degree is the smallest power of two of ranks that hold the pack's tokens with at most
-    *packing_length* each.
+    The degree is the smallest power of two for which each rank has at most *packing_length* of the
+    pack's tokens.
 
     Args:
         tokens: Tokens of each pack, >= 1.
-        packing_length: Tokens that a pack of several samples may hold, >= 1.
-        max_degree: Most ranks that share a pack, a power of two. Packs that need more take this
-            many.
+        packing_length: Maximum number of tokens in a pack of several samples, >= 1.
+        max_degree: Maximum number of ranks that share a pack, a power of two. Packs that need more
+            ranks get this many.
 
     >>> pack_degrees(np.array([7, 8, 9, 16, 33]), 8, max_degree=4).tolist()
     [1, 1, 2, 2, 4]
@@ -53,15 +56,15 @@ def pack_degrees(tokens: IntArray, packing_length: int, max_degree: int = MOST_R
 
 def largest_degree(num_ranks: int, asked: int | None = None) -> int:
     """
-    Return the largest number of ranks that may share a pack, if packs have degrees.
+    Return the maximum degree of a pack, after checking the number that the caller asks for.
 
     Args:
-        num_ranks: All ranks, >= 1.
-        asked: Number that the caller asks for. None takes the largest power of two that divides
-            *num_ranks*.
+        num_ranks: Number of all ranks, >= 1.
+        asked: Maximum degree that the caller asks for. None means the largest power of two that
+            divides *num_ranks*.
 
     Raises:
-        ArgumentError: *asked* is not a power of two, or does not divide the ranks.
+        ArgumentError: *asked* is not a power of two that divides *num_ranks*.
 
     >>> largest_degree(12), largest_degree(12, 2)
     (4, 2)
@@ -77,12 +80,14 @@ def largest_degree(num_ranks: int, asked: int | None = None) -> int:
 
 @attrs.frozen
 class Accumulation:
-    """Gradient accumulation, and the effective batch size that it gives."""
+    """Gradient accumulation, and the effective batch size that results from it."""
 
     gradient_accumulation_steps: int
 
     effective_batch_size: int
-    """Packs of one optimizer step over all ranks, or samples without packing."""
+    """
+    Number of packs in one optimizer step over all ranks; without packing, the number of samples.
+    """
 
 
 def resolve_accumulation(
@@ -94,18 +99,20 @@ def resolve_accumulation(
     forced_batch_size: int = 1,
 ) -> Accumulation:
     """
-    Return the accumulation that keeps the effective batch where packing sets the batch size to 1.
+    Return the gradient accumulation that keeps the effective batch size although packing sets the
+    per-device batch size to 1.
 
     Args:
-        effective_batch_size: Packs of an optimizer step over all ranks. None takes the product of
-            per-device batch size, accumulation and ranks.
+        effective_batch_size: Packs of an optimizer step over all ranks. None means per-device batch
+            size times accumulation times ranks.
         per_device_train_batch_size: Packs or samples in a forward pass, as configured; >= 1.
-        gradient_accumulation_steps: Batches of a step on a rank, as configured; None means 1.
-        world_size: Data-parallel learners, >= 1.
-        forced_batch_size: Per-device batch size of training, >= 1; 1 when packing.
+        gradient_accumulation_steps: Batches of one rank in a step, as configured; None means 1.
+        world_size: Number of data-parallel ranks, >= 1.
+        forced_batch_size: Per-device batch size that training really uses, >= 1; 1 with packing.
 
     Raises:
-        ArgumentError: The batch is not divisible by the ranks.
+        ArgumentError: The effective batch size is not divisible by *world_size* times
+            *forced_batch_size*.
 
     >>> batch = resolve_accumulation(effective_batch_size=32, per_device_train_batch_size=4,
     ...                              gradient_accumulation_steps=None, world_size=2)
@@ -130,7 +137,7 @@ def resolve_accumulation(
 
 @attrs.frozen
 class PartialWindow:
-    """Last optimizer step of an epoch that has fewer batches than the others."""
+    """The last optimizer step of an epoch, if it has fewer batches than the other steps."""
 
     per_rank_batches: int
     gradient_accumulation_steps: int
@@ -143,9 +150,9 @@ class PartialWindow:
     @property
     def even_accumulation(self) -> int | None:
         """
-        Nearest accumulation that divides the epoch's batches; None if there is none.
+        The nearest accumulation that divides a rank's batches of an epoch, or None.
 
-        It is between half and twice the present accumulation.
+        Only values between half and twice the configured accumulation are considered.
         """
         steps = self.gradient_accumulation_steps
         near = (one for one in range(-(-steps // 2), 2 * steps + 1) if not self.per_rank_batches % one)
@@ -160,7 +167,7 @@ class PartialWindow:
 
 def partial_window(*, per_rank_batches: int, gradient_accumulation_steps: int) -> PartialWindow | None:
     """
-    Return the partial last step of an epoch, or None if all steps are whole.
+    Return the partial last step of an epoch, or None if all steps have the same number of batches.
 
     >>> partial_window(per_rank_batches=7, gradient_accumulation_steps=4).remainder
     3

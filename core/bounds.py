@@ -13,13 +13,13 @@ from packplan.core.patterns.search import CLOSE
 
 _FIXED_EFFORT, _EFFORT_OF_A_SAMPLE = 380_000, 0.3
 """
-Steps of the usual search for a lower bound: a fixed number (about 0.1 s), and a number for each
-sample (about the time of planning it).
+Steps of the usual search for a lower bound: a fixed number (about 0.1 s), and a number per sample
+(about as long as planning takes per sample).
 """
 
 
 def effort_for_bound(num_samples: int) -> float:
-    """Return the steps of a search for a lower bound that take about as long as planning."""
+    """Return the number of search steps for a lower bound that takes about as long as planning."""
     return _FIXED_EFFORT + _EFFORT_OF_A_SAMPLE * num_samples
 
 
@@ -31,7 +31,7 @@ class Bound:
     kind: BoundKind
 
     best: int
-    """Packs of the best known packing; `auto` needs about as many."""
+    """Number of packs of the best known packing. The algorithm `auto` needs about as many."""
 
 
 def lower_bound(lengths: Lengths, *, capacity: int, known: int | None = None, effort: float = inf) -> int:
@@ -55,20 +55,22 @@ def find_bound(
     """
     Return the best lower bound on the number of packs that a search of *effort* steps finds.
 
-    Quick bounds come first: Martello and Toth's L2 and dual-feasible functions. If no quick packing
-    reaches them, the linear relaxation over patterns follows. It takes seconds for thousands of
-    distinct lengths, and minutes for ten thousand. It is left out if there are more than 20,000
-    distinct lengths, or if the capacity, divided by the greatest common divisor of the lengths, is
-    above 131,072.
+    The quick bounds are computed first: Martello and Toth's L2 and dual-feasible functions. If no
+    quick packing has as few packs as a quick bound, the linear program over packing patterns is
+    solved. This takes seconds for thousands of distinct lengths, and minutes for ten thousand.
+
+    The linear program is skipped if there are more than 20,000 distinct lengths. It is also skipped
+    if the capacity, divided by the greatest common divisor of the lengths, is above 131,072.
 
     Args:
         lengths: Tokens of each sample, each from 1 to *capacity*.
-        capacity: Tokens a pack may hold, >= 1.
-        known: Number of packs of a known packing. A bound that reaches it ends the search. With an
-            effort, a quick bound within one pack in 1,000 of it ends the search too.
-        effort: Steps that may be spent beyond the quick bounds (`core.patterns`), of about a third
-            of a microsecond each. 0 leaves the relaxation out. Its linear programs end after half a
-            minute for each 0.1 % of the packs that they may save.
+        capacity: Maximum number of tokens in a pack, >= 1.
+        known: Number of packs of a known packing. The search ends when the bound equals it. With a
+            finite *effort*, the search also ends when a quick bound is within one pack in 1,000 of
+            it.
+        effort: Maximum number of steps after the quick bounds (`core.patterns`); a step takes about
+            a third of a microsecond. 0 skips the linear program. Each linear program stops after
+            half a minute per 0.1 % of the packs that it may save.
         report: Called with a progress message.
 
     Raises:

@@ -1,11 +1,12 @@
 """
-Context parallelism: the layout of sequences in a packed row, and the part of each rank.
+Context parallelism: the layout of sequences in a packed row, and the part of the row that each rank
+computes.
 
-Each sequence is padded on its own and cut into 2 x cp_size chunks. Rank r takes chunk r counted
-from the head, and chunk r counted from the tail. So all ranks have the same work in causal
-attention. A rank's row holds its chunks of the first sequence, then those of the second, and so on.
-Targets are shifted before the row is cut, since the token after the end of a chunk is on another
-rank.
+Each sequence is padded separately and cut into 2 x cp_size chunks of equal length. Rank r computes
+the r-th chunk from the head and the r-th chunk from the tail, so that all ranks do the same work in
+causal attention. A rank's row contains its chunks of the first sequence, then its chunks of the
+second, and so on. Targets are shifted before the row is cut, because the token after the last token
+of a chunk is on another rank.
 """
 
 from __future__ import annotations
@@ -23,15 +24,14 @@ from packplan.core.packs import join_ranges
 
 def padded_length(length: int, *, cp_size: int, tp_size: int = 1) -> int:
     """
-    Return the length to which a sequence is padded, so that its ranks have equal parts.
+    Return the length to which a sequence is padded so that it can be cut into equal parts.
 
     Args:
         length: Tokens of the sequence, >= 1.
         cp_size: Ranks that share a row, >= 1.
-        tp_size: Ranks that share a layer, >= 1.
+        tp_size: Ranks of tensor parallelism, >= 1.
 
-    Returns:
-        The next multiple of cp_size * 2 * tp_size, or of tp_size if cp_size is 1.
+    Returns: The next multiple of cp_size * 2 * tp_size, or of tp_size if cp_size is 1.
 
     >>> padded_length(5, cp_size=2), padded_length(5, cp_size=1)
     (8, 5)
@@ -56,16 +56,17 @@ def cu_seqlens(lengths: Lengths, *, pad_to_multiple_of: int = 1) -> list[int]:
 
 def chunk_positions(length: int, *, cp_size: int, cp_rank: int) -> list[int]:
     """
-    Return a rank's positions in one sequence, ascending: its chunk of the head and of the tail.
+    Return the positions in one sequence that a rank computes, ascending: one chunk from the head
+    and one from the tail.
 
     Args:
         length: Tokens of the padded sequence, >= 1.
-        cp_size: Ranks that share the sequence, >= 1. A single rank has all positions.
-        cp_rank: Rank among those that share the row, from 0.
+        cp_size: Ranks that share the sequence, >= 1. A single rank computes all positions.
+        cp_rank: Index of the rank among those that share the row, from 0.
 
     Raises:
-        ArgumentError: Several ranks share the sequence and its length is not a multiple of
-            2 * cp_size, or the rank does not exist.
+        ArgumentError: *cp_rank* is not below *cp_size*, or several ranks share the sequence and its
+            length is not a multiple of 2 * cp_size.
 
     >>> chunk_positions(8, cp_size=2, cp_rank=0), chunk_positions(8, cp_size=2, cp_rank=1)
     ([0, 1, 6, 7], [2, 3, 4, 5])
@@ -90,21 +91,24 @@ def _frozen_copy(values: Lengths) -> IntArray:
 @attrs.frozen(eq=False)
 class PackedLayout:
     """
-    Layout of a packed row of sequences that are padded one by one, and each rank's part of it.
+    Layout of a packed row of separately padded sequences, and the part of the row that each rank
+    computes.
 
     Raises:
-        ArgumentError: The two arrays do not describe one row, a sequence has no token, or its
-            positions cannot be cut into equal chunks for the ranks.
+        ArgumentError: The two arrays do not describe one row, or a sequence has no token, or its
+            padded length cannot be cut into equal chunks for the ranks.
     """
 
     cu_seqlens: IntArray = attrs.field(converter=_frozen_copy)
     """
-    Start of each sequence without padding, and the number of tokens; shape (num_sequences + 1,).
+    Start of each sequence in the row without padding, then the number of tokens; shape
+    (num_sequences + 1,).
     """
 
     cu_seqlens_padded: IntArray = attrs.field(converter=_frozen_copy)
     """
-    Start of each sequence with padding, and the length of the row; shape (num_sequences + 1,).
+    Start of each sequence in the row with padding, then the length of the row; shape (num_sequences
+    + 1,).
     """
 
     cp_size: int = 1
@@ -135,7 +139,7 @@ class PackedLayout:
         Args:
             lengths: Tokens of each sequence, >= 1.
             cp_size: Ranks that share the row, >= 1.
-            tp_size: Ranks that share a layer, >= 1.
+            tp_size: Ranks of tensor parallelism, >= 1.
 
         >>> PackedLayout.from_lengths([5, 8, 1, 3], cp_size=2).cu_seqlens_padded.tolist()
         [0, 8, 16, 20, 24]
@@ -160,12 +164,14 @@ class PackedLayout:
 
     @cached_property
     def position_ids(self) -> IntArray:
-        """Position in the sequence, from 0, padding included; shape (num_positions,)."""
+        """
+        Position of each token in its sequence, from 0, padding included; shape (num_positions,).
+        """
         return np.arange(self.num_positions) - self.cu_seqlens_padded[self.sequence]
 
     @cached_property
     def is_token(self) -> NDArray[np.bool_]:
-        """Whether each position holds a token, not padding; shape (num_positions,)."""
+        """Whether each position is a token and not padding; shape (num_positions,)."""
         return self.position_ids < self.lengths[self.sequence]
 
     @cached_property
@@ -173,7 +179,7 @@ class PackedLayout:
         """
         Row position of the token that each position predicts, or -1; shape (num_positions,).
 
-        It is -1 at the end of a sequence and at padding.
+        The value is -1 at the last token of a sequence and at padding.
 
         >>> PackedLayout([0, 3, 4], [0, 4, 5]).targets.tolist()
         [1, 2, -1, -1, -1]
@@ -183,14 +189,14 @@ class PackedLayout:
 
     def blocks(self, cp_rank: int) -> IntArray:
         """
-        Return the blocks of neighbouring row positions that a rank computes, in its order.
+        Return the ranges of row positions that a rank computes, in the order of its own row.
 
         Args:
-            cp_rank: Rank among those that share the row, from 0.
+            cp_rank: Index of the rank among those that share the row, from 0.
 
         Returns:
-            Start of the sequence, start and end of each block; int64 of shape (num_blocks, 3).
-            A query attends to the keys from the start of its sequence up to itself.
+            Three row positions for each block: start of its sequence, start and end of the block;
+            int64 of shape (num_blocks, 3).
         """
         if as_whole_number("cp_rank", cp_rank, least=0) >= self.cp_size:
             raise ArgumentError("argument", f"cp_rank is {cp_rank}, but {self.cp_size} ranks share the row")
@@ -218,7 +224,7 @@ class PackedLayout:
 
     def causal_work(self) -> tuple[int, ...]:
         """
-        Return the number of query-key pairs that each rank computes, with those of padding.
+        Return the number of query-key pairs that each rank computes, padding included.
 
         >>> PackedLayout.from_lengths([6], cp_size=2).causal_work()
         (18, 18)

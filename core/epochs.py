@@ -1,4 +1,4 @@
-"""Epochs with plans of their own: the samples, the plan and the stored record of each epoch."""
+"""Epochs that are planned separately: the samples, the plan and the stored record of each epoch."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ from packplan.core.policy import PlanPolicy
 from packplan.core.schedule import EpochSchedule, Progress
 
 MOST_EPOCHS = 10_000
-"""Limit of planned epochs, so that a number of steps far too large is refused in time."""
+"""Maximum number of planned epochs, so that far too large a number of steps is refused early."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -30,10 +30,10 @@ class EpochRecipe:
     """Mixes and seed, which decide the samples of each epoch."""
 
     mixes: Mixes | None = None
-    """Mix that each epoch draws; None takes all samples in each."""
+    """Mix that each epoch draws its samples from; None trains all samples in every epoch."""
 
     seed: int = 0
-    """Seed of the draws, from 0."""
+    """Seed of the random draws, from 0."""
 
     def fingerprint_inputs(self) -> dict[str, Value]:
         """Return the mixes and the seed as inputs of a plan's fingerprint."""
@@ -43,7 +43,9 @@ class EpochRecipe:
 
 
 def _mixes_json(mixes: Mixes) -> str:
-    """Return mixes as JSON, with a file's index in place of its path, which may change."""
+    """
+    Return mixes as JSON, with the index of each file instead of its path, because paths may change.
+    """
     entries = [attrs.asdict(mix, filter=lambda _, value: value not in {None, False}) for mix in mixes.entries]
     for entry in entries:
         for source in entry["sources"]:
@@ -53,22 +55,25 @@ def _mixes_json(mixes: Mixes) -> str:
 
 @attrs.frozen(kw_only=True, eq=False)
 class RecordLengths:
-    """Lengths and work of all records, from which each epoch takes the values of its samples."""
+    """Lengths and work of all records; each epoch selects the values of its samples."""
 
     lengths: IntArray
-    """Tokens of each record, 0 for one that is not a sample; shape (num_records,)."""
+    """Tokens of each record, 0 for a record that is not a sample; shape (num_records,)."""
 
     sizes: tuple[int, ...] = ()
-    """Number of records of each source of the data, in order; only mixes need it."""
+    """Number of records in each source of the data, in order. Only mixes use it."""
 
     works: NDArray[np.float64] | None = None
     """Work of each record, for algorithms that pack by work; shape (num_records,)."""
 
     images: IntArray | None = None
-    """Images of each record, where the policy limits the images of a pack; shape (num_records,)."""
+    """
+    Number of images of each record, if the policy limits the images in a pack; shape
+    (num_records,).
+    """
 
     indices: IntArray = attrs.field(init=False)
-    """Records that are samples, ascending; shape (num_samples,)."""
+    """Indices of the records that are samples, ascending; shape (num_samples,)."""
 
     @indices.default
     def _indices(self) -> IntArray:
@@ -76,9 +81,9 @@ class RecordLengths:
 
     def drawable_lengths(self, policy: PlanPolicy) -> IntArray:
         """
-        Return the length of each record that a mix may draw, else 0; shape (num_records,).
+        Return the length of each record, or 0 if a mix may not draw it; shape (num_records,).
 
-        Bad records may not be drawn, nor long samples if the policy skips them.
+        A mix never draws bad records, nor long samples if the policy skips long samples.
         """
         is_kept = policy.allow_single_long or self.lengths < policy.packing_length
         return np.where(is_kept, self.lengths, 0)
@@ -98,47 +103,49 @@ class EpochRecord:
     """SHA-256 of the record indices that the epoch draws."""
 
     checksum: str
-    """Checksum of the packs of its raw plan."""
+    """Checksum of the packs of the epoch's raw plan."""
 
     num_samples: int
-    """Samples that the epoch draws, including samples of dropped packs and skipped samples."""
+    """
+    Number of samples that the epoch draws, including skipped samples and samples of dropped packs.
+    """
 
     num_tokens: int
-    """Tokens of the samples that the epoch draws."""
+    """Number of tokens of the samples that the epoch draws."""
 
     num_packs: int
-    """Packs of its raw plan."""
+    """Number of packs of the epoch's raw plan."""
 
     planned_samples: int
-    """Samples in the packs of its raw plan."""
+    """Number of samples in the packs of the epoch's raw plan."""
 
     planned_tokens: int
-    """Tokens in the packs of its raw plan."""
+    """Number of tokens in the packs of the epoch's raw plan."""
 
     fill: float
-    """Mean fill of the packs of its raw plan. A long pack counts as full."""
+    """Mean fill of the packs of the epoch's raw plan. The pack of a long sample counts as full."""
 
     source_samples: tuple[int, ...] = attrs.field(default=(), converter=_as_ints)
-    """Samples drawn from each source of the data; empty for one source."""
+    """Number of samples drawn from each source of the data; empty if there is only one source."""
 
     source_tokens: tuple[int, ...] = attrs.field(default=(), converter=_as_ints)
-    """Tokens drawn from each source of the data; empty for one source."""
+    """Number of tokens drawn from each source of the data; empty if there is only one source."""
 
 
 def epoch_selection(recipe: EpochRecipe, policy: PlanPolicy, records: RecordLengths, epoch: int) -> IntArray:
     """
-    Return the indices of the records of an epoch, ascending; int64.
+    Return the indices of the records that an epoch draws, ascending; int64.
 
     An index is repeated if the record is drawn more than once.
 
-    No mix draws long samples that the policy skips: they would change the shares of its
-    sources.
+    A mix never draws long samples that the policy skips, since that would change the shares of the
+    mix's sources.
 
     Args:
-        recipe: Mixes and seed, which decide the samples.
-        policy: Settings of planning.
-        records: Lengths and works of all records.
-        epoch: Epoch, from 0.
+        recipe: Mixes and seed that decide the samples of each epoch.
+        policy: Settings that decide the plan.
+        records: Lengths and work of all records.
+        epoch: Number of the epoch, from 0.
     """
     if recipe.mixes is None:
         return records.indices
@@ -158,7 +165,7 @@ class EpochPlan:
     """
 
     raw: RawPlan
-    """Raw plan, whose sample indices are record indices."""
+    """Raw plan whose sample indices are record indices."""
 
 
 def plan_epoch(
@@ -171,18 +178,18 @@ def plan_epoch(
     report: Callable[[str], None] = lambda _: None,
 ) -> EpochPlan:
     """
-    Select the samples of an epoch and plan them.
+    Draw the samples of an epoch and plan their packs.
 
     Args:
-        recipe: Mixes and seed, which decide the samples.
-        policy: Settings of planning.
-        records: Lengths and works of all records.
-        epoch: Epoch, from 0.
-        quick_bound: Take a lower bound that needs no search.
+        recipe: Mixes and seed that decide the samples of each epoch.
+        policy: Settings that decide the plan.
+        records: Lengths and work of all records.
+        epoch: Number of the epoch, from 0.
+        quick_bound: Compute a lower bound without a search.
         report: Called with a progress message.
 
     Raises:
-        ArgumentError: No pack remains.
+        ArgumentError: No pack is left after the fill filter.
     """
     chosen = epoch_selection(recipe, policy, records, epoch)
     is_all = recipe.mixes is None and chosen.size == records.lengths.size
@@ -195,11 +202,11 @@ def plan_epoch(
 
 def record_epoch(planned: EpochPlan, records: RecordLengths) -> EpochRecord:
     """
-    Return the figures and the checksum of an epoch's plan, in the form that is stored.
+    Return the record of an epoch's plan, which is stored: its figures and its checksum.
 
     Args:
         planned: Plan of the epoch.
-        records: Lengths and works of all records.
+        records: Lengths and work of all records.
     """
     plan, drawn = planned.raw, planned.selection
     drawn_samples: list[int] = []
@@ -228,16 +235,17 @@ def schedule_epochs(
     schedule: EpochSchedule, make_record: Callable[[int], EpochRecord]
 ) -> tuple[EpochSchedule, tuple[EpochRecord, ...]]:
     """
-    Return a schedule over epochs with plans of their own, and the record of each epoch.
+    Return a schedule over separately planned epochs, and the record of each epoch.
 
-    The returned schedule does not know the work of its packs.
+    The returned schedule has no work of packs (`works` is None).
 
     Args:
         schedule: Settings of the schedule, and the epoch and step where training starts.
         make_record: Function that plans an epoch, given its number, and returns its record.
 
     Raises:
-        ArgumentError: An epoch has no pack for a rank, or there are too many epochs.
+        ArgumentError: An epoch has too few packs for one batch on each rank, or there are too many
+            epochs.
     """
     records: list[EpochRecord] = []
     start, total = schedule.start, 0
@@ -261,7 +269,7 @@ def schedule_epochs(
 
 
 def _require_batches(record: EpochRecord, schedule: EpochSchedule) -> None:
-    """Raise an ArgumentError that names the epoch if it has no batch for each rank."""
+    """Raise an ArgumentError with the epoch's number if a rank would have no batch."""
     try:
         require_a_batch(
             record.num_packs,
@@ -275,11 +283,11 @@ def _require_batches(record: EpochRecord, schedule: EpochSchedule) -> None:
 
 def plan_fingerprint(recipe: EpochRecipe | None, policy: PlanPolicy, lengths_digest: str) -> Fingerprint:
     """
-    Return the fingerprint of all epochs' plans.
+    Return the fingerprint that the plans of all epochs share.
 
     Args:
-        recipe: Mixes and seed, if each epoch has a plan; None if all epochs share one.
-        policy: Settings of planning.
+        recipe: Mixes and seed, if each epoch has its own plan; None if all epochs share one plan.
+        policy: Settings that decide the plan.
         lengths_digest: Digest of the measured lengths.
     """
     key = policy.fingerprint(lengths_digest)

@@ -1,7 +1,7 @@
 """
-Equality of packed samples with the samples alone, and the choice of attention.
+Comparison of packed samples with the same samples computed alone, and the choice of attention.
 
-Verdicts of `packplan check` and of the probe say whether they are equal.
+`packplan check` and the probe give verdicts on this comparison.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ from packplan.core.samples.tables import Table, column, num_media
 AUTO = "auto"
 
 VARLEN = "varlen"
-"""Packplan's attention of variable length: each sample of a pack by itself, without a mask."""
+"""
+Packplan's variable-length attention: it computes each sample of a pack separately, without a mask.
+"""
 
 NATIVE = "sdpa"
-"""Default attention of transformers. If it is exact, the samples alone are computed with it."""
+"""
+Default attention of transformers. If it is exact for a model, single samples are computed with it.
+"""
 
 FLEX = "flex_attention"
 
@@ -32,8 +36,8 @@ FLASH_BACKENDS = ("flash_attention_2", "flash_attention_3", "flash_attn")
 
 BACKENDS = (AUTO, VARLEN, NATIVE, "eager", FLEX, *FLASH_BACKENDS)
 """
-Values of `attn_impl`, besides transformers' kernels from a hub (with a slash) and its paged
-attention (with a bar).
+Names of attention backends. Other valid values of `attn_impl` are transformers' kernels from a hub
+(with a slash) and its paged attention (with a bar).
 """
 
 
@@ -41,8 +45,8 @@ Precision = Literal["float32", "float16", "bfloat16"]
 
 CHECKS = MappingProxyType(
     {
-        "positions": "position ids, row by row, that differ from those of the samples alone",
-        "labels": "targets of the loss that differ from those of the samples alone",
+        "positions": "number of position ids that differ from those of the samples alone",
+        "labels": "number of targets of the loss that differ from those of the samples alone",
         "logits": "largest difference of a logit, over the largest logit",
         "sample loss": "difference of a sample's mean loss, "
         "over that loss, or over a tenth of the logits where that is more",
@@ -54,40 +58,44 @@ CHECKS = MappingProxyType(
 """Name of a check -> meaning of its number."""
 
 EQUALITY_LIMITS: Mapping[Precision, float] = MappingProxyType({"float32": 2e-5, "float16": 2e-2, "bfloat16": 1e-1})
-"""Largest relative difference between a packed sample and the same one alone."""
+"""Largest relative difference allowed between a packed sample and the same sample alone."""
 
 _LOSS_LIMITS: Mapping[Precision, float] = MappingProxyType({"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2})
-"""Largest relative difference of mean losses, which does not grow with depth."""
+"""
+Largest relative difference allowed between mean losses. It does not depend on the number of layers.
+"""
 
 _LOSS_SHARE = 0.1
 """
-A loss below this share of its terms is compared relative to that share, since rounding grows with
-the logits.
+Share of a loss's terms. The difference of a loss below this share is divided by the share instead
+of the loss, since rounding errors grow with the logits.
 """
 
 
 PROBE_VERSION = 3
 """
-Version of the probe. It is raised if a probe can find new faults, so that stored verdicts are
-renewed.
+Version of the probe. Raise it if the probe can find new faults, so that stored verdicts are
+computed again.
 """
 
 _FINE_EPSILON = 2.0**-20
 """
-Types with an epsilon below this accumulate sums in their own precision. Others accumulate them in
-float32.
+Epsilon below which a data type accumulates sums in its own precision. Other types accumulate sums
+in float32.
 """
 
 _SUMS = 32
-"""Error of a layer's sums, in epsilons, if they are accumulated in the type's own precision."""
+"""
+Rounding error of a layer's sums, in epsilons, if sums are accumulated in the type's own precision.
+"""
 
 
 @attrs.frozen
 class Deviation:
-    """Difference that one check found between a pack and its samples computed alone."""
+    """Difference between a pack and its samples computed alone, as one check measured it."""
 
     check: str
-    """A key of `CHECKS`."""
+    """Name of the check, a key of `CHECKS`."""
 
     value: float
 
@@ -95,7 +103,7 @@ class Deviation:
     """Pack index in the plan."""
 
     sample: int | None = None
-    """Index of the sample; None if the number belongs to the whole pack."""
+    """Index of the sample; None if the value concerns the whole pack."""
 
     detail: str = ""
     """Place inside the sample or pack."""
@@ -103,7 +111,7 @@ class Deviation:
 
 @attrs.frozen
 class Verdict:
-    """Worst deviation of a check, and whether it is within the limit."""
+    """Largest deviation that a check found, and whether it is within the limit."""
 
     check: str
     worst: Deviation
@@ -113,13 +121,14 @@ class Verdict:
 
 def loss_difference(found: float, expected: float, *, term_size: float) -> float:
     """
-    Return the distance of a mean loss from the expected one, relative to the bound of its rounding.
+    Return the difference between a mean loss and the expected loss, relative to the size of
+    rounding errors.
 
     Args:
         found: Mean loss in the pack.
         expected: Mean loss of the samples alone, >= 0.
-        term_size: Mean size of the terms of a token's loss: its log-sum-exp and the absolute logit
-            of the target. At least *expected*.
+        term_size: Mean over tokens of the loss's terms: the log-sum-exp plus the absolute logit of
+            the target. At least *expected*.
 
     >>> loss_difference(2.5, 2.0, term_size=4.0), loss_difference(0.5, 0.0, term_size=20.0)
     (0.25, 0.25)
@@ -136,8 +145,9 @@ def judge(findings: Iterable[Deviation], *, precision: Precision, limit: float) 
 
     Args:
         findings: Deviations of all packs.
-        precision: Precision that the model computes in, which decides the limit of losses.
-        limit: Largest difference of logits and gradients; 0 for checks other than these and losses.
+        precision: Precision in which the model computes; it decides the limit of the loss checks.
+        limit: Largest allowed difference of logits and gradients. For losses, the precision sets
+            the limit; for all other checks, the limit is 0.
 
     >>> findings = [Deviation("logits", 3e-6, 0, 1), Deviation("logits", 2.0, 0, 4)]
     >>> judge(findings, precision="float32", limit=2e-5)[0].worst.sample
@@ -171,21 +181,22 @@ def pack_kind(media: Sequence[int]) -> str:
 
 def packs_to_compare(packs: Packs, table: Table, *, count: int) -> list[int]:
     """
-    Return the indices of up to *count* packs of several samples to compare, ascending.
+    Choose up to *count* packs of several samples to compare; return their indices, ascending.
 
-    The pack with the most samples of each kind is chosen first, then packs spread over the plan.
+    For each kind of pack, the pack with the most samples is chosen first. Further packs are spread
+    evenly over the plan.
 
     Args:
         packs: Packs of the plan.
         table: Measurements of all samples.
-        count: Limit of packs, >= 1.
+        count: Maximum number of packs, >= 1.
     """
     sizes = packs.sizes()
     several = np.flatnonzero(sizes > 1)
     images = np.minimum(num_media(table), 2)
     if not several.size:
         return []
-    # Media of a pack's samples as bits: 1 for none, 2 for one image or video, 4 for several.
+    # Bits of a pack: 1 if a sample has no media, 2 if one has a single image or video, 4 if more.
     held = np.bitwise_or.reduceat(1 << images[packs.indices], packs.offsets[:-1])[several]
     mixed = (held > 1) & (held % 2 == 1)
     kinds = np.where(mixed, 3, np.where(held >= 4, 2, np.where(held >= 2, 1, 0)))
@@ -199,22 +210,23 @@ def packs_to_compare(packs: Packs, table: Table, *, count: int) -> list[int]:
 
 Strategy = Literal["flash", "varlen", "own"]
 """
-Attention that keeps the samples of a row apart: flash attention, Packplan's `varlen`, or another of
-transformers' own.
+Kind of attention that keeps the samples of a row separate: flash attention, Packplan's `varlen`, or
+another attention of transformers (`own`).
 """
 
 
 def rounding_limit(epsilon: float, *, layers: int) -> float:
     """
-    Return the largest relative difference of logits that rounding in a loaded model explains.
+    Return the largest relative difference of logits that rounding can cause.
 
-    Rounding grows slowly with depth. Logits of eager attention and of sdpa, both correct, were
-    measured to differ in 16 bits by 2.3 epsilons at 2 layers and 4.3 at 32. In float32 it was 8 and
-    11 epsilons, and 126 in one family.
+    Rounding errors grow slowly with the number of layers. The logits of eager attention and of
+    sdpa, both correct, were measured. In 16 bits, they differed by 2.3 epsilons at 2 layers and by
+    4.3 epsilons at 32 layers. In float32, they differed by 8 and 11 epsilons, and by 126 epsilons
+    in one model family.
 
     Args:
-        epsilon: Difference between 1 and the next number of the type.
-        layers: Layers of the text model, >= 1.
+        epsilon: Difference between 1 and the next larger number of the data type.
+        layers: Number of layers of the text model, >= 1.
 
     >>> [round(rounding_limit(2.0**-step, layers=36), 6) for step in (7, 10, 23)]
     [0.07164, 0.008955, 3.5e-05]
@@ -225,7 +237,9 @@ def rounding_limit(epsilon: float, *, layers: int) -> float:
 
 @attrs.frozen
 class StrategyTrial:
-    """Trial of a probe: a strategy that may keep samples apart, and the attention it runs with."""
+    """
+    One trial of a probe: a strategy that may keep samples separate, and the attention that it uses.
+    """
 
     strategy: Strategy
 
@@ -240,12 +254,13 @@ class StrategyTrial:
 
 def yield_trials(attn_impl: str, *, native: str, flash: bool) -> Iterator[StrategyTrial]:
     """
-    Yield the trials of a probe for a run, best first; the probe takes the first that passes.
+    Yield the trials of a probe for a run, fastest first. The probe uses the first trial that
+    passes.
 
     Args:
-        attn_impl: Attention that the run asks for, one of `BACKENDS`.
+        attn_impl: Attention backend that the run is configured with.
         native: Attention of transformers that computes the model correctly: sdpa or eager.
-        flash: Whether flash attention runs here.
+        flash: Whether flash attention runs on this machine.
 
     >>> [trial.strategy for trial in yield_trials("auto", native="sdpa", flash=False)]
     ['varlen', 'varlen', 'own']
@@ -267,37 +282,46 @@ def yield_trials(attn_impl: str, *, native: str, flash: bool) -> Iterator[Strate
 
 @attrs.frozen
 class ProbeResult:
-    """Isolation of samples and equality with samples alone, as a probe measured them."""
+    """
+    Result of a probe: gradients between samples of a row, and differences from each sample alone.
+    """
 
     isolation: float
     """
     Largest gradient of a sample's logits with respect to another sample, divided by the largest
-    with respect to itself. 0 if no gradient passes between samples.
+    gradient with respect to the sample itself. 0 if no gradient passes between samples.
     """
 
     logits: float
-    """Largest difference of a logit between packed and alone, divided by the largest logit."""
+    """
+    Largest difference between a logit of a packed sample and of the sample alone, divided by the
+    largest logit.
+    """
 
     losses: float = 0.0
-    """Largest relative difference of a sample's loss."""
+    """Largest relative difference between the losses of a packed sample and of the sample alone."""
 
     gradients: float = 0.0
     """
-    Norm of the difference of the weights' gradients, divided by the sum of the samples' norms.
+    Norm of the difference of the weights' gradients, divided by the sum of the gradient norms of
+    the single samples.
     """
 
     @property
     def equality(self) -> float:
-        """Largest difference of logits, losses and gradients; infinity if one is not finite."""
+        """
+        Largest of the differences of logits, losses and gradients; infinity if a difference is not
+        finite.
+        """
         values = (self.logits, self.losses, self.gradients)
         return max(values) if all(map(math.isfinite, values)) else math.inf
 
     def reason_against_packing(self, *, limit: float) -> str | None:
         """
-        Return why samples may not share a row, as a clause; None if they may.
+        Return a clause that says why samples must not share a row; None if they may share one.
 
         Args:
-            limit: Largest relative difference from the samples alone.
+            limit: Largest allowed relative difference from the samples alone.
         """
         if not math.isfinite(self.isolation):
             return "no gradient of a sample's logits reaches its tokens, so the test proves nothing"
@@ -316,37 +340,44 @@ class ProbeResult:
 
 @attrs.frozen
 class PackingVerdict:
-    """Whether a model may pack, by which strategy and attention, and the measured differences."""
+    """
+    Verdict of a probe: whether the model may be packed, with which attention, and the measured
+    differences.
+    """
 
     model_type: str
-    """Model type in the config.json."""
+    """`model_type` of the model's config.json."""
 
     strategy: Strategy | None
-    """Strategy that passed; None if none did."""
+    """Strategy that passed; None if no strategy passed."""
 
     attention: str
-    """Attention of a packed run; the last one tried if none passed."""
+    """Attention of a packed run. If no trial passed, the attention of the last trial."""
 
     native: str
-    """Attention of transformers that computed the samples alone."""
+    """Attention of transformers that computed single samples."""
 
     split: tuple[str, ...]
-    """Classes of layers that carry a state along the row, and therefore run sample by sample."""
+    """
+    Names of layer classes that carry a state along the row, and are therefore run sample by sample.
+    """
 
     keeps_rows: bool
     """Whether the model receives the sample boundaries of its row."""
 
     measured: ProbeResult | None
-    """Best measured result; None if nothing could be measured."""
+    """Best result of all trials; None if nothing could be measured."""
 
     reason: str
-    """Reason for the verdict, as a clause."""
+    """Clause that gives the reason for the verdict."""
 
     not_exercised: tuple[str, ...] = ()
-    """Parts of the model that the probe does not reach. They carry no state of text samples."""
+    """Parts of the model that the probe does not run. They carry no state between text samples."""
 
     loaded_on: tuple[str, ...] = ()
-    """Devices and types on which the loaded model was probed too, such as `cpu, float32`."""
+    """
+    Devices and data types with which the loaded model itself was probed, such as `cpu, float32`.
+    """
 
     @property
     def passes(self) -> bool:
@@ -360,12 +391,12 @@ class PackingVerdict:
         return f"{self.reason}{by}{measured}{unasked}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the verdict as a JSON document; infinite numbers are null."""
+        """Return the verdict as a JSON document. Infinite and undefined numbers become null."""
         return attrs.asdict(self, value_serializer=_finite_or_none)
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> PackingVerdict:
-        """Return the verdict in a document that `to_dict` made."""
+        """Restore a verdict from the document that `to_dict` returned."""
         numbers = document["measured"]
         if numbers is not None:
             numbers = ProbeResult(**{name: math.inf if value is None else value for name, value in numbers.items()})
@@ -374,36 +405,38 @@ class PackingVerdict:
 
 
 def _finite_or_none(_: object, __: object, value: Any) -> Any:
-    """Return a field's value, or None for an infinite or undefined number, which JSON lacks."""
+    """
+    Return a field's value, or None for an infinite or undefined number, which JSON does not have.
+    """
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @attrs.frozen
 class AttentionChoice:
-    """Attention that a run uses, and why."""
+    """Attention that a run uses, and the reason for it."""
 
     name: str
-    """`varlen`, or a name of transformers' own."""
+    """`varlen`, or the name of a transformers attention."""
 
     why: str = ""
-    """Reason for this attention, as a clause."""
+    """Clause that gives the reason for this attention."""
 
     native: str = NATIVE
-    """Attention of transformers that computes the samples alone."""
+    """Attention of transformers that computes single samples."""
 
     split: tuple[str, ...] = ()
-    """Classes of layers that run sample by sample."""
+    """Names of layer classes that are run sample by sample."""
 
     keeps_rows: bool = False
     """Whether the model receives the sample boundaries of its row."""
 
     verdict: PackingVerdict | None = None
-    """Verdict of the probe that the choice follows from; None if the model was not probed."""
+    """Verdict of the probe on which the choice is based; None if the model was not probed."""
 
     leak: str | None = None
     """
-    Reason why samples may not share packs under this attention here, as a clause. None if they
-    may, or the model was not probed.
+    Clause that says why samples must not share packs with this attention on this machine. None if
+    they may, or if the model was not probed.
     """
 
     @property
@@ -419,7 +452,7 @@ def choose_attention(
     attn_impl: str, verdict: PackingVerdict | None, *, flash_installed: bool = True, on_cpu: bool = False
 ) -> AttentionChoice:
     """
-    Return a run's attention; its `leak` says why samples may not share packs, if so.
+    Return the attention of a run. If samples must not share packs, its `leak` gives the reason.
 
     Args:
         attn_impl: Value of `attn_impl`.
@@ -428,7 +461,7 @@ def choose_attention(
         on_cpu: Whether the model trains on a CPU.
 
     Raises:
-        ModelError: `varlen` is requested by name, and the probe did not pass.
+        ModelError: `attn_impl` is `varlen`, and the probe did not pass.
 
     >>> choose_attention("sdpa", None).name
     'sdpa'
@@ -449,7 +482,7 @@ def choose_attention(
         why += f", but samples must not share packs: {verdict.reason}"
         return AttentionChoice(native if attn_impl == AUTO else attn_impl, why, native, verdict=verdict, leak=leak)
     if attn_impl == AUTO:
-        why += f", and {verdict.model_type} was shown to pack by it"
+        why += f", and the probe of {verdict.model_type} passed with this attention"
     return AttentionChoice(
         verdict.attention, why, verdict.native, verdict.split, verdict.keeps_rows, verdict=verdict, leak=leak
     )
@@ -457,7 +490,7 @@ def choose_attention(
 
 def reason_against_backend(attn_impl: str, *, flash_installed: bool, on_cpu: bool) -> str | None:
     """
-    Return why an attention backend cannot train on this machine; None if it can.
+    Return the reason why an attention backend cannot train on this machine; None if it can.
 
     Args:
         attn_impl: Name of the backend.

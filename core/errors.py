@@ -1,26 +1,26 @@
 """
-Errors that this project raises on purpose.
+Errors that Packplan raises on purpose.
 
     PackplanError
-    ├── UserError                   the caller can fix it: exit status 2
-    │   ├── ConfigError             the YAML: every fault at once, each with its path
-    │   ├── RecordError             one record of a data file: place and reason
-    │   ├── DataSetError            a data set as a whole
-    │   ├── ArgumentError           an argument of a library function, or samples that give no plan;
-    │   │                           a ValueError too
-    │   ├── ModelError              a model may not pack, or not as the run says
-    │   ├── StaleError              stored lengths, a checkpoint, an image or a sample changed
-    │   ├── NotBuiltError           nothing is stored yet
-    │   ├── OutputError             a file or folder cannot be written, or another job writes it
-    │   └── RunError                a run that has begun cannot go on
-    └── VerificationError           something is not what it has to be: exit status 3
-        ├── MismatchError           packs or ranks differ from the plan, or packed samples from the
-        │                           samples alone; an AssertionError too
-        └── CorruptArtefactError    a stored file is not what was written
+    ├── UserError                   errors that the caller can fix; exit status 2
+    │   ├── ConfigError             faults of the YAML, all at once, each with its path
+    │   ├── RecordError             fault of one record of a data file: place and reason
+    │   ├── DataSetError            fault of a data set as a whole
+    │   ├── ArgumentError           invalid argument of a library function, or samples that allow
+    │   │                           no plan; also a ValueError
+    │   ├── ModelError              the model cannot be packed, or not with these settings
+    │   ├── StaleError              stored lengths, a checkpoint, an image or a sample has changed
+    │   ├── NotBuiltError           lengths or a plan are not stored yet
+    │   ├── OutputError             a file or folder cannot be written, or another job locks it
+    │   └── RunError                a run that has started cannot continue
+    └── VerificationError           failed checks of stored or shared data; exit status 3
+        ├── MismatchError           packs or ranks differ from the plan, or packed samples from
+        │                           single samples; also an AssertionError
+        └── CorruptArtefactError    a stored file differs from the file that was written
 
-Callers tell errors apart by their class. A class may have errors of several facts, which callers
-tell apart by `kind`. The text of an error is its fact, and the remedy for its kind. Fields are
-positional, so that errors survive pickling between processes.
+Callers distinguish errors by class, and errors of one class by `kind`. The text of an error states
+a fact, followed by the remedy for its kind. Fields are positional, so that errors can be pickled
+and sent between processes.
 """
 
 from __future__ import annotations
@@ -34,40 +34,45 @@ from typing import Any
 import attrs
 
 SHARED_BY = "number of ranks that share the longest pack"
-"""Name of a difference."""
+"""Key of the `Difference` in the degree of the longest pack."""
 
 _DIGESTS: Mapping[str, str] = MappingProxyType({"plan": "checksum of the packs", "data": "digest of the data"})
-"""Difference whose cause is another one, if there is another -> its name in a message."""
+"""
+Name of a digest -> its name in a message. A digest is reported only if no other value differs.
+"""
 
 _MOST, _MOST_CHARACTERS, _BEFORE = 3, 80, 20
 """
-Limits of the text of a difference: values or ranks named, characters of a value, and characters
-kept before the first that differs.
+Limits for the text of a difference: maximum number of values or ranks, maximum characters of a
+value, and characters shown before the first one that differs.
 """
 
 LINE_WIDTH = 110
-"""Characters of the widest line on the console of a run, unless a word is longer."""
+"""Maximum number of characters in a console line of a run, unless a single word is longer."""
 
 MAX_LINE, MAX_LINES = 500, 60
 """
-Limits of an error's text, in characters of a line and in lines. So a long quotation never hides the
-fact or the remedy.
+Maximum characters per line, and maximum lines, of an error's text. A long quotation therefore never
+hides the fact or the remedy.
 """
 
 
 class PackplanError(Exception):
-    """Base class of all errors raised on purpose; the length of its text is limited."""
+    """
+    Base class of all errors that Packplan raises on purpose. The length of its text is limited.
+    """
 
     kind: str = ""
     """
-    Name of the stated fact, by which programs tell errors of one class apart and find a remedy.
+    Identifier of the stated fact. Programs use it to distinguish errors of one class and to find a
+    remedy.
     """
 
     details: Mapping[str, Any] = MappingProxyType({})
-    """Numbers and names in the fact, by name."""
+    """Numbers and names in the fact: name -> value."""
 
     def _full_text(self) -> str:
-        """Return the whole fact, however long."""
+        """Return the complete fact without a limit on its length."""
         return super().__str__()
 
     def __str__(self) -> str:
@@ -84,7 +89,7 @@ class UserError(PackplanError):
 
 @attrs.define(eq=False)
 class _FactError(PackplanError):
-    """Base of errors that state one of several facts, told apart by `kind`."""
+    """Base class of errors that state one of several facts, distinguished by `kind`."""
 
     kind: str
 
@@ -104,7 +109,7 @@ class Fault:
     """Key of the YAML, with its section."""
 
     reason: str
-    """Fact and remedy: a clause whose subject is `path`."""
+    """Fact and remedy, as a clause whose subject is `path`."""
 
     def __str__(self) -> str:
         return f"{self.path} {self.reason}".strip()
@@ -115,13 +120,16 @@ class ConfigError(UserError):
     """The configuration cannot be used."""
 
     source: str
-    """Name of the YAML, or of another source of settings; empty where a key says enough."""
+    """Name of the YAML or of another source of settings. Empty if the key alone is clear enough."""
 
     faults: tuple[Fault, ...]
 
     @classmethod
     def for_key(cls, path: str, reason: str) -> ConfigError:
-        """Return an error with one fault of the key *path*, found after the YAML was read."""
+        """
+        Return an error with a single fault, which was found in the key *path* after the YAML was
+        read.
+        """
         return cls("", (Fault(path, reason),))
 
     def _full_text(self) -> str:
@@ -135,16 +143,16 @@ class RecordError(UserError):
     """One record cannot become a sample."""
 
     where: str
-    """Place of the record: `core.samples.tables.RecordLocation` prints it."""
+    """Place of the record, as `core.samples.tables.RecordLocation` prints it."""
 
     reason: str
 
     remedy: str = ""
-    """Setting to change; empty where the record is to be changed."""
+    """Setting to change. Empty if the record itself has to be changed."""
 
     @property
     def explanation(self) -> str:
-        """The reason, with the remedy if it has one."""
+        """The reason, followed by the remedy if there is one."""
         return f"{self.reason}: {self.remedy}" if self.remedy else self.reason
 
     def _full_text(self) -> str:
@@ -166,28 +174,35 @@ class ArgumentError(_FactError, UserError, ValueError):
     """
     An argument of a library function cannot be used, or the samples allow no plan.
 
-    Kinds of samples that give no plan: `empty` (there is none), `all_skipped`, `all_dropped` (no
-    pack remains), `dropped_tokens` (the fill filter drops too many tokens), `too_long` (a sample is
-    longer than a pack), `too_short` (too few packs for the ranks), `unsupervised` (no planned
-    sample has a supervised token), `too_many_epochs` (more than are planned before the first step).
+    Kinds for samples that allow no plan:
+
+    - `empty`: there is no sample;
+    - `all_skipped`: every sample is skipped;
+    - `all_dropped`: the fill filter drops every pack;
+    - `dropped_tokens`: the fill filter drops too many tokens;
+    - `too_long`: a sample is longer than a pack;
+    - `too_short`: there are too few packs for the ranks;
+    - `unsupervised`: no planned sample has a supervised token;
+    - `too_many_epochs`: there are more epochs than can be planned before training.
     """
 
 
 @attrs.define(eq=False)
 class ModelError(_FactError, UserError):
     """
-    A model may not pack, or not with this attention; or its work or memory cannot be computed.
+    The model cannot be packed, or not with this attention; or its work or memory cannot be
+    computed.
     """
 
     @classmethod
     def for_leak(cls, model_type: str, attn_impl: str, reason: str) -> ModelError:
         """
-        Return the error about a model whose samples may not share packs.
+        Return the error about a model whose samples must not share packs.
 
         Args:
             model_type: The model's `model_type`.
-            attn_impl: Attention that the run asks for.
-            reason: Fact that forbids it, as a clause.
+            attn_impl: Attention backend that the run is configured with.
+            reason: Clause that says why the model cannot be packed.
         """
         by = "" if attn_impl == "auto" else f" with attn_impl {attn_impl}"
         fact = f"models of the type {model_type} cannot be packed{by}: {reason}"
@@ -196,7 +211,7 @@ class ModelError(_FactError, UserError):
 
 @attrs.define(eq=False)
 class StaleError(_FactError, UserError):
-    """Stored data were made from inputs that differ from the inputs of this run."""
+    """Stored data, a checkpoint or a file does not match the inputs of this run."""
 
     @classmethod
     def for_lengths(cls, where: str, differences: tuple[Difference, ...]) -> StaleError:
@@ -206,7 +221,7 @@ class StaleError(_FactError, UserError):
 
     @classmethod
     def for_plan(cls, checkpoint: str, differences: tuple[Difference, ...]) -> StaleError:
-        """Return the error about a checkpoint that was trained by another plan."""
+        """Return the error about a checkpoint that was trained with another plan."""
         head = f"this run cannot resume from {checkpoint}, since these have changed"
         keys = {difference.key for difference in differences}
         causes = [one for one in differences if one.key not in _DIGESTS]
@@ -219,7 +234,10 @@ class StaleError(_FactError, UserError):
 
     @classmethod
     def for_file(cls, name: str, found: str) -> StaleError:
-        """Return the error about a data file that changed while it was open; *found* says how."""
+        """
+        Return the error about a data file that changed while it was open; *found* describes the
+        change.
+        """
         return cls("changed_sample", f"{name} has changed since this run opened it: {found}", {"file": name})
 
     @classmethod
@@ -227,13 +245,14 @@ class StaleError(_FactError, UserError):
         cls, index: int, where: str, differences: tuple[Difference, ...], *, copy: str | None = None
     ) -> StaleError:
         """
-        Return the error about a sample that has changed since it was planned.
+        Return the error about a sample that has changed since the plan was made.
 
         Args:
-            index: Number of the sample.
-            where: Place of its record.
-            differences: Values as planned and as fetched.
-            copy: Folder of the copy that its file is read from; None if the file itself is read.
+            index: Index of the sample.
+            where: Place of the sample's record.
+            differences: Values when it was planned, and values when it was fetched.
+            copy: Folder of the copy from which the data file is read; None if the original file is
+                read.
         """
         details = {"index": index, "differences": differences, "copy": copy}
         what = f"the copy of sample {index} ({where}) in {copy}" if copy else f"sample {index} ({where})"
@@ -243,7 +262,7 @@ class StaleError(_FactError, UserError):
 
 @attrs.define(eq=False)
 class NotBuiltError(UserError):
-    """Lengths or a plan that a command needs are not stored yet."""
+    """Lengths or a plan that the command needs are not stored yet."""
 
     kind = "not_built"
 
@@ -256,12 +275,15 @@ class NotBuiltError(UserError):
 
 @attrs.define(eq=False)
 class OutputError(UserError):
-    """A file, folder or stream cannot be written: no permission, no space left, or a job's lock."""
+    """
+    A file, folder or stream cannot be written: no permission, no space left, or locked by another
+    job.
+    """
 
     path: str
     reason: str
     kind: str = "refused"
-    """`refused`, or `locked` by another job."""
+    """`refused` by the operating system, or `locked` by another job."""
 
     def _full_text(self) -> str:
         return f"{self.path} cannot be written: {self.reason}"
@@ -269,7 +291,10 @@ class OutputError(UserError):
 
 @attrs.define(eq=False)
 class RunError(_FactError, UserError):
-    """A run that has begun cannot continue, because of its ranks, its processes or its numbers."""
+    """
+    A run that has started cannot continue, because a rank or process failed or a number is not
+    finite.
+    """
 
     @classmethod
     def for_worker(cls, worker: int, method: str, reason: str) -> RunError:
@@ -278,8 +303,8 @@ class RunError(_FactError, UserError):
 
         Args:
             worker: Rank of the worker.
-            method: Name of the method that it computed.
-            reason: Error of the worker itself.
+            method: Name of the method that failed.
+            reason: Text of the error on the worker.
         """
         return cls("worker", f"worker {worker} failed in {method}: {reason}")
 
@@ -290,7 +315,10 @@ class VerificationError(PackplanError):
 
 @attrs.define(eq=False)
 class MismatchError(_FactError, VerificationError, AssertionError):
-    """Packs, ranks or samples differ from the plan, or packed samples from the samples alone."""
+    """
+    Packs, ranks or samples differ from the plan, or packed samples give other results than single
+    samples.
+    """
 
 
 @attrs.define(eq=False)
@@ -307,7 +335,7 @@ class CorruptArtefactError(VerificationError):
 
 @attrs.frozen
 class Difference:
-    """Key in which two fingerprints differ."""
+    """Key whose value differs between two fingerprints, with both values."""
 
     key: str
     stored: object
@@ -320,12 +348,12 @@ class Difference:
 
 @attrs.frozen
 class RankDifference:
-    """Key in which ranks differ."""
+    """Key whose value differs between ranks."""
 
     key: str
 
     values: tuple[str | None, ...]
-    """Value of each rank, as text; None where a rank has none."""
+    """Value of each rank, as text; None if the rank has no value."""
 
     def __str__(self) -> str:
         ranks: dict[str | None, list[int]] = {}
@@ -338,7 +366,10 @@ class RankDifference:
 
 
 def _differing_part(value: str | None, same: int) -> str:
-    """Return a value as text; of a long one, the part where it differs after *same* characters."""
+    """
+    Return a value as text. Of a long value, return only the part around its first difference, after
+    *same* characters.
+    """
     if value is None or len(value) <= _MOST_CHARACTERS:
         return "absent" if value is None else value
     start = max(0, same - _BEFORE)
@@ -347,14 +378,14 @@ def _differing_part(value: str | None, same: int) -> str:
 
 
 def _ranks_in_words(ranks: list[int]) -> str:
-    """Return ranks as text: the first few by number, and the number of others."""
+    """Return ranks as text: the numbers of the first few, and how many more there are."""
     named = ", ".join(map(str, ranks[:_MOST]))
     others = f" and {len(ranks) - _MOST:,} more" if len(ranks) > _MOST else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {named}{others}"
 
 
 def counted(number: int, name: str) -> str:
-    """Return a number and its noun, in the plural unless the number is 1: `1 pack`, `0 batches`."""
+    """Return a number and a noun, in the plural unless the number is 1: `1 pack`, `0 batches`."""
     return f"{number:,} {name}" + ("" if number == 1 else "es" if name.endswith("tch") else "s")
 
 
@@ -363,9 +394,9 @@ def verb_for(number: int, one: str = "is", many: str = "are") -> str:
     Return the form of a verb that agrees with a number, such as `is` or `are`.
 
     Args:
-        number: Number of the things.
-        one: Form for exactly one.
-        many: Form for any other number.
+        number: Number of items.
+        one: Verb form for exactly one item.
+        many: Verb form for any other number of items.
     """
     return one if number == 1 else many
 
@@ -377,13 +408,13 @@ def token_range(lowest: int, highest: int) -> str:
 
 def format_ranges(indices: Iterable[int], *, most: int | None = None) -> str:
     """
-    Return indices as text, in order; consecutive indices are a range.
+    Return indices as text, in the given order, with consecutive indices as a range.
 
-    A range that repeats is written once, with the number of its repeats.
+    A range that occurs several times in a row is written once, with the number of occurrences.
 
     Args:
         indices: Whole numbers.
-        most: Ranges that are written; an ellipsis stands for the others. None writes all.
+        most: Maximum number of ranges; an ellipsis replaces further ranges. None sets no limit.
 
     >>> format_ranges([2, 7, 8, 9]), format_ranges([0, 1, 0, 1, 0]), format_ranges([1, 3], most=1)
     ('2, 7..9', '0..1 x 2, 0', '1, …')
@@ -403,7 +434,7 @@ def format_ranges(indices: Iterable[int], *, most: int | None = None) -> str:
 
 def format_lines(head: str, items: Iterable[object]) -> str:
     """
-    Return a headline, and each item indented on a line below it.
+    Return a headline followed by the items, each indented on its own line.
 
     >>> print(format_lines("the run has 1 fault", ["seed: is x"]))
     the run has 1 fault:
@@ -414,12 +445,12 @@ def format_lines(head: str, items: Iterable[object]) -> str:
 
 def fit_lines(text: str, *, indent: int = 2) -> str:
     """
-    Return *text* with lines wider than `LINE_WIDTH` broken between words, except lines of a shell
-    command that end in a backslash.
+    Break the lines of *text* that exceed `LINE_WIDTH` between words. Lines that end in a backslash,
+    as in a shell command, stay whole.
 
     Args:
-        text: Lines.
-        indent: Spaces before the second and further parts of a line.
+        text: One or more lines.
+        indent: Number of spaces before the continuation of a broken line.
 
     >>> [len(line) for line in fit_lines("word " * 30).splitlines()]
     [109, 41]
@@ -434,7 +465,7 @@ def fit_lines(text: str, *, indent: int = 2) -> str:
 
 def format_command(*parts: str) -> str:
     r"""
-    Return a shell command on one line, or with each part on its own line if that would be long.
+    Return a shell command on one line, or with one line per part if the command is long.
 
     >>> format_command("packplan plan show", "run.yaml")
     'packplan plan show run.yaml'

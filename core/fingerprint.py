@@ -1,14 +1,16 @@
 """
-Fingerprints of stored lengths and plans: named inputs with a digest.
+Fingerprints of stored lengths and plans: named inputs and a digest of these inputs.
 
-Frozen values are also converted to plain JSON values here, and sealed by a digest.
+The module also converts frozen values to plain JSON values, and adds a digest to stored values (a
+seal).
 
-A fingerprint is a flat mapping of names to JSON values. Two of them are compared key by key, and
-the difference is readable. Lengths depend on everything that decides how a record becomes tokens. A
-plan depends on the digest of the measured lengths and on its policy (`core.policy`) alone.
+A fingerprint is a flat mapping of names to JSON values. Two fingerprints are compared key by key,
+so that a message can name the key that differs. Lengths depend on everything that decides how a
+record becomes tokens. A plan depends only on the digest of the measured lengths and on the plan
+policy (`core.policy`).
 
-A stored value is accepted only if every key is known, every key without a default is there, and
-every value has its type. So a damaged file is refused with the name of the key that is wrong.
+A stored value is accepted only if every key is known, no key without a default is missing, and
+every value has the right type. So the error about a damaged file names the wrong key.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from packplan.core.errors import Difference
 T = TypeVar("T")
 
 SEAL = "sha256"
-"""Key under which sealed values hold their digest."""
+"""Key of the digest in sealed values."""
 
 STATE_FORMAT = 3
 """
-Format of sealed states; the first had no number. Raise it with each field that a state gets or
-loses. A new field has a default, which older states take.
+Version of the format of sealed states; the first version had no number. Raise it whenever a field
+of a state is added or removed. A new field needs a default, which is used for older states.
 """
 
 _RENAMED = {
@@ -65,7 +67,7 @@ def _sort_inputs(inputs: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def field_differences(first: attrs.AttrsInstance, second: attrs.AttrsInstance) -> tuple[Difference, ...]:
-    """Return the fields in which two values of one class differ."""
+    """Return the fields whose values differ between two objects of one class."""
     names = (field.name for field in attrs.fields(type(first)))
     found = (Difference(name, getattr(first, name), getattr(second, name)) for name in names)
     return tuple(one for one in found if one.stored != one.current)
@@ -88,7 +90,7 @@ class Fingerprint:
         return json_digest(dict(self.inputs))
 
     def differences(self, current: Fingerprint) -> tuple[Difference, ...]:
-        """Return the inputs that differ between this fingerprint and *current*, by name."""
+        """Return the inputs that differ between this fingerprint and *current*, sorted by name."""
         keys = sorted({*self.inputs, *current.inputs})
         pairs = ((key, self.inputs.get(key, _ABSENT), current.inputs.get(key, _ABSENT)) for key in keys)
         # 1 == True in Python, but not in the canonical JSON.
@@ -97,26 +99,28 @@ class Fingerprint:
 
 @attrs.frozen
 class RunIdentity:
-    """Model, loss and settings of a run, which decide whether it may resume a checkpoint."""
+    """
+    Model, loss and settings of a run; they decide whether the run may resume from a checkpoint.
+    """
 
     fixed: Fingerprint = Fingerprint({})
-    """Settings that a resumed run has to share, by key."""
+    """Settings that have to be the same in a resumed run, by key."""
 
     changeable: Fingerprint = Fingerprint({})
-    """Settings that a resumed run may change, by key; changes are reported."""
+    """Settings that a resumed run may change, by key. Each change is logged."""
 
 
 NO_IDENTITY = RunIdentity()
-"""Identity of a run whose model and settings are not known."""
+"""Identity of a run whose model and settings are unknown."""
 
 
 def to_plain(value: attrs.AttrsInstance) -> dict[str, Any]:
-    """Return a frozen attrs value as dicts, lists, strings and numbers."""
+    """Convert a frozen attrs value to dicts, lists, strings and numbers."""
     return attrs.asdict(value, value_serializer=lambda _, __, held: held.tolist() if _is_array(held) else held)
 
 
 def seal(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return plain values with their format version and their digest."""
+    """Return plain values with the format version and a digest added."""
     held = {**values, _FORMAT: STATE_FORMAT}
     return {**held, SEAL: json_digest(held)}
 
@@ -126,8 +130,8 @@ def unseal(values: object) -> dict[str, Any]:
     Check the digest and the format of sealed values, and return the plain values.
 
     Raises:
-        ValueError: The values have no digest, or not the digest of their content, or a newer
-            release of this project wrote them.
+        ValueError: The digest is missing or does not match the values, or a newer Packplan wrote
+            them.
     """
     if not isinstance(values, Mapping) or SEAL not in values:
         raise ValueError(f"it has no {SEAL}")
@@ -142,15 +146,15 @@ def unseal(values: object) -> dict[str, Any]:
 
 def from_plain(kind: type[T], value: object) -> T:
     """
-    Return the frozen value whose plain values `to_plain` returned.
+    Restore a frozen value from the plain values that `to_plain` returned.
 
     Args:
         kind: Class of the value, an attrs class.
         value: Result of `to_plain`, perhaps read from JSON.
 
     Raises:
-        ValueError: A key without a default is missing, one is unknown, or a value has another type
-            or is out of range.
+        ValueError: A key without a default is missing, a key is unknown, or a value has the wrong
+            type or is out of range.
     """
     read: T = _as_type(kind, value, "the state")
     return read

@@ -1,8 +1,9 @@
 """
 Forecasts of the time and the memory of a run.
 
-Its seconds follow from the seconds and FLOPs of measured steps. The memory of a step follows from
-the blocks that a trace of it allocates, up to the longest packing length that fits.
+The time is computed from the seconds and FLOPs of measured steps. The memory is computed from the
+blocks that a traced step allocates. A search over traced steps also finds the longest packing
+length that fits into memory.
 """
 
 from __future__ import annotations
@@ -25,25 +26,26 @@ from packplan.core.work.model import SampleWorks
 
 EVALUATION_SHARE = 1 / 3
 """
-Seconds of an evaluation, divided by the seconds of training on its packs, if no evaluation was
-measured. By FLOPs, the forward pass is a third.
+Time of an evaluation divided by the time of training on the same packs, used if no evaluation was
+measured. The forward pass has a third of the FLOPs of training.
 """
 
 _FOLDS = 7
-"""Number of parts of the measured steps, each left out of one fit."""
+"""Number of parts into which the measured steps are divided. Each part is left out of one fit."""
 
 _VARIES = 1e-6
-"""Least spread of a term, relative to its largest value, from which the term is fitted."""
+"""Smallest spread of a term, relative to its largest value, for which a coefficient is fitted."""
 
 REPEATS = 3
-"""Number of times that the whole list of steps is measured."""
+"""Number of times that each step is measured."""
 
 _QUANTILES = (1.0, 0.0, 0.5, 0.75, 0.25)
-"""Quantiles of work whose packs are measured; the heaviest come first."""
+"""Quantiles of work at which packs are measured, the heaviest packs first."""
 
 _WINDOW = 8
 """
-A measured step has packs of similar work, from at most one eighth of the plan. Packs may repeat.
+Divisor of the plan's packs: a measured step takes packs of similar work from at most this part of
+the plan. The step may contain a pack several times.
 """
 
 _PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -52,38 +54,41 @@ _FORM = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(iB|B|)")
 
 MARGIN = 0.1
 """
-Share that is added to a peak for a GPU's rounding of blocks, their fragmentation, and the memory of
-CUDA and of collectives. It is an assumption, and was not measured on a GPU.
+Share that is added to a traced peak: for rounded block sizes, fragmentation, and the memory of CUDA
+and of collectives. It is an assumption, and was not measured on a GPU.
 """
 
 _STEP = 64
-"""Lengths are multiples of this many tokens."""
+"""Packing lengths are rounded down to a multiple of this number of tokens."""
 
 _ENOUGH = 0.03
-"""Memory that may stay free at the returned length, relative to its peak."""
+"""Share of a peak that may stay free before the search for a longer packing length ends."""
 
 _ATTEMPTS = 2
 
 
 @attrs.frozen
 class Pause:
-    """Interruption of training at an interval of steps: an evaluation, or a checkpoint."""
+    """Interruption of training at regular steps: an evaluation, or a checkpoint."""
 
     seconds: float
     """Seconds of each pause."""
 
     every: int
-    """Optimizer steps between two pauses, the last of which ends the run; 0 for none."""
+    """
+    Optimizer steps between two pauses; 0 for no pauses. There is also a pause at the end of the
+    run.
+    """
 
     at_start: bool = False
     """Whether there is also a pause before the first step."""
 
     def total_seconds(self, num_steps: int) -> float:
         """
-        Return the seconds of all such pauses of a run.
+        Return the total seconds of all such pauses in a run.
 
         Args:
-            num_steps: Optimizer steps of the run.
+            num_steps: Number of optimizer steps of the run.
 
         >>> Pause(2.0, every=4).total_seconds(10)
         6.0
@@ -94,7 +99,7 @@ class Pause:
 
 @attrs.frozen(eq=False)
 class RunForecast:
-    """Predicted seconds of a run."""
+    """Forecast of the time of a run, in seconds."""
 
     timing: Timing
 
@@ -102,13 +107,13 @@ class RunForecast:
     """Seconds of each step of the first epoch; shape (num_steps,)."""
 
     refit_seconds: Floats
-    """Seconds of the first epoch by each of `timing.refits`; shape (num_refits,)."""
+    """Seconds of the first epoch, as each of `timing.refits` predicts them; shape (num_refits,)."""
 
     total_steps: int
-    """Optimizer steps of the run."""
+    """Number of optimizer steps of the run."""
 
     tokens: int
-    """Tokens of samples in the first epoch, without padding and repeated packs."""
+    """Number of sample tokens in the first epoch, without padding and repeated packs."""
 
     evaluation: Pause
     checkpoint: Pause
@@ -126,7 +131,8 @@ class RunForecast:
     @property
     def seconds(self) -> float:
         """
-        Seconds of the run with its pauses; steps of later epochs take the mean of the first epoch.
+        Seconds of the run, pauses included. A step of a later epoch counts as a mean step of the
+        first epoch.
         """
         first, num = self.steps[: self.total_steps], self.total_steps
         later = (num - len(first)) * self.mean_step
@@ -134,12 +140,14 @@ class RunForecast:
 
     @property
     def uncertainty(self) -> float | None:
-        """Relative uncertainty of the steps' seconds, as two standard errors; None if unknown."""
+        """
+        Relative uncertainty of the first epoch's seconds: two standard errors; None if unknown.
+        """
         return self.timing.uncertainty(self.epoch_seconds, self.refit_seconds.tolist())
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens that all ranks train in a second, without evaluations and checkpoints."""
+        """Tokens per second that all ranks together train, without evaluations and checkpoints."""
         return self.tokens / self.epoch_seconds
 
 
@@ -154,16 +162,16 @@ def forecast_run(
     evaluates_first: bool = False,
 ) -> RunForecast:
     """
-    Return the forecast of a run's seconds.
+    Return the forecast of a run's time.
 
     Args:
-        timing: Seconds of the parts of the run.
+        timing: Fitted coefficients of a step, and the seconds of a checkpoint.
         trained: Statistics of the first epoch.
-        schedule: Order of the packs, from the beginning.
-        flops: Works of the samples in FLOPs.
-        evaluated: FLOPs of the evaluation; None without one.
+        schedule: Schedule of the run from its first step.
+        flops: Work of each sample in FLOPs.
+        evaluated: FLOPs of the evaluation; None without an evaluation.
         every: Optimizer steps between two evaluations, and between two checkpoints; 0 for none.
-        evaluates_first: Whether an evaluation comes before the first step.
+        evaluates_first: Whether there is an evaluation before the first step.
     """
     terms = StepFlops.from_epoch(trained, flops, sync_at=schedule.sync_at)
     evaluation = 0.0
@@ -186,13 +194,13 @@ Floats = NDArray[np.float64]
 
 @attrs.frozen
 class TimeModel:
-    """Coefficients by which the seconds of an optimizer step are predicted."""
+    """Coefficients that predict the seconds of an optimizer step."""
 
     step: float
-    """Seconds of each step: the optimizer, and the exchange between ranks once a step."""
+    """Seconds of each step for the optimizer and for communication between ranks once per step."""
 
     microbatch: float
-    """Seconds of each microbatch: its start, and the exchange between ranks in it."""
+    """Seconds of each microbatch for its start and for communication between ranks."""
 
     text: float
     """Seconds per FLOP of the matrix products of text positions."""
@@ -209,7 +217,7 @@ class MeasuredStep:
     """Measured seconds and FLOPs of one optimizer step."""
 
     microbatches: int
-    """Microbatches of a rank."""
+    """Number of microbatches of a rank."""
 
     text: float
     """FLOPs of the matrix products of text positions, on the busiest rank."""
@@ -221,44 +229,46 @@ class MeasuredStep:
     """FLOPs of the vision tower, on the busiest rank."""
 
     seconds: float
-    """Seconds from the end of the step before, without logs, evaluations and checkpoints."""
+    """Seconds since the end of the previous step, without logging, evaluations and checkpoints."""
 
     def predict_seconds(self, time: TimeModel) -> float:
-        """Return the seconds that the coefficients *time* predict for this step."""
+        """Return the seconds that the coefficients in *time* predict for this step."""
         flops = time.text * self.text + time.attention * self.attention + time.vision * self.vision
         return time.step + time.microbatch * self.microbatches + flops
 
 
 @attrs.frozen
 class Timing:
-    """Coefficients that are fitted to measured steps, and the seconds of pauses."""
+    """Coefficients fitted to measured steps, and the time of evaluations and checkpoints."""
 
     step_time: TimeModel
 
     num_measured: int
-    """Measured steps from which the coefficients follow."""
+    """Number of measured steps to which the coefficients were fitted."""
 
     evaluation: float = EVALUATION_SHARE
-    """Seconds of an evaluation, divided by those of training on its packs."""
+    """Time of an evaluation divided by the time of training on the same packs."""
 
     checkpoint: float = 0.0
     """Seconds of saving a checkpoint."""
 
     refits: tuple[TimeModel, ...] = ()
-    """Coefficients of further fits, each without one part of the measured steps."""
+    """Coefficients of further fits, each fitted without one part of the measured steps."""
 
     step_error: float | None = None
-    """Relative error that 95 % of steps that the fit has not seen stay below; None if not known."""
+    """
+    Relative error of 95 % of the steps that were left out of a fit is below this; None if unknown.
+    """
 
     def uncertainty(self, seconds: float, refit_seconds: Sequence[float]) -> float | None:
         """
-        Return a prediction's relative uncertainty, as two standard errors; None if unknown.
+        Return the relative uncertainty of a prediction: two standard errors; None if unknown.
 
-        The standard error is the jackknife's, over the parts that are left out.
+        The standard error is a jackknife estimate over the left-out parts of the measured steps.
 
         Args:
-            seconds: Prediction by `step_time`.
-            refit_seconds: Predictions by each of `refits`.
+            seconds: Prediction of `step_time`.
+            refit_seconds: Prediction of each of `refits`.
         """
         if not self.refits or not seconds:
             return None
@@ -274,13 +284,15 @@ class Calibration:
     """Measured steps, at least one."""
 
     evaluation: MeasuredStep | None = None
-    """An evaluation, with the FLOPs of training on its packs; None without one."""
+    """
+    A measured evaluation, with the FLOPs of training on its packs; None without an evaluation.
+    """
 
     checkpoint: float = 0.0
     """Seconds of saving a checkpoint; 0 if the run saves none."""
 
     def fit_timing(self) -> Timing:
-        """Return a timing that is fitted to these steps, with its error on left-out steps."""
+        """Fit a timing to these steps, and compute its error on left-out steps."""
         time, errors, refits = fit_steps(self.steps), [], []
         for part in range(min(_FOLDS, len(self.steps))):
             left_out = self.steps[part::_FOLDS]
@@ -301,13 +313,14 @@ class Calibration:
 
 def fit_steps(steps: Sequence[MeasuredStep]) -> TimeModel:
     """
-    Return the coefficients with the least absolute relative error; terms that do not vary are 0.
+    Fit the coefficients with the smallest sum of absolute relative errors. The coefficient of a
+    term that does not vary is 0.
 
     >>> steps = [MeasuredStep(1, flops, 0, 0, 2 + 3 * flops) for flops in (1, 2, 4)]
     >>> [round(one, 6) for one in attrs.astuple(fit_steps(steps))]
     [2.0, 0.0, 3.0, 0.0, 0.0]
     """
-    # Takes a third of a second to import, which others of this module do not need.
+    # The import takes a third of a second, and no other function of this module needs it.
     from scipy.optimize import linprog  # noqa: PLC0415
 
     table = np.array([attrs.astuple(one) for one in steps], dtype=np.float64)
@@ -330,26 +343,26 @@ def fit_steps(steps: Sequence[MeasuredStep]) -> TimeModel:
 
 @attrs.frozen(eq=False)
 class StepFlops:
-    """FLOPs of an epoch's microbatches, by which the seconds of its steps are predicted."""
+    """FLOPs of the microbatches of an epoch, from which the seconds of the steps are predicted."""
 
     counts: IntArray
-    """Microbatches of a rank in each step; shape (num_steps,)."""
+    """Number of microbatches of a rank in each step; shape (num_steps,)."""
 
     flops: Floats
     """FLOPs of text, attention and vision; shape (num_microbatches, world_size, 3)."""
 
     sync_at: SyncPoint
-    """Point where the ranks wait for each other."""
+    """Where ranks wait for each other: after each step, or after each microbatch."""
 
     @classmethod
     def from_epoch(cls, trained: EpochStats, flops: SampleWorks, *, sync_at: SyncPoint) -> StepFlops:
         """
-        Return the FLOPs of an epoch, or of the rest of a resumed one.
+        Return the FLOPs of an epoch, or of the rest of a resumed epoch.
 
         Args:
             trained: Statistics of the epoch.
-            flops: Works of the samples in FLOPs.
-            sync_at: Point where the ranks wait for each other.
+            flops: Work of each sample in FLOPs.
+            sync_at: Where ranks wait for each other: after each step, or after each microbatch.
         """
         by_term = (trained.pack_stats.with_works(flops.scaled(*weights)) for weights in np.eye(3))
         terms = [attrs.evolve(trained, pack_stats=one).batch_works() for one in by_term]
@@ -367,7 +380,10 @@ class StepFlops:
         return time.step + time.microbatch * self.counts + busiest
 
     def busiest_flops(self) -> Floats:
-        """Return the FLOPs of each step on its busiest ranks; shape (num_steps, 3)."""
+        """
+        Return the FLOPs of each step on the busiest ranks: text, attention, vision; shape
+        (num_steps, 3).
+        """
         totals = self.flops.sum(axis=2)
         ranks = totals.argmax(axis=1)
         if self.sync_at == "step":
@@ -375,7 +391,10 @@ class StepFlops:
         return self._sum_by_step(self.flops[np.arange(len(ranks)), ranks])
 
     def _sum_by_step(self, batches: Floats) -> Floats:
-        """Sum rows of microbatches, shape (num_microbatches, …), by step; shape (num_steps, …)."""
+        """
+        Sum values of microbatches, shape (num_microbatches, …), over each step; shape (num_steps,
+        …).
+        """
         sums: Floats = np.add.reduceat(batches, np.cumsum(self.counts) - self.counts, axis=0)
         return sums
 
@@ -391,20 +410,21 @@ def calibration_packs(
     batch_size: int = 1,
 ) -> list[list[int]]:
     """
-    Return the samples of each pack that is trained to measure time, step after step.
+    Choose the packs that are trained to measure time; return the samples of each pack, in the order
+    of the steps.
 
-    Some steps have packs of similar work, from the heaviest to the lightest. Others have the packs
-    with the most images, or halves of packs, or are the run's own first steps. The last step has a
-    single microbatch.
+    Some steps have packs of similar work, from heavy to light packs. Further steps have the packs
+    with the most images, halves of packs, or the packs of the run's first two steps. The last step
+    has a single microbatch.
 
     Args:
         packs: Packs of the plan.
         work: FLOPs of each pack; shape (num_packs,).
         vision: FLOPs of each pack's images; shape (num_packs,).
-        order: Packs in the order of training, over all ranks.
-        world_size: Data-parallel learners.
-        batches: Microbatches of a rank in a step.
-        batch_size: Packs of a microbatch; above 1 only if each is one sample.
+        order: Pack indices in the order of training, over all ranks.
+        world_size: Number of data-parallel ranks.
+        batches: Number of microbatches of a rank in a step.
+        batch_size: Number of packs in a microbatch; above 1 only if each pack is one sample.
     """
     each = world_size * batches * batch_size
     by_work = np.argsort(work, kind="stable")
@@ -421,17 +441,20 @@ def calibration_packs(
 
 
 def _packs_around(ranked: IntArray, place: float, window: int) -> IntArray:
-    """Return *window* neighbouring packs of a ranking, at a relative *place* from 0 to 1."""
+    """
+    Return *window* neighbouring packs of a ranking, starting at the relative *place* from 0 to 1.
+    """
     start = round(place * (ranked.size - window))
     return ranked[start : start + window]
 
 
 def parse_bytes(text: str) -> int:
     """
-    Return the bytes that a text such as `80GiB` names: a GiB has 2 ** 30, a GB or G 10 ** 9.
+    Parse a text such as `80GiB` to a number of bytes. A GiB has 2 ** 30 bytes, a GB or G has 10 **
+    9.
 
     Raises:
-        ValueError: It is not a positive amount of whole bytes.
+        ValueError: The text is not a positive amount of whole bytes.
 
     >>> parse_bytes("80GiB"), parse_bytes("1.5 GB"), parse_bytes("24G")
     (85899345920, 1500000000, 24000000000)
@@ -447,7 +470,7 @@ def parse_bytes(text: str) -> int:
 
 def bytes_text(number: float) -> str:
     """
-    Return a number of bytes as text for people, in powers of 1,024.
+    Return a number of bytes as readable text with units of powers of 1,024.
 
     >>> bytes_text(85899345920), bytes_text(1500)
     ('80.00 GiB', '1.46 KiB')
@@ -460,21 +483,23 @@ def bytes_text(number: float) -> str:
 
 
 ModelSharding = Literal["ddp", "fsdp2"]
-"""Way in which ranks share a model: whole on each, or by FSDP 2."""
+"""
+How ranks share a model: `ddp` keeps the whole model on each rank, `fsdp2` shards it by FSDP 2.
+"""
 
 MemoryKind = Literal["weights", "gradients", "optimizer", "activations", "temporaries"]
 
 MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 """
-Kinds of memory. Weights include buffers. Activations are the batch, and the tensors that the
-forward pass keeps for the backward pass; temporaries are everything else of the two passes, and of
-the update.
+Kinds of memory. Weights include buffers. Activations are the batch and the tensors that the forward
+pass keeps for the backward pass. Temporaries are all other tensors of the forward pass, the
+backward pass and the update.
 """
 
 
 @attrs.frozen
 class PeakMemory:
-    """Memory of one rank when it is highest, in bytes."""
+    """Memory of one rank at its peak, in bytes for each kind of memory."""
 
     weights: int
     gradients: int
@@ -484,16 +509,16 @@ class PeakMemory:
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds of memory together."""
+        """Total bytes of all kinds of memory."""
         return sum(attrs.astuple(self))
 
 
 @attrs.frozen(eq=False)
 class StepTrace:
     """
-    Memory blocks of one steady step, with its passes and its update.
+    Memory blocks of one optimizer step after the first: forward pass, backward pass and update.
 
-    A time is the number of allocations and frees before it.
+    Time is counted in events: the time of an event is the number of earlier allocations and frees.
     """
 
     allocated: NDArray[np.int64]
@@ -506,23 +531,31 @@ class StepTrace:
     """Bytes of each block; shape (num_blocks,)."""
 
     kinds: NDArray[np.int64]
-    """Index in `MEMORY_KINDS` of each block, or -1 for activations and temporaries; same shape."""
+    """
+    Index in `MEMORY_KINDS` of each block, or -1 for activations and temporaries; shape
+    (num_blocks,).
+    """
 
     logits: NDArray[np.bool_]
-    """Whether a block has the vocabulary's width, as logits and their gradients; same shape."""
+    """
+    Whether a block is as wide as the vocabulary, like logits and their gradients; shape
+    (num_blocks,).
+    """
 
     forward_end: int
     """Time at which the forward pass ends."""
 
     buckets: int = 0
-    """Bytes of the buckets in which ranks sum gradients, allocated during the whole step."""
+    """
+    Bytes of the buckets in which ranks sum gradients. They are allocated during the whole step.
+    """
 
     def peak(self, *, fused_loss: bool = False) -> PeakMemory:
         """
-        Return the peak of the step.
+        Return the peak memory of the step.
 
         Args:
-            fused_loss: Leave out logits, which fused losses never hold as a whole.
+            fused_loss: Leave out logits, which a fused loss never stores completely.
         """
         kept = ~self.logits if fused_loss else np.ones(len(self.sizes), dtype=bool)
         kinds, rows = self._kinds(), np.zeros((len(MEMORY_KINDS), 1 + int(self.freed.max(initial=1))), dtype=np.int64)
@@ -544,13 +577,13 @@ def peak_candidates(tokens: NDArray[Any], supervised: NDArray[Any], patches: NDA
     """
     Return the packs that may need the most memory.
 
-    These are the packs with the most tokens, the most supervised tokens, the most patches, or the
-    largest sum of shares of all three.
+    These are the packs with the most tokens, with the most supervised tokens, with the most
+    patches, and with the largest sum of the three, each divided by its maximum.
 
     Args:
         tokens: Tokens of each pack; shape (num_packs,).
-        supervised: Supervised tokens of each pack; same shape.
-        patches: Vision patches of each pack; same shape.
+        supervised: Supervised tokens of each pack; shape (num_packs,).
+        patches: Vision patches of each pack; shape (num_packs,).
 
     >>> peak_candidates(*np.array([[9, 8, 8], [1, 2, 3], [0, 0, 0]]))
     (0, 2)
@@ -561,34 +594,37 @@ def peak_candidates(tokens: NDArray[Any], supervised: NDArray[Any], patches: NDA
 
 @attrs.frozen
 class LongestFit:
-    """Longest packing length whose step fits into the memory."""
+    """Longest packing length with which a step fits into memory."""
 
     tokens: int
-    """Packing length; 0 if none fits."""
+    """Packing length in tokens; 0 if no traced length fits."""
 
     peak: int
-    """Peak at that length in bytes, without the margin; the lowest traced one if none fits."""
+    """
+    Peak memory at this length in bytes, without the margin. If no length fits, the lowest traced
+    peak.
+    """
 
     limited: bool
-    """Whether the model's positions are the limit, and not the memory."""
+    """Whether the model's number of positions is the limit, not the memory."""
 
 
 def add_margin(peak: float) -> int:
-    """Return the bytes that a GPU needs for a traced peak, with a margin."""
+    """Return the bytes that a GPU needs for a traced peak, margin included."""
     return math.ceil(peak * (1 + MARGIN))
 
 
 def longest_fit(peak_at: Callable[[int], int], *, start: int, limit: int, most: int) -> LongestFit:
     """
-    Return the longest packing length whose peak fits into the memory.
+    Return the longest packing length whose peak memory fits.
 
-    Memory is nearly linear in tokens. So the line through two lengths names a third one, whose own
-    peak corrects it. A length is only returned if its own peak fits.
+    Memory is nearly linear in tokens. So a line through the peaks of two lengths gives a third
+    length, which is then traced too. A length is returned only if its traced peak fits.
 
     Args:
-        peak_at: Function from tokens of a full pack to the peak of a step, in bytes.
-        start: Length to begin with, >= 1.
-        limit: Bytes that a peak with its margin may have.
+        peak_at: Function that returns the peak of a step in bytes, given the tokens of a full pack.
+        start: Length to trace first, >= 1.
+        limit: Maximum bytes of a peak, margin included.
         most: Longest length that the model has positions for.
 
     >>> longest_fit(lambda tokens: 10 * tokens, start=512, limit=110_000, most=32768).tokens
@@ -611,13 +647,16 @@ def longest_fit(peak_at: Callable[[int], int], *, start: int, limit: int, most: 
 
 
 def _second_length(start: int, most: int) -> int:
-    """Return a second length to trace: twice the first within *most* tokens, else half of it."""
+    """
+    Return the second length to trace: twice the first if it is at most *most* tokens, else half of
+    it.
+    """
     return 2 * start if 2 * start <= most else max(1, start // 2)
 
 
 def _extrapolate(known: dict[int, int], room: float, *, most: int) -> int:
     """
-    Return the length, rounded down, at which the line through the two nearest peaks reaches *room*
+    Return the length, rounded down, at which a line through the two nearest peaks reaches *room*
     bytes.
     """
     (length, peak), (other, other_peak) = sorted(known.items(), key=lambda one: abs(one[1] - room))[:2]

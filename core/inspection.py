@@ -1,7 +1,7 @@
 """
-Inspection of plans: figures of a plan and its training, and where a sample is trained.
+Inspection of plans: figures of a plan and of its training, and the pack and step of a sample.
 
-The commands show these values, and a script gets the same ones from a plain list of lengths:
+The commands print these figures. A script can compute the same figures from a list of lengths:
 
     plan = build_raw_plan(lengths, packing_length=8192)
     summarise(plan, lengths)
@@ -33,20 +33,22 @@ from packplan.core.work.model import SampleWorks
 BOUNDS: Mapping[BoundKind, str] = MappingProxyType(
     {"quick": "quick bound", "relaxation": "linear relaxation", "reached": "a packing reaches it"}
 )
-"""Words for each kind of lower bound."""
+"""Kind of lower bound -> its name in tables."""
 
 
 _PLAN_FIELDS = (
     "packing_length", "lower_bound", "bound_kind", "auto_packs", "num_samples", "planned_samples", "dropped_samples",
     "num_tokens", "planned_tokens", "long_tokens", "skipped_tokens", "dropped_tokens",
 )  # fmt: skip
-"""Figures of a `PlanSummary` that a plan has under the same names."""
+"""Fields of `PlanSummary` that are copied from attributes of the plan with the same names."""
 
 _MOST = 0.5
-"""Share of samples longer than a pack from which the packing length is taken for a mistake."""
+"""
+Share of samples longer than a pack above which a warning says that the packing length is too short.
+"""
 
 QUANTILES = (5, 50, 95)
-"""Percentages of samples that the quantiles of length cover."""
+"""Percentiles of sample lengths that are shown."""
 
 
 @attrs.frozen
@@ -54,35 +56,41 @@ class PlanSummary:
     """Figures of a raw plan, which do not depend on the number of ranks."""
 
     packing_length: int
-    """Tokens a pack of several samples may hold."""
+    """Maximum number of tokens in a pack of several samples."""
 
     num_packs: int
 
     lower_bound: int
-    """Number of packs that no plan of these samples can go below, dropped packs included."""
+    """Proven number of packs, dropped packs included: no plan of these samples has fewer."""
 
     bound_kind: BoundKind
-    """Method that found the bound."""
+    """Method that found the lower bound."""
 
     gap: float | None
-    """Packs above the bound, dropped packs included, divided by the bound. None without packing."""
+    """
+    Number of packs above the lower bound, divided by the bound; dropped packs count. None without
+    packing.
+    """
 
     auto_packs: int
-    """Most packs that `auto` would need; 0 if it saves at most 0.2 %, or was not compared."""
+    """
+    Upper limit of the packs that the algorithm `auto` would need. 0 if `auto` saves at most 0.2 %,
+    or was not compared.
+    """
 
     num_samples: int
-    """Samples of the data set: planned, dropped and skipped ones."""
+    """Number of samples in the data set: planned, dropped and skipped samples together."""
 
     planned_samples: int
 
     long_samples: int
-    """Long samples, each a pack by itself; part of the planned ones."""
+    """Number of long samples that are packs by themselves. They count as planned too."""
 
     skipped_samples: int
-    """Long samples that are in no pack."""
+    """Number of long samples that are skipped, so that they are in no pack."""
 
     dropped_samples: int
-    """Samples in packs that the fill filter drops."""
+    """Number of samples in packs that the fill filter drops."""
 
     num_tokens: int
     planned_tokens: int
@@ -91,45 +99,47 @@ class PlanSummary:
     dropped_tokens: int
 
     supervised_tokens: int | None
-    """Planned tokens that the loss counts, of any weight; None if not measured."""
+    """
+    Number of planned tokens that the loss counts, whatever their weight; None if not measured.
+    """
 
     unsupervised_samples: int | None
     """Planned samples without a supervised token; None if not measured."""
 
     dropped_packs: int
-    """Packs filled below the ratio."""
+    """Number of packs that the fill filter drops."""
 
     longest_pack: int
     """Tokens of the longest pack."""
 
     oversized_packs: int
-    """Packs of more than 1.1 times the packing length, each a long sample."""
+    """Number of packs of more than 1.1 times the packing length. Each is one long sample."""
 
     token_coverage: float
-    """Planned tokens over all tokens."""
+    """Planned tokens divided by all tokens."""
 
     samples_per_pack: float
     """Mean number of samples in a pack."""
 
     fill_mean: float | None
-    """Mean fill of the packs; None without packing. A long pack counts as full."""
+    """Mean fill of the packs; None without packing. The pack of a long sample counts as full."""
 
     fill_p5: float | None
-    """Fill that 95 % of the packs reach; None without packing."""
+    """Fill that 95 % of the packs reach or exceed; None without packing."""
 
     fill_worst: float | None
 
     padding_saved: float | None
     """
-    Estimated share of positions that packing saves over padded batches, drawn at random, of as many
-    samples as a mean pack. None without packing.
+    Estimated share of token positions that packing saves, compared with random padded batches that
+    have as many samples as a mean pack. None without packing.
     """
 
 
 @attrs.frozen
 class ScheduleSummary:
     """
-    Figures of an epoch and of the run on one number of ranks.
+    Figures of an epoch and of the whole run for one number of ranks.
 
     In an evaluation, a step is one forward pass of each rank.
     """
@@ -137,53 +147,62 @@ class ScheduleSummary:
     world_size: int
 
     packs_per_rank: int
-    """Packs that each rank computes in an epoch. A shared pack counts for each of its ranks."""
+    """
+    Number of packs that each rank computes in an epoch. A shared pack counts on each of its ranks.
+    """
 
     packs_by_degree: Mapping[str, int]
-    """Number of ranks that share a pack, in digits -> number of such packs."""
+    """Degree, written as text -> number of packs with this degree."""
 
     rank_tokens: int
-    """Most tokens of a pack that a rank computes at once."""
+    """Maximum number of tokens of one pack that a single rank computes."""
 
     repeated_packs: int
-    """Packs that repeat to fill the ranks; a shared one counts once for each of its ranks."""
+    """
+    Number of packs that are repeated to fill all ranks. A shared pack counts once for each of its
+    ranks.
+    """
 
     unaligned_packs: int
-    """Packs that every epoch drops at the end, since they do not fill the ranks."""
+    """
+    Number of packs that every epoch drops at the end, because they do not fill all ranks. A shared
+    pack counts once for each of its ranks.
+    """
 
     gradient_accumulation_steps: int
-    """Batches of a rank in one optimizer step."""
+    """Number of batches of a rank in one optimizer step."""
 
     effective_batch_size: int
-    """Packs of one optimizer step over all ranks; samples without packing."""
+    """Number of packs in one optimizer step over all ranks; samples without packing."""
 
     steps_per_epoch: int
     total_steps: int
 
     last_step_batches: int
     """
-    Batches of a rank in an epoch's last step, perhaps fewer than `gradient_accumulation_steps`.
+    Number of batches of a rank in the last step of an epoch, at most `gradient_accumulation_steps`.
     """
 
     work_per_step: float
     """
-    Mean work of a step of the measured epoch over all ranks. It is in FLOPs if they are known, else
-    the sum of squares of sample lengths, or of padded lengths without packing.
+    Mean total work of a step in the measured epoch, over all ranks. The unit is FLOPs if they are
+    known. Otherwise the work is the sum of squared sample lengths, or of squared padded lengths
+    without packing.
     """
 
     work_imbalance: float
     """
-    Work of the busiest rank, divided by that of the mean rank: the mean over the steps of the
-    measured epoch. 1 is even.
+    Work of the busiest rank divided by the mean work of all ranks, averaged over the steps of the
+    measured epoch. 1 if all ranks have equal work.
     """
 
     worst_work_imbalance: float
-    """Highest work imbalance of a step of the measured epoch."""
+    """Largest work imbalance of a single step in the measured epoch."""
 
     microbatch_imbalance: float
     """
-    Work of the busiest rank of each microbatch, divided by that of the mean rank; both are summed
-    over the measured epoch.
+    Work of the busiest rank in each microbatch, summed over the measured epoch, divided by the sum
+    of the mean work of all ranks.
     """
 
 
@@ -191,13 +210,13 @@ def summarise(
     plan: RawPlan, lengths: Lengths, *, packed: bool = True, supervised: Lengths | None = None
 ) -> PlanSummary:
     """
-    Return the figures of a plan.
+    Compute the figures of a plan.
 
     Args:
         plan: Plan of samples with these lengths.
-        lengths: Tokens of each record, 0 for one that is not a sample.
-        packed: Whether samples share packs; if not, each sample is a pack.
-        supervised: Tokens of each record that the loss counts, if they were measured.
+        lengths: Tokens of each record, 0 for a record that is not a sample.
+        packed: Whether samples share packs. If false, each sample is a pack.
+        supervised: Number of supervised tokens of each record; None if they were not measured.
 
     >>> from packplan.core.plan import build_raw_plan
     >>> lengths = [60, 20, 50, 30, 40, 40]
@@ -224,7 +243,7 @@ def summarise(
         unsupervised_samples=None if supervised is None else unsupervised_samples(plan, supervised).size,
         dropped_packs=len(plan.dropped_packs),
         longest_pack=int(loads.max()),
-        # In whole numbers: 1.1 is no binary fraction.
+        # Integer arithmetic, because 1.1 has no exact binary fraction.
         oversized_packs=int((loads * 10 > plan.packing_length * 11).sum()),
         token_coverage=plan.planned_tokens / plan.num_tokens,
         samples_per_pack=samples_per_pack,
@@ -245,14 +264,15 @@ def summarise_schedule(
     epoch: int = 0,
 ) -> ScheduleSummary:
     """
-    Return the figures of training by a schedule over a plan.
+    Compute the figures of training a plan with a schedule.
 
     Args:
         plan: Plan of samples with these lengths.
-        lengths: Tokens of each record, 0 for one that is not a sample.
-        schedule: Schedule of the plan's packs from the beginning.
-        packed: Whether samples share packs; if not, they are padded to the longest of their batch.
-        works: Work of each sample; None takes squares of lengths as work.
+        lengths: Tokens of each record, 0 for a record that is not a sample.
+        schedule: Schedule of the plan's packs, starting at the first step.
+        packed: Whether samples share packs. If false, each sample is padded to the longest of its
+            batch.
+        works: Work of each sample; None uses squared lengths.
         epoch: Epoch whose assignment of packs to ranks is measured, from 0.
     """
     aligned = schedule.packs_per_epoch
@@ -286,15 +306,15 @@ def describe_training(
     plan: RawPlan, lengths: Lengths, schedule: EpochSchedule, *, packed: bool = True, unit: str = "rank"
 ) -> dict[str, str]:
     """
-    Return the rows of a table about the samples that a schedule trains, and the samples left out.
+    Return a table of the samples that a schedule trains and of those left out: row name -> text.
 
     Args:
-        plan: Plan of samples with these lengths. Where each epoch has its own plan, that of one
+        plan: Plan of samples with these lengths. If each epoch has its own plan, the plan of one
             epoch.
-        lengths: Tokens of each record, 0 for one that is not a sample.
+        lengths: Tokens of each record, 0 for a record that is not a sample.
         schedule: Schedule of the plan.
-        packed: Whether samples share packs; if not, each sample is a pack.
-        unit: Noun for what computes a pack: `rank`, or a group of ranks.
+        packed: Whether samples share packs. If false, each sample is a pack.
+        unit: Noun for what computes a pack, such as `rank` or the name of a group of ranks.
     """
     long, limit, size = list(plan.single_long) if packed else [], plan.packing_length, schedule.batch_size
     held, left_out = "none: samples are trained in padded batches", []
@@ -335,12 +355,13 @@ def describe_training(
 
 def describe_long_samples(plan: RawPlan, lengths: Lengths, setting: str) -> str:
     """
-    Return a warning where most samples are longer than a pack, else an empty text.
+    Return a warning if more than half of the samples are longer than a pack, else an empty text.
 
     Args:
         plan: Plan of samples with these lengths.
-        lengths: Tokens of each record, 0 for one that is not a sample.
-        setting: Setting of the packing length, which stands before its value.
+        lengths: Tokens of each record, 0 for a record that is not a sample.
+        setting: Name of the packing length's setting, as the warning writes it in front of the
+            value.
 
     >>> from packplan.core.plan import build_raw_plan
     >>> plan = build_raw_plan([9, 9, 2], packing_length=4)
@@ -361,11 +382,11 @@ def describe_long_samples(plan: RawPlan, lengths: Lengths, setting: str) -> str:
 
 def describe_resume(schedule: EpochSchedule, name: str = "pack") -> str:
     """
-    Return the trained and the remaining part of a resumed run, as a row of its table.
+    Describe the trained and the remaining part of a resumed run, as text of a table's row.
 
     Args:
-        schedule: Schedule that starts where the checkpoint ended.
-        name: Noun for the items that a step trains.
+        schedule: Schedule that starts at the step of the checkpoint.
+        name: Noun for the items that a step trains, such as `pack`.
     """
     start, ranks = schedule.start, schedule.world_size
     left = f"{counted(max(0, schedule.total_steps - start.step), 'step')} left, {schedule.total_steps:,} in all"
@@ -382,7 +403,7 @@ def describe_resume(schedule: EpochSchedule, name: str = "pack") -> str:
 
 
 def _sharing_text(tokens: IntArray, schedule: EpochSchedule) -> str:
-    """Return the packs of each number of ranks, and the most tokens of a rank, as text."""
+    """Describe how many packs each number of ranks shares, and the maximum tokens of a rank."""
     degrees = schedule.pack_degrees(0)
     packs = ", ".join(f"{num:,} on {counted(int(ranks), 'rank')}" for ranks, num in count_degrees(degrees).items())
     most = counted(int((-(-tokens // degrees)).max()), "token")
@@ -391,7 +412,7 @@ def _sharing_text(tokens: IntArray, schedule: EpochSchedule) -> str:
 
 def format_table(title: str, rows: Mapping[str, str]) -> str:
     """
-    Return rows as lines below a title, their values in one column, no wider than a console.
+    Format rows as lines below a title, with aligned values and at most the width of a console.
 
     >>> print(format_table("the plan", {"data": "3 samples", "left out": "1 sample"}))
     the plan:
@@ -408,35 +429,35 @@ def format_table(title: str, rows: Mapping[str, str]) -> str:
 
 @attrs.frozen
 class SourceSummary:
-    """Figures of one source's samples in a plan."""
+    """Figures of the samples of one data source in a plan."""
 
     name: str
 
     files: tuple[DataFile, ...]
 
     bad_records: int
-    """Records that cannot become samples."""
+    """Number of records that cannot become samples."""
 
     num_samples: int
     num_tokens: int
-    """Tokens of all samples of the source."""
+    """Number of tokens of all samples of the source."""
 
     supervised_tokens: int
-    """Tokens that the loss counts."""
+    """Number of tokens that the loss counts."""
 
     images: int
     videos: int
 
     frames: int
-    """Frames sampled from the videos."""
+    """Number of frames sampled from the videos."""
 
     video_patches: int
 
     video_milliseconds: int
-    """Duration of all videos."""
+    """Total duration of all videos in milliseconds."""
 
     longest_sample: int
-    """Tokens of the longest sample; 0 without samples."""
+    """Number of tokens of the longest sample; 0 without samples."""
 
     length_quantiles: tuple[int, ...]
     """Lengths that 5 %, 50 % and 95 % of the samples do not exceed; empty without samples."""
@@ -445,33 +466,33 @@ class SourceSummary:
     planned_tokens: int
 
     dropped_samples: int
-    """Samples in packs that are filled below the ratio."""
+    """Number of samples in packs that the fill filter drops."""
 
     dropped_tokens: int
 
     skipped_samples: int
-    """Long samples that are in no pack."""
+    """Number of long samples that are skipped, so that they are in no pack."""
 
     skipped_tokens: int
 
     num_packs: int
-    """Packs with a sample of the source. A pack counts for each of its sources."""
+    """Number of packs with a sample of the source. A pack counts once for each of its sources."""
 
 
 def summarise_sources(
     plan: RawPlan, table: Table, files: Sequence[DataFile], *, media: MediaTable
 ) -> tuple[SourceSummary, ...]:
     """
-    Return a plan's figures for each source, in the order of the sources' first files.
+    Compute a plan's figures for each source, in the order of each source's first file.
 
     Args:
         plan: Plan of the records that are samples.
         table: Measurements of the records; int32, shape (num_records, num_columns).
-        files: Files of the data, in order.
+        files: Data files, in order.
         media: Media table of the same records; int64, shape (num_media, num_media_columns).
 
     Raises:
-        ArgumentError: The files have another number of records than the table.
+        ArgumentError: The number of records differs between the files and the table.
     """
     names = list(dict.fromkeys(file.source for file in files))
     owners = np.repeat([names.index(file.source) for file in files], [file.records for file in files])
@@ -497,13 +518,15 @@ def _count_by_source(
     plan: RawPlan, table: Table, media: MediaTable, owners: IntArray, num_sources: int
 ) -> dict[str, NDArray[np.int64]]:
     """
-    Return the counts and sums of all sources, by `SourceSummary` field; shape (num_sources,).
+    Return `SourceSummary` field -> value of each source; shape (num_sources,).
 
-    *owners* has the source index of each record; shape (num_records,).
+    *owners* contains the source index of each record; shape (num_records,).
     """
 
     def total(samples: IntArray, name: str | None = None) -> NDArray[np.int64]:
-        """Return, for each source, the sum of a column over *samples*, or their number."""
+        """
+        Return the sum of a column over *samples* for each source; without a column, their number.
+        """
         values = None if name is None else column(table, name)[samples]
         return np.bincount(owners[samples], values, num_sources).astype(np.int64)
 
@@ -533,7 +556,7 @@ def length_quantiles(ascending: NDArray[np.integer]) -> tuple[int, ...]:
     """
     Return the lengths that 5 %, 50 % and 95 % of the sorted lengths do not exceed.
 
-    Empty if there are no lengths.
+    The result is empty if there are no lengths.
 
     >>> length_quantiles(np.arange(1, 101))
     (5, 50, 95)
@@ -544,20 +567,23 @@ def length_quantiles(ascending: NDArray[np.integer]) -> tuple[int, ...]:
 
 @attrs.frozen
 class SamplePlace:
-    """Pack that holds a sample, or the reason why no pack does."""
+    """Pack that contains a sample, or the reason why the sample is in no pack."""
 
     kind: Literal["packed", "long", "dropped", "skipped", "absent"]
     """
-    `packed`: in a pack of training. `long`: a pack by itself since it is long. `dropped`: in a pack
-    that the fill filter drops. `skipped`: in no pack since it is long. `absent`: no sample of the
-    epoch.
+    `packed`: the sample is in a trained pack. `long`: the sample is long, and a pack by itself.
+    `dropped`: the fill filter drops its pack. `skipped`: the sample is long, and therefore in no
+    pack. `absent`: the epoch has no such sample.
     """
 
     pack: int | None
-    """Index of the pack among the plan's packs, or among its dropped packs; None without a pack."""
+    """
+    Index of the pack in the plan's packs or, if `kind` is `dropped`, in its dropped packs; None
+    without a pack.
+    """
 
     pack_members: tuple[int, ...]
-    """All samples of the pack; empty without a pack."""
+    """Indices of all samples in the pack; empty without a pack."""
 
 
 @attrs.frozen
@@ -572,7 +598,7 @@ class ScheduledStep:
 
 def find_sample(plan: RawPlan, sample: int) -> SamplePlace:
     """
-    Return the pack that holds a sample, or the reason why no pack does.
+    Find the pack of a sample, or the reason why the sample is in no pack.
 
     >>> from packplan.core.plan import build_raw_plan
     >>> find_sample(build_raw_plan([60, 20, 90], packing_length=80), 1).pack_members
@@ -591,7 +617,7 @@ def find_sample(plan: RawPlan, sample: int) -> SamplePlace:
 
 def count_degrees(degrees: IntArray) -> dict[str, int]:
     """
-    Return the number of packs that each number of ranks shares; keys are these numbers as text.
+    Count packs by degree: degree, written as text -> number of packs.
 
     >>> count_degrees(np.array([1, 4, 1]))
     {'1': 2, '4': 1}
@@ -604,12 +630,13 @@ def scheduled_steps(schedule: EpochSchedule, pack: int, *, epoch: int = 0) -> tu
     """
     Return the steps and ranks that train a pack of the raw plan in an epoch.
 
-    There may be none, or several if packs repeat to fill the ranks.
+    The result is empty if the pack is not trained. It has several entries if the pack is shared or
+    repeated.
 
     Args:
         schedule: Schedule over the plan.
-        pack: Index of the pack.
-        epoch: Epoch, from 0.
+        pack: Index of the pack in the raw plan.
+        epoch: Number of the epoch, from 0.
     """
     batches = schedule.num_remaining_batches(epoch) * schedule.batch_size * schedule.world_size
     places = np.flatnonzero(schedule.order(epoch)[:batches] == pack)
@@ -619,15 +646,15 @@ def scheduled_steps(schedule: EpochSchedule, pack: int, *, epoch: int = 0) -> tu
 
 def work_of_steps(works: NDArray[np.float64], *, most: int = 100) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """
-    Return the work of steps in at most *most* groups of consecutive steps.
+    Return the mean work of steps, in at most *most* groups of consecutive steps.
 
-    The first value returned has the first step of each group, and the end of the last one. The
-    second and the third have the mean work of a step in each group: on the mean rank, and on the
-    busiest rank.
+    The first array contains the first step of each group, and the end of the last group. The second
+    array contains the mean work per step and rank in each group, the third the mean work of each
+    step's busiest rank.
 
     Args:
-        works: Work of each step on each rank; shape (steps, world_size).
-        most: Largest number of groups.
+        works: Work of each step on each rank; shape (num_steps, world_size).
+        most: Maximum number of groups.
 
     >>> edges, mean, busiest = work_of_steps(np.array([[1.0, 3.0], [2.0, 2.0], [4.0, 8.0]]), most=2)
     >>> edges.tolist(), mean.tolist(), busiest.tolist()
@@ -640,15 +667,16 @@ def work_of_steps(works: NDArray[np.float64], *, most: int = 100) -> tuple[NDArr
 
 def packs_by_algorithm(plan: RawPlan, lengths: Lengths, *, others: bool = True) -> dict[str, int]:
     """
-    Return the number of packs for a plan's samples: in the plan, by fast algorithms, and padded.
+    Count the packs that a plan's samples need: in the plan, with other algorithms, and with
+    padding.
 
-    The first entry is the lower bound. Positions of padded batches are counted in packs. Dropped
-    samples count too.
+    The first entry is the lower bound. For padded batches, the number of positions is divided by
+    the packing length. Dropped samples are included.
 
     Args:
         plan: Plan of samples with these lengths.
-        lengths: Tokens of each record, 0 for one that is not a sample.
-        others: Whether to run other algorithms, none of which keeps a limit of images.
+        lengths: Tokens of each record, 0 for a record that is not a sample.
+        others: Whether to run other algorithms, which ignore a limit on images.
     """
     tokens = as_lengths(lengths, least=0)[np.sort(np.concatenate([plan.packs.indices, plan.dropped_packs.indices]))]
     short = tokens[tokens < plan.packing_length]
@@ -667,12 +695,12 @@ def compare_packs(first: Packs, second: Packs) -> dict[str, IntArray]:
     """
     Return the samples that two plans pack differently, ascending.
 
-    `new` samples are only in a pack of *second*, `gone` ones only in a pack of *first*, and `moved`
-    ones share a pack with other samples.
+    `new` samples are only in *second*, `gone` samples are only in *first*, and `moved` samples are
+    in both plans but share their pack with different samples.
 
     Args:
-        first: Packs of a plan, each with ascending indices.
-        second: Packs of another plan, perhaps of other samples.
+        first: Packs of the first plan; indices ascend in each pack.
+        second: Packs of the second plan, which may have other samples.
 
     >>> packs = [[0, 1], [2], [3]], [[0, 1], [2, 4]]
     >>> found = compare_packs(*map(Packs.from_lists, packs))

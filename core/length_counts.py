@@ -1,17 +1,17 @@
 """
-Counts of equal lengths, and packing by best fit or first fit over these counts.
+Number of samples of each length, and packing by best fit or first fit over these counts.
 
 The cost of planning grows with the number of distinct lengths, not with the number of samples.
 
-Index 0 is the longest length; samples of one length keep their input order, and algorithms take
-them in that order. An algorithm fills a `PackingTrace` over indices; only `PackingTrace.packs`
-touches single samples, in passes over cache-sized blocks.
+Index 0 is the longest length. Samples of one length are packed in their input order. An algorithm
+writes a `PackingTrace` over indices of lengths. Only `PackingTrace.packs` processes single samples,
+in passes over cache-sized blocks.
 
-Best fit and first fit take the longest samples first. Both keep filling a bin until the length no
+Best fit and first fit place the longest samples first. Both keep filling a bin until the length no
 longer fits: in first fit, the bin remains the first that fits; in best fit, it becomes the fullest.
-So a range of neighbouring bins with equal room takes its samples in one move. The packs are the
-same as those of the usual algorithms, which place item by item (Johnson, "Near-optimal bin packing
-algorithms", 1973), ties included.
+So neighbouring bins with equal room are filled in one step. The packs are exactly those of the
+usual algorithms, which place one item at a time (Johnson, "Near-optimal bin packing algorithms",
+1973).
 """
 
 from __future__ import annotations
@@ -51,16 +51,20 @@ class LengthCounts:
 
 
 def _table_limit(lengths: IntArray) -> int:
-    """Return the longest length at which a table of all lengths stays small beside the samples."""
+    """
+    Return the largest length up to which a table indexed by length is small compared with the
+    samples.
+    """
     return 65_536 + lengths.size // 4
 
 
 class PackingTrace:
     """
-    Record of the bins into which an algorithm puts the samples of each length.
+    Compact list of the bins into which an algorithm puts the samples of each length.
 
-    An entry is (index, first, num, per_bin): bins `first … first + num - 1` take `per_bin` samples
-    of that length each. Entries of one length take its samples in the order they are written.
+    An entry is (index, first, num, per_bin): each of the bins `first … first + num - 1` gets
+    `per_bin` samples of the length at *index*. Entries of one length use up its samples in the
+    order in which the entries were written.
     """
 
     def __init__(self) -> None:
@@ -70,12 +74,12 @@ class PackingTrace:
 
     @property
     def num_bins(self) -> int:
-        """Number of bins that take a sample."""
+        """Number of bins with at least one sample."""
         return max((first + num for _, first, num, _ in self._entries), default=0)
 
     def packs(self, lengths: IntArray, tally: LengthCounts) -> Packs:
         """
-        Return the packs that the trace describes, ordered by first sample.
+        Return the packs that the trace describes, ordered by their first sample.
 
         Args:
             lengths: Tokens of each sample; at least one.
@@ -94,7 +98,7 @@ class PackingTrace:
         return _reorder_bins(lengths, tally, self._bins_longest_first())
 
     def _bins_longest_first(self) -> NDArray[np.int32]:
-        """Return the bin of each sample, samples ordered longest first; shape (num_samples,)."""
+        """Return the bin of each sample, the longest sample first; shape (num_samples,)."""
         entries = np.fromiter(chain.from_iterable(self._entries), np.int64, 4 * len(self._entries))
         index, first, num, per_bin = entries.reshape(-1, 4).T
         order = np.argsort(index, kind="stable")
@@ -105,10 +109,10 @@ class PackingTrace:
 
 def _reorder_bins(lengths: IntArray, tally: LengthCounts, bins: NDArray[np.int32]) -> NDArray[np.int32]:
     """
-    Return the bin of each sample in the order of *lengths*, from *bins* of samples longest first.
+    Reorder *bins*, sorted by descending sample length, to the order of *lengths*.
 
-    This is a radix sort of short keys, block by block. A block fits the cache, and equal keys in
-    it read neighbouring elements of *bins*.
+    This is a radix sort of short keys, block by block. A block fits into the cache, and equal keys
+    of a block read neighbouring elements of *bins*.
     """
     sizes, counts = np.array(tally.sizes), np.array(tally.counts)
     num = sizes.size
@@ -137,9 +141,11 @@ def fit_decreasing(
 
     Args:
         tally: Lengths from 1 to *capacity*; counts may be 0.
-        capacity: Tokens a bin may hold.
-        fullest: Prefer the fullest bin (best fit), else the first (first fit).
-        trace: Trace to append to, whose bins are closed; a new one by default.
+        capacity: Maximum number of tokens in a bin.
+        fullest: If true, choose the fullest bin in which a sample fits (best fit), else the first
+            bin (first fit).
+        trace: Trace to which entries are appended; its bins get no more samples. None starts an
+            empty trace.
     """
     trace = PackingTrace() if trace is None else trace
     write, num_bins, negated = trace.write, trace.num_bins, [-size for size in tally.sizes]

@@ -14,14 +14,14 @@ from packplan.core.errors import ArgumentError
 
 Lengths = Sequence[int] | NDArray[np.integer]
 """
-A list or an array of whole numbers, or an object whose slice is one, such as a column of a
-`datasets` data set.
+A list or an array of whole numbers, or an object whose slices are such lists, for example a column
+of a `datasets` data set.
 """
 
 IntArray = NDArray[np.int64]
 
 MOST_RANKS = 100_000
-"""Limit of ranks or workers, since arrays have a place for each."""
+"""Maximum number of ranks or workers, because arrays have an element for each of them."""
 
 
 def as_lengths(lengths: Lengths, *, least: int = 1) -> IntArray:
@@ -30,11 +30,11 @@ def as_lengths(lengths: Lengths, *, least: int = 1) -> IntArray:
 
     Args:
         lengths: Tokens of each sample.
-        least: Lowest length that is allowed: 1, or 0 if records that are not samples have 0 tokens.
+        least: Lowest allowed length: 1, or 0 if a length of 0 marks a record that is not a sample.
 
     Raises:
-        ArgumentError: A value is not a whole number of at least *least*, or the total passes
-            64 bits. The first such index is named.
+        ArgumentError: A value is not a whole number of at least *least*, or the total exceeds 64
+            bits. The message names the first such index.
         ArgumentError: *lengths* is not a sequence.
 
     >>> as_lengths([3, 1, 2]).tolist()
@@ -63,7 +63,7 @@ def as_lengths(lengths: Lengths, *, least: int = 1) -> IntArray:
 
 
 def as_lengths_up_to(lengths: Lengths, *, capacity: int) -> IntArray:
-    """Return the result of `as_lengths`; ArgumentError also for a length over *capacity*."""
+    """Return `as_lengths(lengths)`; raise an ArgumentError if a length exceeds *capacity*."""
     array = as_lengths(lengths)
     if array.size and int(array.max()) > capacity:
         index = int(np.argmax(array > capacity))
@@ -85,7 +85,7 @@ def _convert_lengths(values: Sequence[int]) -> IntArray:
         values = _read_in_one_slice(values)
     if hasattr(values, "__array__"):
         return _as_array(values)
-    # One pass over the types is cheap if all are plain ints. numpy would take a boolean for one.
+    # One pass over the types is cheap if all are plain ints. numpy would convert a boolean to int.
     if not set(map(type, values)) <= {int}:
         _raise_first_bad(values)
     try:
@@ -98,8 +98,8 @@ def _convert_lengths(values: Sequence[int]) -> IntArray:
 
 def _as_array(values: Any) -> NDArray[Any]:
     """
-    Return *values* as an array. A tensor that numpy cannot read, such as one with gradients, is
-    converted through a list.
+    Return *values* as an array. A tensor that numpy cannot read, such as one that requires
+    gradients, is first converted to a list.
     """
     try:
         return np.asarray(values)
@@ -110,7 +110,9 @@ def _as_array(values: Any) -> NDArray[Any]:
 
 
 def _read_in_one_slice(values: Sequence[int]) -> Sequence[int]:
-    """Read a lazy column by one slice: item by item, a million values take seconds."""
+    """
+    Read a lazy column by one slice, because reading a million values one by one takes seconds.
+    """
     try:
         return values[:]
     except TypeError:  # a deque has no slices
@@ -126,7 +128,7 @@ def _raise_where_total_overflows(lengths: IntArray) -> None:
 
 
 def _raise_first_bad(values: Sequence[object]) -> None:
-    # pandas and Arrow give a column of whole numbers with a gap as floats. Then the gap is the
+    # pandas and Arrow return a column of whole numbers with a gap as floats. Then the gap is the
     # fault, not the first value.
     missing = next((index for index, value in enumerate(values) if isinstance(value, float) and isnan(value)), None)
     if missing is not None:
@@ -138,9 +140,7 @@ def _raise_first_bad(values: Sequence[object]) -> None:
 
 
 def squares(lengths: IntArray) -> NDArray[np.float64]:
-    """
-    Return the squares of *lengths* as float64, since 64-bit integers may be too small for them.
-    """
+    """Return the squares of *lengths* as float64, since the squares may exceed 64-bit integers."""
     found: NDArray[np.float64] = lengths.astype(np.float64) ** 2
     return found
 
@@ -152,11 +152,12 @@ def as_whole_number(name: str, value: int, *, least: int = 1, most: int = 2**63 
     Args:
         name: Name of the argument.
         value: Value of the argument.
-        least: Lowest value that it may have.
-        most: Highest value that it may have.
+        least: Lowest allowed value.
+        most: Highest allowed value.
 
     Raises:
-        ArgumentError: The value is no such number. The message has *name*.
+        ArgumentError: The value is not a whole number, or out of bounds. The message contains
+            *name*.
 
     >>> as_whole_number("packing_length", 4096)
     4096
@@ -166,7 +167,7 @@ def as_whole_number(name: str, value: int, *, least: int = 1, most: int = 2**63 
         bound = f"at most {most:,}" if whole and value > most else f"at least {least}"
         message = f"{name} is {value!r}, but has to be a whole number of {bound}"
         if whole and value == int(1e30):
-            message += ": int(1e30) is the model_max_length of a tokenizer that sets none"
+            message += ": int(1e30) is the model_max_length of a tokenizer that sets no limit"
         raise ArgumentError("argument", message)
     return int(value)
 
@@ -200,7 +201,7 @@ def exact_share(name: str, value: float | str | Decimal | Fraction) -> Fraction:
 
 def as_works(works: Any, num: int, *, items: str = "packs") -> NDArray[np.float64]:
     """
-    Return the work of each item as float64, after a check of number and values; shape (num,).
+    Check the work of each item, and return it as float64; shape (num,).
 
     Args:
         works: Work of each item, in any unit.

@@ -1,4 +1,4 @@
-"""Metrics of packs: utilisation, waste, balance, efficiency and gap."""
+"""Metrics of packs: utilisation, waste, balance, efficiency, and the gap to the lower bound."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PackingMetrics:
     num_tokens: int
 
     lower_bound: int
-    """Number of packs that no packing can go below."""
+    """Proven number of packs: no packing has fewer."""
 
     packs_by_tokens: int
     """`ceil(tokens / capacity)`."""
@@ -41,29 +41,32 @@ class PackingMetrics:
 
     @property
     def waste_ratio(self) -> float:
-        """Share of the capacity that stays empty: `1 - utilisation`."""
+        """Share of the capacity of all packs that no token fills: `1 - utilisation`."""
         return float(1 - self.fill / self.num_packs)
 
     @property
     def balance(self) -> float:
         """
-        `1 - stdev(load / capacity) / utilisation` over all packs; 1 when all are equally full.
+        `1 - stdev(load / capacity) / utilisation` over all packs; 1 if all packs are equally full.
         """
         mean = self.fill / self.num_packs
         return 1 - sqrt(self.fill_squared / self.num_packs - mean**2) / float(mean)
 
     @property
     def efficiency(self) -> float:
-        """Fewest packs that the tokens alone need, divided by the number of packs; 1 is ideal."""
+        """`packs_by_tokens` divided by the number of packs; 1 is ideal."""
         return self.packs_by_tokens / self.num_packs
 
     @property
     def gap(self) -> float:
-        """Packs above the lower bound, divided by the bound; 0 proves that no packing is better."""
+        """
+        Number of packs above the lower bound, divided by the bound; 0 proves that no packing has
+        fewer packs.
+        """
         return (self.num_packs - self.lower_bound) / self.lower_bound
 
     def __add__(self, other: PackingMetrics) -> PackingMetrics:
-        """Return the metrics of both sets of packs together; the sets were packed separately."""
+        """Return the metrics of two separately packed sets of packs taken together."""
         return PackingMetrics(*(a + b for a, b in zip(attrs.astuple(self), attrs.astuple(other), strict=True)))
 
 
@@ -73,9 +76,9 @@ def packing_metrics(lengths: Lengths, packs: AnyPacks, *, capacity: int, bound: 
 
     Args:
         lengths: Tokens of each sample, >= 1.
-        packs: Packs to measure, or a plan that has them; at least one.
-        capacity: Tokens a pack may hold, >= 1.
-        bound: Lower bound for the samples in the packs; None searches for one, which takes about as
+        packs: Packs to measure, or a plan that contains packs; at least one pack.
+        capacity: Maximum number of tokens in a pack, >= 1.
+        bound: Lower bound on the number of packs. None searches for a bound, which takes about as
             long as packing. A sample over the capacity counts as a pack by itself.
 
     Raises:
@@ -114,14 +117,16 @@ def packing_metrics(lengths: Lengths, packs: AnyPacks, *, capacity: int, bound: 
 
 def padded_positions(lengths: Lengths, *, batch_size: int) -> float:
     """
-    Return the expected number of positions if random samples are batched with padding.
+    Return the expected number of token positions, padding included, in randomly drawn padded
+    batches.
 
-    The mean is exact, over all ways to draw. The longest of b samples out of n is among the k
+    The mean over all possible draws is exact: the longest of b samples out of n is among the k
     shortest with probability C(k, b) / C(n, b).
 
     Args:
         lengths: Tokens of each sample, >= 1; at least one.
-        batch_size: Samples of a batch, >= 1. Each is padded to the longest of its batch.
+        batch_size: Samples in a batch, >= 1. Each sample is padded to the longest sample of its
+            batch.
 
     >>> round(padded_positions([1, 1, 4, 4], batch_size=2), 9)
     14.0
@@ -138,7 +143,10 @@ def padded_positions(lengths: Lengths, *, batch_size: int) -> float:
 
 
 def _binomial_quotient(part: int, total: int, drawn: int) -> float:
-    """Return C(part, drawn) / C(total, drawn) by logarithms: both are too large for floats."""
+    """
+    Return C(part, drawn) / C(total, drawn), by logarithms since both binomials are too large for
+    floats.
+    """
     if part < drawn:
         return 0.0
     if part == total:

@@ -214,15 +214,16 @@ def as_packs(value: AnyPacks) -> Packs:
 
 def plan_checksum(packs: AnyPacks, *, lengths: Lengths | None = None) -> str:
     """
-    Return the SHA-256 hex digest of *packs*: their samples, in order of packs and inside each.
+    Return the SHA-256 hex digest of *packs*, which covers the sample indices and both orders: of
+    packs, and of samples in a pack.
 
-    The bytes are a format line, then the offsets and indices of `Packs` as little-endian int64, and
-    *lengths* if they are given. The digest depends on no machine, process or hash seed.
+    The hashed bytes are a format line, the offsets and indices of `Packs` as little-endian int64,
+    and *lengths* if given. The digest is the same on all machines and in all processes.
 
     Args:
-        packs: The packs, or a plan that has them.
-        lengths: Tokens of each sample, to tell apart equal packs of other lengths; shape
-            (num_samples,).
+        packs: Packs, or a plan that contains packs.
+        lengths: Tokens of each sample; shape (num_samples,). If given, equal packs of different
+            lengths have different digests.
     """
     packs, digest = as_packs(packs), hashlib.sha256(_FORMAT)
     for array in (packs.offsets, packs.indices, *([] if lengths is None else [as_lengths(lengths, least=0)])):

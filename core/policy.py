@@ -1,4 +1,4 @@
-"""Plan policy: all settings that decide a raw plan, checked once and fingerprinted."""
+"""Plan policy: all settings that decide a raw plan, with their checks and their fingerprint."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ def _decimal_text(value: float | str | Decimal | Fraction) -> str:
 @attrs.frozen(kw_only=True)
 class Part:
     """
-    Records of a data set that a plan takes: those held out for evaluation, or the others.
+    Part of a data set's records: the records held out for evaluation, or all other records.
 
     >>> [Part(val_share="0.3", seed=7, held_out=out).selects(4).tolist() for out in (False, True)]
     [[True, False, True, True], [False, True, False, False]]
     """
 
     val_share: str
-    """Share of the records that are held out, above 0 and below 1; at least one record is."""
+    """
+    Share of the records that are held out, above 0 and below 1. At least one record is held out.
+    """
 
     seed: int
     """Seed of the draw, from 0."""
@@ -57,8 +59,8 @@ class PlanPolicy:
     """
     All settings that decide a raw plan or refuse it.
 
-    A new setting of planning is a field here, an entry of `fingerprint`, and read from a run in
-    `core.config.identity`. Its key declares `plan` (`core.config.keys`).
+    A new planning setting needs a field of this class, an entry in `fingerprint`, and a line in
+    `core.config.identity.plan_policy`. Its YAML key declares `plan` (`core.config.keys`).
 
     Raises:
         ArgumentError: A field has an invalid value. The message names it.
@@ -68,54 +70,66 @@ class PlanPolicy:
     """
 
     packing_length: int = attrs.field(converter=_packing_length)
-    """Tokens a pack of several samples may hold, >= 1. A sample of that many or more is long."""
+    """
+    Maximum number of tokens in a pack of several samples, >= 1. A sample with at least this many
+    tokens is long.
+    """
 
     packing: bool = True
-    """Whether samples share packs. Otherwise each is a pack by itself, and none is dropped."""
+    """
+    Whether samples share packs. If false, each sample is a pack by itself, and no pack is dropped.
+    """
 
     algorithm: str = "constant_volume"
-    """A name in `core.packers.ALGORITHMS`."""
+    """Name of the packing algorithm, a key of `core.packers.ALGORITHMS`."""
 
     min_fill_ratio: str = attrs.field(default="0", converter=_decimal_text)
     """
-    Share of `packing_length` from 0 to 1, read and compared exactly as it is written. 0 drops no
-    pack.
+    Share of `packing_length` below which a pack is dropped, from 0 to 1, compared as an exact
+    decimal. 0 drops no pack.
     """
 
     drop_last: bool = True
     """Whether packs filled below `min_fill_ratio` are dropped. Packs of long samples are kept."""
 
     allow_single_long: bool = True
-    """Make each long sample a pack by itself; otherwise skip it."""
+    """Whether each long sample becomes a pack by itself. If false, long samples are skipped."""
 
     seed: int = attrs.field(default=0, converter=as_seed)
     """Seed of random algorithms, from 0 to 2**64 - 1."""
 
     max_dropped_share: str = attrs.field(default="0.01", converter=_decimal_text)
     """
-    Share of all tokens from 0 to 1 that the fill filter may drop. The packs do not depend on it.
+    Share of all tokens that the fill filter may drop, from 0 to 1. The packs do not depend on this
+    limit.
     """
 
     refuse_longer: bool = False
     """
     Whether a sample of more than `packing_length` tokens is an error. The packs do not depend on
-    it.
+    this setting.
     """
 
     replanned: bool = False
-    """Whether each epoch has its own packs, drawn from `seed` and its number."""
+    """Whether each epoch has its own packs, drawn from `seed` and the epoch's number."""
 
     max_images: int | None = None
     """
-    Images that a pack of several samples may hold, >= 1; None sets no limit. Reaching it counts as
-    full.
+    Maximum number of images in a pack of several samples, >= 1; None sets no limit. A pack with
+    this many images counts as full.
     """
 
     part: Part | None = None
-    """Part of the records that is planned; None takes all. Packs of given lengths are the same."""
+    """
+    Part of the records that is planned; None plans all records. The packs depend on the part only
+    through its lengths.
+    """
 
     work: WorkModel | None = None
-    """Work of samples, for algorithms whose packs depend on it. None derives it from lengths."""
+    """
+    Model of the samples' work, for algorithms that pack by work. None derives the work from the
+    lengths.
+    """
 
     def __attrs_post_init__(self) -> None:
         exact_share("min_fill_ratio", self.min_fill_ratio)
@@ -142,9 +156,9 @@ class PlanPolicy:
 
         Fields that cannot change the packs are left out.
 
-        The algorithm enters with its version. The ratio enters only if packs are dropped, the seed
-        only if packs are drawn, the work only if the algorithm packs by work. Without packing, only
-        `packing_length` and `allow_single_long` can change the packs.
+        The algorithm enters with its version. `min_fill_ratio` enters only if packs are dropped,
+        `seed` only if packs are drawn, and `work` only if the algorithm packs by work. Without
+        packing, only `packing_length` and `allow_single_long` can change the packs.
         """
         inputs: dict[str, Value] = {
             "lengths": lengths_digest,

@@ -1,4 +1,6 @@
-"""Protocols by which the application uses the outside world, in the words of core."""
+"""
+Protocols through which the application uses files, processes and ranks, defined with types of core.
+"""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,22 +29,22 @@ from packplan.core.samples.tables import (
 Arrays = Mapping[str, NDArray[Any]]
 
 ReportProgress = Callable[[str], None]
-"""Function that takes a progress message; cheap enough to be called for every sample."""
+"""Function that receives a progress message. It is cheap enough to be called for every sample."""
 
 
 class LengthSource(Protocol):
-    """Records that can be measured in any order, with the same results."""
+    """Records that can be measured in any order with the same results."""
 
     def __len__(self) -> int:
         """Return the number of records."""
 
     def data_digest(self, count: int, /, *, without: Sequence[int] = ()) -> str:
         """
-        Return the digest of the first *count* records, leaving out the bad ones in *without*.
+        Return the digest of the first *count* records, without the bad records in *without*.
 
         Args:
             count: Number of records.
-            without: Indices of bad records.
+            without: Indices of bad records, which the digest leaves out.
         """
 
     def digest_and_folder(self, index: int, /) -> tuple[str, str]:
@@ -53,7 +55,7 @@ class LengthSource(Protocol):
         """
 
     def fingerprint(self) -> Fingerprint:
-        """Return everything that measurements depend on, such as the tokenizer, except the data."""
+        """Return all inputs that decide measurements, such as the tokenizer, except the data."""
 
     def measure_in_full(self, index: int, /) -> Measurement:
         """Encode sample *index* in full and measure it; RecordError if it is not a sample."""
@@ -62,14 +64,15 @@ class LengthSource(Protocol):
         self, indices: Sequence[int], /, *, in_full: bool, epoch: int | None = None
     ) -> Generator[RecordOutcome, None, None]:
         """
-        Yield the outcomes of records in the order of *indices*, perhaps measured in parallel.
+        Yield the outcome of each record in the order of *indices*. Records may be measured in
+        parallel.
 
-        Closing the generator ends the processes that measure.
+        Closing the generator ends the measuring processes.
 
         Args:
-            indices: Sample indices; consecutive ones where *epoch* is None.
+            indices: Sample indices; they have to be consecutive if *epoch* is None.
             in_full: Encode each record in full, without shortcuts.
-            epoch: Encode in full in another process, as training does in that epoch.
+            epoch: If not None, encode in full in another process, as training does in this epoch.
         """
 
     def media_facts(self, index: int, /, *, decode: bool = False) -> tuple[MediaFacts, ...]:
@@ -78,7 +81,8 @@ class LengthSource(Protocol):
 
         Args:
             index: Sample index.
-            decode: Whether pixels and frames are read too, to find damage behind the headers.
+            decode: Whether pixels and frames are decoded too, which finds damage after the file
+                header.
 
         Raises:
             RecordError: A file cannot be read.
@@ -87,7 +91,7 @@ class LengthSource(Protocol):
 
 @attrs.frozen
 class MeasuredBlock:
-    """Outcomes of a block of samples, and digests of the records that these were read from."""
+    """Outcomes of a block of samples, and the digests of their records."""
 
     outcomes: Sequence[RecordOutcome]
 
@@ -98,28 +102,28 @@ class MeasuredBlock:
     """Digest of each record, 0 where unknown; shape (num_records, DIGEST_BYTES)."""
 
     node: str = ""
-    """Other machine that measured the block; empty for this one."""
+    """Name of another machine that measured the block; empty for this machine."""
 
 
 class BlockExecutor(Protocol):
-    """Processes that measure blocks of samples, each block in one of them."""
+    """Processes that measure blocks of samples; each block is measured by one process."""
 
     block_size: int
-    """Most samples of a block."""
+    """Maximum number of samples in a block."""
 
     @property
     def num_workers(self) -> int:
-        """Number of processes, at least 1; a cluster may grow."""
+        """Number of processes, at least 1. It may grow if the processes run in a cluster."""
 
     def submit(self, block: range, /) -> Callable[[], MeasuredBlock]:
         """
-        Start to measure a block, and return a function that waits for the result.
+        Start measuring a block, and return a function that waits for the result.
 
-        The function raises any error of the process, and RunError if the process is lost.
+        The function raises the error that the process raised, and RunError if the process died.
         """
 
     def close(self) -> None:
-        """End the processes; blocks that are not done are given up."""
+        """End the processes. Unfinished blocks are cancelled."""
 
 
 @attrs.frozen
@@ -127,7 +131,7 @@ class StoredRows:
     """Stored measurements: the rows of records, and the rows of their media."""
 
     table: Table
-    """Measurements of the first records."""
+    """Measurements of the records, starting with the first record."""
 
     media: MediaTable
     """Media table of the same records."""
@@ -141,37 +145,37 @@ class StoredRows:
 
 @attrs.frozen
 class Origin:
-    """Inputs and data from which stored measurements were made."""
+    """Inputs and data that stored measurements were made from."""
 
     key: Fingerprint
-    """All inputs of the measurements but the data."""
+    """All inputs of the measurements except the data."""
 
     num_records: int
-    """Records of the data at the time of the last measurement."""
+    """Number of records in the data at the time of the last measurement."""
 
     num_measured: int
-    """Number of measured records, from the first on."""
+    """Number of measured records, counted from the first record."""
 
     data_digest: str
-    """Digest of the measured records, bad ones aside."""
+    """Digest of the measured records, without bad records."""
 
     bad: tuple[BadRecord, ...] = ()
     """Measured records that cannot become samples, ascending."""
 
     files: tuple[DataFile, ...] = ()
-    """Files of all the data, if known."""
+    """Data files of all records, if known."""
 
     def differences(
         self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]
     ) -> tuple[Difference, ...]:
         """
-        Return the differences between this origin and the current state of its source.
+        Return the differences between this origin and the current inputs and data.
 
         Args:
-            key: All inputs of the source's measurements but the data.
-            num_records: Number of records of the source now. More than were measured is no
-                difference.
-            data_digest: Returns the digest of a number of first records, except `bad` ones.
+            key: All current inputs of measurements except the data.
+            num_records: Current number of records. Additional records do not count as a difference.
+            data_digest: Function that returns the digest of the first n records, without `bad`
+                records.
         """
         differences = self.key.differences(key)
         if self.num_measured > num_records:
@@ -191,11 +195,13 @@ class StoredLengths:
     rows: StoredRows
 
     digest: str
-    """Digest of the rows of all records, an input of plans."""
+    """Digest of the rows of all records; it enters the fingerprint of plans."""
 
     @property
     def tokens(self) -> IntArray:
-        """Tokens of each record, 0 for one that is not a sample; int64, shape (num_records,)."""
+        """
+        Tokens of each record, 0 for a record that is not a sample; int64, shape (num_records,).
+        """
         return column(self.rows.table, "length").astype(np.int64)
 
 
@@ -204,27 +210,31 @@ class StoredPlan:
     """Stored plan of a split, not yet compared with the current lengths."""
 
     key: Fingerprint
-    """Inputs of the plan."""
+    """Fingerprint of the plan."""
 
     plan: RawPlan
 
     world_sizes: tuple[int, ...]
-    """World sizes for which it was aligned, ascending."""
+    """World sizes for which the plan was aligned, ascending."""
 
     epochs: tuple[EpochRecord, ...] = ()
-    """Records of all epochs, where each has a plan of its own; `plan` is that of the first."""
+    """
+    Records of all epochs, if each epoch has its own plan; then `plan` is the plan of the first
+    epoch.
+    """
 
 
 class Lock(Protocol):
-    """Lock that lets only one job at a time write to the stores."""
+    """Lock that allows only one job at a time to write to the stores."""
 
     def hold(self, *, timeout_s: float, report: ReportProgress) -> AbstractContextManager[None]:
         """
-        Hold the lock inside a `with` block; it is also released when the process ends.
+        Return a context manager that holds the lock. The lock is also released when the process
+        ends.
 
         Args:
-            timeout_s: Seconds to wait for another job; 0 waits for ever.
-            report: Called with a message on the job that this one waits for.
+            timeout_s: Maximum wait for another job in seconds; 0 sets no limit.
+            report: Called with a message about the job that holds the lock.
 
         Raises:
             OutputError: Another job held the lock for the whole time.
@@ -244,34 +254,38 @@ class RankGroup(Protocol):
 
     def build_on_rank_zero(self, build: Callable[[ReportProgress], Arrays], *, timeout_s: float) -> Arrays:
         """
-        Build arrays on rank 0, and return them on every rank.
+        Build arrays on rank 0, and return the arrays on every rank.
 
         No collective is pending while rank 0 builds.
 
         Args:
-            build: Function that rank 0 alone runs, perhaps for hours. The waiting ranks show its
+            build: Function that only rank 0 runs, perhaps for hours. The waiting ranks log its
                 progress.
-            timeout_s: Seconds that the others wait; 0 waits for ever.
+            timeout_s: Maximum wait of the other ranks in seconds; 0 sets no limit.
 
         Raises:
-            RunError: On the other ranks, with the reason: rank 0 failed, died or was too slow.
+            RunError: Rank 0 failed, died or was too slow. All other ranks raise it, with the
+                reason.
         """
 
     def gather(self, value: str, /) -> tuple[str, ...]:
-        """Return the values of all ranks, by rank; RunError if one does not respond in time."""
+        """
+        Return the values of all ranks, ordered by rank; RunError if a rank does not respond in
+        time.
+        """
 
     def stop_heartbeat(self) -> None:
-        """Stop the heartbeat of rank 0, once planning is over and no rank waits for it."""
+        """Stop the heartbeat of rank 0, once planning is over and no rank waits for rank 0."""
 
     def any(self, flag: bool, /) -> bool:  # noqa: FBT001  # one positional truth, as in the builtin
-        """Return whether the flag is set on any rank."""
+        """Return whether *flag* is true on any rank."""
 
     def wait_for_all(self) -> None:
-        """Wait until every rank is here; RunError if one is gone, which is noticed at once."""
+        """Wait until every rank has called this method; RunError as soon as a rank has died."""
 
     def gather_arrays(self, arrays: Arrays, /) -> tuple[Arrays, ...]:
         """
-        Return the arrays of all ranks, by rank; their shapes may differ.
+        Return the arrays of all ranks, ordered by rank; RunError if another rank has died.
 
-        RunError if another rank is gone.
+        The shapes of the arrays may differ between ranks.
         """

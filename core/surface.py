@@ -1,5 +1,5 @@
 """
-Plans for scripts and notebooks: from lengths to packs, figures and a schedule.
+Plans for scripts and notebooks: from a list of lengths to packs, figures and a schedule.
 
 >>> from packplan.core.surface import plan
 >>> found = plan([60, 20, 50, 30, 40, 40], 80)
@@ -35,34 +35,32 @@ from packplan.core.schedule import EpochSchedule
 from packplan.core.work.model import WorkModel
 
 _DRAWN_PACKS, _WIDTH, _BAR = 24, 640, 9
-"""Packs in a drawing; its width, and the height of a pack, in pixels."""
+"""Number of packs in a drawing, width of the drawing, and height of a pack; sizes in pixels."""
 
 _DRAWN_SAMPLES = 4000
-"""Most samples in the drawings of the first packs."""
+"""Maximum number of samples in the drawings of the first packs."""
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 
 
 @attrs.frozen(eq=False, repr=False)
 class Plan(HasPacks):
-    """Packs of a list of lengths, with their figures and their schedules."""
+    """Packs made from a list of lengths, with figures and schedules."""
 
     raw: RawPlan
-    """The packs, with every count that planning gives."""
+    """Raw plan: the packs, and all counts that planning computes."""
 
     lengths: IntArray
     """Tokens of each sample; int64, shape (num_samples,)."""
 
     @property
     def packs(self) -> Packs:
-        """Sample indices of each pack, which read like a list of lists."""
+        """Sample indices of each pack; the value behaves like a list of lists."""
         return self.raw.packs
 
     @cached_property
     def checksum(self) -> str:
-        """
-        SHA-256 of the packs; equal lengths and options give the same checksum on every machine.
-        """
+        """SHA-256 of the packs. With equal lengths and options, it is the same on every machine."""
         return plan_checksum(self.raw.packs)
 
     @cached_property
@@ -87,24 +85,24 @@ class Plan(HasPacks):
         Return the schedule that trains this plan.
 
         Args:
-            world_size: Data-parallel ranks, >= 1.
+            world_size: Number of data-parallel ranks, >= 1.
             packs_per_step: Packs of one optimizer step over all ranks, a multiple of *world_size*.
-                None takes one pack a rank.
-            epochs: Number of epochs, perhaps fractional.
+                None means one pack for each rank.
+            epochs: Number of epochs, which may be fractional.
             drop_last: Drop packs that do not fill all ranks, instead of repeating packs from the
                 front.
-            max_steps: Optimizer steps in total, if positive; overrides *epochs*.
-            seed: Seed of the order of packs, from 0.
-            shuffle: Draw an order for each epoch; otherwise packs keep the order of the plan.
-            works: Work of each pack in any unit; shape (num_packs,). The packs of each step are
-                then assigned to ranks by work.
-            degrees: Most ranks that share a long pack, a power of two that divides *world_size*;
-                `auto` takes the largest. A pack then counts once in a step for each rank that it
-                needs, and `Step.ranks` has the ranks that share it.
+            max_steps: Total number of optimizer steps. A positive number overrides *epochs*.
+            seed: Seed for the order of packs, from 0.
+            shuffle: Draw a new order for each epoch; otherwise packs keep the order of the plan.
+            works: Work of each pack in any unit; shape (num_packs,). If given, the packs of each
+                step are assigned to ranks by work.
+            degrees: Maximum number of ranks that share a long pack: a power of two that divides
+                *world_size*, or `auto` for the largest such power. A shared pack counts in a step
+                once for each of its ranks, and `Step.ranks` contains these ranks.
 
         Raises:
-            ArgumentError: *packs_per_step* is no multiple of *world_size*, an argument is invalid,
-                the packs that *drop_last* leaves do not fill the ranks, or *degrees* is impossible.
+            ArgumentError: An argument is invalid, *packs_per_step* is not a multiple of
+                *world_size*, or *drop_last* leaves no pack for a rank.
         """
         world_size = as_whole_number("world_size", world_size, most=MOST_RANKS)
         packs_per_step = world_size if packs_per_step is None else as_whole_number("packs_per_step", packs_per_step)
@@ -127,20 +125,20 @@ class Plan(HasPacks):
         )
 
     def show(self) -> PlanTable:
-        """Return a table of the figures; in a notebook, it also draws the first packs."""
+        """Return a table of the figures. A notebook also displays a drawing of the first packs."""
         return PlanTable(self)
 
     def report(self, path: Any) -> None:
         """
-        Write an HTML page about the plan, with plots; it needs the extra `report`.
+        Write an HTML page with figures and plots of the plan. This needs the extra `report`.
 
         Args:
-            path: File to write, as a text or a path; one that exists is replaced.
+            path: File to write, as a string or a path. An existing file is replaced.
 
         Raises:
             ModuleNotFoundError: matplotlib or jinja2 is not installed.
         """
-        from packplan import write_report  # noqa: PLC0415  # the package knows what writes it; plans need none of it
+        from packplan import write_report  # noqa: PLC0415  # the package knows the adapter that writes it
 
         write_report(self, path)
 
@@ -169,31 +167,33 @@ def plan(
     work: WorkModel | None = None,
 ) -> Plan:
     """
-    Group samples into packs; every sample is in one pack, unless an option says otherwise.
+    Group samples into packs. Every sample is in exactly one pack, unless an option drops or skips
+    it.
 
     Args:
         lengths: Tokens of each sample, >= 1.
-        packing_length: Tokens that a pack of several samples may hold, >= 1.
-        algorithm: A name in `ALGORITHMS`.
-        images: Number of images of each sample, which *max_images* needs.
-        max_images: Images that a pack of several samples may hold, >= 1; None sets no limit.
+        packing_length: Maximum number of tokens in a pack of several samples, >= 1.
+        algorithm: Name of a packing algorithm, a key of `ALGORITHMS`.
+        images: Number of images of each sample; needed if *max_images* is given.
+        max_images: Maximum number of images in a pack of several samples, >= 1; None sets no limit.
         allow_single_long: Make each sample of *packing_length* tokens or more a pack by itself;
             otherwise skip it.
-        refuse_longer: Refuse samples of more than *packing_length* tokens.
+        refuse_longer: Raise an error if a sample has more than *packing_length* tokens.
         drop_last: Drop packs that are filled below *min_fill_ratio*.
         min_fill_ratio: Share of *packing_length*, from 0 to 1; 0 drops no pack.
-        max_dropped_share: Share of all tokens, from 0 to 1, that dropped packs may hold.
-        packing: Pack samples; otherwise each is a pack by itself.
-        replanned: Draw the packs of epoch 0 from *seed*, instead of taking the packs of the
-            algorithm.
+        max_dropped_share: Largest share of all tokens, from 0 to 1, that may be lost in dropped
+            packs.
+        packing: Whether samples share packs; otherwise each sample is a pack by itself.
+        replanned: Draw the packs of epoch 0 from *seed*, as for a run that draws new packs each
+            epoch.
         seed: Seed of random algorithms, from 0 to 2**64 - 1.
-        work: Work of samples, for algorithms whose packs depend on it. None derives it from
-            lengths.
+        work: Model of the samples' work, for algorithms that pack by work. None derives the work
+            from the lengths.
 
     Raises:
-        ArgumentError: An option has an invalid value, a length is not a positive whole number, no
-            pack remains, *refuse_longer* is true and a sample is longer than a pack, or packs below
-            *min_fill_ratio* hold more than *max_dropped_share* of the tokens.
+        ArgumentError: An option or a length is invalid, no pack is left, *refuse_longer* is true
+            and a sample is longer than a pack, or dropped packs contain more than
+            *max_dropped_share* of the tokens.
 
     >>> plan([60, 20, 50, 30, 90], 80, allow_single_long=False).packs.tolist()
     [[0, 1], [2, 3]]
@@ -221,21 +221,21 @@ def plan(
 
 @attrs.frozen
 class Figure:
-    """One figure of a plan or of its training, in words."""
+    """One figure of a plan or of its training, as text for a table."""
 
     key: str
-    """Field of `PlanSummary` or another summary: its name in a JSON document."""
+    """Field of `PlanSummary` or of another summary, and name of the figure in a JSON document."""
 
     name: str
-    """Name for people; indented below the figure that it is a part of."""
+    """Name in the table. Leading spaces indent it below the figure that it is a part of."""
 
     value: str
 
     remark: str
-    """Unit of the value, and notes on it."""
+    """Unit of the value, and further notes."""
 
     decides: bool = False
-    """Whether it is shown where not all figures are."""
+    """Whether a short table shows the figure too."""
 
 
 def sample_figures(plan: PlanSummary, *, packed: bool = True) -> Iterator[Figure]:
@@ -243,7 +243,7 @@ def sample_figures(plan: PlanSummary, *, packed: bool = True) -> Iterator[Figure
     Yield the figures of a plan's samples and tokens.
 
     Args:
-        plan: Figures as numbers.
+        plan: Figures of the plan as numbers.
         packed: Whether samples share packs.
     """
     yield Figure("num_samples", "samples", f"{plan.num_samples:,}", counted(plan.num_tokens, "token"), decides=True)
@@ -265,7 +265,7 @@ def sample_figures(plan: PlanSummary, *, packed: bool = True) -> Iterator[Figure
 
 
 def pack_figures(plan: PlanSummary) -> Iterator[Figure]:
-    """Yield the figures of packs of several samples."""
+    """Yield the figures of a plan's packs."""
     remark = f"of {counted(plan.packing_length, 'token')}; no plan has fewer than {plan.lower_bound:,}"
     yield Figure("num_packs", "packs", f"{plan.num_packs:,}", remark, decides=True)
     if plan.auto_packs:
@@ -285,7 +285,7 @@ def pack_figures(plan: PlanSummary) -> Iterator[Figure]:
 
 
 def _left_out(key: str, name: str, number: int, remark: str) -> Figure:
-    """Return a figure that matters only if it is not 0."""
+    """Return a figure that a short table shows only if it is not 0."""
     return Figure(key, name, f"{number:,}", remark, decides=number > 0)
 
 
@@ -319,11 +319,12 @@ class PlanTable:
 
 def draw_packs(packs: Sequence[Sequence[int]], *, packing_length: int) -> str:
     """
-    Return an SVG drawing of packs: a bar of samples for each, on grey up to the packing length.
+    Return an SVG drawing of packs. Each pack is a bar of its samples, on grey up to the packing
+    length.
 
     Args:
-        packs: Tokens of each sample of each pack.
-        packing_length: Tokens of a full bar, >= 1. The bar of a longer pack is cut there.
+        packs: Tokens of each sample, for each pack.
+        packing_length: Number of tokens of a full bar, >= 1. The bar of a longer pack is cut off.
 
     >>> '<rect x="160.0" y="0" width="479.5"' in draw_packs([[20, 60], [80]], packing_length=80)
     True
@@ -343,7 +344,8 @@ def draw_packs(packs: Sequence[Sequence[int]], *, packing_length: int) -> str:
 
 def draw_first_packs(plan: RawPlan, lengths: IntArray) -> list[str]:
     """
-    Return drawings of up to 60 first packs, 20 in each; none if the samples would be too small.
+    Return drawings of up to 60 packs from the front, 20 packs in each. Fewer packs are drawn if
+    they have more than 4,000 samples.
 
     Args:
         plan: Plan of samples with these lengths.

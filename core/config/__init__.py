@@ -1,5 +1,5 @@
 """
-Keys of a run's YAML as classes, their faults, and advice on unknown keys.
+The keys of a run's YAML as frozen classes, checks of their values, and advice on unknown keys.
 
-Some keys enter fingerprints, or are compared between ranks.
+The package also selects the keys that enter fingerprints and those that ranks compare.
 """

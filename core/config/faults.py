@@ -1,9 +1,9 @@
 """
-Faults of a configuration that concern several keys, and advice on unknown keys.
+Checks of a configuration that involve several keys, and advice on unknown keys.
 
-All faults are reported at once. The message about an unknown key says where it belongs, or which
-key it misspells: `packing_lenght` is taken for `packing_length`, but `min_pixels` is not taken for
-`max_pixels`.
+All faults are reported at once. The message about an unknown key names the section it belongs to,
+or the key it misspells. `packing_lenght` is recognised as `packing_length`, but `min_pixels` is not
+mistaken for `max_pixels`.
 """
 
 import re
@@ -21,31 +21,34 @@ from packplan.core.packers import ALGORITHMS
 from packplan.core.samples.urls import mask_credentials
 
 MAX_EPOCHS = 10**6
-"""Number of epochs from which `training.num_train_epochs` is taken for a typing error."""
+"""Upper limit of `training.num_train_epochs`; a value from here on is refused as a typing error."""
 
 _ENDLESS_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau", "greedy")
-"""Values of `training.lr_scheduler_type` that need no number of steps."""
+"""Values of `training.lr_scheduler_type` that do not need the total number of steps."""
 
 _STEP_KEYS = ("warmup_ratio", "warmup_steps", "logging_steps", "eval_steps", "save_steps")
-"""Keys of `training.` that give a number of steps, or a share of all steps if they are below 1."""
+"""Keys of `training.` whose value is a number of steps or, below 1, a share of all steps."""
 
 
 _EVALUATES: Mapping[str, tuple[object, ...]] = {
     "eval_on_start": (True,), "eval_strategy": ("steps", "epoch"), "load_best_model_at_end": (True,),
     "save_strategy": ("best",),
 }  # fmt: skip
-"""Argument of a trainer -> values that need an evaluation."""
+"""Trainer argument -> values that require an evaluation data set."""
 
 
 MAX_NAMED = 3
-"""Limit of keys that one piece of advice names."""
+"""Maximum number of keys that the message about an unknown key suggests."""
 
 _DISTINGUISHING = re.compile(r"\d+|(?:^|_)(?:min|max)(?=_|$)")
-"""Parts that change the meaning of a key, such as `min`; suggested keys have the same parts."""
+"""
+Parts that change the meaning of a key, such as `min`. A suggested key has to contain the same
+parts.
+"""
 
 
 def run_faults(config: RunConfig) -> Iterator[Fault]:
-    """Yield everything wrong with a configuration that its types cannot express."""
+    """Yield each fault of a configuration that the types of its fields do not exclude."""
     yield from key_faults(config)
     yield from missing_data_faults(config.custom)
     yield from evaluation_faults(config, "training", config.training.trainer)
@@ -61,19 +64,19 @@ def run_faults(config: RunConfig) -> Iterator[Fault]:
 
 
 def missing_data_faults(custom: CustomConfig) -> Iterator[Fault]:
-    """Yield the fault of a run that names no data."""
+    """Yield a fault if the run names no training data."""
     if not custom.train_jsonl and custom.fusion_config is None:
         yield Fault("custom.train_jsonl", "is not set: name the data file, or a list of them")
 
 
 def evaluation_faults(config: RunConfig, section: str, settings: Mapping[str, Any]) -> Iterator[Fault]:
     """
-    Yield a fault for each setting that needs an evaluation, if the run has none.
+    Yield a fault for each setting that needs an evaluation, if the run has no evaluation data.
 
     Args:
-        config: The run.
-        section: Section of the trainer's settings.
-        settings: Settings of the trainer.
+        config: Configuration of the run.
+        section: Section that has the trainer's settings, such as `training`.
+        settings: Name of each trainer setting -> its value.
     """
     for name, values in _EVALUATES.items() if not (config.custom.val_jsonl or config.custom.val_share) else ():
         if settings.get(name) in values:
@@ -82,7 +85,7 @@ def evaluation_faults(config: RunConfig, section: str, settings: Mapping[str, An
 
 
 def _source_faults(custom: CustomConfig) -> Iterator[Fault]:
-    """Yield faults of data that are named twice, and of `source_names`."""
+    """Yield a fault for each pair of keys that name the same data, and faults of `source_names`."""
     if custom.val_share and custom.val_jsonl:
         yield Fault("custom.val_share", "and custom.val_jsonl both name the evaluation: remove one")
     if custom.fusion_config is None:
@@ -92,23 +95,27 @@ def _source_faults(custom: CustomConfig) -> Iterator[Fault]:
 
 
 def source_name_faults(custom: CustomConfig) -> Iterator[Fault]:
-    """Yield a fault for each key of `source_names` that is not data file of the run or its mix."""
+    """
+    Yield a fault for each key of `source_names` that is not a data file of the run or of its mix.
+    """
     for entry in custom.source_names:
         if entry not in {*custom.train_jsonl, *custom.val_jsonl}:
             data = "custom.train_jsonl" if custom.fusion_config is None else "custom.fusion_config"
-            reason = f"is not an entry of {data} or custom.val_jsonl: write it exactly as it stands there"
+            reason = f"is not an entry of {data} or custom.val_jsonl: write it exactly as in that key"
             yield Fault(f"custom.source_names.{mask_credentials(entry)}", reason)
 
 
 def _video_faults(template: TemplateConfig) -> Iterator[Fault]:
-    """Yield the fault of `fps_min_frames` above `fps_max_frames`."""
+    """Yield a fault if `fps_min_frames` is above `fps_max_frames`."""
     least, most = template.fps_min_frames or 4, template.fps_max_frames or 768
     if least > most:
         yield Fault("template.fps_min_frames", f"is {least}, above template.fps_max_frames, which is {most}: lower it")
 
 
 def _training_faults(training: TrainingConfig) -> Iterator[Fault]:
-    """Yield faults of the number of steps, of ranks that share rows, and of the loss."""
+    """
+    Yield faults in the number of epochs, in the number of ranks that share a pack, and in the loss.
+    """
     if training.max_steps < 1 and not 0 < training.num_train_epochs < MAX_EPOCHS:
         reason = f"is {training.num_train_epochs}, but has to be above 0 and below {MAX_EPOCHS:,}"
         yield Fault("training.num_train_epochs", reason)
@@ -123,7 +130,7 @@ def _training_faults(training: TrainingConfig) -> Iterator[Fault]:
 
 
 def _variant_faults(config: RunConfig) -> Iterator[Fault]:
-    """Yield faults of keys that contradict `custom.trainer_variant`."""
+    """Yield a fault for each key that contradicts `custom.trainer_variant`."""
     training, custom = config.training, config.custom
     if custom.trainer_variant == "rollout":
         yield from _rollout_faults(config)
@@ -143,7 +150,7 @@ def _variant_faults(config: RunConfig) -> Iterator[Fault]:
 
 
 def _epoch_faults(config: RunConfig) -> Iterator[Fault]:
-    """Yield faults of a run whose epochs have plans of their own."""
+    """Yield a fault for each key that does not fit `training.packing_epochs` or a planned mix."""
     training, key = config.training, "training.packing_epochs"
     if training.shares_by_degree and (training.packing_epochs == "replanned" or config.custom.planned_mix):
         reason = "is auto, which needs the same packs in every epoch, but each epoch draws its own: set it to a number"
@@ -159,7 +166,7 @@ def _epoch_faults(config: RunConfig) -> Iterator[Fault]:
 
 
 def _rollout_faults(config: RunConfig) -> Iterator[Fault]:
-    """Yield faults of a run that trains from a stream."""
+    """Yield faults of a run that makes packs while training (a stream)."""
     training = config.training
     yield from _stream_faults(config)
     if training.packing_mode == "static":
@@ -172,7 +179,7 @@ def _rollout_faults(config: RunConfig) -> Iterator[Fault]:
 
 
 def _stream_faults(config: RunConfig) -> Iterator[Fault]:
-    """Yield a fault for each key that is set and that a stream does not read."""
+    """Yield a fault for each key that is set although it has no effect in a stream."""
     custom, trainer = config.custom, config.training.trainer
     for section in ("custom", "training"):
         values = getattr(config, section)
@@ -189,7 +196,7 @@ def _stream_faults(config: RunConfig) -> Iterator[Fault]:
 
 
 def _endless_faults(training: TrainingConfig) -> Iterator[Fault]:
-    """Yield the fault of a stream without `max_steps` whose settings depend on its steps."""
+    """Yield a fault if `max_steps` is unset but other settings depend on the number of steps."""
     trainer = training.trainer
     needing = [name for name in _STEP_KEYS if 0 < (trainer.get(name) or 0) < 1]
     if trainer.get("lr_scheduler_type", "cosine") not in _ENDLESS_SCHEDULES:
@@ -204,7 +211,7 @@ def _endless_faults(training: TrainingConfig) -> Iterator[Fault]:
 
 
 def _quantisation_faults(model: ModelConfig, training: TrainingConfig) -> Iterator[Fault]:
-    """Yield faults of quantised weights."""
+    """Yield faults in the keys of quantised weights."""
     if model.quant_method is None:
         if model.quant_bits is not None:
             yield Fault("model.quant_bits", "has no effect without model.quant_method: set it to bnb, or remove it")
@@ -217,19 +224,21 @@ def _quantisation_faults(model: ModelConfig, training: TrainingConfig) -> Iterat
 
 @attrs.frozen
 class ForeignKey:
-    """Key of another program, and our key that takes its place."""
+    """Key of another program, and the Packplan key that replaces it."""
 
     programs: str
-    """Names of the programs that have the key, as text: `TRL and axolotl`."""
+    """Names of the programs that have the key, such as `TRL and axolotl`."""
 
     ours: str = ""
-    """Our key with its section; empty if there is none."""
+    """Packplan's key with its section; empty if there is none."""
 
     about: str = ""
-    """Difference between the two keys, or the reason why we have none. May be empty."""
+    """Difference between the two keys, or the reason why Packplan has no such key. May be empty."""
 
     def advise(self, written: Sequence[str]) -> str:
-        """Return why the key is unknown, and which of our keys to write in its place, if any."""
+        """
+        Return which program the key belongs to, and the Packplan keys to write instead, if any.
+        """
         if not written:
             return f"is a key of {self.programs} that {self.about or 'has no counterpart here'}: remove it"
         about = f" ({self.about})" if self.about else ""
@@ -240,15 +249,15 @@ def explain_unknown_key(
     name: str, level: str, known: Iterable[str], *, refused: Mapping[str, str], foreign: Mapping[str, ForeignKey]
 ) -> str:
     """
-    Return why a key is unknown in this place, and what to write instead.
+    Return the reason why a key is unknown in its section, and what to write instead.
 
     Args:
-        name: Unknown key, as the user wrote it.
+        name: The unknown key, as the user wrote it.
         level: Section of the key, such as `training` or `policy.sequence_packing`; empty at the top
             level.
         known: All keys of the configuration, each with its section: `training.learning_rate`.
         refused: Key with its section -> reason and remedy, for keys that are always refused.
-        foreign: Name of another program's key -> our key in its place.
+        foreign: Name of another program's key -> its Packplan counterpart.
 
     >>> explain_unknown_key("learning_rate", "", ["training.learning_rate"], refused={}, foreign={})
     'is not a key of the top level: write training.learning_rate'

@@ -1,11 +1,11 @@
 """
-Inputs of lengths and plans; and the values of a run that have to be the same on all ranks, or in
-the checkpoint from which it resumes.
+Settings that enter fingerprints, settings that all ranks compare, and settings that a checkpoint
+stores for resuming.
 
-A path says where something is on a rank's own machine, so ranks compare only whether it is set. The
-content of the path is compared instead: weights, checkpoint, data and tokenizer by their digests,
-and files of settings by their text. A checkpoint's data and packing are compared by the plan and
-the digest of the data. `docs/training.md` has the same list.
+A path may differ between machines, so ranks compare only whether a path is set. Ranks also compare
+what the path points to: weights, checkpoint, data and tokenizer by their digests, and settings
+files by their text. A resumed run compares data and packing through the plan and the digest of the
+data, not through the keys. `docs/training.md` lists the settings that a resumed run may change.
 """
 
 import json
@@ -31,7 +31,7 @@ PATH_KEYS = frozenset(
     {key for key, field in DECLARED_KEYS.items() if str(PathText) in str(field.type) and not key_facts(field).per_rank}
     | {"training.accelerator_config", "training.deepspeed", "training.fsdp_config", "training.logging_dir"}
 )
-"""Keys of files and folders, which may be elsewhere on another machine."""
+"""Keys whose value is a path, which may differ between machines."""
 
 PER_RANK: Mapping[str, str] = {
     **{key: key_facts(field).per_rank for key, field in DECLARED_KEYS.items() if key_facts(field).per_rank},
@@ -40,24 +40,24 @@ PER_RANK: Mapping[str, str] = {
     "training.dataloader_prefetch_factor": "memory of a rank's machine",
     "training.disable_tqdm": "what is shown; --quiet sets it",
     "training.hub_token": "a secret, which no message shows",
-    "training.local_rank": "a rank's place on its machine",
+    "training.local_rank": "number of a rank on its machine",
     "training.log_level": "what is shown",
     "training.log_level_replica": "what is shown",
     "training.log_on_each_node": "what is shown",
     "training.report_to": "services that rank 0 reports to, whose packages others may lack",
 }
-"""Key that may differ between ranks -> reason why that changes nothing in training."""
+"""Key that may differ between ranks -> reason why a difference does not change training."""
 
 FIXED_ARGUMENTS = frozenset(
     {
         "label_smoothing_factor", "loss_reduction", "loss_type", "enable_dft_loss", "enable_channel_loss",
         "neftune_noise_alpha", "router_aux_loss_coef", "optim", "optim_args", "optim_target_modules", "optimizer",
         "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "freeze_llm", "freeze_vit",
-        # These are stored with a checkpoint's optimizer, whatever a run says.
+        # A checkpoint's optimizer restores these values and ignores those of the run.
         "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "vit_lr", "aligner_lr",
     }
 )  # fmt: skip
-"""Settings of the trainer that a resumed run has to keep: loss, optimizer, learning rate."""
+"""Trainer settings that a resumed run has to keep: loss, optimizer, learning rate."""
 
 PREFERENCE_ARGUMENTS = FIXED_ARGUMENTS | {
     "beta", "loss_weights", "ld_alpha", "rpo_alpha", "f_divergence_type", "f_alpha_divergence_coef", "label_smoothing",
@@ -65,31 +65,37 @@ PREFERENCE_ARGUMENTS = FIXED_ARGUMENTS | {
     "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "max_length", "truncation_mode",
     "disable_dropout",
 }  # fmt: skip
-"""The same for preference data, whose losses have more settings, and may truncate rows."""
+"""
+Trainer settings that a resumed run on preference data has to keep. Preference losses have more
+settings, and may truncate rows.
+"""
 
 _FIXED_PATTERN = re.compile(r"(galore|lisa)_")
-"""Settings of optimizers, which a resumed run has to keep too."""
+"""Prefixes of optimizer settings that a resumed run has to keep."""
 
 UNCOMPARED = re.compile(
-    # A checkpoint names its attention.
+    # A checkpoint stores its attention backend separately.
     r"attn_impl|"
-    # How a run is read, watched, saved and evaluated; seeds are compared as the schedule's.
+    # Input, logging, saving and evaluation; seeds are compared with the epoch schedule.
     r"resume_.*|restore_.*|output_dir|download|trust_remote_code|trainer|seed|data_seed|train_dataloader_shuffle|"
     r"(?:dataloader_(?!drop_last)|eval_|do_|log_|logging_|save_|hub_|include_|metric_|load_best|ddp_|torch_|trackio_).*|"
     r"(?:per_device_eval_|greater_|push_|batch_eval).*|report_to|run_name|project|debug|callbacks|disable_tqdm|"
     r"early_stop_interval|(?:vit_)?gradient_checkpointing.*|use_cpu|prediction_loss_only|safe_serialization|max_shard_size|skip_memory_metrics|tuner_type"
 )
-"""Names of keys outside the identity: no step depends on them, or they are compared elsewhere."""
+"""
+Names of keys that are not part of a run's identity. Either no step depends on them, or they are
+compared elsewhere.
+"""
 
 
 def plan_policy(config: RunConfig, split: str, *, work: WorkModel | None = None) -> PlanPolicy:
     """
-    Return the plan policy of a split; evaluation never drops packs.
+    Return the plan policy of a split. The policy of the evaluation never drops packs.
 
     Args:
-        config: The run.
+        config: Configuration of the run.
         split: `train` or `eval`.
-        work: Cost of samples, for algorithms whose packs depend on it.
+        work: Model of the samples' work, for algorithms that pack by work.
     """
     training, is_train, share = config.training, split == "train", config.custom.val_share
     return PlanPolicy(
@@ -110,7 +116,7 @@ def plan_policy(config: RunConfig, split: str, *, work: WorkModel | None = None)
 
 
 def stream_inputs(config: RunConfig) -> dict[str, Value]:
-    """Return the settings that decide the packs of a stream, by key."""
+    """Return each setting that decides the packs of a stream: key -> value."""
     training = config.training
     return {
         "template.max_length": config.packing_length,
@@ -121,12 +127,12 @@ def stream_inputs(config: RunConfig) -> dict[str, Value]:
 
 def config_length_inputs(config: RunConfig) -> dict[str, Value]:
     """
-    Return the keys that decide lengths, with their values; files of the model are not read.
+    Return each key that decides lengths, with its value. The model's files are not read.
 
-    A key decides lengths if its field declares `lengths`. The packing length is one if the template
-    truncates.
+    A key decides lengths if its field declares `lengths`. The packing length decides lengths only
+    if the template truncates.
     """
-    # `raise` changes no length.
+    # `raise` never changes a length.
     cut = config.template.truncation_strategy in {"left", "right"}
     inputs: dict[str, Value] = {"packing_length": config.packing_length if cut else None}
     for section, values in (("template", config.template), ("custom", config.custom), ("model", config.model)):
@@ -147,18 +153,18 @@ def _input_value(value: Any) -> Value:
 
 def shared_values(config: RunConfig, files: Mapping[str, Any]) -> dict[str, str]:
     """
-    Return the keys that have to be the same on all ranks, with their values as JSON.
+    Return each key that has to be the same on all ranks, with its value as JSON.
 
     Args:
-        config: The run.
-        files: Key -> content of the file that it names, which is compared in place of the path.
+        config: Configuration of the run.
+        files: Key -> content of the file that the key names. The content replaces the path.
     """
     sections = attrs.asdict(config, filter=lambda field, _: not key_facts(field).set_by_command)
     sections["training"] |= {**UNSET, **sections["training"].pop("trainer")}
     for section, name in (key.split(".") for key in (*PATH_KEYS, *PER_RANK)):
         key, value = f"{section}.{name}", sections[section].pop(name, None)
         if value and key in PATH_KEYS:
-            # `last` is a choice among the checkpoints of a folder.
+            # `last` selects a checkpoint and is not a path.
             path = value if isinstance(value, Mapping) or value == "last" else "a path"
             sections[section][name] = files.get(key, path)
     return flat_values(sections)
@@ -166,7 +172,7 @@ def shared_values(config: RunConfig, files: Mapping[str, Any]) -> dict[str, str]
 
 def flat_values(document: Mapping[str, Any]) -> dict[str, str]:
     """
-    Return the values of nested sections as JSON, by key; a value of None is left out.
+    Return the values of nested sections as JSON: dotted key -> value. Values of None are left out.
 
     >>> flat_values({"a": {"b": 0.5, "c": None}, "d": ["x"]})
     {'a.b': '0.5', 'd': '["x"]'}
@@ -184,10 +190,10 @@ def _flat_items(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 def rank_differences(runs: Sequence[Mapping[str, str]]) -> tuple[RankDifference, ...]:
     """
-    Return each key whose value differs between ranks, by name.
+    Return each key whose value differs between ranks, sorted by name.
 
     Args:
-        runs: Key -> value, of each rank.
+        runs: Mapping of key to value, one for each rank.
 
     >>> rank_differences([{"a": "1", "b": "2"}, {"a": "1"}])
     (RankDifference(key='b', values=('2', None)),)
@@ -199,14 +205,15 @@ def rank_differences(runs: Sequence[Mapping[str, str]]) -> tuple[RankDifference,
 
 def run_identity(config: RunConfig, *, files: Mapping[str, Any], model: Mapping[str, str]) -> RunIdentity:
     """
-    Return the model, samples, loss and settings that a checkpoint keeps of a run.
+    Return the identity of a run: the model, samples, loss and settings that a checkpoint stores.
 
-    Keys that decide samples are kept too: other labels of the same lengths do not change the plan.
+    Keys that decide samples are included, because new labels of the same lengths leave the plan
+    unchanged.
 
     Args:
-        config: The run.
-        files: Key -> content of the file that it names.
-        model: Size and digest of each file of the model, by name.
+        config: Configuration of the run.
+        files: Key -> content of the file that the key names.
+        model: Name of each of the model's files -> its size and digest.
     """
     samples = config_length_inputs(config)
     fixed, changeable = {**samples, **model}, dict[str, str]()

@@ -1,7 +1,7 @@
 """
-Declaration of YAML keys: the default, the check and the effect of each key in one place.
+Declaration of YAML keys: default, check, and effect on stored lengths and plans.
 
-An effect is one on stored lengths or plans. The docstring below a key is its reference text.
+The docstring below a key is its text in docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from packplan.core.errors import Fault
 T = TypeVar("T")
 
 Check = Callable[[Any], Iterator[str]]
-"""Generator of everything wrong with a value, each as a text that follows the name of its key."""
+"""
+Function that yields a message for each fault of a value. The message is printed after the key's
+name.
+"""
 
 
 def _accept_any(_: object) -> Iterator[str]:
@@ -29,40 +32,41 @@ class Key:
     """
     Properties of a YAML key, apart from its type, default and reference text.
 
-    Each key of `RunConfig` declares `lengths`, `plan` or both; or `neither` says why it enters no
-    fingerprint.
+    Each key of `RunConfig` declares `lengths` or `plan`, or gives in `neither` the reason why it
+    enters no fingerprint.
     """
 
     check: Check = _accept_any
-    """Check of a value that is not None. For a mapping, it checks each of the values."""
+    """Check that runs on a value that is not None. Of a mapping, it checks each value."""
 
     lengths: Literal["value", "value if set", "otherwise"] | None = None
     """
-    Way in which the key enters the fingerprint of lengths: by name, by name unless it is unset, or
-    through what follows from its value, such as a digest of files that it names.
+    How the key enters the fingerprint of lengths. `value`: with its value. `value if set`: with its
+    value unless it is unset. `otherwise`: through something derived, such as a digest of the files
+    that it names.
     """
 
     plan: bool = False
     """Whether the fingerprint of a plan depends on the key."""
 
     neither: str = ""
-    """Reason why the key enters neither fingerprint."""
+    """Reason why the key enters neither the fingerprint of lengths nor that of a plan."""
 
     per_rank: str = ""
-    """Reason why each rank may have another value; without one, all ranks have to agree."""
+    """Reason why ranks may have different values. If empty, all ranks need the same value."""
 
     stream: Literal["refused", "evaluation"] | None = None
     """
-    Whether a stream refuses another value than the default: always, or unless the run has an
-    evaluation, whose packs are planned.
+    Whether a stream refuses any value but the default. `refused`: always. `evaluation`: unless the
+    run has an evaluation, whose packs are planned.
     """
 
     set_by_command: bool = False
-    """Whether the command that reads the run sets the field, which no YAML can."""
+    """Whether the command sets the field. The YAML cannot set it."""
 
 
 def key_metadata(**facts: Any) -> dict[Any, Any]:
-    """Return the attrs metadata of a YAML key, from the fields of a `Key`."""
+    """Return attrs metadata that holds a `Key` with these fields."""
     return {Key: Key(**facts)}
 
 
@@ -71,7 +75,7 @@ def key(default: T, **facts: Any) -> T:
     Return an attrs field for a YAML key with a default.
 
     Args:
-        default: Value of a key that the YAML does not set.
+        default: Value if the YAML does not set the key.
         facts: Fields of `Key`.
     """
     return attrs.field(default=default, metadata=key_metadata(**facts))
@@ -85,9 +89,9 @@ def key_facts(field: attrs.Attribute[Any]) -> Key:
 
 def yield_keys(kind: type, prefix: str = "") -> Iterator[tuple[str, attrs.Attribute[Any]]]:
     """
-    Yield the path and the field of each key of a class and of its subsections.
+    Yield the dotted path and the attrs field of each key of a class and its subsections.
 
-    Keys of a list's sections have a `[]`.
+    The path of a key in a list of sections contains `[]`, as in `models[].name`.
     """
     for field in attrs.fields(attrs.resolve_types(kind)):
         path, item = f"{prefix}{field.name}", next(iter(get_args(field.type)), None)
@@ -100,7 +104,7 @@ def yield_keys(kind: type, prefix: str = "") -> Iterator[tuple[str, attrs.Attrib
 
 
 def key_faults(section: Any, prefix: str = "") -> Iterator[Fault]:
-    """Yield the faults that checks of single keys find in a section and its subsections."""
+    """Yield the faults that each key's own check finds in a section and its subsections."""
     for field in attrs.fields(type(section)):
         path, value = f"{prefix}{field.name}", getattr(section, field.name)
         if attrs.has(type(value)):
@@ -119,8 +123,8 @@ def must(holds: Callable[[Any], bool], wanted: str) -> Check:
     Return a check that accepts the values for which *holds* returns true.
 
     Args:
-        holds: Function that returns whether a value is right.
-        wanted: Description of a right value, which ends the message.
+        holds: Function that returns whether a value is valid.
+        wanted: Description of a valid value, used at the end of the message.
 
     >>> list(must(lambda value: value < 5, "below 5")(7))
     ['is 7, but has to be below 5']

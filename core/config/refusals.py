@@ -1,4 +1,4 @@
-"""Settings that would break a plan or its microbatches, and which hosts refuse them."""
+"""Settings that would break a plan or its microbatches, and the hosts that refuse each of them."""
 
 from collections.abc import Iterator
 from functools import reduce
@@ -8,8 +8,8 @@ import attrs
 
 Host = Literal["sft", "plugin", "rlhf", "trainer", "balance"]
 """
-`sft` is `packplan sft`; `plugin` and `rlhf` are ms-swift's plugin with packs and without; `trainer`
-is `packplan.hf.use_plan`, and `balance` is `packplan.hf.balance`.
+`sft` is `packplan sft`. `plugin` and `rlhf` are Packplan's plugin of ms-swift, with packs and
+without. `trainer` is `packplan.hf.use_plan`, and `balance` is `packplan.hf.balance`.
 """
 
 
@@ -23,16 +23,19 @@ _SWIFT: tuple[Host, ...] = ("plugin", "rlhf")
 
 @attrs.frozen
 class Refusal:
-    """Setting that hosts refuse unless it is unset or off; a setting `…_size` may also be 1."""
+    """
+    Setting that hosts refuse unless it is unset or off. A setting whose name ends in `_size` may
+    also be 1.
+    """
 
     setting: str
-    """Name of the setting; a name behind a dot is an attribute of the setting before."""
+    """Name of the setting. `a.b` is the attribute `b` of the setting `a`."""
 
     hosts: tuple[Host, ...]
-    """Hosts that refuse the setting. Other hosts do not have it, or follow it."""
+    """Hosts that refuse the setting. Other hosts do not have the setting, or support it."""
 
     effect: str
-    """Consequence of the setting, as a clause."""
+    """Clause that says why the setting is refused, such as `is not supported`."""
 
     remedy: str
 
@@ -45,7 +48,7 @@ REFUSALS = tuple(
     for settings, hosts, effect, remedy in (
         ("auto_find_batch_size", _PLANNING, "changes the batch size, on which the planned steps depend", _REMOVE),
         ("group_by_length", _PLANNING, _DRAWS, _REMOVE),
-        ("ignore_data_skip", _PLANNING, "lets a resumed run train packs twice", _REMOVE),
+        ("ignore_data_skip", _PLANNING, "makes a resumed run train packs twice", _REMOVE),
         ("sortish_sampler train_sampling_strategy", ("sft",), _DRAWS, "use training.train_dataloader_shuffle"),
         ("packing_length", ("sft",), "is derived from template.max_length", "set that instead"),
         ("packing_avg_samples", ("sft",), "estimates what a plan counts exactly", _REMOVE),
@@ -77,12 +80,12 @@ REFUSALS = tuple(
 
 
 def refused_settings(host: Host) -> dict[str, Refusal]:
-    """Return a host's refusals, by the name of the setting."""
+    """Return the refusals of a host: name of the setting -> refusal."""
     return {one.setting: one for one in REFUSALS if host in one.hosts}
 
 
 def active_refusals(arguments: Any, host: Host) -> Iterator[Refusal]:
-    """Yield the refusal of each setting that is switched on in a host's arguments."""
+    """Yield the refusal of each refused setting that a host's arguments switch on."""
     for setting, refusal in refused_settings(host).items():
         value = reduce(lambda found, name: getattr(found, name, None), setting.split("."), arguments)
         if value and not (setting.endswith("_size") and value == 1 and value is not True):

@@ -1,8 +1,8 @@
 """
-Remedy for each kind of error: the action, and the key of a YAML that takes it.
+Remedy for each kind of error: an action, and the YAML key that does it.
 
-Library arguments have the names of these keys, some without the prefix `packing_`. The page
-docs/troubleshooting.md has further remedies.
+Arguments of library functions have the same names as the YAML keys, some without the prefix
+`packing_`. The page docs/troubleshooting.md has further remedies.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from types import MappingProxyType
 _MEASURE_AGAIN = "restore it, or measure and plan again in another folder (training.output_dir)"
 
 DROP_LESS_REMEDY = "To drop less, set training.packing_drop_last: false, or lower training.packing_min_fill_ratio"
-"""Remedy for a stream that drops too much."""
+"""Remedy for a stream that drops too large a share of its tokens."""
 
 REMEDIES: Mapping[str, str] = MappingProxyType(
     {
@@ -22,7 +22,7 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "too_long": "raise the packing length (template.max_length) to {longest:,}",
         "degree": "set training.max_sequence_parallel_size to {largest}",
         "too_short": "to repeat packs instead, set training.dataloader_drop_last: false",
-        "unsupervised": "raise template.max_length if it truncates their answers; packplan plan show RUN.yaml "
+        "unsupervised": "raise template.max_length if it truncates answers; packplan plan show RUN.yaml "
         "--sample {sample} --text shows which text of a sample is trained",
         "too_many_epochs": "lower training.max_steps or training.num_train_epochs",
         "isolation": "train without packing (training.packing: false)",
@@ -47,4 +47,4 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "unequal": "train without packing (training.packing: false)",
     }
 )
-"""Kind of an error -> remedy, with its `details` in braces."""
+"""Kind of an error -> remedy. Names in braces are replaced by the error's `details`."""

@@ -1,6 +1,6 @@
 """
-Configuration of `packplan rl`: its sections `policy:` and `grpo:`, and the keys of `sft` that it
-reads.
+Configuration of `packplan rl`: the sections `policy:` and `grpo:`, and the keys shared with
+`packplan sft`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ _READ_KEYS = frozenset(
     }.items()
     for name in names.split()
 )
-"""Keys of other commands that `packplan rl` reads."""
+"""Keys of `packplan sft` that `packplan rl` reads too."""
 
 
 @attrs.frozen(kw_only=True)
@@ -36,17 +36,17 @@ class SequencePackingConfig:
 
     train_mb_tokens: int = key(4096, check=at_least(1))
     """
-    Tokens of a microbatch in updates of the policy. A longer sequence is a microbatch by itself.
+    Maximum tokens in a microbatch of policy updates. A longer sequence is a microbatch by itself.
     """
 
     logprob_mb_tokens: int | None = key(None, check=at_least(1))
     """
-    Tokens of a microbatch that only computes log-probabilities, of the policy or the reference
-    model. If unset, `train_mb_tokens`.
+    Maximum tokens in a microbatch that only computes log-probabilities of the policy or the
+    reference model. If unset, `train_mb_tokens`.
     """
 
     algorithm: str = key("modified_first_fit_decreasing", check=one_of(ALGORITHMS))
-    """Packing algorithm, by the names of `training.packing_algorithm`."""
+    """Packing algorithm, named as in `training.packing_algorithm`."""
 
     sequence_length_round: int = key(1, check=at_least(1))
     """Lengths are rounded up to a multiple of this number."""
@@ -60,22 +60,23 @@ class DynamicBatchingConfig:
     """Form microbatches of sequences of similar length, padded to one width."""
 
     train_mb_tokens: int = key(4096, check=at_least(1))
-    """Number of sequences times their padded width, in a microbatch of the policy's updates."""
+    """Maximum of sequences times padded width in a microbatch of policy updates."""
 
     logprob_mb_tokens: int | None = key(None, check=at_least(1))
     """
-    The same limit for microbatches that only compute log-probabilities. If unset,
-    `train_mb_tokens`.
+    Maximum of sequences times padded width in a microbatch that only computes log-probabilities. If
+    unset, `train_mb_tokens`.
     """
 
     sequence_length_round: int = key(64, check=at_least(1))
-    """Widths are rounded up to a multiple of this number."""
+    """Padded widths are rounded up to a multiple of this number."""
 
 
 @attrs.frozen(kw_only=True)
 class PolicyConfig:
     """
-    `policy.`: how `packplan rl` forms microbatches. If neither section is enabled, TRL forms them.
+    `policy.`: how `packplan rl` forms microbatches. If neither of its two sections is enabled, TRL
+    forms them.
     """
 
     sequence_packing: SequencePackingConfig = attrs.field(factory=SequencePackingConfig)
@@ -88,20 +89,23 @@ class RlConfig(RunConfig):
     """
     Configuration of `packplan rl`.
 
-    Its YAML has no section `training:`; the field `training` holds only the output folder.
+    The YAML has no section `training:`. The field `training` holds only the output folder.
     """
 
     policy: PolicyConfig = attrs.field(factory=PolicyConfig)
 
     grpo: Mapping[str, Any] = attrs.field(factory=dict)
     """
-    `reward_funcs` (functions, as `module:function`), arguments of TRL's `GRPOConfig`, and those of
-    its `ModelConfig` for low-rank adapters.
+    `reward_funcs` (functions, as `module:function`), arguments of TRL's `GRPOConfig`, and arguments
+    of TRL's `ModelConfig` for low-rank adapters.
     """
 
 
 def rl_faults(config: RlConfig) -> Iterator[Fault]:
-    """Yield each fault of a run of reinforcement learning that its types cannot express."""
+    """
+    Yield each fault of a reinforcement learning configuration that the types of its fields do not
+    exclude.
+    """
     yield from key_faults(config)
     yield from missing_data_faults(config.custom)
     yield from evaluation_faults(config, "grpo", config.grpo)
@@ -111,10 +115,10 @@ def rl_faults(config: RlConfig) -> Iterator[Fault]:
         if section != "training" and path not in _READ_KEYS and value not in (field.default, {}):
             yield Fault(path, "is not used by packplan rl: remove it")
     if config.policy.sequence_packing.enabled and config.policy.dynamic_batching.enabled:
-        reason = "and policy.sequence_packing exclude each other: disable one; packing computes no padding"
+        reason = "and policy.sequence_packing exclude each other: disable one (packing computes no padding)"
         yield Fault("policy.dynamic_batching", reason)
     if config.policy.dynamic_batching.enabled and config.grpo.get("torch_compile"):
-        reason = "compiles a program for each width, and policy.dynamic_batching has many: remove it"
-        yield Fault("grpo.torch_compile", f"{reason}, or take policy.sequence_packing")
+        reason = "compiles a program for each width, and policy.dynamic_batching has many widths: remove it"
+        yield Fault("grpo.torch_compile", f"{reason}, or use policy.sequence_packing")
     if not config.grpo.get("reward_funcs"):
         yield Fault("grpo.reward_funcs", "is not set: name a function, as module:function, or a list of them")

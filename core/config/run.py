@@ -2,8 +2,8 @@
 Configuration of a run: frozen classes that mirror the YAML, one class for each section.
 
 Each field declares the type, default, check and effect of its key (`core.config.keys`). The
-docstring below a field is the key's text in docs/configuration.md. Keys of `training.` that belong
-to ms-swift or transformers are kept unchanged in `TrainingConfig.trainer`.
+docstring below a field is the text of its key in docs/configuration.md. Keys of `training.` that
+belong to ms-swift or transformers are stored unchanged in `TrainingConfig.trainer`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from packplan.core.samples.shapes import RECORD_KEYS
 Tuner: TypeAlias = Literal["full", "lora", "adapter", "boft", "dummy", "fourierft", "ia3", "llamapro", "vera"]
 
 PathText: TypeAlias = Annotated[str, "path"]
-"""Path of a file or folder. `~` and `${NAME}` in it are replaced when the YAML is read."""
+"""Path of a file or folder. `~` and `${NAME}` are expanded when the YAML is read."""
 
 LOADS = "decides how the model is loaded, not what samples are"
 _LIMITS = "decides which records are refused, not how long the others are"
@@ -73,14 +73,14 @@ class ModelConfig:
 
     model_type: str | None = key(None, lengths="otherwise")
     """
-    ms-swift's name of the architecture. If unset, the only one that its registry has for the
-    folder. Text models that ms-swift does not know need none.
+    ms-swift's name of the architecture. If unset, the only type in ms-swift's registry for the
+    folder. Text models unknown to ms-swift need no type.
     """
 
     attn_impl: str = key("auto", neither=TRAINS, check=_is_backend)
     """
-    Attention backend. `auto` takes the fastest that passes the probe, `varlen` is Packplan's own,
-    and other names are those of transformers.
+    Attention backend. `auto`: the fastest backend that passes the probe. `varlen`: Packplan's own.
+    Other names: backends of transformers.
     """
 
     torch_dtype: Literal["float32", "bfloat16", "float16"] | None = key(None, neither=LOADS)
@@ -90,16 +90,16 @@ class ModelConfig:
     """How a mixture of experts computes its experts. If unset, transformers chooses."""
 
     trust_remote_code: bool = key(False, neither=LOADS)
-    """Run Python code that the model's folder contains."""
+    """Run Python code from the model's folder."""
 
     max_model_len: int | None = key(None, lengths="otherwise", plan=True, check=at_least(1))
-    """Tokens of a pack if `template.max_length` is unset."""
+    """Maximum tokens in a pack, if `template.max_length` is unset."""
 
     download: bool = key(False, neither=LOADS)
-    """Let ms-swift download a model that no local cache holds."""
+    """Let ms-swift download a model missing from local caches."""
 
     quant_method: Literal["bnb"] | None = key(None, neither=LOADS)
-    """Load quantised weights, to train adapters on them (QLoRA). Needs a GPU."""
+    """Load quantised weights, to train adapters on top (QLoRA). Needs a GPU."""
 
     quant_bits: int | None = key(None, neither=LOADS)
     """Bits of a quantised weight: 4 or 8."""
@@ -116,13 +116,14 @@ class ModelConfig:
         check=must(lambda text: text.startswith("{"), 'JSON, as {"rope_type": "yarn", "factor": 2}'),
     )
     """
-    Settings that scale rotary positions to longer texts, as JSON. If they have no factor, it
-    follows from `model.max_model_len`.
+    JSON settings that scale rotary positions for longer texts. A missing factor follows from
+    `model.max_model_len`.
     """
 
     new_special_tokens: tuple[str, ...] = key((), lengths="value if set")
     """
-    Tokens to add to the vocabulary, with new weights. A `.txt` file in the list may name several.
+    Tokens to add to the vocabulary, with new weights. An entry may be a `.txt` file with several
+    tokens.
     """
 
 
@@ -133,91 +134,94 @@ class TemplateConfig:
     template: str | None = key(None, lengths="otherwise")
     """
     ms-swift's name of the chat template. If unset, the name in the model's `args.json`, else the
-    only one that ms-swift's registry has for the model. Templates that do not support packing need
+    only template in ms-swift's registry for the model. Templates without support for packing need
     `training.packing: false`.
     """
 
     max_length: int | None = key(None, lengths="otherwise", plan=True, check=at_least(1))
     """
-    Packing length: the most tokens of a pack. If unset, `global_max_length`, else
+    Packing length: maximum tokens in a pack. If unset, `global_max_length`, else
     `model.max_model_len`.
     """
 
     max_pixels: int | None = key(None, lengths="value", check=at_least(1))
-    """Most pixels of an image; larger images are scaled down. If unset, the processor's limit."""
+    """
+    Maximum pixels of an image; larger images are scaled down. If unset, the processor's limit.
+    """
 
     fps: float | None = key(None, lengths="value if set", check=above_0)
     """
-    Frames sampled from each second of a video; also the rate of videos that are lists of frames. If
-    unset, 2 (ms-swift's `FPS`).
+    Frames sampled per second of video, and the rate of videos given as lists of frames. If unset, 2
+    (ms-swift's `FPS`).
     """
 
     fps_min_frames: int | None = key(None, lengths="value if set", check=at_least(1))
-    """Fewest frames of a video. If unset, 4 (ms-swift's `FPS_MIN_FRAMES`)."""
+    """Minimum frames of a video. If unset, 4 (ms-swift's `FPS_MIN_FRAMES`)."""
 
     fps_max_frames: int | None = key(
         None, lengths="value if set", check=must(lambda frames: frames >= 2, "at least 2: frames are taken in pairs")
     )
-    """Most frames of a video. If unset, 768 (ms-swift's `FPS_MAX_FRAMES`)."""
+    """Maximum frames of a video. If unset, 768 (ms-swift's `FPS_MAX_FRAMES`)."""
 
     video_min_pixels: int | None = key(None, lengths="value if set", check=at_least(1))
     """
-    Fewest pixels of a frame; smaller frames are scaled up. If unset, the pixels of 128 tokens
+    Minimum pixels of a frame; smaller frames are scaled up. If unset, the pixels of 128 tokens
     (ms-swift's `VIDEO_MIN_TOKEN_NUM`).
     """
 
     video_max_pixels: int | None = key(None, lengths="value if set", check=at_least(1))
     """
-    Most pixels of a frame; larger frames are scaled down. If unset, the pixels of 768 tokens
+    Maximum pixels of a frame; larger frames are scaled down. If unset, the pixels of 768 tokens
     (ms-swift's `VIDEO_MAX_TOKEN_NUM`).
     """
 
     video_total_pixels: int | None = key(None, lengths="value if set", check=at_least(1))
     """
-    Most pixels of all frames of a video; two frames count as one. If unset, the pixels of 115,200
-    tokens (nine tenths of ms-swift's `MODEL_SEQ_LEN`, 128,000).
+    Maximum pixels of all frames of a video; two frames count as one. If unset, the pixels of
+    115,200 tokens (nine tenths of ms-swift's `MODEL_SEQ_LEN`, 128,000).
     """
 
     system: str | None = key(None, lengths="value")
     """
-    System prompt of records that have none: its text, in which `\\n` is a line break, or a `.txt`
-    file. If unset, the template's own.
+    System prompt for records without one: a text with `\\n` for line breaks, or a `.txt` file. If
+    unset, the template's default.
     """
 
     today: str | None = key(None, lengths="value if set")
     """
-    Date that templates write into prompts as the current one, such as `2026-11-28`. Templates that
-    do so need it, such as those of Llama 3.2, Mistral and gpt-oss. A resumed run keeps it.
+    Current date in prompts, such as `2026-11-28`. Needed by templates that write a date, such as
+    those of Llama 3.2, Mistral and gpt-oss. A resumed run keeps it.
     """
 
     agent_template: str | None = key(None, lengths="value")
     """
-    ms-swift's name of the format of tools, calls and answers. If unset, the template's format.
+    ms-swift's name of the format of tools, tool calls and tool answers. If unset, the template's
+    format.
     """
 
     loss_scale: str = key("default", lengths="value")
     """
     Which tokens are trained, by ms-swift's names: `default` trains the assistant's turns,
-    `last_round` only its last turn, `all` every token. A name of weights may follow, as in
-    `last_round+hermes`, or stand alone.
+    `last_round` only its last turn, `all` every token. A name of token weights may follow, as in
+    `last_round+hermes`, or be the whole value.
     """
 
     add_non_thinking_prefix: bool | None = key(None, lengths="value if set")
     """
-    `false` adds no empty thoughts to answers without thoughts. Only hybrid thinking templates add
-    them.
+    `false` adds no empty thoughts to answers without thoughts. Only templates of hybrid thinking
+    models add any.
     """
 
     preserve_thinking: bool | None = key(None, lengths="value if set")
     """
-    `true` keeps the thoughts of all answers, `false` only those after the last question. If unset,
-    the template and `loss_scale` decide.
+    `true` keeps the thoughts of all answers, `false` only the thoughts after the last question. If
+    unset, the template and `loss_scale` decide.
     """
 
     disable_ignore_empty_think: bool | None = key(None, lengths="value if set")
     """
-    `true` trains empty thoughts too. By default, hybrid thinking templates leave them out of the
-    loss.
+    `true` trains empty thoughts too. By default, templates of hybrid thinking models leave them out
+    of the loss.
     """
 
     use_chat_template: bool | None = key(None, lengths="value if set")
@@ -225,14 +229,14 @@ class TemplateConfig:
 
     truncation_strategy: Literal["left", "right", "raise"] | None = key(None, lengths="value")
     """
-    End at which samples longer than a pack are truncated; `raise` refuses them. If unset, they stay
-    whole.
+    End at which samples longer than the packing length are truncated; `raise` refuses such samples.
+    If unset, samples are not truncated.
     """
 
 
 @attrs.frozen(kw_only=True)
 class CustomConfig:
-    """`custom.`: the data, and whether packs are planned or made while training."""
+    """`custom.`: the data, and whether packs are made before or while training."""
 
     train_jsonl: tuple[PathText, ...] = key((), lengths="otherwise")
     """
@@ -241,10 +245,10 @@ class CustomConfig:
     """
 
     val_jsonl: tuple[PathText, ...] = key((), lengths="otherwise")
-    """Data files of the evaluation, in the same forms."""
+    """Data files of the evaluation, in the same forms as `train_jsonl`."""
 
     val_share: Decimal = key(Decimal(0), plan=True, check=from_0_below_1, stream="refused")
-    """Share of the records that is held out for the evaluation. `seed` decides which."""
+    """Share of the records held out for the evaluation, chosen by `seed`."""
 
     source_names: dict[PathText, str] = key(
         attrs.Factory(dict),
@@ -252,40 +256,40 @@ class CustomConfig:
         per_rank="names sources for `plan show`, by their paths",
         check=must(lambda name: bool(name.strip()), "a name"),
     )
-    """Names of data files in counts and figures, as `{data/chats.jsonl: chats}`."""
+    """Names of data files in counts and figures: `{data/chats.jsonl: chats}`."""
 
     fusion_config: PathText | None = key(None, neither=_SELECTS)
     """YAML file that describes a mix of data sets, or a curriculum of mixes."""
 
     fusion_schedule: Literal["planned"] | None = key(None, neither=_SELECTS, stream="refused")
     """
-    `planned` draws and plans all epochs of `fusion_config` before training. Static packing needs it
-    for a mix.
+    `planned` draws and plans all epochs of `fusion_config` before training. Static packing of a mix
+    needs it.
     """
 
     trainer_variant: Literal["sft", "rollout"] = key("sft", plan=True)
     """`sft` plans all packs before training; `rollout` makes packs while training (a stream)."""
 
     object_field_order: Literal["desc_first", "geometry_first"] = key("desc_first", lengths="value")
-    """Which comes first in answers of dense captions: the description or the geometry."""
+    """Order in answers of dense captions: description or geometry first."""
 
     use_summary: bool = key(False, lengths="value")
-    """Train on the summary of a dense caption as its answer."""
+    """Use the summary of a dense caption as the trained answer."""
 
     max_line_bytes: int = key(2**20, neither=_LIMITS, check=at_least(1))
-    """Most bytes of a record's texts, images not counted. Longer records are refused."""
+    """Maximum bytes of a record's texts, without images. Longer records are refused."""
 
     max_video_s: float = key(7200.0, neither=_LIMITS, check=above_0)
-    """Longest video in seconds. Longer videos are refused before they are decoded."""
+    """Maximum seconds of a video. Longer videos are refused before decoding."""
 
     max_video_bytes: int = key(2**32, neither=_LIMITS, check=at_least(1))
     """
-    Most bytes of a video's sampled frames, before they are scaled. Videos with more are refused
-    before they are decoded.
+    Maximum bytes of a video's sampled frames at their original size. Larger videos are refused
+    before decoding.
     """
 
     max_image_pixels: int = key(89_478_485, neither=_LIMITS, check=at_least(1))
-    """Most pixels of an image file. Larger images are refused before they are decoded."""
+    """Maximum pixels of an image file. Larger images are refused before decoding."""
 
     literal_image_tags: bool = key(False, neither=_LIMITS)
     """
@@ -295,28 +299,31 @@ class CustomConfig:
     columns: dict[str, str | None] = key(attrs.Factory(dict), lengths="value", check=one_of(sorted(RECORD_KEYS)))
     """
     Renames keys of the data: `{q: query, a: response}` reads `q` as `query`. `{label: null}`
-    ignores a key, also inside messages.
+    ignores the key `label`, also inside messages.
     """
 
     on_bad_record: Literal["stop", "skip"] = key("stop", neither=_ACCEPTS, stream="refused")
-    """At a record that cannot become a sample, `stop` with an error, or `skip` it and count it."""
+    """
+    Action for a record that cannot become a sample: `stop` with an error, or `skip` and count the
+    record.
+    """
 
     max_bad_share: Decimal = key(Decimal("0.01"), neither=_ACCEPTS, check=from_0_to_1, stream="refused")
-    """Largest share of the records that may be skipped. If more are bad, the run stops."""
+    """Largest share of the records that may be skipped. Above it, the run stops."""
 
     lengths: PathText | None = key(None, neither="names lengths that have the same fingerprint", stream="evaluation")
-    """Table of lengths from `packplan measure`. Records in it are not measured again."""
+    """Table of lengths from `packplan measure`. Records in the table are not measured again."""
 
     records_cache: PathText | None = key(None, neither=_COPIES)
     """
-    Folder for copies of data files from URLs or in formats other than JSON Lines and Arrow, and for
-    indices of large files. If unset, `records` in `training.output_dir`.
+    Folder for indices of large data files, and copies of files from URLs or in formats other than
+    JSON Lines and Arrow. If unset, `records` in `training.output_dir`.
     """
 
     media_dir: PathText | None = key(None, lengths="otherwise")
     """
-    Folder where relative paths of images and videos start. If unset, ms-swift's `ROOT_IMAGE_DIR`,
-    else the folder of their data file.
+    Base folder for relative paths of images and videos. If unset, ms-swift's `ROOT_IMAGE_DIR`, else
+    the folder of the data file.
     """
 
     media_cache: PathText | None = key(None, neither=_COPIES)
@@ -327,7 +334,7 @@ class CustomConfig:
 
     @property
     def planned_mix(self) -> str | None:
-        """Path of the mix whose epochs are planned before training, or None."""
+        """Path of the mix file whose epochs are planned before training, or None."""
         return self.fusion_config if self.fusion_schedule else None
 
 
@@ -340,18 +347,19 @@ class TrainingConfig:
 
     packing: bool = key(True, plan=True)
     """
-    `false` trains padded batches with the same trainer. Other packing keys may stay in the YAML.
+    `false` trains padded batches with the same trainer. The other packing keys may stay in the
+    YAML.
     """
 
     packing_mode: Literal["static", "dynamic"] = key("static", neither=_STREAMS)
-    """`static` if `custom.trainer_variant` is `sft`, `dynamic` if it is `rollout`."""
+    """`static` if `custom.trainer_variant` is `sft`, `dynamic` for `rollout`."""
 
     packing_algorithm: str = key("constant_volume", plan=True, check=one_of(ALGORITHMS), stream="refused")
     """One of `core.packers.ALGORITHMS`."""
 
     packing_epochs: Literal["same", "replanned"] = key("same", plan=True, stream="refused")
     """
-    `same`: every epoch has the same packs. `replanned`: each epoch has its own packs, drawn from
+    `same`: every epoch trains the same packs. `replanned`: each epoch has new packs, drawn from
     `seed`.
     """
 
@@ -364,43 +372,40 @@ class TrainingConfig:
     packing_balance: Literal["auto", "step", "microbatch", "none"] = key("auto", neither=TRAINS, stream="refused")
     """
     How a step's packs are assigned to ranks. `step`: equal work over the step. `microbatch`: equal
-    work in each microbatch, for ranks that wait for each other there (FSDP, DeepSpeed from stage 2
-    on). `auto`: whichever fits. `none`: in the order of the epoch.
+    work in each microbatch, for ranks that wait for each other after each (FSDP, DeepSpeed from
+    stage 2 on). `auto`: `microbatch` for such ranks, else `step`. `none`: the order of the epoch.
     """
 
     packing_min_fill_ratio: Decimal = key(Decimal("0.65"), plan=True, check=from_0_to_1)
-    """
-    Packs filled below this share of the packing length, an exact decimal, are dropped.
-    """
+    """Packs filled below this share (an exact decimal) of the packing length are dropped."""
 
     packing_drop_last: bool = key(True, plan=True)
-    """Drop packs below `packing_min_fill_ratio`. Streams drop them only at the end of an epoch."""
+    """
+    Drop packs filled below `packing_min_fill_ratio`. Streams drop packs only at the end of an
+    epoch.
+    """
 
     packing_max_dropped_share: Decimal = key(Decimal("0.01"), neither=_ACCEPTS, check=from_0_to_1)
     """
-    Largest share of the tokens that dropped packs may hold. More is an error, unless a single pack
-    holds them.
+    Largest share of all tokens in dropped packs. More is an error, unless only one pack is dropped.
     """
 
     packing_max_images: int | None = key(None, plan=True, check=at_least(1), stream="refused")
-    """Most images in a pack. A sample with more is a pack by itself."""
+    """Maximum images in a pack. A sample with more images is a pack by itself."""
 
     packing_allow_single_long: bool = key(True, plan=True)
-    """
-    Give each sample of at least the packing length a pack by itself. `false` leaves such samples
-    out.
-    """
+    """Make samples of at least the packing length packs by themselves. `false` skips them."""
 
     eval_packing: bool | None = key(None, plan=True)
     """
-    Pack the evaluation, which needs `packing` and leaves the metric unchanged. If unset, static
-    plans pack it, streams do not.
+    Pack the evaluation data; needs `packing`. The metric stays the same. If unset, `true` with
+    static plans, `false` with streams.
     """
 
     packing_wait_timeout_s: float = key(7200.0, neither=_MEASURES, check=at_least(0), stream="evaluation")
     """
-    Seconds that ranks wait for rank 0, and that rank 0 waits for other jobs in its folders, or for
-    a block that Ray measures. 0 waits for ever.
+    Maximum seconds that ranks wait for rank 0, and rank 0 for other jobs in its folders or a block
+    that Ray measures. 0: no limit.
     """
 
     packing_lengths_from: PathText | None = key(
@@ -413,31 +418,28 @@ class TrainingConfig:
     packing_length_cache_persist_every: int | None = key(
         None, neither=_MEASURES, check=at_least(1), stream="evaluation"
     )
-    """
-    Measured lengths are saved each time this many samples are measured. If unset, the size of the
-    data decides.
-    """
+    """Samples after which measured lengths are saved. If unset, the data's size decides."""
 
     packing_length_precompute_workers: int = key(
         8, neither=_MEASURES, per_rank="cores of a rank's machine", check=at_least(1), stream="evaluation"
     )
-    """Processes that measure lengths; at most one for each core is used."""
+    """Processes that measure lengths, at most one per CPU core."""
 
     packing_length_measured_by: Literal["processes", "ray"] = key("processes", neither=_MEASURES, stream="evaluation")
-    """`ray` measures on all nodes of the Ray cluster of `RAY_ADDRESS`, or of this machine."""
+    """`ray` measures on all nodes of the Ray cluster at `RAY_ADDRESS`, else of this machine."""
 
     ray_address: str = key("auto", set_by_command=True)
     """Address of the Ray cluster, which `--ray` sets."""
 
     effective_batch_size: int | None = key(None, neither=TRAINS, check=at_least(1))
     """
-    Packs of a step over all ranks; samples if `packing` is `false`. If unset, the next two keys
-    decide.
+    Packs in a step over all ranks; samples if `packing` is `false`. If unset,
+    `per_device_train_batch_size` and `gradient_accumulation_steps` decide.
     """
 
     per_device_train_batch_size: int = key(1, neither=TRAINS, check=at_least(1))
     """
-    Samples of a padded batch on each rank. Packing sets it to 1 and accumulates more batches, so a
+    Samples in a padded batch on each rank. Packing sets it to 1 and accumulates more batches, so a
     step has as many packs as it would have samples.
     """
 
@@ -447,14 +449,14 @@ class TrainingConfig:
     """
 
     per_device_eval_batch_size: int = key(1, neither=TRAINS, check=at_least(1))
-    """Samples of a padded batch of the evaluation. Packed evaluation sets it to 1."""
+    """Samples in a padded batch of the evaluation. Packed evaluation sets it to 1."""
 
     sequence_parallel_size: int | Literal["auto"] = key(
         1, neither=TRAINS, check=must(lambda size: size == "auto" or size >= 1, "at least 1, or auto"), stream="refused"
     )
     """
-    Number of ranks that share each pack, and count as one rank of the plan. `auto`: each long pack
-    takes as many ranks as hold it (a power of two), every other pack one rank.
+    Number of ranks that share each pack and count as one rank of the plan. `auto`: only long packs
+    are shared, by the fewest ranks (a power of two) with at most the packing length each.
     """
 
     max_sequence_parallel_size: int | None = key(
@@ -464,8 +466,8 @@ class TrainingConfig:
         stream="refused",
     )
     """
-    Most ranks that share a pack if `sequence_parallel_size` is `auto`. If unset, the largest power
-    of two that divides the number of ranks.
+    Maximum ranks that share a pack if `sequence_parallel_size` is `auto`. If unset, the largest
+    power of two that divides all ranks.
     """
 
     dataloader_drop_last: bool = key(False, neither=TRAINS, stream="refused")
@@ -484,8 +486,8 @@ class TrainingConfig:
 
     loss_reduction: Literal["token", "sample", "sqrt"] = key("token", neither=TRAINS)
     """
-    Unit of equal weight in a step's loss over all ranks: supervised tokens, samples, or a middle
-    way (`sqrt`).
+    Unit of equal weight in a step's loss over all ranks. `sqrt` weights a sample by the square root
+    of its supervised tokens.
     """
 
     seed: int = key(42, plan=True, check=valid_seed)
@@ -496,7 +498,7 @@ class TrainingConfig:
 
     tuner_type: Tuner = key("full", plan=True)
     """
-    Which weights are trained: all of them (`full`), low-rank adapters (`lora`), or those that
+    Which weights are trained: all weights (`full`), low-rank adapters (`lora`), or those that
     another tuner of ms-swift adds. `dummy` trains the weights that the model's loader leaves
     unfrozen.
     """
@@ -509,8 +511,8 @@ class TrainingConfig:
 
     trainer: Mapping[str, Any] = attrs.field(factory=dict, converter=_read_only, metadata=key_metadata(neither=TRAINS))
     """
-    All other keys of ms-swift's `Seq2SeqTrainingArguments` and of its tuners. Types are checked,
-    and values passed on unchanged.
+    All other keys of ms-swift's `Seq2SeqTrainingArguments` and tuners. Types are checked, and
+    values passed on unchanged.
     """
 
     @property
@@ -520,39 +522,41 @@ class TrainingConfig:
 
     @property
     def row_ranks(self) -> int:
-        """Number of ranks that share every pack, and together count as one rank of the plan."""
+        """Number of ranks that share every pack and count as one rank of the plan."""
         return 1 if self.sequence_parallel_size == "auto" else self.sequence_parallel_size
 
     @property
     def adds_weights(self) -> bool:
-        """Whether the tuner trains only weights that it adds, and none of the model's own."""
+        """Whether the tuner trains only added weights, and none of the model's original weights."""
         return self.tuner_type not in {"full", "dummy"}
 
 
 @attrs.frozen(kw_only=True)
 class HostCommand:
-    """Command of ms-swift that trains a run in place of `packplan sft`."""
+    """ms-swift command that trains a run in place of `packplan sft`."""
 
     task: str
     """`sft`, `pt` or `rlhf`."""
 
     words: tuple[str, ...]
-    """Words of the command line after the task."""
+    """Command-line arguments after the task."""
 
     num_processes: int
     """Training processes that the command starts."""
 
     world_size: int
-    """Number of data-parallel ranks; processes that share each row are one rank."""
+    """Number of data-parallel ranks. Processes that share each row count as one rank."""
 
     task_type: str
     """Kind of model that is trained, such as `causal_lm`."""
 
     sequences_per_row: int
-    """Number of sequences in a row: 2 for preference pairs, 0 if rows differ."""
+    """
+    Number of sequences in a row: 2 for preference pairs, 0 if the number differs between rows.
+    """
 
     length_inputs: Mapping[str, Value]
-    """Arguments that lengths depend on, for their fingerprint."""
+    """Arguments that lengths depend on, for the fingerprint of lengths."""
 
 
 @attrs.frozen(kw_only=True)
@@ -565,20 +569,18 @@ class RunConfig:
     training: TrainingConfig
 
     global_max_length: int | None = key(None, lengths="otherwise", plan=True, check=at_least(1))
-    """
-    Number of tokens for `template.max_length` and `model.max_model_len`, where these are unset.
-    """
+    """Number of tokens for `template.max_length` and `model.max_model_len` if these are unset."""
 
     source: str = attrs.field(default="", eq=False, metadata=key_metadata(set_by_command=True))
     """Name of the YAML, for messages. Empty for a run without a YAML."""
 
     command: HostCommand | None = key(None, set_by_command=True)
-    """Command of ms-swift that trains the run; None for `packplan sft`."""
+    """ms-swift command that trains the run; None for `packplan sft`."""
 
     @property
     def packing_length(self) -> int:
         """
-        Most tokens of a pack: `template.max_length`, else `global_max_length`, else
+        Maximum number of tokens in a pack: `template.max_length`, else `global_max_length`, else
         `model.max_model_len`.
         """
         length = self.template.max_length or self.global_max_length or self.model.max_model_len
@@ -587,14 +589,14 @@ class RunConfig:
 
     @property
     def batch_size(self) -> int:
-        """Packs of a rank in one forward pass; samples if `training.packing` is false."""
-        # ms-swift's batches count packs.
+        """Number of packs in one forward pass of a rank; samples if `training.packing` is false."""
+        # A batch size of ms-swift counts packs.
         return 1 if self.training.packing and self.command is None else self.training.per_device_train_batch_size
 
     def plan_world_size(self, num_ranks: int) -> int:
         """
-        Return the number of groups of ranks that share packs. Raises ArgumentError if the groups
-        are uneven, or if packs cannot be shared by that many ranks.
+        Return the number of groups of ranks that share packs. ArgumentError if a group would be
+        incomplete, or if the maximum degree does not divide the ranks.
         """
         if self.training.shares_by_degree:
             largest_degree(num_ranks, self.training.max_sequence_parallel_size)
@@ -602,6 +604,6 @@ class RunConfig:
 
     @property
     def eval_packing(self) -> bool:
-        """Whether evaluation is packed."""
+        """Whether the evaluation data is packed."""
         asked = self.training.eval_packing
         return self.training.packing and (self.custom.trainer_variant == "sft" if asked is None else asked)

@@ -1,8 +1,8 @@
 """
-Keys of `training.` that decide which weights are trained.
+Keys of `training.` that select the trained weights.
 
-ms-swift defines these keys and reads them. For each key, this module adds the tuners that read it,
-its check, and the value that counts if a run does not set it.
+ms-swift defines and reads these keys. This module adds the tuners that read each key, a check of
+its value, and the value if a run does not set it.
 """
 
 import re
@@ -23,14 +23,16 @@ _READERS: Mapping[str, tuple[str, ...]] = {
     r"llamapro_\w+": ("llamapro",),
     r"vera_\w+": ("vera",),
 }
-"""Pattern of keys -> values of `training.tuner_type` that read them."""
+"""Regular expression for keys -> values of `training.tuner_type` that read these keys."""
 
 UNSET: Mapping[str, Any] = {
     "lora_rank": 8, "lora_alpha": 32.0, "lora_dropout": 0.05, "use_rslora": False, "use_dora": False,
     "target_modules": ["all-linear"], "target_parameters": [], "modules_to_save": [], "freeze_aligner": False,
     "freeze_parameters": [], "freeze_parameters_ratio": 0.0, "trainable_parameters": [],
 }  # fmt: skip
-"""Key -> value that ranks and checkpoints compare if a run does not set the key."""
+"""
+Key -> value that is compared between ranks, and with a checkpoint, if a run does not set the key.
+"""
 
 _CHECKS: Mapping[str, Check] = {
     "lora_rank": at_least(1),
@@ -50,7 +52,7 @@ _CHECKS: Mapping[str, Check] = {
 
 def tuners_of(name: str) -> tuple[str, ...]:
     """
-    Return the values of `training.tuner_type` that read a key of `training.`; empty if all do.
+    Return the values of `training.tuner_type` that read a key; empty if all of them do.
 
     >>> tuners_of("boft_block_size"), tuners_of("seed")
     (('boft',), ())
@@ -59,15 +61,17 @@ def tuners_of(name: str) -> tuple[str, ...]:
 
 
 def decides_weights(name: str) -> bool:
-    """Return whether a key of `training.` decides which weights are trained, or how they start."""
+    """Return whether a key of `training.` selects or initialises the trained weights."""
     return name in UNSET or bool(tuners_of(name))
 
 
 def tuner_faults(training: TrainingConfig) -> Iterator[Fault]:
-    """Yield faults in the choice of trained weights."""
+    """
+    Yield a fault for each key that the chosen tuner does not read, and for each invalid value.
+    """
     for key, value in training.trainer.items():
         tuners = tuners_of(key)
-        # Keys of adapters may stay in the YAML of a run that trains all weights.
+        # A run that trains all weights may keep the adapter keys in its YAML.
         if value and not UNSET.get(key) and tuners and training.tuner_type not in tuners:
             reason = f"needs training.tuner_type: {' or '.join(tuners)}, but that is {training.tuner_type}: remove it"
             yield Fault(f"training.{key}", reason)

@@ -152,7 +152,7 @@ def test_a_checkpoint_resumes_the_run_of_its_plan_model_and_settings_alone(  # n
         ({}, {"data_seed": 7}, StaleError, "seed was 42, now 7"),
         ({}, {"learning_rate": "1e-5"}, StaleError, r"training\.learning_rate"),
         ({}, {"tuner_type": "lora"}, StaleError, "tuner was 'full', now 'lora'"),
-        ({}, {"ignore_data_skip": True}, ConfigError, "lets a resumed run train packs twice"),
+        ({}, {"ignore_data_skip": True}, ConfigError, "makes a resumed run train packs twice"),
     ):  # fmt: skip
         with pytest.raises(error, match=says):
             resume(

@@ -197,7 +197,7 @@ def test_a_limit_is_a_whole_number_of_its_range_or_refused_by_name(function, lim
     for wrong in (-2, True, 1.5, "8", 2**64, int(1e30)):
         with pytest.raises(ArgumentError, match=name) as said:
             call(**{**given, limit: wrong})
-    assert function == "padded_length" or "a tokenizer that sets none" in str(said.value)
+    assert function == "padded_length" or "a tokenizer that sets no limit" in str(said.value)
     with contextlib.suppress(ValueError):
         call(**{**given, limit: 2**63 - 1})
 

@@ -60,8 +60,8 @@ ON_CPU = {"on_cpu": True}
 @pytest.mark.parametrize(
     ("attn_impl", "verdict", "options", "name", "why", "leak"),
     [
-        ("auto", verdict(), {}, "varlen", "llama was shown to pack by it", None),
-        ("auto", verdict(split=("Mixer",)), {}, "varlen", "llama was shown to pack by it", None),
+        ("auto", verdict(), {}, "varlen", "the probe of llama passed with this attention", None),
+        ("auto", verdict(split=("Mixer",)), {}, "varlen", "the probe of llama passed with this attention", None),
         ("auto", None, ON_CPU, "sdpa", "is auto", None),
         ("auto", verdict(None, native="eager"), {}, "eager", "must not share packs: it says so", "it says so"),
         ("varlen", verdict(), {}, "varlen", "names it", None),
